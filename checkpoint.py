@@ -142,23 +142,23 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
           "I32": torch.int32, "I16": torch.int16, "I8": torch.int8, "U8": torch.uint8, "BOOL": torch.bool}
 
 
-def read_safetensors(path):
+def read_safetensors(path, metadata=None):
     """{name: tensor}, memory-mapped: nothing is read before it is used, and nothing twice. Do not write into them.
 
-    Raises Refused when the file is not whole.
+    metadata: a dict that takes up the header's own, if wanted. Raises Refused when the file is not whole.
     """
     try:
         with open(path, "rb") as f:
             n = int.from_bytes(f.read(8), "little")
             header = json.loads(f.read(n)) if n < os.path.getsize(path) else None
         data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=8 + n))  # "c": torch wants it writable
-        header.pop("__metadata__", None)
+        (metadata if metadata is not None else {}).update(header.pop("__metadata__", {}))
         spans = {name: (slice(*v["data_offsets"]), DTYPES[v["dtype"]], v["shape"]) for name, v in header.items()}
         aligned = lambda span, size: data[span] if span.start % size == 0 else data[span].clone()  # view() needs it
         return {name: aligned(span, dtype.itemsize).view(dtype).view(shape) for name, (span, dtype, shape) in spans.items()}
     except FileNotFoundError:
         raise Refused(f"{path} does not exist")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError, UnicodeDecodeError) as e:
+    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
         raise Refused(f"{path} is truncated or not a safetensors file ({type(e).__name__}): fetch it again")
 
 
@@ -273,7 +273,9 @@ def load(path):
     if not os.path.isfile(path):
         raise Refused(f"no checkpoint at {path}: give the path of a file")
     if path.endswith(".safetensors"):
-        return foreign(read_safetensors(path))
+        tensors = read_safetensors(path, metadata := {})
+        ours = json.loads(metadata.get(FORMAT, "null"))  # what a conversion of ours left in the header
+        return {**ours, "model": tensors} if ours else foreign(tensors)
     try:
         try:
             ckpt = torch.load(path, map_location="cpu", weights_only=True)
@@ -294,7 +296,7 @@ def load(path):
 @dataclasses.dataclass
 class Config:
     checkpoint: str = ""  # what to describe
-    out: str = ""         # convert to this: .safetensors holds the weights for evaluation (EMA), anything else our format
+    out: str = ""         # convert to this: .safetensors with the weights for evaluation (EMA), or any name for our format
 
 
 def main(cfg):
@@ -306,7 +308,8 @@ def main(cfg):
         print(f"  {part}: {ckpt.get(part)}")
     print("  omega, raw:", {name: t.item() for name, t in ckpt["model"].items() if name.startswith("sm.")})
     if cfg.out.endswith(".safetensors"):
-        write_safetensors(cfg.out, ckpt["model"] | (ckpt.get("ema") or {}))
+        rest = {k: v for k, v in ckpt.items() if k not in ("model", "ema", "optimizer")}
+        write_safetensors(cfg.out, ckpt["model"] | (ckpt.get("ema") or {}), {FORMAT: json.dumps(rest)})
     elif cfg.out:
         save(cfg.out, **{k: v for k, v in ckpt.items() if k not in ("format", "git", "versions")})
 
