@@ -1,0 +1,110 @@
+# SPDX-License-Identifier: MIT
+"""DoRA: a low-rank update of a frozen linear layer, with a trained length for every output row.    App. B.2 [arXiv 2402.09353]
+
+With W (out, in) frozen, A (r, in), B (out, r), m (out,), s = α/r:
+
+    y = b + m/n · (W x + s B A x)         n_j = |W_j + s (B A)_j|, one norm per output row, no gradient through it
+
+    attach(model, ["q_proj", "v_proj"], r=16, alpha=16)      # in place; the new layers' A, B, m are all that needs training
+    optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
+    save_file(adapter_state(model), "adapter_model.safetensors")                # names and shapes as peft has them
+    merge_(model)                                            # back to plain linear layers
+
+One file, torch only, made to be copied. Not here: dropout, other adapters, quantised layers.
+"""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+
+class DoRALinear(nn.Module):
+    """linear: the frozen nn.Linear.   r: rank.   alpha: the update counts α/r.   A, B and m are fp32 whatever W is.
+
+    Starts as exactly the linear layer: B = 0, and m is the fp32 row norm n, so m/n is 1 and not almost 1. (peft rounds
+    m to the model's dtype first: a fresh adapter on a bf16 model already changes its logits.)
+    """
+
+    def __init__(self, linear, r=16, alpha=16, generator=None):
+        super().__init__()
+        self.base, self.s = linear.requires_grad_(False), alpha / r
+        fp32 = dict(dtype=torch.float32, device=linear.weight.device)
+        A = (torch.rand(r, linear.in_features, generator=generator) * 2 - 1) / linear.in_features ** 0.5
+        self.lora_A = nn.Parameter(A.to(**fp32))                                 # (r, in)
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **fp32))  # (out, r)
+        self.cached = None
+        self.lora_magnitude_vector = nn.Parameter(self.norm().clone())           # (out,)
+
+    @torch.no_grad()
+    def norm(self):
+        """n (out,), fp32, without forming B A: |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, row by row.
+
+        It depends on weights alone, so it is kept until A or B change: once per optimizer step, not per micro-batch.
+        """
+        A, B, s = self.lora_A, self.lora_B, self.s
+        key = (A._version, B._version, A.data_ptr(), B.data_ptr())
+        if self.cached is None or self.cached[0] != key:
+            W = self.base.weight.float()                                         # (out, in)
+            square = W.pow(2).sum(1) + 2 * s * (W @ A.T * B).sum(1) + s * s * (B @ (A @ A.T) * B).sum(1)
+            self.cached = key, square.sqrt()
+        return self.cached[1]
+
+    def forward(self, x):
+        """x: (..., in) -> (..., out), in the dtype of x. Written as a correction, so that none at the start is exactly none."""
+        y = F.linear(x, self.base.weight, self.base.bias)                        # (..., out)
+        u = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        gain = self.lora_magnitude_vector / self.norm()                          # (out,)
+        Wx = y if self.base.bias is None else y - self.base.bias
+        return (y + ((gain - 1) * Wx + gain * self.s * u)).to(x.dtype)
+
+    @torch.no_grad()
+    def merged(self):
+        """m/n · (W + s B A), (out, in), in the dtype of W: the layer as one matrix."""
+        W = self.base.weight.float() + self.s * self.lora_B @ self.lora_A
+        return ((self.lora_magnitude_vector / W.norm(dim=1))[:, None] * W).to(self.base.weight.dtype)
+
+
+def layers(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, DoRALinear)}
+
+
+def replace(model, name, module):
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)
+
+
+def attach(model, names, r=16, alpha=16, generator=None):
+    """Put DoRA on every nn.Linear whose own name is in names, in place, and freeze all the rest. Raises ValueError if none is."""
+    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in names}
+    if not found:
+        raise ValueError(f"no linear layer is called {' or '.join(names)}")
+    model.requires_grad_(False)
+    for name, linear in found.items():
+        replace(model, name, DoRALinear(linear, r, alpha, generator))
+
+
+def adapter_state(model):
+    """{name: tensor} in the format of peft: what to save, and all of it."""
+    return {f"base_model.model.{name}.{key}": p.detach() for name, layer in layers(model).items()
+            for key, p in {"lora_A.weight": layer.lora_A, "lora_B.weight": layer.lora_B,
+                           "lora_magnitude_vector": layer.lora_magnitude_vector}.items()}
+
+
+@torch.no_grad()
+def load_adapter_state(model, state):
+    """The reverse, into attached layers. Raises ValueError, before anything is changed, if names or shapes differ."""
+    own = adapter_state(model)
+    if own.keys() != state.keys():
+        raise ValueError(f"its tensors differ from the model's, for one in {min(own.keys() ^ state.keys())}")
+    for name, p in own.items():
+        if p.shape != state[name].shape:
+            raise ValueError(f"{name} is {tuple(state[name].shape)}, the model needs {tuple(p.shape)}")
+    for name, p in own.items():
+        p.copy_(state[name])
+
+
+def merge_(model):
+    """Every DoRALinear becomes the plain nn.Linear it amounts to, in place. Never a side effect of `eval()`."""
+    for name, layer in layers(model).items():
+        layer.base.weight = nn.Parameter(layer.merged(), requires_grad=False)
+        replace(model, name, layer.base)

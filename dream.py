@@ -1,0 +1,321 @@
+# SPDX-License-Identifier: MIT
+"""Dream-7B and Dream-Coder-7B: the backbone, its files and its tokenizer.                                    App. B.2
+
+A Qwen2.5 transformer without the causal mask, adapted to fill in [MASK]s, on torch alone. As every backbone here it is
+three calls: `table` (what an embedding is), `trunk` (embeddings to hidden states) and a head on rows. Soft masks, or
+anything else with the right width, go in between the first two:
+
+    model, tok = Dream.load(folder), Tokenizer(folder)                  # the folder as published on the model hub
+    x = torch.tensor([tok.encode(tok.chat(messages), special=True) + 32 * [model.cfg.mask_token_id]])   # (B, L)
+    h, kv = model.trunk(F.embedding(x, model.table))                    # (B, L, D)
+    logits = model.head_at(h, x == model.cfg.mask_token_id)             # (N, V)  one row per [MASK]
+
+The module tree has the published names, so no table of keys can be wrong. Dream can predict [MASK] itself, and the few
+hundred unused ids above it: nothing here suppresses them [code].
+
+Not here: decoding (sample_dream.py), training (finetune_dream.py), the maths of the adapter (dora.py).
+"""
+
+import json
+import os
+import unicodedata
+from dataclasses import dataclass, fields
+
+import tiktoken
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+import dora
+from checkpoint import Refused, read_safetensors
+
+
+def read_json(path):
+    try:
+        with open(path, encoding="utf-8") as f:
+            return json.load(f)
+    except FileNotFoundError:
+        raise Refused(f"{path} does not exist: give the folder of a model or adapter with all its files")
+    except ValueError as e:
+        raise Refused(f"{path} is not JSON ({e}): fetch it again")
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the model
+
+
+@dataclass
+class DreamConfig:
+    """The fields of config.json that decide something. No defaults: a model says what it is."""
+    vocab_size: int           # V, rows of the table; more than the tokenizer uses
+    hidden_size: int          # D
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int  # fewer than heads: queries share keys and values in groups
+    rms_norm_eps: float
+    rope_theta: float
+    max_position_embeddings: int
+    mask_token_id: int
+    pad_token_id: int         # also what stands after the end of an answer
+    eos_token_id: int
+
+    @classmethod
+    def read(cls, folder):
+        """config.json of a model folder. Raises Refused when it describes another architecture than this file's."""
+        raw = read_json(os.path.join(folder, "config.json"))
+        missing = [f.name for f in fields(cls) if raw.get(f.name) is None]
+        if missing:
+            raise Refused(f"{folder}/config.json has no {', '.join(missing)}: not the configuration of a Dream model")
+        for name, want in {"tie_word_embeddings": False, "rope_scaling": None, "use_sliding_window": False,
+                           "hidden_act": "silu", "attention_dropout": 0.0}.items():
+            # Absent means Qwen2's default, which is the wanted value for each of them.
+            if raw.get(name, want) != want:
+                raise Refused(f"{folder}/config.json has {name} = {raw[name]!r}, only {want!r} is implemented")
+        return cls(**{f.name: raw[f.name] for f in fields(cls)})
+
+    @property
+    def head_dim(self):
+        return self.hidden_size // self.num_attention_heads
+
+
+def rope(pos, cfg):
+    """Rotation angles of each position as (cos, sin), fp32.   pos: (1 or B, L) int.   Returns 2 x (1 or B, L, 1, head_dim)
+
+    Computed here, never stored: rounded to bf16 with the rest of the model, the frequencies would be off by more than
+    half a radian at position 500 (the released evaluation of finetuned models does that).
+    """
+    even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
+    inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)                     # (head_dim/2,)
+    angle = (pos[..., None].float() * inv_freq).repeat(1, 1, 2)[:, :, None]      # (B, L, 1, head_dim)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x, cos, sin):
+    x1, x2 = x.chunk(2, dim=-1)  # halves, not even and odd: the NeoX convention
+    return x * cos.to(x.dtype) + torch.cat([-x2, x1], -1) * sin.to(x.dtype)
+
+
+class Attention(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.head_dim = cfg.head_dim
+        heads, groups = cfg.num_attention_heads * cfg.head_dim, cfg.num_key_value_heads * cfg.head_dim
+        self.q_proj = nn.Linear(cfg.hidden_size, heads)
+        self.k_proj = nn.Linear(cfg.hidden_size, groups)
+        self.v_proj = nn.Linear(cfg.hidden_size, groups)
+        self.o_proj = nn.Linear(heads, cfg.hidden_size, bias=False)
+
+    def forward(self, x, cos, sin, past, start, keep):
+        split = lambda y: y.view(*y.shape[:2], -1, self.head_dim)
+        q = rotate(split(self.q_proj(x)), cos, sin)                              # (B, L, heads, head_dim)
+        k = rotate(split(self.k_proj(x)), cos, sin)                              # (B, L, groups, head_dim)
+        v = split(self.v_proj(x))                                                # (B, L, groups, head_dim)
+        if past is not None:  # L new positions replace those at start; the rest is as it was
+            end = start + x.shape[1]
+            k, v = (torch.cat([old[:, :start], new, old[:, end:]], 1) for old, new in zip(past, (k, v)))  # (B, S, ...)
+        y = F.scaled_dot_product_attention(*(z.transpose(1, 2) for z in (q, k, v)), attn_mask=keep, enable_gqa=True)
+        return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)                 # (B, L, D)
+
+
+class MLP(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.gate_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.up_proj = nn.Linear(cfg.hidden_size, cfg.intermediate_size, bias=False)
+        self.down_proj = nn.Linear(cfg.intermediate_size, cfg.hidden_size, bias=False)
+
+    def forward(self, x):
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))       # (B, L, D)
+
+
+class Layer(nn.Module):
+    def __init__(self, cfg):
+        super().__init__()
+        self.input_layernorm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.self_attn = Attention(cfg)
+        self.post_attention_layernorm = nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)
+        self.mlp = MLP(cfg)
+
+    def forward(self, x, *context):
+        y, kv = self.self_attn(self.input_layernorm(x), *context)
+        x = x + y                                                                # (B, L, D)
+        return x + self.mlp(self.post_attention_layernorm(x)), kv
+
+
+class Dream(nn.Module):
+    """The transformer. `checkpointing = True` keeps one (B, L, D) per layer for the backward pass and recomputes the rest:
+    a third more compute, and 0.4 instead of 11 GB at 2,048 tokens."""
+
+    def __init__(self, cfg):
+        super().__init__()
+        self.cfg, self.checkpointing = cfg, False
+        self.model = nn.ModuleDict({  # this nesting for the published names
+            "embed_tokens": nn.Embedding(cfg.vocab_size, cfg.hidden_size),
+            "layers": nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers)),
+            "norm": nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)})
+        self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+
+    @property
+    def table(self):
+        return self.model["embed_tokens"].weight                                 # (V, D)
+
+    def trunk(self, emb, pos=None, past=None, start=0, valid=None):
+        """Embeddings to final hidden states; every position sees every valid one, before and after it.
+
+        emb: (B, L, D).   pos: (L,) or (B, L) int, the positions of emb; default: counted from start, or along `valid`.
+        valid: (B, S) bool over the S = L (or cached) positions, False for padding; None: all. Its hidden states are
+            finite and mean nothing.
+        past: what an earlier call returned, (k, v) per layer over S positions. emb then stands for positions
+            start .. start + L − 1 of these S, whose keys and values it replaces; the rest are used as they were.
+            (Prefix cache: give everything from the block's start on. Dual cache: give the block alone.)
+        Returns h (B, L, D) and kv, 2 x (B, S, groups, head_dim) per layer, with keys already rotated: they stay where they
+        are, so this equals rotating them again in every call. kv is empty while checkpointing.
+        """
+        B, L, _ = emb.shape
+        if pos is None:
+            counted = torch.arange(start + L, device=emb.device)[None] if valid is None else valid.long().cumsum(1) - 1
+            pos = counted[:, start:start + L]                                    # (1 or B, L)
+        cos, sin = rope(pos if pos.dim() == 2 else pos[None], self.cfg)
+        keep = None if valid is None else valid[:, None, None]                   # (B, 1, 1, S) over the keys
+        h, kv = emb, []
+        for i, layer in enumerate(self.model["layers"]):
+            context = (cos, sin, None if past is None else past[i], start, keep)
+            if self.checkpointing and torch.is_grad_enabled():
+                h, _ = checkpoint(layer, h, *context, use_reentrant=False)
+            else:
+                h, one = layer(h, *context)                                      # (B, L, D)
+                kv.append(one)
+        return self.model["norm"](h), kv
+
+    def rows_at(self, h, mask):
+        """h: (B, L, D), mask: (B, L) bool -> (N, D), the hidden states that predict the masked positions.
+
+        Dream grew out of a next-token model and kept its shift: position i is predicted from hidden state i − 1.
+        """
+        if mask[:, 0].any():
+            raise Refused("position 0 is masked and has no position before it to be predicted from: put a prompt there")
+        return h[:, :-1][mask[:, 1:]]                                            # (N, D)  the shift, here and nowhere else
+
+    def head_at(self, h, mask):
+        """Logits of the masked positions only, row-major.   h: (B, L, D), mask: (B, L) bool.   Returns (N, V)"""
+        return self.lm_head(self.rows_at(h, mask))
+
+    @classmethod
+    def load(cls, folder, device="cpu", dtype=None):
+        """The published folder, frozen, in evaluation mode. dtype None: as stored.
+
+        On the CPU the weights are the mapped files themselves: loading reads nothing, and RAM holds each page once.
+        Raises Refused when a shard or tensor is missing, unknown, or of another shape than config.json says.
+        """
+        cfg = DreamConfig.read(folder)
+        with torch.device("meta"):  # shapes without memory
+            model = cls(cfg)
+        index = os.path.join(folder, "model.safetensors.index.json")
+        one = os.path.join(folder, "model.safetensors")
+        shards = [one] if os.path.exists(one) else sorted(
+            {os.path.join(folder, name) for name in read_json(index)["weight_map"].values()})
+        state = {}
+        for shard in shards:
+            state.update({name: t.to(device, dtype) for name, t in read_safetensors(shard).items()})
+        want = model.state_dict()
+        for problem, names in {"lacks": want.keys() - state, "has a tensor this model does not know,": state.keys() - want}.items():
+            if names:
+                raise Refused(f"{folder} {problem} {min(names)} ({len(names)} in all): fetch the missing shards again, "
+                              f"or check num_hidden_layers = {cfg.num_hidden_layers} in config.json")
+        for name, t in want.items():
+            if t.shape != state[name].shape:
+                raise Refused(f"{folder}: {name} is {tuple(state[name].shape)}, config.json says {tuple(t.shape)}: "
+                              "the two are not of the same model")
+        model.load_state_dict(state, assign=True)
+        return model.requires_grad_(False).eval()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the adapter folder, as finetune_dream.py writes it and as the authors' code does
+
+
+def load_adapter(model, folder):
+    """Attach the DoRA adapter in `folder` to the model; returns the arguments of its SoftMask, or None if it has none.
+
+    Reads adapter_config.json + adapter_model.safetensors (the format of peft), and ω from softmask.json (ours) or
+    transparency_config.json (the authors', rounded to bf16). Raises Refused for an adapter of another kind or model.
+    """
+    cfg = read_json(os.path.join(folder, "adapter_config.json"))
+    for name, want in {"peft_type": "LORA", "use_dora": True, "bias": "none", "use_rslora": False,
+                       "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}}.items():
+        if (cfg.get(name) or want) != want or (name == "use_dora" and not cfg.get(name)):
+            raise Refused(f"{folder}/adapter_config.json has {name} = {cfg.get(name)!r}, only {want!r} is implemented")
+    state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
+    try:
+        dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"])
+        dora.load_adapter_state(model, state)
+    except (KeyError, ValueError) as e:
+        raise Refused(f"{folder} is not an adapter of this model: {e}")
+    ours, theirs = (os.path.join(folder, name) for name in ("softmask.json", "transparency_config.json"))
+    if os.path.exists(ours):
+        return read_json(ours)
+    if not os.path.exists(theirs):
+        return None
+    sm = read_json(theirs)
+    return {"mask_id": model.cfg.mask_token_id, "k": sm["mixinputs_k"] if sm["transparency_alg"] == "mixinputs_with_topk" else None,
+            "omega_s": min(sm["transparency_scale"], 1 - 1e-6), "omega_a": sm["transparency_steepness"],  # bf16 can round up to 1
+            "omega_b": sm["transparency_centre"], "tau": sm["mixture_temp"]}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the tokenizer
+
+PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
+           r"|\s*[\r\n]+|\s+(?!\S)|\s+")
+
+
+def byte_characters():
+    """{character: byte}: vocabulary files write bytes as printable characters, unprintable ones from U+0100 on (GPT-2)."""
+    shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
+    hidden = [b for b in range(256) if b not in shown]
+    return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
+
+
+class Tokenizer:
+    """The tokenizer in a model folder, by tiktoken: vocab.json or merges.txt, added_tokens.json.
+
+    `n_vocab` is one more than its largest id, less than the rows of the model's table.
+    """
+
+    def __init__(self, folder):
+        vocab, merges = (os.path.join(folder, name) for name in ("vocab.json", "merges.txt"))
+        to_byte = byte_characters()
+        if os.path.exists(vocab):
+            ids = read_json(vocab)
+        elif os.path.exists(merges):  # alone it is enough: 256 bytes, then every merge makes the next id
+            with open(merges, encoding="utf-8") as f:
+                pairs = [line.split() for line in f if not line.startswith("#version")]
+            ids = {token: i for i, token in enumerate([*to_byte, *("".join(pair) for pair in pairs if pair)])}
+        else:
+            raise Refused(f"{folder} has neither vocab.json nor merges.txt: fetch the tokenizer's files too")
+        self.special = read_json(os.path.join(folder, "added_tokens.json"))
+        try:
+            ranks = {bytes(to_byte[c] for c in token): i for token, i in ids.items() if token not in self.special}
+        except KeyError as e:
+            raise Refused(f"{vocab} holds {e}, not a character of a byte-level vocabulary")
+        self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special)
+        self.known = {*ranks.values(), *self.special.values()}
+        self.n_vocab = 1 + max(self.known)
+
+    def encode(self, text, special=False):
+        """Token ids of a text. special: let <|im_end|> and the like be one token; only for text from `chat`."""
+        text = unicodedata.normalize("NFC", text)  # as the published tokenizer: é is one character
+        return self.bpe.encode(text, allowed_special="all" if special else set(), disallowed_special=())
+
+    def decode(self, ids):
+        """Text of token ids. Ids without a token, which the model can produce, leave nothing."""
+        return self.bpe.decode([i for i in ids if i in self.known])
+
+    def chat(self, messages, generate=True):
+        """The chat template.   messages: [{"role", "content"}].   generate: end where the assistant's next answer begins."""
+        if not messages or messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": "You are a helpful assistant."}, *messages]
+        text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
+        return text + "<|im_start|>assistant\n" * generate
