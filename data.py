@@ -3,7 +3,7 @@
 
 A corpus becomes two flat files of uint16, EOS after every document, and a description:
 
-    train.bin   val.bin (the last documents)   meta.json {tokenizer, train and val: documents, tokens, sha256}
+    train.bin   val.bin (the last documents)   meta.json {tokenizer, train and val: documents, tokens, bytes, sha256}
 
 A row is BOS + L − 2 tokens of that stream + EOS, and rows do not overlap [code]. Another cut gives another perplexity.
 
@@ -181,21 +181,21 @@ def documents(paths):
 def encode(docs, out, tok, keep=0):
     """Tokenize a stream into one flat uint16 file, EOS after each document [code]. In memory: 1,000 pieces.
 
-    Returns (documents, ends): their number, and the last keep + 1 positions where one ends (the first is 0).
+    Returns where documents end, (document, token, byte) each, the last `keep` + 1 of them or all from (0, 0, 0) on.
     Raises Refused when an id may not fit 16 bits.
     """
     if tok.n_vocab >= 2**16:
         raise Refused(f"tokenizer {tok.name} with [MASK] has {tok.n_vocab + 1:,} ids, uint16 tells 65,536 apart: use a smaller one")
-    eos, n_docs, end, ends = describe(tok)["eos"], 0, 0, collections.deque([0], maxlen=keep + 1)
+    eos, at, ends = describe(tok)["eos"], np.zeros(3, np.int64), collections.deque([(0, 0, 0)], maxlen=keep + 1)
     with open(out, "wb") as f:
         while batch := list(itertools.islice(docs, 1000)):
             ids = tok.encode_ordinary_batch([text for text, _ in batch], num_threads=os.cpu_count())
-            for piece, (_, last) in zip(ids, batch):
+            for piece, (text, last) in zip(ids, batch):
                 f.write(np.array(piece + [eos] * last, np.uint16).tobytes())
-                end, n_docs = end + len(piece) + last, n_docs + last
+                at += last, len(piece) + last, len(text.encode(errors="replace"))
                 if last:
-                    ends.append(end)
-    return n_docs, ends
+                    ends.append(tuple(at.tolist()))
+    return ends
 
 
 def prepare(docs, out, tok, val_docs=None):
@@ -205,19 +205,22 @@ def prepare(docs, out, tok, val_docs=None):
     [ours]. Raises Refused when nothing would be left to train on.
     """
     with atomic(f"{out}/meta.json") as m, atomic(f"{out}/val.bin") as v, atomic(f"{out}/train.bin") as t:
-        n, ends = encode(docs, t, tok, keep=val_docs or 10_000)
+        ends = encode(docs, t, tok, keep=val_docs or 10_000)
+        end = n, *_ = ends[-1]
         held = min(10_000, max(1, n // 100)) if val_docs is None else val_docs
-        if not 0 < held < n and (val_docs, n) != (None, 1):
-            raise Refused(f"--val_docs={held} of {n} documents leaves nothing to train or to measure on: hold out 1 to {n - 1}")
-        cut = ends[-1 - held] if n > 1 else ends[-1] * 9 // 10
+        if n == 1 and val_docs is None:
+            cut = (1, *(count * 9 // 10 for count in end[1:]))
+        elif 0 < held < n:
+            cut = ends[-1 - held]
+        else:
+            raise Refused(f"cannot hold out {held} of {n} documents: at least one must be left, and one to train on")
         with open(t, "r+b") as f, open(v, "wb") as g:
-            f.seek(2 * cut)
+            f.seek(2 * cut[1])
             shutil.copyfileobj(f, g)
-            f.truncate(2 * cut)
+            f.truncate(2 * cut[1])
         meta = {"format": FORMAT, "tokenizer": describe(tok)}
-        for split, path, n_docs, size in ("train", t, max(1, n - held), cut), ("val", v, held, ends[-1] - cut):
-            digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
-            meta[split] = {"documents": n_docs, "tokens": size, "sha256": digest}
+        for split, path, counts in ("train", t, cut), ("val", v, [a - b for a, b in zip(end, cut)]):
+            meta[split] = dict(zip(("documents", "tokens", "bytes"), counts), sha256=hashlib.sha256(np.memmap(path)).hexdigest())
         Path(m).write_text(json.dumps(meta, indent=2) + "\n")
     return meta
 
@@ -246,9 +249,9 @@ def find(source):
     """The files of PATH…: a file is itself, a folder its .txt, .jsonl and .parquet files in the order of their names."""
     paths = []
     for path in map(Path, source.split(os.pathsep)):
-        inside = [p for p in sorted(path.rglob("*")) if re.search(r"\.(txt|jsonl|parquet)(\.gz|\.xz)?$", p.name)]
+        inside = [p for p in sorted(path.rglob("*")) if source and re.search(r"\.(txt|jsonl|parquet)(\.gz|\.xz)?$", p.name)]
         if not inside and not path.is_file():
-            raise Refused(f"{path} is neither a file nor a folder with .txt, .jsonl or .parquet files: give another PATH")
+            raise Refused(f"{source!r}: {path} is neither a file nor a folder with .txt, .jsonl or .parquet files: give another PATH")
         paths += inside or [path]
     return paths
 
@@ -268,11 +271,10 @@ PRESETS = {"stdlib": dict(source="stdlib", out="data/stdlib", tokenizer="bytes",
 
 
 def main(cfg):
-    tok = tokenizer(cfg.tokenizer, cfg.tokenizer_dir)
     docs = (openwebtext(cfg.revision) if cfg.source == "openwebtext" else
             documents(stdlib() if cfg.source == "stdlib" else find(cfg.source)))
     out = cfg.out or os.path.join("data", Path(cfg.source.split(os.pathsep)[0]).name.split(".")[0])
-    meta = prepare(docs, out, tok, cfg.val_docs)
+    meta = prepare(docs, out, tokenizer(cfg.tokenizer, cfg.tokenizer_dir), cfg.val_docs)
     for split in "train", "val":
         print(f"{out}/{split}.bin: {meta[split]['documents']:,} documents, {meta[split]['tokens']:,} tokens, "
               f"sha256 {meta[split]['sha256']}")
