@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""DoRA: a low-rank update of a frozen linear layer, with a trained length for every output row.    App. B.2 [arXiv 2402.09353]
+"""DoRA: a low-rank update of a frozen linear layer, and a trained length for each of its rows.  App. B.2, arXiv 2402.09353
 
 With W (out, in) frozen, A (r, in), B (out, r), m (out,), s = α/r:
 
     y = b + m/n · (W x + s B A x)         n_j = |W_j + s (B A)_j|, one norm per output row, no gradient through it
 
-    attach(model, ["q_proj", "v_proj"], r=16, alpha=16)      # in place; the new layers' A, B, m are all that needs training
+    attach(model, ["q_proj", "v_proj"], r=16, alpha=16)      # in place; now only their A, B and m are trained
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
     save_file(adapter_state(model), "adapter_model.safetensors")                # names and shapes as peft has them
     merge_(model)                                            # back to plain linear layers
@@ -50,7 +50,7 @@ class DoRALinear(nn.Module):
         return self.cached[1]
 
     def forward(self, x):
-        """x: (..., in) -> (..., out), in the dtype of x. Written as a correction, so that none at the start is exactly none."""
+        """x: (..., in) -> (..., out), in the dtype of x. Written as a correction, so that at the start it is exactly 0."""
         y = F.linear(x, self.base.weight, self.base.bias)                        # (..., out)
         u = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         gain = self.lora_magnitude_vector / self.norm()                          # (out,)
@@ -74,7 +74,7 @@ def replace(model, name, module):
 
 
 def attach(model, names, r=16, alpha=16, generator=None):
-    """Put DoRA on every nn.Linear whose own name is in names, in place, and freeze all the rest. Raises ValueError if none is."""
+    """DoRA on every nn.Linear whose last name is in names, in place; the rest is frozen. Raises ValueError if there is none."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in names}
     if not found:
         raise ValueError(f"no linear layer is called {' or '.join(names)}")

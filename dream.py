@@ -81,7 +81,7 @@ class DreamConfig:
 
 
 def rope(pos, cfg):
-    """Rotation angles of each position as (cos, sin), fp32.   pos: (1 or B, L) int.   Returns 2 x (1 or B, L, 1, head_dim)
+    """Rotation of each position as (cos, sin), 2 x (1 or B, L, 1, head_dim), fp32.   pos: (1 or B, L) int.
 
     Computed here, never stored: rounded to bf16 with the rest of the model, the frequencies would be off by more than
     half a radian at position 500 (the released evaluation of finetuned models does that).
@@ -145,8 +145,8 @@ class Layer(nn.Module):
 
 
 class Dream(nn.Module):
-    """The transformer. `checkpointing = True` keeps one (B, L, D) per layer for the backward pass and recomputes the rest:
-    a third more compute, and 0.4 instead of 11 GB at 2,048 tokens."""
+    """The transformer. With `checkpointing` on, one (B, L, D) per layer is kept for the backward pass and the rest is
+    computed again: a third more work, and 0.4 instead of 11 GB at 2,048 tokens (28 layers, bf16)."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -170,8 +170,8 @@ class Dream(nn.Module):
         past: what an earlier call returned, (k, v) per layer over S positions. emb then stands for positions
             start .. start + L − 1 of these S, whose keys and values it replaces; the rest are used as they were.
             (Prefix cache: give everything from the block's start on. Dual cache: give the block alone.)
-        Returns h (B, L, D) and kv, 2 x (B, S, groups, head_dim) per layer, with keys already rotated: they stay where they
-        are, so this equals rotating them again in every call. kv is empty while checkpointing.
+        Returns h (B, L, D) and kv, 2 x (B, S, groups, head_dim) per layer, keys already rotated: they stay where they are,
+        so it is the same as rotating them again in every call. kv is empty while checkpointing.
         """
         B, L, _ = emb.shape
         if pos is None:
@@ -196,7 +196,7 @@ class Dream(nn.Module):
         """
         if mask[:, 0].any():
             raise Refused("position 0 is masked and has no position before it to be predicted from: put a prompt there")
-        return h[:, :-1][mask[:, 1:]]                                            # (N, D)  the shift, here and nowhere else
+        return h[:, :-1][mask[:, 1:]]                                            # (N, D)  the shift, here and only here
 
     def head_at(self, h, mask):
         """Logits of the masked positions only, row-major.   h: (B, L, D), mask: (B, L) bool.   Returns (N, V)"""
@@ -220,48 +220,47 @@ class Dream(nn.Module):
         for shard in shards:
             state.update({name: t.to(device, dtype) for name, t in read_safetensors(shard).items()})
         want = model.state_dict()
-        for problem, names in {"lacks": want.keys() - state, "has a tensor this model does not know,": state.keys() - want}.items():
+        for problem, names in (("lacks", want.keys() - state), ("has an unknown", state.keys() - want)):
             if names:
-                raise Refused(f"{folder} {problem} {min(names)} ({len(names)} in all): fetch the missing shards again, "
-                              f"or check num_hidden_layers = {cfg.num_hidden_layers} in config.json")
+                raise Refused(f"{folder} {problem} {min(names)} ({len(names)} such tensors): fetch its safetensors again, "
+                              f"or is num_hidden_layers = {cfg.num_hidden_layers} in config.json of another model?")
         for name, t in want.items():
             if t.shape != state[name].shape:
-                raise Refused(f"{folder}: {name} is {tuple(state[name].shape)}, config.json says {tuple(t.shape)}: "
-                              "the two are not of the same model")
+                raise Refused(f"{folder}: {name} is {tuple(state[name].shape)}, but {tuple(t.shape)} by config.json: "
+                              "the two are not of one model")
         model.load_state_dict(state, assign=True)
         return model.requires_grad_(False).eval()
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# the adapter folder, as finetune_dream.py writes it and as the authors' code does
+# the adapter folder
 
 
 def load_adapter(model, folder):
-    """Attach the DoRA adapter in `folder` to the model; returns the arguments of its SoftMask, or None if it has none.
+    """Attach the adapter in `folder`, in place. Returns the arguments of its SoftMask, or None for a binary one.
 
-    Reads adapter_config.json + adapter_model.safetensors (the format of peft), and ω from softmask.json (ours) or
-    transparency_config.json (the authors', rounded to bf16). Raises Refused for an adapter of another kind or model.
+    DoRA as peft writes it (adapter_config.json, adapter_model.safetensors); ω from softmask.json, or else from the
+    authors' transparency_config.json (rounded to bf16). Raises Refused for another kind of adapter, or another model's.
     """
-    cfg = read_json(os.path.join(folder, "adapter_config.json"))
-    for name, want in {"peft_type": "LORA", "use_dora": True, "bias": "none", "use_rslora": False,
-                       "fan_in_fan_out": False, "rank_pattern": {}, "alpha_pattern": {}}.items():
-        if (cfg.get(name) or want) != want or (name == "use_dora" and not cfg.get(name)):
+    at = lambda name: os.path.join(folder, name)
+    cfg, state = read_json(at("adapter_config.json")), read_safetensors(at("adapter_model.safetensors"))
+    for name, want in {"peft_type": "LORA", "use_dora": True, "bias": "none", "use_rslora": False, "rank_pattern": {},
+                       "alpha_pattern": {}}.items():
+        if cfg.get(name, None if want is True else want) != want:
             raise Refused(f"{folder}/adapter_config.json has {name} = {cfg.get(name)!r}, only {want!r} is implemented")
-    state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
     try:
-        dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"])
+        dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
         dora.load_adapter_state(model, state)
     except (KeyError, ValueError) as e:
         raise Refused(f"{folder} is not an adapter of this model: {e}")
-    ours, theirs = (os.path.join(folder, name) for name in ("softmask.json", "transparency_config.json"))
-    if os.path.exists(ours):
-        return read_json(ours)
-    if not os.path.exists(theirs):
+    if os.path.exists(at("softmask.json")):
+        return read_json(at("softmask.json"))
+    if not os.path.exists(at("transparency_config.json")):
         return None
-    sm = read_json(theirs)
-    return {"mask_id": model.cfg.mask_token_id, "k": sm["mixinputs_k"] if sm["transparency_alg"] == "mixinputs_with_topk" else None,
-            "omega_s": min(sm["transparency_scale"], 1 - 1e-6), "omega_a": sm["transparency_steepness"],  # bf16 can round up to 1
-            "omega_b": sm["transparency_centre"], "tau": sm["mixture_temp"]}
+    sm = read_json(at("transparency_config.json"))
+    return dict(mask_id=model.cfg.mask_token_id, k=sm["mixinputs_k"] if "topk" in sm["transparency_alg"] else None,
+                omega_s=min(sm["transparency_scale"], 1 - 1e-6), omega_a=sm["transparency_steepness"],  # bf16 rounds up to 1
+                omega_b=sm["transparency_centre"], tau=sm["mixture_temp"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -272,16 +271,16 @@ PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\
 
 
 def byte_characters():
-    """{character: byte}: vocabulary files write bytes as printable characters, unprintable ones from U+0100 on (GPT-2)."""
+    """{character: byte} of a byte-level vocabulary file: printable bytes as themselves, others from U+0100 on (GPT-2)."""
     shown = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
     hidden = [b for b in range(256) if b not in shown]
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
 class Tokenizer:
-    """The tokenizer in a model folder, by tiktoken: vocab.json or merges.txt, added_tokens.json.
+    """The tokenizer in a model folder: vocab.json or merges.txt, and added_tokens.json, through tiktoken.
 
-    `n_vocab` is one more than its largest id, less than the rows of the model's table.
+    n_vocab: its largest id + 1. The model's table has more rows. Raises Refused when a file is missing or another kind.
     """
 
     def __init__(self, folder):
@@ -302,7 +301,7 @@ class Tokenizer:
             raise Refused(f"{vocab} holds {e}, not a character of a byte-level vocabulary")
         self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks, special_tokens=self.special)
         self.known = {*ranks.values(), *self.special.values()}
-        self.n_vocab = 1 + max(self.known)
+        self.n_vocab = max(self.known) + 1
 
     def encode(self, text, special=False):
         """Token ids of a text. special: let <|im_end|> and the like be one token; only for text from `chat`."""
@@ -310,11 +309,11 @@ class Tokenizer:
         return self.bpe.encode(text, allowed_special="all" if special else set(), disallowed_special=())
 
     def decode(self, ids):
-        """Text of token ids. Ids without a token, which the model can produce, leave nothing."""
+        """Text of token ids. Ids without a token, which the model can produce, give nothing."""
         return self.bpe.decode([i for i in ids if i in self.known])
 
     def chat(self, messages, generate=True):
-        """The chat template.   messages: [{"role", "content"}].   generate: end where the assistant's next answer begins."""
+        """The chat template as text.   messages: [{"role", "content"}].   generate: end where the next answer begins."""
         if not messages or messages[0]["role"] != "system":
             messages = [{"role": "system", "content": "You are a helpful assistant."}, *messages]
         text = "".join(f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
