@@ -59,7 +59,7 @@ class Config(ModelConfig):
     # reporting
     log_every: int = 10
     eval_every: int = 10_000         # 0: never
-    eval_rows: int = 512             # the first of val.bin, the same every time; eval.py does them all
+    eval_rows: int = 512             # of val.bin, evenly spaced, the same every time; eval.py does them all
     save_every: int = 1000           # last.pt
     keep_every: int = 100_000        # step-N.pt, EMA and ω only
     show: bool = False               # end with the bound, ω over time, and one sample unmasked on screen
@@ -171,7 +171,9 @@ def train(cfg):
     last = os.path.join(cfg.out_dir, "last.pt")
     if os.path.exists(last) and not (cfg.resume or cfg.overwrite):
         raise Refused(f"{cfg.out_dir} already holds a run: --resume goes on with it, --out_dir=… starts another")
-    val = data.open_split(cfg.data, "val")[0] if cfg.eval_every or cfg.show else None
+    if cfg.eval_every or cfg.show:
+        val = data.open_split(cfg.data, "val")[0]
+        held_out = data.rows(val, torch.linspace(0, data.n_rows(val, cfg.length) - 1, cfg.eval_rows).long(), cfg.length)
 
     with torch.random.fork_rng(devices=[]):  # same weights on every rank
         torch.manual_seed(cfg.seed)
@@ -229,10 +231,10 @@ def train(cfg):
 
     def evaluate():
         """Nats per token with feedback and without, of the EMA model on fixed rows, every rank a share."""
-        index, bounds = range(min(cfg.eval_rows, data.n_rows(val, cfg.length)))[rank::world], {}
-        for soft in ([True, False] if omega else [False]):
+        bounds = {}
+        for soft in [True, False] if omega else [False]:
             with autocast():
-                total = torch.tensor(val_ppl(ema, data.rows(val, index, cfg.length), soft, cfg.seed), dtype=torch.float64)
+                total = torch.tensor(val_ppl(ema, held_out, soft, cfg.seed, rank=rank, world=world), dtype=torch.float64)
             if world > 1:
                 dist.all_reduce(total)
             bounds["val_soft" if soft else "val_plain"] = (total[0] / total[1]).item()
