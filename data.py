@@ -220,7 +220,7 @@ def prepare(docs, out, tok, val_docs=None):
             f.truncate(2 * cut[1])
         meta = {"format": FORMAT, "tokenizer": describe(tok)}
         for split, path, counts in ("train", t, cut), ("val", v, [a - b for a, b in zip(end, cut)]):
-            meta[split] = dict(zip(("documents", "tokens", "bytes"), counts), sha256=hashlib.sha256(np.memmap(path)).hexdigest())
+            meta[split] = dict(zip(("documents", "tokens", "bytes"), counts), sha256=hashlib.sha256(np.memmap(path, mode="r")).hexdigest())
         Path(m).write_text(json.dumps(meta, indent=2) + "\n")
     return meta
 

@@ -1,0 +1,406 @@
+# SPDX-License-Identifier: MIT
+"""Every number of the paper's language-modelling tables: a bound on held-out text, and three opinions on samples.
+
+    §4.1, App. C.1    val_ppl               the two-pass bound on held-out rows, EMA backbone [code]
+    App. B.1          entropy               of the tokens within one sample: low means that it repeats itself
+    App. B.1          gen_ppl               what GPT-2 large thinks of the samples
+    App. B.1          mauve                 how far their distribution is from that of held-out text
+
+    python eval.py ppl --checkpoint=out/last.pt --data=data/owt
+    python eval.py zero_shot --checkpoint=out/last.pt --text=wikitext2_test.txt
+    python eval.py entropy --samples=samples.jsonl
+    python eval.py gen_ppl --samples=samples.jsonl            # needs `pip install transformers`
+    python eval.py mauve --samples=samples.jsonl --data=data/owt             # and `pip install mauve-text`
+    python eval.py table --results="runs/*.json"
+
+Every result is a JSON file with all settings, versions, n and seed. The scorer and MAUVE are other people's
+instruments: published numbers hang on them, so they come from their packages.
+
+Not here: generation (sample.py), plots (plot.py).
+"""
+
+import base64
+import collections
+import glob
+import hashlib
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import statistics
+import tempfile
+from dataclasses import asdict, dataclass
+from fractions import Fraction
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from tqdm import tqdm
+
+import data
+from checkpoint import Refused, atomic, git_version, run
+from data import rng
+from mdlm import MDLM, corrupt, sample_times
+
+
+@dataclass
+class Config:
+    metric: str = ""              # ppl, zero_shot, entropy, gen_ppl, mauve, table: the first word of the command line
+    out: str = ""                 # result file; beside the checkpoint or the samples, NAME.METRIC.json
+    label: str = ""               # row of the table that this result belongs to, say 1M+100k
+    device: str = "auto"          # cuda, else mps, else cpu
+    batch_size: int = 8
+    seed: int = 1                 # of masks, times, reference rows and MAUVE's clusters
+    # ppl, zero_shot
+    checkpoint: str = ""
+    ema: bool = True              # False: raw weights
+    data: str = "data/owt"        # its val.bin: what is measured, and MAUVE's reference
+    text: str = ""                # zero_shot: text, JSONL or parquet, as data.py reads them
+    rows: int = 0                 # evenly spaced ones; 0: all
+    repeats: int = 1              # times and masks per row
+    bf16: bool = False            # autocast, as in training [code]; False: fp32, twice the time, the same to three digits
+    tokenizer_dir: str = ""
+    # gen_ppl, mauve, entropy
+    samples: str = "samples.jsonl"  # or a pattern: shards are read together
+    scorer: str = "gpt2-large"      # a causal LM, by its hub name or folder
+    scale: float = 5.0              # of MAUVE, App. B.1
+    # table
+    results: str = ""               # pattern of result files
+
+
+PRESETS = {name: {"metric": name} for name in ("ppl", "zero_shot", "entropy", "gen_ppl", "mauve", "table")}
+
+
+def mean_and_se(total, count):
+    """Σ total / Σ count, and its standard error over sequences: (n,), (n,) → two floats. One sequence has no error: nan."""
+    total, count = np.asarray(total, np.float64), np.asarray(count, np.float64)
+    mean, n = total.sum() / count.sum(), len(total)
+    return mean, math.sqrt(n / (n - 1) * ((total - mean * count) ** 2).sum()) / count.sum() if n > 1 else math.nan
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# held-out text
+
+
+@torch.no_grad()
+def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1):
+    """Eq. 2 on fixed rows, row by row                                                                     Eq. 2, App. C.1
+
+    model: MDLM; it is put in eval mode for the while.   rows: (n, L) ids, on the CPU.   soft: with feedback, two passes.
+    repeats: draws of t and x_t per row.   rank, world: this process takes every world-th batch.
+    Returns three (m,) float64 tensors for the m rows taken: the bound in nats, and of the same masks the plain
+    cross-entropy in nats and their number, all means over repeats. Raises Refused where the bound is not a number.
+
+    The times of all rows together are one stratified sample, dealt out at random, and a row's own repeats are spread
+    over (0, 1]; masks are keyed by row. So the result does not depend on batch_size and world, and two calls with one
+    seed, with and without feedback, see the same masks: their difference is much surer than either.
+    """
+    n, device, was_training = len(rows), next(model.parameters()).device, model.training
+    deal = torch.randperm(n, generator=rng("deal", seed))
+    times = sample_times(n * repeats, rng("times", seed)).view(repeats, n)[:, deal]            # (repeats, n)
+    parts = []
+    model.eval()
+    for index in tqdm(torch.arange(n).split(batch_size)[rank::world], "held-out rows", leave=False, disable=True if rank else None):
+        x0 = rows[index]                                                                       # (b, L)
+        part = torch.zeros(3, len(index), dtype=torch.float64)                                 # (3, b)
+        for r, t in enumerate(times[:, index]):                                                # (b,)
+            xt = torch.cat([corrupt(x[None], s[None], model.cfg.mask_id, rng("masks", seed, r, int(i)))
+                            for i, x, s in zip(index, x0, t)])                                 # (b, L)
+            nll = model(x0.to(device), xt.to(device), t.to(device), soft).cpu().double()       # (b,)
+            part += torch.stack((nll, nll * t, (xt == model.cfg.mask_id).sum(1))) / repeats
+        parts.append(part)
+    model.train(was_training)
+    nll, ce, masked = torch.cat(parts, 1) if parts else torch.zeros(3, 0, dtype=torch.float64)  # (m,) each
+    if not nll.isfinite().all():
+        raise Refused(f"the bound is not a number on {(~nll.isfinite()).sum()} of {len(nll)} rows: the weights are broken, "
+                      f"or they do not bear this dtype")
+    return nll, ce, masked
+
+
+def val_ppl(model, rows, soft, seed=0, **how):
+    """(sum_nll, n_tokens) of `bound`: exp(sum_nll / n_tokens) is the perplexity                                App. C.1
+
+    Over all L positions of every row, those that were never masked too, and BOS and EOS: the published convention
+    [code]. Sharded with rank and world, add both numbers over the ranks first.
+    """
+    nll = bound(model, rows, soft, seed, **how)[0]
+    return nll.sum().item(), nll.numel() * rows.shape[1]
+
+
+def bits_per_byte(nats_per_token, L, split):
+    """Comparable across tokenizers. split: a split's part of meta.json, whose bytes per token stand for those of any row."""
+    return nats_per_token / math.log(2) * L / ((L - 2) * split["bytes"] / split["tokens"])
+
+
+def ppl(cfg):
+    """A checkpoint on the held-out split of cfg.data, or on cfg.text cut into the same rows by its own tokenizer."""
+    model = MDLM.load(cfg.checkpoint, cfg.ema).to(machine(cfg))
+    ours, L = model.info["tokenizer"], model.cfg.length
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
+        if cfg.metric == "zero_shot":
+            tok, path = data.tokenizer(ours["name"], cfg.tokenizer_dir), os.path.join(tmp, "val.bin")
+            end = data.encode(data.documents(data.find(cfg.text)), path, tok)[-1]
+            tokens = np.memmap(path, np.uint16, "r")
+            tokens.tokenizer, split = data.describe(tok), dict(zip(("documents", "tokens", "bytes"), end))
+        else:
+            tokens, meta = data.open_split(cfg.data, "val")
+            split = meta["val"]
+        if tokens.tokenizer != ours:
+            raise Refused(f"{cfg.data} holds tokens of {tokens.tokenizer}, {cfg.checkpoint} was trained on those of {ours}: "
+                          f"prepare the text again with --tokenizer={ours['name']}")
+        n = data.n_rows(tokens, L)
+        take = min(cfg.rows or n, n)
+        rows = data.rows(tokens, torch.arange(take) * n // take, L)                            # (take, L)
+    values, nll = {}, {}
+    for name in ["soft", "binary"] if model.sm else ["binary"]:
+        with torch.autocast(machine(cfg).type, torch.bfloat16, enabled=cfg.bf16):
+            nll[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats, cfg.batch_size)
+        nats, se = mean_and_se(nll[name], np.full(take, L))
+        bits = nats / math.log(2) * L / ((L - 2) * split["bytes"] / split["tokens"])  # bytes per token as in the whole text
+        values[name] = {"nats_per_token": nats, "nats_per_token_se": se, "ppl": math.exp(nats), "ppl_se": math.exp(nats) * se,
+                        "bits_per_byte": bits, "ce_per_masked_token": float(ce.sum() / masked.sum())}
+    if model.sm:  # on the same masks, so much surer than either of the two
+        gain, se = mean_and_se(nll["binary"] - nll["soft"], np.full(take, L))
+        values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
+    write(cfg, cfg.checkpoint, values, {"step": model.info["step"], "L": L, "tokenizer": ours["name"], "n": take, "text": split})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# samples
+
+
+def read_samples(pattern):
+    """(samples, settings): the lines of all files of the pattern, one per index, and what they were sampled with.
+
+    Raises Refused when there are none, or when they do not belong together.
+    """
+    samples = {}
+    for path in sorted(glob.glob(pattern)):
+        with open(path, encoding="utf-8") as f:
+            try:
+                lines = [json.loads(line) for line in f]
+                samples.update(((line["seed"], line["index"]), line) for line in lines if line["ids"] and line["settings"])
+            except (ValueError, KeyError, TypeError):
+                raise Refused(f"{path} is not a file of samples: each line needs ids, text, seed, index, settings (sample.py)")
+    samples = [samples[key] for key in sorted(samples)]
+    if not samples:
+        raise Refused(f"no samples in {pattern!r}: make some with sample.py, or correct --samples")
+    for sample in samples:
+        if other := differing(samples[0]["settings"], sample["settings"]):
+            raise Refused(f"{pattern!r} mixes samples of different {', '.join(other)}: evaluate them apart")
+    return samples, samples[0]["settings"]
+
+
+def differing(a, b):
+    return sorted(key for key in a | b if a.get(key) != b.get(key))
+
+
+def entropy(ids):
+    """Of the distribution of tokens within one sample (L,), in nats: log L if all differ, 0 if all are the same     App. B.1"""
+    counts = torch.unique(torch.as_tensor(ids), return_counts=True)[1]
+    return torch.special.entr(counts.double() / counts.sum()).sum().item()
+
+
+@torch.no_grad()
+def score(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
+    """What a causal LM makes of each text: nats, over how many tokens, and its last hidden state            App. B.1
+
+    The authors' rule: a text is tokenized anew, cut at 1,024 tokens, and its first token is not scored; of the EOS
+    tokens only the first counts, the first token included [code].
+    cache: a file with a line per text, so that a stopped run goes on and gen_ppl and mauve share the work.
+    Returns [{nll, tokens, feature (D,)}]. Raises Refused without transformers or the model, for a text shorter than
+    two tokens, and when the model returns NaN.
+    """
+    keys = [hashlib.blake2b(f"{scorer}\0{text}".encode(errors="replace"), digest_size=12).hexdigest() for text in texts]
+    done = read_cache(cache)
+    todo = list({key: text for key, text in zip(keys, texts) if key not in done}.items())
+    if todo:
+        try:
+            from transformers import AutoModelForCausalLM, AutoTokenizer
+        except ImportError:
+            raise Refused("scoring samples needs transformers: pip install transformers")
+        try:
+            tok, lm = AutoTokenizer.from_pretrained(scorer), AutoModelForCausalLM.from_pretrained(scorer)
+        except (OSError, ValueError) as e:
+            raise Refused(f"--scorer={scorer} is neither a folder with a causal LM nor on the hub ({str(e).splitlines()[0]})")
+        lm = lm.to(device).float().eval()
+    for start in tqdm(range(0, len(todo), batch_size), f"scoring {len(todo)} texts", disable=not todo):
+        batch = todo[start:start + batch_size]
+        ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids) for _, text in batch]
+        if short := [text for (_, text), x in zip(batch, ids) if len(x) < 2]:
+            raise Refused(f"the sample {short[0]!r} is shorter than two tokens of {scorer}: nothing in it can be scored")
+        x = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)                  # (b, T)
+        real = torch.arange(x.shape[1], device=device) < torch.tensor([[len(i)] for i in ids], device=device)  # (b, T)
+        out = lm(input_ids=x, attention_mask=real.long(), output_hidden_states=True)
+        nll = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(x), -1)  # (b, T-1)
+        eos = x == tok.eos_token_id                                                            # (b, T)
+        counts = (real & (~eos | (eos.cumsum(1) == 1)))[:, 1:]                                 # (b, T-1)
+        for b, (key, text) in enumerate(batch):
+            line = {"key": key, "nll": nll[b][counts[b]].double().sum().item(), "tokens": counts[b].sum().item()}
+            if not math.isfinite(line["nll"]):
+                raise Refused(f"{scorer} gives {line['nll']} for the sample {text[:60]!r}: NaN or overflow in the scorer")
+            feature = out.hidden_states[-1][b, len(ids[b]) - 1].float().cpu().numpy()          # (D,)
+            done[key] = line | {"feature": base64.b64encode(feature.tobytes()).decode()}
+            if cache:
+                with open(cache, "a") as f:
+                    f.write(json.dumps(done[key]) + "\n")
+    return [done[key] | {"feature": np.frombuffer(base64.b64decode(done[key]["feature"]), np.float32)} for key in keys]
+
+
+def read_cache(path):
+    """{key: line} of a file that may have been cut off in its last line."""
+    done = {}
+    if path and os.path.exists(path):
+        with open(path) as f:
+            for line in f:
+                if line.endswith("}\n"):
+                    done[json.loads(line)["key"]] = json.loads(line)
+    return done
+
+
+def gen_ppl(texts, scorer="gpt2-large", **how):
+    """Generative perplexity, over the tokens of all texts together, and its standard error over texts     §4.1, App. B.1"""
+    scores = score(texts, scorer, **how)
+    nats, se = mean_and_se([s["nll"] for s in scores], [s["tokens"] for s in scores])
+    return math.exp(nats), math.exp(nats) * se
+
+
+def mauve(texts_p, texts_q, scale=5, seed=25, scorer="gpt2-large", **how):
+    """MAUVE of samples against held-out text, in (0, 1], in the feature space of `scorer`                §4.1, App. B.1
+
+    It depends on the number of texts and on the clusters' seed: report both. Published ones have 5,000 on either side.
+    """
+    try:
+        import mauve as instrument
+    except ImportError:
+        raise Refused("MAUVE needs the package mauve-text: pip install mauve-text")
+    p, q = (np.stack([s["feature"] for s in score(texts, scorer, **how)]) for texts in (texts_p, texts_q))  # (n, D)
+    return float(instrument.compute_mauve(p_features=p, q_features=q, mauve_scaling_factor=scale, seed=seed).mauve)
+
+
+def of_samples(cfg):
+    """entropy, gen_ppl or mauve of a file of samples; the entropy always, since a low one flatters the other two."""
+    samples, settings = read_samples(cfg.samples)
+    texts, L = [sample["text"] for sample in samples], len(samples[0]["ids"])
+    spread = [entropy(sample["ids"]) for sample in samples]
+    values = {"entropy": statistics.mean(spread), "entropy_min": min(spread), "nfe": statistics.mean(s["nfe"] for s in samples)}
+    stem = cfg.samples.replace("*", "").removesuffix(".jsonl")
+    how = {"cache": f"{stem}.scores.jsonl", "batch_size": cfg.batch_size, "device": machine(cfg)}
+    if cfg.metric == "gen_ppl":
+        values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(texts, cfg.scorer, **how)
+    if cfg.metric == "mauve":
+        tokens, meta = data.open_split(cfg.data, "val")
+        if tokens.tokenizer["name"] != settings["tokenizer"]:
+            raise Refused(f"{cfg.samples} is of tokenizer {settings['tokenizer']}, {cfg.data} of {tokens.tokenizer['name']}: "
+                          f"give the data that the model was trained on")
+        n, tok = data.n_rows(tokens, L), data.tokenizer(tokens.tokenizer["name"], cfg.tokenizer_dir)
+        rows = data.rows(tokens, torch.randperm(n, generator=rng("reference", cfg.seed))[:len(texts)], L)  # (n, L)
+        values["mauve"] = mauve(texts, [tok.decode(row.tolist()) for row in rows], cfg.scale, cfg.seed, cfg.scorer, **how)
+        values["references"] = len(rows)
+    write(cfg, stem, values, {**settings, "L": L, "n": len(samples)})
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# results
+
+
+def machine(cfg):
+    name = cfg.device if cfg.device != "auto" else \
+        "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
+    try:
+        return torch.empty(0, device=name).device
+    except (RuntimeError, AssertionError):
+        raise Refused(f"--device={cfg.device} is not in this machine: use cpu, or leave it to auto")
+
+
+def write(cfg, stem, values, settings):
+    """The result as JSON: values, how the thing was made, how it was measured, with which versions."""
+    versions = {"python": platform.python_version(), "git": git_version()}
+    for package in "torch", "transformers", "mauve-text":
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    path = cfg.out or f"{stem}.{cfg.metric}.json"
+    result = {"metric": cfg.metric, "values": values, "settings": settings, "evaluation": asdict(cfg), "versions": versions}
+    print(json.dumps(values, indent=2))
+    with atomic(path) as tmp, open(tmp, "w") as f:
+        json.dump(result, f, indent=2)
+    print(f"written to {path}")
+
+
+# column of the table: its heading, its decimals, and what of the evaluation must be equal all along it
+COLUMNS = {"mauve": ("MAUVE ↑", 3, ("scorer", "scale", "seed")), "gen_ppl": ("gen. PPL ↓", 2, ("scorer",)),
+           "entropy": ("entropy ↑", 3, ()), "ppl": ("PPL ↓", 2, ("seed", "repeats", "ema"))}
+
+
+def entries(result):
+    """What one result says: [(row, column, run, value, what must be equal along the column)]."""
+    metric, values, s, e = (result[key] for key in ("metric", "values", "settings", "evaluation"))
+    label = e["label"] or s.get("checkpoint") or e["checkpoint"]
+    if metric in ("ppl", "zero_shot"):
+        feedback = "soft" if "soft" in values else "binary"
+        found = [(("", feedback, label), ("ppl", os.path.basename(e["text"] or e["data"])), e["checkpoint"], values[feedback]["ppl"])]
+    else:
+        row = ("ReMDM" if s["sampler"].startswith("remdm") else "standard", "soft" if s["soft"] else "binary", label)
+        found = [(row, (name, str(Fraction(s["steps"], s["L"]))), e["samples"], values[name])
+                 for name in ("mauve", "gen_ppl", "entropy") if name in values]
+    same = {key: s.get(key) for key in ("L", "n", "top_p", "tokenizer", "text")}
+    return [(*entry, same | {key: e[key] for key in COLUMNS[entry[1][0]][2]}) for entry in found]
+
+
+def table(cfg):
+    """Results side by side, as in Tables 1, 2, 4-7: unmasking × feedback down, budget (NFE / L) across, mean (± sd) of runs.
+
+    A soft row is followed by its gain over the binary row of its label, else over the last binary row.
+    """
+    cells, first = collections.defaultdict(lambda: collections.defaultdict(dict)), {}
+    for path in sorted(glob.glob(cfg.results)):
+        try:
+            with open(path) as f:
+                found = entries(json.load(f))
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise Refused(f"{path} is not a result of eval.py: correct --results")
+        for row, column, run_, value, same in found:
+            where, before = first.setdefault(column[0] + column[1] * (column[0] == "ppl"), (path, same))
+            if other := differing(before, same):
+                raise Refused(f"{where} and {path} differ in {', '.join(f'{k} ({before[k]}, {same[k]})' for k in other)}: "
+                              f"such numbers do not belong in one table")
+            if not math.isfinite(value):
+                raise Refused(f"{column[0]} in {path} is {value}: measure it again")
+            cells[row][column][run_] = value
+    if not cells:
+        raise Refused(f"no results match --results={cfg.results!r}")
+    columns = sorted({column for row in cells.values() for column in row},
+                     key=lambda c: (list(COLUMNS).index(c[0]), c[0] != "ppl" and Fraction(c[1]), c[1]))
+    mean = lambda row, column: statistics.mean(cells[row][column].values())
+
+    def line(head, text):
+        return f"| {' | '.join(head)} | {' | '.join(text)} |"
+
+    lines = [line(("unmasking", "feedback", "model"), [f"{COLUMNS[name][0]} {sub}" for name, sub in columns]),
+             "|---|---|---|" + "--:|" * len(columns)]
+    for row in sorted(cells, key=lambda row: (row[0] == "ReMDM", row[1])):  # binary before soft, standard before ReMDM
+        sd = {c: f" (± {statistics.stdev(v.values()):.{COLUMNS[c[0]][1]}f})" if len(v) > 1 else "" for c, v in cells[row].items()}
+        lines.append(line(row, [f"{mean(row, c):.{COLUMNS[c[0]][1]}f}{sd[c]}" if c in sd else "" for c in columns]))
+        bases = [base for base in cells if base[:2] == (row[0], "binary")]
+        if row[1] == "soft" and bases:
+            base = (row[0], "binary", row[2] if (row[0], "binary", row[2]) in bases else sorted(bases)[-1][2])
+            lines.append(line(("", "gain", ""), [f"{mean(row, c) - mean(base, c):+.{COLUMNS[c[0]][1]}f}"
+                                                 if c in cells[row] and c in cells[base] else "" for c in columns]))
+    print("\n".join(lines))
+    if cfg.out:
+        with atomic(cfg.out) as tmp, open(tmp, "w", encoding="utf-8") as f:
+            f.write("\n".join(lines) + "\n")
+
+
+def main(cfg):
+    verbs = {"ppl": ppl, "zero_shot": ppl, "table": table, **dict.fromkeys(("entropy", "gen_ppl", "mauve"), of_samples)}
+    if cfg.metric not in verbs:
+        raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(verbs)}")
+    verbs[cfg.metric](cfg)
+
+
+if __name__ == "__main__":
+    run(main, Config, PRESETS)
