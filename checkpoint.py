@@ -110,10 +110,8 @@ def atomic(path):
         with open(tmp, "rb") as f:
             os.fsync(f.fileno())  # else a power cut can leave the new name on old, empty blocks
         os.replace(tmp, path)
-    except (OSError, RuntimeError) as e:  # torch.save reports a full disk as a RuntimeError
-        if isinstance(e, OSError) or "PytorchStreamWriter" in str(e):
-            raise Refused(f"could not write {path} ({e}): free some space or choose another folder; an older file is unharmed")
-        raise
+    except OSError as e:
+        raise Refused(f"could not write {path} ({e}): free some space or choose another folder; an older file is unharmed")
     finally:
         with contextlib.suppress(FileNotFoundError):
             os.remove(tmp)
@@ -134,7 +132,10 @@ def save(path, **parts):
     """Write the dict described above, atomically. Raises Refused as `atomic` does."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     with atomic(path) as tmp:
-        torch.save({"format": FORMAT, "git": git_version(), "versions": versions, **parts}, tmp)
+        try:
+            torch.save({"format": FORMAT, "git": git_version(), "versions": versions, **parts}, tmp)
+        except RuntimeError as e:  # its word for a full disk
+            raise OSError(e)
 
 
 # safetensors: 8 bytes of header length, a JSON header, the raw tensors
@@ -150,7 +151,9 @@ def read_safetensors(path, metadata=None):
     try:
         with open(path, "rb") as f:
             n = int.from_bytes(f.read(8), "little")
-            header = json.loads(f.read(n)) if n < os.path.getsize(path) else None
+            if 8 + n > os.path.getsize(path):
+                raise ValueError("header longer than the file")
+            header = json.loads(f.read(n))
         data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=8 + n))  # "c": torch wants it writable
         (metadata if metadata is not None else {}).update(header.pop("__metadata__", {}))
         spans = {name: (slice(*v["data_offsets"]), DTYPES[v["dtype"]], v["shape"]) for name, v in header.items()}
