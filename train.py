@@ -30,8 +30,9 @@ import checkpoint
 import data
 from checkpoint import Refused
 from data import rng
-from eval import val_ppl
+from eval import bits_per_byte, val_ppl
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, corrupt, sample_times
+from sample import generate, show
 
 
 @dataclass
@@ -154,6 +155,25 @@ def resumable(ckpt, cfg, source):
     different += ["the data"] if ckpt["data"]["sha256"] != source["sha256"] else []
     if different:
         raise Refused(f"cannot resume: {', '.join(different)} differ from {cfg.out_dir}/last.pt; give the same, or another --out_dir")
+
+
+def demonstrate(cfg, model, bounds, held_out, meta):
+    """What a first run should let one see: that feedback helps this very model, how ω got there, and a text appearing."""
+    generator = rng(cfg.seed, "demonstrate")
+    t = sample_times(len(held_out), generator)
+    model(held_out, corrupt(held_out, t, cfg.mask_id, generator), t, soft=True)
+    print(f"\nheld-out bound, {len(held_out)} rows, in bits per byte (of the same model, on the same masks)")
+    for name, text in (("val_soft", "with feedback"), ("val_plain", "without")):
+        print(f"  {text:15}{bits_per_byte(bounds[name], cfg.length, meta['val']):.4f}")
+    print(f"  mean λ on these rows: {model.lam:.3f}\n\n  update     ω_s     ω_a     ω_b   mean λ")
+    with open(os.path.join(cfg.out_dir, "log.jsonl")) as f:
+        lines = [json.loads(line) for line in f]
+    for line in lines[::max(1, len(lines) // 10)] + lines[-1:]:
+        print("  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}".format(**line))
+    print(f"\none sample of {cfg.length} tokens, as many steps")
+    tok = data.tokenizer(meta["tokenizer"]["name"])
+    ids, nfe = generate(model, 1, cfg.length, generator=generator, on_step=show(tok, cfg.mask_id))
+    print(f"\n{tok.decode(ids[0].tolist())}\n\n{nfe.item()} network calls. More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")
 
 
 def train(cfg):
@@ -348,11 +368,15 @@ def train(cfg):
 
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if world > 1:
-        dist.destroy_process_group()
     if done < cfg.steps:
         print(f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on")
         raise SystemExit(128 + max(stop, default=0))
+    if cfg.show:
+        bounds = evaluate()
+        if master and omega:
+            demonstrate(cfg, ema, bounds, held_out, meta)
+    if world > 1:
+        dist.destroy_process_group()
     return model, ema
 
 
