@@ -16,6 +16,7 @@ One file, torch only, made to be copied. Not here: dropout, other adapters, quan
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class DoRALinear(nn.Module):
@@ -25,6 +26,8 @@ class DoRALinear(nn.Module):
     m to the model's dtype first: a fresh adapter on a bf16 model already changes its logits.)
     """
 
+    updates = None  # optimizer steps so far. `_version` alone would miss the fused ones, which change A and B behind its back
+
     def __init__(self, linear, r=16, alpha=16, generator=None):
         super().__init__()
         self.base, self.s = linear.requires_grad_(False), alpha / r
@@ -33,7 +36,14 @@ class DoRALinear(nn.Module):
         self.lora_A = nn.Parameter(A.to(**fp32))                                 # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **fp32))  # (out, r)
         self.cached = None
+        if DoRALinear.updates is None:
+            DoRALinear.updates = 0
+            register_optimizer_step_post_hook(DoRALinear.count)
         self.lora_magnitude_vector = nn.Parameter(self.norm().clone())           # (out,)
+
+    @staticmethod
+    def count(*_):
+        DoRALinear.updates += 1
 
     @torch.no_grad()
     def norm(self):
@@ -42,7 +52,7 @@ class DoRALinear(nn.Module):
         It depends on weights alone, so it is kept until A or B change: once per optimizer step, not per micro-batch.
         """
         A, B, s = self.lora_A, self.lora_B, self.s
-        key = (A._version, B._version, A.data_ptr(), B.data_ptr())
+        key = (DoRALinear.updates, A._version, B._version, A.data_ptr(), B.data_ptr())
         if self.cached is None or self.cached[0] != key:
             W = self.base.weight.float()                                         # (out, in)
             square = W.pow(2).sum(1) + 2 * s * (W @ A.T * B).sum(1) + s * s * (B @ (A @ A.T) * B).sum(1)

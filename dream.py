@@ -73,7 +73,10 @@ class DreamConfig:
             # Absent means Qwen2's default, which is the wanted value for each of them.
             if raw.get(name, want) != want:
                 raise Refused(f"{folder}/config.json has {name} = {raw[name]!r}, only {want!r} is implemented")
-        return cls(**{f.name: raw[f.name] for f in fields(cls)})
+        cfg = cls(**{f.name: raw[f.name] for f in fields(cls)})
+        if cfg.mask_token_id >= cfg.vocab_size:
+            raise Refused(f"{folder}/config.json has mask_token_id = {cfg.mask_token_id}, beyond vocab_size = {cfg.vocab_size}")
+        return cfg
 
     @property
     def head_dim(self):

@@ -28,3 +28,32 @@ def tiny_dream(tmp_path_factory):
         write_safetensors(folder / file, {n: torch.from_numpy(arrays[n]) for n in arrays if weight_map[n] == file}, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return str(folder)
+
+
+def digest(tensor):
+    """A tensor in five numbers: its norm and four projections on fixed noise. Two tensors that agree here, agree."""
+    x = torch.as_tensor(tensor).detach().double().flatten()
+    probes = torch.randn(4, x.numel(), generator=torch.Generator().manual_seed(x.numel()), dtype=torch.float64)
+    return torch.cat((x.norm()[None], probes @ x)).numpy()
+
+
+@pytest.fixture(scope="session")
+def recorded():
+    """Numbers of the authors' Dream code: {"a/…": forward, "b/…": DoRA, "c/…": finetuning loss, "digest/…": see `digest`}."""
+    arrays = np.load(os.path.join(GOLDEN, "dream_recorded.npz"))
+    return {k: torch.from_numpy(v.astype(np.int64) if v.dtype == np.int16 else v) if v.dtype.kind != "U" else list(v)
+            for k, v in arrays.items()}
+
+
+def recorded_adapter(dream):
+    """Attach the DoRA adapter of the recordings: it was drawn from one seed, so it need not be stored."""
+    import dora
+    dora.attach(dream, ["q_proj", "k_proj", "v_proj", "o_proj"], 16, 16, torch.Generator())
+    g = torch.Generator().manual_seed(99)
+    with torch.no_grad():
+        for layer in dora.layers(dream).values():
+            layer.lora_A.copy_(0.15 * torch.randn(layer.lora_A.shape, generator=g))
+            layer.lora_B.copy_(0.15 * torch.randn(layer.lora_B.shape, generator=g))
+            n = layer.base.weight.norm(dim=1)
+            layer.lora_magnitude_vector.copy_(n * (1 + 0.25 * torch.randn(n.shape, generator=g)))
+    return dream

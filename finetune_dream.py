@@ -1,0 +1,562 @@
+# SPDX-License-Identifier: MIT
+"""Finetune Dream-7B with soft masks: Alg. 1 on dialogues, a DoRA adapter and ω instead of all weights.       §4.2, App. B.2
+
+    python finetune_dream.py tiny                                        # under a minute on a CPU: no weights, no data
+    python finetune_dream.py --model=DIR --data=dialogues.jsonl          # {"messages": [{"role": …, "content": …}, …]} a line
+    torchrun --nproc_per_node=8 finetune_dream.py --model=DIR --data=mix # the paper's dialogues (pip install datasets)
+    python finetune_dream.py iso-compute --model=DIR --data=coding       # half the updates, for two passes each
+    python finetune_dream.py binary --model=DIR --data=mix               # the baseline without feedback
+
+The last answer of each dialogue is masked and predicted. Writes into `out`: best/ and last/, adapter folders that
+sample_dream.py, peft and the authors' code read; last.pt to resume from; log.jsonl. Every draw is keyed by what it is for
+(data.rng), so a resumed run, or one on more GPUs, is the same run.
+
+Not here: decoding (sample_dream.py), the maths of DoRA (dora.py) and of SM (softmask.py), full finetuning.
+"""
+
+import contextlib
+import hashlib
+import json
+import math
+import os
+import signal
+import time
+from dataclasses import asdict, dataclass, replace
+
+import numpy as np
+import torch
+import torch.distributed as dist
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.checkpoint import checkpoint as recomputed
+from tqdm import tqdm
+
+import checkpoint
+import dora
+from checkpoint import Refused, atomic
+from data import order, rng
+from dream import Dream, DreamConfig, Tokenizer
+from softmask import SoftMask
+
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
+ROLES = {"system": "system", "user": "user", "assistant": "assistant", "HUMAN": "user", "ASSISTANT": "assistant"}
+MASK_FLOOR = 1e-3  # a token is masked with probability t (1 − floor) + floor, but weighted by 1/t [code]
+
+
+@dataclass
+class Config:
+    model: str = ""             # folder of Dream-v0-Instruct-7B or Dream-Coder-v0-Instruct-7B, as published
+    data: str = ""              # a .jsonl, or the paper's: mix (Tulu 3 + SmolTalk), coding (Ling-Coder-SFT)
+    out: str = "out/dream"
+    resume: bool = False        # go on from out/last.pt
+    overwrite: bool = False     # start anew although out holds a run
+    seed: int = 1231            # the authors' five runs: 1231 … 1235
+    # dialogues
+    n_train: int = 300_000      # drawn before the filters, which leave 270k
+    n_val: int = 500            # held out; at most a tenth of a .jsonl
+    max_length: int = 2048      # tokens of prompt and response: longer ones are dropped, not cut
+    min_response: int = 5       # tokens, of which the end of turn takes two
+    # optimisation
+    epochs: float = 1.0         # 33.5k updates of 8 in the paper
+    steps: int = 0              # updates; 0: epochs
+    batch_size: int = 8         # dialogues per update, one per pass
+    loss: str = "authors"       # authors: mean over a dialogue's masks, summed over the batch [code]; paper: the other way round
+    eta_bb: float = 1e-5        # learning rate of DoRA
+    eta_sm: float = 1e-2        # of ω: it has far to go
+    warmup: float = 0.03        # share of the updates; then a cosine down to 0
+    clip: float = 7.0           # of the norm over DoRA and ω together
+    r: int = 16                 # DoRA's rank
+    alpha: float = 16.0
+    b_l: float = 0.2            # t ~ U(b_l, b_h)
+    b_h: float = 0.8
+    # soft-masking
+    p_sm: float = 0.5           # probability of two passes; 0 finetunes a binary model
+    k: int | None = 1           # 1 is what the released configurations train; none: all tokens (App. C.3)
+    omega_s: float = 1e-6       # start next to binary masking
+    omega_a: float = 10 / 1.5   # App. B.2: 95% of −H lie above −1.5 nats
+    omega_b: float = -0.75
+    # the machine
+    checkpointing: bool = True  # 24 GB; false: 40 GB and a quarter less time
+    chunk: int = 256            # rows of logits that exist at once: 0.16 GB in fp32
+    device: str = "auto"        # cuda, else mps, else cpu
+    dtype: str = "auto"         # of the frozen weights: as stored on CUDA (bf16), float32 elsewhere
+    log_every: int = 10
+    save_every: int = 100       # last/ and last.pt
+    eval_every: int = 500       # and best/; the authors' 100 would be a third of the run
+    tiny: bool = False          # first write a small random model and a few dialogues to model and data
+
+
+PRESETS = {
+    # ω starts where feedback shows at once; from the paper's start it takes a thousand updates
+    "tiny": dict(tiny=True, model="out/tiny_dream/model", data="out/tiny_dream/dialogues.jsonl", out="out/tiny_dream",
+                 overwrite=True, steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5, save_every=20, eval_every=20),
+    "iso-update": {},
+    "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),  # SM's two passes for the price of the baseline's one
+    "binary": dict(p_sm=0.0, out="out/dream-binary"),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# dialogues
+
+
+def conversation(record, where):
+    """The messages up to the last answer, roles by their usual names. Raises Refused; where: names the record in it."""
+    messages = record.get("messages") if isinstance(record, dict) else None
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
+        raise Refused(f'{where} is not {{"messages": [{{"role": …, "content": "…"}}, …]}}')
+    unknown = {str(m.get("role")) for m in messages} - ROLES.keys()
+    if unknown:
+        raise Refused(f"{where} has the role {min(unknown)!r}: use {', '.join(ROLES)}")
+    messages = [{"role": ROLES[m["role"]], "content": m["content"]} for m in messages]
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        raise Refused(f"{where} has no assistant turn, so there is nothing to learn from it: remove it")
+    return messages
+
+
+def read_jsonl(cfg):
+    """(train, val) as lists of (where, record), shuffled: a permutation by seed, its first part held out."""
+    try:
+        with open(cfg.data, encoding="utf-8") as f:
+            lines = [(f"{cfg.data} line {i}", line) for i, line in enumerate(f, 1) if line.strip()]
+    except (OSError, UnicodeDecodeError) as e:
+        raise Refused(f"--data={cfg.data} cannot be read ({e}): give a .jsonl file, or mix or coding")
+    n_val = min(cfg.n_val, max(1, len(lines) // 10))
+    lines = [lines[i] for i in order(len(lines), 0, cfg.seed)]
+
+    def parsed(chosen):
+        for where, line in chosen:
+            try:
+                yield where, json.loads(line)
+            except ValueError as e:
+                raise Refused(f"{where} is not JSON: {e}")
+    return parsed(lines[n_val:][:cfg.n_train]), parsed(lines[:n_val])
+
+
+def read_hub(cfg):
+    """The paper's training corpora. 1% of what comes without a validation part is held out (10% in the code)."""
+    try:
+        from datasets import concatenate_datasets, load_dataset
+    except ImportError:
+        raise Refused(f"--data={cfg.data} comes from the hub: pip install datasets, or give a .jsonl file")
+    name = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}[cfg.data]
+    halves = load_dataset(name, split="train").select_columns(["messages"]).train_test_split(0.01, seed=cfg.seed)
+    parts = [(halves["train"], halves["test"])]
+    if cfg.data == "mix":
+        smol = load_dataset("HuggingFaceTB/smoltalk", "all").select_columns(["messages"])
+        parts.append((smol["train"], smol["test"]))
+    both = (concatenate_datasets(list(part)).shuffle(seed=cfg.seed) for part in zip(*parts))
+    named = lambda rows: ((f"{cfg.data} record {i}", record) for i, record in enumerate(rows))
+    return tuple(named(rows.select(range(min(n, len(rows))))) for rows, n in zip(both, (cfg.n_train, cfg.n_val)))
+
+
+def encode_chat(messages, tok):
+    """(ids, prompt length): the response, its <|im_end|> and the line break come after the prompt that decoding will see."""
+    prompt = tok.encode(tok.chat(messages[:-1]), special=True)
+    return prompt + tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True), len(prompt)
+
+
+def keep(ids, prompt_len, cfg, tok, mask_id):
+    """"" for a dialogue to train on, or why not. The three filters of the paper, and one [ours]: a [MASK] in the text itself
+    would be taken for one of Alg. 1's."""
+    if len(ids) > cfg.max_length:
+        return f"over {cfg.max_length} tokens"
+    if len(ids) - prompt_len < cfg.min_response:
+        return f"response under {cfg.min_response} tokens"
+    if {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & set(ids):
+        return "tool calls"
+    return "[MASK] in the text" if mask_id in ids else ""
+
+
+def encode_all(records, total, cfg, tok, mask_id, show):
+    """[(ids, prompt length)] of what the filters keep, and {reason: how many} of the rest."""
+    kept, dropped = [], {}
+    for where, record in tqdm(records, total=total, desc="tokens", disable=not show, mininterval=5):
+        ids, prompt_len = encode_chat(conversation(record, where), tok)
+        reason = keep(ids, prompt_len, cfg, tok, mask_id)
+        if reason:
+            dropped[reason] = dropped.get(reason, 0) + 1
+        else:
+            kept.append((np.array(ids, np.int32), prompt_len))
+    return kept, dropped
+
+
+def pad_with_eos(ids, eos, generator):
+    """ids (L,) and n_end ~ U{0..49} end tokens, and up to 7 more to a multiple of 8 [code] -> (L',)
+
+    They belong to the response: masked, predicted and attended to, which is how the model learns where to stop.
+    """
+    n_end = torch.randint(0, 50, (1,), generator=generator).item()
+    return F.pad(torch.as_tensor(ids).long(), (0, n_end + -(len(ids) + n_end) % 8), value=eos)
+
+
+def sample_time(b_l, b_h, generator):
+    return b_l + (b_h - b_l) * torch.rand((), generator=generator).item()                    # Alg. 1 l.3
+
+
+def corrupt(x0, prompt_len, t, mask_id, generator):
+    """x0 (B, L) with the response masked with probability t, at least once; prompt_len: int or (B, 1).           Alg. 1 l.4"""
+    p = (1 - MASK_FLOOR) * t + MASK_FLOOR
+    masked = (torch.rand(x0.shape, generator=generator) < p) & (torch.arange(x0.shape[1]) >= prompt_len)    # (B, L)
+    none = ~masked.any(1)
+    if none.any():
+        low = torch.as_tensor(prompt_len).expand(len(x0), 1)[none][0].item()
+        masked[none, low + torch.randint(x0.shape[1] - low, (1,), generator=generator)] = True
+    return x0.masked_fill(masked, mask_id)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Alg. 1 l.5-8
+
+
+def in_chunks(fn, size, *rows):
+    """fn(*rows) by `size` rows at a time, its (n, V) tensors recomputed in the backward pass: no more of them ever exist."""
+    again = lambda *chunk: recomputed(fn, *chunk, use_reentrant=False, preserve_rng_state=False)
+    run = again if torch.is_grad_enabled() else fn
+    parts = [run(*chunk) for chunk in zip(*(r.split(size) for r in rows))]
+    return tuple(map(torch.cat, zip(*parts)))
+
+
+class TwoPass(nn.Module):
+    """Both passes as one module, so that DDP sees one forward per backward.   sm: SoftMask, or None for a binary model.
+
+    lam: mean λ of the last pass with feedback, 0-d, for the log.
+    """
+
+    def __init__(self, dream, sm, chunk=256):
+        super().__init__()
+        self.dream, self.sm, self.chunk = dream, sm, chunk
+        self.lam = torch.zeros(())
+
+    def forward(self, x0, xt, soft):
+        """−log p of every masked token (N,), fp32, row-major.   x0, xt: (B, L).   soft: with feedback.
+
+        Vocabulary-sized tensors are chunks of the N rows at masks: at 2,048 tokens a whole one is 1.2 GB in fp32.
+        """
+        dream, sm, masked = self.dream, self.sm, xt == self.dream.cfg.mask_token_id
+        emb = F.embedding(xt, dream.table)                                                   # (B, L, D)
+        if soft:
+            with torch.no_grad():                                                            # l.5-6
+                rows = dream.rows_at(dream.trunk(emb)[0], masked)                            # (N, D)
+
+            def feedback(rows):
+                lam, ids, pi = sm(dream.lm_head(rows))
+                return sm.mix(dream.table, lam, ids, pi), lam.detach()
+            mixed, lam = in_chunks(feedback, self.chunk, rows)                               # (N, D), (N,)
+            emb = emb.index_put((masked,), mixed)                                            # (B, L, D)
+            self.lam = lam.mean()
+        rows = dream.rows_at(dream.trunk(emb)[0], masked)                                    # (N, D)          l.7
+        score = lambda rows, y: (F.cross_entropy(dream.lm_head(rows).float(), y, reduction="none"),)
+        nll, = in_chunks(score, self.chunk, rows, x0[masked])                                # (N,)            l.8
+        # DDP must find a gradient for ω in every pass, or its ranks part ways without an error.
+        return nll if sm is None else nll + 0 * sum(p for p in sm.parameters())
+
+
+def objective(nll, t, kind, batch_size):
+    """The share of one dialogue in the loss of an update: what its backward is called on.   nll: (N,).   Returns 0-d.
+
+    paper    1/t Σ over its masks, averaged over the batch                                             Alg. 1 l.8, Eq. 2
+    authors  1/t · mean over its masks, summed over the batch [code]: a long answer counts like a short one, a small t
+             twice (it also means fewer masks), and the gradient is batch_size times a mean when the clip sees it
+    """
+    return nll.mean() / t if kind == "authors" else nll.sum() / t / batch_size
+
+
+def lr_at(step, steps, warmup):
+    """Factor on both learning rates before update `step` (from 0), which has 0 [code]."""
+    warm = math.ceil(warmup * steps)
+    return step / warm if step < warm else 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# files
+
+
+def save_adapter(folder, dream, sm, cfg):
+    """An adapter folder: DoRA as peft has it, ω as we and as the authors write it, and this run's settings."""
+    files = {"finetune.json": asdict(cfg),
+             "adapter_config.json": dict(
+                 peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model, r=cfg.r, lora_alpha=cfg.alpha,
+                 lora_dropout=0.0, bias="none", use_dora=True, target_modules=TARGETS, inference_mode=True)}
+    if sm:
+        omega = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega)))
+        tau = (F.softplus(sm.raw_tau) + 1e-6).item() if sm.k is None else 1.0
+        files["softmask.json"] = dict(mask_id=sm.mask_id, k=sm.k, tau=tau, **omega)
+        files["transparency_config.json"] = dict(
+            transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk", mixture_temp=tau,
+            transparency_scale=omega["omega_s"], transparency_steepness=omega["omega_a"],
+            transparency_centre=omega["omega_b"], mixinputs_k=sm.k or 1, transparency_scheduling="none")
+    checkpoint.write_safetensors(os.path.join(folder, "adapter_model.safetensors"), dora.adapter_state(dream), {"format": "pt"})
+    for name, values in files.items():
+        with atomic(os.path.join(folder, name)) as tmp, open(tmp, "w", encoding="utf-8") as f:
+            json.dump(values, f, indent=1)
+
+
+def make_tiny(model, data):
+    """A random model folder (2 layers, bytes as tokens, two shards) and 120 dialogues, for a run without any download."""
+    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<|mask|>")
+    special = {name: 256 + i for i, name in enumerate(names)}
+    cfg = dict(vocab_size=264, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
+               num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=4096, mask_token_id=261,
+               pad_token_id=256, eos_token_id=256, tie_word_embeddings=False)
+    with torch.device("meta"):
+        shapes = {name: p.shape for name, p in Dream(DreamConfig(**{k: v for k, v in cfg.items() if k != "tie_word_embeddings"})).state_dict().items()}
+    generator = rng("tiny")
+    weights = {name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+               for name, shape in shapes.items()}
+    shard = {name: f"model-0000{1 + (name == 'lm_head.weight')}-of-00002.safetensors" for name in weights}
+    for file in set(shard.values()):
+        checkpoint.write_safetensors(os.path.join(model, file), {n: w for n, w in weights.items() if shard[n] == file})
+    ask = lambda a, b: [{"role": "user", "content": f"{a} + {b} = ?"}, {"role": "assistant", "content": f"It is {a + b}."}]
+    for path, text in ((f"{model}/config.json", json.dumps(cfg)), (f"{model}/added_tokens.json", json.dumps(special)),
+                       (f"{model}/model.safetensors.index.json", json.dumps({"weight_map": shard})),
+                       (f"{model}/merges.txt", "#version: 0.2\n"),
+                       (data, "".join(json.dumps({"messages": ask(a, b)}) + "\n" for a in range(12) for b in range(10)))):
+        with atomic(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
+            f.write(text)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the run
+
+
+def checked(cfg):
+    """cfg, or Refused for values that cannot be run."""
+    positive = ("n_train", "n_val", "max_length", "batch_size", "r", "chunk", "log_every", "save_every", "eval_every")
+    limits = {name: getattr(cfg, name) >= 1 for name in positive}
+    limits |= {"steps": cfg.steps >= 0, "epochs": cfg.epochs > 0, "loss": cfg.loss in ("authors", "paper"),
+               "b_l": 0 < cfg.b_l < cfg.b_h, "b_h": cfg.b_h <= 1, "p_sm": 0 <= cfg.p_sm <= 1, "warmup": 0 <= cfg.warmup < 1,
+               "alpha": cfg.alpha > 0, "clip": cfg.clip > 0, "dtype": cfg.dtype in ("auto", "bfloat16", "float32")}
+    for name, ok in limits.items():
+        if not ok:
+            raise Refused(f"--{name}={getattr(cfg, name)} is out of range: sizes and *_every are at least 1, 0 < b_l < b_h <= 1, "
+                          f"p_sm and warmup shares, loss authors or paper, dtype auto, bfloat16 or float32")
+    if not cfg.model or not cfg.data:
+        raise Refused("give --model=FOLDER and --data=FILE.jsonl (or mix, or coding), or try `python finetune_dream.py tiny`")
+    return cfg
+
+
+def machine(cfg):
+    """(rank, world, device, dtype of the weights or None for as stored), from torchrun's variables and cfg."""
+    rank, world, local = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": world}
+    kind = next(name for name, n in there.items() if n) if cfg.device == "auto" else cfg.device
+    if there.get(kind, 0) <= local:
+        raise Refused(f"--device={kind} for local rank {local}, but this machine has {there.get(kind, 0)} of it: use "
+                      f"--device=cpu or fewer processes")
+    device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+    if world > 1:  # gloo beside NCCL, for the one flag that lives on the CPU
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+    return rank, world, device, (None if kind == "cuda" else torch.float32) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+
+
+def resumable(ckpt, cfg, source):
+    """Raises Refused unless going on from this checkpoint repeats the run that it was cut from."""
+    free = ("out", "resume", "overwrite", "tiny", "checkpointing", "device", "log_every", "save_every", "eval_every")
+    here, there = ({k: v for k, v in c.items() if k not in free} for c in (asdict(cfg), ckpt["config"]))
+    different = [f"{n} ({there.get(n)} there, {here.get(n)} here)" for n in here if there.get(n) != here.get(n)]
+    different += ["the dialogues"] if ckpt["data"] != source else []
+    if different:
+        raise Refused(f"cannot resume: {', '.join(different)} differ from {cfg.out}/last.pt; give the same, or another --out")
+
+
+def finetune(cfg):
+    """Alg. 1 for an adapter, top to bottom. Returns the trained TwoPass, for tests and notebooks."""
+    # ---- what is to be trained
+    cfg = checked(cfg)
+    rank, world, device, dtype = machine(cfg)
+    master, last, log_path = rank == 0, os.path.join(cfg.out, "last.pt"), os.path.join(cfg.out, "log.jsonl")
+    accum, rest = divmod(cfg.batch_size, world)
+    if rest:
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of {world} processes: each takes as many dialogues")
+    if os.path.exists(last) and not (cfg.resume or cfg.overwrite):
+        raise Refused(f"{cfg.out} already holds a run: --resume goes on with it, --out=… starts another")
+    if cfg.tiny and master:
+        make_tiny(cfg.model, cfg.data)
+    if world > 1:
+        dist.barrier()
+    tok, dream = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
+    mask_id, eos = dream.cfg.mask_token_id, dream.cfg.pad_token_id
+    if tok.n_vocab > dream.cfg.vocab_size:
+        raise Refused(f"{cfg.model}: the tokenizer has {tok.n_vocab} ids, the model {dream.cfg.vocab_size}: not of one model")
+    dream.checkpointing = cfg.checkpointing
+    dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
+    try:
+        sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(device) if cfg.p_sm > 0 else None
+    except ValueError as e:
+        raise Refused(str(e))
+    model = TwoPass(dream, sm, cfg.chunk)
+    theta, omega = [p for p in dream.parameters() if p.requires_grad], list(sm.parameters()) if sm else []
+    optimizer = torch.optim.AdamW([{"params": p} for p in (theta, omega) if p], betas=(0.9, 0.999), weight_decay=0.0)
+
+    # ---- the dialogues
+    read = read_hub if cfg.data in ("mix", "coding") else read_jsonl
+    (train, dropped), (val, _) = (encode_all(records, n, cfg, tok, mask_id, master)
+                                  for records, n in zip(read(cfg), (cfg.n_train, cfg.n_val)))
+    reasons = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "none"
+    if not train:
+        raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {reasons}")
+    digest = hashlib.sha256()
+    for ids, prompt_len in train:
+        digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
+    source = {"path": cfg.data, "n_tokens": sum(len(ids) for ids, _ in train), "sha256": digest.hexdigest()}
+    cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
+
+    start, metrics = 0, {}
+    if cfg.resume:
+        ckpt = checkpoint.load(last)
+        resumable(ckpt, cfg, source)
+        start, metrics = ckpt["step"], ckpt["metrics"]
+        dora.load_adapter_state(dream, {name: t for name, t in ckpt["model"].items() if not name.startswith("sm.")})
+        if sm:
+            sm.load_state_dict({name[3:]: t for name, t in ckpt["model"].items() if name.startswith("sm.")})
+        optimizer.load_state_dict(ckpt["optimizer"])
+    # Every rank has made the same adapter, and nobody needs 15 GB of frozen weights sent around.
+    net = DistributedDataParallel(model, init_sync=False, broadcast_buffers=False) if world > 1 else model
+
+    # ---- what an update needs
+    permutation = (None, None)  # (epoch, its order)
+
+    def dialogue(step, j):
+        """Dialogue j of the update: x0 (1, L), its prompt length. A function of its number, so nothing is seen twice.   l.2"""
+        nonlocal permutation
+        epoch, row = divmod(step * cfg.batch_size + j, len(train))
+        if permutation[0] != epoch:
+            permutation = (epoch, order(len(train), epoch, cfg.seed))
+        ids, prompt_len = train[permutation[1][row]]
+        return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
+
+    def save():
+        if master:
+            save_adapter(os.path.join(cfg.out, "last"), dream, sm, cfg)
+            weights = dora.adapter_state(dream) | ({f"sm.{n}": p for n, p in sm.state_dict().items()} if sm else {})
+            checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done, seed=cfg.seed, model=weights,
+                            optimizer=optimizer.state_dict(), data=source, metrics=metrics)
+
+    @torch.no_grad()
+    def evaluate():
+        """Loss and nats per masked token on the held-out dialogues, with and without feedback; the same masks every time."""
+        out = {}
+        for soft in ([True, False] if sm else [False]):
+            total = torch.zeros(3, dtype=torch.float64)
+            for i in range(rank, len(val), world):
+                t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)  # a grid of times, for less noise [code]
+                x0 = pad_with_eos(val[i][0], eos, rng(cfg.seed, "val n_end", i))[None]
+                xt = corrupt(x0, val[i][1], t, mask_id, rng(cfg.seed, "val q", i))
+                nll = model(x0.to(device), xt.to(device), soft).double().cpu()
+                total += torch.stack((objective(nll, t, cfg.loss, 1), nll.sum(), torch.tensor(float(len(nll)))))
+            if world > 1:
+                dist.all_reduce(total)
+            name = "val_soft" if soft else "val_binary"
+            out |= {name: total[0].item() / max(1, len(val)), name + "_ce": (total[1] / total[2]).item()}
+        return out
+
+    stop = []
+    def on_signal(number, frame):  # the second one is not ours any more: it kills
+        stop.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    handlers = {s: signal.signal(s, on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
+
+    def stopping():
+        """Whether any rank was told to: they must leave after the same update."""
+        flag = torch.tensor(len(stop))
+        if world > 1:
+            dist.all_reduce(flag)
+        return flag.item() > 0
+
+    done = start
+    if master:
+        os.makedirs(cfg.out, exist_ok=True)
+        old = [line for line in open(log_path) if json.loads(line)["step"] <= start] if start and os.path.exists(log_path) else []
+        with atomic(log_path) as tmp, open(tmp, "w") as f:  # without the lines of updates that will be made again
+            f.writelines(old)
+        print(f"{len(train):,} dialogues, {source['n_tokens']:,} tokens, {len(val)} held out; dropped: {reasons}\n"
+              f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, {device} × {world}, "
+              f"{dream.table.dtype}; updates {start:,} to {cfg.steps:,} of {cfg.batch_size}", flush=True)
+    seen, mark, clock, first = torch.zeros(6, dtype=torch.float64), start, time.time(), time.time()
+
+    def report(norm):
+        """One line on screen, one in log.jsonl: means since the last one, over all ranks."""
+        nonlocal mark, clock
+        if world > 1:
+            dist.all_reduce(seen)
+        loss, nll, masks, tokens, lam, softs = seen.tolist()
+        now = time.time()
+        line = {"step": done, "loss": loss / (done - mark), "ce_per_mask": nll / masks, "grad_norm": norm.item(),
+                "lr": cfg.eta_bb * lr_at(done - 1, cfg.steps, cfg.warmup), "lam": lam / max(1, softs),
+                "tokens_per_s": tokens / (now - clock), "seconds": now - first}
+        line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)} if sm else {}
+        line |= metrics if metrics.get("step") == done else {}
+        line |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if device.type == "cuda" else {}
+        left = (now - first) / (done - start) * (cfg.steps - done) / 60
+        seen.zero_()
+        mark, clock = done, now
+        if not master:
+            return
+        print(f"step {done:,}/{cfg.steps:,}  loss {line['loss']:.3f}  ce/mask {line['ce_per_mask']:.3f}  |g| {line['grad_norm']:.2f}"
+              f"  ω_s {line.get('omega_s', 0):.3g}  λ {line['lam']:.3g}  {line['tokens_per_s']:,.0f} tokens/s  {left:,.1f} min left"
+              + "".join(f"  {k} {v:.4g}" for k, v in line.items() if k.startswith(("val", "peak"))), flush=True)
+        try:
+            with open(log_path, "a") as f:
+                f.write(json.dumps(line) + "\n")
+        except OSError as e:  # a full disk must not end a run that could still be saved elsewhere
+            print(f"log line lost: {e}")
+
+    # ---- Alg. 1
+    for step in range(start, cfg.steps):
+        # p_sm: one coin per update, the same on every rank [ours]; the released code tosses one per dialogue
+        soft = sm is not None and torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm
+        for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
+            group["lr"] = eta * lr_at(step, cfg.steps, cfg.warmup)
+        for i in range(accum):
+            j = i * world + rank                           # global number: who computes it changes nothing
+            x0, prompt_len = dialogue(step, j)                                               # (1, L)          l.2
+            t = sample_time(cfg.b_l, cfg.b_h, rng(cfg.seed, "t", step, j))                   #                 l.3
+            xt = corrupt(x0, prompt_len, t, mask_id, rng(cfg.seed, "q", step, j))            # (1, L)          l.4
+            with net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext():
+                nll = net(x0.to(device), xt.to(device), soft)                                # (N,)            l.5-8
+                loss = objective(nll, t, cfg.loss, cfg.batch_size)
+                (loss * world).backward()  # DDP will divide by world
+            seen += torch.tensor([loss.item(), nll.sum().item(), len(nll), x0.numel(), model.lam.item() * soft, soft])
+        if not soft:  # DDP needs the zero gradient of ω that the loss made; Adam would still move ω by its momentum
+            for p in omega:
+                p.grad = None
+        norm = nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
+        optimizer.step()                                                                     #                 l.9
+        optimizer.zero_grad(set_to_none=True)
+        done = step + 1
+
+        end = stopping() or done == cfg.steps
+        if val and (done % cfg.eval_every == 0 or done == cfg.steps):
+            metrics = {**metrics, "step": done, **evaluate()}
+            score = metrics["val_soft" if sm else "val_binary"]
+            if score < metrics.get("best", math.inf):
+                metrics["best"] = score
+                if master:
+                    save_adapter(os.path.join(cfg.out, "best"), dream, sm, cfg)
+        if done % cfg.log_every == 0 or end or metrics.get("step") == done:
+            report(norm)
+        if done % cfg.save_every == 0 or end:
+            save()
+        if end:
+            break
+
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    if world > 1:
+        dist.destroy_process_group()
+    if done < cfg.steps:
+        print(f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on")
+        raise SystemExit(128 + max(stop, default=0))
+    if master:
+        print(f"python sample_dream.py --model={cfg.model} --adapter={cfg.out}/best  # the lowest validation loss; last/ is the end")
+    return model
+
+
+if __name__ == "__main__":
+    checkpoint.run(finetune, Config, PRESETS)

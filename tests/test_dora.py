@@ -1,0 +1,196 @@
+"""dora.py read against its equation, then against numbers of the library that the authors used, and that library itself."""
+
+import copy
+import json
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import dora
+from conftest import digest, recorded_adapter
+from dora import DoRALinear, adapter_state, attach, load_adapter_state, merge_
+from dream import Dream
+
+gen = lambda seed=0: torch.Generator().manual_seed(seed)
+
+
+def trained(out=6, into=5, r=3, alpha=6, bias=True, seed=0):
+    """A DoRA layer away from its start, not square, so that a wrong axis shows."""
+    linear = nn.Linear(into, out, bias)
+    with torch.no_grad():
+        for p in linear.parameters():
+            p.copy_(torch.randn(p.shape, generator=gen(seed)))
+    layer = DoRALinear(linear, r, alpha, gen(seed))
+    with torch.no_grad():
+        layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=gen(seed + 1)))
+        layer.lora_magnitude_vector.mul_(1 + 0.3 * torch.rand(out, generator=gen(seed + 2)))
+    return layer
+
+
+def slow(layer, x):
+    """The equation at the top of dora.py, element by element, in float64."""
+    W, A, B = (w.double() for w in (layer.base.weight, layer.lora_A, layer.lora_B))
+    m, b = layer.lora_magnitude_vector.double(), layer.base.bias
+    y = torch.zeros(len(x), W.shape[0], dtype=torch.float64)
+    for j in range(W.shape[0]):
+        v = [W[j, i] + layer.s * sum(B[j, q] * A[q, i] for q in range(A.shape[0])) for i in range(W.shape[1])]
+        n = sum(w * w for w in v) ** 0.5
+        for row in range(len(x)):
+            y[row, j] = m[j] / n * sum(w * x[row, i].double() for i, w in enumerate(v)) + (0 if b is None else b[j].double())
+    return y
+
+
+@pytest.mark.parametrize("bias", [True, False])
+def test_layer_is_the_equation(bias):
+    layer, x = trained(bias=bias), torch.randn(4, 5, generator=gen(9))
+    torch.testing.assert_close(layer(x).double(), slow(layer, x), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_fresh_adapter_is_exactly_the_layer(dtype):
+    linear = nn.Linear(64, 48).to(dtype)
+    x = torch.randn(7, 64, generator=gen()).to(dtype)
+    want = linear(x)
+    layer = DoRALinear(linear, generator=gen())
+    assert torch.equal(layer(x), want) and layer(x).dtype == dtype
+    assert torch.equal(layer.lora_magnitude_vector / layer.norm(), torch.ones(48))
+    assert {layer.lora_A.dtype, layer.lora_B.dtype, layer.lora_magnitude_vector.dtype} == {torch.float32}
+
+
+def test_norm_without_the_product_is_the_norm_of_the_product():
+    layer = trained(48, 64, r=16)
+    dense = (layer.base.weight.double() + layer.s * layer.lora_B.double() @ layer.lora_A.double()).norm(dim=1)
+    torch.testing.assert_close(layer.norm().double(), dense, rtol=1e-6, atol=0)
+
+
+def test_no_gradient_goes_through_the_norm():
+    layer, x = trained(), torch.randn(4, 5, generator=gen(9))
+    layer(x).square().sum().backward()
+    n = layer.norm()
+    A, B, m = (p.detach().clone().requires_grad_() for p in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector))
+    (F.linear(x, (m / n)[:, None] * (layer.base.weight + layer.s * B @ A), layer.base.bias)).square().sum().backward()
+    for got, want in zip((layer.lora_A, layer.lora_B, layer.lora_magnitude_vector), (A, B, m)):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-5)
+    assert layer.base.weight.grad is None
+
+
+@pytest.mark.parametrize("kind", ["foreach", "fused", "loop"])
+def test_norm_is_computed_once_per_optimizer_step(kind):
+    layer, x = trained(), torch.randn(4, 5, generator=gen(9))
+    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad], lr=0.1,
+                                  **{"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}[kind])
+    first = layer.norm()
+    layer(x).sum().backward()
+    assert layer.norm() is first
+    optimizer.step()
+    dense = (layer.base.weight + layer.s * layer.lora_B @ layer.lora_A).norm(dim=1)
+    torch.testing.assert_close(layer.norm(), dense)
+    assert (layer.norm() - first).abs().max() > 1e-3
+
+
+def test_merged_is_unmerged_and_only_when_asked():
+    model = nn.Sequential(nn.Linear(5, 6))
+    attach(model, ["0"], 3, 6, gen())
+    model[0] = trained()
+    x = torch.randn(4, 5, generator=gen(9))
+    want, bias = model(x), model[0].base.bias.clone()
+    model.eval()
+    assert isinstance(model[0], DoRALinear) and torch.equal(model(x), want)
+    merge_(model)
+    assert type(model[0]) is nn.Linear and torch.equal(model[0].bias, bias)
+    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
+
+
+def test_only_the_adapter_is_trained(tiny_dream):
+    dream = Dream.load(tiny_dream).requires_grad_(True)
+    attach(dream, ["q_proj", "k_proj", "v_proj", "o_proj"], 16, 16, gen())
+    assert {n.split(".")[-1] for n, p in dream.named_parameters() if p.requires_grad} == {"lora_A", "lora_B", "lora_magnitude_vector"}
+    assert len(dora.layers(dream)) == 4 * 3
+
+
+def test_state_round_trip(tiny_dream):
+    state = adapter_state(recorded_adapter(Dream.load(tiny_dream)))
+    other = Dream.load(tiny_dream)
+    attach(other, ["q_proj", "k_proj", "v_proj", "o_proj"], 16, 16, gen(5))
+    load_adapter_state(other, state)
+    assert all(torch.equal(state[name], p) for name, p in adapter_state(other).items())
+
+
+def test_foreign_state_is_refused_and_changes_nothing(tiny_dream):
+    dream = recorded_adapter(Dream.load(tiny_dream))
+    before = {name: p.clone() for name, p in adapter_state(dream).items()}
+    name = "base_model.model.model.layers.2.self_attn.v_proj.lora_A.weight"
+    for wrong, message in (({n: t + 1 for n, t in before.items() if n != name}, "layers.2.self_attn.v_proj"),
+                           (before | {name: torch.zeros(8, 64)}, r"\(8, 64\), the model needs \(16, 64\)")):
+        with pytest.raises(ValueError, match=message):
+            load_adapter_state(dream, wrong)
+    assert all(torch.equal(before[n], p) for n, p in adapter_state(dream).items())
+    with pytest.raises(ValueError, match="c_attn"):
+        attach(dream, ["c_attn"])
+
+
+def test_deepcopy_and_device_moves_keep_the_norm_right():
+    layer = trained()
+    layer.norm()
+    twin = copy.deepcopy(layer)
+    with torch.no_grad():
+        twin.lora_A.mul_(2)
+    assert not torch.allclose(twin.norm(), layer.norm())
+    torch.testing.assert_close(twin.double().float().norm(), (twin.base.weight + twin.s * twin.lora_B @ twin.lora_A).norm(dim=1))
+
+
+# ---- recorded
+
+
+def test_recorded_logits_loss_gradients_and_merge(tiny_dream, recorded):
+    dream = recorded_adapter(Dream.load(tiny_dream))
+    x, labels = recorded["b/input_ids"], recorded["b/labels"]
+    run = lambda: dream.lm_head(dream.trunk(F.embedding(x, dream.table))[0])
+    logits = run()
+    torch.testing.assert_close(logits[:, ::6, ::8], recorded["b/logits"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(digest(logits), recorded["digest/b/logits"].numpy(), rtol=0, atol=1e-3)  # 9,600 errors of 1e-5
+    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+    torch.testing.assert_close(loss, recorded["b/loss"], rtol=0, atol=1e-5)
+    loss.backward()
+    for name, want in zip(recorded["names"], recorded["b/grads"]):
+        torch.testing.assert_close(digest(dream.get_parameter(name).grad), want.numpy(), rtol=1e-5, atol=1e-5 * want[0].item())
+    merge_(dream)
+    torch.testing.assert_close(run()[:, ::6, ::8], recorded["b/logits_merged"], rtol=0, atol=1e-5)
+    state = dream.state_dict()
+    for key in recorded:  # these were recorded in bf16
+        if key.startswith("digest/b/model."):
+            got = digest(state[key[len("digest/b/"):] + ".weight"].bfloat16().float())
+            torch.testing.assert_close(got, recorded[key].numpy(), rtol=1e-5, atol=1e-5)
+
+
+# ---- the library itself, where it is installed
+
+
+def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
+    peft = pytest.importorskip("peft", reason="needs peft and transformers: would exchange adapters with them both ways")
+    transformers = pytest.importorskip("transformers")
+    from finetune_dream import Config, save_adapter
+    from dream import load_adapter
+    dream = recorded_adapter(Dream.load(tiny_dream))
+    save_adapter(tmp_path / "ours", dream, None, Config(model=tiny_dream))
+
+    raw = json.load(open(f"{tiny_dream}/config.json")) | {"model_type": "qwen2"}
+    theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**raw))  # Dream's weights; its causal mask is the difference
+    theirs.load_state_dict(Dream.load(tiny_dream).state_dict())
+    theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "ours")
+    x = torch.randn(2, 5, 64, generator=gen(3))
+    for i in range(3):
+        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+            a = dream.model["layers"][i].self_attn.get_submodule(name)
+            b = theirs.base_model.model.model.layers[i].self_attn.get_submodule(name)
+            torch.testing.assert_close(a(x), b(x), rtol=1e-5, atol=1e-5)
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            if "lora_" in name:
+                p.mul_(1.1)
+    theirs.save_pretrained(tmp_path / "theirs")
+    back = Dream.load(tiny_dream)
+    assert load_adapter(back, tmp_path / "theirs") is None
+    torch.testing.assert_close(adapter_state(back), {n: p * 1.1 for n, p in adapter_state(dream).items()})
