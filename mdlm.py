@@ -129,6 +129,8 @@ class SigmaMap(nn.Module):
 
 
 class Block(nn.Module):
+    """Attention and MLP, each shifted, scaled and gated by the time embedding (adaLN)."""
+
     def __init__(self, cfg):
         super().__init__()
         D = cfg.n_embd

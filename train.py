@@ -179,6 +179,8 @@ def demonstrate(cfg, model, bounds, held_out, meta):
 def train(cfg):
     """Alg. 1, top to bottom. Returns (the trained MDLM, its average), for tests and notebooks."""
     # ---- the data, and what is to be trained
+    if cfg.data == PRESETS["quickstart"]["data"] and not os.path.exists(cfg.data):
+        data.prepare_stdlib(cfg.data)
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = checked(cfg, meta["tokenizer"])
     rank, world, device, dtype = machine(cfg)
