@@ -38,6 +38,7 @@ from tqdm import tqdm
 from checkpoint import Refused, atomic, run
 
 FORMAT = "soft-masked-mdlm-data/1"
+WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's: no token crosses their bounds
 OWT = {"documents": 8_013_769, "tokens": 9_040_017_095}  # the whole of OpenWebText in GPT-2's tokens, one EOS each
 
 
@@ -61,8 +62,7 @@ def tokenizer(name="gpt2", dir=None):
     except Exception as e:  # no network, no file, the wrong file: the remedy is one
         raise Refused(f"GPT-2's vocabulary is not in {dir or 'the cache of tiktoken'} ({type(e).__name__}): give "
                       f"--tokenizer_dir=FOLDER with the original vocab.bpe and encoder.json, or use --tokenizer=bytes")
-    return tiktoken.Encoding("gpt2", mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256},
-                             pat_str=r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+    return tiktoken.Encoding("gpt2", pat_str=WORDS, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": 50256})
 
 
 def describe(tok):
@@ -136,7 +136,7 @@ def order(n, epoch, seed):
 
 
 def pieces(f, size=2**16):
-    """A plain-text file is one document, cut where no token can cross: before a line break that a word follows."""
+    """A plain-text file is one document, cut where a word of GPT-2's ends anyway: before a line break and a non-space."""
     rest = ""
     while block := f.read(size):
         rest += block
@@ -153,7 +153,8 @@ def read(path, raw):
             from pyarrow.parquet import ParquetFile
         except ImportError:
             raise Refused(f"{path} needs pyarrow: pip install pyarrow")
-        return ((text, True) for batch in ParquetFile(raw).iter_batches(1000, columns=["text"]) for text in batch[0].to_pylist())
+        batches = ParquetFile(raw).iter_batches(1000, columns=["text"])
+        return ((text, True) for batch in batches for text in batch[0].to_pylist())
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix)
     f = unpack(raw, "rt", encoding="utf-8") if unpack else open(raw.fileno(), encoding="utf-8", closefd=False)
     if (path.stem if unpack else path.name).endswith((".jsonl", ".json")):
@@ -171,21 +172,20 @@ def documents(paths):
                     for text, last in read(path, raw):
                         yield text + "", last  # a "text" that is none is found here, where the file is known
                         bar.update(done + raw.tell() - bar.n)
-            except (OSError, EOFError, lzma.LZMAError, ValueError, KeyError, TypeError) as e:
+            except (OSError, EOFError, lzma.LZMAError, ValueError, LookupError, TypeError) as e:
                 raise e if isinstance(e, Refused) else Refused(
-                    f"{path} cannot be read ({type(e).__name__}: {e}): text must be whole and UTF-8, JSON lines and parquet "
-                    f"must have a string \"text\" in every record")
+                    f"{path} cannot be read ({type(e).__name__}: {e}): it must be whole, UTF-8, with a string \"text\" in every record")
             done += path.stat().st_size
 
 
 def encode(docs, out, tok, keep=0):
     """Tokenize a stream into one flat uint16 file, EOS after each document [code]. In memory: 1,000 pieces.
 
-    Returns where documents end, (document, token, byte) each, the last `keep` + 1 of them or all from (0, 0, 0) on.
+    Returns where the last keep + 1 documents end, (documents, tokens, bytes) so far, from (0, 0, 0) on.
     Raises Refused when an id may not fit 16 bits.
     """
     if tok.n_vocab >= 2**16:
-        raise Refused(f"tokenizer {tok.name} with [MASK] has {tok.n_vocab + 1:,} ids, uint16 tells 65,536 apart: use a smaller one")
+        raise Refused(f"{tok.name} and [MASK] have {tok.n_vocab + 1:,} ids, uint16 tells 65,536 apart: use a smaller tokenizer")
     eos, at, ends = describe(tok)["eos"], np.zeros(3, np.int64), collections.deque([(0, 0, 0)], maxlen=keep + 1)
     with open(out, "wb") as f:
         while batch := list(itertools.islice(docs, 1000)):
@@ -204,23 +204,23 @@ def prepare(docs, out, tok, val_docs=None):
     val_docs: how many; None is 1 %, at least 1 and at most 10,000, or the last tenth of a corpus that is one document
     [ours]. Raises Refused when nothing would be left to train on.
     """
+    if val_docs is not None and val_docs < 1:
+        raise Refused(f"--val_docs={val_docs} holds nothing out: give at least 1")
     with atomic(f"{out}/meta.json") as m, atomic(f"{out}/val.bin") as v, atomic(f"{out}/train.bin") as t:
         ends = encode(docs, t, tok, keep=val_docs or 10_000)
         end = n, *_ = ends[-1]
-        held = min(10_000, max(1, n // 100)) if val_docs is None else val_docs
-        if n == 1 and val_docs is None:
-            cut = (1, *(count * 9 // 10 for count in end[1:]))
-        elif 0 < held < n:
-            cut = ends[-1 - held]
-        else:
-            raise Refused(f"cannot hold out {held} of {n} documents: at least one must be left, and one to train on")
+        held = val_docs or min(10_000, max(1, n // 100))
+        cut = ends[-1 - held] if held < n else (n, *(count * 9 // 10 for count in end[1:]))
+        if val_docs and held >= n or cut[1] == 0:
+            raise Refused(f"holding out {held} of {n} documents leaves nothing to train on: lower --val_docs or give more text")
         with open(t, "r+b") as f, open(v, "wb") as g:
             f.seek(2 * cut[1])
             shutil.copyfileobj(f, g)
             f.truncate(2 * cut[1])
         meta = {"format": FORMAT, "tokenizer": describe(tok)}
         for split, path, counts in ("train", t, cut), ("val", v, [a - b for a, b in zip(end, cut)]):
-            meta[split] = dict(zip(("documents", "tokens", "bytes"), counts), sha256=hashlib.sha256(np.memmap(path, mode="r")).hexdigest())
+            digest = hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
+            meta[split] = dict(zip(("documents", "tokens", "bytes"), counts), sha256=digest)
         Path(m).write_text(json.dumps(meta, indent=2) + "\n")
     return meta
 
@@ -232,13 +232,13 @@ def stdlib():
     return [root / name for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())]
 
 
-def openwebtext(revision):
+def openwebtext(hub, revision):
+    """The stream of the hub's copy, by way of its cache: a download that breaks goes on where it was."""
     try:
         import datasets
+        corpus = datasets.load_dataset(hub, split="train", revision=revision)
     except ImportError:
-        raise Refused("openwebtext needs datasets: pip install datasets, or give its parquet files as PATH")
-    try:
-        corpus = datasets.load_dataset("Skylion007/openwebtext", split="train", revision=revision)
+        raise Refused("openwebtext needs datasets: pip install datasets")
     except Exception as e:  # network, disk, versions: the ways out are the same
         raise Refused(f"openwebtext cannot be loaded ({type(e).__name__}: {e}): try --revision=refs/convert/parquet, or "
                       f"fetch its parquet files otherwise: python data.py FOLDER --val_docs=100000 --out=data/owt")
@@ -251,7 +251,7 @@ def find(source):
     for path in map(Path, source.split(os.pathsep)):
         inside = [p for p in sorted(path.rglob("*")) if source and re.search(r"\.(txt|jsonl|parquet)(\.gz|\.xz)?$", p.name)]
         if not inside and not path.is_file():
-            raise Refused(f"{source!r}: {path} is neither a file nor a folder with .txt, .jsonl or .parquet files: give another PATH")
+            raise Refused(f"{source!r} is neither a file nor a folder with .txt, .jsonl or .parquet files: give another PATH")
         paths += inside or [path]
     return paths
 
@@ -263,7 +263,8 @@ class Config:
     tokenizer: str = "gpt2"      # or bytes
     tokenizer_dir: str = ""      # GPT-2's vocab.bpe and encoder.json, for machines without a network
     val_docs: int | None = None  # hold out the last that many documents; 1 %
-    revision: str = "main"       # of the hub's OpenWebText
+    hub: str = "Skylion007/openwebtext"  # where openwebtext is, or a folder of the same layout
+    revision: str | None = None          # of it; refs/convert/parquet while its main is a script
 
 
 PRESETS = {"stdlib": dict(source="stdlib", out="data/stdlib", tokenizer="bytes", val_docs=40),
@@ -271,7 +272,7 @@ PRESETS = {"stdlib": dict(source="stdlib", out="data/stdlib", tokenizer="bytes",
 
 
 def main(cfg):
-    docs = (openwebtext(cfg.revision) if cfg.source == "openwebtext" else
+    docs = (openwebtext(cfg.hub, cfg.revision) if cfg.source == "openwebtext" else
             documents(stdlib() if cfg.source == "stdlib" else find(cfg.source)))
     out = cfg.out or os.path.join("data", Path(cfg.source.split(os.pathsep)[0]).name.split(".")[0])
     meta = prepare(docs, out, tokenizer(cfg.tokenizer, cfg.tokenizer_dir), cfg.val_docs)
