@@ -67,7 +67,7 @@ class Config:
     warmup: float = 0.03        # share of the updates; then a cosine down to 0
     clip: float = 7.0           # of the norm over DoRA and ω together
     r: int = 16                 # DoRA's rank
-    alpha: float = 16.0
+    alpha: int = 16
     b_l: float = 0.2            # t ~ U(b_l, b_h)
     b_h: float = 0.8
     # soft-masking
@@ -102,7 +102,11 @@ PRESETS = {
 
 
 def conversation(record, where):
-    """The messages up to the last answer, roles by their usual names. Raises Refused; where: names the record in it."""
+    """The messages up to the last answer, roles by their usual names.   record: dict or JSON.   where: its name in a Refused."""
+    try:
+        record = json.loads(record) if isinstance(record, str) else record
+    except ValueError as e:
+        raise Refused(f"{where} is not JSON: {e}")
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
         raise Refused(f'{where} is not {{"messages": [{{"role": …, "content": "…"}}, …]}}')
@@ -118,39 +122,33 @@ def conversation(record, where):
 
 
 def read_jsonl(cfg):
-    """(train, val) as lists of (where, record), shuffled: a permutation by seed, its first part held out."""
+    """[train, val], each (how many, iterable of (where, record)): the lines in an order by seed, the first ones held out."""
     try:
         with open(cfg.data, encoding="utf-8") as f:
             lines = [(f"{cfg.data} line {i}", line) for i, line in enumerate(f, 1) if line.strip()]
     except (OSError, UnicodeDecodeError) as e:
         raise Refused(f"--data={cfg.data} cannot be read ({e}): give a .jsonl file, or mix or coding")
-    n_val = min(cfg.n_val, max(1, len(lines) // 10))
+    n_val = min(cfg.n_val, len(lines) // 10)
     lines = [lines[i] for i in order(len(lines), 0, cfg.seed)]
-
-    def parsed(chosen):
-        for where, line in chosen:
-            try:
-                yield where, json.loads(line)
-            except ValueError as e:
-                raise Refused(f"{where} is not JSON: {e}")
-    return parsed(lines[n_val:][:cfg.n_train]), parsed(lines[:n_val])
+    return [(len(part), part) for part in (lines[n_val:][:cfg.n_train], lines[:n_val])]
 
 
 def read_hub(cfg):
-    """The paper's training corpora. 1% of what comes without a validation part is held out (10% in the code)."""
+    """The same, of the paper's corpora. 1% of a corpus without a test part is held out (10% in the code)."""
     try:
         from datasets import concatenate_datasets, load_dataset
     except ImportError:
         raise Refused(f"--data={cfg.data} comes from the hub: pip install datasets, or give a .jsonl file")
     name = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}[cfg.data]
-    halves = load_dataset(name, split="train").select_columns(["messages"]).train_test_split(0.01, seed=cfg.seed)
-    parts = [(halves["train"], halves["test"])]
+    parts = [load_dataset(name, split="train").select_columns(["messages"]).train_test_split(0.01, seed=cfg.seed)]
     if cfg.data == "mix":
-        smol = load_dataset("HuggingFaceTB/smoltalk", "all").select_columns(["messages"])
-        parts.append((smol["train"], smol["test"]))
-    both = (concatenate_datasets(list(part)).shuffle(seed=cfg.seed) for part in zip(*parts))
-    named = lambda rows: ((f"{cfg.data} record {i}", record) for i, record in enumerate(rows))
-    return tuple(named(rows.select(range(min(n, len(rows))))) for rows, n in zip(both, (cfg.n_train, cfg.n_val)))
+        parts.append(load_dataset("HuggingFaceTB/smoltalk", "all").select_columns(["messages"]))
+
+    def drawn(split, n):
+        rows = concatenate_datasets([part[split] for part in parts]).shuffle(seed=cfg.seed)
+        rows = rows.select(range(min(n, len(rows))))
+        return len(rows), ((f"{cfg.data} {split} {i}", row) for i, row in enumerate(rows))
+    return [drawn("train", cfg.n_train), drawn("test", cfg.n_val)]
 
 
 def encode_chat(messages, tok):
@@ -171,10 +169,10 @@ def keep(ids, prompt_len, cfg, tok, mask_id):
     return "[MASK] in the text" if mask_id in ids else ""
 
 
-def encode_all(records, total, cfg, tok, mask_id, show):
+def encode_all(n, records, cfg, tok, mask_id, show):
     """[(ids, prompt length)] of what the filters keep, and {reason: how many} of the rest."""
     kept, dropped = [], {}
-    for where, record in tqdm(records, total=total, desc="tokens", disable=not show, mininterval=5):
+    for where, record in tqdm(records, total=n, desc="dialogues", disable=not show, delay=5):
         ids, prompt_len = encode_chat(conversation(record, where), tok)
         reason = keep(ids, prompt_len, cfg, tok, mask_id)
         if reason:
@@ -290,6 +288,9 @@ def save_adapter(folder, dream, sm, cfg):
             transparency_scale=omega["omega_s"], transparency_steepness=omega["omega_a"],
             transparency_centre=omega["omega_b"], mixinputs_k=sm.k or 1, transparency_scheduling="none")
     checkpoint.write_safetensors(os.path.join(folder, "adapter_model.safetensors"), dora.adapter_state(dream), {"format": "pt"})
+    for name in ("softmask.json", "transparency_config.json"):
+        with contextlib.suppress(FileNotFoundError):  # a binary adapter must not find the ω of an older run
+            os.remove(os.path.join(folder, name))
     for name, values in files.items():
         with atomic(os.path.join(folder, name)) as tmp, open(tmp, "w", encoding="utf-8") as f:
             json.dump(values, f, indent=1)
@@ -301,11 +302,10 @@ def make_tiny(model, data):
     special = {name: 256 + i for i, name in enumerate(names)}
     cfg = dict(vocab_size=264, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
                num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=4096, mask_token_id=261,
-               pad_token_id=256, eos_token_id=256, tie_word_embeddings=False)
+               pad_token_id=256, eos_token_id=256)
     with torch.device("meta"):
-        shapes = {name: p.shape for name, p in Dream(DreamConfig(**{k: v for k, v in cfg.items() if k != "tie_word_embeddings"})).state_dict().items()}
-    generator = rng("tiny")
-    weights = {name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=generator) * shape[-1] ** -0.5
+        shapes = {name: p.shape for name, p in Dream(DreamConfig(**cfg)).state_dict().items()}
+    weights = {name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=rng("tiny", name)) * shape[-1] ** -0.5
                for name, shape in shapes.items()}
     shard = {name: f"model-0000{1 + (name == 'lm_head.weight')}-of-00002.safetensors" for name in weights}
     for file in set(shard.values()):
@@ -365,8 +365,29 @@ def resumable(ckpt, cfg, source):
         raise Refused(f"cannot resume: {', '.join(different)} differ from {cfg.out}/last.pt; give the same, or another --out")
 
 
+@contextlib.contextmanager
+def signals():
+    """A list that takes up SIGTERM and Ctrl-C instead of dying of them. A second one is not ours any more: it kills."""
+    caught = []
+    def take(number, frame):
+        caught.append(number)
+        signal.signal(number, signal.SIG_DFL)
+    before = {s: signal.signal(s, take) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def finetune(cfg):
-    """Alg. 1 for an adapter, top to bottom. Returns the trained TwoPass, for tests and notebooks."""
+    """Make an adapter. Returns the trained TwoPass, for tests and notebooks."""
+    with signals() as stop:
+        return run(cfg, stop)
+
+
+def run(cfg, stop):
+    """Alg. 1, top to bottom; leaves after the update in which `stop` is not empty any more."""
     # ---- what is to be trained
     cfg = checked(cfg)
     rank, world, device, dtype = machine(cfg)
@@ -396,8 +417,7 @@ def finetune(cfg):
 
     # ---- the dialogues
     read = read_hub if cfg.data in ("mix", "coding") else read_jsonl
-    (train, dropped), (val, _) = (encode_all(records, n, cfg, tok, mask_id, master)
-                                  for records, n in zip(read(cfg), (cfg.n_train, cfg.n_val)))
+    (train, dropped), (val, _) = (encode_all(*part, cfg, tok, mask_id, master) for part in read(cfg))
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "none"
     if not train:
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {reasons}")
@@ -440,7 +460,7 @@ def finetune(cfg):
 
     @torch.no_grad()
     def evaluate():
-        """Loss and nats per masked token on the held-out dialogues, with and without feedback; the same masks every time."""
+        """Loss and nats per masked token of the held-out dialogues, with feedback and without; the same masks every time."""
         out = {}
         for soft in ([True, False] if sm else [False]):
             total = torch.zeros(3, dtype=torch.float64)
@@ -455,12 +475,6 @@ def finetune(cfg):
             name = "val_soft" if soft else "val_binary"
             out |= {name: total[0].item() / max(1, len(val)), name + "_ce": (total[1] / total[2]).item()}
         return out
-
-    stop = []
-    def on_signal(number, frame):  # the second one is not ours any more: it kills
-        stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
-    handlers = {s: signal.signal(s, on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def stopping():
         """Whether any rank was told to: they must leave after the same update."""
@@ -487,10 +501,9 @@ def finetune(cfg):
             dist.all_reduce(seen)
         loss, nll, masks, tokens, lam, softs = seen.tolist()
         now = time.time()
-        line = {"step": done, "loss": loss / (done - mark), "ce_per_mask": nll / masks, "grad_norm": norm.item(),
-                "lr": cfg.eta_bb * lr_at(done - 1, cfg.steps, cfg.warmup), "lam": lam / max(1, softs),
-                "tokens_per_s": tokens / (now - clock), "seconds": now - first}
-        line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)} if sm else {}
+        line = {"step": done, "loss": loss / ((done - mark) * cfg.batch_size), "ce_per_mask": nll / masks,
+                "grad_norm": norm.item(), "tokens_per_s": tokens / (now - clock)}
+        line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)} | {"lam": lam / max(1, softs)} if sm else {}
         line |= metrics if metrics.get("step") == done else {}
         line |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if device.type == "cuda" else {}
         left = (now - first) / (done - start) * (cfg.steps - done) / 60
@@ -498,9 +511,8 @@ def finetune(cfg):
         mark, clock = done, now
         if not master:
             return
-        print(f"step {done:,}/{cfg.steps:,}  loss {line['loss']:.3f}  ce/mask {line['ce_per_mask']:.3f}  |g| {line['grad_norm']:.2f}"
-              f"  ω_s {line.get('omega_s', 0):.3g}  λ {line['lam']:.3g}  {line['tokens_per_s']:,.0f} tokens/s  {left:,.1f} min left"
-              + "".join(f"  {k} {v:.4g}" for k, v in line.items() if k.startswith(("val", "peak"))), flush=True)
+        print("  ".join(f"{k} {v:.4g}" for k, v in line.items()) + f"  of {cfg.steps:,}, {left:,.1f} min left", flush=True)
+        line |= {"lr": cfg.eta_bb * lr_at(done - 1, cfg.steps, cfg.warmup), "seconds": now - first}
         try:
             with open(log_path, "a") as f:
                 f.write(json.dumps(line) + "\n")
@@ -520,9 +532,10 @@ def finetune(cfg):
             xt = corrupt(x0, prompt_len, t, mask_id, rng(cfg.seed, "q", step, j))            # (1, L)          l.4
             with net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext():
                 nll = net(x0.to(device), xt.to(device), soft)                                # (N,)            l.5-8
-                loss = objective(nll, t, cfg.loss, cfg.batch_size)
-                (loss * world).backward()  # DDP will divide by world
-            seen += torch.tensor([loss.item(), nll.sum().item(), len(nll), x0.numel(), model.lam.item() * soft, soft])
+                (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()  # DDP will divide by world
+            nll = nll.detach()
+            seen += torch.tensor([objective(nll, t, cfg.loss, 1).item(), nll.sum().item(), len(nll), x0.numel(),
+                                  model.lam.item() * soft, soft])
         if not soft:  # DDP needs the zero gradient of ω that the loss made; Adam would still move ω by its momentum
             for p in omega:
                 p.grad = None
@@ -546,8 +559,6 @@ def finetune(cfg):
         if end:
             break
 
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     if world > 1:
         dist.destroy_process_group()
     if done < cfg.steps:

@@ -57,3 +57,16 @@ def recorded_adapter(dream):
             n = layer.base.weight.norm(dim=1)
             layer.lora_magnitude_vector.copy_(n * (1 + 0.25 * torch.randn(n.shape, generator=g)))
     return dream
+
+
+@pytest.fixture(scope="session")
+def talking_dream(tiny_dream, tmp_path_factory):
+    """The random model with a tokenizer: a token per printable ASCII character, and the special ones of its config."""
+    folder = tmp_path_factory.mktemp("talking_dream")
+    for name in os.listdir(tiny_dream):
+        os.link(os.path.join(tiny_dream, name), folder / name)
+    characters = [chr(b) for b in range(33, 127)] + ["Ġ", "Ċ"]  # as vocabulary files write space and new line
+    (folder / "vocab.json").write_text(json.dumps({c: i for i, c in enumerate(characters)}))
+    specials = {"<|endoftext|>": 190, "<|im_start|>": 191, "<|im_end|>": 192, "<|mask|>": 194}
+    (folder / "added_tokens.json").write_text(json.dumps(specials))
+    return str(folder)
