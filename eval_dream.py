@@ -298,7 +298,7 @@ def responder(cfg):
     task = TASKS.get(cfg.task)
     if cfg.model in ("reference", "empty"):
         stub = lambda row: cut(task.reference(row), task.until) if cfg.model == "reference" else ""
-        return lambda row, cell: (stub(row), dict.fromkeys(STATS, 0)), "stub"
+        return lambda row, cell: (stub(row), dict.fromkeys(STATS, 0) | {"n": 1}), "stub"
     model, tok, sm = load(cfg)
     ids = lambda row: tok.encode(render(tok, chat(task, row)), special=True)[-PROMPT_TOKENS:]
     return lambda row, cell: answer(model, tok, sm, ids(row), cell, task.until), feedback(sm)
