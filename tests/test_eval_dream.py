@@ -4,7 +4,6 @@ import dataclasses
 import gzip
 import json
 import os
-import subprocess
 import sys
 import types
 
@@ -200,18 +199,19 @@ def test_a_row_of_evalplus_is_read_and_scored_by_it_or_refused(config, tmp_path,
 
 
 def test_a_model_from_end_to_end(config, talking_dream):
-    cfg = config("gsm8k_cot", model=talking_dream, gen_len=16, nfe="1/4,1/2,1/1", temperature=0.0)
+    cfg = config("gsm8k_cot", model=talking_dream, gen_len=8, nfe="1/4,1/2,1/1", temperature=0.0)
     results = E.evaluate(cfg)
-    assert [(r["budget"], r["nfe"], r["tokens"], r["settings"]["steps"]) for r in results] == [("1/4", 4, 16, 4), ("1/2", 8, 16, 8), ("1/1", 16, 16, 16)]
+    assert [(r["budget"], r["nfe"], r["tokens"], r["settings"]["steps"]) for r in results] == [
+        ("1/4", 2, 8, 2), ("1/2", 4, 8, 4), ("1/1", 8, 8, 8)]
     for r in results:
         assert r["feedback"] == "binary" and r["seconds"] > 0 and r["score"] == 0 and r["torch"] == torch.__version__
         assert {f.name for f in dataclasses.fields(E.Config)} == set(r["settings"])
 
 
 def test_a_sweep_over_blocks_is_json_and_a_figure(config, talking_dream, tmp_path, monkeypatch):
-    cfg = config("gsm8k_cot", model=talking_dream, gen_len=96, blocks="16,32,48,96", threshold=0.9, temperature=0.0)
+    cfg = config("gsm8k_cot", model=talking_dream, gen_len=48, blocks="8,16,24,48", threshold=0.9, temperature=0.0)
     results = E.evaluate(cfg)
-    assert [r["settings"]["block"] for r in results] == [16, 32, 48, 96] and all(r["nfe"] == 96 for r in results)
+    assert [r["settings"]["block"] for r in results] == [8, 16, 24, 48] and all(r["nfe"] == 48 for r in results)
     [points] = plot.throughput_series(cfg.out).values()
     assert points == [(r["settings"]["block"], r["tokens"] / r["seconds"], 0.0) for r in results]
     monkeypatch.setitem(sys.modules, "matplotlib", None)
@@ -338,7 +338,7 @@ def test_the_harness_refuses_in_a_sentence(config, talking_dream, monkeypatch):
     ({"task": "arc"}, "unknown task 'arc'"), ({"nfe": "half"}, "nfe 'half'"), ({"nfe": "1/0"}, "nfe '1/0'"), ({"nfe": "1/7"}, "choose a divisor"),
     ({"nfe": "2/1"}, "steps 512"), ({"blocks": "16,x"}, "block 'x'"), ({"blocks": "100"}, "not a multiple of block 100"), ({"data": ""}, "--data"),
     ({"data": "/nowhere.jsonl"}, "/nowhere.jsonl"), ({"task": "math500"}, "without problem"), ({"threshold": 2.0, "block": 16}, "threshold 2.0"),
-    ({"model": ""}, "no model"), ({"schedule": "cosine"}, "unknown schedule")])
+    ({"steps": 8}, "steps 8 follow"), ({"model": ""}, "no model"), ({"schedule": "cosine"}, "unknown schedule")])
 def test_bad_input_is_refused_before_anything_runs(config, flags, message):
     cfg = dataclasses.replace(config("gsm8k_cot", model="empty"), **flags)
     with pytest.raises(Refused, match=message):
@@ -360,8 +360,9 @@ def test_plots_refuse_what_they_cannot_draw(tmp_path):
         plot.main(plot.Config())
 
 
-def test_the_command_line_prints_score_speed_and_table(tmp_path):
-    command = [sys.executable, os.path.join(ROOT, "eval_dream.py"), "--model=reference", "--task=math500", f"--data={data(tmp_path, [LATEX])}",
-               f"--out={tmp_path}"]
-    out = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n")
+def test_the_command_prints_score_speed_and_table(config, capsys):
+    E.main(config("math500", model="reference"))
+    out = capsys.readouterr().out.split("\n")
     assert out[0].startswith("MATH-500: 100.0%, NFE 0") and out[3] == "| 1/1 | reference | - | stub | 100.0 |"
+    E.main(config("math500", table=True))
+    assert capsys.readouterr().out.split("\n") == out[1:]

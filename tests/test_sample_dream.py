@@ -82,6 +82,11 @@ def test_filters_are_temperature_then_top_p_then_top_k(temperature, top_p, top_k
         assert out == pytest.approx(want, abs=1e-6)
 
 
+def test_top_p_finds_flat_distributions_beyond_its_first_256_tokens():
+    p = S.filtered(torch.zeros(2, 1000), top_p=0.5)
+    assert ((p > 0).sum(-1) - 501).abs().max() <= 1  # up to rounding of the sum
+
+
 def test_top_p_keeps_the_token_that_crosses_p():
     p = torch.tensor([[0.5, 0.3, 0.2]])
     assert S.filtered(p.log(), top_p=0.6).tolist()[0] == pytest.approx([0.625, 0.375, 0])  # MDLM's rule: the first alone
@@ -363,7 +368,7 @@ def test_one_threshold_above_all_is_one_token_per_pass_and_none_is_two_passes(mo
 @pytest.mark.parametrize("settings, message", [
     ({"steps": 17}, "steps 17 must be between 1 and gen_len 16"), ({"steps": 0}, "steps 0"), ({"gen_len": 0}, "nothing to fill"),
     ({"algorithm": "confidence"}, "unknown algorithm 'confidence': use one of entropy"), ({"schedule": "cosine"}, "unknown schedule 'cosine'"),
-    ({"temperature": -1.0}, "temperature -1.0"), ({"top_p": 0.0}, "top_p 0.0"), ({"top_k": -1}, "top_k -1"),
+    ({"temperature": -1.0}, "temperature -1.0"), ({"top_p": 0.0}, "top_p 0.0"), ({"top_k": -1}, "top_k -1"), ({"switch": 1.5}, "switch 1.5"),
     ({"gen_len": 600}, "608 tokens, the model takes 512"),
 ])
 def test_bad_settings_are_refused(model, settings, message):
