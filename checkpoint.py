@@ -93,6 +93,28 @@ def run(main, Config, presets=None):
         raise SystemExit(2)
 
 
+def machine(device="auto", dtype="auto"):
+    """(rank, world, device, autocast dtype or None) of this process: torchrun's variables, and two flags.
+
+    device: cuda, mps, cpu; auto: the first of them that is there.   dtype: bfloat16, float32; auto: bfloat16 on a GPU that
+    has it. A dtype that the device does not have falls back to float32, in a sentence.
+    Raises Refused when this process has no such device.
+    """
+    rank, world, local = (int(os.environ.get(name, default)) for name, default in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
+    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": local + 1}
+    kind = device if device != "auto" else next(name for name, n in there.items() if n)
+    if there.get(kind, 0) <= local:
+        raise Refused(f"--device={device} for local process {local}, but this machine has {there.get(kind, 0)} of it: use "
+                      f"--device=cpu, or fewer processes")
+    if dtype not in ("auto", "bfloat16", "float16", "float32"):
+        raise Refused(f"--dtype={dtype}: use auto, bfloat16 or float32")
+    native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    half = torch.bfloat16 if dtype == "bfloat16" and (native or kind == "cpu") or dtype == "auto" and native else None
+    if half is None and "16" in dtype and rank == 0:
+        print(f"--dtype={dtype}: float16 has too little range for the loss, and {kind} has no bfloat16; using float32")
+    return rank, world, torch.device(kind, local) if kind == "cuda" else torch.device(kind), half
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # files
 

@@ -109,30 +109,6 @@ def flops_per_token(cfg, p_sm):
     return forward * (3 + p_sm)  # backward is two forwards, the first pass of SM is one more
 
 
-def machine(cfg):
-    """(rank, world, device, autocast dtype or None), from torchrun's variables and cfg.device, cfg.dtype."""
-    rank, world, local = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    kind = cfg.device if cfg.device != "auto" else \
-        "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": world}
-    if there.get(kind, 0) <= local:
-        raise Refused(f"--device={kind} for local rank {local}, but this machine has {there.get(kind, 0)} of it: use "
-                      f"--device=cpu or fewer processes")
-    device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
-    if cfg.dtype not in ("auto", "bfloat16", "float16", "float32"):
-        raise Refused(f"--dtype={cfg.dtype}: use auto, bfloat16 or float32")
-    native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    dtype = torch.bfloat16 if cfg.dtype == "bfloat16" and (native or kind == "cpu") or cfg.dtype == "auto" and native else None
-    if dtype is None and cfg.dtype not in ("auto", "float32") and rank == 0:
-        print(f"--dtype={cfg.dtype}: float16 has too little range for the loss, and {device} has no bfloat16; using float32")
-    if world > 1:
-        if kind == "cuda":
-            torch.cuda.set_device(device)
-        # gloo beside NCCL, for the one flag that lives on the CPU
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
-    return rank, world, device, dtype
-
-
 def checked(cfg, special):
     """cfg with what follows from it and the data filled in. Raises Refused for values that cannot be run."""
     limits = {"steps": cfg.steps >= 1, "batch_size": cfg.batch_size >= 1, "micro_batch": cfg.micro_batch >= 1,
@@ -183,7 +159,7 @@ def train(cfg):
         data.prepare_stdlib(cfg.data)
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = checked(cfg, meta["tokenizer"])
-    rank, world, device, dtype = machine(cfg)
+    rank, world, device, dtype = checkpoint.machine(cfg.device, cfg.dtype)
     master = rank == 0
     accum, rest = divmod(cfg.batch_size, cfg.micro_batch * world)
     if rest or not accum:
@@ -197,6 +173,11 @@ def train(cfg):
         val = data.open_split(cfg.data, "val")[0]
         held_out = data.rows(val, torch.linspace(0, data.n_rows(val, cfg.length) - 1, cfg.eval_rows).long(), cfg.length)
 
+    if world > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # gloo beside NCCL, for the one flag that lives on the CPU
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     with torch.random.fork_rng(devices=[]):  # same weights on every rank
         torch.manual_seed(cfg.seed)
         model = MDLM(cfg)

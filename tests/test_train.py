@@ -247,8 +247,8 @@ def test_step_file_holds_what_evaluation_wants(tiny):
 @pytest.mark.parametrize("change, message", [
     (dict(steps=0), "--steps=0"), (dict(p_sm=1.5), "--p_sm=1.5"), (dict(b_l=0.0), "--b_l=0.0"), (dict(b_h=1.5), "--b_h=1.5"),
     (dict(k=1000), "--k=1000"), (dict(batch_size=6), "--batch_size=6 is not a multiple of --micro_batch=4"),
-    (dict(batch_size=2), "--batch_size=2 is not a multiple"), (dict(device="cuda"), "--device=cuda for local rank 0"),
-    (dict(device="tpu"), "--device=tpu"), (dict(dtype="int8"), "--dtype=int8"), (dict(data="nowhere"), "nowhere"),
+    (dict(batch_size=2), "--batch_size=2 is not a multiple"), (dict(device="cuda"), "--device=cuda for local process 0"),
+    (dict(device="tpu"), "--device=tpu for local process 0, but this machine has 0"), (dict(dtype="int8"), "--dtype=int8"), (dict(data="nowhere"), "nowhere"),
     (dict(resume=True), "no checkpoint at"), (dict(init_from="nowhere.pt"), "no checkpoint at nowhere.pt"),
     (dict(length=10**6), "tokens do not fill one row")])
 def test_bad_values_are_refused(tiny, change, message):
