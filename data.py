@@ -39,7 +39,7 @@ from checkpoint import Refused, atomic, run
 
 FORMAT = "soft-masked-mdlm-data/1"
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's: no token crosses their bounds
-OWT = {"documents": 8_013_769, "tokens": 9_040_017_095}  # the whole of OpenWebText in GPT-2's tokens, one EOS each
+OWT = {"documents": 8_013_769, "tokens": 9_040_017_095}  # its whole in GPT-2's tokens, one EOS each, as nanoGPT counts
 
 
 def tokenizer(name="gpt2", dir=None):
@@ -280,8 +280,9 @@ def main(cfg):
         print(f"{out}/{split}.bin: {meta[split]['documents']:,} documents, {meta[split]['tokens']:,} tokens, "
               f"sha256 {meta[split]['sha256']}")
     total = {unit: meta["train"][unit] + meta["val"][unit] for unit in OWT}
-    if cfg.source == "openwebtext" and total != OWT:
-        print(f"this is not the whole of OpenWebText, {total} instead of {OWT}: do not compare with published perplexities")
+    if total == OWT or cfg.source == "openwebtext":
+        print("the whole of OpenWebText" if total == OWT else
+              f"not the whole of OpenWebText, {total} instead of {OWT}: perplexities do not compare with published ones")
 
 
 def prepare_stdlib(dir="data/stdlib"):

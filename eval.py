@@ -28,10 +28,12 @@ import json
 import math
 import os
 import platform
+import re
 import statistics
 import tempfile
 from dataclasses import asdict, dataclass
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -46,24 +48,24 @@ from mdlm import MDLM, corrupt, sample_times
 
 @dataclass
 class Config:
-    metric: str = ""              # ppl, zero_shot, entropy, gen_ppl, mauve, table: the first word of the command line
-    out: str = ""                 # result file; beside the checkpoint or the samples, NAME.METRIC.json
-    label: str = ""               # row of the table that this result belongs to, say 1M+100k
-    device: str = "auto"          # cuda, else mps, else cpu
-    batch_size: int = 8
-    seed: int = 1                 # of masks, times, reference rows and MAUVE's clusters
+    metric: str = ""                # ppl, zero_shot, entropy, gen_ppl, mauve, table: the first word of the command line
+    out: str = ""                   # result file; beside the checkpoint or the samples, NAME.METRIC.json
+    label: str = ""                 # row of the table that this result belongs to, say 1M+100k; the checkpoint's path
+    device: str = "auto"            # cuda, else mps, else cpu
+    batch_size: int = 8             # changes nothing but speed
+    seed: int = 1                   # of masks and times, of MAUVE's reference rows and clusters
+    tokenizer_dir: str = ""         # GPT-2's vocabulary, for machines without a network
     # ppl, zero_shot
-    checkpoint: str = ""
-    ema: bool = True              # False: raw weights
-    data: str = "data/owt"        # its val.bin: what is measured, and MAUVE's reference
-    text: str = ""                # zero_shot: text, JSONL or parquet, as data.py reads them
-    rows: int = 0                 # evenly spaced ones; 0: all
-    repeats: int = 1              # times and masks per row
-    bf16: bool = False            # autocast, as in training [code]; False: fp32, twice the time, the same to three digits
-    tokenizer_dir: str = ""
-    # gen_ppl, mauve, entropy
-    samples: str = "samples.jsonl"  # or a pattern: shards are read together
-    scorer: str = "gpt2-large"      # a causal LM, by its hub name or folder
+    checkpoint: str = ""            # anything that `python checkpoint.py` can describe
+    ema: bool = True                # its averaged backbone
+    data: str = "data/owt"          # its val.bin is what ppl measures, and MAUVE's reference
+    text: str = ""                  # what zero_shot measures: files as data.py reads them
+    rows: int = 0                   # evenly spaced ones; 0: all
+    repeats: int = 1                # times and masks per row
+    bf16: bool | None = None        # autocast, as in training [code]; none: on CUDA
+    # entropy, gen_ppl, mauve
+    samples: str = "samples.jsonl"  # from sample.py; a pattern reads its shards together
+    scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
     scale: float = 5.0              # of MAUVE, App. B.1
     # table
     results: str = ""               # pattern of result files
@@ -129,13 +131,14 @@ def val_ppl(model, rows, soft, seed=0, **how):
 
 
 def bits_per_byte(nats_per_token, L, split):
-    """Comparable across tokenizers. split: a split's part of meta.json, whose bytes per token stand for those of any row."""
+    """Comparable across tokenizers. split: its part of meta.json; its bytes per token stand for those of any of its rows."""
     return nats_per_token / math.log(2) * L / ((L - 2) * split["bytes"] / split["tokens"])
 
 
 def ppl(cfg):
     """A checkpoint on the held-out split of cfg.data, or on cfg.text cut into the same rows by its own tokenizer."""
-    model = MDLM.load(cfg.checkpoint, cfg.ema).to(machine(cfg))
+    device = machine(cfg)
+    model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
     ours, L = model.info["tokenizer"], model.cfg.length
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         if cfg.metric == "zero_shot":
@@ -154,12 +157,11 @@ def ppl(cfg):
         rows = data.rows(tokens, torch.arange(take) * n // take, L)                            # (take, L)
     values, nll = {}, {}
     for name in ["soft", "binary"] if model.sm else ["binary"]:
-        with torch.autocast(machine(cfg).type, torch.bfloat16, enabled=cfg.bf16):
+        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" if cfg.bf16 is None else cfg.bf16):
             nll[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats, cfg.batch_size)
         nats, se = mean_and_se(nll[name], np.full(take, L))
-        bits = nats / math.log(2) * L / ((L - 2) * split["bytes"] / split["tokens"])  # bytes per token as in the whole text
         values[name] = {"nats_per_token": nats, "nats_per_token_se": se, "ppl": math.exp(nats), "ppl_se": math.exp(nats) * se,
-                        "bits_per_byte": bits, "ce_per_masked_token": float(ce.sum() / masked.sum())}
+                        "bits_per_byte": bits_per_byte(nats, L, split), "ce_per_masked_token": float(ce.sum() / masked.sum())}
     if model.sm:  # on the same masks, so much surer than either of the two
         gain, se = mean_and_se(nll["binary"] - nll["soft"], np.full(take, L))
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
@@ -202,14 +204,26 @@ def entropy(ids):
     return torch.special.entr(counts.double() / counts.sum()).sum().item()
 
 
+def read_cache(path):
+    """{key: line} of what is scored already. A last line that a kill cut short is cut off the file."""
+    text = path.read_bytes() if path and path.exists() else b""
+    whole = text[:text.rfind(b"\n") + 1]
+    if whole != text:
+        os.truncate(path, len(whole))
+    try:
+        return {line["key"]: line for line in map(json.loads, whole.splitlines())}
+    except (ValueError, KeyError, TypeError):
+        raise Refused(f"{path} holds something else than scores: move it away")
+
+
 @torch.no_grad()
 def score(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
-    """What a causal LM makes of each text: nats, over how many tokens, and its last hidden state            App. B.1
+    """What a causal LM makes of each text: nats, over how many tokens, and its last hidden state                   App. B.1
 
-    The authors' rule: a text is tokenized anew, cut at 1,024 tokens, and its first token is not scored; of the EOS
-    tokens only the first counts, the first token included [code].
-    cache: a file with a line per text, so that a stopped run goes on and gen_ppl and mauve share the work.
-    Returns [{nll, tokens, feature (D,)}]. Raises Refused without transformers or the model, for a text shorter than
+    The authors' rule: a text is tokenized anew and cut at 1,024 tokens; its first token is not scored, and of the EOS
+    tokens only the first counts, where a first token that is EOS, as BOS is in GPT-2, is that one [code].
+    cache: Path of a file with a line per text: a stopped run goes on, and gen_ppl and mauve share the work.
+    Returns [{nll, tokens, feature (D,)}]. Raises Refused without transformers or the model, for a text with fewer than
     two tokens, and when the model returns NaN.
     """
     keys = [hashlib.blake2b(f"{scorer}\0{text}".encode(errors="replace"), digest_size=12).hexdigest() for text in texts]
@@ -218,45 +232,36 @@ def score(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
     if todo:
         try:
             from transformers import AutoModelForCausalLM, AutoTokenizer
+            tok, lm = AutoTokenizer.from_pretrained(scorer), AutoModelForCausalLM.from_pretrained(scorer)
         except ImportError:
             raise Refused("scoring samples needs transformers: pip install transformers")
-        try:
-            tok, lm = AutoTokenizer.from_pretrained(scorer), AutoModelForCausalLM.from_pretrained(scorer)
-        except (OSError, ValueError) as e:
-            raise Refused(f"--scorer={scorer} is neither a folder with a causal LM nor on the hub ({str(e).splitlines()[0]})")
+        except (OSError, ValueError, KeyError) as e:
+            raise Refused(f"--scorer={scorer} not found as a causal LM, neither as a folder nor on the hub: {str(e).splitlines()[0]}")
         lm = lm.to(device).float().eval()
     for start in tqdm(range(0, len(todo), batch_size), f"scoring {len(todo)} texts", disable=not todo):
         batch = todo[start:start + batch_size]
-        ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids) for _, text in batch]
-        if short := [text for (_, text), x in zip(batch, ids) if len(x) < 2]:
-            raise Refused(f"the sample {short[0]!r} is shorter than two tokens of {scorer}: nothing in it can be scored")
+        # The ends of a document in our tokenizers become the scorer's; GPT-2 under GPT-2 stays as it is.
+        texts = [re.sub(r"<\|(endoftext|bos|eos)\|>", tok.eos_token or "", text) for _, text in batch]
+        ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids) for text in texts]
+        lengths = torch.tensor([len(row) for row in ids])                                      # (b,)
+        if lengths.min() < 2:
+            raise Refused(f"the text {batch[lengths.argmin()][1]!r} has fewer than two tokens of {scorer}: there is nothing to score")
         x = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)                  # (b, T)
-        real = torch.arange(x.shape[1], device=device) < torch.tensor([[len(i)] for i in ids], device=device)  # (b, T)
+        real = (torch.arange(x.shape[1]) < lengths[:, None]).to(device)                        # (b, T)
         out = lm(input_ids=x, attention_mask=real.long(), output_hidden_states=True)
         nll = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(x), -1)  # (b, T-1)
         eos = x == tok.eos_token_id                                                            # (b, T)
         counts = (real & (~eos | (eos.cumsum(1) == 1)))[:, 1:]                                 # (b, T-1)
-        for b, (key, text) in enumerate(batch):
-            line = {"key": key, "nll": nll[b][counts[b]].double().sum().item(), "tokens": counts[b].sum().item()}
-            if not math.isfinite(line["nll"]):
-                raise Refused(f"{scorer} gives {line['nll']} for the sample {text[:60]!r}: NaN or overflow in the scorer")
-            feature = out.hidden_states[-1][b, len(ids[b]) - 1].float().cpu().numpy()          # (D,)
-            done[key] = line | {"feature": base64.b64encode(feature.tobytes()).decode()}
-            if cache:
-                with open(cache, "a") as f:
-                    f.write(json.dumps(done[key]) + "\n")
+        sums = torch.where(counts, nll, 0).double().sum(1).tolist()                            # (b,)
+        features = out.hidden_states[-1][torch.arange(len(x)), lengths - 1].float().cpu().numpy()  # (b, D)
+        for (key, text), nats, n, feature in zip(batch, sums, counts.sum(1).tolist(), features):
+            if not math.isfinite(nats):
+                raise Refused(f"{scorer} finds {nats} nats in the text {text[:60]!r}: its weights are broken")
+            done[key] = {"key": key, "nll": nats, "tokens": n, "feature": base64.b64encode(feature.tobytes()).decode()}
+        if cache:
+            with open(cache, "a") as f:
+                f.writelines(json.dumps(done[key]) + "\n" for key, _ in batch)
     return [done[key] | {"feature": np.frombuffer(base64.b64decode(done[key]["feature"]), np.float32)} for key in keys]
-
-
-def read_cache(path):
-    """{key: line} of a file that may have been cut off in its last line."""
-    done = {}
-    if path and os.path.exists(path):
-        with open(path) as f:
-            for line in f:
-                if line.endswith("}\n"):
-                    done[json.loads(line)["key"]] = json.loads(line)
-    return done
 
 
 def gen_ppl(texts, scorer="gpt2-large", **how):
@@ -285,8 +290,8 @@ def of_samples(cfg):
     texts, L = [sample["text"] for sample in samples], len(samples[0]["ids"])
     spread = [entropy(sample["ids"]) for sample in samples]
     values = {"entropy": statistics.mean(spread), "entropy_min": min(spread), "nfe": statistics.mean(s["nfe"] for s in samples)}
-    stem = cfg.samples.replace("*", "").removesuffix(".jsonl")
-    how = {"cache": f"{stem}.scores.jsonl", "batch_size": cfg.batch_size, "device": machine(cfg)}
+    stem = re.sub(r"[*?]|\.jsonl$", "", cfg.samples)
+    how = {"cache": Path(stem).parent / "scores.jsonl", "batch_size": cfg.batch_size, "device": machine(cfg)}
     if cfg.metric == "gen_ppl":
         values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(texts, cfg.scorer, **how)
     if cfg.metric == "mauve":
@@ -298,7 +303,7 @@ def of_samples(cfg):
         rows = data.rows(tokens, torch.randperm(n, generator=rng("reference", cfg.seed))[:len(texts)], L)  # (n, L)
         values["mauve"] = mauve(texts, [tok.decode(row.tolist()) for row in rows], cfg.scale, cfg.seed, cfg.scorer, **how)
         values["references"] = len(rows)
-    write(cfg, stem, values, {**settings, "L": L, "n": len(samples)})
+    write(cfg, stem, values, settings | {"L": L, "n": len(samples), "seeds": sorted({sample["seed"] for sample in samples})})
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -324,7 +329,8 @@ def write(cfg, stem, values, settings):
             pass
     path = cfg.out or f"{stem}.{cfg.metric}.json"
     result = {"metric": cfg.metric, "values": values, "settings": settings, "evaluation": asdict(cfg), "versions": versions}
-    print(json.dumps(values, indent=2))
+    for name, row in values.items() if cfg.checkpoint else ((cfg.metric, values),):
+        print(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in row.items()))
     with atomic(path) as tmp, open(tmp, "w") as f:
         json.dump(result, f, indent=2)
     print(f"written to {path}")
