@@ -26,7 +26,7 @@ class DoRALinear(nn.Module):
     m to the model's dtype first: a fresh adapter on a bf16 model already changes its logits.)
     """
 
-    updates = None  # optimizer steps so far. `_version` alone would miss the fused ones, which change A and B behind its back
+    updates = None  # optimizer steps so far: fused ones change A and B without raising their _version
 
     def __init__(self, linear, r=16, alpha=16, generator=None):
         super().__init__()
@@ -84,7 +84,7 @@ def replace(model, name, module):
 
 
 def attach(model, names, r=16, alpha=16, generator=None):
-    """DoRA on every nn.Linear whose last name is in names, in place; the rest is frozen. Raises ValueError if there is none."""
+    """DoRA on every nn.Linear whose last name is in names, in place; the rest is frozen. Raises ValueError if none is."""
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in names}
     if not found:
         raise ValueError(f"no linear layer is called {' or '.join(names)}")

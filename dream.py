@@ -75,7 +75,7 @@ class DreamConfig:
                 raise Refused(f"{folder}/config.json has {name} = {raw[name]!r}, only {want!r} is implemented")
         cfg = cls(**{f.name: raw[f.name] for f in fields(cls)})
         if cfg.mask_token_id >= cfg.vocab_size:
-            raise Refused(f"{folder}/config.json has mask_token_id = {cfg.mask_token_id}, beyond vocab_size = {cfg.vocab_size}")
+            raise Refused(f"{folder}/config.json: mask_token_id = {cfg.mask_token_id} is beyond vocab_size = {cfg.vocab_size}")
         return cfg
 
     @property

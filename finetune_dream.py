@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Finetune Dream-7B with soft masks: Alg. 1 on dialogues, a DoRA adapter and ω instead of all weights.       §4.2, App. B.2
+"""Finetune Dream-7B with soft masks: Alg. 1 on dialogues, a DoRA adapter and ω instead of all weights.    §4.2, App. B.2
 
     python finetune_dream.py tiny                                        # under a minute on a CPU: no weights, no data
-    python finetune_dream.py --model=DIR --data=dialogues.jsonl          # {"messages": [{"role": …, "content": …}, …]} a line
+    python finetune_dream.py --model=DIR --data=chats.jsonl              # lines {"messages": [{"role": …, "content": …}]}
     torchrun --nproc_per_node=8 finetune_dream.py --model=DIR --data=mix # the paper's dialogues (pip install datasets)
     python finetune_dream.py iso-compute --model=DIR --data=coding       # half the updates, for two passes each
     python finetune_dream.py binary --model=DIR --data=mix               # the baseline without feedback
@@ -61,7 +61,7 @@ class Config:
     epochs: float = 1.0         # 33.5k updates of 8 in the paper
     steps: int = 0              # updates; 0: epochs
     batch_size: int = 8         # dialogues per update, one per pass
-    loss: str = "authors"       # authors: mean over a dialogue's masks, summed over the batch [code]; paper: the other way round
+    loss: str = "authors"       # mean over a dialogue's masks, summed over the batch [code]; paper: the other way round
     eta_bb: float = 1e-5        # learning rate of DoRA
     eta_sm: float = 1e-2        # of ω: it has far to go
     warmup: float = 0.03        # share of the updates; then a cosine down to 0
@@ -102,13 +102,14 @@ PRESETS = {
 
 
 def conversation(record, where):
-    """The messages up to the last answer, roles by their usual names.   record: dict or JSON.   where: its name in a Refused."""
+    """The messages up to the last answer, roles by their usual names.   record: dict or JSON; where: its name if Refused."""
     try:
         record = json.loads(record) if isinstance(record, str) else record
     except ValueError as e:
         raise Refused(f"{where} is not JSON: {e}")
     messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not all(isinstance(m, dict) and isinstance(m.get("content"), str) for m in messages):
+    fits = lambda m: isinstance(m, dict) and isinstance(m.get("content"), str)
+    if not isinstance(messages, list) or not all(map(fits, messages)):
         raise Refused(f'{where} is not {{"messages": [{{"role": …, "content": "…"}}, …]}}')
     unknown = {str(m.get("role")) for m in messages} - ROLES.keys()
     if unknown:
@@ -196,7 +197,7 @@ def sample_time(b_l, b_h, generator):
 
 
 def corrupt(x0, prompt_len, t, mask_id, generator):
-    """x0 (B, L) with the response masked with probability t, at least once; prompt_len: int or (B, 1).           Alg. 1 l.4"""
+    """x0 (B, L), its response masked with probability t, at least once.   prompt_len: int or (B, 1).       Alg. 1 l.4"""
     p = (1 - MASK_FLOOR) * t + MASK_FLOOR
     masked = (torch.rand(x0.shape, generator=generator) < p) & (torch.arange(x0.shape[1]) >= prompt_len)    # (B, L)
     none = ~masked.any(1)
@@ -287,7 +288,8 @@ def save_adapter(folder, dream, sm, cfg):
             transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk", mixture_temp=tau,
             transparency_scale=omega["omega_s"], transparency_steepness=omega["omega_a"],
             transparency_centre=omega["omega_b"], mixinputs_k=sm.k or 1, transparency_scheduling="none")
-    checkpoint.write_safetensors(os.path.join(folder, "adapter_model.safetensors"), dora.adapter_state(dream), {"format": "pt"})
+    path = os.path.join(folder, "adapter_model.safetensors")
+    checkpoint.write_safetensors(path, dora.adapter_state(dream), {"format": "pt"})
     for name in ("softmask.json", "transparency_config.json"):
         with contextlib.suppress(FileNotFoundError):  # a binary adapter must not find the ω of an older run
             os.remove(os.path.join(folder, name))
@@ -305,8 +307,8 @@ def make_tiny(model, data):
                pad_token_id=256, eos_token_id=256)
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Dream(DreamConfig(**cfg)).state_dict().items()}
-    weights = {name: torch.ones(shape) if "norm" in name else torch.randn(shape, generator=rng("tiny", name)) * shape[-1] ** -0.5
-               for name, shape in shapes.items()}
+    noise = lambda name, shape: torch.randn(shape, generator=rng("tiny", name)) * shape[-1] ** -0.5
+    weights = {name: torch.ones(shape) if "norm" in name else noise(name, shape) for name, shape in shapes.items()}
     shard = {name: f"model-0000{1 + (name == 'lm_head.weight')}-of-00002.safetensors" for name in weights}
     for file in set(shard.values()):
         checkpoint.write_safetensors(os.path.join(model, file), {n: w for n, w in weights.items() if shard[n] == file})
@@ -332,10 +334,10 @@ def checked(cfg):
                "alpha": cfg.alpha > 0, "clip": cfg.clip > 0, "dtype": cfg.dtype in ("auto", "bfloat16", "float32")}
     for name, ok in limits.items():
         if not ok:
-            raise Refused(f"--{name}={getattr(cfg, name)} is out of range: sizes and *_every are at least 1, 0 < b_l < b_h <= 1, "
-                          f"p_sm and warmup shares, loss authors or paper, dtype auto, bfloat16 or float32")
+            raise Refused(f"--{name}={getattr(cfg, name)} is out of range: sizes and *_every are at least 1, 0 < b_l < b_h "
+                          f"<= 1, p_sm and warmup shares, loss authors or paper, dtype auto, bfloat16 or float32")
     if not cfg.model or not cfg.data:
-        raise Refused("give --model=FOLDER and --data=FILE.jsonl (or mix, or coding), or try `python finetune_dream.py tiny`")
+        raise Refused("give --model=FOLDER and --data=FILE.jsonl, mix or coding, or try `python finetune_dream.py tiny`")
     return cfg
 
 
@@ -352,17 +354,18 @@ def machine(cfg):
         torch.cuda.set_device(device)
     if world > 1:  # gloo beside NCCL, for the one flag that lives on the CPU
         dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
-    return rank, world, device, (None if kind == "cuda" else torch.float32) if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
+    auto = None if kind == "cuda" else torch.float32
+    return rank, world, device, auto if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
 
 
-def resumable(ckpt, cfg, source):
+def resumable(ckpt, cfg, source, last):
     """Raises Refused unless going on from this checkpoint repeats the run that it was cut from."""
     free = ("out", "resume", "overwrite", "tiny", "checkpointing", "device", "log_every", "save_every", "eval_every")
     here, there = ({k: v for k, v in c.items() if k not in free} for c in (asdict(cfg), ckpt["config"]))
     different = [f"{n} ({there.get(n)} there, {here.get(n)} here)" for n in here if there.get(n) != here.get(n)]
     different += ["the dialogues"] if ckpt["data"] != source else []
     if different:
-        raise Refused(f"cannot resume: {', '.join(different)} differ from {cfg.out}/last.pt; give the same, or another --out")
+        raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, or another --out")
 
 
 @contextlib.contextmanager
@@ -394,7 +397,7 @@ def run(cfg, stop):
     master, last, log_path = rank == 0, os.path.join(cfg.out, "last.pt"), os.path.join(cfg.out, "log.jsonl")
     accum, rest = divmod(cfg.batch_size, world)
     if rest:
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of {world} processes: each takes as many dialogues")
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes: give one that is")
     if os.path.exists(last) and not (cfg.resume or cfg.overwrite):
         raise Refused(f"{cfg.out} already holds a run: --resume goes on with it, --out=… starts another")
     if cfg.tiny and master:
@@ -404,7 +407,7 @@ def run(cfg, stop):
     tok, dream = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
     mask_id, eos = dream.cfg.mask_token_id, dream.cfg.pad_token_id
     if tok.n_vocab > dream.cfg.vocab_size:
-        raise Refused(f"{cfg.model}: the tokenizer has {tok.n_vocab} ids, the model {dream.cfg.vocab_size}: not of one model")
+        raise Refused(f"{cfg.model}: the tokenizer has {tok.n_vocab} ids, the model only {dream.cfg.vocab_size}: two models")
     dream.checkpointing = cfg.checkpointing
     dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
     try:
@@ -430,7 +433,7 @@ def run(cfg, stop):
     start, metrics = 0, {}
     if cfg.resume:
         ckpt = checkpoint.load(last)
-        resumable(ckpt, cfg, source)
+        resumable(ckpt, cfg, source, last)
         start, metrics = ckpt["step"], ckpt["metrics"]
         dora.load_adapter_state(dream, {name: t for name, t in ckpt["model"].items() if not name.startswith("sm.")})
         if sm:
@@ -443,7 +446,7 @@ def run(cfg, stop):
     permutation = (None, None)  # (epoch, its order)
 
     def dialogue(step, j):
-        """Dialogue j of the update: x0 (1, L), its prompt length. A function of its number, so nothing is seen twice.   l.2"""
+        """Dialogue j of the update: x0 (1, L), its prompt length. A function of its number: nothing is seen twice.   l.2"""
         nonlocal permutation
         epoch, row = divmod(step * cfg.batch_size + j, len(train))
         if permutation[0] != epoch:
@@ -460,7 +463,7 @@ def run(cfg, stop):
 
     @torch.no_grad()
     def evaluate():
-        """Loss and nats per masked token of the held-out dialogues, with feedback and without; the same masks every time."""
+        """Loss and nats per mask of the held-out dialogues, with feedback and without; the same masks every time."""
         out = {}
         for soft in ([True, False] if sm else [False]):
             total = torch.zeros(3, dtype=torch.float64)
@@ -486,9 +489,9 @@ def run(cfg, stop):
     done = start
     if master:
         os.makedirs(cfg.out, exist_ok=True)
-        old = [line for line in open(log_path) if json.loads(line)["step"] <= start] if start and os.path.exists(log_path) else []
+        old = list(open(log_path)) if start and os.path.exists(log_path) else []
         with atomic(log_path) as tmp, open(tmp, "w") as f:  # without the lines of updates that will be made again
-            f.writelines(old)
+            f.writelines(line for line in old if json.loads(line)["step"] <= start)
         print(f"{len(train):,} dialogues, {source['n_tokens']:,} tokens, {len(val)} held out; dropped: {reasons}\n"
               f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, {device} × {world}, "
               f"{dream.table.dtype}; updates {start:,} to {cfg.steps:,} of {cfg.batch_size}", flush=True)
@@ -503,7 +506,8 @@ def run(cfg, stop):
         now = time.time()
         line = {"step": done, "loss": loss / ((done - mark) * cfg.batch_size), "ce_per_mask": nll / masks,
                 "grad_norm": norm.item(), "tokens_per_s": tokens / (now - clock)}
-        line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)} | {"lam": lam / max(1, softs)} if sm else {}
+        if sm:
+            line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)} | {"lam": lam / max(1, softs)}
         line |= metrics if metrics.get("step") == done else {}
         line |= {"peak_gb": torch.cuda.max_memory_allocated() / 1e9} if device.type == "cuda" else {}
         left = (now - first) / (done - start) * (cfg.steps - done) / 60
@@ -565,7 +569,7 @@ def run(cfg, stop):
         print(f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on")
         raise SystemExit(128 + max(stop, default=0))
     if master:
-        print(f"python sample_dream.py --model={cfg.model} --adapter={cfg.out}/best  # the lowest validation loss; last/ is the end")
+        print(f"python sample_dream.py --model={cfg.model} --adapter={cfg.out}/{'best' if val else 'last'} --prompt=…")
     return model
 
 

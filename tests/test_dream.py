@@ -5,12 +5,14 @@ import json
 import math
 import os
 import shutil
+from dataclasses import fields
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 import dora
+from causal_to_dream import convert
 from checkpoint import Refused, read_safetensors, write_safetensors
 from conftest import GOLDEN, digest, recorded_adapter
 from dream import Dream, DreamConfig, Tokenizer, byte_characters, load_adapter, rope
@@ -201,6 +203,19 @@ def test_one_file_or_shards(folder, dream):
         shard.unlink()
     write_safetensors(folder / "model.safetensors", state)
     assert all(torch.equal(t, state[name]) for name, t in Dream.load(folder).state_dict().items())
+
+
+def test_causal_model_in_dreams_layout(dream, tmp_path):
+    """The converter: a tied causal model without biases computes the same here, unmasked, and has one more token."""
+    state = {n: t for n, t in dream.state_dict().items() if "bias" not in n and "lm_head" not in n}
+    vocab = {c: i for i, c in enumerate(byte_characters())} | {"<|endoftext|>": 150}
+    convert(state, {f.name: getattr(dream.cfg, f.name) for f in fields(DreamConfig)}, vocab, {"<|endoftext|>": 150}, tmp_path)
+    other, x = Dream.load(tmp_path), torch.randint(200, (1, 5), generator=gen(4))
+    want = slow_forward(state | {"lm_head.weight": dream.table}, dream.cfg, x[0])
+    logits = everywhere(other, embed(other, x))[0].double()
+    torch.testing.assert_close(logits[:, :-1], want, rtol=0, atol=2e-5)
+    torch.testing.assert_close(logits[:, -1], want.mean(1), rtol=0, atol=2e-5)
+    assert other.cfg.mask_token_id == 200 and Tokenizer(tmp_path).encode("<|mask|>", special=True) == [200]
 
 
 def edited(folder, **changes):

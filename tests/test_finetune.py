@@ -19,7 +19,7 @@ import dora
 import finetune_dream as ft
 from checkpoint import Refused
 from conftest import digest, recorded_adapter
-from dream import Dream, Tokenizer, load_adapter
+from dream import Dream, DreamConfig, Tokenizer, load_adapter
 from finetune_dream import Config, TwoPass, conversation, corrupt, encode_chat, finetune, keep, lr_at, objective, pad_with_eos
 from softmask import SoftMask
 
@@ -130,6 +130,41 @@ def test_no_tensor_of_all_positions_and_the_vocabulary_exists(tiny_dream, k):
     with LargestTensor() as mode:
         TwoPass(dream, SoftMask(194, k, **HEAD), chunk=64)(x0, xt, True).mean().backward()
     assert 0 < mode.numel <= 64 * 200
+
+
+def one_update(sizes, device, checkpointing, k):
+    """An update with feedback on 2,048 tokens with random bf16 weights; returns the peak of the GPU's memory in bytes."""
+    with torch.device("meta"):
+        dream = Dream(DreamConfig(*sizes)).to(torch.bfloat16).requires_grad_(False)
+    dream.to_empty(device=device).checkpointing = checkpointing
+    for p in dream.parameters():
+        p.normal_(0, 0.02)
+    dora.attach(dream, ft.TARGETS, 16, 16, gen())
+    model = TwoPass(dream, SoftMask(sizes[9], k, **HEAD).to(device))
+    optimizer = torch.optim.AdamW(trained(model))
+    x0 = torch.randint(100, (1, 2048), generator=gen())
+    xt = corrupt(x0, 16, 0.8, sizes[9], gen())
+    for _ in range(2):  # the second has Adam's moments as well
+        objective(model(x0.to(device), xt.to(device), True), 0.8, "authors", 8).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return torch.cuda.max_memory_allocated() if device == "cuda" else 0
+
+
+def test_update_in_bf16_on_2048_tokens():
+    """The memory test below on a model small enough for every machine."""
+    one_update((200, 32, 64, 1, 2, 1, 1e-6, 1e6, 4096, 199, 0, 0), "cpu", True, 1)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available() or torch.cuda.get_device_properties(0).total_memory < 42e9, reason=(
+    "needs a 42 GB GPU: would train a full-size random Dream in 24 GB with checkpointing and in 40 GB without"))
+@pytest.mark.parametrize("k", [1, None])
+@pytest.mark.parametrize("checkpointing, limit", [(True, 24e9), (False, 40e9)])
+def test_full_size_dream_trains_on_the_cards_it_should(checkpointing, limit, k):
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    dream_7b = (152064, 3584, 18944, 28, 28, 4, 1e-6, 1e6, 131072, 151666, 151643, 151643)
+    assert one_update(dream_7b, "cuda", checkpointing, k) < limit - 1e9  # CUDA itself takes up to a gigabyte
 
 
 def test_first_pass_has_no_gradient(tiny_dream, batch, monkeypatch):
