@@ -471,7 +471,7 @@ def run(cfg, stop):
                 t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)  # a grid of times, for less noise [code]
                 x0 = pad_with_eos(val[i][0], eos, rng(cfg.seed, "val n_end", i))[None]
                 xt = corrupt(x0, val[i][1], t, mask_id, rng(cfg.seed, "val q", i))
-                nll = model(x0.to(device), xt.to(device), soft).double().cpu()
+                nll = model(x0.to(device), xt.to(device), soft).cpu().double()
                 total += torch.stack((objective(nll, t, cfg.loss, 1), nll.sum(), torch.tensor(float(len(nll)))))
             if world > 1:
                 dist.all_reduce(total)
