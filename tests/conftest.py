@@ -22,10 +22,11 @@ def tiny_dream(tmp_path_factory):
     with open(os.path.join(GOLDEN, "dream_tiny.json")) as f:
         (folder / "config.json").write_text(f.read())
     arrays = np.load(os.path.join(GOLDEN, "dream_tiny.npz"))
-    shard = lambda name: f"model-0000{3 if 'lm_head' in name else 1 if 'embed' in name or 'layers.0' in name else 2}-of-00003.safetensors"
-    weight_map = {name: shard(name) for name in arrays}
+    number = lambda name: 3 if "lm_head" in name else 1 if "embed" in name or "layers.0" in name else 2
+    weight_map = {name: f"model-0000{number(name)}-of-00003.safetensors" for name in arrays}
     for file in set(weight_map.values()):
-        write_safetensors(folder / file, {n: torch.from_numpy(arrays[n]) for n in arrays if weight_map[n] == file}, {"format": "pt"})
+        shard = {name: torch.from_numpy(arrays[name]) for name in arrays if weight_map[name] == file}
+        write_safetensors(folder / file, shard, {"format": "pt"})
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": weight_map}))
     return str(folder)
 
