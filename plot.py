@@ -35,27 +35,31 @@ def figure(panels):
 
 
 def throughput_series(folder):
-    """{(column, feedback): [(block, tokens/s, score or None)], by block} from a folder of eval_dream.py's results."""
-    series = {}
+    """{label: [(block, tokens/s, score or None)]}, by block, from a folder of eval_dream.py's results.
+
+    A label is a task, the feedback, and the threshold or NFE budget; seeds and adapters under it are averaged.
+    """
+    found = {}
     for path in sorted(glob.glob(os.path.join(folder, "*.json"))):
-        with open(path) as f:
+        with open(path, encoding="utf-8") as f:
             r = json.load(f)
-        if r["settings"]["block"] and r["seconds"]:
-            point = r["settings"]["block"], r["tokens"] / r["seconds"], r["score"]
-            series.setdefault((r["column"], r["feedback"]), []).append(point)
-    if not series:
+        s = r["settings"]
+        if s["block"] and r["seconds"]:
+            label = f"{r['column']}, {r['feedback']}, " + (f"p ≥ {s['threshold']}" if s["threshold"] else f"NFE {r['budget']}")
+            found.setdefault(label, {}).setdefault(s["block"], []).append((r["tokens"] / r["seconds"], r["score"]))
+    if not found:
         raise Refused(f"{folder} has no results with a block length: run eval_dream.py with --blocks=16,32,… first")
-    return {key: sorted(points, key=lambda p: p[0]) for key, points in series.items()}
+    mean = lambda values: sum(values) / len(values) if None not in values else None
+    return {label: [(block, *map(mean, zip(*runs))) for block, runs in sorted(blocks.items())] for label, blocks in found.items()}
 
 
 def throughput(folder):
     """Left: tokens/s over block length. Right: score over tokens/s, where answers were scored                     Fig. 3"""
-    series = throughput_series(folder)
     fig, [[speed, quality]] = figure(2)
-    for (column, feedback), points in series.items():
-        speed.plot([b for b, *_ in points], [v for _, v, _ in points], "o-", label=f"{column}, {feedback}")
-        scored = [(v, score) for _, v, score in points if score is not None]
-        quality.plot([v for v, _ in scored], [score for _, score in scored], "o-", label=f"{column}, {feedback}")
+    for label, points in throughput_series(folder).items():
+        speed.plot([block for block, _, _ in points], [rate for _, rate, _ in points], "o-", label=label)
+        scored = [(rate, score) for _, rate, score in points if score is not None]
+        quality.plot([rate for rate, _ in scored], [score for _, score in scored], "o-", label=label)
     speed.set(xlabel="block length (tokens)", ylabel="tokens/s")
     quality.set(xlabel="tokens/s", ylabel="score (%)")
     speed.legend()

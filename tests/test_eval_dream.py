@@ -212,8 +212,8 @@ def test_a_sweep_over_blocks_is_json_and_a_figure(config, talking_dream, tmp_pat
     cfg = config("gsm8k_cot", model=talking_dream, gen_len=48, blocks="8,16,24,48", threshold=0.9, temperature=0.0)
     results = E.evaluate(cfg)
     assert [r["settings"]["block"] for r in results] == [8, 16, 24, 48] and all(r["nfe"] == 48 for r in results)
-    [points] = plot.throughput_series(cfg.out).values()
-    assert points == [(r["settings"]["block"], r["tokens"] / r["seconds"], 0.0) for r in results]
+    assert plot.throughput_series(cfg.out) == {
+        "GSM8K, binary, p ≥ 0.9": [(r["settings"]["block"], r["tokens"] / r["seconds"], 0.0) for r in results]}
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(Refused, match="pip install matplotlib"):
         plot.main(plot.Config(throughput=cfg.out))
