@@ -55,8 +55,9 @@ def throughput_series(folder):
 
 def throughput(folder):
     """Left: tokens/s over block length. Right: score over tokens/s, where answers were scored                     Fig. 3"""
+    series = throughput_series(folder)
     fig, [[speed, quality]] = figure(2)
-    for label, points in throughput_series(folder).items():
+    for label, points in series.items():
         speed.plot([block for block, _, _ in points], [rate for _, rate, _ in points], "o-", label=label)
         scored = [(rate, score) for _, rate, score in points if score is not None]
         quality.plot([rate for rate, _ in scored], [score for _, score in scored], "o-", label=label)
