@@ -8,7 +8,7 @@
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She opened the door. ___ Nobody spoke." --length=64
-    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --n=5000 --sampler=remdm-loop     # Tables 1 and 2
+    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --sampler=remdm-loop     # Tables 1 and 2
 
 Samples are appended to --out, a JSON line each: ids, text, nfe, seed, index, settings. The same command goes on where it
 was stopped. Under torchrun each rank makes its share, in its own file: samples.RANK.jsonl.
@@ -21,7 +21,7 @@ import os
 import shutil
 import sys
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import zip_longest
 from pathlib import Path
 
@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import Refused, run
+from checkpoint import Refused, machine, run
 from data import rng, tokenizer
 from mdlm import MDLM, in_chunks
 
@@ -47,7 +47,10 @@ def rates(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
     The network chooses *which* token appears, the schedule alone *whether* one does. Whatever the two numbers are, they
     must carry the masked share from t to s:   t (1 − reveal) + (1 − t) remask = s.   Another sampler is another pair.
     """
-    eta, remask = SAMPLERS[sampler] if eta is None else eta, 0.0
+    eta, remask = SAMPLERS.get(sampler) if eta is None else eta, 0.0
+    if sampler not in SAMPLERS or not (0 <= eta <= 1 and 0 < t_off < t_on < 1 and 0 < alpha_on < 1):
+        raise Refused(f"sampler={sampler}, eta={eta}, t_on={t_on}, t_off={t_off}, alpha_on={alpha_on}: the sampler must be one of "
+                      f"{', '.join(SAMPLERS)}, eta in [0, 1], 0 < t_off < t_on < 1 and 0 < alpha_on < 1")
     if sampler == "remdm-loop":
         if t_off < t <= t_on:  # as many come as go
             return min(1.0, eta * alpha_on / (1 - alpha_on)), eta
@@ -123,9 +126,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     knows the rows in advance and never waits for the device. The head runs on rows that appear; with SM, on those that
     stay masked too. Finished sequences stay in the batch: static shapes, for CUDA graphs.
     """
-    if steps < 1 or n < 1 or not 0 < top_p <= 1 or sampler not in SAMPLERS or not 0 <= (schedule.get("eta") or 0) <= 1:
-        raise Refused(f"steps={steps}, n={n}, top_p={top_p}, sampler={sampler}, {schedule}: steps and n must be at least 1, "
-                      f"top_p in (0, 1], eta in [0, 1], the sampler one of {', '.join(SAMPLERS)}")
+    if steps < 1 or n < 1 or not 0 < top_p <= 1:
+        raise Refused(f"steps={steps}, n={n}, top_p={top_p}: steps and n must be at least 1, top_p in (0, 1]")
     if not isinstance(generator, list):
         generator = [torch.Generator().manual_seed(s) for s in torch.randint(2**62, (n,), generator=generator).tolist()]
     net, sm, mask, training = model.net, model.sm if soft else None, model.cfg.mask_id, model.training
@@ -138,7 +140,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     nfe = torch.tensor([len(events) for events in plans])                                      # (n,)
     x = x.flatten().to(device, copy=True)                                                      # (nL,)
     emb, lam, ids = F.embedding(x, table), torch.zeros(n * L, device=device), x.clone()        # (nL, D), (nL,), (nL,)
-    to = lambda array: torch.from_numpy(array).to(device, non_blocking=True)
+    to = lambda array, where=device: torch.from_numpy(array).to(where, non_blocking=True)
+    noise = "cpu" if device.type == "mps" else device  # no float64 there
     watch = lambda: on_step and on_step(x.view(n, L), lam.view(n, L), ids.view(n, L))
     trunk = lambda t: net.trunk(emb.view(n, L, -1), to(np.array(t, np.float32))).flatten(0, 1)  # (nL, D)
     pick = lambda h, u: draw(nucleus(net.head(h).softmax(-1), top_p), u)                       # (m,)
@@ -154,7 +157,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         masked[at] ^= True
         new, gone, stay = to(at[was[at]]), to(at[~was[at]]), to(np.flatnonzero(live & was & masked))
         h = trunk([e[0] if e else T_END for e in events])                                      # (nL, D)             l.3
-        x[new] = in_chunks(pick, h[new], torch.from_numpy(u[was[at]]).to(device))              #                     l.4-5
+        x[new] = in_chunks(pick, h[new], to(u[was[at]], noise))                                #                     l.4-5
         emb[new] = F.embedding(x[new], table)
         if sm:
             emb[stay], lam[stay], ids[stay] = in_chunks(feedback, h[stay])                     #                     l.6
@@ -213,7 +216,7 @@ def show(tok, mask_id, pause=0.05):
 class Config:
     checkpoint: str = ""           # anything that `python checkpoint.py` can describe
     ema: bool = True               # its averaged backbone
-    n: int = 1                     # samples
+    count: int = 1                 # samples; torchrun would take --n for one of its own
     batch_size: int = 16           # sequences at a time; changes no sample
     length: int | None = None      # L; the model's
     steps: int | None = None       # T; L of them
@@ -231,6 +234,7 @@ class Config:
     show: bool = False             # watch the first sequence of every batch
     tokenizer_dir: str = ""        # GPT-2's vocabulary, for machines without a network
     device: str = "auto"           # cuda, else mps, else cpu
+    dtype: str = "auto"            # bfloat16 where the GPU has it, else float32
     compile: bool = False          # CUDA graphs of the trunk: a minute to build, for many or long samples
 
 
@@ -265,34 +269,27 @@ def finished(path, settings, seed):
 
 
 def main(cfg):
-    rank, world, local = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    kind = cfg.device if cfg.device != "auto" else \
-        "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        device = torch.empty(0, device=f"cuda:{local}" if kind == "cuda" else kind).device
-    except (RuntimeError, AssertionError):
-        raise Refused(f"--device={cfg.device} is not there for local rank {local}: use --device=cpu, or fewer processes")
+    rank, world, device, dtype = machine(cfg.device, cfg.dtype)
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
     mask, L = model.cfg.mask_id, cfg.length or model.cfg.length
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
-    if tok.n_vocab != mask or not 3 <= L <= model.cfg.length or cfg.n < 1 or cfg.batch_size < 1:
-        raise Refused(f"--length={L} --n={cfg.n} --batch_size={cfg.batch_size}, {tok.n_vocab} ids of {tok.name}: the length must be in "
+    if tok.n_vocab != mask or not 3 <= L <= model.cfg.length or cfg.count < 1 or cfg.batch_size < 1:
+        raise Refused(f"--length={L} --count={cfg.count} --batch_size={cfg.batch_size}, {tok.n_vocab} ids of {tok.name}: the length must be in "
                       f"3 to {model.cfg.length}, the other two at least 1, and {mask} ids come before the model's [MASK]")
     x = canvas(cfg.prompt, cfg.infill, tok, model.info["tokenizer"], L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
     how |= {"steps": L if cfg.steps is None else cfg.steps, "soft": cfg.soft and model.sm is not None,
             "eta": SAMPLERS.get(cfg.sampler) if cfg.eta is None else cfg.eta}
     settings = how | {"checkpoint": cfg.checkpoint, "step": model.info["step"], "ema": cfg.ema, "tokenizer": tok.name, "length": L,
-                      "prompt": cfg.prompt, "infill": cfg.infill}
+                      "prompt": cfg.prompt, "infill": cfg.infill, "dtype": str(dtype or torch.float32).removeprefix("torch.")}
     path = Path(cfg.out).with_suffix(f".{rank}.jsonl") if world > 1 else Path(cfg.out)
     done = finished(path, settings, cfg.seed)
-    todo = [i for i in range(rank, cfg.n, world) if i not in done or cfg.show]
+    todo = [i for i in range(rank, cfg.count, world) if i not in done or cfg.show]
     if cfg.compile:
         model.net.trunk = torch.compile(model.net.trunk, mode="reduce-overhead")
-    bf16 = device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     for start in tqdm(range(0, len(todo), cfg.batch_size), f"{len(todo)} samples", disable=rank > 0 or cfg.show):
         batch = todo[start:start + cfg.batch_size]
-        with torch.autocast(device.type, torch.bfloat16, enabled=bf16):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
             ids, nfe = generate(model, len(batch), generator=[rng("sample", cfg.seed, i) for i in batch], x=x,
                                 on_step=show(tok, mask) if cfg.show and rank == 0 else None, **how)
         lines = [{"ids": row, "text": tok.decode(row), "nfe": calls, "seed": cfg.seed, "index": i, "settings": settings}

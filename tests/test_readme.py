@@ -37,7 +37,7 @@ def shortened(script, argv):
         if "--resume" in argv:
             argv += ["--steps=3"]
     if script == "sample":
-        argv += ["--device=cpu"] + [f for f in ("--n=2", "--steps=4") if "--n=" in " ".join(argv)]
+        argv += ["--device=cpu"] + [f for f in ("--count=2", "--steps=4") if "--count=" in " ".join(argv)]
     if script == "eval" and argv[0] != "table":
         argv += ["--device=cpu"]
     return argv
