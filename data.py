@@ -174,7 +174,7 @@ def documents(paths):
                         bar.update(done + raw.tell() - bar.n)
             except (OSError, EOFError, lzma.LZMAError, ValueError, LookupError, TypeError) as e:
                 raise e if isinstance(e, Refused) else Refused(
-                    f"{path} cannot be read ({type(e).__name__}: {e}): it must be whole, UTF-8, with a string \"text\" in every record")
+                    f"{path} cannot be read ({type(e).__name__}: {e}): it must be whole, UTF-8, every record with a \"text\"")
             done += path.stat().st_size
 
 
@@ -185,7 +185,7 @@ def encode(docs, out, tok, keep=0):
     Raises Refused when an id may not fit 16 bits.
     """
     if tok.n_vocab >= 2**16:
-        raise Refused(f"{tok.name} and [MASK] have {tok.n_vocab + 1:,} ids, uint16 tells 65,536 apart: use a smaller tokenizer")
+        raise Refused(f"{tok.name} and [MASK] have {tok.n_vocab + 1:,} ids, uint16 tells 65,536 apart: use a smaller one")
     eos, at, ends = describe(tok)["eos"], np.zeros(3, np.int64), collections.deque([(0, 0, 0)], maxlen=keep + 1)
     with open(out, "wb") as f:
         while batch := list(itertools.islice(docs, 1000)):
@@ -212,7 +212,7 @@ def prepare(docs, out, tok, val_docs=None):
         held = val_docs or min(10_000, max(1, n // 100))
         cut = ends[-1 - held] if held < n else (n, *(count * 9 // 10 for count in end[1:]))
         if val_docs and held >= n or cut[1] == 0:
-            raise Refused(f"holding out {held} of {n} documents leaves nothing to train on: lower --val_docs or give more text")
+            raise Refused(f"holding out {held} of {n} documents leaves nothing to train on: lower --val_docs, or give more")
         with open(t, "r+b") as f, open(v, "wb") as g:
             f.seek(2 * cut[1])
             shutil.copyfileobj(f, g)
@@ -228,7 +228,7 @@ def prepare(docs, out, tok, val_docs=None):
 def stdlib():
     """Python's own library without its tests, sorted by the hash of the name: what is held out is of every kind [ours]."""
     root, tests = Path(sysconfig.get_path("stdlib")), {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py") if not tests & {*path.relative_to(root).parts}]
+    names = [p.relative_to(root).as_posix() for p in root.rglob("*.py") if not tests & {*p.relative_to(root).parts}]
     return [root / name for name in sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())]
 
 
@@ -249,9 +249,9 @@ def find(source):
     """The files of PATH…: a file is itself, a folder its .txt, .jsonl and .parquet files in the order of their names."""
     paths = []
     for path in map(Path, source.split(os.pathsep)):
-        inside = [p for p in sorted(path.rglob("*")) if source and re.search(r"\.(txt|jsonl|parquet)(\.gz|\.xz)?$", p.name)]
-        if not inside and not path.is_file():
-            raise Refused(f"{source!r} is neither a file nor a folder with .txt, .jsonl or .parquet files: give another PATH")
+        inside = [p for p in sorted(path.rglob("*")) if re.search(r"\.(txt|jsonl|parquet)(\.gz|\.xz)?$", p.name)]
+        if not source or not inside and not path.is_file():
+            raise Refused(f"{str(path)!r} is neither a file nor a folder with .txt, .jsonl or .parquet files: give a PATH")
         paths += inside or [path]
     return paths
 

@@ -1,22 +1,15 @@
 # SPDX-License-Identifier: MIT
 """Every number of the paper's language-modelling tables: a bound on held-out text, and three opinions on samples.
 
-    §4.1, App. C.1    val_ppl               the two-pass bound on held-out rows, EMA backbone [code]
-    App. B.1          entropy               of the tokens within one sample: low means that it repeats itself
-    App. B.1          gen_ppl               what GPT-2 large thinks of the samples
-    App. B.1          mauve                 how far their distribution is from that of held-out text
+    python eval.py ppl --checkpoint=out/last.pt --data=data/owt           # §4.1, App. C.1: the bound
+    python eval.py zero_shot --checkpoint=out/last.pt --text=wikitext.txt # the same on another text
+    python eval.py entropy --samples=samples.jsonl                        # App. B.1: low where a sample repeats itself
+    python eval.py gen_ppl --samples=samples.jsonl                        # App. B.1: what GPT-2 large thinks of them
+    python eval.py mauve --samples=samples.jsonl --data=data/owt          # App. B.1: how far they are from held-out text
+    python eval.py table --results="runs/*.json"                          # Tables 1, 2, 4-7 from results
 
-    python eval.py ppl --checkpoint=out/last.pt --data=data/owt
-    python eval.py zero_shot --checkpoint=out/last.pt --text=wikitext2_test.txt
-    python eval.py entropy --samples=samples.jsonl
-    python eval.py gen_ppl --samples=samples.jsonl            # needs `pip install transformers`
-    python eval.py mauve --samples=samples.jsonl --data=data/owt             # and `pip install mauve-text`
-    python eval.py table --results="runs/*.json"
-
-Every result is a JSON file with all settings, versions, n and seed. The scorer and MAUVE are other people's
-instruments: published numbers hang on them, so they come from their packages.
-
-Not here: generation (sample.py), plots (plot.py).
+A result is a JSON file with all settings, versions, n and seed. The scorer and MAUVE are other people's instruments, and
+published numbers hang on them: they come from `pip install transformers mauve-text`. Not here: generation, plots.
 """
 
 import base64
@@ -41,7 +34,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import data
-from checkpoint import Refused, atomic, git_version, run
+from checkpoint import Refused, atomic, git_version, machine, run
 from data import rng
 from mdlm import MDLM, corrupt, sample_times
 
@@ -62,7 +55,7 @@ class Config:
     text: str = ""                  # what zero_shot measures: files as data.py reads them
     rows: int = 0                   # evenly spaced ones; 0: all
     repeats: int = 1                # times and masks per row
-    bf16: bool | None = None        # autocast, as in training [code]; none: on CUDA
+    dtype: str = "auto"             # bfloat16 where the GPU has it, as in training [code], else float32
     # entropy, gen_ppl, mauve
     samples: str = "samples.jsonl"  # from sample.py; a pattern reads its shards together
     scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
@@ -103,7 +96,8 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1):
     times = sample_times(n * repeats, rng("times", seed)).view(repeats, n)[:, deal]            # (repeats, n)
     parts = []
     model.eval()
-    for index in tqdm(torch.arange(n).split(batch_size)[rank::world], "held-out rows", leave=False, disable=True if rank else None):
+    mine = torch.arange(n).split(batch_size)[rank::world]
+    for index in tqdm(mine, "held-out rows", leave=False, disable=True if rank else None):  # None: silent outside a terminal
         x0 = rows[index]                                                                       # (b, L)
         part = torch.zeros(3, len(index), dtype=torch.float64)                                 # (3, b)
         for r, t in enumerate(times[:, index]):                                                # (b,)
@@ -137,7 +131,7 @@ def bits_per_byte(nats_per_token, L, split):
 
 def ppl(cfg):
     """A checkpoint on the held-out split of cfg.data, or on cfg.text cut into the same rows by its own tokenizer."""
-    device = machine(cfg)
+    device, dtype = machine(cfg.device, cfg.dtype)[2:]
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
     ours, L = model.info["tokenizer"], model.cfg.length
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
@@ -150,22 +144,25 @@ def ppl(cfg):
             tokens, meta = data.open_split(cfg.data, "val")
             split = meta["val"]
         if tokens.tokenizer != ours:
-            raise Refused(f"{cfg.data} holds tokens of {tokens.tokenizer}, {cfg.checkpoint} was trained on those of {ours}: "
-                          f"prepare the text again with --tokenizer={ours['name']}")
+            raise Refused(f"{cfg.text or cfg.data} holds tokens of {tokens.tokenizer}, {cfg.checkpoint} was trained on those "
+                          f"of {ours}: prepare the text again with --tokenizer={ours['name']}")
         n = data.n_rows(tokens, L)
         take = min(cfg.rows or n, n)
         rows = data.rows(tokens, torch.arange(take) * n // take, L)                            # (take, L)
     values, nll = {}, {}
     for name in ["soft", "binary"] if model.sm else ["binary"]:
-        with torch.autocast(device.type, torch.bfloat16, enabled=device.type == "cuda" if cfg.bf16 is None else cfg.bf16):
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
             nll[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats, cfg.batch_size)
         nats, se = mean_and_se(nll[name], np.full(take, L))
-        values[name] = {"nats_per_token": nats, "nats_per_token_se": se, "ppl": math.exp(nats), "ppl_se": math.exp(nats) * se,
-                        "bits_per_byte": bits_per_byte(nats, L, split), "ce_per_masked_token": float(ce.sum() / masked.sum())}
+        values[name] = {"nats_per_token": nats, "nats_per_token_se": se, "ppl": float(np.exp(nats)),
+                        "ppl_se": float(np.exp(nats) * se), "bits_per_byte": bits_per_byte(nats, L, split),
+                        "ce_per_masked_token": float(ce.sum() / masked.sum())}
     if model.sm:  # on the same masks, so much surer than either of the two
         gain, se = mean_and_se(nll["binary"] - nll["soft"], np.full(take, L))
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
-    write(cfg, cfg.checkpoint, values, {"step": model.info["step"], "L": L, "tokenizer": ours["name"], "n": take, "text": split})
+    settings = {"step": model.info["step"], "L": L, "tokenizer": ours["name"], "n": take, "text": split,
+                "dtype": str(dtype or torch.float32).removeprefix("torch.")}
+    write(cfg, cfg.checkpoint, values, settings)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -173,18 +170,17 @@ def ppl(cfg):
 
 
 def read_samples(pattern):
-    """(samples, settings): the lines of all files of the pattern, one per index, and what they were sampled with.
-
-    Raises Refused when there are none, or when they do not belong together.
-    """
+    """(samples, settings): the lines of all files of the pattern, one per seed and index, and what they were made with."""
     samples = {}
     for path in sorted(glob.glob(pattern)):
-        with open(path, encoding="utf-8") as f:
-            try:
-                lines = [json.loads(line) for line in f]
-                samples.update(((line["seed"], line["index"]), line) for line in lines if line["ids"] and line["settings"])
-            except (ValueError, KeyError, TypeError):
-                raise Refused(f"{path} is not a file of samples: each line needs ids, text, seed, index, settings (sample.py)")
+        try:
+            with open(path, encoding="utf-8") as f:
+                for line in map(json.loads, f):
+                    samples[line["seed"], line["index"]] = line
+                    if not {"text", "nfe", "settings"} <= line.keys() or len(line["ids"]) < 2:
+                        raise ValueError
+        except (ValueError, KeyError, TypeError):
+            raise Refused(f"{path} is no file of samples: a line has two ids or more, text, nfe, seed, index, settings")
     samples = [samples[key] for key in sorted(samples)]
     if not samples:
         raise Refused(f"no samples in {pattern!r}: make some with sample.py, or correct --samples")
@@ -199,7 +195,7 @@ def differing(a, b):
 
 
 def entropy(ids):
-    """Of the distribution of tokens within one sample (L,), in nats: log L if all differ, 0 if all are the same     App. B.1"""
+    """Of the tokens within one sample (L,), in nats: log L if all differ, 0 if all are the same                     App. B.1"""
     counts = torch.unique(torch.as_tensor(ids), return_counts=True)[1]
     return torch.special.entr(counts.double() / counts.sum()).sum().item()
 
@@ -236,7 +232,7 @@ def score(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
         except ImportError:
             raise Refused("scoring samples needs transformers: pip install transformers")
         except (OSError, ValueError, KeyError) as e:
-            raise Refused(f"--scorer={scorer} not found as a causal LM, neither as a folder nor on the hub: {str(e).splitlines()[0]}")
+            raise Refused(f"--scorer={scorer} not found, neither a folder nor on the hub: {str(e).splitlines()[0]}")
         lm = lm.to(device).float().eval()
     for start in tqdm(range(0, len(todo), batch_size), f"scoring {len(todo)} texts", disable=not todo):
         batch = todo[start:start + batch_size]
@@ -245,15 +241,15 @@ def score(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
         ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids) for text in texts]
         lengths = torch.tensor([len(row) for row in ids])                                      # (b,)
         if lengths.min() < 2:
-            raise Refused(f"the text {batch[lengths.argmin()][1]!r} has fewer than two tokens of {scorer}: there is nothing to score")
+            raise Refused(f"the text {batch[lengths.argmin()][1]!r} has fewer than two tokens of {scorer}: nothing to score")
         x = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)                  # (b, T)
         real = (torch.arange(x.shape[1]) < lengths[:, None]).to(device)                        # (b, T)
         out = lm(input_ids=x, attention_mask=real.long(), output_hidden_states=True)
-        nll = F.cross_entropy(out.logits[:, :-1].flatten(0, 1), x[:, 1:].flatten(), reduction="none").view(len(x), -1)  # (b, T-1)
+        nll = F.cross_entropy(out.logits[:, :-1].transpose(1, 2), x[:, 1:], reduction="none")  # (b, T-1)
         eos = x == tok.eos_token_id                                                            # (b, T)
         counts = (real & (~eos | (eos.cumsum(1) == 1)))[:, 1:]                                 # (b, T-1)
         sums = torch.where(counts, nll, 0).double().sum(1).tolist()                            # (b,)
-        features = out.hidden_states[-1][torch.arange(len(x)), lengths - 1].float().cpu().numpy()  # (b, D)
+        features = out.hidden_states[-1][range(len(x)), lengths - 1].float().cpu().numpy()     # (b, D)
         for (key, text), nats, n, feature in zip(batch, sums, counts.sum(1).tolist(), features):
             if not math.isfinite(nats):
                 raise Refused(f"{scorer} finds {nats} nats in the text {text[:60]!r}: its weights are broken")
@@ -289,16 +285,17 @@ def of_samples(cfg):
     samples, settings = read_samples(cfg.samples)
     texts, L = [sample["text"] for sample in samples], len(samples[0]["ids"])
     spread = [entropy(sample["ids"]) for sample in samples]
-    values = {"entropy": statistics.mean(spread), "entropy_min": min(spread), "nfe": statistics.mean(s["nfe"] for s in samples)}
+    values = {"entropy": statistics.mean(spread), "entropy_min": min(spread),
+              "nfe": statistics.mean(sample["nfe"] for sample in samples)}
     stem = re.sub(r"[*?]|\.jsonl$", "", cfg.samples)
-    how = {"cache": Path(stem).parent / "scores.jsonl", "batch_size": cfg.batch_size, "device": machine(cfg)}
+    how = {"cache": Path(stem).parent / "scores.jsonl", "batch_size": cfg.batch_size, "device": machine(cfg.device)[2]}
     if cfg.metric == "gen_ppl":
         values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(texts, cfg.scorer, **how)
     if cfg.metric == "mauve":
         tokens, meta = data.open_split(cfg.data, "val")
-        if tokens.tokenizer["name"] != settings["tokenizer"]:
-            raise Refused(f"{cfg.samples} is of tokenizer {settings['tokenizer']}, {cfg.data} of {tokens.tokenizer['name']}: "
-                          f"give the data that the model was trained on")
+        if tokens.tokenizer["name"] != settings.get("tokenizer"):
+            raise Refused(f"{cfg.samples} is of tokenizer {settings.get('tokenizer')}, {cfg.data} of "
+                          f"{tokens.tokenizer['name']}: give the data that the model was trained on")
         n, tok = data.n_rows(tokens, L), data.tokenizer(tokens.tokenizer["name"], cfg.tokenizer_dir)
         rows = data.rows(tokens, torch.randperm(n, generator=rng("reference", cfg.seed))[:len(texts)], L)  # (n, L)
         values["mauve"] = mauve(texts, [tok.decode(row.tolist()) for row in rows], cfg.scale, cfg.seed, cfg.scorer, **how)
@@ -308,15 +305,6 @@ def of_samples(cfg):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # results
-
-
-def machine(cfg):
-    name = cfg.device if cfg.device != "auto" else \
-        "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    try:
-        return torch.empty(0, device=name).device
-    except (RuntimeError, AssertionError):
-        raise Refused(f"--device={cfg.device} is not in this machine: use cpu, or leave it to auto")
 
 
 def write(cfg, stem, values, settings):
@@ -347,7 +335,8 @@ def entries(result):
     label = e["label"] or s.get("checkpoint") or e["checkpoint"]
     if metric in ("ppl", "zero_shot"):
         feedback = "soft" if "soft" in values else "binary"
-        found = [(("", feedback, label), ("ppl", os.path.basename(e["text"] or e["data"])), e["checkpoint"], values[feedback]["ppl"])]
+        column = "ppl", os.path.basename(e["text"] or e["data"])
+        found = [(("", feedback, label), column, e["checkpoint"], values[feedback]["ppl"])]
     else:
         row = ("ReMDM" if s["sampler"].startswith("remdm") else "standard", "soft" if s["soft"] else "binary", label)
         found = [(row, (name, str(Fraction(s["steps"], s["L"]))), e["samples"], values[name])
@@ -382,19 +371,25 @@ def table(cfg):
                      key=lambda c: (list(COLUMNS).index(c[0]), c[0] != "ppl" and Fraction(c[1]), c[1]))
     mean = lambda row, column: statistics.mean(cells[row][column].values())
 
-    def line(head, text):
-        return f"| {' | '.join(head)} | {' | '.join(text)} |"
+    def line(row, cell):
+        return f"| {' | '.join(row)} | {' | '.join(cell(c, COLUMNS[c[0]][1]) for c in columns)} |"
 
-    lines = [line(("unmasking", "feedback", "model"), [f"{COLUMNS[name][0]} {sub}" for name, sub in columns]),
-             "|---|---|---|" + "--:|" * len(columns)]
+    def measured(c, digits):
+        runs = cells[row].get(c, {}).values()
+        sd = f" (± {statistics.stdev(runs):.{digits}f})" if len(runs) > 1 else ""
+        return f"{mean(row, c):.{digits}f}{sd}" if runs else ""
+
+    def gained(c, digits):
+        return f"{mean(row, c) - mean(base, c):+.{digits}f}" if c in cells[row] and c in cells[base] else ""
+
+    lines = [line(("unmasking", "feedback", "model"), lambda c, _: f"{COLUMNS[c[0]][0]} {c[1]}"),
+             "|---" * 3 + "|--:" * len(columns) + "|"]
     for row in sorted(cells, key=lambda row: (row[0] == "ReMDM", row[1])):  # binary before soft, standard before ReMDM
-        sd = {c: f" (± {statistics.stdev(v.values()):.{COLUMNS[c[0]][1]}f})" if len(v) > 1 else "" for c, v in cells[row].items()}
-        lines.append(line(row, [f"{mean(row, c):.{COLUMNS[c[0]][1]}f}{sd[c]}" if c in sd else "" for c in columns]))
-        bases = [base for base in cells if base[:2] == (row[0], "binary")]
+        lines.append(line(row, measured))
+        bases = sorted((base[2] == row[2], base) for base in cells if base[:2] == (row[0], "binary"))
         if row[1] == "soft" and bases:
-            base = (row[0], "binary", row[2] if (row[0], "binary", row[2]) in bases else sorted(bases)[-1][2])
-            lines.append(line(("", "gain", ""), [f"{mean(row, c) - mean(base, c):+.{COLUMNS[c[0]][1]}f}"
-                                                 if c in cells[row] and c in cells[base] else "" for c in columns]))
+            base = bases[-1][1]
+            lines.append(line(("", "gain", ""), gained))
     print("\n".join(lines))
     if cfg.out:
         with atomic(cfg.out) as tmp, open(tmp, "w", encoding="utf-8") as f:
@@ -405,6 +400,8 @@ def main(cfg):
     verbs = {"ppl": ppl, "zero_shot": ppl, "table": table, **dict.fromkeys(("entropy", "gen_ppl", "mauve"), of_samples)}
     if cfg.metric not in verbs:
         raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(verbs)}")
+    if min(cfg.batch_size, cfg.repeats, cfg.rows + 1) < 1:
+        raise Refused(f"--batch_size={cfg.batch_size} --repeats={cfg.repeats} --rows={cfg.rows}: at least 1, 1 and 0")
     verbs[cfg.metric](cfg)
 
 

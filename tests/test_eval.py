@@ -291,8 +291,9 @@ def test_mauve_gets_the_features_and_the_settings(lm, monkeypatch):
         evaluation.mauve(TEXTS, TEXTS)
 
 
-def test_mauve_of_equal_sets_is_one_and_of_disjoint_ones_zero(lm):
+def test_mauve_of_equal_sets_is_one_and_of_disjoint_ones_zero(request):
     pytest.importorskip("mauve", reason="needs mauve-text: would compare equal and disjoint sets of texts")
+    request.getfixturevalue("lm")  # after the import of mauve, which needs the real transformers
     sure = lambda letters: ["".join(letters[(i * j) % len(letters)] for j in range(1, 9)) for i in range(60)]
     assert evaluation.mauve(sure("abcdefg"), sure("abcdefg")) > 0.95
     assert evaluation.mauve(sure("abc"), sure("xyz")) < 0.05
@@ -344,7 +345,8 @@ def test_ppl_of_a_checkpoint(world):
         assert got["bits_per_byte"] == pytest.approx(bits_per_byte(total / count, 16, meta["val"]), rel=1e-5)
     assert result["values"]["gain"]["nats_per_token"] == pytest.approx(
         result["values"]["binary"]["nats_per_token"] - result["values"]["soft"]["nats_per_token"], abs=1e-9)
-    assert result["settings"] | {"text": None} == {"step": 9, "L": 16, "tokenizer": "bytes", "n": len(rows), "text": None}
+    assert result["settings"] | {"text": None} == {"step": 9, "L": 16, "tokenizer": "bytes", "n": len(rows), "text": None,
+                                                   "dtype": "float32"}
     assert result["evaluation"]["seed"] == 1 and {"python", "torch", "git"} <= set(result["versions"])
 
 
@@ -426,9 +428,11 @@ def test_bad_samples_are_refused(tmp_path):
     (tmp_path / "s.jsonl").write_text("")
     with pytest.raises(Refused, match="no samples in"):
         evaluation.read_samples(path)
-    for foreign in "no json\n", '{"text": "x"}\n', "[1]\n":
+    whole = {"ids": [1, 2], "text": "ab", "nfe": 1, "seed": 1, "index": 0, "settings": {}}
+    lines = [json.dumps({k: v for k, v in whole.items() if k != key}) for key in whole] + [json.dumps(whole | {"ids": [1]})]
+    for foreign in "no json\n", "[1]\n", *lines:
         (tmp_path / "s.jsonl").write_text(foreign)
-        with pytest.raises(Refused, match="is not a file of samples"):
+        with pytest.raises(Refused, match="is no file of samples"):
             evaluation.read_samples(path)
     samples_file(tmp_path / "s.jsonl", n=2)
     samples_file(tmp_path / "s2.jsonl", n=2, start=2, top_p=1.0, steps=8)
@@ -492,7 +496,10 @@ def test_tables_of_nothing_of_nan_and_of_other_files_are_refused(tmp_path):
             main("table", f"--results={tmp_path}/*.json")
 
 
-def test_unknown_metrics_and_devices_are_refused(world):
+def test_unknown_metrics_sizes_and_devices_are_refused(world):
+    for flag in "--rows=-1", "--repeats=0", "--batch_size=0":
+        with pytest.raises(Refused, match=flag):
+            main("ppl", "--checkpoint=last.pt", "--data=data", flag)
     with pytest.raises(Refused, match="'' is not something to measure"):
         main()
     for device in "cuda:99", "tpu":
