@@ -171,23 +171,24 @@ def ppl(cfg):
 
 def read_samples(pattern):
     """(samples, settings): the lines of all files of the pattern, one per seed and index, and what they were made with."""
-    samples = {}
+    samples, settings = {}, None
     for path in sorted(glob.glob(pattern)):
         try:
             with open(path, encoding="utf-8") as f:
-                for line in map(json.loads, f):
-                    samples[line["seed"], line["index"]] = line
-                    if not {"text", "nfe", "settings"} <= line.keys() or len(line["ids"]) < 2:
-                        raise ValueError
-        except (ValueError, KeyError, TypeError):
-            raise Refused(f"{path} is no file of samples: a line has two ids or more, text, nfe, seed, index, settings")
-    samples = [samples[key] for key in sorted(samples)]
+                lines = [json.loads(line) for line in f]
+            samples |= {(line["seed"], line["index"]): line for line in lines}
+            if any(len(line["ids"]) < 2 or not {"text", "nfe"} <= line.keys() for line in lines):
+                raise ValueError
+            for line in lines:
+                settings = settings or line["settings"]
+                if other := differing(settings, line["settings"]):
+                    raise Refused(f"{pattern!r} mixes samples of different {', '.join(other)}: evaluate them apart")
+        except (ValueError, KeyError, TypeError) as e:
+            raise e if isinstance(e, Refused) else Refused(
+                f"{path} is no file of samples: a line has two ids or more, text, nfe, seed, index, settings")
     if not samples:
         raise Refused(f"no samples in {pattern!r}: make some with sample.py, or correct --samples")
-    for sample in samples:
-        if other := differing(samples[0]["settings"], sample["settings"]):
-            raise Refused(f"{pattern!r} mixes samples of different {', '.join(other)}: evaluate them apart")
-    return samples, samples[0]["settings"]
+    return [samples[key] for key in sorted(samples)], settings
 
 
 def differing(a, b):
@@ -339,9 +340,9 @@ def entries(result):
         found = [(("", feedback, label), column, e["checkpoint"], values[feedback]["ppl"])]
     else:
         row = ("ReMDM" if s["sampler"].startswith("remdm") else "standard", "soft" if s["soft"] else "binary", label)
-        found = [(row, (name, str(Fraction(s["steps"], s["L"]))), e["samples"], values[name])
+        found = [(row, (name, "{}/{}".format(*Fraction(s["steps"], s["L"]).as_integer_ratio())), e["samples"], values[name])
                  for name in ("mauve", "gen_ppl", "entropy") if name in values]
-    same = {key: s.get(key) for key in ("L", "n", "top_p", "tokenizer", "text")}
+    same = {key: s.get(key) for key in ("L", "n", "top_p", "tokenizer", "text", "dtype")}
     return [(*entry, same | {key: e[key] for key in COLUMNS[entry[1][0]][2]}) for entry in found]
 
 

@@ -435,7 +435,7 @@ def test_bad_samples_are_refused(tmp_path):
         with pytest.raises(Refused, match="is no file of samples"):
             evaluation.read_samples(path)
     samples_file(tmp_path / "s.jsonl", n=2)
-    samples_file(tmp_path / "s2.jsonl", n=2, start=2, top_p=1.0, steps=8)
+    samples_file(tmp_path / "s2.jsonl", n=2, top_p=1.0, steps=8)  # of the same numbers
     with pytest.raises(Refused, match="different steps, top_p"):
         evaluation.read_samples(path)
 
@@ -455,7 +455,7 @@ def test_table_lays_results_out_as_the_paper_does(tmp_path, capsys):
             result_file(tmp_path / f"{sampler}{soft}{steps}.json", value, label="1M", sampler=name, soft=soft, steps=steps)
     main("table", f"--results={tmp_path}/*.json", f"--out={tmp_path}/table.md")
     assert (tmp_path / "table.md").read_text() == capsys.readouterr().out == (
-        "| unmasking | feedback | model | gen. PPL ↓ 1/8 | gen. PPL ↓ 1 |\n|---|---|---|--:|--:|\n"
+        "| unmasking | feedback | model | gen. PPL ↓ 1/8 | gen. PPL ↓ 1/1 |\n|---|---|---|--:|--:|\n"
         "| standard | binary | 1M | 60.02 | 50.46 |\n| standard | soft | 1M | 39.61 | 23.53 |\n|  | gain |  | -20.41 | -26.93 |\n"
         "| ReMDM | binary | 1M | 42.53 | 28.62 |\n| ReMDM | soft | 1M | 29.62 | 16.72 |\n|  | gain |  | -12.91 | -11.90 |\n")
 
