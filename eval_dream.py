@@ -34,6 +34,7 @@ import importlib.util
 import itertools
 import json
 import os
+import platform
 import re
 import secrets
 import statistics
@@ -323,7 +324,8 @@ def cell_name(cell, data):
 def record(cell, budget, kind, column, percent, total, **more):
     """One result, with all settings, as a dict and as JSON in cell.out."""
     result = {"task": cell.task, "column": column, "budget": budget, "feedback": kind, "score": percent, **total, **more,
-              "settings": asdict(cell), "git": git_version(), "torch": torch.__version__, "python": sys.version.split()[0]}
+              "settings": asdict(cell), "git": git_version(), "torch": torch.__version__, "python": sys.version.split()[0],
+              "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()}
     with atomic(cell_name(cell, more.get("data_sha256")) + ".json") as tmp, open(tmp, "w", encoding="utf-8") as f:
         json.dump(result, f, indent=1)
     return result
