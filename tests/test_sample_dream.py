@@ -493,3 +493,12 @@ def test_a_terminal_sees_the_canvas_fill(talking_dream, monkeypatch):
     S.main(S.Config(model=talking_dream, gen_len=8, prompt="hello", temperature=0.0))
     frames = sys.stdout.getvalue().split("\x1b[H\x1b[J")[1:]
     assert [frame.count("░") for frame in frames] == [8, 7, 6, 5, 4, 3, 2, 0]  # 0, 1, …, 1, 2 are revealed
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA: would check that devices and bf16 mix nowhere, with draws and feedback")
+@pytest.mark.parametrize("flags", [{}, {"block": 8, "cache": "dual"}, {"block": 8, "threshold": 0.5}])
+def test_cuda_in_bf16_decodes_with_feedback(talking_dream, flags):
+    cfg = S.Decoding(model=talking_dream, device="cuda", dtype="bfloat16", gen_len=16, schedule="linear", **flags)
+    model, tok, _ = S.load(cfg)
+    text, stats = S.answer(model, tok, soft(3).cuda(), tok.encode("abc"), cfg)
+    assert stats["tokens"] == 16 and (text, stats["nfe"]) == (S.answer(model, tok, soft(3).cuda(), tok.encode("abc"), cfg)[0], stats["nfe"])
