@@ -75,8 +75,8 @@ class Config(ModelConfig):
 # ω_b would hold λ shut, and ω_s would need a thousand updates to leave 1e-6. It starts where small runs drift to [ours].
 PRESETS = {
     "quickstart": dict(data="data/stdlib", out_dir="out/quickstart", overwrite=True, show=True, n_layer=4, n_head=4,
-                       n_embd=192, n_cond=64, length=128, dropout=0.0, omega_s=0.5, omega_a=1.0, omega_b=-2.8, steps=2000,
-                       batch_size=16, micro_batch=16, eta_bb=1e-3, warmup=100, ema=0.995, log_every=50, eval_every=0,
+                       n_embd=128, n_cond=64, length=128, dropout=0.0, omega_s=0.5, omega_a=1.0, omega_b=-2.8, steps=2000,
+                       batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995, log_every=50, eval_every=0,
                        eval_rows=256, save_every=500, keep_every=0),
     "owt": {},
     "continue": dict(steps=100_000, out_dir="out/continue"),
