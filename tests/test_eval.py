@@ -315,7 +315,7 @@ def samples_file(path, n=4, seed=1, texts=None, start=0, **changes):
 def world(tmp_path, monkeypatch):
     """A folder with data, a checkpoint trained on it, and samples."""
     monkeypatch.chdir(tmp_path)
-    data.prepare(iter([(f"document {i} " * 9, True) for i in range(20)]), "data", data.tokenizer("bytes"), val_docs=9)
+    data.prepare(iter([(" ".join(str(i * j * j) for j in range(9, 25)), True) for i in range(20)]), "data", data.tokenizer("bytes"), val_docs=9)
     model = model_of(omega_s=0.5)
     special = data.describe(data.tokenizer("bytes"))
     checkpoint.save("last.pt", kind="mdlm", config=vars(model.cfg), model=model.state_dict(), step=9, seed=1, tokenizer=special,
@@ -410,6 +410,17 @@ def test_gen_ppl_and_mauve_share_their_scores(world, lm, monkeypatch):
     assert read("samples.mauve.json")["values"] | {"entropy": 0, "entropy_min": 0} == {
         "entropy": 0, "entropy_min": 0, "nfe": 4.5, "mauve": 0.5, "references": 4}
     assert sum(shape[0] for shape in lm.batches) <= 4                                                  # the references alone
+
+
+def test_mauve_compares_with_held_out_rows_of_the_same_length_at_random(world, monkeypatch):
+    drawn = []
+    monkeypatch.setattr(evaluation, "mauve", lambda texts, references, *rest, **how: drawn.append(references) or 0.5)
+    for seed in 1, 2, 1:
+        main("mauve", "--samples=samples.jsonl", "--data=data", f"--seed={seed}")
+    tokens, tok = data.open_split("data", "val")[0], data.tokenizer("bytes")
+    held_out = [tok.decode(row.tolist()) for row in data.rows(tokens, range(data.n_rows(tokens, 6)), 6)]
+    assert drawn[0] == drawn[2] and len({*map(tuple, drawn), tuple(held_out[:4])}) == 3
+    assert all(len(set(texts)) == len(texts) == 4 and set(texts) <= set(held_out) for texts in drawn)
 
 
 def test_shards_are_read_together(tmp_path):
