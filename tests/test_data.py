@@ -190,7 +190,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         peak = tracemalloc.get_traced_memory()[1]
         tracemalloc.stop()
         return peak
-    assert peak(40_000) < 1.3 * peak(5000)
+    assert peak(16_000) < 1.3 * peak(2000)
 
 
 def test_stdlib_is_python_without_its_tests_and_held_out_files_are_mixed():
