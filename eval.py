@@ -249,7 +249,7 @@ def score(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
         nll = F.cross_entropy(out.logits[:, :-1].transpose(1, 2), x[:, 1:], reduction="none")  # (b, T-1)
         eos = x == tok.eos_token_id                                                            # (b, T)
         counts = (real & (~eos | (eos.cumsum(1) == 1)))[:, 1:]                                 # (b, T-1)
-        sums = torch.where(counts, nll, 0).double().sum(1).tolist()                            # (b,)
+        sums = torch.where(counts, nll, 0).cpu().double().sum(1).tolist()                      # (b,)
         features = out.hidden_states[-1][range(len(x)), lengths - 1].float().cpu().numpy()     # (b, D)
         for (key, text), nats, n, feature in zip(batch, sums, counts.sum(1).tolist(), features):
             if not math.isfinite(nats):
