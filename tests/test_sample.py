@@ -138,6 +138,18 @@ def test_nucleus_is_its_definition():
             assert out == pytest.approx([kept.get(i, 0) / sum(kept.values()) for i in range(40)], abs=1e-12)
 
 
+@pytest.mark.parametrize("spread", [0.0, 0.5, 4.0])
+def test_nucleus_of_a_large_vocabulary_is_that_of_a_full_sort(spread):
+    """Whether the top 1,024 reach p (in all rows, in some, in none) or not."""
+    logits = spread * torch.randn(6, 5000, generator=data.rng(2), dtype=torch.float64)
+    logits[:2] *= 8
+    probs = (logits + 1e-6 * torch.arange(5000)).softmax(-1)  # no ties
+    top, ids = probs.sort(-1, descending=True)
+    kept = top * (top.cumsum(-1) <= 0.9)
+    kept[:, 0] = top[:, 0]
+    assert torch.equal(nucleus(probs, 0.9), torch.zeros_like(probs).scatter(1, ids, kept / kept.sum(-1, keepdim=True)))
+
+
 # ---- the draw
 
 
