@@ -139,6 +139,17 @@ def atomic(path):
             os.remove(tmp)
 
 
+def log_until(path, step):
+    """The lines of a log.jsonl up to this update: what a resumed run keeps, since it makes the later ones again.
+
+    A line without its end was being written when the run died, or its disk was full: it is dropped.
+    """
+    if not os.path.exists(path):
+        return []
+    with open(path, encoding="utf-8") as f:
+        return [line for line in f if line.endswith("\n") and json.loads(line)["step"] <= step]
+
+
 def git_version():
     """{commit, dirty} of this source, for the checkpoint to remember; {} where there is no git."""
     def git(*args):

@@ -260,7 +260,7 @@ def train(cfg):
     done, metrics, log_path = start, {}, os.path.join(cfg.out_dir, "log.jsonl")
     if master:
         os.makedirs(cfg.out_dir, exist_ok=True)
-        old = [line for line in open(log_path) if json.loads(line)["step"] <= start] if start and os.path.exists(log_path) else []
+        old = checkpoint.log_until(log_path, start)
         with checkpoint.atomic(log_path) as tmp, open(tmp, "w") as f:
             f.writelines(old)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, {dtype or 'float32'}; "

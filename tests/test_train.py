@@ -183,8 +183,8 @@ def test_resume_is_the_uninterrupted_run_bit_for_bit(tiny):
     whole, cut = replace(tiny, steps=8, p_sm=0.5), replace(tiny, steps=8, p_sm=0.5, out_dir=tiny.out_dir + "-cut")
     train(whole)
     train(replace(cut, steps=5, save_every=3))
-    checkpoint_at_3 = checkpoint.load(os.path.join(cut.out_dir, "last.pt"))
-    assert checkpoint_at_3["step"] == 5
+    with open(os.path.join(cut.out_dir, "log.jsonl"), "a") as f:
+        f.write('{"step": 6, "loss": 1.0}\n{"step": 7, "lo')  # updates after the last save, and a line cut by a kill
     train(replace(cut, resume=True))
     a, b = weights(whole.out_dir), weights(cut.out_dir)
     assert all(torch.equal(a[name], b[name]) for name in a)
