@@ -152,7 +152,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     pick = lambda h, u: draw(nucleus(net.head(h).softmax(-1), top_p), u)                       # (m,)
 
     def feedback(h):
-        lam, ids, pi = sm(net.head(h))
+        lam, ids, pi = model.gauge(net.head(h))
         return sm.mix(table, lam, ids, pi), lam, pi.argmax(-1) if ids is None else ids[:, 0]   # (m, D), (m,), (m,)
 
     for events in tqdm(zip_longest(*plans), "network calls", max(nfe).item(), leave=False, disable=True if on_step else None):

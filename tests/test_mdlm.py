@@ -125,7 +125,7 @@ def test_chunks_equal_whole(k, two_updates, monkeypatch):
     """Loss and every gradient, θ and ω, whatever the size of the chunks and whether they are recomputed."""
     results = []
     for size in (4096, 7):
-        monkeypatch.setattr(mdlm, "in_chunks", lambda fn, *rows, **kw: in_chunks(fn, *rows, size=size, **kw))
+        monkeypatch.setattr(mdlm, "in_chunks", lambda fn, *rows, **kw: in_chunks(fn, *rows, **kw | {"size": size}))
         model = recorded_model(k=k, two_updates=two_updates)
         x0, xt, t = example(model)
         nll = model(x0, xt, t, soft=True)
@@ -149,7 +149,7 @@ def test_vocabulary_tensors_never_exceed_a_chunk(monkeypatch):
                     self.rows = max(self.rows, x.numel() // 62)
             return out
 
-    monkeypatch.setattr(mdlm, "in_chunks", lambda fn, *rows, **kw: in_chunks(fn, *rows, size=5, **kw))
+    monkeypatch.setattr(mdlm, "in_chunks", lambda fn, *rows, **kw: in_chunks(fn, *rows, **kw | {"size": 5}))
     model = recorded_model()
     x0, xt, t = example(model)
     with Widest() as widest:
