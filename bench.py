@@ -177,7 +177,7 @@ def build(cfg, device, **changes):
     """A random MDLM with feedback as strong as after training, ω_s = ½.   changes: fields of ModelConfig."""
     sizes = {name: getattr(cfg, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size", "length", "k")}
     sizes |= changes
-    model = MDLM(ModelConfig(**sizes, mask_id=sizes["vocab_size"] - 1, omega_s=0.5, omega_b=-6.0))
+    model = MDLM(ModelConfig(**sizes, mask_id=sizes["vocab_size"] - 1, omega_s=0.5, omega_a=1.0, omega_b=-5.0))
     nn.init.normal_(model.net.output_layer.linear.weight, std=cfg.sharpness / sizes["n_embd"] ** 0.5)  # |h|² = D
     return model.to(device)
 
@@ -298,8 +298,8 @@ def bench_cost(cfg, device, dtype):
     def loss_pass():
         rows, y = h.clone().requires_grad_(), torch.zeros(len(h), dtype=torch.long, device=device)
         with torch.enable_grad(), context():
-            in_chunks(model.cross_entropy if hasattr(model, "cross_entropy") else
-                      (lambda h, y: F.cross_entropy(net.head(h), y, reduction="none")), rows, y).sum().backward()
+            nll = lambda h, y: F.cross_entropy(net.head(h), y, reduction="none")
+            in_chunks(nll, rows, y, recompute=True).sum().backward()
     def under(fn):
         def case():
             with context():
