@@ -7,7 +7,7 @@ A checkpoint is one dict of tensors and plain values, so `torch.load(weights_onl
     model {name: tensor}   ema {name: tensor}, backbone only [code]   optimizer {...} or absent
     tokenizer {name, vocab_size, mask_id, bos, eos}   data {...}   git {commit, dirty}   versions   metrics
 
-step and seed are the whole state of the random numbers, since every draw is keyed by them (train.rng). Foreign files
+step and seed are the whole state of the random numbers, since every draw is keyed by them (data.rng). Foreign files
 come out of `load` as the same dict. None of them can run code here: see `inert`.
 
     python checkpoint.py --checkpoint=mdlm.ckpt                  # what is it?
@@ -16,7 +16,6 @@ come out of `load` as the same dict. None of them can run code here: see `inert`
 Not here: model classes, and what the numbers mean.
 """
 
-import argparse
 import contextlib
 import dataclasses
 import inspect
@@ -66,7 +65,8 @@ def from_cli(Config, argv=None, presets=None):
     """
     argv, presets = list(sys.argv[1:] if argv is None else argv), presets or {}
     if {"-h", "--help"} & set(argv):
-        print(inspect.getsource(Config), *(f"preset {name}: {fields}" for name, fields in presets.items()), sep="\n")
+        classes = [c for c in reversed(Config.__mro__) if dataclasses.is_dataclass(c)]  # its own fields come last
+        print(*map(inspect.getsource, classes), *(f"preset {name}: {fields}" for name, fields in presets.items()), sep="\n")
         raise SystemExit(0)
     values, known = {}, {f.name for f in dataclasses.fields(Config)}
     if argv and not argv[0].startswith("--"):
@@ -78,7 +78,7 @@ def from_cli(Config, argv=None, presets=None):
         if not arg.startswith("--") or name not in known:
             raise Refused(f"unknown argument {arg!r}: fields are --key=value with key in {', '.join(sorted(known))}")
         kind = typing.get_type_hints(Config)[name]
-        if not has_value and kind is not bool:
+        if not has_value and bool not in (kind, *typing.get_args(kind)):
             raise Refused(f"--{name} needs a value: --{name}=…")
         values[name] = parse(name, text, kind) if has_value else True
     return Config(**values)
@@ -109,9 +109,9 @@ def machine(device="auto", dtype="auto"):
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise Refused(f"--dtype={dtype}: use auto, bfloat16 or float32")
     native = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-    half = torch.bfloat16 if dtype == "bfloat16" and (native or kind == "cpu") or dtype == "auto" and native else None
-    if half is None and "16" in dtype and rank == 0:
-        print(f"--dtype={dtype}: float16 has too little range for the loss, and {kind} has no bfloat16; using float32")
+    half = torch.bfloat16 if native and dtype != "float32" or kind == "cpu" and dtype == "bfloat16" else None
+    if rank == 0 and (dtype == "float16" or dtype == "bfloat16" and half is None):  # the loss needs more range than float16's
+        print(f"--dtype={dtype} cannot be had here: using {'bfloat16' if half else 'float32'}")
     return rank, world, torch.device(kind, local) if kind == "cuda" else torch.device(kind), half
 
 
@@ -125,7 +125,7 @@ def atomic(path):
 
     Raises Refused when the disk is full or the folder cannot be written; the old file is then still there.
     """
-    tmp = f"{path}.{os.getpid()}.tmp"
+    tmp = f"{path}.tmp"  # one name, so that what a killed process leaves is overwritten by the next
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         yield tmp
@@ -142,12 +142,15 @@ def atomic(path):
 def log_until(path, step):
     """The lines of a log.jsonl up to this update: what a resumed run keeps, since it makes the later ones again.
 
-    A line without its end was being written when the run died, or its disk was full: it is dropped.
+    Lines that were cut when the run died, or its disk was full, are dropped.
     """
-    if not os.path.exists(path):
-        return []
-    with open(path, encoding="utf-8") as f:
-        return [line for line in f if line.endswith("\n") and json.loads(line)["step"] <= step]
+    kept = []
+    with contextlib.suppress(FileNotFoundError), open(path, encoding="utf-8") as f:
+        for line in f:
+            with contextlib.suppress(ValueError, KeyError, TypeError):
+                if json.loads(line)["step"] <= step:
+                    kept.append(line.rstrip("\n") + "\n")
+    return kept
 
 
 def git_version():
@@ -250,9 +253,7 @@ class InertUnpickler(pickle.Unpickler):
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        if module == "torch" and name.endswith("Storage"):
-            return getattr(torch, name)
-        return Inert
+        return Inert  # torch's own reader knows the storages before it asks here
 
 
 def inert(path):
@@ -290,7 +291,7 @@ def foreign(state, shadow=None, settings=None, step=0):
     omega |= {"sm.raw_tau": "raw_temperature"} if dense else {}  # with top-k it is dead weight in their file
     soft = "tran_head.raw_scale" in state
     config = dict(n_layer=1 + max(int(name.split(".")[2]) for name in net if name.startswith("net.blocks.")),
-                  n_head=D // (2 * len(inv_freq)) if inv_freq is not None else D // 64, n_embd=D,
+                  n_head=D // (2 * len(inv_freq)) if inv_freq is not None else max(1, D // 64), n_embd=D,
                   n_cond=net["net.sigma_map.mlp.2.weight"].shape[0], vocab_size=V, mask_id=V - 1,
                   length=model.get("length", 1024), dropout=model.get("dropout", 0.1),
                   time_conditioning=algo.get("time_conditioning", False), soft_mask=soft,
@@ -307,25 +308,34 @@ def load(path):
     names = (os.path.join(path, name) for name in ("model.safetensors", "pytorch_model.bin"))
     path = next(filter(os.path.exists, names), path) if os.path.isdir(path) else path
     if not os.path.isfile(path):
-        raise Refused(f"no checkpoint at {path}: give the path of a file")
+        raise Refused(f"no checkpoint at {path or '(no path given)'}: give the path of a file")
+    try:
+        ckpt = interpret(path)
+        missing = {"kind", "config", "step", "model"} - ckpt.keys()
+    except Refused:
+        raise
+    except Exception as e:  # whatever a broken or hostile file raises, the user needs the one sentence
+        raise Refused(f"{path} is truncated or not a checkpoint ({type(e).__name__}: {e})".splitlines()[0])
+    if ckpt["format"] != FORMAT or missing:
+        raise Refused(f"{path} is not a whole checkpoint of format {FORMAT}: {', '.join(sorted(missing)) or ckpt['format']}")
+    return ckpt
+
+
+def interpret(path):
+    """The file at this path as our dict, whatever its format; any exception means that it is not one of them."""
     if path.endswith(".safetensors"):
         tensors = read_safetensors(path, metadata := {})
         ours = json.loads(metadata.get(FORMAT, "null"))  # what a conversion of ours left in the header
         return {**ours, "model": tensors} if ours else foreign(tensors)
     try:
-        try:
-            ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
-            ckpt = inert(path)
-    except Exception as e:  # whatever a broken archive raises, the user needs the one sentence
-        raise Refused(f"{path} is truncated or not a checkpoint ({type(e).__name__})")
-    if not isinstance(ckpt, dict) or ckpt.get("format", FORMAT) != FORMAT:
-        raise Refused(f"{path} is not a checkpoint of format {FORMAT}")
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        ckpt = inert(path)
     if "format" in ckpt:
         return ckpt
     if "state_dict" in ckpt:
-        return foreign(ckpt["state_dict"], ckpt.get("ema", {}).get("shadow_params"),
-                       plain(ckpt.get("hyper_parameters", {}).get("config", {})), ckpt.get("global_step", 0))
+        return foreign(ckpt["state_dict"], (ckpt.get("ema") or {}).get("shadow_params"),
+                       plain((ckpt.get("hyper_parameters") or {}).get("config", {})), ckpt.get("global_step", 0))
     return foreign({name: t for name, t in ckpt.items() if isinstance(t, torch.Tensor)})
 
 

@@ -278,7 +278,7 @@ class MDLM(nn.Module):
             dense = self.cfg.k is None or self.cfg.two_updates  # then (n, V) tensors have a backward
             mixed, lam = in_chunks(self.feedback, h, recompute=dense)                        # (N, D), (N,)        l.7
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)    # (B, L, D)
-            self.lam = lam.detach().mean()
+            self.lam = lam.detach().sum() / max(1, len(rows))
         h = net.trunk(emb, t).flatten(0, 1)[rows]                                            # (N, D)              l.7
         nll = lambda h, x: F.cross_entropy(net.head(h), x, reduction="none")                 # (n,)
         nll = in_chunks(nll, h, x0.flatten()[rows], recompute=True)                          # (N,)                l.8
@@ -297,10 +297,11 @@ class MDLM(nn.Module):
         if ckpt["kind"] != "mdlm":
             raise checkpoint.Refused(f"{path} holds a {ckpt['kind']}, not an MDLM")
         names = {f.name for f in dataclasses.fields(ModelConfig)}
-        model = cls(ModelConfig(**{name: v for name, v in ckpt["config"].items() if name in names}))
         try:
+            model = cls(ModelConfig(**{name: v for name, v in ckpt["config"].items() if name in names}))
             model.load_state_dict(ckpt["model"] | ((ckpt.get("ema") if ema else None) or {}))
-        except RuntimeError as e:
-            raise checkpoint.Refused(f"the weights in {path} do not fit its configuration: {str(e).splitlines()[1].strip()}")
+        except Exception as e:  # a configuration may be anything in a file of somebody else
+            reason = (str(e).splitlines() or [""])[-1 if len(str(e).splitlines()) < 2 else 1].strip()
+            raise checkpoint.Refused(f"the weights in {path} do not fit its configuration: {type(e).__name__}, {reason}")
         model.info = {key: v for key, v in ckpt.items() if key not in ("model", "ema", "optimizer")}
         return model.eval()

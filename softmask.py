@@ -64,14 +64,16 @@ class SoftMask(nn.Module):
         raw_s starts near −14, where bf16 has a spacing of 1/16: Adam's steps of 1e-2 would all round away, ω_s would
         never move, and SM would be off without a sign of it.
         """
-        for p in self.parameters():
-            p.data = p.data.to(fn(p.data).device)
-            p.grad = None if p.grad is None else p.grad.to(p.device)
-        return self
+        def move(tensor):
+            new = fn(tensor)
+            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+        return super()._apply(move, recurse)
 
     @property
     def omega(self):
         """(ω_s, ω_a, ω_b), constrained, three 0-d fp32 tensors                                                 App. B.1"""
+        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) can do what `_apply` prevents
+            raise ValueError(f"ω in {self.raw_s.dtype} would not learn: keep the parameters of SoftMask in float32")
         return torch.sigmoid(self.raw_s), F.softplus(self.raw_a) + EPS, -F.softplus(self.raw_b) - EPS
 
     def strength(self, neg_entropy):
@@ -131,7 +133,10 @@ class SoftMask(nn.Module):
         if logits.dim() == 3:
             soft = self.mix(table, *self(logits.flatten(0, 1), gain))    # (B·L, D)
             return torch.where(masked[..., None], soft.view_as(plain), plain)
-        return plain.index_put((masked,), self.mix(table, *self(logits, gain)))
+        rows = masked.nonzero(as_tuple=True)
+        if len(logits) != len(rows[0]):  # one row would broadcast over all masks
+            raise ValueError(f"{len(logits)} rows of logits for {len(rows[0])} positions with x == {self.mask_id}")
+        return plain.index_put(rows, self.mix(table, *self(logits, gain)))
 
 
 def time_gain(schedule, t, switch=0.5):

@@ -1,9 +1,6 @@
 """checkpoint.py: flags, atomic files, and every format that a model may come in, hostile ones too."""
 
 import collections
-import errno
-import io
-import json
 import os
 import pickle
 import sys
@@ -29,6 +26,11 @@ class Config:
     k: int | None = 3
 
 
+@dataclass
+class More(Config):
+    perhaps: bool | None = None  # or not
+
+
 # ---- the command line
 
 
@@ -36,6 +38,7 @@ def test_flags_become_typed_fields():
     assert from_cli(Config, []) == Config()
     assert from_cli(Config, ["--steps=7", "--rate=1e-3", "--name=x=y", "--fast", "--k=none"]) == Config(7, 1e-3, "x=y", True, None)
     assert from_cli(Config, ["--fast=false", "--k=5"]) == Config(k=5)
+    assert from_cli(More, ["--perhaps", "--steps=2"]) == More(steps=2, perhaps=True)
 
 
 def test_preset_first_then_overrides():
@@ -54,10 +57,10 @@ def test_bad_flags_are_refused(argv, message):
 
 def test_help_is_the_commented_class(capsys):
     with pytest.raises(SystemExit) as stop:
-        from_cli(Config, ["--help"], {"quick": dict(steps=1)})
+        from_cli(More, ["--help"], {"quick": dict(steps=1)})
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert "steps: int = 3    # how many" in out and "preset quick" in out
+    assert "steps: int = 3    # how many" in out and "perhaps: bool | None = None  # or not" in out and "preset quick" in out
 
 
 def test_run_says_bad_input_in_one_line_and_exits_2(capsys, monkeypatch):
@@ -72,7 +75,7 @@ def test_run_says_bad_input_in_one_line_and_exits_2(capsys, monkeypatch):
 
 def test_save_and_load_are_inverse_and_nothing_is_left_over(tmp_path):
     path = str(tmp_path / "deep" / "last.pt")
-    save(path, kind="mdlm", step=3, model={"w": torch.arange(3)})
+    save(path, kind="mdlm", config={}, step=3, model={"w": torch.arange(3)})
     ckpt = load(path)
     assert ckpt["step"] == 3 and torch.equal(ckpt["model"]["w"], torch.arange(3)) and "torch" in ckpt["versions"]
     assert os.listdir(tmp_path / "deep") == ["last.pt"]
@@ -82,7 +85,7 @@ def test_save_and_load_are_inverse_and_nothing_is_left_over(tmp_path):
 def test_full_disk_keeps_the_old_checkpoint(tmp_path, monkeypatch):
     """The real error, from a device that is always full."""
     path = str(tmp_path / "last.pt")
-    save(path, step=1, model={})
+    save(path, kind="mdlm", config={}, step=1, model={})
     write = torch.save
     monkeypatch.setattr(torch, "save", lambda parts, tmp: write(parts, os.symlink("/dev/full", tmp) or tmp))
     with pytest.raises(Refused, match="could not write .*last.pt.*free some space"):
@@ -261,10 +264,10 @@ def test_other_models_are_refused(tmp_path):
     with pytest.raises(Refused, match="no MDLM in this checkpoint: none of its 1 tensors"):
         load(str(tmp_path / "gpt.pt"))
     torch.save([1, 2], tmp_path / "list.pt")
-    with pytest.raises(Refused, match="not a checkpoint of format"):
+    with pytest.raises(Refused, match="truncated or not a checkpoint"):
         load(str(tmp_path / "list.pt"))
     torch.save({"format": "soft-masked-mdlm/99"}, tmp_path / "new.pt")
-    with pytest.raises(Refused, match="not a checkpoint of format soft-masked-mdlm/1"):
+    with pytest.raises(Refused, match="not a whole checkpoint of format soft-masked-mdlm/1"):
         load(str(tmp_path / "new.pt"))
     with pytest.raises(Refused, match="no checkpoint at"):
         load(str(tmp_path / "nowhere.pt"))
@@ -274,8 +277,34 @@ def test_other_models_are_refused(tmp_path):
     with pytest.raises(Refused, match="holds a dream-adapter, not an MDLM"):
         MDLM.load(path)
     save(path, **{**ckpt, "config": {**ckpt["config"], "n_layer": 3}})
-    with pytest.raises(Refused, match="do not fit its configuration: Missing key.*blocks.2"):
+    with pytest.raises(Refused, match="do not fit its configuration: RuntimeError, Missing key.*blocks.2"):
         MDLM.load(path)
+
+
+@pytest.mark.parametrize("change", [
+    dict(ema=None), dict(hyper_parameters=None), dict(ema={"shadow_params": 3}), dict(state_dict=[1]), dict(hyper_parameters=[1]),
+    dict(state_dict={"backbone.vocab_embed.embedding": torch.ones(3, 4)}), dict(global_step="x")])
+def test_crippled_checkpoints_load_or_are_refused(tmp_path, change):
+    model, _ = ours(tmp_path)
+    ckpt = checkpoint.inert(lightning(tmp_path, model))
+    torch.save({k: v for k, v in {**ckpt, **change}.items() if k in ("state_dict", "ema", "global_step") or k in change}, tmp_path / "x.ckpt")
+    try:
+        MDLM.load(str(tmp_path / "x.ckpt"))
+    except Refused as e:
+        assert "\n" not in str(e)
+
+
+def test_our_format_without_its_parts_is_refused(tmp_path):
+    model, path = ours(tmp_path)
+    ckpt = load(path)
+    for part in ("kind", "config", "model", "step"):
+        torch.save({k: v for k, v in ckpt.items() if k != part}, tmp_path / "x.pt")
+        with pytest.raises(Refused, match=f"not a whole checkpoint of format .*: {part}"):
+            load(str(tmp_path / "x.pt"))
+    for config in ({"n_layer": "two"}, {"n_head": 0}, [1]):
+        save(path, **{**ckpt, "config": config})
+        with pytest.raises(Refused, match="do not fit its configuration"):
+            MDLM.load(path)
 
 
 def test_ema_of_another_model_is_refused(tmp_path):

@@ -120,6 +120,20 @@ def test_bf16_host_does_not_freeze_omega():
     assert sm.omega[0].item() > 5 * before
 
 
+def test_omega_in_bf16_is_refused():
+    sm = SoftMask(MASK)
+    sm.load_state_dict({k: v.bfloat16() for k, v in sm.state_dict().items()}, assign=True)
+    with pytest.raises(ValueError, match="bfloat16 would not learn"):
+        sm.omega
+    assert all(p.dtype == torch.float32 for p in SoftMask(MASK).to("meta").to_empty(device="cpu").parameters())
+
+
+def test_rows_that_do_not_match_the_masks_are_refused():
+    x, logits, table = example()
+    with pytest.raises(ValueError, match="1 rows of logits for"):
+        SoftMask(MASK).embed(table, x, logits[x == MASK][:1])
+
+
 def test_parameters_are_three_scalars_and_tau_only_for_the_whole_vocabulary():
     assert sorted(SoftMask(MASK).state_dict()) == ["raw_a", "raw_b", "raw_s"]
     assert sorted(SoftMask(MASK, k=None).state_dict()) == ["raw_a", "raw_b", "raw_s", "raw_tau"]
