@@ -229,6 +229,7 @@ def hours(model, batch, binary, soft):
 
 
 def bench_train(cfg, device, dtype):
+    """An update in binary and with SM, against each other and against what a matrix product makes of this machine."""
     product, flops = matmul(device, dtype)
     step, model = training(cfg, device, dtype)
     found = interleaved({"binary": lambda: step(False), "SM, p_sm = 1": lambda: step(True), "matrix product": product},
@@ -258,6 +259,7 @@ def bench_memory(cfg, device, dtype):
 
 
 def bench_sample(cfg, device, dtype):
+    """Whole samples (Alg. 2), one at a time and many at once, binary and with SM."""
     model = build(cfg, device).eval()
     flat = copy.deepcopy(model)
     nn.init.zeros_(flat.net.output_layer.linear.weight)
@@ -426,6 +428,7 @@ def two_finetunings(cfg, device, dtype, soft, checkpointing):
 
 
 def bench_dream(cfg, device, dtype):
+    """Finetuning with and without checkpointing, decoding at once and in blocks, binary and with SM."""
     step, rows = finetuning(cfg, device, dtype), {}
     cases = {f"{'SM' if soft else 'binary'}, {'checkpointing' if again else 'all kept'}": (soft, again)
              for again in (False, True) for soft in (False, True)}

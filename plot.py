@@ -5,6 +5,7 @@ Not here: any measurement. Every number comes from JSON that another script has 
 
     python eval_dream.py --model=DIR --adapter=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9     # and --soft=false
     python plot.py --throughput=results --out=throughput.png                                            # Fig. 3
+    python bench.py --json=bench.json && python plot.py --curves=bench.json --out=curves.png            # cost over sizes
 
 Needs matplotlib (pip install matplotlib), which nothing else in this project does.
 """
@@ -20,6 +21,7 @@ from checkpoint import Refused, atomic, run
 @dataclass
 class Config:
     throughput: str = ""     # folder of eval_dream.py's results with block lengths
+    curves: str = ""         # file of bench.py --json
     out: str = "plot.png"    # or .pdf, .svg
 
 
@@ -67,10 +69,26 @@ def throughput(folder):
     return fig
 
 
+def curves(path):
+    """A panel for each size that bench.py has varied: seconds of an update or a sample, binary and with SM."""
+    try:
+        with open(path, encoding="utf-8") as f:
+            found = json.load(f)["curves"]
+    except (OSError, ValueError, KeyError, TypeError):
+        raise Refused(f"{path} has no curves: run bench.py --parts=curves --json={path} first")
+    fig, [axes] = figure(len(found))
+    for ax, (name, points) in zip(axes, found.items()):
+        for case in [c for c in points[0] if c != "x"]:
+            ax.plot([str(p["x"]) for p in points], [p[case] for p in points], "o-", label=case)
+        ax.set(title=name, xlabel=name.split()[-1], ylabel="seconds", ylim=(0, None))
+        ax.legend()
+    return fig
+
+
 def main(cfg):
-    if not cfg.throughput:
-        raise Refused("nothing to plot: give --throughput=FOLDER")
-    fig = throughput(cfg.throughput)
+    if bool(cfg.throughput) == bool(cfg.curves):
+        raise Refused("nothing to plot, or two things: give --throughput=FOLDER or --curves=FILE")
+    fig = throughput(cfg.throughput) if cfg.throughput else curves(cfg.curves)
     with atomic(cfg.out) as tmp:
         fig.savefig(tmp, format=os.path.splitext(cfg.out)[1].lstrip(".") or "png")
     print(f"wrote {cfg.out}")

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 import bench
+import plot
 from bench import PARTS, PRESETS, Config, interleaved, main, peak
 from checkpoint import Refused
 from train import flops_per_token
@@ -98,3 +99,12 @@ def test_scaling_runs_on_two_processes(tmp_path):
                     f"--json={out}"], cwd=ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     rows = json.loads(out.read_text())["scaling"]
     assert list(rows) == ["1 process, batch 2", "strong: 2 × 1", "weak: 2 × 2"]
+
+
+@pytest.mark.parametrize("text", [None, "no json", "[]", '{"train": {}}'])
+def test_plot_refuses_files_without_curves(tmp_path, text):
+    path = tmp_path / "bench.json"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(Refused, match="has no curves"):
+        plot.curves(path)
