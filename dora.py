@@ -50,6 +50,7 @@ class DoRALinear(nn.Module):
         """n (out,), fp32, without forming B A: |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, row by row.
 
         It depends on weights alone, so it is kept until A or B change: once per optimizer step, not per micro-batch.
+        Changes that go around autograd (A.data.copy_, A.data.add_) are not seen: set `cached` to None after them.
         """
         A, B, s = self.lora_A, self.lora_B, self.s
         key = (DoRALinear.updates, A._version, B._version, A.data_ptr(), B.data_ptr())
@@ -84,7 +85,12 @@ def replace(model, name, module):
 
 
 def attach(model, names, r=16, alpha=16, generator=None):
-    """DoRA on every nn.Linear whose last name is in names, in place; the rest is frozen. Raises ValueError if none is."""
+    """DoRA on every nn.Linear whose last name is in names, in place; the rest is frozen.
+
+    Raises ValueError if there is none, and for a rank that is not 1, 2, …
+    """
+    if isinstance(names, str) or type(r) is not int or r < 1:
+        raise ValueError(f"it needs a list of names and a rank of at least 1, not {names!r} and {r!r}")
     found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in names}
     if not found:
         raise ValueError(f"no linear layer is called {' or '.join(names)}")

@@ -16,6 +16,7 @@ hundred unused ids above it: nothing here suppresses them [code].
 Not here: decoding (sample_dream.py), training (finetune_dream.py), the maths of the adapter (dora.py).
 """
 
+import hashlib
 import json
 import os
 import unicodedata
@@ -29,16 +30,20 @@ from torch.utils.checkpoint import checkpoint
 
 import dora
 from checkpoint import Refused, read_safetensors
+from softmask import SoftMask
 
 
 def read_json(path):
     try:
         with open(path, encoding="utf-8") as f:
-            return json.load(f)
+            values = json.load(f)
     except FileNotFoundError:
         raise Refused(f"{path} does not exist: give the folder of a model or adapter with all its files")
     except ValueError as e:
         raise Refused(f"{path} is not JSON ({e}): fetch it again")
+    if not isinstance(values, dict):
+        raise Refused(f"{path} holds no JSON object but a {type(values).__name__}: fetch it again")
+    return values
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -65,9 +70,9 @@ class DreamConfig:
     def read(cls, folder):
         """config.json of a model folder. Raises Refused when it describes another architecture than this file's."""
         raw = read_json(os.path.join(folder, "config.json"))
-        missing = [f.name for f in fields(cls) if raw.get(f.name) is None]
+        missing = [f.name for f in fields(cls) if not isinstance(raw.get(f.name), (int, f.type))]
         if missing:
-            raise Refused(f"{folder}/config.json has no {', '.join(missing)}: not the configuration of a Dream model")
+            raise Refused(f"{folder}/config.json has no number for {', '.join(missing)}: not the configuration of a Dream model")
         for name, want in {"tie_word_embeddings": False, "rope_scaling": None, "use_sliding_window": False,
                            "hidden_act": "silu", "attention_dropout": 0.0}.items():
             # Absent means Qwen2's default, which is the wanted value for each of them.
@@ -205,6 +210,17 @@ class Dream(nn.Module):
         """Logits of the masked positions only, row-major.   h: (B, L, D), mask: (B, L) bool.   Returns (N, V)"""
         return self.lm_head(self.rows_at(h, mask))
 
+    def fingerprint(self):
+        """16 hex digits that tell these weights from others of the same shapes, whatever adapter is attached to them.
+
+        From the first values of every tensor, rounded to bf16: the same for a model loaded as stored or in float32.
+        """
+        digest = hashlib.sha256()
+        for name, p in self.named_parameters():
+            if ".lora_" not in name:
+                digest.update(p.detach().flatten()[:64].bfloat16().view(torch.int16).cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
+
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
         """The published folder, frozen, in evaluation mode. dtype None: as stored.
@@ -217,8 +233,10 @@ class Dream(nn.Module):
             model = cls(cfg)
         index = os.path.join(folder, "model.safetensors.index.json")
         one = os.path.join(folder, "model.safetensors")
-        shards = [one] if os.path.exists(one) else sorted(
-            {os.path.join(folder, name) for name in read_json(index)["weight_map"].values()})
+        weight_map = {"": "model.safetensors"} if os.path.exists(one) else read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict):
+            raise Refused(f"{index} has no weight_map, which says what the shards are: fetch it again")
+        shards = sorted(os.path.join(folder, name) for name in set(weight_map.values()))
         state = {}
         for shard in shards:
             state.update({name: t.to(device, dtype) for name, t in read_safetensors(shard).items()})
@@ -242,8 +260,8 @@ class Dream(nn.Module):
 def load_adapter(model, folder):
     """Attach the adapter in `folder`, in place. Returns the arguments of its SoftMask, or None for a binary one.
 
-    DoRA as peft writes it (adapter_config.json, adapter_model.safetensors); ω from softmask.json, or else from the
-    authors' transparency_config.json (rounded to bf16). Raises Refused for another kind of adapter, or another model's.
+    DoRA as peft writes it (adapter_config.json, adapter_model.safetensors); ω as `read_omega` finds it. Raises Refused for
+    another kind of adapter, or another model's; finetune.json, where there is one, tells models of one shape apart.
     """
     at = lambda name: os.path.join(folder, name)
     cfg, state = read_json(at("adapter_config.json")), read_safetensors(at("adapter_model.safetensors"))
@@ -251,19 +269,47 @@ def load_adapter(model, folder):
                        "alpha_pattern": {}}.items():
         if cfg.get(name, None if want is True else want) != want:
             raise Refused(f"{folder}/adapter_config.json has {name} = {cfg.get(name)!r}, only {want!r} is implemented")
+    base = read_json(at("finetune.json")).get("base") if os.path.exists(at("finetune.json")) else None
+    if base not in (None, model.fingerprint()):
+        raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
+                      f"{cfg.get('base_model_name_or_path')}: same shapes, other weights")
+    omega = read_omega(model.cfg, folder)
     try:
         dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
         dora.load_adapter_state(model, state)
-    except (KeyError, ValueError) as e:
+    except (KeyError, TypeError, ValueError) as e:
         raise Refused(f"{folder} is not an adapter of this model: {e}")
-    if os.path.exists(at("softmask.json")):
-        return read_json(at("softmask.json"))
-    if not os.path.exists(at("transparency_config.json")):
+    return omega
+
+
+def read_omega(cfg, folder):
+    """Arguments of SoftMask from softmask.json, or else from the authors' transparency_config.json (rounded to bf16);
+    None where neither is. Raises Refused for what is not a soft mask of this model, or would be another one here."""
+    found = [path for name in ("softmask.json", "transparency_config.json") if os.path.exists(path := os.path.join(folder, name))]
+    if not found:
         return None
-    sm = read_json(at("transparency_config.json"))
-    return dict(mask_id=model.cfg.mask_token_id, k=sm["mixinputs_k"] if "topk" in sm["transparency_alg"] else None,
-                omega_s=min(sm["transparency_scale"], 1 - 1e-6), omega_a=sm["transparency_steepness"],  # bf16 rounds up to 1
-                omega_b=sm["transparency_centre"], tau=sm["mixture_temp"])
+    raw = read_json(path := found[0])
+    try:
+        if path.endswith("softmask.json"):
+            sm = {"tau": 1.0} | {name: raw[name] for name in ("mask_id", "k", "omega_s", "omega_a", "omega_b")} | raw
+        else:
+            k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}[raw["transparency_alg"]]
+            sm = dict(mask_id=cfg.mask_token_id, k=k, omega_s=raw["transparency_scale"], tau=raw["mixture_temp"],
+                      omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
+        if sm["omega_s"] == 1:  # rounded up: the sigmoid in fp32, and 0.999 in bf16
+            sm["omega_s"] = 1 - 1e-6
+        SoftMask(**sm)
+    except KeyError as e:
+        raise Refused(f"{path} is not a soft mask: {e} is missing, or not known here")
+    except (TypeError, ValueError) as e:
+        raise Refused(f"{path} is not a soft mask: {e}")
+    if sm["mask_id"] != cfg.mask_token_id or not (sm["k"] is None or type(sm["k"]) is int and sm["k"] <= cfg.vocab_size):
+        raise Refused(f"{path} has mask_id = {sm['mask_id']}, k = {sm['k']}: of another model than this one with mask "
+                      f"{cfg.mask_token_id} and {cfg.vocab_size} tokens")
+    if raw.get("transparency_scheduling") not in (None, "none"):
+        raise Refused(f"{path} has transparency_scheduling = {raw['transparency_scheduling']!r}, which is a setting of decoding "
+                      f"here: write \"none\" there, and decode with --schedule={raw['transparency_scheduling']}")
+    return sm
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -21,6 +21,7 @@ import math
 import os
 import signal
 import time
+from collections import Counter
 from dataclasses import asdict, dataclass, replace
 
 import numpy as np
@@ -29,7 +30,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils.checkpoint import checkpoint as recomputed
 from tqdm import tqdm
 
 import checkpoint
@@ -37,10 +37,14 @@ import dora
 from checkpoint import Refused, atomic
 from data import order, rng
 from dream import Dream, DreamConfig, Tokenizer
+from mdlm import in_chunks
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
-ROLES = {"system": "system", "user": "user", "assistant": "assistant", "HUMAN": "user", "ASSISTANT": "assistant"}
+ROLES = {"system": "system", "user": "user", "assistant": "assistant",
+         "SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}
+HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
+FREE = ("model", "data", "out", "resume", "overwrite", "checkpointing", "device", "log_every", "save_every", "eval_every")
 MASK_FLOOR = 1e-3  # a token is masked with probability t (1 − floor) + floor, but weighted by 1/t [code]
 
 
@@ -80,17 +84,16 @@ class Config:
     checkpointing: bool = True  # 24 GB; false: 40 GB and a quarter less time
     chunk: int = 256            # rows of logits that exist at once: 0.16 GB in fp32
     device: str = "auto"        # cuda, else mps, else cpu
-    dtype: str = "auto"         # of the frozen weights: as stored on CUDA (bf16), float32 elsewhere
+    dtype: str = "auto"         # of the frozen weights: bfloat16 on a GPU that has it, float32 elsewhere
     log_every: int = 10
-    save_every: int = 100       # last/ and last.pt
+    save_every: int = 100       # last/ and last.pt, and a line in the log: it is then the same after a resume
     eval_every: int = 500       # and best/; the authors' 100 would be a third of the run
-    tiny: bool = False          # first write a small random model and a few dialogues to model and data
 
 
 PRESETS = {
     # ω starts where feedback shows at once; from the paper's start it takes a thousand updates
-    "tiny": dict(tiny=True, model="out/tiny_dream/model", data="out/tiny_dream/dialogues.jsonl", out="out/tiny_dream",
-                 overwrite=True, steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5, save_every=20, eval_every=20),
+    "tiny": dict(model="out/tiny_dream/model", data="out/tiny_dream/dialogues.jsonl", out="out/tiny_dream", steps=60,
+                 eta_bb=1e-2, omega_s=0.3, omega_b=-2.5, save_every=20, eval_every=20),
     "iso-update": {},
     "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),  # SM's two passes for the price of the baseline's one
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
@@ -130,7 +133,7 @@ def read_jsonl(cfg):
     except (OSError, UnicodeDecodeError) as e:
         raise Refused(f"--data={cfg.data} cannot be read ({e}): give a .jsonl file, or mix or coding")
     n_val = min(cfg.n_val, len(lines) // 10)
-    lines = [lines[i] for i in order(len(lines), 0, cfg.seed)]
+    lines = [lines[i] for i in order(len(lines), "held out", cfg.seed)]
     return [(len(part), part) for part in (lines[n_val:][:cfg.n_train], lines[:n_val])]
 
 
@@ -138,12 +141,14 @@ def read_hub(cfg):
     """The same, of the paper's corpora. 1% of a corpus without a test part is held out (10% in the code)."""
     try:
         from datasets import concatenate_datasets, load_dataset
+        whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
+        parts = [whole.train_test_split(0.01, seed=cfg.seed)]
+        if cfg.data == "mix":
+            parts.append(load_dataset("HuggingFaceTB/smoltalk", "all").select_columns(["messages"]))
     except ImportError:
         raise Refused(f"--data={cfg.data} comes from the hub: pip install datasets, or give a .jsonl file")
-    name = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}[cfg.data]
-    parts = [load_dataset(name, split="train").select_columns(["messages"]).train_test_split(0.01, seed=cfg.seed)]
-    if cfg.data == "mix":
-        parts.append(load_dataset("HuggingFaceTB/smoltalk", "all").select_columns(["messages"]))
+    except OSError as e:  # every error of a network is one
+        raise Refused(f"--data={cfg.data} could not be fetched from the hub ({type(e).__name__}): try again, or give a .jsonl file")
 
     def drawn(split, n):
         rows = concatenate_datasets([part[split] for part in parts]).shuffle(seed=cfg.seed)
@@ -172,12 +177,17 @@ def keep(ids, prompt_len, cfg, tok, mask_id):
 
 def encode_all(n, records, cfg, tok, mask_id, show):
     """[(ids, prompt length)] of what the filters keep, and {reason: how many} of the rest."""
-    kept, dropped = [], {}
+    kept, dropped = [], Counter()
     for where, record in tqdm(records, total=n, desc="dialogues", disable=not show, delay=5):
-        ids, prompt_len = encode_chat(conversation(record, where), tok)
-        reason = keep(ids, prompt_len, cfg, tok, mask_id)
+        try:
+            ids, prompt_len = encode_chat(conversation(record, where), tok)
+            reason = keep(ids, prompt_len, cfg, tok, mask_id)
+        except Refused:  # the user can mend a .jsonl, but not the one odd dialogue of a corpus
+            if cfg.data not in HUB:
+                raise
+            reason = "malformed"
         if reason:
-            dropped[reason] = dropped.get(reason, 0) + 1
+            dropped[reason] += 1
         else:
             kept.append((np.array(ids, np.int32), prompt_len))
     return kept, dropped
@@ -211,14 +221,6 @@ def corrupt(x0, prompt_len, t, mask_id, generator):
 # Alg. 1 l.5-8
 
 
-def in_chunks(fn, size, *rows):
-    """fn(*rows) by `size` rows at a time, its (n, V) tensors recomputed in the backward pass: no more of them ever exist."""
-    again = lambda *chunk: recomputed(fn, *chunk, use_reentrant=False, preserve_rng_state=False)
-    run = again if torch.is_grad_enabled() else fn
-    parts = [run(*chunk) for chunk in zip(*(r.split(size) for r in rows))]
-    return tuple(map(torch.cat, zip(*parts)))
-
-
 class TwoPass(nn.Module):
     """Both passes as one module, so that DDP sees one forward per backward.   sm: SoftMask, or None for a binary model.
 
@@ -244,12 +246,12 @@ class TwoPass(nn.Module):
             def feedback(rows):
                 lam, ids, pi = sm(dream.lm_head(rows))
                 return sm.mix(dream.table, lam, ids, pi), lam.detach()
-            mixed, lam = in_chunks(feedback, self.chunk, rows)                               # (N, D), (N,)
+            mixed, lam = in_chunks(feedback, rows, size=self.chunk, recompute=True)          # (N, D), (N,)
             emb = emb.index_put((masked,), mixed)                                            # (B, L, D)
             self.lam = lam.mean()
         rows = dream.rows_at(dream.trunk(emb)[0], masked)                                    # (N, D)          l.7
-        score = lambda rows, y: (F.cross_entropy(dream.lm_head(rows).float(), y, reduction="none"),)
-        nll, = in_chunks(score, self.chunk, rows, x0[masked])                                # (N,)            l.8
+        score = lambda rows, y: F.cross_entropy(dream.lm_head(rows).float(), y, reduction="none")
+        nll = in_chunks(score, rows, x0[masked], size=self.chunk, recompute=True)            # (N,)            l.8
         # DDP must find a gradient for ω in every pass, or its ranks part ways without an error.
         return nll if sm is None else nll + 0 * sum(p for p in sm.parameters())
 
@@ -276,12 +278,13 @@ def lr_at(step, steps, warmup):
 
 def save_adapter(folder, dream, sm, cfg):
     """An adapter folder: DoRA as peft has it, ω as we and as the authors write it, and this run's settings."""
-    files = {"finetune.json": asdict(cfg),
+    files = {"finetune.json": asdict(cfg) | {"base": dream.fingerprint()},
              "adapter_config.json": dict(
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model, r=cfg.r, lora_alpha=cfg.alpha,
                  lora_dropout=0.0, bias="none", use_dora=True, target_modules=TARGETS, inference_mode=True)}
     if sm:
         omega = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega)))
+        omega["omega_s"] = min(omega["omega_s"], 1 - 1e-6)  # in fp32 the sigmoid reaches 1, which SoftMask does not take
         tau = (F.softplus(sm.raw_tau) + 1e-6).item() if sm.k is None else 1.0
         files["softmask.json"] = dict(mask_id=sm.mask_id, k=sm.k, tau=tau, **omega)
         files["transparency_config.json"] = dict(
@@ -290,16 +293,16 @@ def save_adapter(folder, dream, sm, cfg):
             transparency_centre=omega["omega_b"], mixinputs_k=sm.k or 1, transparency_scheduling="none")
     path = os.path.join(folder, "adapter_model.safetensors")
     checkpoint.write_safetensors(path, dora.adapter_state(dream), {"format": "pt"})
-    for name in ("softmask.json", "transparency_config.json"):
-        with contextlib.suppress(FileNotFoundError):  # a binary adapter must not find the ω of an older run
-            os.remove(os.path.join(folder, name))
     for name, values in files.items():
         with atomic(os.path.join(folder, name)) as tmp, open(tmp, "w", encoding="utf-8") as f:
             json.dump(values, f, indent=1)
+    for name in {"softmask.json", "transparency_config.json"} - files.keys():
+        with contextlib.suppress(FileNotFoundError):  # a binary adapter must not find the ω of an older run
+            os.remove(os.path.join(folder, name))
 
 
 def make_tiny(model, data):
-    """A random model folder (2 layers, bytes as tokens, two shards) and 120 dialogues, for a run without any download."""
+    """A random model folder (2 layers, bytes as tokens) and 120 dialogues, for a run without downloads. Replaces no file."""
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>", "<|mask|>")
     special = {name: 256 + i for i, name in enumerate(names)}
     cfg = dict(vocab_size=264, hidden_size=64, intermediate_size=160, num_hidden_layers=2, num_attention_heads=4,
@@ -308,17 +311,16 @@ def make_tiny(model, data):
     with torch.device("meta"):
         shapes = {name: p.shape for name, p in Dream(DreamConfig(**cfg)).state_dict().items()}
     noise = lambda name, shape: torch.randn(shape, generator=rng("tiny", name)) * shape[-1] ** -0.5
-    weights = {name: torch.ones(shape) if "norm" in name else noise(name, shape) for name, shape in shapes.items()}
-    shard = {name: f"model-0000{1 + (name == 'lm_head.weight')}-of-00002.safetensors" for name in weights}
-    for file in set(shard.values()):
-        checkpoint.write_safetensors(os.path.join(model, file), {n: w for n, w in weights.items() if shard[n] == file})
+    if not os.path.exists(f"{model}/model.safetensors"):
+        checkpoint.write_safetensors(f"{model}/model.safetensors", {
+            name: torch.ones(shape) if "norm" in name else noise(name, shape) for name, shape in shapes.items()})
     ask = lambda a, b: [{"role": "user", "content": f"{a} + {b} = ?"}, {"role": "assistant", "content": f"It is {a + b}."}]
+    dialogues = "".join(json.dumps({"messages": ask(a, b)}) + "\n" for a in range(12) for b in range(10))
     for path, text in ((f"{model}/config.json", json.dumps(cfg)), (f"{model}/added_tokens.json", json.dumps(special)),
-                       (f"{model}/model.safetensors.index.json", json.dumps({"weight_map": shard})),
-                       (f"{model}/merges.txt", "#version: 0.2\n"),
-                       (data, "".join(json.dumps({"messages": ask(a, b)}) + "\n" for a in range(12) for b in range(10)))):
-        with atomic(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-            f.write(text)
+                       (f"{model}/merges.txt", "#version: 0.2\n"), (data, dialogues)):
+        if not os.path.exists(path):
+            with atomic(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
+                f.write(text)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -331,39 +333,21 @@ def checked(cfg):
     limits = {name: getattr(cfg, name) >= 1 for name in positive}
     limits |= {"steps": cfg.steps >= 0, "epochs": cfg.epochs > 0, "loss": cfg.loss in ("authors", "paper"),
                "b_l": 0 < cfg.b_l < cfg.b_h, "b_h": cfg.b_h <= 1, "p_sm": 0 <= cfg.p_sm <= 1, "warmup": 0 <= cfg.warmup < 1,
-               "alpha": cfg.alpha > 0, "clip": cfg.clip > 0, "dtype": cfg.dtype in ("auto", "bfloat16", "float32")}
+               "alpha": cfg.alpha > 0, "clip": cfg.clip > 0, "eta_bb": cfg.eta_bb >= 0, "eta_sm": cfg.eta_sm >= 0}
     for name, ok in limits.items():
         if not ok:
             raise Refused(f"--{name}={getattr(cfg, name)} is out of range: sizes and *_every are at least 1, 0 < b_l < b_h "
-                          f"<= 1, p_sm and warmup shares, loss authors or paper, dtype auto, bfloat16 or float32")
+                          f"<= 1, p_sm and warmup shares, eta_* not negative, loss authors or paper")
     if not cfg.model or not cfg.data:
         raise Refused("give --model=FOLDER and --data=FILE.jsonl, mix or coding, or try `python finetune_dream.py tiny`")
     return cfg
 
 
-def machine(cfg):
-    """(rank, world, device, dtype of the weights or None for as stored), from torchrun's variables and cfg."""
-    rank, world, local = (int(os.environ.get(name, d)) for name, d in (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
-    there = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()), "cpu": world}
-    kind = next(name for name, n in there.items() if n) if cfg.device == "auto" else cfg.device
-    if there.get(kind, 0) <= local:
-        raise Refused(f"--device={kind} for local rank {local}, but this machine has {there.get(kind, 0)} of it: use "
-                      f"--device=cpu or fewer processes")
-    device = torch.device(kind, local) if kind == "cuda" else torch.device(kind)
-    if kind == "cuda":
-        torch.cuda.set_device(device)
-    if world > 1:  # gloo beside NCCL, for the one flag that lives on the CPU
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
-    auto = None if kind == "cuda" else torch.float32
-    return rank, world, device, auto if cfg.dtype == "auto" else getattr(torch, cfg.dtype)
-
-
 def resumable(ckpt, cfg, source, last):
     """Raises Refused unless going on from this checkpoint repeats the run that it was cut from."""
-    free = ("out", "resume", "overwrite", "tiny", "checkpointing", "device", "log_every", "save_every", "eval_every")
-    here, there = ({k: v for k, v in c.items() if k not in free} for c in (asdict(cfg), ckpt["config"]))
-    different = [f"{n} ({there.get(n)} there, {here.get(n)} here)" for n in here if there.get(n) != here.get(n)]
-    different += ["the dialogues"] if ckpt["data"] != source else []
+    settings = lambda config, source: {name: v for name, v in config.items() if name not in FREE} | source
+    there, here = settings(ckpt["config"], ckpt["data"]), settings(asdict(cfg), source)
+    different = [f"{n} ({there.get(n)} there, {v} here)" for n, v in here.items() if there.get(n) != v]
     if different:
         raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, or another --out")
 
@@ -384,30 +368,32 @@ def signals():
 
 
 def finetune(cfg):
-    """Make an adapter. Returns the trained TwoPass, for tests and notebooks."""
-    with signals() as stop:
-        return run(cfg, stop)
-
-
-def run(cfg, stop):
-    """Alg. 1, top to bottom; leaves after the update in which `stop` is not empty any more."""
+    """Alg. 1, top to bottom. Returns the trained TwoPass, for tests and notebooks."""
     # ---- what is to be trained
     cfg = checked(cfg)
-    rank, world, device, dtype = machine(cfg)
+    rank, world, device, dtype = checkpoint.machine(cfg.device, cfg.dtype)
     master, last, log_path = rank == 0, os.path.join(cfg.out, "last.pt"), os.path.join(cfg.out, "log.jsonl")
     accum, rest = divmod(cfg.batch_size, world)
     if rest:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes: give one that is")
     if os.path.exists(last) and not (cfg.resume or cfg.overwrite):
-        raise Refused(f"{cfg.out} already holds a run: --resume goes on with it, --out=… starts another")
-    if cfg.tiny and master:
-        make_tiny(cfg.model, cfg.data)
+        raise Refused(f"{cfg.out} already holds a run: --resume goes on with it, --overwrite replaces it, --out=… starts another")
+    if world > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # gloo beside NCCL, for the one flag that lives on the CPU
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    own = PRESETS["tiny"]
+    if master and (cfg.model == own["model"] or cfg.data == own["data"]):
+        make_tiny(own["model"], own["data"])
     if world > 1:
         dist.barrier()
-    tok, dream = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
+    tok, dream = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype or torch.float32)
     mask_id, eos = dream.cfg.mask_token_id, dream.cfg.pad_token_id
     if tok.n_vocab > dream.cfg.vocab_size:
         raise Refused(f"{cfg.model}: the tokenizer has {tok.n_vocab} ids, the model only {dream.cfg.vocab_size}: two models")
+    if (cfg.k or 1) > dream.cfg.vocab_size:
+        raise Refused(f"--k={cfg.k} is more than the {dream.cfg.vocab_size} tokens of {cfg.model}: give fewer, or none for all")
     dream.checkpointing = cfg.checkpointing
     dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
     try:
@@ -419,15 +405,15 @@ def run(cfg, stop):
     optimizer = torch.optim.AdamW([{"params": p} for p in (theta, omega) if p], betas=(0.9, 0.999), weight_decay=0.0)
 
     # ---- the dialogues
-    read = read_hub if cfg.data in ("mix", "coding") else read_jsonl
+    read = read_hub if cfg.data in HUB else read_jsonl
     (train, dropped), (val, _) = (encode_all(*part, cfg, tok, mask_id, master) for part in read(cfg))
     reasons = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "none"
     if not train:
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {reasons}")
     digest = hashlib.sha256()
-    for ids, prompt_len in train:
+    for ids, prompt_len in train + val:
         digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
-    source = {"path": cfg.data, "n_tokens": sum(len(ids) for ids, _ in train), "sha256": digest.hexdigest()}
+    source = {"dialogues": digest.hexdigest()[:16], "base": dream.fingerprint()}
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
     start, metrics = 0, {}
@@ -489,10 +475,10 @@ def run(cfg, stop):
     done = start
     if master:
         os.makedirs(cfg.out, exist_ok=True)
-        old = list(open(log_path)) if start and os.path.exists(log_path) else []
+        old = checkpoint.log_until(log_path, start)
         with atomic(log_path) as tmp, open(tmp, "w") as f:  # without the lines of updates that will be made again
-            f.writelines(line for line in old if json.loads(line)["step"] <= start)
-        print(f"{len(train):,} dialogues, {source['n_tokens']:,} tokens, {len(val)} held out; dropped: {reasons}\n"
+            f.writelines(old)
+        print(f"{len(train):,} dialogues, {sum(len(ids) for ids, _ in train):,} tokens, {len(val)} held out; dropped: {reasons}\n"
               f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, {device} × {world}, "
               f"{dream.table.dtype}; updates {start:,} to {cfg.steps:,} of {cfg.batch_size}", flush=True)
     seen, mark, clock, first = torch.zeros(6, dtype=torch.float64), start, time.time(), time.time()
@@ -524,44 +510,46 @@ def run(cfg, stop):
             print(f"log line lost: {e}")
 
     # ---- Alg. 1
-    for step in range(start, cfg.steps):
-        # p_sm: one coin per update, the same on every rank [ours]; the released code tosses one per dialogue
-        soft = sm is not None and torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm
-        for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
-            group["lr"] = eta * lr_at(step, cfg.steps, cfg.warmup)
-        for i in range(accum):
-            j = i * world + rank                           # global number: who computes it changes nothing
-            x0, prompt_len = dialogue(step, j)                                               # (1, L)          l.2
-            t = sample_time(cfg.b_l, cfg.b_h, rng(cfg.seed, "t", step, j))                   #                 l.3
-            xt = corrupt(x0, prompt_len, t, mask_id, rng(cfg.seed, "q", step, j))            # (1, L)          l.4
-            with net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext():
-                nll = net(x0.to(device), xt.to(device), soft)                                # (N,)            l.5-8
-                (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()  # DDP will divide by world
-            nll = nll.detach()
-            seen += torch.tensor([objective(nll, t, cfg.loss, 1).item(), nll.sum().item(), len(nll), x0.numel(),
-                                  model.lam.item() * soft, soft])
-        if not soft:  # DDP needs the zero gradient of ω that the loss made; Adam would still move ω by its momentum
-            for p in omega:
-                p.grad = None
-        norm = nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
-        optimizer.step()                                                                     #                 l.9
-        optimizer.zero_grad(set_to_none=True)
-        done = step + 1
+    with signals() as stop:  # only now: until here Ctrl-C loses nothing
+        for step in range(start, cfg.steps):
+            # p_sm: one coin per update, the same on every rank [ours]; the released code tosses one per dialogue
+            soft = sm is not None and torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm
+            for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
+                group["lr"] = eta * lr_at(step, cfg.steps, cfg.warmup)
+            for i in range(accum):
+                j = i * world + rank                           # global number: who computes it changes nothing
+                x0, prompt_len = dialogue(step, j)                                           # (1, L)          l.2
+                t = sample_time(cfg.b_l, cfg.b_h, rng(cfg.seed, "t", step, j))               #                 l.3
+                xt = corrupt(x0, prompt_len, t, mask_id, rng(cfg.seed, "q", step, j))        # (1, L)          l.4
+                with net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext():
+                    nll = net(x0.to(device), xt.to(device), soft)                            # (N,)            l.5-8
+                    (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()  # DDP will divide by world
+                nll = nll.detach()
+                seen += torch.tensor([objective(nll, t, cfg.loss, 1).item(), nll.sum().item(), len(nll), x0.numel(),
+                                      model.lam.item() * soft, soft])
+            if not soft:  # DDP needs the zero gradient of ω that the loss made; Adam would still move ω by its momentum
+                for p in omega:
+                    p.grad = None
+            norm = nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
+            optimizer.step()                                                                 #                 l.9
+            optimizer.zero_grad(set_to_none=True)
+            done = step + 1
 
-        end = stopping() or done == cfg.steps
-        if val and (done % cfg.eval_every == 0 or done == cfg.steps):
-            metrics = {**metrics, "step": done, **evaluate()}
-            score = metrics["val_soft" if sm else "val_binary"]
-            if score < metrics.get("best", math.inf):
-                metrics["best"] = score
-                if master:
-                    save_adapter(os.path.join(cfg.out, "best"), dream, sm, cfg)
-        if done % cfg.log_every == 0 or end or metrics.get("step") == done:
-            report(norm)
-        if done % cfg.save_every == 0 or end:
-            save()
-        if end:
-            break
+            end = stopping() or done == cfg.steps
+            saving = end or done % cfg.save_every == 0
+            if val and (done % cfg.eval_every == 0 or done == cfg.steps):
+                metrics = {**metrics, "step": done, **evaluate()}
+                score = metrics["val_soft" if sm else "val_binary"]
+                if score < metrics.get("best", math.inf):
+                    metrics["best"] = score
+                    if master:
+                        save_adapter(os.path.join(cfg.out, "best"), dream, sm, cfg)
+            if done % cfg.log_every == 0 or saving or metrics.get("step") == done:
+                report(norm)
+            if saving:
+                save()
+            if end:
+                break
 
     if world > 1:
         dist.destroy_process_group()

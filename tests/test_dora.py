@@ -127,8 +127,9 @@ def test_foreign_state_is_refused_and_changes_nothing(tiny_dream):
         with pytest.raises(ValueError, match=message):
             load_adapter_state(dream, wrong)
     assert all(torch.equal(before[n], p) for n, p in adapter_state(dream).items())
-    with pytest.raises(ValueError, match="c_attn"):
-        attach(dream, ["c_attn"])
+    for names, r, message in ((["c_attn"], 16, "c_attn"), ("all-linear", 16, "a list of names"), (["q_proj"], 0, "a rank")):
+        with pytest.raises(ValueError, match=message):
+            attach(dream, names, r)
 
 
 def test_deepcopy_and_device_moves_keep_the_norm_right():

@@ -226,7 +226,7 @@ def edited(folder, **changes):
 @pytest.mark.parametrize("changes, message", [
     (dict(tie_word_embeddings=True), "tie_word_embeddings = True, only False"),
     (dict(rope_scaling={"type": "yarn"}), "rope_scaling"),
-    (dict(mask_token_id="gone"), "no mask_token_id"),
+    (dict(mask_token_id="gone"), "no number for mask_token_id"),
     (dict(mask_token_id=200), "beyond vocab_size = 200"),
     (dict(num_hidden_layers=4), r"lacks model.layers.3.input_layernorm.weight \(12 such"),
     (dict(num_hidden_layers=2), "has an unknown model.layers.2.input_layernorm.weight"),
@@ -247,6 +247,10 @@ def test_broken_folders_are_refused(folder):
     shard.unlink()
     with pytest.raises(Refused, match="00002-of-00003.safetensors does not exist"):
         Dream.load(folder)
+    for text, message in (("{}", "index.json has no weight_map"), ("[]", "index.json holds no JSON object but a list")):
+        (folder / "model.safetensors.index.json").write_text(text)
+        with pytest.raises(Refused, match=message):
+            Dream.load(folder)
     (folder / "model.safetensors.index.json").write_text("{")
     with pytest.raises(Refused, match="index.json is not JSON"):
         Dream.load(folder)
@@ -296,11 +300,54 @@ def test_dense_and_saturated_heads_are_read(tiny_dream, dream, tmp_path):
     (dict(r=8), r"\(16, 64\), the model needs \(8, 64\)"),
     (dict(target_modules=["q_proj"]), "not an adapter of this model"),
     (dict(target_modules=["c_attn"]), "no linear layer is called c_attn"),
+    (dict(target_modules="all-linear"), "a list of names and a rank of at least 1, not 'all-linear'"),
+    (dict(r=0), "a rank of at least 1"),
+    (dict(r="16"), "a rank of at least 1"),
+    (dict(lora_alpha="x"), "not an adapter of this model"),
 ])
 def test_other_adapters_are_refused(tiny_dream, dream, tmp_path, changes, message):
     adapter_folder(tmp_path, recorded_adapter(Dream.load(tiny_dream)), **changes)
     with pytest.raises(Refused, match=message):
         load_adapter(dream, tmp_path)
+
+
+OURS = {"mask_id": 194, "k": 3, "omega_s": 0.4, "omega_a": 2.0, "omega_b": -2.5, "tau": 1.0}
+THEIRS = {"transparency_alg": "mixinputs_with_topk", "transparency_scale": 0.4, "transparency_steepness": 2.0,
+          "transparency_centre": -2.5, "mixture_temp": 1.0, "mixinputs_k": 1, "transparency_scheduling": "none"}
+
+
+@pytest.mark.parametrize("values, message", [
+    (OURS | {"mask_id": 3}, "mask_id = 3, k = 3: of another model than this one with mask 194 and 200 tokens"),
+    (OURS | {"k": 999}, "k = 999: of another model"),
+    (OURS | {"k": 1.5}, "k = 1.5"),
+    (OURS | {"k": "3"}, "not a soft mask"),
+    (OURS | {"omega_s": 1.7}, "0 <= omega_s < 1"),
+    (OURS | {"omega_b": 0.5}, "omega_b < 0"),
+    (OURS | {"omega_c": 0.5}, "omega_c"),
+    ({n: v for n, v in OURS.items() if n != "omega_b"}, "'omega_b' is missing"),
+    ([OURS], "softmask.json holds no JSON object"),
+    (THEIRS | {"transparency_alg": "mixinputs_with_mean"}, "'mixinputs_with_mean' is missing, or not known here"),
+    (THEIRS | {"transparency_scheduling": "linear"}, "decode with --schedule=linear"),
+    (THEIRS | {"mixinputs_k": 999}, "k = 999: of another model"),
+    ({n: v for n, v in THEIRS.items() if n != "mixinputs_k"}, "'mixinputs_k' is missing"),
+    ({n: v for n, v in THEIRS.items() if n != "transparency_scale"}, "'transparency_scale' is missing"),
+])
+def test_other_soft_masks_are_refused(tiny_dream, dream, tmp_path, values, message):
+    """No value of such a file is guessed at: a field that means something else here would change what the model says."""
+    adapter_folder(tmp_path, recorded_adapter(Dream.load(tiny_dream)))
+    name = "transparency_config.json" if "mixture_temp" in values else "softmask.json"
+    (tmp_path / name).write_text(json.dumps(values))
+    with pytest.raises(Refused, match=message):
+        load_adapter(dream, tmp_path)
+
+
+def test_fingerprint_is_of_the_weights_alone(tiny_dream, dream):
+    """Not of the dtype, nor of an adapter on top."""
+    own = dream.fingerprint()
+    assert Dream.load(tiny_dream, dtype=torch.float64).fingerprint() == Dream.load(tiny_dream, dtype=torch.bfloat16).fingerprint() == own
+    assert recorded_adapter(dream).fingerprint() == own
+    dora.merge_(dream)
+    assert dream.fingerprint() != own
 
 
 def test_adapter_of_another_model_is_refused(tiny_dream, dream, folder, tmp_path):

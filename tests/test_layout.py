@@ -16,10 +16,10 @@ FILES = sorted(name[:-3] for name in os.listdir(ROOT) if name.endswith(".py"))
 # leaves → models → verbs; a file imports only from what stands before it
 MAY_IMPORT = {
     "softmask": set(), "dora": set(), "checkpoint": set(), "data": {"checkpoint"},
-    "mdlm": {"softmask", "checkpoint"}, "dream": {"checkpoint", "dora"},
+    "mdlm": {"softmask", "checkpoint"}, "dream": {"checkpoint", "dora", "softmask"},
     "sample": {"mdlm", "data", "checkpoint"}, "eval": {"mdlm", "data", "checkpoint"},
     "train": {"mdlm", "data", "checkpoint", "sample", "eval"},
-    "finetune_dream": {"dream", "dora", "softmask", "checkpoint", "data"},
+    "finetune_dream": {"dream", "dora", "softmask", "mdlm", "checkpoint", "data"},
     "sample_dream": {"dream", "dora", "softmask", "checkpoint"}, "eval_dream": {"sample_dream", "checkpoint"},
     "bench": set(FILES), "plot": {"checkpoint"},
 }
