@@ -15,6 +15,7 @@ Not here: decoding (sample_dream.py), the maths of DoRA (dora.py) and of SM (sof
 """
 
 import contextlib
+import functools
 import hashlib
 import json
 import math
@@ -44,6 +45,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
 ROLES = {"system": "system", "user": "user", "assistant": "assistant",
          "SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
+# what may be another in a resumed run: model and data are compared by their contents
 FREE = ("model", "data", "out", "resume", "overwrite", "checkpointing", "device", "log_every", "save_every", "eval_every")
 MASK_FLOOR = 1e-3  # a token is masked with probability t (1 − floor) + floor, but weighted by 1/t [code]
 
@@ -108,16 +110,14 @@ def conversation(record, where):
     """The messages up to the last answer, roles by their usual names.   record: dict or JSON; where: its name if Refused."""
     try:
         record = json.loads(record) if isinstance(record, str) else record
+        messages = [{"role": ROLES.get(m["role"], m["role"]), "content": m["content"] + ""} for m in record["messages"]]
     except ValueError as e:
         raise Refused(f"{where} is not JSON: {e}")
-    messages = record.get("messages") if isinstance(record, dict) else None
-    fits = lambda m: isinstance(m, dict) and isinstance(m.get("content"), str)
-    if not isinstance(messages, list) or not all(map(fits, messages)):
+    except (KeyError, TypeError):  # the empty string is added to find what is no text
         raise Refused(f'{where} is not {{"messages": [{{"role": …, "content": "…"}}, …]}}')
-    unknown = {str(m.get("role")) for m in messages} - ROLES.keys()
+    unknown = [m["role"] for m in messages if m["role"] not in ROLES.values()]
     if unknown:
-        raise Refused(f"{where} has the role {min(unknown)!r}: use {', '.join(ROLES)}")
-    messages = [{"role": ROLES[m["role"]], "content": m["content"]} for m in messages]
+        raise Refused(f"{where} has the role {unknown[0]!r}: use {', '.join(ROLES)}")
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
@@ -421,31 +421,32 @@ def finetune(cfg):
         ckpt = checkpoint.load(last)
         resumable(ckpt, cfg, source, last)
         start, metrics = ckpt["step"], ckpt["metrics"]
-        dora.load_adapter_state(dream, {name: t for name, t in ckpt["model"].items() if not name.startswith("sm.")})
-        if sm:
-            sm.load_state_dict({name[3:]: t for name, t in ckpt["model"].items() if name.startswith("sm.")})
+        model.load_state_dict(ckpt["model"], strict=False)  # it has what is trained, and not the frozen 15 GB
         optimizer.load_state_dict(ckpt["optimizer"])
     # Every rank has made the same adapter, and nobody needs 15 GB of frozen weights sent around.
     net = DistributedDataParallel(model, init_sync=False, broadcast_buffers=False) if world > 1 else model
 
     # ---- what an update needs
-    permutation = (None, None)  # (epoch, its order)
+    permutation = functools.lru_cache(1)(lambda epoch: order(len(train), epoch, cfg.seed))
 
     def dialogue(step, j):
         """Dialogue j of the update: x0 (1, L), its prompt length. A function of its number: nothing is seen twice.   l.2"""
-        nonlocal permutation
         epoch, row = divmod(step * cfg.batch_size + j, len(train))
-        if permutation[0] != epoch:
-            permutation = (epoch, order(len(train), epoch, cfg.seed))
-        ids, prompt_len = train[permutation[1][row]]
+        ids, prompt_len = train[permutation(epoch)[row]]
         return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
     def save():
         if master:
             save_adapter(os.path.join(cfg.out, "last"), dream, sm, cfg)
-            weights = dora.adapter_state(dream) | ({f"sm.{n}": p for n, p in sm.state_dict().items()} if sm else {})
-            checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done, seed=cfg.seed, model=weights,
+            trained = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
+            checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done, seed=cfg.seed, model=trained,
                             optimizer=optimizer.state_dict(), data=source, metrics=metrics)
+
+    def summed(t):
+        """t, over all ranks, in place."""
+        if world > 1:
+            dist.all_reduce(t)
+        return t
 
     @torch.no_grad()
     def evaluate():
@@ -459,18 +460,10 @@ def finetune(cfg):
                 xt = corrupt(x0, val[i][1], t, mask_id, rng(cfg.seed, "val q", i))
                 nll = model(x0.to(device), xt.to(device), soft).cpu().double()
                 total += torch.stack((objective(nll, t, cfg.loss, 1), nll.sum(), torch.tensor(float(len(nll)))))
-            if world > 1:
-                dist.all_reduce(total)
+            loss, nll, masks = summed(total).tolist()
             name = "val_soft" if soft else "val_binary"
-            out |= {name: total[0].item() / max(1, len(val)), name + "_ce": (total[1] / total[2]).item()}
+            out |= {name: loss / len(val), name + "_ce": nll / masks}
         return out
-
-    def stopping():
-        """Whether any rank was told to: they must leave after the same update."""
-        flag = torch.tensor(len(stop))
-        if world > 1:
-            dist.all_reduce(flag)
-        return flag.item() > 0
 
     done = start
     if master:
@@ -486,9 +479,7 @@ def finetune(cfg):
     def report(norm):
         """One line on screen, one in log.jsonl: means since the last one, over all ranks."""
         nonlocal mark, clock
-        if world > 1:
-            dist.all_reduce(seen)
-        loss, nll, masks, tokens, lam, softs = seen.tolist()
+        loss, nll, masks, tokens, lam, softs = summed(seen).tolist()
         now = time.time()
         line = {"step": done, "loss": loss / ((done - mark) * cfg.batch_size), "ce_per_mask": nll / masks,
                 "grad_norm": norm.item(), "tokens_per_s": tokens / (now - clock)}
@@ -535,7 +526,8 @@ def finetune(cfg):
             optimizer.zero_grad(set_to_none=True)
             done = step + 1
 
-            end = stopping() or done == cfg.steps
+            # whether any rank was told to stop: they must leave after the same update
+            end = summed(torch.tensor(len(stop))).item() > 0 or done == cfg.steps
             saving = end or done % cfg.save_every == 0
             if val and (done % cfg.eval_every == 0 or done == cfg.steps):
                 metrics = {**metrics, "step": done, **evaluate()}
