@@ -17,10 +17,11 @@ Not here: the model and its loss (mdlm.py), sampling, metrics (eval.py), wandb: 
 import contextlib
 import copy
 import json
+import math
 import os
 import signal
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -62,7 +63,7 @@ class Config(ModelConfig):
     eval_every: int = 10_000         # 0: never
     eval_rows: int = 512             # of val.bin, evenly spaced, the same every time; eval.py does them all
     save_every: int = 1000           # last.pt
-    keep_every: int = 100_000        # step-N.pt, EMA and ω only
+    keep_every: int = 100_000        # step-N.pt, EMA and ω only; 0: only the last one
     show: bool = False               # end with the bound, ω over time, and one sample unmasked on screen
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
@@ -79,12 +80,13 @@ PRESETS = {
                        batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995, log_every=50, eval_every=0,
                        eval_rows=256, save_every=500, keep_every=0),
     "owt": {},
-    "continue": dict(steps=100_000, out_dir="out/continue"),
+    "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),  # the released MDLM, by its name
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# Dense bf16 peak of one device, FLOP/s, by a part of its name
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12, "A10G": 70e12, "L4": 121e12, "4090": 165e12, "3090": 71e12}
+# Dense bf16 peak of one device, FLOP/s, by the first of these that is a part of its name
+PEAK_FLOPS = {"A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12, "L40S": 362e12,
+              "L40": 181e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12, "3090": 71e12}
 
 
 def lr_at(step, cfg):
@@ -111,41 +113,71 @@ def flops_per_token(cfg, p_sm):
 
 def checked(cfg, special):
     """cfg with what follows from it and the data filled in. Raises Refused for values that cannot be run."""
-    limits = {"steps": cfg.steps >= 1, "batch_size": cfg.batch_size >= 1, "micro_batch": cfg.micro_batch >= 1,
-              "length": cfg.length >= 3, "log_every": cfg.log_every >= 1, "save_every": cfg.save_every >= 1,
-              "p_sm": 0 <= cfg.p_sm <= 1, "b_l": 0 < cfg.b_l < cfg.b_h, "b_h": cfg.b_h <= 1, "dropout": 0 <= cfg.dropout < 1,
-              "ema": 0 <= cfg.ema < 1, "k": cfg.k is None or 1 <= cfg.k < special["vocab_size"]}
-    for name, ok in limits.items():
-        if not ok:
-            raise Refused(f"--{name}={getattr(cfg, name)} is out of range: steps, sizes, k and *_every are at least 1, length "
-                          f"3, p_sm in [0, 1], 0 < b_l < b_h <= 1, dropout and ema in [0, 1), k below the vocabulary")
+    least = dict(steps=1, batch_size=1, micro_batch=1, n_layer=1, n_head=1, n_embd=1, n_cond=1, length=3, log_every=1,
+                 save_every=1, eval_rows=1, warmup=0, eval_every=0, keep_every=0, peak_flops=0, seed=0)
+    ranges = {name: (low, math.inf) for name, low in least.items()}
+    ranges |= dict(p_sm=(0, 1), b_l=(1e-6, cfg.b_h - 1e-6), b_h=(0, 1), dropout=(0, 0.999), ema=(0, 0.999999), clip=(1e-9, 1e9),
+                   eta_bb=(0, 10), eta_sm=(0, 10), k=(1, special["vocab_size"] - 1))
+    for name, (low, high) in ranges.items():
+        value = getattr(cfg, name)
+        if value is not None and not low <= value <= high:
+            raise Refused(f"--{name}={value} must be at least {low}" + f" and at most {high}" * (high < math.inf))
+    if not cfg.out_dir:
+        raise Refused("--out_dir= is empty: name a folder for checkpoints and log")
+    for name in ("vocab_size", "mask_id"):  # never a choice: the ids of the data decide
+        if getattr(cfg, name) not in (getattr(ModelConfig, name), special["mask_id"] + (name == "vocab_size")):
+            raise Refused(f"--{name}={getattr(cfg, name)} is not that of {cfg.data}: leave it out, it follows from the tokenizer")
     return replace(cfg, vocab_size=special["mask_id"] + 1, mask_id=special["mask_id"],
                    soft_mask=cfg.soft_mask and cfg.p_sm > 0)
 
 
+# What may differ when a run is resumed: all else decides what the next update does
+FREE = {"data", "out_dir", "init_from", "resume", "overwrite", "steps", "omega_s", "omega_a", "omega_b", "log_every", "eval_every",
+        "eval_rows", "save_every", "keep_every", "show", "device", "dtype", "compile", "peak_flops"}
+
+
 def resumable(ckpt, cfg, source):
-    """Raises Refused unless going on from this checkpoint repeats the run that it was cut from."""
-    theirs = ckpt["config"]
-    names = [f.name for f in fields(ModelConfig)] + ["seed", "batch_size"]
-    different = [f"{n} ({theirs.get(n)} there, {getattr(cfg, n)} here)" for n in names if theirs.get(n) != getattr(cfg, n)]
+    """Raises Refused unless going on from this checkpoint repeats the run that it was cut from, up to rounding."""
+    last = f"{cfg.out_dir}/last.pt"
+    if ckpt["kind"] != "mdlm" or not ({"optimizer", "ema", "data", "metrics"} <= ckpt.keys()):
+        raise Refused(f"{last} was not written by a running train.py: start from its weights with --init_from={last} --out_dir=…")
+    different = [f"{name} ({ckpt['config'].get(name)} there, {value} here)" for name, value in asdict(cfg).items()
+                 if name not in FREE and ckpt["config"].get(name) != value]
     different += ["the data"] if ckpt["data"]["sha256"] != source["sha256"] else []
     if different:
-        raise Refused(f"cannot resume: {', '.join(different)} differ from {cfg.out_dir}/last.pt; give the same, or another --out_dir")
+        raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, or another --out_dir")
+
+
+def fitting(ckpt, cfg, special):
+    """Raises Refused unless these weights can start a model of this configuration on data of this tokenizer."""
+    if ckpt["kind"] != "mdlm":
+        raise Refused(f"{cfg.init_from} holds a {ckpt['kind']}, not an MDLM")
+    names = ("n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "mask_id", "time_conditioning")
+    different = [f"{name} ({ckpt['config'][name]} there, {getattr(cfg, name)} here)" for name in names
+                 if ckpt["config"].get(name) != getattr(cfg, name)]
+    if ckpt.get("tokenizer") and ckpt["tokenizer"]["name"] != special["name"]:
+        different.append(f"tokenizer ({ckpt['tokenizer']['name']} there, {special['name']} in {cfg.data})")
+    if different:
+        raise Refused(f"{cfg.init_from} holds another model than this configuration: {', '.join(different)}; give the same as flags")
 
 
 def demonstrate(cfg, model, bounds, held_out, meta):
     """What a first run should let one see: that feedback helps this very model, how ω got there, and a text appearing."""
-    generator = rng(cfg.seed, "demonstrate")
-    t = sample_times(len(held_out), generator)
-    model(held_out, corrupt(held_out, t, cfg.mask_id, generator), t, soft=True)
+    generator, device = rng(cfg.seed, "demonstrate"), model.net.table.device
     print(f"\nheld-out bound, {len(held_out)} rows, in bits per byte (of the same model, on the same masks)")
     for name, text in (("val_soft", "with feedback"), ("val_plain", "without")):
-        print(f"  {text:15}{bits_per_byte(bounds[name], cfg.length, meta['val']):.4f}")
-    print(f"  mean λ on these rows: {model.lam:.3f}\n\n  update     ω_s     ω_a     ω_b   mean λ")
-    with open(os.path.join(cfg.out_dir, "log.jsonl")) as f:
-        lines = [json.loads(line) for line in f]
-    for line in lines[::max(1, len(lines) // 10)] + lines[-1:]:
-        print("  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}".format(**line))
+        if name in bounds:
+            print(f"  {text:15}{bits_per_byte(bounds[name], cfg.length, meta['val']):.4f}")
+    if model.sm:
+        t = sample_times(len(held_out), generator)
+        batch = (x.to(device) for x in (held_out, corrupt(held_out, t, cfg.mask_id, generator), t))
+        with torch.no_grad():
+            model(*batch, soft=True)
+        print(f"  mean λ on these rows: {model.lam:.3f}\n\n  update     ω_s     ω_a     ω_b   mean λ")
+        with open(os.path.join(cfg.out_dir, "log.jsonl")) as f:
+            lines = [json.loads(line) for line in f]
+        for line in lines[::max(1, len(lines) // 10)] + lines[-1:]:
+            print("  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}".format(**line))
     print(f"\none sample of {cfg.length} tokens, as many steps")
     tok = data.tokenizer(meta["tokenizer"]["name"])
     ids, nfe = generate(model, 1, cfg.length, generator=generator, on_step=show(tok, cfg.mask_id))
@@ -155,12 +187,19 @@ def demonstrate(cfg, model, bounds, held_out, meta):
 def train(cfg):
     """Alg. 1, top to bottom. Returns (the trained MDLM, its average), for tests and notebooks."""
     # ---- the data, and what is to be trained
-    if cfg.data == PRESETS["quickstart"]["data"] and not os.path.exists(cfg.data):
-        data.prepare_stdlib(cfg.data)
-    tokens, meta = data.open_split(cfg.data, "train")
-    cfg = checked(cfg, meta["tokenizer"])
     rank, world, device, dtype = checkpoint.machine(cfg.device, cfg.dtype)
     master = rank == 0
+    if world > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        # gloo beside NCCL, for the one flag that lives on the CPU
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if master and cfg.data == PRESETS["quickstart"]["data"] and not os.path.exists(os.path.join(cfg.data, "meta.json")):
+        data.prepare_stdlib(cfg.data)
+    if world > 1:
+        dist.barrier()
+    tokens, meta = data.open_split(cfg.data, "train")
+    cfg = checked(cfg, meta["tokenizer"])
     accum, rest = divmod(cfg.batch_size, cfg.micro_batch * world)
     if rest or not accum:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch={cfg.micro_batch} times {world} processes")
@@ -171,46 +210,44 @@ def train(cfg):
         raise Refused(f"{cfg.out_dir} already holds a run: --resume goes on with it, --out_dir=… starts another")
     if cfg.eval_every or cfg.show:
         val = data.open_split(cfg.data, "val")[0]
-        held_out = data.rows(val, torch.linspace(0, data.n_rows(val, cfg.length) - 1, cfg.eval_rows).long(), cfg.length)
+        n_val = data.n_rows(val, cfg.length)
+        m = min(cfg.eval_rows, n_val)
+        held_out = data.rows(val, torch.arange(m) * n_val // m, cfg.length)  # the rows of `eval.py ppl --rows=m`
 
-    if world > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        # gloo beside NCCL, for the one flag that lives on the CPU
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
     with torch.random.fork_rng(devices=[]):  # same weights on every rank
         torch.manual_seed(cfg.seed)
         model = MDLM(cfg)
-    start, optimizer_state = 0, None
+    start, metrics, ckpt = 0, {}, None
     if cfg.resume:
         ckpt = checkpoint.load(last)
         resumable(ckpt, cfg, source)
         model.load_state_dict(ckpt["model"])
-        start, optimizer_state = ckpt["step"], ckpt["optimizer"]
+        start, metrics = ckpt["step"], ckpt["metrics"]
     elif cfg.init_from:  # raw weights, new optimizer [code]; ω may be new
-        ckpt = checkpoint.load(cfg.init_from)
-        fits = {name: t for name, t in model.state_dict().items() if name in ckpt["model"]}
-        wrong = [name for name, t in fits.items() if t.shape != ckpt["model"][name].shape]
-        if wrong or not all(name in fits for name in model.state_dict() if name.startswith("net.")):
-            raise Refused(f"{cfg.init_from} holds another model than this configuration: {ckpt['config']}, first difference "
-                          f"at {(wrong or ['n_layer'])[0]}; give the same sizes as flags, and data of the same tokenizer")
-        model.load_state_dict(ckpt["model"], strict=False)
+        initial = checkpoint.load(cfg.init_from)
+        fitting(initial, cfg, meta["tokenizer"])
+        model.load_state_dict({k: t for k, t in initial["model"].items() if k in model.state_dict()}, strict=False)
+        del initial
     model.to(device)
     # The EMA is a second backbone around the same ω: evaluating it is evaluating the published average [code]. In a
     # continuation it starts at the loaded weights; theirs at random ones, forgotten in twenty updates [ours].
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
-    if cfg.resume:
+    if ckpt:
         ema.load_state_dict(ckpt["ema"] | {k: v for k, v in ckpt["model"].items() if k.startswith("sm.")})
     theta, omega = list(model.net.parameters()), list(model.sm.parameters()) if model.sm else []
     optimizer = torch.optim.AdamW([{"params": theta}] + ([{"params": omega}] if omega else []), betas=(0.9, 0.999),
                                   weight_decay=0.0, fused=device.type in ("cuda", "cpu"))
-    if optimizer_state:
-        optimizer.load_state_dict(optimizer_state)
+    if ckpt:
+        optimizer.load_state_dict(ckpt["optimizer"])
+        del ckpt  # as large as the model and its optimizer
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
         model.net.trunk = torch.compile(model.net.trunk)  # the method: wrapping the module would rename its state_dict
-    net = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None) if world > 1 else model
-    autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype is not None)
+    net = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None,
+                                  broadcast_buffers=False) if world > 1 else model
+    # No cache: before torch 2.10 or so it hands the casts of pass 1, made without a graph, to pass 2, which then has no
+    # gradient for its weights, and says nothing.
+    autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
     # ---- what a step needs
     order = (None, None)  # (epoch, its permutation)
@@ -244,23 +281,25 @@ def train(cfg):
         return bounds
 
     stop = []
-    def on_signal(number, frame):  # the second one is not ours any more: it kills
+    def on_signal(number, frame):
         stop.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:  # the second Ctrl-C kills; a second SIGTERM, as torchrun sends, must not, for we are saving
+            signal.signal(number, signal.SIG_DFL)
     handlers = {s: signal.signal(s, on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
 
     def stopping():
-        """Whether any rank was told to: they must leave after the same update."""
-        flag = torch.tensor(len(stop))
+        """The signal that any rank got, or 0: they must leave after the same update."""
+        flag = torch.tensor(max(stop, default=0))
         if world > 1:
-            dist.all_reduce(flag)
-        return flag.item() > 0
+            dist.all_reduce(flag, dist.ReduceOp.MAX)
+        return flag.item()
 
     # ---- the log: on a resumed run without the lines of updates that will be made again
-    done, metrics, log_path = start, {}, os.path.join(cfg.out_dir, "log.jsonl")
+    done, log_path = start, os.path.join(cfg.out_dir, "log.jsonl")
     if master:
-        os.makedirs(cfg.out_dir, exist_ok=True)
-        old = checkpoint.log_until(log_path, start)
+        old = checkpoint.log_until(log_path, start) if start else []
+        if not start and os.path.exists(last):
+            os.remove(last)  # or a --resume of this run, killed before its first save, would go on with the old one
         with checkpoint.atomic(log_path) as tmp, open(tmp, "w") as f:
             f.writelines(old)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, {dtype or 'float32'}; "
@@ -274,10 +313,13 @@ def train(cfg):
     def report(norm):
         """One line on screen, one in log.jsonl: means since the last one, over all ranks. The only wait for the device."""
         nonlocal mark, clock
-        seen[:3] = tally.double().cpu()
+        seen[:3] = tally.cpu().double()
         if world > 1:
             dist.all_reduce(seen)
         nll, ce, lam, masks, softs = seen.tolist()
+        if not math.isfinite(nll + norm.item()):
+            raise Refused(f"the loss or its gradient is not a number by update {done:,}: --resume goes back to the last save, in "
+                          f"{last}; a lower --eta_bb needs a run of its own")
         now, sequences = time.time(), (done - mark) * cfg.batch_size
         speed = sequences * cfg.length / (now - clock)
         line = {"step": done, "loss": nll / (sequences * cfg.length), "ce_per_mask": ce / max(1, masks),
@@ -335,31 +377,37 @@ def train(cfg):
         done = step + 1
         update_ema(ema.net, model.net, done, cfg.ema)
 
-        end = stopping() or done == cfg.steps
-        if cfg.eval_every and (done % cfg.eval_every == 0 or done == cfg.steps):
+        told = stopping()
+        end = told or done == cfg.steps
+        evaluating = cfg.eval_every and not told and (done % cfg.eval_every == 0 or done == cfg.steps)
+        if evaluating:
+            pause = time.time()
             metrics = {"step": done, **evaluate()}
-        if done % cfg.log_every == 0 or end or metrics.get("step") == done:
-            report(norm)
+            clock += time.time() - pause  # no part of tokens/s
+        if done % cfg.log_every == 0 or done % cfg.save_every == 0 or end or evaluating:
+            report(norm)  # refuses what is not a number, so before the save
         if done % cfg.save_every == 0 or end:
             save()
         if master and (cfg.keep_every and done % cfg.keep_every == 0 or done == cfg.steps):
             weights = model.state_dict() | {k: v for k, v in ema.state_dict().items() if k.startswith("net.")}
             checkpoint.save(os.path.join(cfg.out_dir, f"step-{done}.pt"), kind="mdlm", config=asdict(cfg), step=done,
-                            seed=cfg.seed, model=weights, tokenizer=meta["tokenizer"], data=source)
+                            seed=cfg.seed, model=weights, tokenizer=meta["tokenizer"], data=source, metrics=metrics)
         if end:
             break
 
     for number, handler in handlers.items():
         signal.signal(number, handler)
-    if done < cfg.steps:
-        print(f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on")
-        raise SystemExit(128 + max(stop, default=0))
-    if cfg.show:
+    if cfg.show and done == cfg.steps:
         bounds = evaluate()
-        if master and omega:
+        if master:
             demonstrate(cfg, ema, bounds, held_out, meta)
     if world > 1:
+        dist.barrier()  # a rank that left earlier would have torchrun kill the one that still saves
         dist.destroy_process_group()
+    if done < cfg.steps:
+        if master:
+            print(f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on")
+        raise SystemExit(128 + told)
     return model, ema
 
 

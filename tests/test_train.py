@@ -1,6 +1,7 @@
 """train.py: Alg. 1's loop, and the promises of its randomness: one run, however it is cut into devices, stops and saves."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -8,7 +9,6 @@ import sys
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 
@@ -127,6 +127,86 @@ def test_loss_is_the_sum_over_masks_by_all_tokens(tiny):
     assert log(cfg.out_dir)[0]["loss"] == pytest.approx(total / (8 * 32), rel=1e-5)
 
 
+def test_updates_are_alg1_with_adamw(tiny):
+    """Six updates again, by hand: coin, times, masks, two passes, clip of the joint norm, AdamW with two rates, EMA of θ."""
+    cfg = replace(tiny, steps=6, dropout=0.0, p_sm=0.5, b_l=0.1, b_h=0.9, clip=0.3, ema=0.15, eta_bb=2e-3, eta_sm=3e-2)
+    model, ema = train(cfg)
+    tokens = data.open_split(cfg.data, "train")[0]
+    order = data.order(data.n_rows(tokens, 32), 0, cfg.seed)
+    torch.manual_seed(cfg.seed)
+    ours = MDLM(replace(cfg, vocab_size=259, mask_id=258))
+    params = [(p, cfg.eta_sm if name.startswith("sm.") else cfg.eta_bb) for name, p in ours.named_parameters()]
+    m, v, n = [torch.zeros_like(p) for p, _ in params], [torch.zeros_like(p) for p, _ in params], [0] * len(params)
+    average = [p.detach().clone() for p in ours.net.parameters()]
+    for step in range(6):
+        soft = torch.rand((), generator=script.rng(cfg.seed, "p_sm", step)).item() < 0.5
+        t = script.sample_times(8, script.rng(cfg.seed, "t", step), 0.1, 0.9)
+        loss = 0
+        for j in (0, 1):
+            x0 = data.rows(tokens, order[8 * step:8 * step + 8][j::2], 32)
+            xt = script.corrupt(x0, t[j::2], 258, script.rng(cfg.seed, "q", step, j))
+            loss = loss + ours(x0, xt, t[j::2], soft).sum() / (8 * 32)
+        grads = torch.autograd.grad(loss, [p for p, _ in params])
+        used = [soft or lr == cfg.eta_bb for _, lr in params]
+        norm = math.sqrt(sum(g.square().sum().item() for g, u in zip(grads, used) if u))
+        for i, ((p, lr), g) in enumerate(zip(params, grads)):
+            if used[i]:
+                g, n[i] = g * min(1, 0.3 / (norm + 1e-6)), n[i] + 1
+                m[i], v[i] = 0.9 * m[i] + 0.1 * g, 0.999 * v[i] + 0.001 * g * g
+                step_size = lr * min(1, step / cfg.warmup) / (1 - 0.9 ** n[i])
+                p.data -= step_size * m[i] / ((v[i] / (1 - 0.999 ** n[i])).sqrt() + 1e-8)
+        d = min(0.15, (2 + step) / (11 + step))
+        average = [d * a + (1 - d) * p.detach() for a, p in zip(average, ours.net.parameters())]
+        assert log(cfg.out_dir)[step]["grad_norm"] == pytest.approx(norm, rel=1e-4)
+    for (name, p), q in zip(model.named_parameters(), ours.parameters()):
+        torch.testing.assert_close(p, q, rtol=0, atol=5e-5, msg=name)
+    for p, q in zip(ema.net.parameters(), average):
+        torch.testing.assert_close(p, q, rtol=0, atol=5e-5)
+    assert not torch.allclose(ema.net.table, model.net.table, atol=5e-5)
+
+
+def test_every_gradient_is_there_under_bf16(tiny):
+    """Pass 1 casts weights without a graph; pass 2 must not be handed those casts (older torch keeps them)."""
+    model, _ = train(replace(tiny, dtype="bfloat16", steps=20, p_sm=1.0, eta_bb=1e-3))
+    torch.manual_seed(tiny.seed)
+    start = MDLM(model.cfg)
+    still = [name for (name, a), b in zip(model.named_parameters(), start.parameters()) if torch.equal(a, b)]
+    assert not still
+
+
+@pytest.mark.parametrize("change", [dict(k=None), dict(k=None, two_updates=True), dict(k=1, time_conditioning=True)])
+def test_ablations_train(tiny, change):
+    """App. C.3 and §4.1 as runs: every parameter moves, the loss falls, nothing is not a number."""
+    model, _ = train(replace(tiny, steps=40, log_every=20, eta_bb=3e-3, **change))
+    lines = log(tiny.out_dir)
+    assert lines[-1]["loss"] < lines[0]["loss"] and (model.cfg.k is None) == hasattr(model.sm, "raw_tau")
+    torch.manual_seed(tiny.seed)
+    assert all(not torch.equal(a, b) for a, b in zip(model.parameters(), MDLM(model.cfg).parameters()))
+
+
+def test_evaluation_is_of_the_average_on_fixed_rows(tiny):
+    model, ema = train(replace(tiny, steps=4, eval_every=2, eval_rows=6, ema=0.5, eta_bb=3e-3))
+    val = data.open_split(tiny.data, "val")[0]
+    n = data.n_rows(val, 32)
+    rows = data.rows(val, torch.arange(6) * n // 6, 32)
+    line = log(tiny.out_dir)[-1]
+    for name, soft in (("val_soft", True), ("val_plain", False)):
+        total, count = script.val_ppl(ema, rows, soft, tiny.seed)
+        assert line[name] == pytest.approx(total / count, rel=1e-5)
+        assert line[name] != pytest.approx(script.val_ppl(model, rows, soft, tiny.seed)[0] / count, rel=1e-5)
+    assert [l["step"] for l in log(tiny.out_dir) if "val_soft" in l] == [2, 4]
+    assert checkpoint.load(os.path.join(tiny.out_dir, "last.pt"))["metrics"]["val_soft"] == line["val_soft"]
+
+
+def test_show_ends_with_bounds_omega_and_a_sample(tiny, capsys):
+    train(replace(tiny, show=True, eval_rows=4))
+    out = capsys.readouterr().out
+    assert "with feedback" in out and "without" in out and "mean λ on these rows" in out and "100% " in out and "network calls" in out
+    train(replace(tiny, show=True, eval_rows=4, p_sm=0.0, out_dir=tiny.out_dir + "-binary"))
+    out = capsys.readouterr().out
+    assert "with feedback" not in out and "without" in out and "network calls" in out
+
+
 def test_p_sm_one_is_always_soft_and_zero_is_a_binary_model(tiny):
     model, _ = train(replace(tiny, p_sm=0.0, steps=2))
     assert model.sm is None and not any(k.startswith("sm.") for k in weights(tiny.out_dir))
@@ -179,8 +259,10 @@ def test_ranks_end_bitwise_equal(tiny, tmp_path):
 
 
 def test_resume_is_the_uninterrupted_run_bit_for_bit(tiny):
-    """With p_sm, dropout, an epoch boundary and a log cut at the checkpoint."""
-    whole, cut = replace(tiny, steps=8, p_sm=0.5), replace(tiny, steps=8, p_sm=0.5, out_dir=tiny.out_dir + "-cut")
+    """With p_sm, dropout, evaluations, an epoch boundary (63 rows of 350), and a log that went on after the checkpoint."""
+    whole = replace(tiny, steps=8, p_sm=0.5, length=350, batch_size=12, eval_every=4, eval_rows=2)
+    cut = replace(whole, out_dir=tiny.out_dir + "-cut")
+    assert data.n_rows(data.open_split(tiny.data, "train")[0], 350) < 8 * 12
     train(whole)
     train(replace(cut, steps=5, save_every=3))
     with open(os.path.join(cut.out_dir, "log.jsonl"), "a") as f:
@@ -215,6 +297,36 @@ def test_stopped_from_outside(tiny, sig):
     assert [line["step"] for line in log(cfg.out_dir)] == list(range(1, step + 3))  # no line twice, none missing
 
 
+def test_sigterm_to_two_ranks_saves_once_and_goes_on(tiny):
+    """Sent to torchrun's whole group, as a scheduler does; torchrun passes it on to the ranks a second time."""
+    cfg = replace(tiny, steps=3000, micro_batch=2, save_every=3000)
+    process = subprocess.Popen(command(cfg, processes=2), cwd=ROOT, env=ENV, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+                               text=True, start_new_session=True)
+    while '"step": 3' not in (open(path).read() if os.path.exists(path := os.path.join(cfg.out_dir, "log.jsonl")) else ""):
+        time.sleep(0.05)
+        assert process.poll() is None
+    os.killpg(process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=60)[0]
+    step = checkpoint.load(os.path.join(cfg.out_dir, "last.pt"))["step"]
+    assert 3 <= step < 3000 and output.count(f"stopped after update {step:,}") == 1
+    assert sorted(os.listdir(cfg.out_dir)) == ["last.pt", "log.jsonl"]
+
+
+def test_kill_in_the_middle_of_a_save_leaves_the_last_good_file(tiny, monkeypatch):
+    """The save of update 4 dies between its bytes; so does the process. The file of update 2 is whole, and goes on."""
+    cfg = replace(tiny, steps=8, save_every=2)
+    probe = (f"import os, sys, torch\nsys.path.insert(0, {ROOT!r})\nfrom train import *\nwrite = torch.save\n"
+             "def die(parts, path):\n    write(parts, path)\n    if parts['step'] == 4:\n        os.truncate(path, 1000)\n"
+             f"        os.kill(os.getpid(), 9)\ntorch.save = die\ntrain(Config(**{vars(cfg)!r}))\n")
+    assert subprocess.run([sys.executable, "-c", probe], env=ENV, capture_output=True).returncode == -9
+    assert checkpoint.load(os.path.join(cfg.out_dir, "last.pt"))["step"] == 2
+    train(replace(cfg, resume=True))
+    train(replace(cfg, out_dir=cfg.out_dir + "-straight"))
+    a, b = weights(cfg.out_dir), weights(cfg.out_dir + "-straight")
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert not [f for f in os.listdir(cfg.out_dir) if f.endswith(".tmp")]
+
+
 def test_no_row_twice_in_an_epoch(tiny, monkeypatch):
     seen = []
     rows = data.rows
@@ -245,6 +357,8 @@ def test_step_file_holds_what_evaluation_wants(tiny):
 
 
 @pytest.mark.parametrize("change, message", [
+    (dict(n_head=0), "--n_head=0 must be at least 1"), (dict(clip=-1.0), "--clip=-1.0 must"), (dict(eta_bb=math.nan), "--eta_bb=nan must"),
+    (dict(eval_every=2, eval_rows=0), "--eval_rows=0 must"), (dict(out_dir=""), "--out_dir= is empty"), (dict(vocab_size=7), "--vocab_size=7 is not"),
     (dict(steps=0), "--steps=0"), (dict(p_sm=1.5), "--p_sm=1.5"), (dict(b_l=0.0), "--b_l=0.0"), (dict(b_h=1.5), "--b_h=1.5"),
     (dict(k=1000), "--k=1000"), (dict(batch_size=6), "--batch_size=6 is not a multiple of --micro_batch=4"),
     (dict(batch_size=2), "--batch_size=2 is not a multiple"), (dict(device="cuda"), "--device=cuda for local process 0"),
@@ -253,7 +367,7 @@ def test_step_file_holds_what_evaluation_wants(tiny):
     (dict(length=10**6), "tokens do not fill one row")])
 def test_bad_values_are_refused(tiny, change, message):
     if change.get("device") == "cuda" and torch.cuda.is_available():
-        change = dict(device="cuda:77")
+        pytest.skip("there is a GPU here: would check that its absence is refused")
     with pytest.raises(Refused, match=message):
         train(replace(tiny, **change))
     assert not os.path.exists(tiny.out_dir)  # a wrong flag never starts a run
@@ -263,14 +377,34 @@ def test_a_run_is_not_overwritten_by_accident(tiny):
     train(replace(tiny, steps=1))
     with pytest.raises(Refused, match="already holds a run: --resume"):
         train(tiny)
+    with open(os.path.join(tiny.out_dir, "log.jsonl"), "a") as f:
+        f.write("not a line of ours\n\n")
     train(replace(tiny, overwrite=True, steps=2))
     assert [line["step"] for line in log(tiny.out_dir)] == [1, 2]
+
+
+def test_overwriting_forgets_the_old_run_before_its_own_first_save(tiny):
+    train(replace(tiny, steps=1))
+    with pytest.raises(Refused, match="not a number by update 1"):
+        train(replace(tiny, overwrite=True, init_from=broken(tiny)))
+    assert "last.pt" not in os.listdir(tiny.out_dir)  # nothing to resume by mistake; and what is not a number is not saved
+
+
+def broken(cfg):
+    """Weights that are not numbers, beside the run."""
+    path = os.path.join(os.path.dirname(cfg.out_dir), "broken.pt")
+    ckpt = checkpoint.load(os.path.join(cfg.out_dir, "last.pt"))
+    checkpoint.save(path, **{**ckpt, "model": {k: t * math.nan if k.startswith("net.") else t for k, t in ckpt["model"].items()}})
+    return path
 
 
 def test_resume_with_other_fields_or_data_is_refused(tiny, corpus, tmp_path):
     train(replace(tiny, steps=1))
     with pytest.raises(Refused, match=r"n_layer \(2 there, 1 here\), seed \(1 there, 2 here\)"):
         train(replace(tiny, resume=True, n_layer=1, seed=2))
+    for name, value in (("p_sm", 0.3), ("eta_bb", 1.0), ("micro_batch", 8), ("b_l", 0.3), ("ema", 0.5)):
+        with pytest.raises(Refused, match=rf"cannot resume: {name} \("):
+            train(replace(tiny, resume=True, **{name: value}))
     (tmp_path / "a.txt").write_text("other text " * 500)
     (tmp_path / "b.txt").write_text("held out " * 50)
     with pytest.raises(Refused, match="the data differ"):
@@ -283,6 +417,25 @@ def test_weights_of_another_size_are_refused(tiny):
         train(replace(tiny, out_dir=tiny.out_dir + "2", init_from=os.path.join(tiny.out_dir, "last.pt"), n_embd=64))
     with pytest.raises(Refused, match="another model than this configuration"):
         train(replace(tiny, out_dir=tiny.out_dir + "2", init_from=os.path.join(tiny.out_dir, "last.pt"), n_layer=3))
+    with pytest.raises(Refused, match=r"n_head \(2 there, 4 here\)"):  # the shapes would fit
+        train(replace(tiny, out_dir=tiny.out_dir + "2", init_from=os.path.join(tiny.out_dir, "last.pt"), n_head=4))
+    other = os.path.join(tiny.out_dir, "other.pt")
+    checkpoint.save(other, **{**checkpoint.load(os.path.join(tiny.out_dir, "last.pt")), "tokenizer": {"name": "gpt2"}})
+    with pytest.raises(Refused, match=r"tokenizer \(gpt2 there, bytes in"):
+        train(replace(tiny, out_dir=tiny.out_dir + "2", init_from=other))
+
+
+def test_resume_of_something_else_is_refused(tiny):
+    train(replace(tiny, steps=3, save_every=3))
+    os.replace(os.path.join(tiny.out_dir, "step-3.pt"), os.path.join(tiny.out_dir, "last.pt"))
+    with pytest.raises(Refused, match="not written by a running train.py: start from its weights"):
+        train(replace(tiny, resume=True))
+
+
+def test_continuation_needs_its_start():
+    assert script.PRESETS["continue"]["init_from"]
+    with pytest.raises(Refused):
+        train(Config(**{**script.PRESETS["continue"], "data": "nowhere"}))
 
 
 def test_float16_falls_back_in_a_sentence(tiny, capsys):
