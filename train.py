@@ -98,7 +98,8 @@ def lr_at(step, cfg):
 def update_ema(ema, model, step, decay=0.9999):
     """ema ← d ema + (1 − d) model, with d = min(decay, (1 + n)/(10 + n)) after update n [code]
 
-    ema, model: modules with the same parameters; in place. Without its warm-up, d would remember the random start for 1/(1−d) updates.
+    ema, model: modules with the same parameters; in place. Without the warm-up it would remember the random start for
+    1/(1 − decay) updates.
     """
     d = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - d)
@@ -114,10 +115,10 @@ def flops_per_token(cfg, p_sm):
 def checked(cfg, special):
     """cfg with what follows from it and the data filled in. Raises Refused for values that cannot be run."""
     least = dict(steps=1, batch_size=1, micro_batch=1, n_layer=1, n_head=1, n_embd=1, n_cond=1, length=3, log_every=1,
-                 save_every=1, eval_rows=1, warmup=0, eval_every=0, keep_every=0, peak_flops=0, seed=0)
+                 save_every=1, eval_rows=1, warmup=0, eval_every=0, keep_every=0, peak_flops=0)
     ranges = {name: (low, math.inf) for name, low in least.items()}
-    ranges |= dict(p_sm=(0, 1), b_l=(1e-6, cfg.b_h - 1e-6), b_h=(0, 1), dropout=(0, 0.999), ema=(0, 0.999999), clip=(1e-9, 1e9),
-                   eta_bb=(0, 10), eta_sm=(0, 10), k=(1, special["vocab_size"] - 1))
+    ranges |= dict(p_sm=(0, 1), b_l=(1e-6, cfg.b_h - 1e-6), b_h=(0, 1), dropout=(0, 0.999), ema=(0, 0.999999),
+                   clip=(1e-9, 1e9), eta_bb=(0, 10), eta_sm=(0, 10), k=(1, special["vocab_size"] - 1), seed=(0, 2**63 - 1))
     for name, (low, high) in ranges.items():
         value = getattr(cfg, name)
         if value is not None and not low <= value <= high:
@@ -126,7 +127,7 @@ def checked(cfg, special):
         raise Refused("--out_dir= is empty: name a folder for checkpoints and log")
     for name in ("vocab_size", "mask_id"):  # never a choice: the ids of the data decide
         if getattr(cfg, name) not in (getattr(ModelConfig, name), special["mask_id"] + (name == "vocab_size")):
-            raise Refused(f"--{name}={getattr(cfg, name)} is not that of {cfg.data}: leave it out, it follows from the tokenizer")
+            raise Refused(f"--{name}={getattr(cfg, name)} is not that of {cfg.data}: leave it out, the tokenizer decides")
     return replace(cfg, vocab_size=special["mask_id"] + 1, mask_id=special["mask_id"],
                    soft_mask=cfg.soft_mask and cfg.p_sm > 0)
 
@@ -140,7 +141,7 @@ def resumable(ckpt, cfg, source):
     """Raises Refused unless going on from this checkpoint repeats the run that it was cut from, up to rounding."""
     last = f"{cfg.out_dir}/last.pt"
     if ckpt["kind"] != "mdlm" or not ({"optimizer", "ema", "data", "metrics"} <= ckpt.keys()):
-        raise Refused(f"{last} was not written by a running train.py: start from its weights with --init_from={last} --out_dir=…")
+        raise Refused(f"{last} was not written by a running train.py: start from its weights, --init_from={last} --out_dir=…")
     different = [f"{name} ({ckpt['config'].get(name)} there, {value} here)" for name, value in asdict(cfg).items()
                  if name not in FREE and ckpt["config"].get(name) != value]
     different += ["the data"] if ckpt["data"]["sha256"] != source["sha256"] else []
@@ -158,7 +159,7 @@ def fitting(ckpt, cfg, special):
     if ckpt.get("tokenizer") and ckpt["tokenizer"]["name"] != special["name"]:
         different.append(f"tokenizer ({ckpt['tokenizer']['name']} there, {special['name']} in {cfg.data})")
     if different:
-        raise Refused(f"{cfg.init_from} holds another model than this configuration: {', '.join(different)}; give the same as flags")
+        raise Refused(f"{cfg.init_from} holds another model than this configuration: {', '.join(different)}; give the same")
 
 
 def demonstrate(cfg, model, bounds, held_out, meta):
@@ -181,7 +182,8 @@ def demonstrate(cfg, model, bounds, held_out, meta):
     print(f"\none sample of {cfg.length} tokens, as many steps")
     tok = data.tokenizer(meta["tokenizer"]["name"])
     ids, nfe = generate(model, 1, cfg.length, generator=generator, on_step=show(tok, cfg.mask_id))
-    print(f"\n{tok.decode(ids[0].tolist())}\n\n{nfe.item()} network calls. More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")
+    print(f"\n{tok.decode(ids[0].tolist())}\n\n{nfe.item()} network calls. "
+          f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")
 
 
 def train(cfg):
@@ -202,7 +204,8 @@ def train(cfg):
     cfg = checked(cfg, meta["tokenizer"])
     accum, rest = divmod(cfg.batch_size, cfg.micro_batch * world)
     if rest or not accum:
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch={cfg.micro_batch} times {world} processes")
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch={cfg.micro_batch} times {world} "
+                      f"processes: change one of them")
     n = data.n_rows(tokens, cfg.length)
     source = {"path": cfg.data, "n_tokens": len(tokens), "sha256": meta["train"]["sha256"]}
     last = os.path.join(cfg.out_dir, "last.pt")
@@ -283,7 +286,7 @@ def train(cfg):
     stop = []
     def on_signal(number, frame):
         stop.append(number)
-        if number == signal.SIGINT:  # the second Ctrl-C kills; a second SIGTERM, as torchrun sends, must not, for we are saving
+        if number == signal.SIGINT:  # a second Ctrl-C kills; a second SIGTERM, as torchrun sends, must not: we are saving
             signal.signal(number, signal.SIG_DFL)
     handlers = {s: signal.signal(s, on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
 
@@ -333,8 +336,8 @@ def train(cfg):
         mark, clock = done, now
         if not master:
             return
-        print(f"step {done:,}/{cfg.steps:,}  loss {line['loss']:.4f}  ce/mask {line['ce_per_mask']:.3f}  |g| {line['grad_norm']:.2f}"
-              f"  ω_s {line.get('omega_s', 0):.3g}  λ {line['lam']:.3g}  {speed:,.0f} tokens/s{mfu}  {left:,.1f} min left"
+        print(f"step {done:,}/{cfg.steps:,}  loss {line['loss']:.4f}  ce/mask {line['ce_per_mask']:.3f}"
+              f"  |g| {line['grad_norm']:.2f}  ω_s {line.get('omega_s', 0):.3g}  λ {line['lam']:.3g}  {speed:,.0f} tokens/s{mfu}  {left:,.1f} min left"
               + "".join(f"  {k} {v:.4f}" for k, v in line.items() if k.startswith("val")), flush=True)
         try:
             with open(log_path, "a") as f:
