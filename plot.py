@@ -10,6 +10,7 @@ Not here: any measurement. Every number comes from JSON that another script has 
 Needs matplotlib (pip install matplotlib), which nothing else in this project does.
 """
 
+import contextlib
 import glob
 import json
 import os
@@ -39,20 +40,24 @@ def figure(panels):
 def throughput_series(folder):
     """{label: [(block, tokens/s, score or None)]}, by block, from a folder of eval_dream.py's results.
 
-    A label is a task, the feedback, and the threshold or NFE budget; seeds and adapters under it are averaged.
+    A label is a task, the threshold or NFE budget, the feedback, and what else differs: only seeds are averaged.
     """
-    found = {}
+    runs, series = [], {}
     for path in sorted(glob.glob(os.path.join(folder, "*.json"))):
-        with open(path, encoding="utf-8") as f:
+        with contextlib.suppress(ValueError), open(path, encoding="utf-8") as f:
             r = json.load(f)
-        s = r["settings"]
-        if s["block"] and r["seconds"]:
-            label = f"{r['column']}, {r['feedback']}, " + (f"p ≥ {s['threshold']}" if s["threshold"] else f"NFE {r['budget']}")
-            found.setdefault(label, {}).setdefault(s["block"], []).append((r["tokens"] / r["seconds"], r["score"]))
-    if not found:
+            if isinstance(r, dict) and r.get("by") == "eval_dream.py" and r["group"]["block"] and r["seconds"]:
+                runs.append((r["group"].pop("block"), r["group"], r))
+    if not runs:
         raise Refused(f"{folder} has no results with a block length: run eval_dream.py with --blocks=16,32,… first")
+    for block, g, r in runs:
+        budget = f"p ≥ {g['threshold']}" if g["threshold"] else f"NFE {g['budget']}"
+        rest = [k for k in g if k not in ("threshold", "budget", "feedback")]
+        differ = [k for k in rest if any(h.get(k, g[k]) != g[k] for _, h, _ in runs)]
+        label = ", ".join([r["column"], g["feedback"], budget, *(f"{k}={g[k]}" for k in differ)])
+        series.setdefault(label, {}).setdefault(block, []).append((r["tokens"] / r["seconds"], r["score"]))
     mean = lambda values: sum(values) / len(values) if None not in values else None
-    return {label: [(block, *map(mean, zip(*runs))) for block, runs in sorted(blocks.items())] for label, blocks in found.items()}
+    return {label: [(block, *map(mean, zip(*runs))) for block, runs in sorted(blocks.items())] for label, blocks in series.items()}
 
 
 def throughput(folder):
@@ -88,9 +93,12 @@ def curves(path):
 def main(cfg):
     if bool(cfg.throughput) == bool(cfg.curves):
         raise Refused("nothing to plot, or two things: give --throughput=FOLDER or --curves=FILE")
+    kind = os.path.splitext(cfg.out)[1].lstrip(".")
+    if kind not in ("png", "pdf", "svg"):
+        raise Refused(f"--out={cfg.out} must end in .png, .pdf or .svg")
     fig = throughput(cfg.throughput) if cfg.throughput else curves(cfg.curves)
     with atomic(cfg.out) as tmp:
-        fig.savefig(tmp, format=os.path.splitext(cfg.out)[1].lstrip(".") or "png")
+        fig.savefig(tmp, format=kind)
     print(f"wrote {cfg.out}")
 
 

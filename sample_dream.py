@@ -18,6 +18,8 @@ Not here: training, benchmarks (eval_dream.py), re-masking (Dream never takes a 
 
 import hashlib
 import itertools
+import math
+import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -27,7 +29,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import dora
-from checkpoint import Refused, run
+from checkpoint import Refused, machine, run
 from dream import Dream, Tokenizer, load_adapter
 from softmask import SoftMask, time_gain
 
@@ -77,7 +79,7 @@ def check(gen_len, steps, algorithm="entropy", temperature=0.0, top_p=1.0, top_k
         (gen_len < 1, f"gen_len {gen_len} leaves nothing to fill: it must be at least 1"),
         (not 1 <= steps <= gen_len, f"steps {steps} must be between 1 and gen_len {gen_len}, a token for each step"),
         (algorithm not in ALGORITHMS, f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}"),
-        (temperature < 0, f"temperature {temperature} must not be negative; 0 is the argmax"),
+        (not 0 <= temperature < math.inf, f"temperature {temperature} must be at least 0, which is the argmax, and finite"),
         (not 0 < top_p <= 1, f"top_p {top_p} must be in (0, 1]; 1 is off"),
         (top_k < 0, f"top_k {top_k} must not be negative; 0 is off"),
         (not 0 <= switch <= 1, f"switch {switch} must be in [0, 1]: it is a share of masks"),
@@ -124,8 +126,10 @@ def propose(logits, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0, ge
     """A token and a confidence for every masked row.   logits: (N, V).   Returns x0: (N,), conf: (N,), high goes first
 
     Both come from the filtered probabilities, so temperature and top-p also decide the order [code]. A few rows at a
-    time: sorting the vocabulary for a whole response would take gigabytes.
+    time: sorting the vocabulary for a whole response would take gigabytes. Raises Refused for a draw without a generator.
     """
+    if generator is None and (temperature > 0 or algorithm == "origin"):
+        raise Refused(f"temperature {temperature} and {algorithm} make draws: give generator=torch.Generator(…) to key them")
     pieces = []
     for rows in logits.split(128):
         p = filtered(rows, temperature, top_p, top_k)                            # (n, V)
@@ -140,7 +144,7 @@ def propose(logits, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0, ge
         elif algorithm == "topk_margin":
             conf = -p.topk(2).values.diff()[:, 0]
         else:                                                                    # origin: chance
-            conf = torch.rand(len(x0), generator=generator, device=generator and generator.device).to(p.device)
+            conf = torch.rand(len(x0), generator=generator, device=generator.device).to(p.device)
         pieces.append((x0, conf))
     x0, conf = (torch.cat(piece) for piece in zip(*pieces))
     return x0, conf
@@ -202,15 +206,14 @@ def canvas(model, prompt, gen_len, **settings):
     return x, None if valid.all() else valid
 
 
-def gains(schedule, switch, masked, start):
-    """Factor on λ for each sequence, (B, 1).   masked: (B, L) what is left of start: (B,) masks                        App. C.9
+def gains(schedule, switch, left, start, rows):
+    """Factor on λ for each row, (N,).   left: (B, L) masks that are left of start: (B,); rows: (B, l) the N wanted    App. C.9
 
     Per sequence, so that it does not feel its neighbours [ours]; exact fractions, as the switch is strict.
     """
-    if schedule == "none":
-        return torch.ones(len(masked), 1, device=masked.device)
-    left = zip(masked.sum(-1).tolist(), start.tolist())
-    return torch.tensor([[time_gain(schedule, now / of, switch)] for now, of in left], device=masked.device)
+    shares = [now / max(of, 1) for now, of in zip(left.sum(-1).tolist(), start.tolist())]  # a prompt may have no mask
+    gain = torch.tensor([[time_gain(schedule, share, switch)] for share in shares], device=left.device)      # (B, 1)
+    return gain.expand_as(rows)[rows]
 
 
 @torch.no_grad()
@@ -234,7 +237,7 @@ def decode(model, prompt, gen_len, steps, sm=None, schedule="none", switch=0.5, 
         if sm is None:
             emb = F.embedding(x, model.table)                                    # (B, L, D)
         else:  # from the logits themselves: no temperature, no top-p [code]
-            gain = gains(schedule, switch, left, start).expand_as(left)[left]    # (N',)
+            gain = gains(schedule, switch, left, start, left)                    # (N',)
             emb = sm.embed(model.table, x, logits[left[masked]], gain)           # (B, L, D)
         masked = left
         if on_step:
@@ -289,7 +292,7 @@ def decode_blocks(model, prompt, gen_len, steps, block, cache="prefix", threshol
             left = x == mask_id                                                  # (B, L)
             if sm:
                 again = left[:, lo:hi] & open_.any(1, keepdim=True)              # (B, l)  not where a block is full already
-                gain = gains(schedule, switch, left, torch.full((B,), gen_len)).expand_as(again)[again]  # (N',)
+                gain = gains(schedule, switch, left, torch.full((B,), gen_len), again)               # (N',)
                 soft[:, lo:hi][again] = sm.mix(model.table, *sm(logits[again[wanted]], gain))
             if on_step:
                 on_step(x)
@@ -305,17 +308,23 @@ def decode_blocks(model, prompt, gen_len, steps, block, cache="prefix", threshol
 def load(cfg):
     """The model that cfg names: (Dream, Tokenizer, SoftMask or None). Raises Refused before anything large is read."""
     check(**asdict(cfg) | {"steps": cfg.steps or cfg.gen_len})
-    dtypes, device = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}, cfg.device
+    dtypes, device = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}, machine(cfg.device)[2]
     if cfg.dtype not in dtypes or not cfg.model:
         raise Refused(f"dtype {cfg.dtype!r} is none of {', '.join(dtypes)}" if cfg.model else "no model: add --model=DIR")
-    if device == "auto":
-        device = "cuda" if torch.cuda.is_available() else "mps" if torch.backends.mps.is_available() else "cpu"
-    tok, model, omega = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtypes[cfg.dtype]), None
-    if cfg.adapter:
-        omega = load_adapter(model, cfg.adapter)
-        if cfg.merge:
-            dora.merge_(model)
+    tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtypes[cfg.dtype])
+    omega = load_adapter(model, cfg.adapter) if cfg.adapter else None
+    if cfg.merge:
+        dora.merge_(model)
     return model, tok, SoftMask(**omega).to(device) if omega and cfg.soft else None
+
+
+def feedback(cfg, sm):
+    """What the masks of a run were fed, in words: for results, which must not be taken for those of another feedback."""
+    if sm:
+        schedule = cfg.schedule + f" {cfg.switch}" * ("stepwise" in cfg.schedule)
+        return f"SM k={sm.k or '|V|'}" + f", {schedule}" * (schedule != "none")
+    files = (os.path.join(cfg.adapter, name) for name in ("softmask.json", "transparency_config.json"))
+    return "SM off" if cfg.adapter and any(map(os.path.exists, files)) else "binary"
 
 
 def cut(text, until):
@@ -365,6 +374,7 @@ def main(cfg):
     if cfg.infill and (not gap or "___" in after or cfg.block):
         raise Refused("--infill needs exactly one ___ where the model shall write, and --block=0")
     model, tok, sm = load(cfg)
+    kind = feedback(cfg, sm) + (f", ω_s = {sm.omega[0].item():.3g}" if sm else "")
     until = [stop for stop in cfg.stop.replace("\\n", "\n").split("|") if stop] + ["<|im_end|>"] * (not cfg.raw and not gap)
     messages, drawn = [], cfg.show and sys.stdout.isatty()
     for prompt in filter(str.strip, sys.stdin) if cfg.chat else [cfg.prompt]:
@@ -382,8 +392,8 @@ def main(cfg):
         with tqdm(total=None if cfg.threshold else cfg.steps or cfg.gen_len, unit="pass", leave=False, disable=drawn) as bar:
             text, stats = answer(model, tok, sm, ids, run_cfg, until, watch)
         print(before + text + after)
-        print("{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s, {rate:.1f} tokens/s".format(
-            **stats, rate=stats["tokens"] / stats["seconds"]), file=sys.stderr)
+        print("{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s, {rate:.1f} tokens/s; {kind}".format(
+            **stats, rate=stats["tokens"] / max(stats["seconds"], 1e-9), kind=kind), file=sys.stderr)
         messages.append({"role": "assistant", "content": text})
 
 

@@ -239,6 +239,13 @@ def test_infilling_keeps_prefix_and_suffix(model):
     assert x[0, :4].tolist() == text[:4] and x[0, 10:].tolist() == text[4:] and not (x == MASK).any()
 
 
+@pytest.mark.parametrize("schedule", ["none", "linear", "stepwise-late"])
+def test_a_prompt_that_has_nothing_to_fill_stays_as_it_is(model, schedule):
+    rows = [PROMPT[0].tolist(), PROMPT[0, :4].tolist() + 4 * [MASK]]
+    x = S.decode(model, rows, 0, 4, sm=soft(1), schedule=schedule)
+    assert x[0].tolist() == rows[0] and torch.equal(x[1:], S.decode(model, rows[1:], 0, 4, sm=soft(1), schedule=schedule))
+
+
 def test_unequal_gaps_in_one_batch_do_not_feel_each_other(model):
     rows = [PROMPT[0].tolist() + 12 * [MASK], PROMPT[0].tolist() + 4 * [MASK] + PROMPT[0].tolist()]
     together = S.decode(model, rows, 0, 4, sm=soft(1), schedule="linear")
@@ -368,7 +375,8 @@ def test_one_threshold_above_all_is_one_token_per_pass_and_none_is_two_passes(mo
 @pytest.mark.parametrize("settings, message", [
     ({"steps": 17}, "steps 17 must be between 1 and gen_len 16"), ({"steps": 0}, "steps 0"), ({"gen_len": 0}, "nothing to fill"),
     ({"algorithm": "confidence"}, "unknown algorithm 'confidence': use one of entropy"), ({"schedule": "cosine"}, "unknown schedule 'cosine'"),
-    ({"temperature": -1.0}, "temperature -1.0"), ({"top_p": 0.0}, "top_p 0.0"), ({"top_k": -1}, "top_k -1"), ({"switch": 1.5}, "switch 1.5"),
+    ({"temperature": -1.0}, "temperature -1.0"), ({"temperature": float("nan")}, "temperature nan"), ({"temperature": math.inf}, "temperature inf"),
+    ({"temperature": 1.0}, "temperature 1.0 and entropy make draws: give generator"), ({"algorithm": "origin"}, "origin make draws"), ({"top_p": 0.0}, "top_p 0.0"), ({"top_k": -1}, "top_k -1"), ({"switch": 1.5}, "switch 1.5"),
     ({"gen_len": 600}, "608 tokens, the model takes 512"),
 ])
 def test_bad_settings_are_refused(model, settings, message):
@@ -400,6 +408,7 @@ def test_a_model_without_a_mask_token_is_refused(talking_dream, tmp_path):
 @pytest.mark.parametrize("flags, message", [
     ({}, "nothing to do"), ({"prompt": "a", "chat": True}, "nothing to do"), ({"infill": "no gap"}, "exactly one ___"),
     ({"infill": "a ___ b", "block": 8}, "--block=0"), ({"prompt": "a", "dtype": "int8"}, "dtype 'int8'"), ({"prompt": "a", "steps": 999}, "steps 999"),
+    ({"prompt": "a", "device": "tpu"}, "--device=tpu"), ({"prompt": "a", "temperature": float("nan")}, "temperature nan"),
     ({"prompt": "a", "model": ""}, "no model"), ({"prompt": "a", "model": "/nowhere"}, "/nowhere"),
 ])
 def test_bad_flags_are_refused(talking_dream, flags, message):
@@ -465,6 +474,24 @@ def test_merged_and_unmerged_adapter_decode_alike(talking_dream, tmp_path):
         runs[name] = history(S.decode, model, PROMPT, 16, 16, sm=sm)
     assert torch.equal(runs["merged"], runs["beside"])
     assert not torch.equal(runs["merged"], runs["plain"]) and not torch.equal(runs["merged"], runs["binary"])
+
+
+def test_a_gpu_that_is_not_there_is_refused(talking_dream, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    with pytest.raises(Refused, match="--device=cuda"):
+        S.load(S.Decoding(model=talking_dream, device="cuda"))
+
+
+@pytest.mark.parametrize("k, flags, said", [
+    (3, {}, "SM k=3, ω_s = 0.9"), (None, {"schedule": "linear"}, "SM k=|V|, linear, ω_s = 0.9"),
+    (1, {"schedule": "stepwise", "switch": 0.2}, "SM k=1, stepwise 0.2, ω_s = 0.9"), (3, {"soft": False}, "SM off")])
+def test_the_closing_line_says_what_fed_the_masks(talking_dream, tmp_path, capsys, k, flags, said):
+    folder = adapter(tmp_path, Dream.load(talking_dream), {"mask_id": MASK, "k": k, "omega_s": 0.9, "omega_a": 2.0, "omega_b": -4.5})
+    S.main(S.Config(model=talking_dream, adapter=folder, prompt="x", gen_len=4, show=False, **flags))
+    assert capsys.readouterr().err.strip().endswith(f"tokens/s; {said}")
+    os.remove(tmp_path / "softmask.json")
+    S.main(S.Config(model=talking_dream, adapter=folder, prompt="x", gen_len=4, show=False, **flags))
+    assert capsys.readouterr().err.strip().endswith("tokens/s; binary")
 
 
 def test_command_line_prompts_chats_and_infills(talking_dream, capsys, monkeypatch):
