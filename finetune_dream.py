@@ -148,7 +148,7 @@ def read_hub(cfg):
     except ImportError:
         raise Refused(f"--data={cfg.data} comes from the hub: pip install datasets, or give a .jsonl file")
     except OSError as e:  # every error of a network is one
-        raise Refused(f"--data={cfg.data} could not be fetched from the hub ({type(e).__name__}): try again, or give a .jsonl file")
+        raise Refused(f"--data={cfg.data} could not be fetched from the hub ({type(e).__name__}): try again, or give a .jsonl")
 
     def drawn(split, n):
         rows = concatenate_datasets([part[split] for part in parts]).shuffle(seed=cfg.seed)
@@ -345,6 +345,8 @@ def checked(cfg):
 
 def resumable(ckpt, cfg, source, last):
     """Raises Refused unless going on from this checkpoint repeats the run that it was cut from."""
+    if ckpt["kind"] != "dream-adapter":
+        raise Refused(f"{last} holds a {ckpt['kind']}, not a run of finetune_dream.py: give its --out")
     settings = lambda config, source: {name: v for name, v in config.items() if name not in FREE} | source
     there, here = settings(ckpt["config"], ckpt["data"]), settings(asdict(cfg), source)
     different = [f"{n} ({there.get(n)} there, {v} here)" for n, v in here.items() if there.get(n) != v]
@@ -354,11 +356,12 @@ def resumable(ckpt, cfg, source, last):
 
 @contextlib.contextmanager
 def signals():
-    """A list that takes up SIGTERM and Ctrl-C instead of dying of them. A second one is not ours any more: it kills."""
+    """A list that takes up SIGTERM and Ctrl-C instead of dying of them."""
     caught = []
     def take(number, frame):
         caught.append(number)
-        signal.signal(number, signal.SIG_DFL)
+        if number == signal.SIGINT:  # the second Ctrl-C kills; a second SIGTERM, as torchrun sends, must not: we are saving
+            signal.signal(number, signal.SIG_DFL)
     before = {s: signal.signal(s, take) for s in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield caught
@@ -377,7 +380,7 @@ def finetune(cfg):
     if rest:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes: give one that is")
     if os.path.exists(last) and not (cfg.resume or cfg.overwrite):
-        raise Refused(f"{cfg.out} already holds a run: --resume goes on with it, --overwrite replaces it, --out=… starts another")
+        raise Refused(f"{cfg.out} already holds a run: --resume goes on, --overwrite replaces it, --out=… starts another")
     if world > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -442,10 +445,9 @@ def finetune(cfg):
             checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done, seed=cfg.seed, model=trained,
                             optimizer=optimizer.state_dict(), data=source, metrics=metrics)
 
-    def summed(t):
-        """t, over all ranks, in place."""
+    def over_ranks(t, how=dist.ReduceOp.SUM):
         if world > 1:
-            dist.all_reduce(t)
+            dist.all_reduce(t, how)
         return t
 
     @torch.no_grad()
@@ -460,7 +462,7 @@ def finetune(cfg):
                 xt = corrupt(x0, val[i][1], t, mask_id, rng(cfg.seed, "val q", i))
                 nll = model(x0.to(device), xt.to(device), soft).cpu().double()
                 total += torch.stack((objective(nll, t, cfg.loss, 1), nll.sum(), torch.tensor(float(len(nll)))))
-            loss, nll, masks = summed(total).tolist()
+            loss, nll, masks = over_ranks(total).tolist()
             name = "val_soft" if soft else "val_binary"
             out |= {name: loss / len(val), name + "_ce": nll / masks}
         return out
@@ -469,9 +471,12 @@ def finetune(cfg):
     if master:
         os.makedirs(cfg.out, exist_ok=True)
         old = checkpoint.log_until(log_path, start)
+        if not start and os.path.exists(last):
+            os.remove(last)  # or a --resume of this run, killed before its first save, would go on with the old one
         with atomic(log_path) as tmp, open(tmp, "w") as f:  # without the lines of updates that will be made again
             f.writelines(old)
-        print(f"{len(train):,} dialogues, {sum(len(ids) for ids, _ in train):,} tokens, {len(val)} held out; dropped: {reasons}\n"
+        n_tokens = sum(len(ids) for ids, _ in train)
+        print(f"{len(train):,} dialogues, {n_tokens:,} tokens, {len(val)} held out; dropped: {reasons}\n"
               f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, {device} × {world}, "
               f"{dream.table.dtype}; updates {start:,} to {cfg.steps:,} of {cfg.batch_size}", flush=True)
     seen, mark, clock, first = torch.zeros(6, dtype=torch.float64), start, time.time(), time.time()
@@ -479,7 +484,10 @@ def finetune(cfg):
     def report(norm):
         """One line on screen, one in log.jsonl: means since the last one, over all ranks."""
         nonlocal mark, clock
-        loss, nll, masks, tokens, lam, softs = summed(seen).tolist()
+        loss, nll, masks, tokens, lam, softs = over_ranks(seen).tolist()
+        if not math.isfinite(loss + norm.item()):
+            raise Refused(f"the loss or its gradient is not a number by update {done:,}: --resume goes back to the last save, "
+                          f"in {last}; a lower --eta_bb needs a run of its own")
         now = time.time()
         line = {"step": done, "loss": loss / ((done - mark) * cfg.batch_size), "ce_per_mask": nll / masks,
                 "grad_norm": norm.item(), "tokens_per_s": tokens / (now - clock)}
@@ -526,10 +534,10 @@ def finetune(cfg):
             optimizer.zero_grad(set_to_none=True)
             done = step + 1
 
-            # whether any rank was told to stop: they must leave after the same update
-            end = summed(torch.tensor(len(stop))).item() > 0 or done == cfg.steps
+            told = over_ranks(torch.tensor(max(stop, default=0)), dist.ReduceOp.MAX).item()  # by a signal, any rank: all leave
+            end = told or done == cfg.steps
             saving = end or done % cfg.save_every == 0
-            if val and (done % cfg.eval_every == 0 or done == cfg.steps):
+            if val and not told and (done % cfg.eval_every == 0 or done == cfg.steps):
                 metrics = {**metrics, "step": done, **evaluate()}
                 score = metrics["val_soft" if sm else "val_binary"]
                 if score < metrics.get("best", math.inf):
@@ -537,17 +545,19 @@ def finetune(cfg):
                     if master:
                         save_adapter(os.path.join(cfg.out, "best"), dream, sm, cfg)
             if done % cfg.log_every == 0 or saving or metrics.get("step") == done:
-                report(norm)
+                report(norm)  # refuses what is not a number, so before the save
             if saving:
                 save()
             if end:
                 break
 
     if world > 1:
+        dist.barrier()  # a rank that left earlier would have torchrun kill the one that still saves
         dist.destroy_process_group()
     if done < cfg.steps:
-        print(f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on")
-        raise SystemExit(128 + max(stop, default=0))
+        if master:
+            print(f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on")
+        raise SystemExit(128 + told)
     if master:
         print(f"python sample_dream.py --model={cfg.model} --adapter={cfg.out}/{'best' if val else 'last'} --prompt=…")
     return model

@@ -456,6 +456,7 @@ def test_sigterm_saves_and_leaves(cfg, monkeypatch):
         if step == 1 and not steps:
             steps.append(step)
             os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)  # torchrun sends it again
         return schedule(step, *args)
     monkeypatch.setattr(ft, "lr_at", kills)
     with pytest.raises(SystemExit) as stopped:
@@ -471,6 +472,24 @@ def test_ctrl_c_before_the_first_update_just_ends(cfg, monkeypatch):
     before = signal.getsignal(signal.SIGINT)
     finetune(replace(cfg, steps=1, n_train=8))
     assert seen == [before, before] and signal.getsignal(signal.SIGINT) == before
+
+
+def test_what_is_not_a_number_is_not_saved(cfg, monkeypatch):
+    objective, count = ft.objective, []
+    monkeypatch.setattr(ft, "objective", lambda *a: (count.append(1), objective(*a) * (math.nan if len(count) > 50 else 1))[1])
+    with pytest.raises(Refused, match="not a number by update 4: --resume goes back"):
+        finetune(replace(cfg, eval_every=100))
+    step, tensors = parts(cfg.out)
+    assert step == 2 and all(t.isfinite().all() for t in tensors)
+
+
+def test_an_overwritten_run_is_gone_before_the_first_save(cfg, monkeypatch):
+    finetune(replace(cfg, steps=2))
+    monkeypatch.setattr(ft, "corrupt", lambda *a: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        finetune(replace(cfg, steps=2, overwrite=True))
+    with pytest.raises(Refused, match="no checkpoint at"):
+        finetune(replace(cfg, steps=2, resume=True))
 
 
 def test_a_moved_run_is_resumed_and_one_on_other_weights_is_not(cfg, tmp_path):
@@ -636,6 +655,9 @@ def test_a_run_is_neither_overwritten_nor_mixed(cfg, tmp_path):
     finetune(replace(cfg, steps=2, overwrite=True))
     with pytest.raises(Refused, match="no checkpoint at"):
         finetune(replace(cfg, out=cfg.out + "-none", resume=True))
+    checkpoint.save(cfg.out + "/last.pt", kind="mdlm", config={}, model={}, step=0, seed=0)
+    with pytest.raises(Refused, match="last.pt holds a mdlm, not a run of finetune_dream.py"):
+        finetune(replace(cfg, steps=2, resume=True))
 
 
 def test_changed_dialogues_are_not_resumed(cfg, tmp_path):
