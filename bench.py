@@ -3,7 +3,7 @@
 
     python bench.py                                         # what the machine at hand holds: GPU, the paper's size; CPU, `cpu`
     python bench.py cpu --json=bench.json                   # 8 blocks of 256, V = 50,258, L = 256, batch 4, fp32: minutes
-    python bench.py cpu --parts=train,sample --repeats=9    # some of: train memory sample cost curves dream
+    python bench.py cpu --parts=train,sample --repeats=9    # some of PARTS
     torchrun --nproc_per_node=2 bench.py scaling            # DDP: strong, weak, and what the exchange of gradients costs
 
 Machines are shared and clocks drift, so that cases are timed in turns, A B C A B C …, beside a plain matrix product, and
@@ -44,7 +44,7 @@ from sample_dream import decode, decode_blocks
 from softmask import SoftMask
 from train import PEAK_FLOPS, flops_per_token, update_ema
 
-PARTS = ("train", "memory", "sample", "cost", "curves", "dream")
+PARTS = ("train", "memory", "sample", "cost", "curves", "dream", "vocabulary")
 
 
 @dataclass
@@ -425,6 +425,31 @@ def two_finetunings(cfg, device, dtype, soft, checkpointing):
     step = finetuning(cfg, device, dtype)
     for _ in range(2):
         step(soft, checkpointing)
+
+
+def vocabulary_work(cfg, device, k, T, chunk):
+    """Both passes and the backward of finetune_dream.py at Dream's own V, all of T positions but the first at [MASK]s.
+
+    In bf16, without layers, on a narrow model: what is left is the work on rows × V. T = 1: just the model.
+    """
+    mask_id = 151666
+    dream = Dream(DreamConfig(152064, 64, 64, 0, 1, 1, 1e-6, 1e6, 4096, mask_id, 151643, 151643))
+    dream.to(device, torch.bfloat16).requires_grad_(False)
+    x0 = torch.randint(mask_id, (1, T), generator=rng("bench")).to(device)
+    xt = torch.where(torch.arange(T, device=device) > 0, mask_id, x0)
+    if T > 1:
+        TwoPass(dream, SoftMask(mask_id, k, omega_s=0.5).to(device), chunk)(x0, xt, True).mean().backward()
+
+
+def bench_vocabulary(cfg, device, dtype, T=2048):
+    """How far memory rises for logits, feedback and loss alone, at the size of Dream's vocabulary and longest dialogue."""
+    base, rows = peak(vocabulary_work, cfg, device, 1, 1, 256)[1], {}
+    for chunk, k in ((256, 1), (256, None), (128, 1)):
+        most = peak(vocabulary_work, cfg, device, k, T, chunk)[1]
+        rows[f"{chunk} rows at once, k = {k or '|V|'}"] = {"rise GB": (most - base) / 1e9}
+    table(f"Dream's vocabulary work: V = 152,064, {T:,} tokens, bf16", rows,
+          f"one (T, V) tensor in fp32 is {T * 152064 * 4 / 1e9:.3g} GB")
+    return rows
 
 
 def bench_dream(cfg, device, dtype):
