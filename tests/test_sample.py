@@ -229,7 +229,7 @@ def forward(net, sm, x, feedback, mask):
     return logp
 
 
-@pytest.mark.parametrize("sampler, soft", itertools.product(SAMPLERS, (True, False)))
+@pytest.mark.parametrize("sampler, soft", list(itertools.product(SAMPLERS, (True, False))))
 @pytest.mark.parametrize("top_p", [0.9, 1.0])
 @pytest.mark.parametrize("k, t_end", [(3, 1e-5), (None, 1e-5), (3, 0.3)])
 def test_generate_is_alg_2(sampler, soft, top_p, k, t_end, monkeypatch):
@@ -277,7 +277,7 @@ def test_the_chain_has_the_distribution_of_eq_1(sampler):
         assert abs((ids == torch.tensor(y)).all(1).double().mean() - p) < 5 * math.sqrt(p * (1 - p) / n)
 
 
-@pytest.mark.parametrize("sampler, soft", itertools.product(SAMPLERS, (True, False)))
+@pytest.mark.parametrize("sampler, soft", list(itertools.product(SAMPLERS, (True, False))))
 def test_a_sample_does_not_depend_on_its_neighbours(sampler, soft, monkeypatch):
     monkeypatch.setattr(sample, "T_END", 0.3)  # so that the argmax at the end is part of it
     model = model_of()
