@@ -247,7 +247,7 @@ class MDLM(nn.Module):
         self.lam = torch.zeros(())
 
     def gauge(self, logits):
-        """SM's (λ, ids, π) of every row (n, V). On a CPU a few rows at a time: they stay in its caches, which is 3× as fast."""
+        """SM's (λ, ids, π) of every row (n, V). On a CPU a few rows at a time: between its passes they stay in the caches."""
         return in_chunks(self.sm, logits, size=4096 if logits.is_cuda or self.sm.k is None else 16)
 
     def feedback(self, h):
