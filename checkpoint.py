@@ -135,7 +135,7 @@ def atomic(path):
     except OSError as e:
         raise Refused(f"could not write {path} ({e}): free some space or choose another folder; an older file is unharmed")
     finally:
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.remove(tmp)
 
 

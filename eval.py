@@ -42,7 +42,7 @@ from mdlm import MDLM, corrupt, sample_times
 @dataclass
 class Config:
     metric: str = ""                # ppl, zero_shot, entropy, gen_ppl, mauve, table: the first word of the command line
-    out: str = ""                   # result file; beside the checkpoint or the samples, NAME.METRIC.json
+    out: str = ""                   # result file; beside the checkpoint or the samples, NAME.METRIC.OF-WHAT.json
     label: str = ""                 # row of the table that this result belongs to, say 1M+100k; the checkpoint's path
     device: str = "auto"            # cuda, else mps, else cpu
     batch_size: int = 8             # changes nothing but speed
@@ -177,13 +177,14 @@ def read_samples(pattern):
             with open(path, encoding="utf-8") as f:
                 lines = [json.loads(line) for line in f]
             samples |= {(line["seed"], line["index"]): line for line in lines}
-            if any(len(line["ids"]) < 2 or not {"text", "nfe"} <= line.keys() for line in lines):
+            if any(len(line["ids"]) < 2 or not all(type(i) is int for i in line["ids"]) or not isinstance(line["text"], str)
+                   or not isinstance(line["nfe"], (int, float)) for line in lines):
                 raise ValueError
             for line in lines:
                 settings = settings or line["settings"]
                 if other := differing(settings, line["settings"]):
                     raise Refused(f"{pattern!r} mixes samples of different {', '.join(other)}: evaluate them apart")
-        except (ValueError, KeyError, TypeError) as e:
+        except (OSError, ValueError, KeyError, TypeError) as e:
             raise e if isinstance(e, Refused) else Refused(
                 f"{path} is no file of samples: a line has two ids or more, text, nfe, seed, index, settings")
     if not samples:
@@ -232,8 +233,9 @@ def score(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
             tok, lm = AutoTokenizer.from_pretrained(scorer), AutoModelForCausalLM.from_pretrained(scorer)
         except ImportError:
             raise Refused("scoring samples needs transformers: pip install transformers")
-        except (OSError, ValueError, KeyError) as e:
-            raise Refused(f"--scorer={scorer} not found, neither a folder nor on the hub: {str(e).splitlines()[0]}")
+        except Exception as e:  # broken files and hubs raise anything
+            reason = f"{type(e).__name__}: {e}".splitlines()[0]
+            raise Refused(f"--scorer={scorer} not found, neither a whole folder nor on the hub: {reason}")
         lm = lm.to(device).float().eval()
     for start in tqdm(range(0, len(todo), batch_size), f"scoring {len(todo)} texts", disable=not todo):
         batch = todo[start:start + batch_size]
@@ -243,6 +245,8 @@ def score(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
         lengths = torch.tensor([len(row) for row in ids])                                      # (b,)
         if lengths.min() < 2:
             raise Refused(f"the text {batch[lengths.argmin()][1]!r} has fewer than two tokens of {scorer}: nothing to score")
+        if lengths.max() > (room := getattr(getattr(lm, "config", None), "max_position_embeddings", 1024)):
+            raise Refused(f"a text has {lengths.max()} tokens, {scorer} takes {room}: use a scorer with 1,024, as the rule has it")
         x = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)                  # (b, T)
         real = (torch.arange(x.shape[1]) < lengths[:, None]).to(device)                        # (b, T)
         out = lm(input_ids=x, attention_mask=real.long(), output_hidden_states=True)
@@ -266,6 +270,8 @@ def score(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
 def gen_ppl(texts, scorer="gpt2-large", **how):
     """Generative perplexity, over the tokens of all texts together, and its standard error over texts     §4.1, App. B.1"""
     scores = score(texts, scorer, **how)
+    if not any(s["tokens"] for s in scores):
+        raise Refused("no text has a token to score besides ends of documents: the samples are empty")
     nats, se = mean_and_se([s["nll"] for s in scores], [s["tokens"] for s in scores])
     return math.exp(nats), math.exp(nats) * se
 
@@ -318,9 +324,11 @@ def write(cfg, stem, values, settings):
             versions[package] = importlib.metadata.version(package)
         except importlib.metadata.PackageNotFoundError:
             pass
-    path = cfg.out or f"{stem}.{cfg.metric}.json"
+    # what was measured on or with is in the name: two of them must not overwrite each other
+    by = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer, "mauve": cfg.data}.get(cfg.metric, "")
+    path = cfg.out or ".".join(filter(None, (stem.rstrip("."), cfg.metric, os.path.basename(by.rstrip("/")).split(".")[0], "json")))
     result = {"metric": cfg.metric, "values": values, "settings": settings, "evaluation": asdict(cfg), "versions": versions}
-    for name, row in values.items() if cfg.checkpoint else ((cfg.metric, values),):
+    for name, row in values.items() if cfg.metric in ("ppl", "zero_shot") else ((cfg.metric, values),):
         print(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in row.items()))
     with atomic(path) as tmp, open(tmp, "w") as f:
         json.dump(result, f, indent=2)
@@ -328,12 +336,12 @@ def write(cfg, stem, values, settings):
 
 
 # column of the table: its heading, its decimals, and what of the evaluation must be equal all along it
-COLUMNS = {"mauve": ("MAUVE ↑", 3, ("scorer", "scale", "seed")), "gen_ppl": ("gen. PPL ↓", 2, ("scorer",)),
+COLUMNS = {"mauve": ("MAUVE ↑", 3, ("scorer", "scale", "seed", "data")), "gen_ppl": ("gen. PPL ↓", 2, ("scorer",)),
            "entropy": ("entropy ↑", 3, ()), "ppl": ("PPL ↓", 2, ("seed", "repeats", "ema"))}
 
 
 def entries(result):
-    """What one result says: [(row, column, run, value, what must be equal along the column)]."""
+    """What one result says: [(row, column, run, value, what must be equal along the column, and in the cell)]."""
     metric, values, s, e = (result[key] for key in ("metric", "values", "settings", "evaluation"))
     label = e["label"] or s.get("checkpoint") or e["checkpoint"]
     if metric in ("ppl", "zero_shot"):
@@ -345,7 +353,9 @@ def entries(result):
         found = [(row, (name, "{}/{}".format(*Fraction(s["steps"], s["L"]).as_integer_ratio())), e["samples"], values[name])
                  for name in ("mauve", "gen_ppl", "entropy") if name in values]
     same = {key: s.get(key) for key in ("L", "n", "top_p", "tokenizer", "text", "dtype")}
-    return [(*entry, same | {key: e[key] for key in COLUMNS[entry[1][0]][2]}) for entry in found]
+    cell = {key: s.get(key) for key in ("sampler", "eta", "t_on", "t_off", "alpha_on", "ema", "step", "prompt", "infill")}
+    more = lambda name: {key: e[key] for key in COLUMNS[name][2]} | ({"references": values.get("references")} if name == "mauve" else {})
+    return [(*entry, same | more(entry[1][0]), cell) for entry in found]
 
 
 def table(cfg):
@@ -358,13 +368,14 @@ def table(cfg):
         try:
             with open(path) as f:
                 found = entries(json.load(f))
-        except (ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise Refused(f"{path} is not a result of eval.py: correct --results")
-        for row, column, run_, value, same in found:
-            where, before = first.setdefault(column[0] + column[1] * (column[0] == "ppl"), (path, same))
-            if other := differing(before, same):
-                raise Refused(f"{where} and {path} differ in {', '.join(f'{k} ({before[k]}, {same[k]})' for k in other)}: "
-                              f"such numbers do not belong in one table")
+        for row, column, run_, value, same, cell in found:
+            for key, made, place in ((column[0] + column[1] * (column[0] == "ppl"), same, "table"), ((row, column), cell, "row, --label")):
+                where, before = first.setdefault(key, (path, made))
+                if other := differing(before, made):
+                    raise Refused(f"{where} and {path} differ in {', '.join(f'{k} ({before.get(k)}, {made.get(k)})' for k in other)}: "
+                                  f"such numbers do not belong in one {place}")
             if not math.isfinite(value):
                 raise Refused(f"{column[0]} in {path} is {value}: measure it again")
             cells[row][column][run_] = value

@@ -303,5 +303,7 @@ class MDLM(nn.Module):
         except Exception as e:  # a configuration may be anything in a file of somebody else
             reason = (str(e).splitlines() or [""])[-1 if len(str(e).splitlines()) < 2 else 1].strip()
             raise checkpoint.Refused(f"the weights in {path} do not fit its configuration: {type(e).__name__}, {reason}")
+        if not all(t.isfinite().all() for t in model.state_dict().values()):
+            raise checkpoint.Refused(f"the weights in {path} are not all numbers: its run diverged, take an earlier file")
         model.info = {key: v for key, v in ckpt.items() if key not in ("model", "ema", "optimizer")}
         return model.eval()

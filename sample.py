@@ -260,10 +260,12 @@ def canvas(prompt, infill, tok, special, L):
 
 def finished(path, settings, seed):
     """Indices of the samples in `path` that have these settings. A last line that a kill cut short is cut off the file."""
+    if path.is_dir():
+        raise Refused(f"{path} is a folder: choose another --out")
     text = path.read_bytes() if path.exists() else b""
     whole = text[:text.rfind(b"\n") + 1]
     try:
-        if text and not whole:
+        if text and not whole and not text.startswith(b'{"ids": ['):  # that one is a first line, cut short
             raise ValueError
         done = {line["index"] for line in map(json.loads, whole.splitlines()) if (line["settings"], line["seed"]) == (settings, seed)}
     except (ValueError, KeyError, TypeError):
@@ -274,9 +276,11 @@ def finished(path, settings, seed):
 
 
 def main(cfg):
+    if hasattr(sys.stdout, "reconfigure"):
+        sys.stdout.reconfigure(errors="replace")  # a terminal that cannot spell a sample must not end a long run
     rank, world, device, dtype = machine(cfg.device, cfg.dtype)
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
-    mask, L = model.cfg.mask_id, cfg.length or model.cfg.length
+    mask, L = model.cfg.mask_id, model.cfg.length if cfg.length is None else cfg.length
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     if tok.n_vocab != mask or not 3 <= L <= model.cfg.length or cfg.count < 1 or cfg.batch_size < 1:
         raise Refused(f"--length={L} --count={cfg.count} --batch_size={cfg.batch_size}, {tok.n_vocab} ids of {tok.name}: the length must be in "

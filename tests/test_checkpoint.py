@@ -307,6 +307,15 @@ def test_our_format_without_its_parts_is_refused(tmp_path):
             MDLM.load(path)
 
 
+def test_weights_that_are_not_numbers_are_refused(tmp_path):
+    model, path = ours(tmp_path)
+    ckpt = load(path)
+    ckpt["model"]["net.output_layer.linear.weight"][0, 0] = float("nan")
+    save(path, **ckpt)
+    with pytest.raises(Refused, match="are not all numbers: its run diverged"):
+        MDLM.load(path)
+
+
 def test_ema_of_another_model_is_refused(tmp_path):
     model, _ = ours(tmp_path)
     ckpt = checkpoint.inert(lightning(tmp_path, model))

@@ -1,6 +1,7 @@
 """eval.py: the bound against Eq. 2 integrated by hand, the authors' scoring rules against loops, results and tables."""
 
 import itertools
+import glob
 import json
 import math
 import subprocess
@@ -335,14 +336,15 @@ def main(*argv):
     evaluation.main(from_cli(Config, argv, PRESETS))
 
 
-def read(path):
+def read(pattern):
+    (path,) = glob.glob(pattern)
     with open(path) as f:
         return json.load(f)
 
 
 def test_ppl_of_a_checkpoint(world):
     main("ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2", "--label=tiny")
-    result = read("last.pt.ppl.json")
+    result = read("last.pt.ppl.*.json")
     tokens, meta = data.open_split("data", "val")
     rows = data.rows(tokens, range(data.n_rows(tokens, 16)), 16)
     for name in "soft", "binary":
@@ -373,7 +375,7 @@ def test_ema_is_the_default_and_rows_are_spread(world):
 def test_zero_shot_cuts_a_text_with_the_models_tokenizer(world):
     Path("other.txt").write_text("some other text\n" * 30)
     main("zero_shot", "--checkpoint=last.pt", "--text=other.txt")
-    result = read("last.pt.zero_shot.json")
+    result = read("last.pt.zero_shot.*.json")
     assert result["settings"]["n"] == (16 * 30 + 1) // 14 and result["settings"]["text"]["bytes"] == 480
     with pytest.raises(Refused, match="'nowhere.txt' is neither"):
         main("zero_shot", "--checkpoint=last.pt", "--text=nowhere.txt")
@@ -384,7 +386,7 @@ def test_binary_models_have_no_feedback_to_measure(world):
     checkpoint.save("binary.pt", kind="mdlm", config=vars(model.cfg), model=model.state_dict(), step=0, seed=1,
                     tokenizer=data.describe(data.tokenizer("bytes")))
     main("ppl", "--checkpoint=binary.pt", "--data=data")
-    assert set(read("binary.pt.ppl.json")["values"]) == {"binary"}
+    assert set(read("binary.pt.ppl.*.json")["values"]) == {"binary"}
 
 
 def test_data_of_another_tokenizer_is_refused(world):
@@ -410,11 +412,11 @@ def test_gen_ppl_and_mauve_share_their_scores(world, lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=lambda **kw: types.SimpleNamespace(mauve=0.5)))
     data.prepare(iter([("abcdefghij" * 9, True)] * 9), "letters", data.tokenizer("bytes"), val_docs=3)
     main("gen_ppl", "--samples=samples.jsonl", "--scorer=x")
-    result = read("samples.gen_ppl.json")["values"]
+    result = read("samples.gen_ppl.*.json")["values"]
     assert result["gen_ppl"] == pytest.approx(gen_ppl([f"{'abcdefgh'[i:i + 6]}" for i in range(4)], "x")[0]) and "entropy" in result
     lm.batches.clear()
     main("mauve", "--samples=samples.jsonl", "--scorer=x", "--data=letters")
-    assert read("samples.mauve.json")["values"] | {"entropy": 0, "entropy_min": 0} == {
+    assert read("samples.mauve.*.json")["values"] | {"entropy": 0, "entropy_min": 0} == {
         "entropy": 0, "entropy_min": 0, "nfe": 4.5, "mauve": 0.5, "references": 4}
     assert sum(shape[0] for shape in lm.batches) <= 4                                                  # the references alone
 
@@ -492,6 +494,33 @@ def test_table_of_perplexities(tmp_path, capsys):
     main("table", f"--results={tmp_path}/*.json")
     out = capsys.readouterr().out
     assert "|  | binary | 1M | 23.21 |" in out and "|  | soft | 1M, soft | 21.47 |" in out and "|  | gain |  | -1.74 |" in out
+
+
+@pytest.mark.parametrize("change, named", [({"sampler": "remdm-cap"}, "sampler"), ({"ema": False}, "ema"), ({"step": 7}, "step"), ({"eta": 0.1}, "eta")])
+def test_a_cell_averages_runs_of_one_kind_only(tmp_path, change, named):
+    """Two samplers of ReMDM, EMA and raw weights, an earlier and a later state of one run are no seeds of each other."""
+    result_file(tmp_path / "a.json", 1.0, label="1M", **({"sampler": "remdm-loop"} if named == "sampler" else {}))
+    result_file(tmp_path / "b.json", 2.0, label="1M", **change)
+    with pytest.raises(Refused, match=rf"a.json and .*b.json differ in {named} \(.* one row, --label"):
+        main("table", f"--results={tmp_path}/*.json")
+
+
+def test_texts_of_ends_only_are_refused():
+    with pytest.raises(Refused, match="no text has a token to score"):
+        evaluation_of_nothing = [{"nll": 0.0, "tokens": 0, "feature": None}] * 2
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(evaluation, "score", lambda *a, **k: evaluation_of_nothing)
+            gen_ppl(["<|endoftext|>"] * 2)
+
+
+@pytest.mark.parametrize("line", [{"ids": ["a", "b"]}, {"text": 5}, {"nfe": "x"}])
+def test_lines_that_are_no_samples_are_refused(tmp_path, line):
+    good = {"ids": [1, 2], "text": "a", "nfe": 1, "seed": 1, "index": 0, "settings": {}}
+    (tmp_path / "s.jsonl").write_text(json.dumps(good | line) + "\n")
+    (tmp_path / "folder.jsonl").mkdir()
+    for name in ("s.jsonl", "folder.jsonl"):
+        with pytest.raises(Refused, match="is no file of samples"):
+            main("entropy", f"--samples={tmp_path}/{name}")
 
 
 @pytest.mark.parametrize("change, named", [({"n": 100}, "n"), ({"L": 512}, "L"), ({"top_p": 1.0}, "top_p"), ({"tokenizer": "bytes"}, "tokenizer")])

@@ -495,7 +495,7 @@ def test_show_on_the_command_line(saved, tmp_path, capsys):
 @pytest.mark.parametrize("how, message", [
     (dict(checkpoint="nowhere.pt"), "nowhere.pt"), (dict(prompt="x" * 31), "31 tokens"), (dict(infill="no gap"), "___"),
     (dict(infill="a ___", prompt="b"), "no --prompt"), (dict(infill="x" * 30 + "___"), "30 tokens"), (dict(steps=0), "steps=0"),
-    (dict(top_p=0.0), "top_p=0.0"), (dict(sampler="euler"), "euler"), (dict(length=33), "length=33"), (dict(count=0), "count=0"),
+    (dict(top_p=0.0), "top_p=0.0"), (dict(sampler="euler"), "euler"), (dict(length=33), "length=33"), (dict(length=0), "length=0"), (dict(count=0), "count=0"),
     (dict(device="cuda:9"), "cuda:9"), (dict(dtype="int4"), "int4"), (dict(device="abacus"), "abacus"), (dict(batch_size=0), "batch_size=0")])
 def test_bad_input_is_refused(saved, tmp_path, how, message):
     with pytest.raises(Refused, match=message):
@@ -509,6 +509,17 @@ def test_a_file_of_something_else_is_not_appended_to(saved, tmp_path):
         with pytest.raises(Refused, match="something else"):
             run(saved, tmp_path)
         assert (tmp_path / "samples.jsonl").read_text() == text
+
+
+def test_a_first_line_cut_by_a_kill_is_made_again(saved, tmp_path):
+    whole = run(saved, tmp_path)["samples.jsonl"]
+    text = (tmp_path / "samples.jsonl").read_text()
+    (tmp_path / "samples.jsonl").write_text(text[:40])
+    assert run(saved, tmp_path)["samples.jsonl"] == whole
+    (tmp_path / "samples.jsonl").unlink()
+    (tmp_path / "samples.jsonl").mkdir()
+    with pytest.raises(Refused, match="is a folder"):
+        run(saved, tmp_path)
 
 
 def test_the_vocabulary_must_be_the_checkpoints(saved, tmp_path):
