@@ -248,8 +248,8 @@ def train(cfg):
         model.net.trunk = torch.compile(model.net.trunk)  # the method: wrapping the module would rename its state_dict
     net = DistributedDataParallel(model, device_ids=[device.index] if device.type == "cuda" else None,
                                   broadcast_buffers=False) if world > 1 else model
-    # No cache: before torch 2.10 or so it hands the casts of pass 1, made without a graph, to pass 2, which then has no
-    # gradient for its weights, and says nothing.
+    # No cache: in older torch (2.6 does, 2.13 does not) it hands the casts of pass 1, made without a graph, to pass 2,
+    # which then has no gradient for its weights, and says nothing.
     autocast = lambda: torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
     # ---- what a step needs
