@@ -337,7 +337,8 @@ def train(cfg):
         if not master:
             return
         print(f"step {done:,}/{cfg.steps:,}  loss {line['loss']:.4f}  ce/mask {line['ce_per_mask']:.3f}"
-              f"  |g| {line['grad_norm']:.2f}  ω_s {line.get('omega_s', 0):.3g}  λ {line['lam']:.3g}  {speed:,.0f} tokens/s{mfu}  {left:,.1f} min left"
+              f"  |g| {line['grad_norm']:.2f}  ω_s {line.get('omega_s', 0):.3g}  λ {line['lam']:.3g}"
+              f"  {speed:,.0f} tokens/s{mfu}  {left:,.1f} min left"
               + "".join(f"  {k} {v:.4f}" for k, v in line.items() if k.startswith("val")), flush=True)
         try:
             with open(log_path, "a") as f:
