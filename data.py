@@ -136,11 +136,12 @@ def order(n, epoch, seed):
 
 
 def pieces(f, size=2**16):
-    """A plain-text file is one document, cut where a word of GPT-2's ends anyway: before a line break and a non-space."""
+    """A plain-text file is one document, cut where a word of GPT-2's ends anyway: before a line break or a lone space
+    that a non-space follows. Memory stays near `size` wherever the text has either."""
     rest = ""
     while block := f.read(size):
         rest += block
-        if cut := max((m.start() for m in re.finditer(r"\n(?=\S)", rest)), default=0):
+        if cut := max((m.start() for m in re.finditer(r"\n(?=\S)|(?<=\S) (?=\S)", rest)), default=0):
             yield rest[:cut], False
             rest = rest[cut:]
     yield rest, True

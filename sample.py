@@ -291,7 +291,7 @@ def main(cfg):
             "eta": SAMPLERS.get(cfg.sampler) if cfg.eta is None else cfg.eta}
     settings = how | {"checkpoint": cfg.checkpoint, "step": model.info["step"], "ema": cfg.ema, "tokenizer": tok.name, "length": L,
                       "prompt": cfg.prompt, "infill": cfg.infill, "dtype": str(dtype or torch.float32).removeprefix("torch.")}
-    path = Path(cfg.out).with_suffix(f".{rank}.jsonl") if world > 1 else Path(cfg.out)
+    path = Path(f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl") if world > 1 else Path(cfg.out)
     done = finished(path, settings, cfg.seed)
     todo = [i for i in range(rank, cfg.count, world) if i not in done or cfg.show]
     if cfg.compile:
