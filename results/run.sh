@@ -7,7 +7,7 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
-out=${OUT:-out/evidence}
+out=${OUT:-out/evidence}; mkdir -p "$out"
 
 if [ "$1" = list ]; then
     echo scratch-{binary,sm}-1                                            # first: the continuations start from one of them
@@ -47,4 +47,4 @@ esac
 steps=$(grep -o -- '--steps=[0-9]*' <<< "$flags" || echo =2000)
 [ -e "$out/$1/step-${steps#*=}.pt" ] && exit
 [ -e "$out/$1/last.pt" ] && flags="$flags --resume"
-python train.py $flags --seed="$seed" --out_dir="$out/$1" >> "$out.log" 2>&1
+python train.py $flags --seed="$seed" --out_dir="$out/$1" >> "$out/$1.out" 2>&1
