@@ -312,11 +312,11 @@ def bench_cost(cfg, device, dtype):
         "trunk, forward and backward": training_pass,
         f"head and loss, {len(h)} rows, both": loss_pass,
         f"SM: head, {len(h)} rows": under(lambda: in_chunks(net.head, h)),
-        f"SM: head, λ, top k, mix, {len(h)} rows": under(lambda: in_chunks(model.feedback, h)),
+        f"SM: head, λ, top k, mix, {len(h)} rows": under(lambda: model.feedback(h)),
         f"sampling: trunk, 1 × {L}": under(lambda: net.trunk(emb[:1], t[:1])),
         f"sampling: {len(few['appear'])} rows appear": under(
             lambda: draw(nucleus(net.head(few["appear"]).softmax(-1), cfg.top_p), torch.Generator(device).manual_seed(0))),
-        f"sampling: SM, {len(few['stay'])} rows stay": under(lambda: in_chunks(model.feedback, few["stay"])),
+        f"sampling: SM, {len(few['stay'])} rows stay": under(lambda: model.feedback(few["stay"])),
     }, cfg.repeats, device)
     table("parts, forward unless it says more", rows, "ratio: to the first line")
     return rows

@@ -246,18 +246,25 @@ class MDLM(nn.Module):
             raise checkpoint.Refused(str(e))
         self.lam = torch.zeros(())
 
-    def gauge(self, logits):
-        """SM's (λ, ids, π) of every row (n, V). On a CPU a few rows at a time: between its passes they stay in the caches."""
-        return in_chunks(self.sm, logits, size=4096 if logits.is_cuda or self.sm.k is None else 16)
+    def gauge(self, h):
+        """Hidden states of masked positions (n, D) → their logits' (λ, ids, π). On a CPU λ is taken of a few rows at a time:
+        between its passes they stay in the caches.                                                          Alg. 1 l.6"""
+        with torch.set_grad_enabled(torch.is_grad_enabled() and self.cfg.two_updates):
+            logits = self.net.head(h)                                                        # (n, V)
+        return in_chunks(self.sm, logits, size=4096 if h.is_cuda or self.sm.k is None else 16)  # gradient for ω starts here
 
     def feedback(self, h):
         """Hidden states of masked positions → their soft masks, embedded, and λ                             Alg. 1 l.6-7
 
-        h: (n, D).   Returns (n, D), (n,).
+        h: (N, D).   Returns (N, D), (N,).
         """
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.cfg.two_updates):
-            logits = self.net.head(h)                                                        # (n, V)
-        lam, ids, pi = self.gauge(logits)                                                    # gradient for ω starts here
+        def soften(h):
+            lam, ids, pi = self.gauge(h)
+            return self.sm.mix(self.net.table, lam, ids, pi), lam                            # (n, D), (n,)
+        if self.sm.k is None or self.cfg.two_updates:  # (n, V) tensors have a backward, and π may be one
+            return in_chunks(soften, h, recompute=True)
+        # One mix for all chunks: each has a dense (V, D) gradient. On a CPU 256 rows of logits reuse memory, and more would not.
+        lam, ids, pi = in_chunks(self.gauge, h, size=4096 if h.is_cuda else 256)             # (N,), (N, k), (N, k)
         return self.sm.mix(self.net.table, lam, ids, pi), lam
 
     def forward(self, x0, xt, t, soft):
@@ -275,8 +282,7 @@ class MDLM(nn.Module):
             # Pass 1 keeps dropout on [code], and no graph (l.5) unless the paper's two updates are asked for.
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.cfg.two_updates):
                 h = net.trunk(emb, t).flatten(0, 1)[rows]                                    # (N, D)              l.6
-            dense = self.cfg.k is None or self.cfg.two_updates  # then (n, V) tensors have a backward
-            mixed, lam = in_chunks(self.feedback, h, recompute=dense)                        # (N, D), (N,)        l.7
+            mixed, lam = self.feedback(h)                                                    # (N, D), (N,)        l.7
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)    # (B, L, D)
             self.lam = lam.detach().sum() / max(1, len(rows))
         h = net.trunk(emb, t).flatten(0, 1)[rows]                                            # (N, D)              l.7

@@ -1,8 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Figures from result files.                                                                                      Fig. 3
+"""Figures from logs and result files.                                                      Fig. 2, 3, 4, App. C.3
 
 Not here: any measurement. Every number comes from JSON that another script has written.
 
+    python plot.py --runs="out/binary-*/log.jsonl,out/sm-*/log.jsonl" --out=fig2.png                    # Fig. 2; -1, -2, … are seeds
+    python plot.py --ablation="out/*/log.jsonl" --out=ablation.png                                      # App. C.3
+    python sample.py --checkpoint=out/last.pt --length=16 --trace=trace.jsonl && python plot.py --trajectory=trace.jsonl    # Fig. 4
     python eval_dream.py --model=DIR --adapter=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9     # and --soft=false
     python plot.py --throughput=results --out=throughput.png                                            # Fig. 3
     python bench.py --json=bench.json && python plot.py --curves=bench.json --out=curves.png            # cost over sizes
@@ -13,7 +16,10 @@ Needs matplotlib (pip install matplotlib), which nothing else in this project do
 import contextlib
 import glob
 import json
+import math
 import os
+import re
+import statistics
 from dataclasses import dataclass
 
 from checkpoint import Refused, atomic, run
@@ -21,12 +27,15 @@ from checkpoint import Refused, atomic, run
 
 @dataclass
 class Config:
+    runs: str = ""           # patterns of train.py's logs, a comma between them
+    ablation: str = ""       # likewise
+    trajectory: str = ""     # file of sample.py --trace
     throughput: str = ""     # folder of eval_dream.py's results with block lengths
     curves: str = ""         # file of bench.py --json
     out: str = "plot.png"    # or .pdf, .svg
 
 
-def figure(panels):
+def figure(panels, width=5, height=4):
     """matplotlib's figure and axes, without a window."""
     try:
         import matplotlib
@@ -34,7 +43,87 @@ def figure(panels):
         raise Refused("plotting needs matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    return plt.subplots(1, panels, figsize=(5 * panels, 4), squeeze=False, layout="constrained")
+    return plt.subplots(1, panels, figsize=(width * panels, height), squeeze=False, layout="constrained")
+
+
+def read_lines(path):
+    try:
+        with open(path, encoding="utf-8") as f:
+            return [json.loads(line) for line in f]
+    except (OSError, ValueError) as e:
+        raise Refused(f"{path} is no file of JSON lines ({e})")
+
+
+def runs_series(patterns):
+    """{label: {quantity: {update: [a value per seed]}}} for PPL and ω_s, from logs of train.py.
+
+    A run is called by its file, or by its folder where the file is log.jsonl; what is left without -SEED is the label.
+    PPL is the two-pass bound where the model has feedback, Eq. 2 itself where it has none                           §4.1
+    """
+    series = {}
+    for path in (path for pattern in patterns.split(",") for path in sorted(glob.glob(pattern))):
+        folder, file = os.path.split(os.path.abspath(path))
+        name = os.path.basename(folder) if file == "log.jsonl" else file.removesuffix(".jsonl")
+        into = series.setdefault(re.sub(r"-\d+$", "", name), {"ppl": {}, "omega_s": {}})
+        for line in read_lines(path):
+            try:
+                values = {"ppl": math.exp(line.get("val_soft", line.get("val_plain", math.nan))), "omega_s": line.get("omega_s", math.nan)}
+                for quantity, value in values.items():
+                    if math.isfinite(value):
+                        into[quantity].setdefault(line["step"], []).append(value)
+            except (KeyError, TypeError, AttributeError):
+                raise Refused(f"{path} is no log of train.py: each of its lines has a step and numbers")
+    if not any(into["ppl"] for into in series.values()):
+        raise Refused(f"no log with a held-out bound matches {patterns!r}: train.py writes one with --eval_every")
+    return series
+
+
+def runs(patterns):
+    """Left: held-out perplexity over updates. Right: ω_s. Mean over seeds, a band of one standard deviation           Fig. 2"""
+    fig, [axes] = figure(2)
+    for label, quantities in runs_series(patterns).items():
+        for ax, points in zip(axes, quantities.values()):
+            steps = sorted(points)
+            mean = [statistics.mean(points[step]) for step in steps]
+            sd = [statistics.stdev(points[step]) if len(points[step]) > 1 else 0.0 for step in steps]
+            if steps:
+                line, = ax.plot(steps, mean, label=label)
+                ax.fill_between(steps, [m - d for m, d in zip(mean, sd)], [m + d for m, d in zip(mean, sd)],
+                                alpha=0.25, color=line.get_color(), linewidth=0)
+    axes[0].set(xlabel="updates", ylabel="held-out perplexity (bound)")
+    axes[1].set(xlabel="updates", ylabel="ω_s", ylim=(0, None))
+    axes[0].legend()
+    return fig
+
+
+def ablation(patterns):
+    """The last held-out perplexity of every label, best on top, a bar of one standard deviation where there are seeds  App. C.3"""
+    last = {label: q["ppl"][max(q["ppl"])] for label, q in runs_series(patterns).items() if q["ppl"]}
+    labels = sorted(last, key=lambda label: -statistics.mean(last[label]))
+    fig, [[ax]] = figure(1, width=6, height=1 + 0.35 * len(labels))
+    ax.errorbar([statistics.mean(last[k]) for k in labels], labels, fmt="o",
+                xerr=[statistics.stdev(last[k]) if len(last[k]) > 1 else 0.0 for k in labels])
+    ax.set(xlabel="held-out perplexity (bound)")
+    ax.grid(axis="x")
+    return fig
+
+
+def trajectory(path):
+    """A sample appearing: a row per step. Green cells are masks, deeper with λ, and say the top guess; bold is text       Fig. 4"""
+    steps = read_lines(path)
+    try:
+        strength = [[math.nan if lam is None else lam for _, lam in step] for step in steps]
+        fig, [[ax]] = figure(1, width=0.55 * len(steps[0]) + 1, height=0.3 * len(steps) + 1)
+        image = ax.imshow(strength, cmap="Greens", vmin=0, aspect="auto")
+        for i, step in enumerate(steps):
+            for j, (text, lam) in enumerate(step):
+                ax.text(j, i, "␣" if text == " " else text, ha="center", va="center", parse_math=False, weight="bold" if lam is None else "normal", size=8,
+                        color="white" if lam is not None and lam > 0.6 * image.norm.vmax else "black")
+    except (TypeError, ValueError, IndexError):
+        raise Refused(f"{path} is no trajectory: make one with sample.py --trace={path}")
+    ax.set(xlabel="position", ylabel="step", xticks=[])
+    fig.colorbar(image, label="strength λ")
+    return fig
 
 
 def throughput_series(folder):
@@ -90,13 +179,17 @@ def curves(path):
     return fig
 
 
+KINDS = {f.__name__: f for f in (runs, ablation, trajectory, throughput, curves)}
+
+
 def main(cfg):
-    if bool(cfg.throughput) == bool(cfg.curves):
-        raise Refused("nothing to plot, or two things: give --throughput=FOLDER or --curves=FILE")
+    wanted = [name for name in KINDS if getattr(cfg, name)]
+    if len(wanted) != 1:
+        raise Refused(f"{len(wanted)} things to plot: give one of --{', --'.join(KINDS)}")
     kind = os.path.splitext(cfg.out)[1].lstrip(".")
     if kind not in ("png", "pdf", "svg"):
         raise Refused(f"--out={cfg.out} must end in .png, .pdf or .svg")
-    fig = throughput(cfg.throughput) if cfg.throughput else curves(cfg.curves)
+    fig = KINDS[wanted[0]](getattr(cfg, wanted[0]))
     with atomic(cfg.out) as tmp:
         fig.savefig(tmp, format=kind)
     print(f"wrote {cfg.out}")

@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import Refused, machine, run
+from checkpoint import Refused, atomic, machine, run
 from data import rng, tokenizer
 from mdlm import MDLM, in_chunks
 
@@ -152,7 +152,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     pick = lambda h, u: draw(nucleus(net.head(h).softmax(-1), top_p), u)                       # (m,)
 
     def feedback(h):
-        lam, ids, pi = model.gauge(net.head(h))
+        lam, ids, pi = model.gauge(h)
         return sm.mix(table, lam, ids, pi), lam, pi.argmax(-1) if ids is None else ids[:, 0]   # (m, D), (m,), (m,)
 
     for events in tqdm(zip_longest(*plans), "network calls", max(nfe).item(), leave=False, disable=True if on_step else None):
@@ -165,7 +165,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         x[new] = in_chunks(pick, h[new], to(u[was[at]], noise))                                #                     l.4-5
         emb[new] = F.embedding(x[new], table)
         if sm:
-            emb[stay], lam[stay], ids[stay] = in_chunks(feedback, h[stay])                     #                     l.6
+            emb[stay], lam[stay], ids[stay] = in_chunks(feedback, h[stay], size=4096 if h.is_cuda else 256)  #                     l.6
             # What vanishes was certain a step ago, so its mask remembers it: a point mass, H = 0, λ at its highest [code].
             lam[gone], ids[gone] = sm.strength(0.0), x[gone]
             emb[gone] = sm.mix(table, lam[gone], ids[gone, None], torch.ones_like(lam[gone, None]))
@@ -182,14 +182,29 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     return x.view(n, L).cpu(), nfe
 
 
+def spell(tok, mask_id):
+    """A function from an id to what stands for it in a cell: a dot for [MASK], ↵ for a line's end, nothing that breaks a line."""
+    printable = lambda c: c if c.isprintable() else "↵" if c == "\n" else "·"
+    return lambda i: "·" if i == mask_id else "".join(map(printable, tok.decode([i])))
+
+
+def trace(tok, mask_id, steps):
+    """An `on_step` that appends the first sequence's cells to the list `steps`: [text, λ], None for λ where visible   App. C.5"""
+    word = spell(tok, mask_id)
+
+    def on_step(x, lam, ids):
+        cells = zip(x[0].tolist(), lam[0].tolist(), ids[0].tolist())
+        steps.append([[word(guess), round(strength, 4)] if token == mask_id else [word(token), None] for token, strength, guess in cells])
+    return on_step
+
+
 def show(tok, mask_id, pause=0.05):
     """An `on_step` that redraws the first sequence in place; where no terminal listens, five plain lines           App. C.5
 
     tok: tiktoken.Encoding.   pause: seconds per frame, for small models outrun the eye.
     Tokens are bold. A masked cell is the top guess on green, the deeper the higher λ; a dot before the first guess.
     """
-    printable = lambda c: c if c.isprintable() else "↵" if c == "\n" else "·"
-    word = lambda i: "·" if i == mask_id else "".join(map(printable, tok.decode([i])))
+    word = spell(tok, mask_id)
     drawn = share = 0
 
     def on_step(x, lam, ids):
@@ -237,6 +252,7 @@ class Config:
     seed: int = 1
     out: str = "samples.jsonl"     # appended to; a sample that it holds already is not made again
     show: bool = False             # watch the first sequence of every batch
+    trace: str = ""                # write the way of one sample to this file, a line of JSON per step, for plot.py
     tokenizer_dir: str = ""        # GPT-2's vocabulary, for machines without a network
     device: str = "auto"           # cuda, else mps, else cpu
     dtype: str = "auto"            # bfloat16 where the GPU has it, else float32
@@ -285,6 +301,8 @@ def main(cfg):
     if tok.n_vocab != mask or not 3 <= L <= model.cfg.length or cfg.count < 1 or cfg.batch_size < 1:
         raise Refused(f"--length={L} --count={cfg.count} --batch_size={cfg.batch_size}, {tok.n_vocab} ids of {tok.name}: the length must be in "
                       f"3 to {model.cfg.length}, the other two at least 1, and {mask} ids come before the model's [MASK]")
+    if cfg.trace and (cfg.count > 1 or cfg.show):
+        raise Refused(f"--trace={cfg.trace} follows one sample, and not on screen: leave out --count and --show")
     x = canvas(cfg.prompt, cfg.infill, tok, model.info["tokenizer"], L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
     how |= {"steps": L if cfg.steps is None else cfg.steps, "soft": cfg.soft and model.sm is not None,
@@ -293,14 +311,16 @@ def main(cfg):
                       "prompt": cfg.prompt, "infill": cfg.infill, "dtype": str(dtype or torch.float32).removeprefix("torch.")}
     path = Path(f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl") if world > 1 else Path(cfg.out)
     done = finished(path, settings, cfg.seed)
-    todo = [i for i in range(rank, cfg.count, world) if i not in done or cfg.show]
+    steps = []
+    watch = show(tok, mask) if cfg.show else trace(tok, mask, steps) if cfg.trace else None
+    todo = [i for i in range(rank, cfg.count, world) if i not in done or watch]
     if cfg.compile:
         model.net.trunk = torch.compile(model.net.trunk, mode="reduce-overhead")
     for start in tqdm(range(0, len(todo), cfg.batch_size), f"{len(todo)} samples", disable=rank > 0 or cfg.show):
         batch = todo[start:start + cfg.batch_size]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             ids, nfe = generate(model, len(batch), generator=[rng("sample", cfg.seed, i) for i in batch], x=x,
-                                on_step=show(tok, mask) if cfg.show and rank == 0 else None, **how)
+                                on_step=watch if rank == 0 else None, **how)
         lines = [{"ids": row, "text": tok.decode(row), "nfe": calls, "seed": cfg.seed, "index": i, "settings": settings}
                  for row, calls, i in zip(ids.tolist(), nfe.tolist(), batch)]
         try:
@@ -311,6 +331,9 @@ def main(cfg):
             raise Refused(f"could not write {path} ({e}): what is there stays, and with more space the same command goes on")
         if start == rank == 0 and not cfg.show:
             print(lines[0]["text"])
+    if cfg.trace:
+        with atomic(cfg.trace) as tmp, open(tmp, "w", encoding="utf-8") as f:
+            f.writelines(json.dumps(step, ensure_ascii=False) + "\n" for step in steps)
     print(f"{path}: {len(todo)} samples made, {len(done)} were there")
 
 

@@ -115,10 +115,12 @@ class SoftMask(nn.Module):
         One-hot vectors never exist: a mix of one-hots, embedded, is the mix of the rows. The bag is
         (π[..., None] * table[ids]).sum(1) without its (N, k, D) intermediate.
         """
-        pi = pi.to(table.dtype)
-        guess = pi @ table if ids is None else F.embedding_bag(ids, table, per_sample_weights=pi, mode="sum")  # (N, D)
         lam = lam[:, None]                                                                                     # (N, 1)
-        return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)                                 # (N, D)
+        if ids is None:
+            return ((1 - lam) * table[self.mask_id] + lam * (pi.to(table.dtype) @ table)).to(table.dtype)      # (N, D)
+        ids = torch.cat((ids, torch.full_like(ids[:, :1], self.mask_id)), 1)                                   # (N, k+1)
+        shares = torch.cat((lam * pi, 1 - lam), 1).to(table.dtype)                                             # (N, k+1)
+        return F.embedding_bag(ids, table, per_sample_weights=shares, mode="sum")                              # (N, D)
 
     def embed(self, table, x, logits, gain=1.0):
         """sm(x̂, p) for a whole batch: soft where x is [MASK], plain embeddings elsewhere                      §3.1, both cases

@@ -501,7 +501,7 @@ def test_a_truncated_gz_and_problems_without_tests_are_refused(config, tmp_path)
 def test_plots_refuse_what_they_cannot_draw(tmp_path):
     with pytest.raises(Refused, match="no results with a block length"):
         plot.main(plot.Config(throughput=str(tmp_path)))
-    with pytest.raises(Refused, match="nothing to plot"):
+    with pytest.raises(Refused, match="0 things to plot"):
         plot.main(plot.Config())
     with pytest.raises(Refused, match="must end in .png, .pdf or .svg"):
         plot.main(plot.Config(throughput=str(tmp_path), out="x.xyz"))
