@@ -113,7 +113,8 @@ class SoftMask(nn.Module):
         Returns (N, D) in the table's dtype.
 
         One-hot vectors never exist: a mix of one-hots, embedded, is the mix of the rows. The bag is
-        (π[..., None] * table[ids]).sum(1) without its (N, k, D) intermediate.
+        (shares[..., None] * table[ids]).sum(1) without its (N, k+1, D) intermediate; [MASK] is in it as one more token,
+        since every look into the table has a dense (V, D) gradient of its own.
         """
         lam = lam[:, None]                                                                                     # (N, 1)
         if ids is None:

@@ -89,7 +89,7 @@ def test_figures_are_drawn(logs, traced, tmp_path, kind):
     pytest.importorskip("matplotlib", reason="would draw Fig. 2, App. C.3 and Fig. 4, and look into the axes")
     left, right = plot.runs(logs).axes
     assert {line.get_label() for line in left.lines} == {"sm", "binary"} and len(right.lines) == 1
-    assert plot.ablation(logs).axes[0].get_yticks().size == 2
+    assert len(plot.ablation(logs).axes[0].get_yticks()) == 2
     steps = plot.read_lines(traced.trace)
     assert len(plot.trajectory(traced.trace).axes[0].texts) == len(steps) * 12
     plot.main(plot.Config(trajectory=traced.trace, out=str(tmp_path / f"f.{kind}")))
