@@ -55,6 +55,7 @@ class Config:
     text: str = ""                  # what zero_shot measures: files as data.py reads them
     rows: int = 0                   # evenly spaced ones; 0: all
     repeats: int = 1                # times and masks per row
+    against: str = ""               # another checkpoint: how far the first is below it, on the same masks
     dtype: str = "auto"             # bfloat16 where the GPU has it, as in training [code], else float32
     # entropy, gen_ppl, mauve
     samples: str = "samples.jsonl"  # from sample.py; a pattern reads its shards together
@@ -150,16 +151,26 @@ def ppl(cfg):
         take = min(cfg.rows or n, n)
         rows = data.rows(tokens, torch.arange(take) * n // take, L)                            # (take, L)
     values, nll = {}, {}
+    context = lambda: torch.autocast(device.type, dtype, enabled=dtype is not None)
     for name in ["soft", "binary"] if model.sm else ["binary"]:
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        with context():
             nll[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats, cfg.batch_size)
         nats, se = mean_and_se(nll[name], np.full(take, L))
         values[name] = {"nats_per_token": nats, "nats_per_token_se": se, "ppl": float(np.exp(nats)),
                         "ppl_se": float(np.exp(nats) * se), "bits_per_byte": bits_per_byte(nats, L, split),
                         "ce_per_masked_token": float(ce.sum() / masked.sum())}
-    if model.sm:  # on the same masks, so much surer than either of the two
-        gain, se = mean_and_se(nll["binary"] - nll["soft"], np.full(take, L))
-        values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
+    differences = {"gain": nll["binary"] - nll["soft"]} if model.sm else {}
+    if cfg.against:
+        other = MDLM.load(cfg.against, cfg.ema).to(device)
+        if other.info["tokenizer"] != ours or other.cfg.length < L:
+            raise Refused(f"--against={cfg.against} has tokens of {other.info['tokenizer']}, at most {other.cfg.length}, "
+                          f"{cfg.checkpoint} those of {ours}, {L}: they cannot be compared")
+        with context():
+            theirs = bound(other, rows, other.sm is not None, cfg.seed, cfg.repeats, cfg.batch_size)[0]
+        differences["below_against"] = theirs - next(iter(nll.values()))
+    for name, difference in differences.items():  # row by row, so much surer than either of the two
+        mean, se = mean_and_se(difference, np.full(take, L))
+        values[name] = {"nats_per_token": mean, "nats_per_token_se": se}
     settings = {"step": model.info["step"], "L": L, "tokenizer": ours["name"], "n": take, "text": split,
                 "dtype": str(dtype or torch.float32).removeprefix("torch.")}
     write(cfg, cfg.checkpoint, values, settings)

@@ -389,6 +389,25 @@ def test_binary_models_have_no_feedback_to_measure(world):
     assert set(read("binary.pt.ppl.*.json")["values"]) == {"binary"}
 
 
+def test_two_checkpoints_are_compared_on_the_same_masks(world):
+    """The difference is that of the two results apart, and surer than they are; feedback is on wherever there is some."""
+    weights = {k: v + 0.02 for k, v in MDLM.load("last.pt").state_dict().items() if k.startswith("net.")}
+    model = model_of(soft_mask=False)
+    saved = dict(kind="mdlm", config=vars(model.cfg), model=weights, step=0, seed=1, tokenizer=data.describe(data.tokenizer("bytes")))
+    checkpoint.save("binary.pt", **saved)
+    values = {}
+    for name, flags in {"soft": ["--checkpoint=last.pt", "--against=binary.pt"], "binary": ["--checkpoint=binary.pt", "--against=last.pt"]}.items():
+        main("ppl", "--data=data", "--out=r.json", *flags)
+        values[name] = read("r.json")["values"]
+    apart = values["binary"]["binary"]["nats_per_token"] - values["soft"]["soft"]["nats_per_token"]
+    for name, sign in ("soft", 1), ("binary", -1):
+        assert values[name]["below_against"]["nats_per_token"] == pytest.approx(sign * apart, abs=1e-9) and apart != 0
+        assert 0 < values[name]["below_against"]["nats_per_token_se"] < values[name][name]["nats_per_token_se"]
+    checkpoint.save("gpt2.pt", **saved | {"tokenizer": saved["tokenizer"] | {"name": "gpt2"}})
+    with pytest.raises(Refused, match="--against=gpt2.pt has tokens of .*gpt2.* cannot be compared"):
+        main("ppl", "--data=data", "--checkpoint=last.pt", "--against=gpt2.pt")
+
+
 def test_data_of_another_tokenizer_is_refused(world):
     meta = read("data/meta.json")
     meta["tokenizer"] |= {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257, "bos": 50256, "eos": 50256}
