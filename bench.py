@@ -504,8 +504,7 @@ def main(cfg):
     if cfg.repeats < 1 or cfg.length < 4 or cfg.many < 1 or cfg.vocab_size < 16:
         raise Refused(f"--repeats={cfg.repeats} --length={cfg.length} --many={cfg.many} --vocab_size={cfg.vocab_size}: at least 1, 4, 1, 16")
     torch.manual_seed(0)
-    if world > 1:
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    checkpoint.join(world, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     where = {"device": name, "threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__,
              "python": platform.python_version(), "dtype": str(dtype or torch.float32), "load": os.getloadavg()[0],

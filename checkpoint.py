@@ -23,6 +23,7 @@ import json
 import os
 import pickle
 import platform
+import signal
 import subprocess
 import sys
 import types
@@ -30,6 +31,7 @@ import typing
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 FORMAT = "soft-masked-mdlm/1"
 
@@ -115,6 +117,43 @@ def machine(device="auto", dtype="auto"):
     return rank, world, torch.device(kind, local) if kind == "cuda" else torch.device(kind), half
 
 
+def join(world, device):
+    """Find the other ranks, if there are any: gloo beside NCCL, for the flags that live on the CPU."""
+    if world > 1:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
+def leave(world, message, status):
+    """The end of a run, complete or not, on every rank. Raises SystemExit where a status says so; message: for rank 0."""
+    rank = 0
+    if world > 1:
+        rank = dist.get_rank()
+        dist.barrier()  # a rank that left earlier would have torchrun kill the one that still saves
+        dist.destroy_process_group()
+    if message and rank == 0:
+        print(message)
+    if status:
+        raise SystemExit(status)
+
+
+@contextlib.contextmanager
+def signals():
+    """A list that takes up SIGTERM and Ctrl-C instead of dying of them: a training step ends, and saves."""
+    caught = []
+    def take(number, frame):
+        caught.append(number)
+        if number == signal.SIGINT:  # the second Ctrl-C kills; a second SIGTERM, as torchrun sends, must not: we are saving
+            signal.signal(number, signal.SIG_DFL)
+    before = {s: signal.signal(s, take) for s in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 # ---------------------------------------------------------------------------------------------------------------------
 # files
 
@@ -137,6 +176,15 @@ def atomic(path):
     finally:
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
             os.remove(tmp)
+
+
+def log_line(path, line):
+    """Append a dict to a log. A full disk must not end a run that could still be saved elsewhere."""
+    try:
+        with open(path, "a") as f:
+            f.write(json.dumps(line) + "\n")
+    except OSError as e:
+        print(f"log line lost: {e}")
 
 
 def log_until(path, step):

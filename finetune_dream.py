@@ -20,7 +20,6 @@ import hashlib
 import json
 import math
 import os
-import signal
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
@@ -354,22 +353,6 @@ def resumable(ckpt, cfg, source, last):
         raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, or another --out")
 
 
-@contextlib.contextmanager
-def signals():
-    """A list that takes up SIGTERM and Ctrl-C instead of dying of them."""
-    caught = []
-    def take(number, frame):
-        caught.append(number)
-        if number == signal.SIGINT:  # the second Ctrl-C kills; a second SIGTERM, as torchrun sends, must not: we are saving
-            signal.signal(number, signal.SIG_DFL)
-    before = {s: signal.signal(s, take) for s in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
 def finetune(cfg):
     """Alg. 1, top to bottom. Returns the trained TwoPass, for tests and notebooks."""
     # ---- what is to be trained
@@ -381,11 +364,7 @@ def finetune(cfg):
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes: give one that is")
     if os.path.exists(last) and not (cfg.resume or cfg.overwrite):
         raise Refused(f"{cfg.out} already holds a run: --resume goes on, --overwrite replaces it, --out=… starts another")
-    if world > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        # gloo beside NCCL, for the one flag that lives on the CPU
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    checkpoint.join(world, device)
     own = PRESETS["tiny"]
     if master and (cfg.model == own["model"] or cfg.data == own["data"]):
         make_tiny(own["model"], own["data"])
@@ -502,14 +481,10 @@ def finetune(cfg):
             return
         print("  ".join(f"{k} {v:.4g}" for k, v in line.items()) + f"  of {cfg.steps:,}, {left:,.1f} min left", flush=True)
         line |= {"lr": cfg.eta_bb * lr_at(done - 1, cfg.steps, cfg.warmup), "seconds": now - first}
-        try:
-            with open(log_path, "a") as f:
-                f.write(json.dumps(line) + "\n")
-        except OSError as e:  # a full disk must not end a run that could still be saved elsewhere
-            print(f"log line lost: {e}")
+        checkpoint.log_line(log_path, line)
 
     # ---- Alg. 1
-    with signals() as stop:  # only now: until here Ctrl-C loses nothing
+    with checkpoint.signals() as stop:  # only now: until here Ctrl-C loses nothing
         for step in range(start, cfg.steps):
             # p_sm: one coin per update, the same on every rank [ours]; the released code tosses one per dialogue
             soft = sm is not None and torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm
@@ -551,15 +526,9 @@ def finetune(cfg):
             if end:
                 break
 
-    if world > 1:
-        dist.barrier()  # a rank that left earlier would have torchrun kill the one that still saves
-        dist.destroy_process_group()
     if done < cfg.steps:
-        if master:
-            print(f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on")
-        raise SystemExit(128 + told)
-    if master:
-        print(f"python sample_dream.py --model={cfg.model} --adapter={cfg.out}/{'best' if val else 'last'} --prompt=…")
+        checkpoint.leave(world, f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on", 128 + told)
+    checkpoint.leave(world, f"python sample_dream.py --model={cfg.model} --adapter={cfg.out}/{'best' if val else 'last'} --prompt=…", 0)
     return model
 
 

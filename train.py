@@ -19,7 +19,6 @@ import copy
 import json
 import math
 import os
-import signal
 import time
 from dataclasses import asdict, dataclass, replace
 
@@ -191,11 +190,7 @@ def train(cfg):
     # ---- the data, and what is to be trained
     rank, world, device, dtype = checkpoint.machine(cfg.device, cfg.dtype)
     master = rank == 0
-    if world > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        # gloo beside NCCL, for the one flag that lives on the CPU
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    checkpoint.join(world, device)
     if master and cfg.data == PRESETS["quickstart"]["data"] and not os.path.exists(os.path.join(cfg.data, "meta.json")):
         data.prepare_stdlib(cfg.data)
     if world > 1:
@@ -283,20 +278,6 @@ def train(cfg):
             bounds["val_soft" if soft else "val_plain"] = (total[0] / total[1]).item()
         return bounds
 
-    stop = []
-    def on_signal(number, frame):
-        stop.append(number)
-        if number == signal.SIGINT:  # a second Ctrl-C kills; a second SIGTERM, as torchrun sends, must not: we are saving
-            signal.signal(number, signal.SIG_DFL)
-    handlers = {s: signal.signal(s, on_signal) for s in (signal.SIGTERM, signal.SIGINT)}
-
-    def stopping():
-        """The signal that any rank got, or 0: they must leave after the same update."""
-        flag = torch.tensor(max(stop, default=0))
-        if world > 1:
-            dist.all_reduce(flag, dist.ReduceOp.MAX)
-        return flag.item()
-
     # ---- the log: on a resumed run without the lines of updates that will be made again
     done, log_path = start, os.path.join(cfg.out_dir, "log.jsonl")
     if master:
@@ -340,78 +321,71 @@ def train(cfg):
               f"  |g| {line['grad_norm']:.2f}  ω_s {line.get('omega_s', 0):.3g}  λ {line['lam']:.3g}"
               f"  {speed:,.0f} tokens/s{mfu}  {left:,.1f} min left"
               + "".join(f"  {k} {v:.4f}" for k, v in line.items() if k.startswith("val")), flush=True)
-        try:
-            with open(log_path, "a") as f:
-                f.write(json.dumps(line) + "\n")
-        except OSError as e:  # a full disk must not end a run that could still be saved elsewhere
-            print(f"log line lost: {e}")
+        checkpoint.log_line(log_path, line)
 
     # ---- Alg. 1
     model.train()
-    for step in range(start, cfg.steps):
-        # p_sm: one coin per update, the same on every rank [ours]; the released code tosses one per micro-batch
-        soft = bool(omega) and torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm
-        t_all = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)      # (batch,)        l.3
-        for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
-            group["lr"] = eta * lr_at(step, cfg)
-        for i in range(accum):
-            j = i * world + rank                           # global micro-batch: who computes it changes nothing
-            x0 = batch(step, j)                                                               # (b, L)          l.2
-            # Strided, so that every micro-batch spans all times and has half of its tokens masked; in slices, one rank
-            # would hold all of t ≈ 1, and twice the rows [ours].
-            t = t_all[j::accum * world]                                                       # (b,)            l.3
-            xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))                     # (b, L)          l.4
-            seen[3] += (xt == cfg.mask_id).sum()  # on the CPU: no wait
-            x0, xt, t = (x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
-                         for x in (x0, xt, t))
-            torch.manual_seed(rng(cfg.seed, "dropout", step, j).initial_seed())
-            with net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext():
-                with autocast():
-                    nll = net(x0, xt, t, soft)                                                # (b,)            l.5-8
-                (nll.sum() / (accum * x0.numel())).backward()  # over B·L: the same on any number of devices
-            nll = nll.detach()
-            tally += torch.stack((nll.sum(), nll @ t, model.lam.to(device) * soft))
-            seen[4] += soft
-        if not soft:  # DDP needs the zero gradient of ω that the loss made; Adam would still move ω by its momentum
-            for p in omega:
-                p.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
-        optimizer.step()                                                                      #                 l.9
-        optimizer.zero_grad(set_to_none=True)
-        done = step + 1
-        update_ema(ema.net, model.net, done, cfg.ema)
+    with checkpoint.signals() as stop:
+        for step in range(start, cfg.steps):
+            # p_sm: one coin per update, the same on every rank [ours]; the released code tosses one per micro-batch
+            soft = bool(omega) and torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm
+            t_all = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)      # (batch,)        l.3
+            for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
+                group["lr"] = eta * lr_at(step, cfg)
+            for i in range(accum):
+                j = i * world + rank                           # global micro-batch: who computes it changes nothing
+                x0 = batch(step, j)                                                               # (b, L)          l.2
+                # Strided, so that every micro-batch spans all times and has half of its tokens masked; in slices, one rank
+                # would hold all of t ≈ 1, and twice the rows [ours].
+                t = t_all[j::accum * world]                                                       # (b,)            l.3
+                xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))                     # (b, L)          l.4
+                seen[3] += (xt == cfg.mask_id).sum()  # on the CPU: no wait
+                x0, xt, t = (x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x.to(device)
+                             for x in (x0, xt, t))
+                torch.manual_seed(rng(cfg.seed, "dropout", step, j).initial_seed())
+                with net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext():
+                    with autocast():
+                        nll = net(x0, xt, t, soft)                                                # (b,)            l.5-8
+                    (nll.sum() / (accum * x0.numel())).backward()  # over B·L: the same on any number of devices
+                nll = nll.detach()
+                tally += torch.stack((nll.sum(), nll @ t, model.lam.to(device) * soft))
+                seen[4] += soft
+            if not soft:  # DDP needs the zero gradient of ω that the loss made; Adam would still move ω by its momentum
+                for p in omega:
+                    p.grad = None
+            norm = torch.nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
+            optimizer.step()                                                                      #                 l.9
+            optimizer.zero_grad(set_to_none=True)
+            done = step + 1
+            update_ema(ema.net, model.net, done, cfg.ema)
 
-        told = stopping()
-        end = told or done == cfg.steps
-        evaluating = cfg.eval_every and not told and (done % cfg.eval_every == 0 or done == cfg.steps)
-        if evaluating:
-            pause = time.time()
-            metrics = {"step": done, **evaluate()}
-            clock += time.time() - pause  # no part of tokens/s
-        if done % cfg.log_every == 0 or done % cfg.save_every == 0 or end or evaluating:
-            report(norm)  # refuses what is not a number, so before the save
-        if done % cfg.save_every == 0 or end:
-            save()
-        if master and (cfg.keep_every and done % cfg.keep_every == 0 or done == cfg.steps):
-            weights = model.state_dict() | {k: v for k, v in ema.state_dict().items() if k.startswith("net.")}
-            checkpoint.save(os.path.join(cfg.out_dir, f"step-{done}.pt"), kind="mdlm", config=asdict(cfg), step=done,
-                            seed=cfg.seed, model=weights, tokenizer=meta["tokenizer"], data=source, metrics=metrics)
-        if end:
-            break
+            told = torch.tensor(max(stop, default=0))  # a signal, or 0: what one rank was told, all do after the same update
+            if world > 1:
+                dist.all_reduce(told, dist.ReduceOp.MAX)
+            told = told.item()
+            end = told or done == cfg.steps
+            evaluating = cfg.eval_every and not told and (done % cfg.eval_every == 0 or done == cfg.steps)
+            if evaluating:
+                pause = time.time()
+                metrics = {"step": done, **evaluate()}
+                clock += time.time() - pause  # no part of tokens/s
+            if done % cfg.log_every == 0 or done % cfg.save_every == 0 or end or evaluating:
+                report(norm)  # refuses what is not a number, so before the save
+            if done % cfg.save_every == 0 or end:
+                save()
+            if master and (cfg.keep_every and done % cfg.keep_every == 0 or done == cfg.steps):
+                weights = model.state_dict() | {k: v for k, v in ema.state_dict().items() if k.startswith("net.")}
+                checkpoint.save(os.path.join(cfg.out_dir, f"step-{done}.pt"), kind="mdlm", config=asdict(cfg), step=done,
+                                seed=cfg.seed, model=weights, tokenizer=meta["tokenizer"], data=source, metrics=metrics)
+            if end:
+                break
 
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
     if cfg.show and done == cfg.steps:
         bounds = evaluate()
         if master:
             demonstrate(cfg, ema, bounds, held_out, meta)
-    if world > 1:
-        dist.barrier()  # a rank that left earlier would have torchrun kill the one that still saves
-        dist.destroy_process_group()
-    if done < cfg.steps:
-        if master:
-            print(f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on")
-        raise SystemExit(128 + told)
+    message = f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on" if done < cfg.steps else ""
+    checkpoint.leave(world, message, 128 + told if message else 0)
     return model, ema
 
 
