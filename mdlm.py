@@ -226,6 +226,11 @@ def in_chunks(fn, *rows, size=4096, recompute=False):
     return tuple(map(torch.cat, zip(*parts))) if isinstance(parts[0], tuple) else torch.cat(parts)
 
 
+def at_once(h):
+    """Rows of logits to make together: as many as memory bears, but on a CPU 256, whose memory is found again for the next."""
+    return 256 if h.device.type == "cpu" else 4096
+
+
 class MDLM(nn.Module):
     """The backbone, the soft mask, and Eq. 2. A DDP wrapper sees one forward per backward: both passes are inside.
 
@@ -251,7 +256,7 @@ class MDLM(nn.Module):
         between its passes they stay in the caches.                                                          Alg. 1 l.6"""
         with torch.set_grad_enabled(torch.is_grad_enabled() and self.cfg.two_updates):
             logits = self.net.head(h)                                                        # (n, V)
-        return in_chunks(self.sm, logits, size=4096 if h.is_cuda or self.sm.k is None else 16)  # gradient for ω starts here
+        return in_chunks(self.sm, logits, size=16 if h.device.type == "cpu" and self.sm.k else 4096)  # gradient for ω starts here
 
     def feedback(self, h):
         """Hidden states of masked positions → their soft masks, embedded, and λ                             Alg. 1 l.6-7
@@ -263,8 +268,8 @@ class MDLM(nn.Module):
             return self.sm.mix(self.net.table, lam, ids, pi), lam                            # (n, D), (n,)
         if self.sm.k is None or self.cfg.two_updates:  # (n, V) tensors have a backward, and π may be one
             return in_chunks(soften, h, recompute=True)
-        # One mix for all chunks: each has a dense (V, D) gradient. On a CPU 256 rows of logits reuse memory, and more would not.
-        lam, ids, pi = in_chunks(self.gauge, h, size=4096 if h.is_cuda else 256)             # (N,), (N, k), (N, k)
+        lam, ids, pi = in_chunks(self.gauge, h, size=at_once(h))                             # (N,), (N, k), (N, k)
+        # One mix for all chunks: each has a dense (V, D) gradient.
         return self.sm.mix(self.net.table, lam, ids, pi), lam
 
     def forward(self, x0, xt, t, soft):
@@ -286,8 +291,9 @@ class MDLM(nn.Module):
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)    # (B, L, D)
             self.lam = lam.detach().sum() / max(1, len(rows))
         h = net.trunk(emb, t).flatten(0, 1)[rows]                                            # (N, D)              l.7
-        nll = lambda h, x: F.cross_entropy(net.head(h), x, reduction="none")                 # (n,)
-        nll = in_chunks(nll, h, x0.flatten()[rows], recompute=True)                          # (N,)                l.8
+        score = lambda h, x: F.cross_entropy(net.head(h), x, reduction="none")               # (n,)
+        scores = lambda h, x: in_chunks(score, h, x, size=at_once(h))                        # (n,)
+        nll = in_chunks(scores, h, x0.flatten()[rows], recompute=True)                       # (N,)                l.8
         nll = nll.new_zeros(B).index_add(0, rows // L, nll) / t                              # (B,)
         # ω is in the graph of every step, or DDP would wait for its gradient, and apply a wrong one, when SM is off.
         return nll if self.sm is None else nll + 0 * sum(p for p in self.sm.parameters())

@@ -32,7 +32,7 @@ from tqdm import tqdm
 
 from checkpoint import Refused, atomic, machine, run
 from data import rng, tokenizer
-from mdlm import MDLM, in_chunks
+from mdlm import MDLM, at_once, in_chunks
 
 T_END = 1e-5  # time of the last step, not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # and the η of App. B.1
@@ -165,7 +165,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         x[new] = in_chunks(pick, h[new], to(u[was[at]], noise))                                #                     l.4-5
         emb[new] = F.embedding(x[new], table)
         if sm:
-            emb[stay], lam[stay], ids[stay] = in_chunks(feedback, h[stay], size=4096 if h.is_cuda else 256)  #                     l.6
+            emb[stay], lam[stay], ids[stay] = in_chunks(feedback, h[stay], size=at_once(h))  #                     l.6
             # What vanishes was certain a step ago, so its mask remembers it: a point mass, H = 0, λ at its highest [code].
             lam[gone], ids[gone] = sm.strength(0.0), x[gone]
             emb[gone] = sm.mix(table, lam[gone], ids[gone, None], torch.ones_like(lam[gone, None]))
