@@ -1,5 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Flags in, tensors out: one command line for every script, one checkpoint format, and readers for other people's.
+What a process is told from outside is here too: which of how many ranks it is, on what device, and that it shall stop.
 
 A checkpoint is one dict of tensors and plain values, so `torch.load(weights_only=True)` opens it:
 

@@ -150,6 +150,10 @@ def ppl(cfg):
         n = data.n_rows(tokens, L)
         take = min(cfg.rows or n, n)
         rows = data.rows(tokens, torch.arange(take) * n // take, L)                            # (take, L)
+    other = MDLM.load(cfg.against, cfg.ema).to(device) if cfg.against else None
+    if other and (other.info["tokenizer"] != ours or other.cfg.length < L):
+        raise Refused(f"--against={cfg.against} has tokens of {other.info['tokenizer']}, at most {other.cfg.length}, "
+                      f"{cfg.checkpoint} those of {ours}, {L}: they cannot be compared")
     values, nll = {}, {}
     context = lambda: torch.autocast(device.type, dtype, enabled=dtype is not None)
     for name in ["soft", "binary"] if model.sm else ["binary"]:
@@ -160,11 +164,7 @@ def ppl(cfg):
                         "ppl_se": float(np.exp(nats) * se), "bits_per_byte": bits_per_byte(nats, L, split),
                         "ce_per_masked_token": float(ce.sum() / masked.sum())}
     differences = {"gain": nll["binary"] - nll["soft"]} if model.sm else {}
-    if cfg.against:
-        other = MDLM.load(cfg.against, cfg.ema).to(device)
-        if other.info["tokenizer"] != ours or other.cfg.length < L:
-            raise Refused(f"--against={cfg.against} has tokens of {other.info['tokenizer']}, at most {other.cfg.length}, "
-                          f"{cfg.checkpoint} those of {ours}, {L}: they cannot be compared")
+    if other:
         with context():
             theirs = bound(other, rows, other.sm is not None, cfg.seed, cfg.repeats, cfg.batch_size)[0]
         differences["below_against"] = theirs - next(iter(nll.values()))
@@ -337,7 +337,8 @@ def write(cfg, stem, values, settings):
             pass
     # what was measured on or with is in the name: two of them must not overwrite each other
     by = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer, "mauve": cfg.data}.get(cfg.metric, "")
-    path = cfg.out or ".".join(filter(None, (stem.rstrip("."), cfg.metric, os.path.basename(by.rstrip("/")).split(".")[0], "json")))
+    below = "below-" + re.sub(r"\W+", "-", cfg.against) if cfg.against else ""
+    path = cfg.out or ".".join(filter(None, (stem.rstrip("."), cfg.metric, os.path.basename(by.rstrip("/")).split(".")[0], below, "json")))
     result = {"metric": cfg.metric, "values": values, "settings": settings, "evaluation": asdict(cfg), "versions": versions}
     for name, row in values.items() if cfg.metric in ("ppl", "zero_shot") else ((cfg.metric, values),):
         print(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in row.items()))

@@ -72,7 +72,7 @@ class Config(Decoding):
     blocks: str = ""                       # Fast-dLLM block lengths to sweep, comma-separated; App. B.2 has seven
     gen_len: int = 0                       # 0: the task's, App. B.2
     limit: int = 0                         # only the first so many problems; 0: all
-    out: str = "results"                   # folder for a .json and a .jsonl of answers per cell of the grid; resumes there
+    out: str = "out/answers"               # folder for a .json and a .jsonl of answers per cell of the grid; resumes there
     harness: bool = False                  # through lm-evaluation-harness
     confirm_run_unsafe_code: bool = False
     timeout: float = 30.0                  # seconds for one program

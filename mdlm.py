@@ -214,7 +214,7 @@ def in_chunks(fn, *rows, size=4096, recompute=False):
 
     fn: row tensors (n, …) → a tensor (n, …) or a tuple of them, row by row.   rows: tensors of equal length N, 0 allowed.
     recompute: fn holds (n, V) tensors for its backward; with more than one chunk, drop them and compute them again then.
-    Few large chunks: the matrix products stay long, and memory is bounded by one of them.
+    Few large chunks: the matrix products stay long, and memory is bounded by one of them. CPUs differ, see `at_once`.
     """
     if len(rows[0]) <= size:
         return fn(*rows)

@@ -7,7 +7,7 @@ Not here: any measurement. Every number comes from JSON that another script has 
     python plot.py --ablation="out/*/log.jsonl" --out=ablation.png                                      # App. C.3
     python sample.py --checkpoint=out/last.pt --length=16 --trace=trace.jsonl && python plot.py --trajectory=trace.jsonl    # Fig. 4
     python eval_dream.py --model=DIR --adapter=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9     # and --soft=false
-    python plot.py --throughput=results --out=throughput.png                                            # Fig. 3
+    python plot.py --throughput=out/answers --out=throughput.png                                        # Fig. 3
     python bench.py --json=bench.json && python plot.py --curves=bench.json --out=curves.png            # cost over sizes
 
 Needs matplotlib (pip install matplotlib), which nothing else in this project does.
@@ -58,20 +58,23 @@ def runs_series(patterns):
     """{label: {quantity: {update: [a value per seed]}}} for PPL and ω_s, from logs of train.py.
 
     A run is called by its file, or by its folder where the file is log.jsonl; what is left without -SEED is the label.
-    PPL is the two-pass bound where the model has feedback, Eq. 2 itself where it has none                           §4.1
+    PPL is the two-pass bound where the model has feedback, Eq. 2 itself where it has none. A file counts once.        §4.1
     """
     series = {}
-    for path in (path for pattern in patterns.split(",") for path in sorted(glob.glob(pattern))):
-        folder, file = os.path.split(os.path.abspath(path))
+    for path in sorted({os.path.abspath(path) for pattern in patterns.split(",") for path in glob.glob(pattern)}):
+        folder, file = os.path.split(path)
         name = os.path.basename(folder) if file == "log.jsonl" else file.removesuffix(".jsonl")
+        lines = read_lines(path)
+        if any("val_soft_ce" in line or "val_binary" in line for line in lines if isinstance(line, dict)):
+            continue  # finetune_dream.py's: its loss is no bound
         into = series.setdefault(re.sub(r"-\d+$", "", name), {"ppl": {}, "omega_s": {}})
-        for line in read_lines(path):
+        for line in lines:
             try:
                 values = {"ppl": math.exp(line.get("val_soft", line.get("val_plain", math.nan))), "omega_s": line.get("omega_s", math.nan)}
                 for quantity, value in values.items():
                     if math.isfinite(value):
-                        into[quantity].setdefault(line["step"], []).append(value)
-            except (KeyError, TypeError, AttributeError):
+                        into[quantity].setdefault(int(line["step"]), []).append(value)
+            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
                 raise Refused(f"{path} is no log of train.py: each of its lines has a step and numbers")
     if not any(into["ppl"] for into in series.values()):
         raise Refused(f"no log with a held-out bound matches {patterns!r}: train.py writes one with --eval_every")
@@ -111,13 +114,16 @@ def ablation(patterns):
 def trajectory(path):
     """A sample appearing: a row per step. Green cells are masks, deeper with λ, and say the top guess; bold is text       Fig. 4"""
     steps = read_lines(path)
+    if not steps:
+        raise Refused(f"{path} is empty: make it again with sample.py --trace={path}")
     try:
         strength = [[math.nan if lam is None else lam for _, lam in step] for step in steps]
         fig, [[ax]] = figure(1, width=0.55 * len(steps[0]) + 1, height=0.3 * len(steps) + 1)
         image = ax.imshow(strength, cmap="Greens", vmin=0, aspect="auto")
         for i, step in enumerate(steps):
             for j, (text, lam) in enumerate(step):
-                ax.text(j, i, "␣" if text == " " else text, ha="center", va="center", parse_math=False, weight="bold" if lam is None else "normal", size=8,
+                ax.text(j, i, "␣" if text == " " else text, ha="center", va="center", size=8, parse_math=False,
+                        weight="bold" if lam is None else "normal",
                         color="white" if lam is not None and lam > 0.6 * image.norm.vmax else "black")
     except (TypeError, ValueError, IndexError):
         raise Refused(f"{path} is no trajectory: make one with sample.py --trace={path}")

@@ -301,8 +301,8 @@ def main(cfg):
     if tok.n_vocab != mask or not 3 <= L <= model.cfg.length or cfg.count < 1 or cfg.batch_size < 1:
         raise Refused(f"--length={L} --count={cfg.count} --batch_size={cfg.batch_size}, {tok.n_vocab} ids of {tok.name}: the length must be in "
                       f"3 to {model.cfg.length}, the other two at least 1, and {mask} ids come before the model's [MASK]")
-    if cfg.trace and (cfg.count > 1 or cfg.show):
-        raise Refused(f"--trace={cfg.trace} follows one sample, and not on screen: leave out --count and --show")
+    if cfg.trace and (cfg.count > 1 or cfg.show or os.path.realpath(cfg.trace) == os.path.realpath(cfg.out)):
+        raise Refused(f"--trace={cfg.trace} follows one sample, into a file of its own: leave out --count and --show, and not --out's")
     x = canvas(cfg.prompt, cfg.infill, tok, model.info["tokenizer"], L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
     how |= {"steps": L if cfg.steps is None else cfg.steps, "soft": cfg.soft and model.sm is not None,
@@ -331,7 +331,7 @@ def main(cfg):
             raise Refused(f"could not write {path} ({e}): what is there stays, and with more space the same command goes on")
         if start == rank == 0 and not cfg.show:
             print(lines[0]["text"])
-    if cfg.trace:
+    if cfg.trace and rank == 0:
         with atomic(cfg.trace) as tmp, open(tmp, "w", encoding="utf-8") as f:
             f.writelines(json.dumps(step, ensure_ascii=False) + "\n" for step in steps)
     print(f"{path}: {len(todo)} samples made, {len(done)} were there")

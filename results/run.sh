@@ -11,10 +11,10 @@ out=${OUT:-out/evidence}; mkdir -p "$out"
 
 if [ "$1" = list ]; then
     echo scratch-{binary,sm}-1                                            # first: the continuations start from one of them
-    echo cont-{binary,sm}-{11,12,13}
+    for seed in 11 12 13; do echo cont-{binary,sm}-$seed; done
     echo cont-{paper,p05,p10,k1,k5,kV,kV2}-11
-    echo stdlib-{binary,sm}-{1,2,3}
-    echo scratch-{binary,sm}-{2,3} scratch-paper-1
+    for seed in 1 2 3; do echo stdlib-{binary,sm}-$seed; done
+    echo scratch-{binary,sm}-2 scratch-{binary,sm}-3 scratch-paper-1
     exit
 fi
 
@@ -46,5 +46,6 @@ case $1 in
 esac
 steps=$(grep -o -- '--steps=[0-9]*' <<< "$flags" || echo =2000)
 [ -e "$out/$1/step-${steps#*=}.pt" ] && exit
+[[ $1 != cont-* || -e $out/scratch-binary-1/step-10000.pt ]] || { echo "first: scratch-binary-1" >&2; exit 2; }
 [ -e "$out/$1/last.pt" ] && flags="$flags --resume"
 python train.py $flags --seed="$seed" --out_dir="$out/$1" >> "$out/$1.out" 2>&1

@@ -404,6 +404,8 @@ def test_two_checkpoints_are_compared_on_the_same_masks(world):
         assert values[name]["below_against"]["nats_per_token"] == pytest.approx(sign * apart, abs=1e-9) and apart != 0
         assert 0 < values[name]["below_against"]["nats_per_token_se"] < values[name][name]["nats_per_token_se"]
     checkpoint.save("gpt2.pt", **saved | {"tokenizer": saved["tokenizer"] | {"name": "gpt2"}})
+    main("ppl", "--data=data", "--checkpoint=last.pt", "--against=binary.pt")
+    assert Path("last.pt.ppl.data.below-binary-pt.json").exists() and not Path("last.pt.ppl.data.json").exists()
     with pytest.raises(Refused, match="--against=gpt2.pt has tokens of .*gpt2.* cannot be compared"):
         main("ppl", "--data=data", "--checkpoint=last.pt", "--against=gpt2.pt")
 

@@ -48,6 +48,18 @@ def test_what_is_no_log_is_refused(tmp_path):
         plot.runs_series(f"{tmp_path}/c.jsonl")
 
 
+@pytest.mark.parametrize("line", [{"step": 1, "val_plain": 1e4}, {"step": "x", "val_plain": 1.0}, {"step": None, "val_plain": 1.0}, [1], 3])
+def test_odd_lines_are_refused_in_a_sentence(tmp_path, line):
+    log(tmp_path / "a.jsonl", [line])
+    with pytest.raises(Refused, match="is no log of train.py"):
+        plot.runs_series(f"{tmp_path}/a.jsonl")
+
+
+def test_a_log_counts_once_and_dreams_do_not(logs, tmp_path):
+    log(tmp_path / "dream" / "log.jsonl", [{"step": 1, "val_soft": 4.0, "val_soft_ce": 2.0}])
+    assert plot.runs_series(f"{logs},{tmp_path}/sm-1.jsonl,{tmp_path}/dream/log.jsonl") == plot.runs_series(logs)
+
+
 @pytest.mark.parametrize("given", [{}, {"runs": "a", "curves": "b"}])
 def test_one_thing_at_a_time(given):
     with pytest.raises(Refused, match="give one of --runs, --ablation, --trajectory, --throughput, --curves"):
@@ -79,8 +91,8 @@ def test_trace_follows_the_sample(traced):
 
 
 def test_trace_is_of_one_sample(traced):
-    for more in ({"count": 2}, {"show": True}):
-        with pytest.raises(Refused, match="follows one sample"):
+    for more in ({"count": 2}, {"show": True}, {"out": "./t.jsonl"}):
+        with pytest.raises(Refused, match="follows one sample, into a file of its own"):
             sample.main(sample.Config(checkpoint=traced.checkpoint, trace="t.jsonl", device="cpu", **more))
 
 
