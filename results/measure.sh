@@ -48,7 +48,7 @@ compare() {  # group, updates, spacing of checkpoints, seeds
 }
 
 compare scratch 10000 500 "1 2 3"
-ppl scratch "SM from the paper's ω" 1 $out/scratch-paper-1/step-10000.pt $out/scratch-binary-1/step-10000.pt
+ppl scratch "SM start of the paper" 1 $out/scratch-paper-1/step-10000.pt $out/scratch-binary-1/step-10000.pt
 compare cont 2000 200 "11 12 13"
 for name in p05 p10 k1 k5 kV kV2 paper; do
     ppl cont "seed 11, $name" 11 $out/cont-$name-11/step-2000.pt $out/cont-binary-11/step-2000.pt
@@ -60,8 +60,8 @@ for seed in 1 2 3; do
 done
 python results/tables.py | tee $here/tables.md
 
-for model in scratch-binary-1/step-10000 scratch-sm-1/step-10000 scratch-sm-1/step-5000; do
-    case $model in *5000) label="SM iso-compute" ;; *sm*) label="SM iso-update" ;; *) label="binary" ;; esac
+for model in scratch-binary-1/step-10000 scratch-sm-1/step-10000; do
+    case $model in *sm*) label="SM iso-update" ;; *) label="binary" ;; esac
     for T in 16 32 64 128; do
         for sampler in mdlm remdm-cap; do
             [ $sampler$T != remdm-cap128 ] || sampler=remdm-loop      # App. B.1: for T >= L

@@ -214,7 +214,10 @@ def test_no_foreign_function_is_ever_called(tmp_path, function, args):
 
 @pytest.mark.parametrize("prefix", ["backbone.", "", "module.backbone."])
 def test_hub_layouts(tmp_path, prefix):
-    """mdlm-owt on the hub: a folder with model.safetensors or pytorch_model.bin, binary, whatever the wrapper's prefix."""
+    """mdlm-owt on the hub: a folder with model.safetensors or pytorch_model.bin, binary, whatever the wrapper's prefix.
+
+    The hub's own class keeps its DiT as `backbone`; the names below it are those of the Lightning file, rotary buffer included.
+    """
     model, _ = ours(tmp_path, soft_mask=False, n_head=4)
     state = {prefix + k: v for k, v in model.net.state_dict().items()} | {prefix + "rotary_emb.inv_freq": torch.ones(4)}
     for name, write in (("pytorch_model.bin", torch.save), ("model.safetensors", lambda s, p: write_safetensors(str(p), s))):
