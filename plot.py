@@ -84,15 +84,15 @@ def runs_series(patterns):
 def runs(patterns):
     """Left: held-out perplexity over updates. Right: ω_s. Mean over seeds, a band of one standard deviation           Fig. 2"""
     fig, [axes] = figure(2)
-    for label, quantities in runs_series(patterns).items():
+    for i, (label, quantities) in enumerate(runs_series(patterns).items()):
         for ax, points in zip(axes, quantities.values()):
             steps = sorted(points)
             mean = [statistics.mean(points[step]) for step in steps]
             sd = [statistics.stdev(points[step]) if len(points[step]) > 1 else 0.0 for step in steps]
             if steps:
-                line, = ax.plot(steps, mean, label=label)
+                ax.plot(steps, mean, label=label, color=f"C{i}")  # C0, C1, …: a run without ω must not shift the other panel's
                 ax.fill_between(steps, [m - d for m, d in zip(mean, sd)], [m + d for m, d in zip(mean, sd)],
-                                alpha=0.25, color=line.get_color(), linewidth=0)
+                                alpha=0.25, color=f"C{i}", linewidth=0)
     axes[0].set(xlabel="updates", ylabel="held-out perplexity (bound)")
     axes[1].set(xlabel="updates", ylabel="ω_s", ylim=(0, None))
     axes[0].legend()
