@@ -36,14 +36,16 @@ class Config:
 
 
 def figure(panels, width=5, height=4):
-    """matplotlib's figure and axes, without a window."""
+    """matplotlib's figure, without a window, and its axes, at most three in a row."""
     try:
         import matplotlib
     except ImportError:
         raise Refused("plotting needs matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    return plt.subplots(1, panels, figsize=(width * panels, height), squeeze=False, layout="constrained")
+    rows, columns = -(-panels // 3), min(3, panels)
+    fig, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained")
+    return fig, axes.flatten()
 
 
 def read_lines(path):
@@ -83,7 +85,7 @@ def runs_series(patterns):
 
 def runs(patterns):
     """Left: held-out perplexity over updates. Right: ω_s. Mean over seeds, a band of one standard deviation           Fig. 2"""
-    fig, [axes] = figure(2)
+    fig, axes = figure(2)
     for i, (label, quantities) in enumerate(runs_series(patterns).items()):
         for ax, points in zip(axes, quantities.values()):
             steps = sorted(points)
@@ -103,7 +105,7 @@ def ablation(patterns):
     """The last held-out perplexity of every label, best on top, a bar of one standard deviation where there are seeds  App. C.3"""
     last = {label: q["ppl"][max(q["ppl"])] for label, q in runs_series(patterns).items() if q["ppl"]}
     labels = sorted(last, key=lambda label: -statistics.mean(last[label]))
-    fig, [[ax]] = figure(1, width=6, height=1 + 0.35 * len(labels))
+    fig, [ax] = figure(1, width=6, height=1 + 0.35 * len(labels))
     ax.errorbar([statistics.mean(last[k]) for k in labels], labels, fmt="o",
                 xerr=[statistics.stdev(last[k]) if len(last[k]) > 1 else 0.0 for k in labels])
     ax.set(xlabel="held-out perplexity (bound)")
@@ -118,7 +120,7 @@ def trajectory(path):
         raise Refused(f"{path} is empty: make it again with sample.py --trace={path}")
     try:
         strength = [[math.nan if lam is None else lam for _, lam in step] for step in steps]
-        fig, [[ax]] = figure(1, width=0.55 * len(steps[0]) + 1, height=0.3 * len(steps) + 1)
+        fig, [ax] = figure(1, width=0.55 * len(steps[0]) + 1, height=0.3 * len(steps) + 1)
         image = ax.imshow(strength, cmap="Greens", vmin=0, aspect="auto")
         for i, step in enumerate(steps):
             for j, (text, lam) in enumerate(step):
@@ -158,7 +160,7 @@ def throughput_series(folder):
 def throughput(folder):
     """Left: tokens/s over block length. Right: score over tokens/s, where answers were scored                     Fig. 3"""
     series = throughput_series(folder)
-    fig, [[speed, quality]] = figure(2)
+    fig, [speed, quality] = figure(2)
     for label, points in series.items():
         speed.plot([block for block, _, _ in points], [rate for _, rate, _ in points], "o-", label=label)
         scored = [(rate, score) for _, rate, score in points if score is not None]
@@ -176,7 +178,7 @@ def curves(path):
             found = json.load(f)["curves"]
     except (OSError, ValueError, KeyError, TypeError):
         raise Refused(f"{path} has no curves: run bench.py --parts=curves --json={path} first")
-    fig, [axes] = figure(len(found))
+    fig, axes = figure(len(found))
     for ax, (name, points) in zip(axes, found.items()):
         for case in [c for c in points[0] if c != "x"]:
             ax.plot([str(p["x"]) for p in points], [p[case] for p in points], "o-", label=case)

@@ -18,6 +18,37 @@ for line in map(json.loads, open(sys.argv[1])):
 PY
 done
 
+# The continuations were logged with masks that went by the seed of the run (EVAL_SEED came after them): their held-out
+# lines are measured again, from the checkpoints of the same updates, so that seeds are compared on the same 256 rows and masks.
+python - "$out" "$here" "$novels" <<'PY'
+import glob, json, os, sys
+import torch
+import data, train
+from eval import val_ppl
+from mdlm import MDLM
+out, here, novels = sys.argv[1:]
+tokens = data.open_split(novels, "val")[0]
+n = data.n_rows(tokens, 128)
+rows = data.rows(tokens, torch.arange(256) * n // 256, 128)
+for path in sorted(glob.glob(f"{here}/logs/cont-*.jsonl")):
+    name = os.path.basename(path).removesuffix(".jsonl")
+    lines, cache = [json.loads(line) for line in open(path)], f"{out}/{name}.val.json"
+    again = json.load(open(cache)) if os.path.exists(cache) else {}
+    for line in lines:
+        step = str(line["step"])
+        ckpt = f"{out}/{name}/step-{step}.pt"
+        if "val_plain" in line and step not in again and os.path.exists(ckpt):
+            model = MDLM.load(ckpt)
+            with torch.autocast("cpu", torch.bfloat16):
+                found = {name: val_ppl(model, rows, soft, train.EVAL_SEED, batch_size=32)
+                         for name, soft in (("val_soft", True), ("val_plain", False)) if model.sm or not soft}
+            again[step] = {name: round(nll / tokens, 5) for name, (nll, tokens) in found.items()}
+            json.dump(again, open(cache, "w"))
+        line |= again.get(step, {})
+    with open(path, "w") as f:
+        f.writelines(json.dumps(line) + "\n" for line in lines)
+PY
+
 # SM's tokens/s over binary's, of the two runs of seed 1: they started together, so what slowed one slowed the other
 speed=$(python - "$out"/scratch-{binary,sm}-1/log.jsonl <<'PY'
 import json, statistics, sys
@@ -67,7 +98,7 @@ for model in scratch-binary-1/step-10000 scratch-sm-1/step-10000; do
             [ $sampler$T != remdm-cap128 ] || sampler=remdm-loop      # App. B.1: for T >= L
             name=${model/\//-}-$sampler-$T
             [ ! -e "$here/samples/$name.mauve.json" ] || continue
-            python sample.py --checkpoint=$out/$model.pt --count=256 --batch_size=64 --steps=$T --sampler=$sampler --dtype=bfloat16 \
+            python sample.py --checkpoint=$out/$model.pt --count=128 --batch_size=64 --steps=$T --sampler=$sampler --dtype=bfloat16 \
                 --out="$out/samples/$name.jsonl" > /dev/null
             python eval.py gen_ppl --samples="$out/samples/$name.jsonl" --scorer=data/smollm2 --label="$label" --out="$here/samples/$name.gen_ppl.json"
             python eval.py mauve --samples="$out/samples/$name.jsonl" --data="$novels" --scorer=data/smollm2 --label="$label" \
