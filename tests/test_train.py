@@ -278,7 +278,8 @@ def test_resume_is_the_uninterrupted_run_bit_for_bit(tiny):
 def test_stopped_from_outside(tiny, sig):
     """SIGTERM saves the update it is in. SIGKILL, in the middle of anything, a save too, leaves the last good file."""
     cfg = replace(tiny, steps=300, save_every=1)
-    process = subprocess.Popen(command(cfg), cwd=ROOT, env=ENV, stdout=subprocess.PIPE, text=True)
+    env = ENV | {"OMP_NUM_THREADS": str(torch.get_num_threads())}  # sums are cut by threads: bits are those of as many
+    process = subprocess.Popen(command(cfg), cwd=ROOT, env=env, stdout=subprocess.PIPE, text=True)
     path = os.path.join(cfg.out_dir, "last.pt")
     while not os.path.exists(path):
         time.sleep(0.05)
