@@ -17,7 +17,6 @@ Not here: quality, profiles (torch.profiler), anything that trains. plot.py draw
 import contextlib
 import copy
 import json
-import math
 import multiprocessing
 import os
 import platform
@@ -38,7 +37,7 @@ from checkpoint import Refused, atomic, machine
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPass, objective
-from mdlm import MDLM, ModelConfig, corrupt, in_chunks, sample_times
+from mdlm import MDLM, ModelConfig, at_once, corrupt, sample_times
 from sample import draw, generate, nucleus
 from sample_dream import decode, decode_blocks
 from softmask import SoftMask
@@ -300,8 +299,7 @@ def bench_cost(cfg, device, dtype):
     def loss_pass():
         rows, y = h.clone().requires_grad_(), torch.zeros(len(h), dtype=torch.long, device=device)
         with torch.enable_grad(), context():
-            nll = lambda h, y: F.cross_entropy(net.head(h), y, reduction="none")
-            in_chunks(nll, rows, y, recompute=True).sum().backward()
+            model.cross_entropy(rows, y).sum().backward()
     def under(fn):
         def case():
             with context():
@@ -311,7 +309,7 @@ def bench_cost(cfg, device, dtype):
         f"trunk, {B} × {L}": under(lambda: net.trunk(emb, t)),
         "trunk, forward and backward": training_pass,
         f"head and loss, {len(h)} rows, both": loss_pass,
-        f"SM: head, {len(h)} rows": under(lambda: in_chunks(net.head, h)),
+        f"SM: head, {len(h)} rows": under(lambda: [net.head(rows) for rows in h.split(at_once(h))]),
         f"SM: head, λ, top k, mix, {len(h)} rows": under(lambda: model.feedback(h)),
         f"sampling: trunk, 1 × {L}": under(lambda: net.trunk(emb[:1], t[:1])),
         f"sampling: {len(few['appear'])} rows appear": under(

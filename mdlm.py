@@ -272,6 +272,12 @@ class MDLM(nn.Module):
         # One mix for all chunks: each has a dense (V, D) gradient.
         return self.sm.mix(self.net.table, lam, ids, pi), lam
 
+    def cross_entropy(self, h, x):
+        """−log p(x) in nats: hidden states (N, D), tokens (N,) → (N,)                                           Alg. 1 l.8"""
+        score = lambda h, x: F.cross_entropy(self.net.head(h), x, reduction="none")          # (n,)
+        several = lambda h, x: in_chunks(score, h, x, size=at_once(h))                       # (n,)
+        return in_chunks(several, h, x, recompute=True)                                      # (N,)
+
     def forward(self, x0, xt, t, soft):
         """Cross-entropy of the masked tokens over t: a bound on −log p(x0), exact in expectation over t        Eq. 2, Alg. 1 l.5-8
 
@@ -291,9 +297,7 @@ class MDLM(nn.Module):
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)    # (B, L, D)
             self.lam = lam.detach().sum() / max(1, len(rows))
         h = net.trunk(emb, t).flatten(0, 1)[rows]                                            # (N, D)              l.7
-        score = lambda h, x: F.cross_entropy(net.head(h), x, reduction="none")               # (n,)
-        scores = lambda h, x: in_chunks(score, h, x, size=at_once(h))                        # (n,)
-        nll = in_chunks(scores, h, x0.flatten()[rows], recompute=True)                       # (N,)                l.8
+        nll = self.cross_entropy(h, x0.flatten()[rows])                                      # (N,)                l.8
         nll = nll.new_zeros(B).index_add(0, rows // L, nll) / t                              # (B,)
         # ω is in the graph of every step, or DDP would wait for its gradient, and apply a wrong one, when SM is off.
         return nll if self.sm is None else nll + 0 * sum(p for p in self.sm.parameters())

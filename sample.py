@@ -302,7 +302,7 @@ def main(cfg):
         raise Refused(f"--length={L} --count={cfg.count} --batch_size={cfg.batch_size}, {tok.n_vocab} ids of {tok.name}: the length must be in "
                       f"3 to {model.cfg.length}, the other two at least 1, and {mask} ids come before the model's [MASK]")
     if cfg.trace and (cfg.count > 1 or cfg.show or os.path.realpath(cfg.trace) == os.path.realpath(cfg.out)):
-        raise Refused(f"--trace={cfg.trace} follows one sample, into a file of its own: leave out --count and --show, and not --out's")
+        raise Refused(f"--trace={cfg.trace} follows one sample, into a file of its own: leave out --count and --show, and name another file than --out")
     x = canvas(cfg.prompt, cfg.infill, tok, model.info["tokenizer"], L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
     how |= {"steps": L if cfg.steps is None else cfg.steps, "soft": cfg.soft and model.sm is not None,

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
 """The tables of results/README.md from results/ppl/*.json and results/logs/*.jsonl:  python results/tables.py
 
-"below" is nats per token under what the run is compared with, on the same masks (eval.py ppl --against), row by row.
+"below" is nats per token under what the run is compared with, on the same masks (eval.py ppl --against), row by row. Seeds
+share their rows, so the error over rows does not shrink with more of them: it is the mean of theirs.
 """
 
 import glob
 import json
-import math
 import os
 import re
 import statistics
@@ -37,18 +37,19 @@ def bounds(pattern):
         nats, rows = [b["nats_per_token"] for b in below], [b["nats_per_token_se"] for b in below]
         print(f"| {label} | {runs[0]['settings']['step']:,} | {len(runs)} | {mean(ppl):.3f}{sd(ppl, 3)} | "
               + (f"{mean(gain):.4f}" if gain else "") + " | "
-              + (f"{mean(nats):+.4f}{sd(nats, 4)}; ± {math.sqrt(sum(r * r for r in rows)) / len(rows):.4f}" if below else "") + " |")
+              + (f"{mean(nats):+.4f}{sd(nats, 4)}; ± {mean(rows):.4f}" if below else "") + " |")
 
 
 def ends():
-    """Where ω and λ went, and when ω_s first stood at 0.01 or more in the log."""
+    """Where ω and λ went, and the first of the logged updates with ω_s at 0.01 or more, for runs that start below."""
     print("\n| run | updates | ω_s, ω_a, ω_b | mean λ | take-off | tokens/s (median) | minutes |\n|---|--:|---|--:|--:|--:|--:|")
     for path in sorted(glob.glob(os.path.join(HERE, "logs", "*.jsonl")), key=lambda p: [int(t) if t.isdigit() else t for t in re.split(r"(\d+)", p)]):
         with open(path) as f:
             lines = [json.loads(line) for line in f]
         last, speed = lines[-1], statistics.median(line["tokens_per_s"] for line in lines)
         omega = ", ".join(f"{last['omega_' + s]:.3f}" for s in "sab") if "omega_s" in last else ""
-        off = next((f"{line['step']:,}" for line in lines if line.get("omega_s", 0) >= 0.01), "never") if omega else ""
+        below = omega and lines[0]["omega_s"] < 0.01
+        off = next((f"{line['step']:,}" for line in lines if line["omega_s"] >= 0.01), "never") if below else ""
         print(f"| {name_of(path)} | {last['step']:,} | {omega} | {last['lam']:.3f} | {off} | {speed:,.0f} | {last['seconds'] / 60:.0f} |")
 
 
