@@ -52,7 +52,8 @@ from typing import Callable
 import torch
 from tqdm import tqdm
 
-from checkpoint import Refused, atomic, git_version, run
+from checkpoint import git_version
+from launch import Refused, atomic, run
 from sample_dream import Decoding, answer, check, cut, feedback, load
 
 STATS = ("n", "nfe", "tokens", "kept", "seconds")  # of `answer`, summed over the problems
