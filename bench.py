@@ -32,8 +32,9 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
+import launch
 import dora
-from checkpoint import Refused, atomic, machine
+from launch import Refused, atomic, machine
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPass, objective
@@ -502,7 +503,7 @@ def main(cfg):
     if cfg.repeats < 1 or cfg.length < 4 or cfg.many < 1 or cfg.vocab_size < 16:
         raise Refused(f"--repeats={cfg.repeats} --length={cfg.length} --many={cfg.many} --vocab_size={cfg.vocab_size}: at least 1, 4, 1, 16")
     torch.manual_seed(0)
-    checkpoint.join(world, device)
+    launch.join(world, device)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     where = {"device": name, "threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__,
              "python": platform.python_version(), "dtype": str(dtype or torch.float32), "load": os.getloadavg()[0],
@@ -525,4 +526,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    checkpoint.run(main, Config, PRESETS)
+    launch.run(main, Config, PRESETS)

@@ -35,7 +35,7 @@ import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tqdm import tqdm
 
-from checkpoint import Refused, atomic, run
+from launch import Refused, atomic, run
 
 FORMAT = "soft-masked-mdlm-data/1"
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # GPT-2's: no token crosses their bounds

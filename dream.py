@@ -29,7 +29,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
-from checkpoint import Refused, read_safetensors
+from checkpoint import read_safetensors
+from launch import Refused
 from softmask import SoftMask
 
 

@@ -34,7 +34,8 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import data
-from checkpoint import Refused, atomic, git_version, machine, run
+from checkpoint import git_version
+from launch import Refused, atomic, machine, run
 from data import rng
 from mdlm import MDLM, corrupt, sample_times
 

@@ -33,8 +33,9 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import checkpoint
+import launch
 import dora
-from checkpoint import Refused, atomic
+from launch import Refused, atomic
 from data import order, rng
 from dream import Dream, DreamConfig, Tokenizer
 from mdlm import in_chunks
@@ -357,14 +358,14 @@ def finetune(cfg):
     """Alg. 1, top to bottom. Returns the trained TwoPass, for tests and notebooks."""
     # ---- what is to be trained
     cfg = checked(cfg)
-    rank, world, device, dtype = checkpoint.machine(cfg.device, cfg.dtype)
+    rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     master, last, log_path = rank == 0, os.path.join(cfg.out, "last.pt"), os.path.join(cfg.out, "log.jsonl")
     accum, rest = divmod(cfg.batch_size, world)
     if rest:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes: give one that is")
     if os.path.exists(last) and not (cfg.resume or cfg.overwrite):
         raise Refused(f"{cfg.out} already holds a run: --resume goes on, --overwrite replaces it, --out=… starts another")
-    checkpoint.join(world, device)
+    launch.join(world, device)
     own = PRESETS["tiny"]
     if master and (cfg.model == own["model"] or cfg.data == own["data"]):
         make_tiny(own["model"], own["data"])
@@ -449,7 +450,7 @@ def finetune(cfg):
     done = start
     if master:
         os.makedirs(cfg.out, exist_ok=True)
-        old = checkpoint.log_until(log_path, start)
+        old = launch.log_until(log_path, start)
         if not start and os.path.exists(last):
             os.remove(last)  # or a --resume of this run, killed before its first save, would go on with the old one
         with atomic(log_path) as tmp, open(tmp, "w") as f:  # without the lines of updates that will be made again
@@ -481,10 +482,10 @@ def finetune(cfg):
             return
         print("  ".join(f"{k} {v:.4g}" for k, v in line.items()) + f"  of {cfg.steps:,}, {left:,.1f} min left", flush=True)
         line |= {"lr": cfg.eta_bb * lr_at(done - 1, cfg.steps, cfg.warmup), "seconds": now - first}
-        checkpoint.log_line(log_path, line)
+        launch.log_line(log_path, line)
 
     # ---- Alg. 1
-    with checkpoint.signals() as stop:  # only now: until here Ctrl-C loses nothing
+    with launch.signals() as stop:  # only now: until here Ctrl-C loses nothing
         for step in range(start, cfg.steps):
             # p_sm: one coin per update, the same on every rank [ours]; the released code tosses one per dialogue
             soft = sm is not None and torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm
@@ -527,10 +528,10 @@ def finetune(cfg):
                 break
 
     if done < cfg.steps:
-        checkpoint.leave(world, f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on", 128 + told)
-    checkpoint.leave(world, f"python sample_dream.py --model={cfg.model} --adapter={cfg.out}/{'best' if val else 'last'} --prompt=…", 0)
+        launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on", 128 + told)
+    launch.leave(world, f"python sample_dream.py --model={cfg.model} --adapter={cfg.out}/{'best' if val else 'last'} --prompt=…", 0)
     return model
 
 
 if __name__ == "__main__":
-    checkpoint.run(finetune, Config, PRESETS)
+    launch.run(finetune, Config, PRESETS)

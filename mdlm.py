@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import checkpoint
+import launch
 from softmask import SoftMask
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0, so that t = 1 still leaves a few tokens [code]
@@ -240,15 +241,15 @@ class MDLM(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         if cfg.n_embd % (2 * cfg.n_head):
-            raise checkpoint.Refused(f"n_embd={cfg.n_embd} does not divide into n_head={cfg.n_head} heads of even width")
+            raise launch.Refused(f"n_embd={cfg.n_embd} does not divide into n_head={cfg.n_head} heads of even width")
         if not 0 <= cfg.mask_id < cfg.vocab_size:
-            raise checkpoint.Refused(f"mask_id={cfg.mask_id} is outside the vocabulary of {cfg.vocab_size}")
+            raise launch.Refused(f"mask_id={cfg.mask_id} is outside the vocabulary of {cfg.vocab_size}")
         self.cfg = cfg
         self.net = DiT(cfg)
         try:
             self.sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b) if cfg.soft_mask else None
         except ValueError as e:
-            raise checkpoint.Refused(str(e))
+            raise launch.Refused(str(e))
         self.lam = torch.zeros(())
 
     def gauge(self, h):
@@ -311,15 +312,15 @@ class MDLM(nn.Module):
         """
         ckpt = checkpoint.load(path)
         if ckpt["kind"] != "mdlm":
-            raise checkpoint.Refused(f"{path} holds a {ckpt['kind']}, not an MDLM")
+            raise launch.Refused(f"{path} holds a {ckpt['kind']}, not an MDLM")
         names = {f.name for f in dataclasses.fields(ModelConfig)}
         try:
             model = cls(ModelConfig(**{name: v for name, v in ckpt["config"].items() if name in names}))
             model.load_state_dict(ckpt["model"] | ((ckpt.get("ema") if ema else None) or {}))
         except Exception as e:  # a configuration may be anything in a file of somebody else
             reason = (str(e).splitlines() or [""])[-1 if len(str(e).splitlines()) < 2 else 1].strip()
-            raise checkpoint.Refused(f"the weights in {path} do not fit its configuration: {type(e).__name__}, {reason}")
+            raise launch.Refused(f"the weights in {path} do not fit its configuration: {type(e).__name__}, {reason}")
         if not all(t.isfinite().all() for t in model.state_dict().values()):
-            raise checkpoint.Refused(f"the weights in {path} are not all numbers: its run diverged, take an earlier file")
+            raise launch.Refused(f"the weights in {path} are not all numbers: its run diverged, take an earlier file")
         model.info = {key: v for key, v in ckpt.items() if key not in ("model", "ema", "optimizer")}
         return model.eval()

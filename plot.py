@@ -22,7 +22,7 @@ import re
 import statistics
 from dataclasses import dataclass
 
-from checkpoint import Refused, atomic, run
+from launch import Refused, atomic, run
 
 
 @dataclass

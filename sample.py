@@ -30,7 +30,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
-from checkpoint import Refused, atomic, machine, run
+from launch import Refused, atomic, machine, run
 from data import rng, tokenizer
 from mdlm import MDLM, at_once, in_chunks
 

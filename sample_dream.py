@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import dora
-from checkpoint import Refused, machine, run
+from launch import Refused, machine, run
 from dream import Dream, Tokenizer, load_adapter
 from softmask import SoftMask, time_gain
 

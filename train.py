@@ -27,8 +27,9 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
+import launch
 import data
-from checkpoint import Refused
+from launch import Refused
 from data import rng
 from eval import bits_per_byte, val_ppl
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, corrupt, sample_times
@@ -190,9 +191,9 @@ def demonstrate(cfg, model, bounds, held_out, meta):
 def train(cfg):
     """Alg. 1, top to bottom. Returns (the trained MDLM, its average), for tests and notebooks."""
     # ---- the data, and what is to be trained
-    rank, world, device, dtype = checkpoint.machine(cfg.device, cfg.dtype)
+    rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     master = rank == 0
-    checkpoint.join(world, device)
+    launch.join(world, device)
     if master and cfg.data == PRESETS["quickstart"]["data"] and not os.path.exists(os.path.join(cfg.data, "meta.json")):
         data.prepare_stdlib(cfg.data)
     if world > 1:
@@ -283,10 +284,10 @@ def train(cfg):
     # ---- the log: on a resumed run without the lines of updates that will be made again
     done, log_path = start, os.path.join(cfg.out_dir, "log.jsonl")
     if master:
-        old = checkpoint.log_until(log_path, start) if start else []
+        old = launch.log_until(log_path, start) if start else []
         if not start and os.path.exists(last):
             os.remove(last)  # or a --resume of this run, killed before its first save, would go on with the old one
-        with checkpoint.atomic(log_path) as tmp, open(tmp, "w") as f:
+        with launch.atomic(log_path) as tmp, open(tmp, "w") as f:
             f.writelines(old)
         print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, {dtype or 'float32'}; "
               f"{n:,} rows of {cfg.length}, {cfg.batch_size} a step = {accum} × {world} × {cfg.micro_batch}; "
@@ -323,11 +324,11 @@ def train(cfg):
               f"  |g| {line['grad_norm']:.2f}  ω_s {line.get('omega_s', 0):.3g}  λ {line['lam']:.3g}"
               f"  {speed:,.0f} tokens/s{mfu}  {left:,.1f} min left"
               + "".join(f"  {k} {v:.4f}" for k, v in line.items() if k.startswith("val")), flush=True)
-        checkpoint.log_line(log_path, line)
+        launch.log_line(log_path, line)
 
     # ---- Alg. 1
     model.train()
-    with checkpoint.signals() as stop:
+    with launch.signals() as stop:
         for step in range(start, cfg.steps):
             # p_sm: one coin per update, the same on every rank [ours]; the released code tosses one per micro-batch
             soft = bool(omega) and torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm
@@ -387,9 +388,9 @@ def train(cfg):
         if master:
             demonstrate(cfg, ema, bounds, held_out, meta)
     message = f"stopped after update {done:,}, saved in {last}: the same command with --resume goes on" if done < cfg.steps else ""
-    checkpoint.leave(world, message, 128 + told if message else 0)
+    launch.leave(world, message, 128 + told if message else 0)
     return model, ema
 
 
 if __name__ == "__main__":
-    checkpoint.run(train, Config, PRESETS)
+    launch.run(train, Config, PRESETS)

@@ -14,7 +14,7 @@ import sys
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from checkpoint import write_safetensors  # noqa: E402
+from checkpoint import write_safetensors
 
 
 def convert(state, config, vocab, special, folder):

@@ -10,7 +10,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # so that plain `pytest` finds the scripts too
 
-from checkpoint import write_safetensors  # noqa: E402
+from checkpoint import write_safetensors
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
 

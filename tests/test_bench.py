@@ -12,7 +12,7 @@ import torch
 import bench
 import plot
 from bench import PARTS, PRESETS, Config, interleaved, main, peak
-from checkpoint import Refused
+from launch import Refused
 from train import flops_per_token
 
 QUICK = PRESETS["quick"] | dict(device="cpu")

@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import Refused, atomic, from_cli, load, read_safetensors, save, write_safetensors
+import launch
+from checkpoint import load, read_safetensors, save, write_safetensors
+from launch import Refused, atomic, from_cli
 from mdlm import MDLM, ModelConfig
 
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29, length=8, omega_s=0.3)
@@ -66,7 +68,7 @@ def test_help_is_the_commented_class(capsys):
 def test_run_says_bad_input_in_one_line_and_exits_2(capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", ["x.py", "--steps=no"])
     with pytest.raises(SystemExit) as stop:
-        checkpoint.run(lambda cfg: None, Config)
+        launch.run(lambda cfg: None, Config)
     assert stop.value.code == 2 and capsys.readouterr().err == "x.py: --steps=no is not of type int\n"
 
 
@@ -289,7 +291,7 @@ def test_other_models_are_refused(tmp_path):
     dict(state_dict={"backbone.vocab_embed.embedding": torch.ones(3, 4)}), dict(global_step="x")])
 def test_crippled_checkpoints_load_or_are_refused(tmp_path, change):
     model, _ = ours(tmp_path)
-    ckpt = checkpoint.inert(lightning(tmp_path, model))
+    ckpt = checkpoint.load_inert(lightning(tmp_path, model))
     torch.save({k: v for k, v in {**ckpt, **change}.items() if k in ("state_dict", "ema", "global_step") or k in change}, tmp_path / "x.ckpt")
     try:
         MDLM.load(str(tmp_path / "x.ckpt"))
@@ -321,7 +323,7 @@ def test_weights_that_are_not_numbers_are_refused(tmp_path):
 
 def test_ema_of_another_model_is_refused(tmp_path):
     model, _ = ours(tmp_path)
-    ckpt = checkpoint.inert(lightning(tmp_path, model))
+    ckpt = checkpoint.load_inert(lightning(tmp_path, model))
     ckpt["ema"]["shadow_params"].pop()
     torch.save({k: v for k, v in ckpt.items() if k in ("state_dict", "ema")}, tmp_path / "x.ckpt")
     with pytest.raises(Refused, match="the EMA has .* tensors for"):

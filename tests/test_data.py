@@ -20,7 +20,7 @@ import tiktoken
 import torch
 
 import data
-from checkpoint import Refused
+from launch import Refused
 from data import Config, main, open_split, prepare
 
 ROOT = Path(data.__file__).parent

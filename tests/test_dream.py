@@ -13,7 +13,8 @@ import torch.nn.functional as F
 
 import dora
 from causal_to_dream import convert
-from checkpoint import Refused, read_safetensors, write_safetensors
+from checkpoint import read_safetensors, write_safetensors
+from launch import Refused
 from conftest import GOLDEN, digest, recorded_adapter
 from dream import Dream, DreamConfig, Tokenizer, byte_characters, load_adapter, rope
 from softmask import SoftMask

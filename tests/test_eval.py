@@ -18,7 +18,7 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import eval as evaluation
-from checkpoint import Refused, from_cli
+from launch import Refused, from_cli
 from eval import PRESETS, Config, bits_per_byte, bound, entropy, gen_ppl, mean_and_se, score, val_ppl
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
 

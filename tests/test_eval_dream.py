@@ -15,7 +15,7 @@ import torch
 import eval_dream as E
 import plot
 import sample_dream
-from checkpoint import Refused
+from launch import Refused
 from dream import Tokenizer
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))

@@ -16,9 +16,10 @@ import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
+import launch
 import dora
 import finetune_dream as ft
-from checkpoint import Refused
+from launch import Refused
 from conftest import digest, recorded_adapter
 from dream import Dream, DreamConfig, Tokenizer, load_adapter
 from finetune_dream import Config, TwoPass, conversation, corrupt, encode_chat, finetune, keep, lr_at, objective, pad_with_eos
@@ -402,13 +403,13 @@ def test_coin_is_one_per_update(cfg, monkeypatch):
 
 
 def test_presets_are_the_paper():
-    base = checkpoint.from_cli(Config, ["iso-update"], ft.PRESETS)
+    base = launch.from_cli(Config, ["iso-update"], ft.PRESETS)
     assert (base.p_sm, base.k, base.batch_size, base.clip, base.eta_bb, base.eta_sm, base.warmup, base.r, base.alpha) == \
         (0.5, 1, 8, 7.0, 1e-5, 1e-2, 0.03, 16, 16)
     assert (base.b_l, base.b_h, base.max_length, base.min_response) == (0.2, 0.8, 2048, 5)
     assert (base.n_train, base.n_val, base.epochs) == (300_000, 500, 1)
-    assert checkpoint.from_cli(Config, ["iso-compute"], ft.PRESETS).epochs == base.epochs / 2
-    assert checkpoint.from_cli(Config, ["binary"], ft.PRESETS).p_sm == 0
+    assert launch.from_cli(Config, ["iso-compute"], ft.PRESETS).epochs == base.epochs / 2
+    assert launch.from_cli(Config, ["binary"], ft.PRESETS).p_sm == 0
 
 
 # ---- resume, ranks, files
@@ -676,7 +677,7 @@ def test_script_refuses_in_one_line():
 
 def test_tiny_preset_learns(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    finetune(checkpoint.from_cli(Config, ["tiny", "--steps=20", "--device=cpu"], ft.PRESETS))
+    finetune(launch.from_cli(Config, ["tiny", "--steps=20", "--device=cpu"], ft.PRESETS))
     log = logged("out/tiny_dream")
     assert log[-1]["val_soft"] < 0.8 * log[0]["loss"] and log[-1]["lam"] > 0
 
@@ -691,11 +692,11 @@ def test_tiny_preset_replaces_nothing(tmp_path, monkeypatch):
             f.write(text)
     for flags in (["--model=mymodel", "--data=mine.jsonl"], ["--data=mine.jsonl"], ["--model=mymodel"], ["--out=out/dream"]):
         with pytest.raises(Refused):
-            finetune(checkpoint.from_cli(Config, ["tiny", "--device=cpu", *flags], ft.PRESETS))
+            finetune(launch.from_cli(Config, ["tiny", "--device=cpu", *flags], ft.PRESETS))
     for path, text in mine.items():
         assert open(path).read() == text
     with pytest.raises(Refused, match="unknown argument '--tiny'"):
-        checkpoint.from_cli(Config, ["--tiny", "--model=mymodel", "--data=mine.jsonl"], ft.PRESETS)
+        launch.from_cli(Config, ["--tiny", "--model=mymodel", "--data=mine.jsonl"], ft.PRESETS)
     ft.make_tiny("new", "new.jsonl")
     other_weights("new")
     weights = Dream.load("new").fingerprint()

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+import launch
 import mdlm
 from mdlm import MDLM, ModelConfig, corrupt, in_chunks, sample_times
 
@@ -212,11 +213,11 @@ def test_bf16_autocast_stays_close_and_returns_fp32():
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    with pytest.raises(checkpoint.Refused, match="n_embd=62 does not divide into n_head=4"):
+    with pytest.raises(launch.Refused, match="n_embd=62 does not divide into n_head=4"):
         MDLM(replace(TINY, n_embd=62))
-    with pytest.raises(checkpoint.Refused, match="mask_id=62 is outside"):
+    with pytest.raises(launch.Refused, match="mask_id=62 is outside"):
         MDLM(replace(TINY, mask_id=62))
-    with pytest.raises(checkpoint.Refused, match="omega_b=0.5"):
+    with pytest.raises(launch.Refused, match="omega_b=0.5"):
         MDLM(replace(TINY, omega_b=0.5))
 
 

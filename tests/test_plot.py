@@ -11,7 +11,7 @@ import data
 import plot
 import sample
 import train
-from checkpoint import Refused
+from launch import Refused
 
 
 def log(path, lines):

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from checkpoint import Refused, from_cli
+from launch import Refused, from_cli
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 SMALL = "--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=64 --batch_size=4 --micro_batch=4 --steps=2 --eval_rows=4 --device=cpu".split()

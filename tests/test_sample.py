@@ -15,7 +15,7 @@ import torch
 import checkpoint
 import data
 import sample
-from checkpoint import Refused
+from launch import Refused
 from mdlm import MDLM, ModelConfig
 from sample import SAMPLERS, Config, draw, generate, main, nucleus, plan, rates, show
 

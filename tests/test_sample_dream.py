@@ -15,7 +15,8 @@ import torch.nn.functional as F
 
 import dora
 import sample_dream as S
-from checkpoint import Refused, write_safetensors
+from checkpoint import write_safetensors
+from launch import Refused
 from dream import Dream
 from softmask import SoftMask, time_gain
 

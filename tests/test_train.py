@@ -15,7 +15,7 @@ import torch
 import checkpoint
 import data
 import train as script
-from checkpoint import Refused
+from launch import Refused
 from mdlm import MDLM
 from train import Config, flops_per_token, lr_at, train, update_ema
 

@@ -1,0 +1,89 @@
+# SPDX-License-Identifier: MIT
+"""A sample appearing: on a terminal while it is made, or step by step in a file.                 App. C.5
+
+    generate(model, 1, steps, on_step=show(tok, mask_id))          # drawn in place, λ in green
+    generate(model, 1, steps, on_step=trace(tok, mask_id, steps))  # the same as a list, for plot.py
+
+Both are functions of (x, lam, guess), each (n, L): the token ids, and where they are [MASK] the strength of
+the feedback and the most likely token. They follow the first sequence.
+
+Not here: decoding (sample.py), figures (plot.py).
+"""
+
+import shutil
+import sys
+import time
+
+
+def cell_text(tok, mask_id):
+    """A function from a token id to what stands for it in a cell.
+
+    A dot for [MASK], ↵ for the end of a line, a centred dot for what cannot be printed.
+    """
+    def text_of(token):
+        if token == mask_id:
+            return "·"
+        text = tok.decode([token])
+        return "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in text)
+    return text_of
+
+
+def trace(tok, mask_id, steps):
+    """An `on_step` that appends the cells of the first sequence to the list `steps`.
+
+    A cell is [text, λ]: the top guess and its strength at a mask, the token and None elsewhere.
+    """
+    text_of = cell_text(tok, mask_id)
+
+    def on_step(x, lam, guess):
+        cells = []
+        for token, strength, top in zip(x[0].tolist(), lam[0].tolist(), guess[0].tolist()):
+            masked = token == mask_id
+            cells.append([text_of(top), round(strength, 4)] if masked else [text_of(token), None])
+        steps.append(cells)
+    return on_step
+
+
+def frame(x, lam, guess, mask_id, text_of, width):
+    """The lines of one picture. Tokens are bold, masks are the top guess on green, deeper with λ.
+
+    x, lam, guess: lists of length L.   width: characters in a line.   Returns a list of strings.
+    """
+    lines, used = [""], 0
+    for token, strength, top in zip(x, lam, guess):
+        masked = token == mask_id
+        cell = text_of(top if masked else token)[:width]
+        if used + len(cell) > width:
+            lines.append("")
+            used = 0
+        pale = int(220 * (1 - strength))
+        style = f"48;2;{pale};{100 + pale * 2 // 3};{pale};38;2;0;0;0" if masked else "1"
+        lines[-1] += f"\x1b[{style}m{cell}\x1b[0m"
+        used += len(cell)
+    return lines
+
+
+def show(tok, mask_id, pause=0.05):
+    """An `on_step` that redraws the first sequence in place. Without a terminal it prints five plain lines.
+
+    tok: tiktoken.Encoding.   pause: seconds per picture, as a small model is faster than the eye.
+    """
+    text_of = cell_text(tok, mask_id)
+    drawn, next_share = 0, 0.0  # lines on the terminal; share of tokens at which the next line is due
+
+    def on_step(x, lam, guess):
+        nonlocal drawn, next_share
+        x, lam, guess = x[0].tolist(), lam[0].tolist(), guess[0].tolist()
+        if not sys.stdout.isatty():
+            visible = 1 - x.count(mask_id) / len(x)
+            if visible >= next_share:
+                print(f"{visible:4.0%} " + "".join(map(text_of, x)), flush=True)
+                next_share = min(1, visible + 0.25)
+            return
+        width, height = shutil.get_terminal_size()
+        lines = frame(x, lam, guess, mask_id, text_of, width)[:height - 1]
+        back = f"\x1b[{drawn}F\x1b[J" if drawn else ""  # to the start of the last picture, and clear it
+        print(back + "\n".join(lines), flush=True)
+        drawn = len(lines)
+        time.sleep(pause)
+    return on_step
