@@ -366,7 +366,7 @@ def around(x, least=1):
 
 
 def bench_curves(cfg, device, dtype):
-    """Time over one size, the others as configured. A point is {"x", "binary", "SM"}, in seconds."""
+    """Time over one size, the others as configured: points {"x", "binary", "SM"} in seconds."""
     def update(key, x):
         step, _ = training(replace(cfg, **{key: x}), device, dtype)
         return step
@@ -450,8 +450,9 @@ def where_time_goes(title, run, model, after_trunk, device):
     print(operations.table(sort_by=key, row_limit=10, max_name_column_width=50))
     found = {"sections": rows, "seconds": whole}
     if cuda:
-        # Kernels are events of the device. Operations of the host and annotations repeat their time.
-        kernels = [e for e in operations if e.device_type.name == "CUDA" and not e.is_user_annotation]
+        # Kernels are events of the device. Operations and annotations repeat their time.
+        kernels = [e for e in operations
+                   if e.device_type.name == "CUDA" and not e.is_user_annotation]
         found["gaps %"] = 100 - sum(e.self_device_time_total for e in kernels) / whole / 1e4
         print(f"the device has nothing to do in {found['gaps %']:.1f}% of the time")
     return found
