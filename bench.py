@@ -8,15 +8,15 @@
 
 Machines are shared and clocks drift. So the cases of a table take turns, A B C A B C …, and are
 compared within a turn: a ratio is the median over turns. Seconds are medians too. `cpu` is
-processor time, summed over threads. A matrix product takes its turns as well, to say what the
-machine can do at best.
+processor time, summed over threads. A matrix product takes turns with the updates and says what
+the machine can do at best.
 
-Weights are random, and speed does not depend on them, with one exception: the nucleus has less to
-do when predictions are peaked. So the head is scaled until they are as peaked as a trained
-model's (--sharpness). `flat` shows an untrained head, the worst case.
+Weights are random, and speed depends on them in one place only: the nucleus has less to do when
+predictions are peaked. So the head is scaled until they are as peaked as a trained model's
+(--sharpness). `flat` shows the worst case, an untrained head.
 
-Not here: quality, and anything that trains. plot.py draws the curves from the JSON; results/gpu.sh
-runs the parts that need a GPU.
+Not here: quality, and anything that trains. plot.py draws the curves from the JSON. results/gpu.sh
+runs all that needs a GPU.
 """
 
 import contextlib
@@ -56,11 +56,11 @@ from train import PEAK_FLOPS, flops_per_token, update_ema
 
 @dataclass
 class Config:
-    # what to measure; profile, attention, scaling are others
+    # what to measure: these, and only when they are named profile, attention and scaling
     parts: str = "train,memory,sample,curves,dream,vocabulary"
-    repeats: int = 5              # turns
+    repeats: int = 5              # turns that count
     json: str = ""                # also write everything to this file
-    # MDLM (default of every 0: the preset of the machine at hand)
+    # MDLM (default of every 0: as in the preset cpu or gpu, whatever the machine is)
     n_layer: int = 0
     n_head: int = 0
     n_embd: int = 0
@@ -68,8 +68,8 @@ class Config:
     length: int = 0               # L
     batch: int = 0                # sequences per update
     steps: int = 0                # T of a sequence that is sampled alone
-    many: int = 0                 # sequences sampled together
-    many_steps: int = 0           # and their T
+    many: int = 0                 # sequences that are sampled together
+    many_steps: int = 0           # and their T, smaller on a GPU because such a step takes long
     k: int | None = 3
     top_p: float = 0.9
     sharpness: float = 3.5        # standard deviation of the random logits
@@ -129,7 +129,7 @@ def interleaved(cases, repeats, device):
 
     cases: {name: function}; the first one is what the others are compared with.
     Returns {name: {column of `timed`: median, "ratio": median}}. A ratio is taken within a turn, so
-    that whatever slows a whole turn cancels.
+    whatever slows a whole turn cancels.
     """
     turns = [{name: timed(fn, device) for name, fn in cases.items()} for _ in range(repeats + 1)]
     first, found = next(iter(cases)), {}
@@ -142,7 +142,7 @@ def interleaved(cases, repeats, device):
 
 
 def matmul(device, dtype):
-    """A product of two (n, n) matrices, as fast as the library does it: (function, FLOPs)."""
+    """The product of two large matrices: a function that computes it, and its FLOPs."""
     n = 8192 if device.type == "cuda" else 2048
     a = torch.randn(n, n, device=device, dtype=dtype or torch.float32)
     return lambda: a @ a, 2 * n ** 3
@@ -150,7 +150,7 @@ def matmul(device, dtype):
 
 def resident():
     """The most memory that this process has held so far, in GB."""
-    # Linux first: there, ru_maxrss would be that of the parent process, if that held more.
+    # Linux first: its ru_maxrss survives exec, and would be that of the parent process.
     with contextlib.suppress(OSError), open("/proc/self/status") as f:
         return next(int(line.split()[1]) for line in f if line.startswith("VmHWM")) * 1024 / 1e9
     import resource  # not on Windows
@@ -214,10 +214,10 @@ def compiled(cfg, device):
 
 
 def compile_trunk(model, mode=None):
-    """As train.py and sample.py do, but with a graph for each size.
+    """As train.py and sample.py do it, but with a graph of its own for each size.
 
-    torch.compile would answer the second size with one slower graph for all sizes. The graphs of
-    earlier models are forgotten, because only a few are kept.
+    torch.compile would answer a second size with one slower graph for all sizes. And it keeps eight
+    graphs of a function, so those of earlier models are dropped here.
     """
     torch.compiler.reset()
     model.net.trunk = torch.compile(model.net.trunk, mode=mode, dynamic=False)
@@ -243,13 +243,12 @@ def training(cfg, device, dtype, ddp=False, **changes):
     generator, mask_id = rng("bench"), model.mask_id
     x0 = torch.randint(mask_id, (cfg.batch, model.cfg.length), generator=generator)
     t = sample_times(cfg.batch, generator)
-    # The same masks in every call, so that the number of rows is that of all cases.
+    # One x_t for all calls, because the number of masked rows decides how long an update takes.
     masked = corrupt(x0, t, mask_id, generator).to(device)
     x0, t = x0.to(device), t.to(device)
 
     def step(soft, xt=masked, exchange=True, mark=no_mark):
         with contextlib.nullcontext() if exchange or not ddp else net.no_sync():
-            # Without a cache, as in train.py.
             with torch.autocast(device.type, dtype, enabled=bool(dtype), cache_enabled=False):
                 nll = net(x0, xt, t, soft)                                     # (B,)
             (nll.sum() / x0.numel()).backward()
@@ -274,10 +273,11 @@ def sampling(cfg, device, dtype, model, n, steps, soft, on_step=None):
 
 
 def hours(model, batch, binary, soft):
-    """Print and return the hours that the paper's four runs would take on this device (App. B.1).
+    """Print and return the hours that the paper's four runs would take on this device     App. B.1
 
     model: ModelConfig.   binary, soft: rows of `interleaved` for an update of `batch` sequences.
-    Counted in FLOPs, so a smaller model gives an estimate. Several devices are taken as perfect.
+    Another model is converted by its FLOPs. Several devices are assumed to lose nothing.
+    Returns {run: {"1 device", "4 devices", "8 devices"}}.
     """
     paper, rows = ModelConfig(), {}
     for run, updates, p_sm in (("from scratch, binary", 1e6, 0), ("from scratch, SM 0.8", 1e6, 0.8),
@@ -331,7 +331,7 @@ def bench_memory(cfg, device, dtype):
 
 
 def bench_sample(cfg, device, dtype):
-    """Whole samples, one alone and many together, binary and with SM, in every way to run them."""
+    """Whole samples, one alone and many together, binary and with SM, eager and compiled."""
     eager = build(cfg, device).eval()
     flat = copy.deepcopy(eager)
     nn.init.zeros_(flat.net.output_layer.linear.weight)
@@ -398,15 +398,17 @@ def bench_curves(cfg, device, dtype):
 
 @contextlib.contextmanager
 def watched(model, device, after_trunk):
-    """Yields (mark, seconds). mark(name): a section of the work begins.   seconds: {section: sum}.
+    """Lets a model say what it is working on. Yields mark and seconds.
 
-    The model marks its own sections. In a backward pass, a section begins when the gradient of what
-    it made is ready.   after_trunk: name of the section after the trunk.
+    mark(name): from here on, time belongs to the section `name`.   seconds: {section: its sum}.
+    after_trunk: the section that follows the trunk.
+    The model marks the trunk, the feedback and the loss. Their backward begins when the gradient of
+    what they returned is ready.
     """
     seconds, last = {}, ["", 0.0]
 
     def mark(name):
-        synchronize(device)  # or a section would last as long as the host takes to describe it
+        synchronize(device)  # otherwise only the host's time would be measured
         now = time.perf_counter()
         seconds[last[0]] = seconds.get(last[0], 0.0) + now - last[1]
         last[:] = name, now
@@ -432,7 +434,11 @@ def watched(model, device, after_trunk):
 
 
 def where_time_goes(title, run, model, after_trunk, device):
-    """run(mark) in sections, then under torch.profiler: print and return what both say."""
+    """Print and return what run(mark) spends by section, and its costliest operations.
+
+    The sections come from a run that waits for the device between them, the operations from
+    torch.profiler. On CUDA, "gaps %" is the share of the time without any kernel.
+    """
     whole = interleaved({title: lambda: run(no_mark)}, 3, device)[title]["seconds"]
     with watched(model, device, after_trunk) as (mark, seconds):
         mark("the rest")
@@ -450,7 +456,7 @@ def where_time_goes(title, run, model, after_trunk, device):
     print(operations.table(sort_by=key, row_limit=10, max_name_column_width=50))
     found = {"sections": rows, "seconds": whole}
     if cuda:
-        # Kernels are events of the device. Operations and annotations repeat their time.
+        # Only kernels: the operations and annotations above them repeat their time.
         kernels = [e for e in operations
                    if e.device_type.name == "CUDA" and not e.is_user_annotation]
         found["gaps %"] = 100 - sum(e.self_device_time_total for e in kernels) / whole / 1e4
@@ -521,7 +527,7 @@ def bench_scaling(cfg, device, dtype):
     if rank == 0:
         cases = {"one": lambda: alone(True)}
         one = interleaved(cases, cfg.repeats, device)["one"]["seconds"]
-    dist.barrier()  # The other processes wait, so that `one` has the machine to itself.
+    dist.barrier()  # the other processes wait, so that `one` has the machine to itself
     found = interleaved({
         "strong": lambda: strong(True),
         "strong, no exchange": lambda: strong(True, exchange=False),
@@ -549,7 +555,7 @@ def bench_scaling(cfg, device, dtype):
 
 
 def build_dream(cfg, device, dtype):
-    """A random Dream of any width, and its SoftMask. At width 3584, everything is the real size."""
+    """A random Dream of any width, and its SoftMask. At width 3584 it has the sizes of Dream-7B."""
     D, V = cfg.dream_width, cfg.dream_vocab
     heads = max(2, D // 128)
     groups = next(n for n in (heads // 7, heads // 4, heads // 2, 1) if n and heads % n == 0)
@@ -560,7 +566,7 @@ def build_dream(cfg, device, dtype):
         pad_token_id=V - 2, eos_token_id=V - 2)
     with torch.device("meta"):
         dream = Dream(size)
-    # Made in its dtype: 15 GB in bf16 and not 30 before.
+    # Memory is taken in this dtype: 15 GB for Dream-7B in bf16. In fp32 it would be twice that first.
     dream = dream.to(dtype or torch.float32).to_empty(device=device)
     for name, p in dream.requires_grad_(False).named_parameters():
         if p.dim() == 1:
@@ -571,7 +577,7 @@ def build_dream(cfg, device, dtype):
 
 
 def finetuning(cfg, device, dtype):
-    """step(soft, checkpointing): an update of finetune_dream.py on one random dialogue."""
+    """Returns step(soft, checkpointing), an update of finetune_dream.py on one random dialogue."""
     dream, sm = build_dream(cfg, device, dtype)
     mask_id = dream.cfg.mask_token_id
     dora.attach(dream, TARGETS, 16, 16, rng("bench"))
@@ -638,23 +644,24 @@ def bench_dream(cfg, device, dtype):
 
 
 def vocabulary_work(cfg, device, k, T):
-    """Both passes and the backward of finetune_dream.py on T tokens, all but the first at [MASK]s.
+    """Both passes and the backward of finetune_dream.py on T tokens, of which T − 1 are [MASK].
 
-    At Dream's own V and in bf16, on a narrow model without layers: what is left is the work on
-    rows × V. T = 1 makes the model and nothing else.
+    V and dtype are Dream's, but the model is narrow and has no layers: what is left is the work on
+    rows × V. With T = 1 the model is made and nothing else. Returns the TwoPass.
     """
     mask_id = 151666
     size = DreamConfig(152064, 64, 64, 0, 1, 1, 1e-6, 1e6, 4096, mask_id, 151643, 151643)
     dream = Dream(size).to(device, torch.bfloat16).requires_grad_(False)
     x0 = torch.randint(mask_id, (1, T), generator=rng("bench")).to(device)
     xt = torch.where(torch.arange(T, device=device) > 0, mask_id, x0)
+    model = TwoPass(dream, SoftMask(mask_id, k, omega_s=0.5).to(device), mask_id)
     if T > 1:
-        model = TwoPass(dream, SoftMask(mask_id, k, omega_s=0.5).to(device), mask_id)
         model.token_nll(x0, xt, None, True)[0].mean().backward()
+    return model
 
 
 def bench_vocabulary(cfg, device, dtype, T=2048):
-    """How far memory rises for Dream's logits, feedback and loss alone, on its longest dialogue."""
+    """How far Dream's logits, feedback and loss alone raise memory on its longest dialogue."""
     base, rows = peak(vocabulary_work, cfg, device, 1, 1)["peak GB"], {}
     for k in (1, None):
         most = peak(vocabulary_work, cfg, device, k, T)["peak GB"]
@@ -669,7 +676,7 @@ def bench_vocabulary(cfg, device, dtype, T=2048):
 
 
 def validate(cfg, world, device):
-    """cfg with the sizes of this machine. Raises Refused for what cannot be measured."""
+    """cfg with the sizes for this device. Raises Refused for what cannot be measured."""
     parts = cfg.parts.split(",")
     known = [name.removeprefix("bench_") for name in globals() if name.startswith("bench_")]
     for part in parts:
