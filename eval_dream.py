@@ -307,7 +307,7 @@ def evaluate(cfg):
     """
     lm_eval, loaded = load_tasks(cfg)
     tasks, results = loaded["tasks"], []
-    docs = [doc for task in tasks.values() for doc in list(task.eval_docs)[:cfg.limit or None]]
+    docs = [doc for task in tasks.values() for doc in task.eval_docs]
     problems = [{k: v for k, v in doc.items() if k != "timeout"} for doc in docs]
     data = hashlib.sha256(json.dumps(problems, default=str).encode()).hexdigest()
     column = docs[0].get("column", f"{cfg.task} (harness)")
