@@ -306,7 +306,7 @@ def test_a_column_with_a_plus_is_plus_tests_or_says_that_it_is_not(harness, conf
         [r] = E.evaluate(cfg)
         assert (r["column"], r["score"]) == (label, 100)
         [doc] = E.load_tasks(cfg)[1]["tasks"][task].eval_docs
-        assert doc["timeout"] == cfg.timeout
+        assert doc["scoring"]["timeout"] == cfg.timeout
         program = B.humaneval_program if "human" in task else B.mbpp_program
         assert ("inputs = " in program(doc, "")) == label.endswith("+"), (task, label)
 
@@ -322,7 +322,7 @@ def test_plus_tests_are_not_taken_for_base_ones(harness, config, tmp_path):
 def test_a_row_of_evalplus_is_read_and_scored_by_it(tmp_path, monkeypatch):
     docs = B.documents(data(tmp_path, [EVALPLUS]), column="MBPP", plus="wanted")["test"]
     [doc] = B.mbpp_layouts(docs)
-    assert doc["column"] == "MBPP+" and doc["text"] == "Double it."
+    assert doc["scoring"]["column"] == "MBPP+" and doc["text"] == "Double it."
     assert doc["test_list"] == ["assert twice(1) == 2", "assert twice(0) == 0"]
 
     # What of evalplus is called, without its limits.
