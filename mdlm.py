@@ -398,7 +398,7 @@ class MDLM(TwoPass):
         on the feedback of the last step, it bounds nothing: pass 1 is a proxy of that feedback
         (§3.2).
 
-        ALPHA_FLOOR makes it too small by 0.07 to 0.15 %, as in the released code, so that numbers
+        ALPHA_FLOOR makes it too small by about 0.1 %, as in the released code, so that numbers
         compare: t stays above the floor and 1 − α below one [code]. `eval.bound` can do without.
         """
         B, L = xt.shape
