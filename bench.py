@@ -279,10 +279,10 @@ def hours(model, batch, binary, soft):
     Another model is converted by its FLOPs. Several devices are assumed to lose nothing.
     Returns {run: {"1 device", "4 devices", "8 devices"}}.
     """
+    runs = {"from scratch, binary": (1e6, 0), "from scratch, SM 0.8": (1e6, 0.8),
+            "continuation, binary": (1e5, 0), "continuation, SM 0.8": (1e5, 0.8)}
     paper, rows = ModelConfig(), {}
-    for run, updates, p_sm in (("from scratch, binary", 1e6, 0), ("from scratch, SM 0.8", 1e6, 0.8),
-                               ("continuation, binary", 1e5, 0),
-                               ("continuation, SM 0.8", 1e5, 0.8)):
+    for run, (updates, p_sm) in runs.items():
         seconds = (1 - p_sm) * binary["seconds"] + p_sm * soft["seconds"]
         rate = batch * model.length / seconds * flops_per_token(model, p_sm)  # FLOP/s
         alone = updates * 512 * 1024 * flops_per_token(paper, p_sm) / rate / 3600
@@ -516,37 +516,33 @@ def bench_scaling(cfg, device, dtype):
     The total batch is fixed (strong), or grows with the processes (weak). `exchange s` is the price
     of exchanging gradients, which is paid once per optimizer step.
     """
-    rank, world, backend = dist.get_rank(), dist.get_world_size(), dist.get_backend()
+    rank, world = dist.get_rank(), dist.get_world_size()
     if cfg.batch % world:
         raise Refused(f"--batch={cfg.batch} is not a multiple of {world} processes: change one")
     alone, _ = training(cfg, device, dtype)
     share = cfg.batch // world
     strong, model = training(replace(cfg, batch=share), device, dtype, ddp=True)
     weak, _ = training(cfg, device, dtype, ddp=True)
-    one = 0.0
     if rank == 0:
-        cases = {"one": lambda: alone(True)}
-        one = interleaved(cases, cfg.repeats, device)["one"]["seconds"]
-    dist.barrier()  # the other processes wait, so that `one` has the machine to itself
+        one = interleaved({"": lambda: alone(True)}, cfg.repeats, device)[""]["seconds"]
+    dist.barrier()  # the other processes wait, so that `alone` has the machine to itself
     found = interleaved({
         "strong": lambda: strong(True),
         "strong, no exchange": lambda: strong(True, exchange=False),
         "weak": lambda: weak(True),
         "weak, no exchange": lambda: weak(True, exchange=False)}, cfg.repeats, device)
-
-    def row(name, work):
-        seconds, without = (found[name + end]["seconds"] for end in ("", ", no exchange"))
-        return {"seconds": seconds, "speed-up": work * one / seconds,
-                "efficiency %": 100 * work * one / seconds / world, "exchange s": seconds - without}
     if rank:
         return None
-    rows = {f"1 process, batch {cfg.batch}":
-            {"seconds": one, "speed-up": 1.0, "efficiency %": 100.0},
-            f"strong: {world} × {share}": row("strong", 1),
-            f"weak: {world} × {cfg.batch}": row("weak", world)}
+    rows = {f"1 process, batch {cfg.batch}": {"seconds": one, "speed-up": 1.0, "efficiency %": 100}}
+    for name, batch, work in (("strong", share, 1), ("weak", cfg.batch, world)):
+        seconds, without = (found[name + end]["seconds"] for end in ("", ", no exchange"))
+        gain = work * one / seconds
+        rows[f"{name}: {world} × {batch}"] = {
+            "seconds": seconds, "speed-up": gain, "efficiency %": 100 * gain / world,
+            "exchange s": seconds - without}
     size = sum(p.numel() for p in model.parameters()) * 4 / 1e6
     print_table(f"scaling, SM update, {world} processes of {torch.get_num_threads()} threads, "
-                f"{backend}", rows, f"an exchange is {size:.0f} MB of gradients")
+                f"{dist.get_backend()}", rows, f"an exchange is {size:.0f} MB of gradients")
     return rows
 
 
@@ -566,7 +562,7 @@ def build_dream(cfg, device, dtype):
         pad_token_id=V - 2, eos_token_id=V - 2)
     with torch.device("meta"):
         dream = Dream(size)
-    # Memory is taken in this dtype: 15 GB for Dream-7B in bf16. In fp32 it would be twice that first.
+    # In its dtype from the start: in fp32 Dream-7B would take 30 GB before it takes 15.
     dream = dream.to(dtype or torch.float32).to_empty(device=device)
     for name, p in dream.requires_grad_(False).named_parameters():
         if p.dim() == 1:

@@ -85,7 +85,7 @@ def test_an_update_is_the_one_of_train():
 
 
 def test_hours_are_tokens_by_rate(capsys):
-    """One device at the paper's size: a second for 32 × 1024 tokens is 16 s an update, 1M of them."""
+    """At the paper's size, a second for 32 × 1024 tokens is 16 s for an update, and 1M of them."""
     rows = bench.hours(bench.ModelConfig(), 32, {"seconds": 1.0}, {"seconds": 2.0})
     assert rows["from scratch, binary"]["1 device"] == pytest.approx(1e6 * 16 / 3600)
     hours = rows["continuation, SM 0.8"]["8 devices"]
@@ -186,7 +186,7 @@ def test_marks_change_nothing_and_go_away():
 
 def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    parts = ["train", "sample", "curves", "profile", "attention", "dream"]  # others: tests of theirs
+    parts = ["train", "sample", "curves", "profile", "attention", "dream"]
     main(Config(**QUICK, parts=",".join(parts), json=str(out)))
     found = json.loads(out.read_text())
     assert set(found) == {"machine", "settings", *parts}
@@ -202,7 +202,7 @@ def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
 
 
 def test_vocabulary_work_is_a_soft_update():
-    """Gradients reach ω. The part itself takes 2,048 tokens and a GB; here it takes three tokens."""
+    """Gradients reach ω. The part takes 2,048 tokens and a GB; here it takes three tokens."""
     model = bench.vocabulary_work(None, CPU, 1, 3)
     assert all(p.grad is not None and p.grad.isfinite() for p in model.sm.parameters())
     assert model.sm.raw_s.grad != 0
@@ -220,8 +220,8 @@ def test_scaling_runs_on_two_processes(tmp_path):
     out = tmp_path / "scaling.json"
     flags = [f"--{name}={value}" for name, value in QUICK.items()]
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run([*torchrun, "bench.py", "scaling", *flags, f"--json={out}"], cwd=ROOT, check=True,
-                   capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    subprocess.run([*torchrun, "bench.py", "scaling", *flags, f"--json={out}"], cwd=ROOT,
+                   check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     rows = json.loads(out.read_text())["scaling"]
     assert list(rows) == ["1 process, batch 2", "strong: 2 × 1", "weak: 2 × 2"]
 
