@@ -594,7 +594,8 @@ def finetuning(cfg, device, dtype):
     return step
 
 
-def bench_finetuning(cfg, device, dtype):
+def finetuning_table(cfg, device, dtype):
+    """An update on one dialogue, with all activations kept or computed again (checkpointing)."""
     step = finetuning(cfg, device, dtype)
     cases = {f"{'SM' if soft else 'binary'}, {'checkpointing' if again else 'all kept'}":
              (soft, again) for again in (False, True) for soft in (False, True)}
@@ -606,7 +607,8 @@ def bench_finetuning(cfg, device, dtype):
     return rows
 
 
-def bench_decoding(cfg, device, dtype):
+def decoding_table(cfg, device, dtype):
+    """An answer as long as its prompt, in half as many passes, at once and in blocks."""
     dream, sm = build_dream(cfg, device, dtype)
     mask_id, n = dream.cfg.mask_token_id, cfg.dream_answer
     steps, block = n // 2, min(32, n // 4)
@@ -634,9 +636,8 @@ def bench_decoding(cfg, device, dtype):
 
 
 def bench_dream(cfg, device, dtype):
-    """Finetuning with and without checkpointing, decoding at once and in blocks."""
-    return {"finetuning": bench_finetuning(cfg, device, dtype),
-            "decoding": bench_decoding(cfg, device, dtype)}
+    return {"finetuning": finetuning_table(cfg, device, dtype),
+            "decoding": decoding_table(cfg, device, dtype)}
 
 
 def vocabulary_work(cfg, device, k, T):
