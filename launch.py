@@ -296,8 +296,8 @@ class Log:
     path: log.jsonl.   start: the updates made before this process began.   steps: those of the run.
     master: True on the rank that writes and prints. The trainer adds up sums and makes a line:
 
-        log.add(nll=nll.sum(), masks=n)                   # never waits for the device
-        sums, updates, seconds = log.collect(done, norm)  # waits once
+        log.add(nll=nll.sum(), masks=n)                         # never waits for the device
+        sums, updates, seconds, norm = log.collect(done, norm)  # waits once
         log.write({"step": done, "loss": sums["nll"] / …})
         log.print()
     """
@@ -327,23 +327,23 @@ class Log:
         self.last += time.time() - start
 
     def collect(self, done, norm):
-        """({name: sum over all ranks}, updates, seconds) since the last call.
+        """({name: sum over all ranks}, updates, seconds, norm as a float) since the last call.
 
         done: updates made so far.   norm: 0-d tensor, the norm of the last gradient.
         Raises Refused if a sum or the norm is not finite, so that no broken weights are saved.
         """
-        names, values = zip(*self.sums.items())
-        values = [torch.as_tensor(v, dtype=torch.float64, device="cpu") for v in values]
-        sums = dict(zip(names, over_ranks(torch.stack(values)).tolist()))
-        if not math.isfinite(sum(sums.values()) + norm.item()):
+        values = [torch.as_tensor(v, device=norm.device).float() for v in self.sums.values()]
+        *values, norm = torch.stack([*values, norm.float()]).tolist()  # the one wait for the device
+        values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
+        if not math.isfinite(sum(values) + norm):
             folder = os.path.dirname(self.path)
             raise Refused(
                 f"the loss or its gradient is not a number by update {done:,}: --resume goes back "
                 f"to the last save in {folder}; a lower --eta_bb needs a run of its own")
-        now = time.time()
+        sums, now = dict(zip(self.sums, values)), time.time()
         updates, seconds = done - self.done, now - self.last
         self.done, self.last, self.sums = done, now, {}
-        return sums, updates, seconds
+        return sums, updates, seconds, norm
 
     def write(self, line):
         """Append a dict to log.jsonl. A full disk loses this line, but does not end the run."""
@@ -353,7 +353,8 @@ class Log:
                 append_jsonl(self.path, line)
             except Refused as refused:
                 print(f"log line lost: {refused}")
-        numbers = "  ".join(f"{k} {v:.4g}" for k, v in line.items() if k not in ("step", "seconds"))
+        numbers = "  ".join(f"{k} {v:,.0f}" if v >= 1000 else f"{k} {v:.4g}"
+                            for k, v in line.items() if k not in ("step", "seconds"))
         left = line["seconds"] / (self.done - self.start) * (self.steps - self.done) / 60
         self.text = f"update {self.done:,} of {self.steps:,}  {numbers}  {left:,.1f} min left"
 
