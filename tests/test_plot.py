@@ -230,6 +230,6 @@ def test_without_matplotlib_one_sentence(logs, monkeypatch):
 
 def test_one_source_and_a_file_of_a_known_kind():
     for given in {}, {"runs": "a", "curves": "b"}:
-        refused("give one of --table, --bounds, --logs, --runs", plot.main, plot.Config(**given))
+        refused("give one of --table, --bounds, --logs, --benchmarks, --runs", plot.main, plot.Config(**given))
     for given in {"runs": "a", "out": "x.md"}, {"table": "a", "out": "x.png"}:
         refused(r"must end in .png, .pdf or .svg, or in .md", plot.main, plot.Config(**given))
