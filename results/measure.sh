@@ -4,8 +4,8 @@
 #
 #     bash results/measure.sh            # makes only what is not there yet
 #
-# Needs `pip install transformers mauve-text matplotlib`, and a causal LM in data/smollm2. How to get
-# that one stands in README.md.
+# Needs `pip install transformers mauve-text matplotlib`, and a causal LM in data/smollm2, which
+# README.md says how to get.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -73,7 +73,7 @@ PY
 speed=$(python - "$out"/scratch-{binary,sm}-1/log.jsonl <<'PY'
 import statistics, sys
 from launch import read_jsonl
-binary, sm = (statistics.median(line["tokens_per_s"] for line in read_jsonl(path))
+binary, sm = (statistics.median(line["tokens_per_s"] for line in read_jsonl(path) if line["step"])
               for path in sys.argv[1:])
 print(sm / binary)
 PY
