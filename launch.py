@@ -355,7 +355,8 @@ class Log:
                 print(f"log line lost: {refused}")
         numbers = "  ".join(f"{k} {v:,.0f}" if v >= 1000 else f"{k} {v:.4g}"
                             for k, v in line.items() if k not in ("step", "seconds"))
-        left = line["seconds"] / (self.done - self.start) * (self.steps - self.done) / 60
+        updates = max(1, self.done - self.start)
+        left = line["seconds"] / updates * (self.steps - self.done) / 60
         self.text = f"update {self.done:,} of {self.steps:,}  {numbers}  {left:,.1f} min left"
 
     def print(self):

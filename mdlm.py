@@ -36,8 +36,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import checkpoint
+from arms import ARMS
 from launch import Refused
-from softmask import SoftMask
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
 BUDGET = 1e9        # bytes that all (n, V) tensors may take together
@@ -63,6 +63,7 @@ class ModelConfig:
     omega_a: float = 10 / 1.5
     omega_b: float = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
+    arm: str = ""                    # another gate or mix, by its name in arms.py
 
 
 # -------------------------------------------------------------------------------------------------
@@ -80,14 +81,14 @@ def sample_times(n, generator, low=ALPHA_FLOOR, high=1.0):
     return low + (high - low) * u                                              # (n,)
 
 
-def corrupt(x0, t, mask_id, generator):
+def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
     """x_t ~ q(x_t | x_0): a token is [MASK] with probability 1 − α_t      §2.1 marginal, Alg. 1 l.4
 
-    x0: (B, L) ids.   t: (B,) in (0, 1].   Returns x_t: (B, L).
+    x0: (B, L) ids.   t: (B,) in (0, 1].   floor: α_1.   Returns x_t: (B, L).
     The draws are made on the CPU, so that x_t is the same for every device.
     """
     u = torch.rand(x0.shape, generator=generator)                              # (B, L)
-    return torch.where(u < (1 - ALPHA_FLOOR) * t[:, None], mask_id, x0)        # (B, L)
+    return torch.where(u < (1 - floor) * t[:, None], mask_id, x0)              # (B, L)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -280,7 +281,9 @@ class TwoPass(nn.Module):
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     mask_id: id of [MASK].   two_updates: the first pass gets gradients too (App. C.3).
-    lam: mean λ of the last forward with feedback, a 0-d tensor for the log.
+    lam, lam_sd, mix_norm: of the last forward with feedback, 0-d tensors for the log: mean of λ,
+    its
+        standard deviation, and the mean length of a mix over the length of [MASK]'s embedding.
 
     A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
     """
@@ -288,7 +291,7 @@ class TwoPass(nn.Module):
     def __init__(self, net, sm, mask_id, two_updates=False):
         super().__init__()
         self.net, self.sm, self.mask_id, self.two_updates = net, sm, mask_id, two_updates
-        self.lam = torch.zeros(())
+        self.lam = self.lam_sd = self.mix_norm = torch.zeros(())
 
     def feedback(self, h):
         """What masked positions look like in the next pass                 Alg. 1 l.6-7, Alg. 2 l.6
@@ -312,6 +315,15 @@ class TwoPass(nn.Module):
         lam, ids, pi = in_chunks(lambda_and_topk, h, V=len(table), keeps=5 * self.two_updates)
         # One mix for all chunks, because each look into the table costs a dense (V, D) gradient.
         return sm.mix(table, lam, ids, pi), lam, ids[:, 0]                     # (n, D), (n,), (n,)
+
+    @torch.no_grad()
+    def watch(self, mixed, lam):
+        """What the log says of a feedback.   mixed: (N, D).   lam: (N,)"""
+        n = max(1, len(lam))
+        self.lam = lam.sum() / n
+        self.lam_sd = ((lam - self.lam).square().sum() / n).sqrt()
+        length = self.net.table[self.mask_id].float().norm()
+        self.mix_norm = mixed.float().norm(dim=-1).sum() / n / length
 
     def cross_entropy(self, h, x):
         """−log p(x) in nats                                                              Alg. 1 l.8
@@ -340,7 +352,7 @@ class TwoPass(nn.Module):
                 h = net.hidden(emb, rows, t, **context)                        # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,)    l.7
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)
-            self.lam = lam.detach().sum() / max(1, len(rows))
+            self.watch(mixed, lam)
         h = net.hidden(emb, rows, t, **context)                                # (N, D)          l.7
         nll = self.cross_entropy(h, x0.flatten()[rows])                        # (N,)            l.8
         if self.sm is not None:
@@ -365,7 +377,9 @@ class MDLM(TwoPass):
         net, sm = DiT(cfg), None
         if cfg.soft_mask:
             try:
-                sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+                sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+            except KeyError:
+                raise Refused(f"arm={cfg.arm!r} is none of {', '.join(filter(None, ARMS))}")
             except ValueError as e:
                 raise Refused(str(e))
         super().__init__(net, sm, cfg.mask_id, cfg.two_updates)
@@ -378,8 +392,14 @@ class MDLM(TwoPass):
         soft: True for two passes (§3.2), False for the plain MDLM loss.
         Returns nll: (B,) nats per sequence. nll · t is the plain cross-entropy of its masks.
 
-        With soft = False, its mean over t and x_t is an upper bound of −log p(x0). With soft = True
-        that is not proven, because pass 2 gets a proxy of the state met in decoding (§3.2).
+        Its mean over t and x_t bounds −log p(x0) from above, for the sampler that asks the network
+        as this loss does. With two passes that sampler makes both in every step, from plain masks:
+        the pair of passes is then one function of x_t. For Alg. 2's sampler, which makes one pass
+        on the feedback of the last step, it bounds nothing: pass 1 is a proxy of that feedback
+        (§3.2).
+
+        ALPHA_FLOOR makes it too small by about 0.1 %, as in the released code, so that numbers
+        compare: t stays above the floor and 1 − α below one [code]. `eval.bound` can do without.
         """
         B, L = xt.shape
         nll, rows = self.token_nll(x0, xt, t, soft)                            # (N,), (N,)

@@ -89,6 +89,11 @@ class SoftMask(nn.Module):
         omega_b = -F.softplus(self.raw_b) - EPS
         return torch.sigmoid(self.raw_s), omega_a, omega_b
 
+    @property
+    def tau(self):
+        """The temperature of k = |V|, a 0-d fp32 tensor                                 App. C.3"""
+        return F.softplus(self.raw_tau) + EPS
+
     def strength(self, neg_entropy):
         """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the mix that is not [MASK]          Eq. 3
 
@@ -111,8 +116,9 @@ class SoftMask(nn.Module):
         """
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
-            # λ too is computed from the tempered p [code].
-            logits = logits / (F.softplus(self.raw_tau) + EPS)                     # (N, V)
+            # λ too is computed from the tempered p [code]. A logit of −∞ would make τ's gradient
+            # NaN.
+            logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
         logp = logits.log_softmax(-1)                                              # (N, V)
         p = logp.exp()                                                             # (N, V)
         # The clamp matters only where p = 0: there 0 · −inf would be NaN. torch.special.entr has no
@@ -131,13 +137,15 @@ class SoftMask(nn.Module):
         Returns (N, D) in the table's dtype.
 
         A mix of one-hot vectors, embedded, is the mix of their rows in the table: one-hot vectors
-        are never made. The bag computes (shares[..., None] * table[ids]).sum(1) without the tensor
-        (N, k+1, D). [MASK] is one more token of the bag, because each look into the table costs a
-        dense (V, D) gradient.
+        are never made. Shares are rounded to the table's dtype. The bag computes (shares[..., None]
+        * table[ids]).sum(1) without the tensor (N, k+1, D). [MASK] is one more token of the bag,
+        because each look into the table costs a dense (V, D) gradient.
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
-            guess = pi.to(table.dtype) @ table                                     # (N, D)
+            # Autocast would round this product of (N, V) to bf16, and ω would learn from the error.
+            with torch.autocast(table.device.type, enabled=False):
+                guess = pi.to(table.dtype) @ table                                 # (N, D)
             return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)  # (N, D)
         mask = torch.full_like(ids[:, :1], self.mask_id)                           # (N, 1)
         ids = torch.cat((ids, mask), 1)                                            # (N, k+1)

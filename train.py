@@ -93,6 +93,8 @@ PRESETS = {
 # masks, which are also those of `eval.py ppl`.
 EVAL_SEED = 1
 
+FEEDBACK = "lam", "lam_sd", "mix_norm"  # what TwoPass says of a forward with feedback
+
 # Dense bf16 peak of one device in FLOP/s. The first name that is part of the device's name counts.
 PEAK_FLOPS = {
     "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
@@ -179,6 +181,8 @@ def check_resume(ckpt, cfg, source):
                  if name not in MAY_DIFFER_ON_RESUME and there.get(name) != value]
     if ckpt["data"]["sha256"] != source["sha256"]:
         different.append("the data")
+    if ckpt.get("keys", 1) != data.KEYS:
+        different.append("the random numbers of data.rng")
     if different:
         raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, "
                       f"or another --out_dir")
@@ -348,14 +352,15 @@ def train(cfg):
             xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))      # (b, L)          l.4
             masks = (xt == cfg.mask_id).sum()    # counted on the CPU, where it waits for nothing
             x0, xt, t = map(to_device, (x0, xt, t))
-            torch.manual_seed(rng(cfg.seed, "dropout", step, j).initial_seed())
+            torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
             with no_sync_until_last(i):
                 with autocast():
                     nll = net(x0, xt, t, soft)                               # (b,)            l.5-8
                 # Divided by all tokens, not by the masked ones: the same on any number of devices.
                 (nll.sum() / (accum * x0.numel())).backward()
             nll = nll.detach()
-            log.add(nll=nll.sum(), ce=nll @ t, lam=model.lam * soft, masks=masks, softs=soft)
+            log.add(nll=nll.sum(), ce=nll @ t, masks=masks, softs=soft)
+            log.add(**{name: getattr(model, name) * soft for name in FEEDBACK})
         if not soft:
             # DDP needed the zero gradient of ω. Adam would still move ω by its momentum.
             for p in omega:
@@ -383,9 +388,12 @@ def train(cfg):
         line = {"step": done, "loss": sums["nll"] / tokens_seen,
                 "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
                 "lr": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": norm,
-                "lam": sums["lam"] / max(1, sums["softs"]), "tokens_per_s": tokens_seen / seconds}
+                "tokens_per_s": tokens_seen / seconds}
+        line |= {name: sums[name] / max(1, sums["softs"]) for name in FEEDBACK}
         if omega:
             line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
+        if omega and cfg.k is None:
+            line["tau"] = model.sm.tau.item()
         if peak:
             flops = flops_per_token(cfg, cfg.p_sm if omega else 0)
             line["mfu"] = line["tokens_per_s"] * flops / peak / world
@@ -394,11 +402,20 @@ def train(cfg):
     def save(name, **parts):
         if master:
             checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=asdict(cfg),
-                            step=done, seed=cfg.seed, tokenizer=meta["tokenizer"], data=source,
-                            metrics=metrics, **parts)
+                            step=done, seed=cfg.seed, keys=data.KEYS, metrics=metrics,
+                            tokenizer=meta["tokenizer"], data=source, **parts)
 
     def average():
         return {"net." + k: t for k, t in ema.net.state_dict().items()}
+
+    def save_last():
+        save("last.pt", model=model.state_dict(), ema=average(), optimizer=optimizer.state_dict())
+
+    def save_step():
+        save(f"step-{done}.pt", model=model.state_dict() | average())
+
+    def due(every):
+        return every and (done % every == 0 or done == cfg.steps)
 
     peak = cfg.peak_flops
     if device.type == "cuda" and not peak:
@@ -417,6 +434,16 @@ def train(cfg):
               flush=True)
 
     # ---- the loop
+    # A continuation begins with the bound of its start (Fig. 3): the best check that the weights
+    # were read correctly. A run that was stopped when an evaluation was due makes it now.
+    if due(cfg.eval_every) and metrics.get("step") != done and (done or cfg.init_from):
+        metrics = {"step": done, **evaluate()}
+        log.write(metrics)
+        log.print()
+        if done:
+            save_last()
+        if done == cfg.steps:
+            save_step()
     model.train()
     with launch.signals() as caught:
         for step in range(start, cfg.steps):
@@ -425,19 +452,15 @@ def train(cfg):
             # The maximum over ranks: all stop after the same update.
             stop = launch.any_rank(max(caught, default=0))
             end = stop or done == cfg.steps
-
-            def due(every):
-                return every and (done % every == 0 or done == cfg.steps)
             if due(cfg.eval_every) and not stop:
                 with log.pause():
                     metrics = {"step": done, **evaluate()}
             if due(cfg.log_every) or due(cfg.save_every) or end or metrics.get("step") == done:
                 log.write(describe(*log.collect(done, norm)))  # refuses a nan, before the save
             if due(cfg.save_every) or end:
-                save("last.pt", model=model.state_dict(), ema=average(),
-                     optimizer=optimizer.state_dict())
+                save_last()
             if due(cfg.keep_every) or done == cfg.steps:
-                save(f"step-{done}.pt", model=model.state_dict() | average())
+                save_step()
             log.print()
             if end:
                 break

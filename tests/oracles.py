@@ -88,26 +88,31 @@ def certain(token, like):
     return logits
 
 
-def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False):
+def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False,
+         passes=1, fresh=False):
     """Alg. 2 for one sequence: ids (L,) and the number of network calls.
 
     predict: (emb (L, D), t) → logits (L, V).   x: (L,) ids.   times: [(t, s)] of all T steps.
     probs: (t, s) → (P[reveal], P[re-mask]).   soft: as in `dense_nll`.
     always: call the network in every step; otherwise only after a token changed [code].
+    passes: calls in each step, each on the feedback of the one before.   fresh: not the first.
     """
     def call(t):
         """l.6 of the last turn, then l.3. What is visible is certain (SUBS [code])."""
-        emb = table[x].clone()
-        for l in range(len(x)):
-            if soft and feedback is not None and x[l] == mask_id:
-                emb[l] = soft_mask(feedback[l], table, mask_id, **soft)
-        logits = predict(emb, t)
-        return [z if token == mask_id else certain(token, z) for token, z in zip(x, logits)]
+        seen = None if fresh else feedback
+        for _ in range(passes):
+            emb = table[x].clone()
+            for l in range(len(x)):
+                if soft and seen is not None and x[l] == mask_id:
+                    emb[l] = soft_mask(seen[l], table, mask_id, **soft)
+            logits = predict(emb, t)
+            seen = [z if token == mask_id else certain(token, z) for token, z in zip(x, logits)]
+        return seen
 
     free, feedback, calls, stale = x == mask_id, None, 0, True
     for t, s in times:
         if stale:
-            feedback, calls = call(t), calls + 1
+            feedback, calls = call(t), calls + passes
         reveal, remask = probs(t, s)
         coin, u = torch.rand(2, len(x), dtype=torch.float64, generator=generator)
         before, x = x, x.clone()
@@ -120,4 +125,4 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     left, logits = (x == mask_id).nonzero()[:, 0], call(times[-1][1])
     for l in left:  # no nucleus at the end [code]
         x[l] = logits[l].argmax()
-    return x, calls + 1
+    return x, calls + passes

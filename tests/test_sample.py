@@ -236,6 +236,49 @@ def test_generate_is_alg_2(sampler, soft, k, t_end, monkeypatch):
             assert calls <= at_most <= calls + 2
 
 
+def test_more_passes_plain_starts_and_every_step_are_alg_2_as_well():
+    """--passes, --fresh, --every against the same oracle, and each of them changes what is said."""
+    model = model_of(scale=0.5).eval()
+    net, omega, T = model.net, oracles.omega(model.sm), 8
+    predict = lambda emb, t: net.head(net.trunk(emb[None], torch.tensor([t]))[0])    # (L, V)
+    start, said = torch.full((10,), MASK), {}
+    for sampler, eta in (("mdlm", 0.0), ("remdm-cap", 0.3)):
+        probs = lambda t, s: step_probs(t, s, sampler, eta)  # noqa: B023
+        for passes, fresh, every in itertools.product((1, 2, 3), (False, True), (False, True)):
+            ids, nfe = generate(model, 6, T, sampler, 1.0, generators(6), eta=eta, passes=passes,
+                                fresh=fresh, every=every)
+            for row, calls, g in zip(ids, nfe, generators(6)):
+                with torch.no_grad():
+                    expected, at_most = oracles.alg2(
+                        predict, net.table, start, MASK, steps_of(T), probs, 1.0, g, omega, every,
+                        passes, fresh)
+                assert row.tolist() == expected.tolist()
+                assert calls <= at_most <= calls + 2 * passes and calls % passes == 0
+                assert not every or calls >= T * passes
+            said[sampler, passes, fresh, every] = ids.tolist()
+    assert len({str(ids) for ids in said.values()}) > 12
+
+
+def test_feedback_without_training_by_an_omega_given_at_decoding(saved, tmp_path):
+    """A binary checkpoint with some ω is the same weights with that ω."""
+    binary = str(tmp_path / "binary.pt")
+    ckpt = checkpoint.load(saved)
+    net = {k: t for k, t in ckpt["model"].items() if k.startswith("net.")}
+    checkpoint.save(binary, kind="mdlm", config=ckpt["config"] | {"soft_mask": False}, step=7,
+                    seed=0, model=net, tokenizer=ckpt["tokenizer"])
+    how = dict(omega_s=0.9, omega_a=1.5, omega_b=-2.0)
+    given = run(binary, tmp_path / "given", count=2, **how)["samples.jsonl"]
+    assert all(given[0]["settings"][name] == value for name, value in how.items())
+    soft = run(saved, tmp_path / "soft", count=2, **how)
+    plain = run(binary, tmp_path / "plain", count=2)
+    assert [line["ids"] for line in soft["samples.jsonl"]] == [line["ids"] for line in given]
+    assert [line["ids"] for line in plain["samples.jsonl"]] != [line["ids"] for line in given]
+    with pytest.raises(Refused, match="give --omega_s"):
+        run(binary, tmp_path, omega_b=-2.0)
+    with pytest.raises(Refused, match="about feedback, and there is none"):
+        run(binary, tmp_path, passes=2)
+
+
 def test_feedback_changes_the_samples():
     """Or the test above would hold for a sampler that forgot it."""
     hard, soft = (generate(model_of(), 16, 24, "remdm-cap", 1.0, generators(16), soft=soft, eta=0.3)
