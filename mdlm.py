@@ -341,6 +341,7 @@ class TwoPass(nn.Module):
         soft: True for two passes, False for one pass on plain masks.
         context: what only this backbone needs, passed on to `hidden`.
         Returns nll (N,) fp32, and rows (N,), the positions of [MASK] in the flat batch.
+        Checked against tests/oracles.py dense_nll.
         """
         net = self.net
         masked = (xt == self.mask_id).flatten()                                # (B·L,)
@@ -391,6 +392,7 @@ class MDLM(TwoPass):
         x0, xt: (B, L) ids.   t: (B,) in (0, 1].
         soft: True for two passes (§3.2), False for the plain MDLM loss.
         Returns nll: (B,) nats per sequence. nll · t is the plain cross-entropy of its masks.
+        Checked against tests/oracles.py dense_nll.
 
         Its mean over t and x_t is an upper bound of −log p(x0) for a sampler that calls the network
         as this loss does. With soft = True, such a sampler makes both passes in every step, and

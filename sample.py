@@ -127,7 +127,7 @@ def schedule_batch(free, steps, generator, every, **schedule):
 def nucleus(probs, p):
     """The likeliest tokens, as long as their sum is at most p, renormalised                App. B.1
 
-    probs: (n, V).   p: in (0, 1].   Returns (n, V).
+    probs: (n, V).   p: in (0, 1].   Returns (n, V). Checked against tests/oracles.py nucleus.
     The likeliest token is kept in any case. The token that crosses p is dropped [code]. The usual
     rule, which Dream follows, keeps it, so Dream has another function.
     """
@@ -151,7 +151,7 @@ def sample_categorical(probs, u):
 
     probs: (n, V), not negative, of any positive sum.
     u: (n,) float64, uniform in [0, 1). The drawn token is where u falls in the cumulative sum.
-    Returns (n,).
+    Returns (n,). Checked against tests/oracles.py draw.
 
     With fp32 noise, tokens rarer than 6e-8 would never come. Then entropy falls, and generative
     perplexity falls with it, although the text is no better. One number per row [ours] gives the
@@ -222,7 +222,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         (n, L) is λ and guess (n, L) is the most likely token.
     x: (L,) or (n, L) ids to start from. All but [MASK] stays as it is (default: all [MASK]).
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
-    Raises Refused for settings out of range.
+    Raises Refused for settings out of range. Checked against tests/oracles.py alg2.
 
     In each turn every sequence takes its own next step, at its own time. The schedules are known in
     advance, so the host never waits for the device. A finished sequence stays in the batch, so that

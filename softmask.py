@@ -47,6 +47,8 @@ class SoftMask(nn.Module):
     tau > 0: the temperature for k = None.
     Raises ValueError outside these ranges.
 
+    Checked against tests/oracles.py soft_mask.
+
     The parameters are raw: ω is a sigmoid or a softplus of them, and so the constraints of App. B.1
     always hold. They stay fp32 when the model around them is cast to another dtype (see `_apply`).
     """
