@@ -38,8 +38,8 @@ from launch import Refused, atomic, machine
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPass, objective
-from mdlm import MDLM, ModelConfig, at_once, corrupt, sample_times
-from sample import draw, generate, nucleus
+from mdlm import MDLM, ModelConfig, corrupt, sample_times
+from sample import generate, nucleus, sample_categorical
 from sample_dream import decode, decode_blocks
 from softmask import SoftMask
 from train import PEAK_FLOPS, flops_per_token, update_ema
@@ -310,11 +310,11 @@ def bench_cost(cfg, device, dtype):
         f"trunk, {B} × {L}": under(lambda: net.trunk(emb, t)),
         "trunk, forward and backward": training_pass,
         f"head and loss, {len(h)} rows, both": loss_pass,
-        f"SM: head, {len(h)} rows": under(lambda: [net.head(rows) for rows in h.split(at_once(h))]),
+        f"SM: head, {len(h)} rows": under(lambda: [net.head(rows) for rows in h.split(256)]),
         f"SM: head, λ, top k, mix, {len(h)} rows": under(lambda: model.feedback(h)),
         f"sampling: trunk, 1 × {L}": under(lambda: net.trunk(emb[:1], t[:1])),
         f"sampling: {len(few['appear'])} rows appear": under(
-            lambda: draw(nucleus(net.head(few["appear"]).softmax(-1), cfg.top_p), torch.Generator(device).manual_seed(0))),
+            lambda: sample_categorical(nucleus(net.head(few["appear"]).softmax(-1), cfg.top_p), torch.rand(len(few["appear"]), dtype=torch.float64, device=device))),
         f"sampling: SM, {len(few['stay'])} rows stay": under(lambda: model.feedback(few["stay"])),
     }, cfg.repeats, device)
     table("parts, forward unless it says more", rows, "ratio: to the first line")

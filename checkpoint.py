@@ -5,7 +5,7 @@ A checkpoint is one dict of tensors and plain values, so `torch.load(weights_onl
 
     format     "soft-masked-mdlm/1"            kind       "mdlm" or "dream-adapter"
     config     {field: value}                  step, seed
-    model      {name: tensor}                  ema        {name: tensor}, of the backbone only [code]
+    model      {name: tensor}                ema        {name: tensor}, of the backbone only [code]
     optimizer  {...}, if the run goes on       tokenizer  {name, vocab_size, mask_id, bos, eos}
     data       {path, n_tokens, sha256}        git, versions, metrics
 
@@ -34,7 +34,7 @@ from launch import Refused, atomic, run
 
 FORMAT = "soft-masked-mdlm/1"
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # ours
 
 
@@ -61,7 +61,7 @@ def save(path, **parts):
             raise OSError(e)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # safetensors: 8 bytes that say how long the header is, a JSON header, the raw tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -123,7 +123,7 @@ def write_safetensors(path, tensors, metadata=None):
             f.write(raw.numpy().data)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # other people's pickles, read without running them
 
 
@@ -181,7 +181,7 @@ def plain_values(node):
     return node
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # other people's models
 
 OMEGA = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
@@ -229,7 +229,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
             "tokenizer": {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}}
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # any of them
 
 
@@ -281,7 +281,7 @@ def interpret(path):
 @dataclasses.dataclass
 class Config:
     checkpoint: str = ""  # what to describe
-    out: str = ""         # convert it: NAME.safetensors (EMA weights), or any other name for our format
+    out: str = ""    # convert it: NAME.safetensors (EMA weights), or any other name for our format
 
 
 def main(cfg):

@@ -139,7 +139,7 @@ def ppl(cfg):
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
         if cfg.metric == "zero_shot":
             tok, path = data.tokenizer(ours["name"], cfg.tokenizer_dir), os.path.join(tmp, "val.bin")
-            end = data.encode(data.documents(data.find(cfg.text)), path, tok)[-1]
+            end = data.encode(data.documents(data.find_files(cfg.text)), path, tok)[-1]
             tokens = np.memmap(path, np.uint16, "r")
             tokens.tokenizer, split = data.describe(tok), dict(zip(("documents", "tokens", "bytes"), end))
         else:

@@ -246,12 +246,12 @@ class TwoPass(nn.Module):
             def feedback(rows):
                 lam, ids, pi = sm(dream.lm_head(rows))
                 return sm.mix(dream.table, lam, ids, pi), lam.detach()
-            mixed, lam = in_chunks(feedback, rows, size=self.chunk, recompute=True)          # (N, D), (N,)
+            mixed, lam = in_chunks(feedback, rows, V=len(dream.table), keeps=5)          # (N, D), (N,)
             emb = emb.index_put((masked,), mixed)                                            # (B, L, D)
             self.lam = lam.mean()
         rows = dream.rows_at(dream.trunk(emb)[0], masked)                                    # (N, D)          l.7
         score = lambda rows, y: F.cross_entropy(dream.lm_head(rows).float(), y, reduction="none")
-        nll = in_chunks(score, rows, x0[masked], size=self.chunk, recompute=True)            # (N,)            l.8
+        nll = in_chunks(score, rows, x0[masked], V=len(dream.table), keeps=1)            # (N,)            l.8
         # DDP must find a gradient for ω in every pass, or its ranks part ways without an error.
         return nll if sm is None else nll + 0 * sum(p for p in sm.parameters())
 

@@ -235,8 +235,12 @@ def append_jsonl(path, *values):
     """One line of JSON for each value, at the end of a file. Raises Refused if it cannot be written."""
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
-        with open(path, "a", encoding="utf-8") as f:
-            f.writelines(json.dumps(value) + "\n" for value in values)
+        with open(path, "a+b") as f:
+            f.seek(max(0, f.tell() - 1))
+            # A kill or a full disk can have left half a line: the next one must not stick to it.
+            if f.read() not in (b"", b"\n"):
+                f.write(b"\n")
+            f.writelines(json.dumps(value).encode() + b"\n" for value in values)
     except OSError as e:
         raise Refused(f"could not write {path} ({e}): what is there stays; free some space, and the "
                       f"same command goes on")
@@ -245,28 +249,28 @@ def append_jsonl(path, *values):
 def read_jsonl(path, repair=False, skip_broken=False):
     """The values of all whole lines of a file. A file that does not exist has none.
 
-    A process that was killed leaves a last line without its end. It is left out, and with `repair` it is
-    cut off the file, so that the next line does not stick to it.
-    skip_broken: leave out other broken lines as well (a full disk makes them in the middle of a log).
-    Raises Refused for a file that is something else.
+    A process that was killed can leave a last line without its end. It is left out.
+    repair: also cut it off the file, so that the next line does not stick to it.
+    skip_broken: leave out other broken lines too. A full disk makes them in the middle of a log.
+    Raises Refused for a file that is something else, which is then left as it is.
     """
     try:
         with open(path, "rb") as f:
-            data = f.read()
+            lines = f.read().split(b"\n")
     except FileNotFoundError:
         return []
     except OSError as e:
         raise Refused(f"{path} cannot be read ({e}): give the path of a file")
-    whole = data[:data.rfind(b"\n") + 1]
-    values = []
-    for i, line in enumerate(whole.split(b"\n")[:-1], 1):
+    values, rest = [], lines.pop()
+    for i, line in enumerate(lines + [rest] * (rest != b""), 1):
+        cut = i > len(lines) and line.startswith(b'{"')
         try:
             values.append(json.loads(line))
         except (ValueError, RecursionError) as e:
-            if not skip_broken:
-                raise Refused(f"line {i} of {path} is not JSON ({e}): the file is damaged or another one")
-    if repair and whole != data:
-        os.truncate(path, len(whole))
+            if not (cut or skip_broken):
+                raise Refused(f"line {i} of {path} is not JSON ({e}): damaged, or another file")
+            if cut and repair:
+                os.truncate(path, sum(len(line) + 1 for line in lines))
     return values
 
 

@@ -3,17 +3,24 @@
 
     §2.1 marginal           corrupt            Alg. 1 l.4       tokens turn into [MASK] with probability 1 − α_t
     Alg. 1 l.3, §3.2        sample_times                        t, stratified over the batch
-    §2.1 g_θ, App. B.1      DiT                                 a bidirectional transformer, 169M at the paper's size
-    Eq. 2, Alg. 1 l.5-8     MDLM.forward                        predict, feed back, predict again, pay for the masks
+    §2.1 g_θ, App. B.1      DiT                      a bidirectional transformer, 169M in the paper
+    Alg. 1 l.5-8            TwoPass             predict, feed back, predict again; for any backbone
+    Eq. 2                   MDLM.forward                        pay for the masks, over t
 
-Submodules and parameters are called what they are called in the released MDLM checkpoints, in the same order. Not
-pretty everywhere, and worth it: their weights load without a translation table that could be wrong.
+A backbone is three things, and soft-masking lives between the first and the second:
 
-The one convention of this file: tensors with a vocabulary axis are (N, V), one row per *masked* position, and exist
+    table                     (V, D)                            the embeddings
+    hidden(emb, rows, t)      (B, L, D), (N,), (B,) → (N, D)    last hidden states that predict the flat positions `rows`
+    head(h)                   (n, D) → (n, V)                   logits, fp32 always
+
+The one convention of this file: tensors with a vocabulary axis are (n, V), one row per *masked* position, and exist
 only inside `in_chunks`. Unmasked positions have no loss, no feedback, and so no logits. Half of the rows are never
 computed (E[t] = ½), and (B, L, V), 6.6 GB in fp32 for one micro-batch of the paper, never is.
 
-Not here: the reverse process (sample.py), optimizers, DDP, EMA, files. No draw from a global generator, but dropout's.
+Submodules and parameters have the names of the released MDLM checkpoints, in the same order. Some are not pretty, but
+their weights load without a translation table that could be wrong.
+
+Not here: the reverse process (sample.py), optimizers, DDP, EMA, files. No draw from a global generator except dropout's.
 """
 
 import dataclasses
@@ -26,10 +33,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import checkpoint
-import launch
+from launch import Refused
 from softmask import SoftMask
 
-ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0, so that t = 1 still leaves a few tokens [code]
+ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
+BUDGET = 1e9        # bytes that (n, V) tensors may take together
+CPU_LOGITS = 50e6   # bytes of logits made at once on a CPU: its allocator then reuses one buffer
 
 
 @dataclass
@@ -53,30 +62,32 @@ class ModelConfig:
     two_updates: bool = False        # gradients through the first pass too, App. C.3
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # forward process
 
 
 def sample_times(n, generator, low=ALPHA_FLOOR, high=1.0):
-    """n times in [b_l, b_h], one from each of n equal slices                                          Alg. 1 l.3, §3.2
+    """n times in [b_l, b_h], one from each of n equal slices                      Alg. 1 l.3, §3.2
 
-    Each is uniform by itself, together they cover the interval: the loss of a batch has far less variance than with n
-    independent draws [code].   Returns t: (n,) fp32, ascending. b_l > 0, because Eq. 2 divides by t.
+    Each is uniform in its slice, together they cover the interval: the loss of a batch has far less
+    variance than with n independent draws [code].
+    Returns t: (n,) fp32, ascending. b_l > 0, because Eq. 2 divides by t.
     """
-    u = (torch.arange(n) + torch.rand(n, generator=generator)) / n  # (n,)
-    return low + (high - low) * u                                   # (n,)
+    u = (torch.arange(n) + torch.rand(n, generator=generator)) / n             # (n,)
+    return low + (high - low) * u                                              # (n,)
 
 
 def corrupt(x0, t, mask_id, generator):
-    """x_t ~ q(x_t | x_0): every token is [MASK] with probability 1 − α_t                       §2.1 marginal, Alg. 1 l.4
+    """x_t ~ q(x_t | x_0): every token is [MASK] with probability 1 − α_t              §2.1 marginal, Alg. 1 l.4
 
-    x0: (B, L) ids.   t: (B,) in (0, 1].   Returns x_t: (B, L). Draws on the CPU, so that every device sees the same x_t.
+    x0: (B, L) ids.   t: (B,) in (0, 1].   Returns x_t: (B, L).
+    Draws on the CPU, so that every device sees the same x_t.
     """
     u = torch.rand(x0.shape, generator=generator)                              # (B, L)
     return torch.where(u < (1 - ALPHA_FLOOR) * t[:, None], mask_id, x0)        # (B, L)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # backbone
 
 
@@ -124,9 +135,9 @@ class SigmaMap(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(256, n_cond), nn.SiLU(), nn.Linear(n_cond, n_cond))
 
     def forward(self, sigma):
-        freqs = torch.exp(-math.log(10000) * torch.arange(128, device=sigma.device) / 128)  # (128,)
-        angles = sigma[:, None] * freqs                                                     # (B, 128)
-        return self.mlp(torch.cat((angles.cos(), angles.sin()), dim=-1))                    # (B, cond)
+        i = torch.arange(128, device=sigma.device)
+        angles = sigma[:, None] * torch.exp(-math.log(10000) * i / 128)        # (B, 128)
+        return self.mlp(torch.cat((angles.cos(), angles.sin()), dim=-1))       # (B, cond)
 
 
 class Block(nn.Module):
@@ -140,18 +151,22 @@ class Block(nn.Module):
         self.attn_qkv = nn.Linear(D, 3 * D, bias=False)
         self.attn_out = nn.Linear(D, D, bias=False)
         self.norm2 = LayerNorm(D)
-        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(approximate="tanh"), nn.Linear(4 * D, D))
+        self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(approximate="tanh"),
+                                 nn.Linear(4 * D, D))
         self.adaLN_modulation = adaLN(cfg.n_cond, 6 * D)
 
     def forward(self, x, c, cos, sin):
         B, L, D = x.shape
-        drop = lambda y: F.dropout(y, self.dropout, self.training)                           # before the gate [code]
-        shift1, scale1, gate1, shift2, scale2, gate2 = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)  # (B | 1, 1, D)
-        qkv = self.attn_qkv(modulate(self.norm1(x), shift1, scale1))                         # (B, L, 3D)
-        q, k, v = qkv.view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)                  # (B, H, L, d) each
-        y = F.scaled_dot_product_attention(rotate(q, cos, sin), rotate(k, cos, sin), v)      # (B, H, L, d)  no mask
-        x = x + gate1 * drop(self.attn_out(y.transpose(1, 2).reshape(B, L, D)))              # (B, L, D)
-        return x + gate2 * drop(self.mlp(modulate(self.norm2(x), shift2, scale2)))           # (B, L, D)
+        modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)        # 6 × (B | 1, 1, D)
+        shift1, scale1, gate1, shift2, scale2, gate2 = modulation
+        qkv = self.attn_qkv(modulate(self.norm1(x), shift1, scale1))           # (B, L, 3D)
+        q, k, v = qkv.view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)    # 3 × (B, H, L, d)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)                        # (B, H, L, d)
+        y = F.scaled_dot_product_attention(q, k, v)                         # (B, H, L, d)  no mask
+        y = self.attn_out(y.transpose(1, 2).reshape(B, L, D))                  # (B, L, D)
+        x = x + gate1 * F.dropout(y, self.dropout, self.training)  # dropout before the gate [code]
+        y = self.mlp(modulate(self.norm2(x), shift2, scale2))                  # (B, L, D)
+        return x + gate2 * F.dropout(y, self.dropout, self.training)           # (B, L, D)
 
 
 class OutputLayer(nn.Module):
@@ -163,7 +178,7 @@ class OutputLayer(nn.Module):
 
 
 class DiT(nn.Module):
-    """g_θ as three calls, so that anything may happen to the embeddings in between: table, trunk, head.     §2.1, App. B.1"""
+    """g_θ as a backbone: table, hidden (the trunk, and the rows that are wanted), head.          §2.1, App. B.1"""
 
     def __init__(self, cfg):
         super().__init__()
@@ -176,151 +191,195 @@ class DiT(nn.Module):
 
     @property
     def table(self):
-        return self.vocab_embed.embedding                                                    # (V, D)
+        return self.vocab_embed.embedding                                      # (V, D)
+
+    def time_embedding(self, t):
+        """(B,) → (B, cond), or (1, cond) without time conditioning. In fp32, whatever the autocast.
+
+        Without it the released code still runs the map, at σ = 0: a learned constant [code].
+        """
+        with torch.autocast(t.device.type, enabled=False):
+            sigma = -torch.log1p(-(1 - ALPHA_FLOOR) * t) if self.cfg.time_conditioning else t.new_zeros(1)
+            return F.silu(self.sigma_map(sigma.float()))
 
     def trunk(self, emb, t):
-        """Embeddings to the last hidden state, normed and modulated, ready for `head`.
+        """Embeddings to the last hidden states, normed and modulated, ready for `head`.
 
         emb: (B, L, D) fp32.   t: (B,) times, unused without time conditioning.   Returns h: (B, L, D) fp32.
         The residual stream stays fp32 under bf16 autocast; the matrix products do not [code].
         """
-        L, d = emb.shape[1], self.cfg.n_embd // self.cfg.n_head
-        inv_freq = 10000 ** (-torch.arange(0, d, 2, device=emb.device).float() / d)          # (d/2,)
-        angles = torch.arange(L, device=emb.device).float()[:, None] * inv_freq              # (L, d/2)  fp32: bf16 loses phase
-        dtype = torch.get_autocast_dtype(emb.device.type) if torch.is_autocast_enabled(emb.device.type) else emb.dtype
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)                            # (L, d/2)
-        with torch.autocast(emb.device.type, enabled=False):
-            # Without time conditioning the released code still runs this, at σ = 0: a learned constant [code].
-            sigma = -torch.log1p(-(1 - ALPHA_FLOOR) * t) if self.cfg.time_conditioning else emb.new_zeros(1)  # (B | 1,)
-            c = F.silu(self.sigma_map(sigma))                                                # (B | 1, cond)
-        x = emb                                                                              # (B, L, D)
+        kind, d = emb.device.type, self.cfg.n_embd // self.cfg.n_head
+        inv_freq = 10000 ** (-torch.arange(0, d, 2, device=emb.device).float() / d)        # (d/2,)
+        # Angles in fp32: bf16 would lose the phase of far positions.
+        angles = torch.arange(emb.shape[1], device=emb.device).float()[:, None] * inv_freq   # (L, d/2)
+        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else emb.dtype
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)              # (L, d/2)
+        c, x = self.time_embedding(t), emb                               # (B | 1, cond), (B, L, D)
         for block in self.blocks:
-            x = block(x, c, cos, sin)                                                        # (B, L, D)
+            x = block(x, c, cos, sin)                                          # (B, L, D)
         shift, scale = self.output_layer.adaLN_modulation(c)[:, None].chunk(2, dim=-1)       # (B | 1, 1, D)
-        return modulate(self.output_layer.norm_final(x), shift, scale)                       # (B, L, D)
+        return modulate(self.output_layer.norm_final(x), shift, scale)         # (B, L, D)
+
+    def hidden(self, emb, rows, t):
+        return self.trunk(emb, t).flatten(0, 1)[rows]                          # (N, D)
 
     def head(self, h):
-        """(N, D) → logits (N, V), fp32. [MASK] is never the answer (SUBS [code]): its bias is −1e6, so its p is 0 and its
-        gradient too. Through the bias it costs nothing, and no (N, V) tensor is written twice."""
+        """(n, D) → logits (n, V), fp32. [MASK] is never the answer (SUBS [code]).
+
+        Its bias is −1e6: its p is 0, its gradient is 0, and no (n, V) tensor is written twice.
+        """
         linear = self.output_layer.linear
-        return F.linear(h, linear.weight, linear.bias.index_fill(0, self.mask_row, -1e6)).float()  # (N, V)
+        bias = linear.bias.index_fill(0, self.mask_row, -1e6)                  # (V,)
+        return F.linear(h, linear.weight, bias).float()                        # (n, V)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# the loss
+# -------------------------------------------------------------------------------------------------
+# two passes
 
 
-def in_chunks(fn, *rows, size=4096, recompute=False):
-    """fn(*rows), `size` rows at a time, outputs concatenated: the only place where an (n, V) tensor may exist.
+def in_chunks(fn, *rows, V, keeps=0):
+    """fn(*rows), some rows at a time, outputs concatenated: the only place where an (n, V) tensor may exist.
 
-    fn: row tensors (n, …) → a tensor (n, …) or a tuple of them, row by row.   rows: tensors of equal length N, 0 allowed.
-    recompute: fn holds (n, V) tensors for its backward; with more than one chunk, drop them and compute them again then.
-    Few large chunks: the matrix products stay long, and memory is bounded by one of them. CPUs differ, see `at_once`.
+    fn: row tensors (n, …) → a tensor (n, …) or a tuple of them; each row by itself.
+    rows: tensors of one length N, which may be 0.   V: size of the vocabulary.
+    keeps: fp32 (n, V) tensors that fn leaves behind for its backward. If all chunks together would leave
+        more than BUDGET, they are dropped, and computed again in the backward.
     """
-    if len(rows[0]) <= size:
+    N, one_row, on_cpu = len(rows[0]), 4 * V, rows[0].device.type == "cpu"
+    # While fn works, up to 6.7 tensors as large as the fp32 logits are alive (SM over all of |V|; 5.6 for
+    # top-k, 3.5 for the loss).
+    size = max(1, int((CPU_LOGITS if on_cpu else BUDGET / 6.7) / one_row))
+    if N <= size:
         return fn(*rows)
-    if recompute and torch.is_grad_enabled():
-        run = lambda *chunk: recomputed(fn, *chunk, use_reentrant=False, preserve_rng_state=False)
-    else:
-        run = fn
+    run = fn
+    if torch.is_grad_enabled() and keeps * N * one_row > BUDGET:
+        def run(*chunk):
+            return recomputed(fn, *chunk, use_reentrant=False, preserve_rng_state=False)
     parts = [run(*chunk) for chunk in zip(*(r.split(size) for r in rows))]
-    return tuple(map(torch.cat, zip(*parts))) if isinstance(parts[0], tuple) else torch.cat(parts)
+    if isinstance(parts[0], tuple):
+        return tuple(torch.cat(part) for part in zip(*parts))
+    return torch.cat(parts)
 
 
-def at_once(h):
-    """Rows of logits to make together: as many as memory bears, but on a CPU 256, whose memory is found again for the next."""
-    return 256 if h.device.type == "cpu" else 4096
+class TwoPass(nn.Module):
+    """Predict, feed back, predict again: Alg. 1 l.5-8 for any backbone                        §3.2
 
+    net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
+    mask_id: id of [MASK].   two_updates: gradients through the first pass too, App. C.3.
+    lam: mean λ of the last forward with feedback, a 0-d tensor, for the log.
 
-class MDLM(nn.Module):
-    """The backbone, the soft mask, and Eq. 2. A DDP wrapper sees one forward per backward: both passes are inside.
-
-    net: DiT.   sm: SoftMask, or None for a binary model.   lam: mean λ of the last soft forward, a 0-d tensor, for the log.
+    A subclass adds its loss as `forward`, so that a DDP wrapper sees one forward per backward.
     """
 
-    def __init__(self, cfg):
+    def __init__(self, net, sm, mask_id, two_updates=False):
         super().__init__()
-        if cfg.n_embd % (2 * cfg.n_head):
-            raise launch.Refused(f"n_embd={cfg.n_embd} does not divide into n_head={cfg.n_head} heads of even width")
-        if not 0 <= cfg.mask_id < cfg.vocab_size:
-            raise launch.Refused(f"mask_id={cfg.mask_id} is outside the vocabulary of {cfg.vocab_size}")
-        self.cfg = cfg
-        self.net = DiT(cfg)
-        try:
-            self.sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b) if cfg.soft_mask else None
-        except ValueError as e:
-            raise launch.Refused(str(e))
+        self.net, self.sm, self.mask_id, self.two_updates = net, sm, mask_id, two_updates
         self.lam = torch.zeros(())
 
-    def gauge(self, h):
-        """Hidden states of masked positions (n, D) → their logits' (λ, ids, π). On a CPU λ is taken of a few rows at a time:
-        between its passes they stay in the caches.                                                          Alg. 1 l.6"""
-        with torch.set_grad_enabled(torch.is_grad_enabled() and self.cfg.two_updates):
-            logits = self.net.head(h)                                                        # (n, V)
-        return in_chunks(self.sm, logits, size=16 if h.device.type == "cpu" and self.sm.k else 4096)  # gradient for ω starts here
-
     def feedback(self, h):
-        """Hidden states of masked positions → their soft masks, embedded, and λ                             Alg. 1 l.6-7
+        """Hidden states of masked positions (n, D) → what they look like in the next pass       Alg. 1 l.6-7, Alg. 2 l.6
 
-        h: (N, D).   Returns (N, D), (N,).
+        Returns mixed (n, D), λ (n,), and the most likely token (n,).
         """
-        def soften(h):
-            lam, ids, pi = self.gauge(h)
-            return self.sm.mix(self.net.table, lam, ids, pi), lam                            # (n, D), (n,)
-        if self.sm.k is None or self.cfg.two_updates:  # (n, V) tensors have a backward, and π may be one
-            return in_chunks(soften, h, recompute=True)
-        lam, ids, pi = in_chunks(self.gauge, h, size=at_once(h))                             # (N,), (N, k), (N, k)
-        # One mix for all chunks: each has a dense (V, D) gradient.
-        return self.sm.mix(self.net.table, lam, ids, pi), lam
+        table, sm = self.net.table, self.sm
+
+        def lambda_and_topk(h):
+            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
+                logits = self.net.head(h)                                      # (n, V)
+            return sm(logits)                                      # the gradient for ω starts here
+
+        def dense_mix(h):
+            lam, _, pi = lambda_and_topk(h)                                    # (n,), (n, V)
+            return sm.mix(table, lam, None, pi), lam, pi.argmax(-1)            # (n, D), (n,), (n,)
+
+        if sm.k is None:
+            return in_chunks(dense_mix, h, V=len(table), keeps=5)
+        lam, ids, pi = in_chunks(lambda_and_topk, h, V=len(table), keeps=5 * self.two_updates)
+        # One mix for all chunks: every look into the table has a dense (V, D) gradient.
+        return sm.mix(table, lam, ids, pi), lam, ids[:, 0]                     # (n, D), (n,), (n,)
 
     def cross_entropy(self, h, x):
-        """−log p(x) in nats: hidden states (N, D), tokens (N,) → (N,)                                           Alg. 1 l.8"""
-        score = lambda h, x: F.cross_entropy(self.net.head(h), x, reduction="none")          # (n,)
-        several = lambda h, x: in_chunks(score, h, x, size=at_once(h))                       # (n,)
-        return in_chunks(several, h, x, recompute=True)                                      # (N,)
+        """−log p(x) in nats: hidden states (N, D), tokens (N,) → (N,)                Alg. 1 l.8"""
+        def score(h, x):
+            return F.cross_entropy(self.net.head(h), x, reduction="none")      # (n,)
+        return in_chunks(score, h, x, V=len(self.net.table), keeps=1)
+
+    def token_nll(self, x0, xt, t, soft, **context):
+        """−log p(x0) of every masked token, in nats                                   Alg. 1 l.5-8
+
+        x0, xt: (B, L) ids.   t: (B,) times.   soft: two passes; False is one pass on plain masks.
+        context: what only this backbone needs, for `hidden`.
+        Returns nll (N,) fp32, and rows (N,), the flat positions of [MASK] in x_t.
+        """
+        net = self.net
+        rows = (xt == self.mask_id).flatten().nonzero().squeeze(1)      # (N,)  the one device sync
+        emb = F.embedding(xt, net.table)                                       # (B, L, D)
+        if soft:
+            # Pass 1 keeps dropout on [code]. It has no graph unless two updates are asked for.
+            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):        # l.5
+                h = net.hidden(emb, rows, t, **context)                       # (N, D)          l.6
+            mixed, lam, _ = self.feedback(h)                                  # (N, D), (N,)    l.7
+            emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)
+            self.lam = lam.detach().sum() / max(1, len(rows))
+        h = net.hidden(emb, rows, t, **context)                               # (N, D)          l.7
+        nll = self.cross_entropy(h, x0.flatten()[rows])                       # (N,)            l.8
+        if self.sm is not None:
+            # ω is in the graph of every step. Without this, DDP would wait for its gradient when SM is
+            # off, and apply a wrong one.
+            nll = nll + 0 * sum(p for p in self.sm.parameters())
+        return nll, rows
+
+
+class MDLM(TwoPass):
+    """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig. Raises Refused for sizes that do not fit."""
+
+    def __init__(self, cfg):
+        if cfg.n_embd % (2 * cfg.n_head):
+            raise Refused(f"n_embd={cfg.n_embd} does not divide into n_head={cfg.n_head} heads of even width")
+        if not 0 <= cfg.mask_id < cfg.vocab_size:
+            raise Refused(f"mask_id={cfg.mask_id} is outside the vocabulary of {cfg.vocab_size}")
+        net, sm = DiT(cfg), None
+        if cfg.soft_mask:
+            try:
+                sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+            except ValueError as e:
+                raise Refused(str(e))
+        super().__init__(net, sm, cfg.mask_id, cfg.two_updates)
+        self.cfg = cfg
 
     def forward(self, x0, xt, t, soft):
-        """Cross-entropy of the masked tokens over t: a bound on −log p(x0), exact in expectation over t        Eq. 2, Alg. 1 l.5-8
+        """Cross-entropy of the masked tokens, over t                           Eq. 2, Alg. 1 l.5-8
 
         x0, xt: (B, L) ids.   t: (B,) in (0, 1].   soft: two passes (§3.2); False is the plain MDLM loss.
-        Returns nll: (B,) nats per sequence, a sum over its masks divided by t. Times t, it is their plain cross-entropy.
+        Returns nll: (B,) nats per sequence. Times t, it is the plain cross-entropy of its masks.
 
-        With soft = True it bounds nothing exactly: the state fed to pass 2 is a proxy of the one met in decoding (§3.2).
+        Its expectation over t and x_t is a bound on −log p(x0). With soft = True it bounds nothing exactly:
+        the state fed to pass 2 is a proxy of the one met in decoding (§3.2).
         """
-        (B, L), net = xt.shape, self.net
-        rows = (xt == self.cfg.mask_id).flatten().nonzero().squeeze(1)                       # (N,)  the one device sync
-        emb = F.embedding(xt, net.table)                                                     # (B, L, D)
-        if soft:
-            # Pass 1 keeps dropout on [code], and no graph (l.5) unless the paper's two updates are asked for.
-            with torch.set_grad_enabled(torch.is_grad_enabled() and self.cfg.two_updates):
-                h = net.trunk(emb, t).flatten(0, 1)[rows]                                    # (N, D)              l.6
-            mixed, lam = self.feedback(h)                                                    # (N, D), (N,)        l.7
-            emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)    # (B, L, D)
-            self.lam = lam.detach().sum() / max(1, len(rows))
-        h = net.trunk(emb, t).flatten(0, 1)[rows]                                            # (N, D)              l.7
-        nll = self.cross_entropy(h, x0.flatten()[rows])                                      # (N,)                l.8
-        nll = nll.new_zeros(B).index_add(0, rows // L, nll) / t                              # (B,)
-        # ω is in the graph of every step, or DDP would wait for its gradient, and apply a wrong one, when SM is off.
-        return nll if self.sm is None else nll + 0 * sum(p for p in self.sm.parameters())
+        B, L = xt.shape
+        nll, rows = self.token_nll(x0, xt, t, soft)                            # (N,), (N,)
+        return nll.new_zeros(B).index_add(0, rows // L, nll) / t               # (B,)
 
     @classmethod
     def load(cls, path, ema=True):
-        """A model from any checkpoint that checkpoint.load reads, in eval mode; the rest of the file is in `.info`.
+        """A model from any checkpoint that checkpoint.load reads, in eval mode; the rest of it is in `.info`.
 
         ema: use the averaged backbone if there is one, as every published number does; ω has no average [code].
-        Raises Refused when the file is another kind of model, or its weights do not fit its own configuration.
+        Raises Refused when the file is another kind of model, or its weights do not fit its configuration.
         """
         ckpt = checkpoint.load(path)
         if ckpt["kind"] != "mdlm":
-            raise launch.Refused(f"{path} holds a {ckpt['kind']}, not an MDLM")
-        names = {f.name for f in dataclasses.fields(ModelConfig)}
+            raise Refused(f"{path} holds a {ckpt['kind']}, not an MDLM")
+        known = {f.name for f in dataclasses.fields(ModelConfig)}
         try:
-            model = cls(ModelConfig(**{name: v for name, v in ckpt["config"].items() if name in names}))
+            model = cls(ModelConfig(**{k: v for k, v in ckpt["config"].items() if k in known}))
             model.load_state_dict(ckpt["model"] | ((ckpt.get("ema") if ema else None) or {}))
-        except Exception as e:  # a configuration may be anything in a file of somebody else
-            reason = (str(e).splitlines() or [""])[-1 if len(str(e).splitlines()) < 2 else 1].strip()
-            raise launch.Refused(f"the weights in {path} do not fit its configuration: {type(e).__name__}, {reason}")
+        except Exception as e:  # somebody else's file can hold anything
+            # torch's message has a heading, then one line for each problem: the first problem says enough.
+            lines = str(e).splitlines() or [""]
+            reason = f"{type(e).__name__}, {lines[min(1, len(lines) - 1)].strip()}"
+            raise Refused(f"the weights in {path} do not fit its configuration: {reason}")
         if not all(t.isfinite().all() for t in model.state_dict().values()):
-            raise launch.Refused(f"the weights in {path} are not all numbers: its run diverged, take an earlier file")
-        model.info = {key: v for key, v in ckpt.items() if key not in ("model", "ema", "optimizer")}
+            raise Refused(f"the weights in {path} are not all numbers: its run diverged, take an earlier file")
+        model.info = {k: v for k, v in ckpt.items() if k not in ("model", "ema", "optimizer")}
         return model.eval()

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A sample appearing: on a terminal while it is made, or step by step in a file.                 App. C.5
+"""A sample appearing: on a terminal while it is made, or step by step in a file.          App. C.5
 
     generate(model, 1, steps, on_step=show(tok, mask_id))          # drawn in place, λ in green
     generate(model, 1, steps, on_step=trace(tok, mask_id, steps))  # the same as a list, for plot.py

@@ -33,7 +33,8 @@ from launch import Refused
 from data import rng
 from eval import bits_per_byte, val_ppl
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, corrupt, sample_times
-from sample import generate, show
+from sample import generate
+from show import show
 
 
 @dataclass

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import checkpoint
 import launch
 import mdlm
-from mdlm import MDLM, ModelConfig, corrupt, in_chunks, sample_times
+from mdlm import MDLM, ModelConfig, corrupt, sample_times
 
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=64, n_cond=32, vocab_size=62, mask_id=61, length=16, dropout=0.0,
                    omega_s=0.7, omega_a=2.5, omega_b=-1.3)
@@ -126,7 +126,8 @@ def test_chunks_equal_whole(k, two_updates, monkeypatch):
     """Loss and every gradient, θ and ω, whatever the size of the chunks and whether they are recomputed."""
     results = []
     for size in (4096, 7):
-        monkeypatch.setattr(mdlm, "in_chunks", lambda fn, *rows, **kw: in_chunks(fn, *rows, **kw | {"size": size}))
+        monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 62 * size)
+        monkeypatch.setattr(mdlm, "BUDGET", 4 * 62 * size)
         model = recorded_model(k=k, two_updates=two_updates)
         x0, xt, t = example(model)
         nll = model(x0, xt, t, soft=True)
@@ -150,7 +151,7 @@ def test_vocabulary_tensors_never_exceed_a_chunk(monkeypatch):
                     self.rows = max(self.rows, x.numel() // 62)
             return out
 
-    monkeypatch.setattr(mdlm, "in_chunks", lambda fn, *rows, **kw: in_chunks(fn, *rows, **kw | {"size": 5}))
+    monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 62 * 5)
     model = recorded_model()
     x0, xt, t = example(model)
     with Widest() as widest:
