@@ -40,7 +40,7 @@ from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPass, objective
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 from sample import generate, nucleus, sample_categorical
-from sample_dream import decode, decode_blocks
+from sample_dream import decode, decode_blocks, pad_prompts
 from softmask import SoftMask
 from train import PEAK_FLOPS, flops_per_token, update_ema
 
@@ -469,6 +469,7 @@ def bench_dream(cfg, device, dtype):
     table(f"Dream, {n / 1e6:,.0f}M random: finetuning, 1 × {cfg.dream_length}", rows)
     half = cfg.dream_length // 2
     prompt = torch.randint(cfg.dream_vocab - 2, (1, half), generator=rng("bench"))
+    x, _ = pad_prompts(dream.cfg, prompt, half, device)
     how = dict(temperature=0.1, top_p=0.9)
     generator = lambda: torch.Generator(device).manual_seed(0)
     cases = {f"{'SM' if soft else 'binary'}, {where}": (soft, where) for where in ("at once", "blocks, prefix", "blocks, dual")
@@ -477,8 +478,8 @@ def bench_dream(cfg, device, dtype):
     def decoding(soft, where):
         feedback = sm if soft else None
         if where == "at once":
-            return lambda: decode(dream, prompt, half, half // 2, feedback, generator=generator(), **how)
-        return lambda: decode_blocks(dream, prompt, half, half // 2, half // 4, where.split()[-1], sm=feedback,
+            return lambda: decode(dream, x, dream.cfg.mask_token_id, half // 2, feedback, generator=generator(), **how)
+        return lambda: decode_blocks(dream, x, half, half // 2, half // 4, where.split()[-1], sm=feedback,
                                      generator=generator(), **how)
     decoded = interleaved({name: decoding(*case) for name, case in cases.items()}, max(2, cfg.repeats // 2), device)
     for row in decoded.values():

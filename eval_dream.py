@@ -54,7 +54,7 @@ from tqdm import tqdm
 
 from checkpoint import git_version
 from launch import Refused, atomic, run
-from sample_dream import Decoding, answer, check, cut, feedback, load
+from sample_dream import Decoding, answer, check, cut, feedback_label as feedback, load_for_decoding as load
 
 STATS = ("n", "nfe", "tokens", "kept", "seconds")  # of `answer`, summed over the problems
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]

@@ -2,7 +2,7 @@
 """Decoding with Dream: fill a masked response, some tokens per pass, with soft-masked feedback.
 
     §2.2 conditional generation   pad_prompts       a response of [MASK]s behind each prompt
-    §2.2 unmasking strategies     propose, reveal   the surest tokens first, a counted number a pass
+    §2.2 unmasking strategies     propose, reveal   the surest tokens first, so many a pass
     App. A, Alg. 2; App. C.9      decode            the whole response at once
     App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values
 
@@ -41,7 +41,7 @@ ALGORITHMS = ("entropy", "maskgit_plus", "topk_margin", "origin")  # Dream's nam
 class Decoding:
     model: str = ""                 # folder of a Dream or Dream-Coder model, as published
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
-    merge: bool = True              # fold DoRA into the weights; false: slower, the same up to rounding
+    merge: bool = True              # fold DoRA into the weights; false: slower, same to rounding
     soft: bool = True               # false: binary feedback, even if the adapter has an ω
     gen_len: int = 256              # L, tokens of the response
     steps: int = 0                  # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
@@ -49,7 +49,7 @@ class Decoding:
                                     # topk_margin, or any (origin)
     temperature: float = 0.1        # App. B.2; 0: argmax
     top_p: float = 0.9              # App. B.2; Dream's rule, see `filtered`
-    top_k: int = 0                  # 0: off, as the authors pass it; the hub's own default is 50 [code]
+    top_k: int = 0                  # 0: off, as the authors pass it; the hub's own is 50 [code]
     schedule: str = "none"          # App. C.9: none, linear, stepwise, linear-late, stepwise-late
     switch: float = 0.5             # t', the share of masks at which the stepwise schedules switch
     block: int = 0                  # Fast-dLLM's block length; 0: the whole response at once
@@ -66,7 +66,7 @@ class Config(Decoding):
     raw: bool = False               # the prompt is text to continue, without the chat template
     chat: bool = False              # user turns from stdin, one a line
     infill: str = ""                # text with one ___ for the model to write; \n is a new line
-    stop: str = ""                  # the response ends before any of these, separated by |; \n likewise
+    stop: str = ""                  # the response ends before any of these, separated by |
     show: bool = True               # on a terminal: draw the text as it fills
 
 
@@ -119,11 +119,11 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
         logits = logits / temperature
     if top_p < 1:
         p = logits.softmax(-1)                                          # (n, V)
-        for m in (min(256, p.shape[-1]), p.shape[-1]):  # sorting all of V is slow and rarely needed
+        for m in (min(256, p.shape[-1]), p.shape[-1]):  # all of V is slow to sort, rarely needed
             ranked, order = p.topk(m)                                   # (n, m)
             if (ranked.sum(-1) > top_p).all():
                 break
-        before = F.pad(ranked.cumsum(-1)[:, :-1], (1, 0))               # (n, m)  of likelier tokens
+        before = F.pad(ranked.cumsum(-1)[:, :-1], (1, 0))               # (n, m)  of likelier ones
         keep = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before <= top_p)
         logits = logits.masked_fill(~keep, -torch.inf)
     if top_k:
@@ -132,16 +132,19 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
     return logits.softmax(-1)
 
 
-def propose(logits, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0, generator=None,
-            never=None):
+def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0,
+            generator=None):
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
-    logits: (n, V) fp32.   never: a token id that is replaced by the best other one (default: none).
-    generator: of the draws, if there are any.   Returns x0 (n,), conf (n,), the highest goes first.
+    logits: (n, V) fp32.   never: a token that is replaced by the best other one (default: none).
+    generator: for draws.   Returns x0 (n,) and conf (n,), of which the highest goes first.
 
     Both come from the filtered probabilities, so temperature and top-p also decide the order
-    [code].
+    [code]. Raises Refused for a draw without a generator.
     """
+    if generator is None and (temperature > 0 or algorithm == "origin"):
+        raise Refused(f"temperature {temperature} and {algorithm} make draws: give "
+                      f"generator=torch.Generator(…) to key them")
     p = filtered(logits, temperature, top_p, top_k)                     # (n, V)
     if temperature > 0:
         # In float64, as fp32 noise cuts the tail; where the generator is, as MPS has no float64.
@@ -163,22 +166,22 @@ def propose(logits, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0, ge
     return x0, conf
 
 
-def look(net, h, sm, **pick):
-    """What one pass says of its masks, a few rows of logits at a time                Alg. 2 l.4, l.6
+def look(net, h, sm, never, algorithm, **pick):
+    """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
-    h: (N, D) hidden states.   pick: arguments of `propose`.
+    h: (N, D) hidden states.   never, algorithm, pick: arguments of `propose`.
     Returns x0 (N,), conf (N,) and, with an sm, how these masks look next (N, D): from the logits
     themselves, without temperature and top-p [code].
     """
     def rows(h):
         logits = net.head(h)                                            # (n, V)
-        found = propose(logits, **pick)                                 # (n,), (n,)
+        found = propose(logits, never, algorithm, **pick)               # (n,), (n,)
         return (*found, sm.mix(net.table, *sm(logits))) if sm else found
     return in_chunks(rows, h, V=len(net.table))
 
 
 def soften(net, h, sm):
-    """(N, D) → (N, D), only the last of the three: masks that this pass cannot reveal        l.6"""
+    """(N, D) → (N, D), only the last of the three, for masks that are not to be revealed   l.6"""
     return in_chunks(lambda h: sm.mix(net.table, *sm(net.head(h))), h, V=len(net.table))
 
 
@@ -195,15 +198,291 @@ def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algori
     """x with some of its masks replaced by their proposals                          Alg. 2 l.5
 
     x, masked: (B, L).   x0, conf: (N,) for the masks, row-major.   t, s: times before and after.
-    threshold: instead of a count, the surest mask of each sequence and all that are as sure as this
-    (Fast-dLLM). A proposal can be [MASK] itself; such a position stays masked [code].
+    threshold: instead of a count, the surest mask of each sequence and all that are as sure as
+    this (Fast-dLLM). A proposal can be [MASK] itself; such a position stays masked [code].
     """
     score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)  # (B, L)
-    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)  0: surest
+    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)
     if threshold is not None:
         chosen = (rank == 0) | (score >= threshold)                     # (B, L)
     elif algorithm == "origin":
-        chosen = score < (1.0 if last else 1 - s / t)                   # a coin per token, as Eq. 1
+        chosen = score < (1.0 if last else 1 - s / t)                   # a coin each, as Eq. 1
     else:
         chosen = rank < reveal_count(masked.sum(-1), t, s, last)[:, None]
     return torch.where(masked & chosen, x.masked_scatter(masked, x0), x)
+
+
+# -------------------------------------------------------------------------------------------------
+# whole responses
+
+
+def pad_prompts(cfg, prompt, gen_len, device="cpu"):
+    """[padding | prompt | gen_len masks] for each prompt         §2.2 conditional generation
+
+    cfg: DreamConfig.   prompt: (B, P) ids, or B lists of ids of any length. A mask inside a prompt
+    is a place to fill, too.
+    Returns x (B, L) and valid (B, L), False on padding, or None if there is none. Raises Refused
+    for more tokens than the model takes.
+    """
+    rows = [torch.as_tensor(row).tolist() + gen_len * [cfg.mask_token_id] for row in prompt]
+    L = max(map(len, rows))
+    if L > cfg.max_position_embeddings:
+        raise Refused(f"prompt and response are {L} tokens, the model takes "
+                      f"{cfg.max_position_embeddings}: shorten one")
+    x = [(L - len(row)) * [cfg.pad_token_id] + row for row in rows]
+    valid = torch.tensor([[L - len(row)] for row in rows]) <= torch.arange(L)    # (B, L)
+    return torch.tensor(x, device=device), None if valid.all() else valid.to(device)
+
+
+def faded(plain, soft, schedule, switch, left, start):
+    """Soft masks turned down to where the schedule stands                             App. C.9
+
+    plain: (D,) the embedding of [MASK].   soft: (B, L, D) soft masks with the full λ.
+    left: (B, L) masks that are left of start: (B,). Each sequence has its own time, so that it
+    does not depend on the rest of its batch [ours].
+    Returns (B, L, D). The mix is linear in λ, so a share of λ is this share of the way from
+    [MASK] to the full mix. A gain of 1 changes no bit.
+    """
+    # Python floats: the switch is strict, so 8/16 must be exactly 0.5. A prompt may have no mask.
+    shares = [now / max(of, 1) for now, of in zip(left.sum(-1).tolist(), start.tolist())]
+    gain = [time_gain(schedule, share, switch) for share in shares]
+    gain = torch.tensor(gain, device=soft.device)                       # (B,)
+    mixed = torch.lerp(plain.float(), soft.float(), gain[:, None, None])         # (B, L, D)
+    return mixed.to(soft.dtype)
+
+
+@torch.no_grad()
+def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=0.5, on_step=None,
+           algorithm="entropy", **pick):
+    """Fill the masks of x in `steps` passes                                             Alg. 2
+
+    net: a backbone with table, hidden and head.   x: (B, L) ids.
+    sm: SoftMask, or None for binary feedback.
+    valid: (B, L), False on padding, for a backbone that takes it (default: there is none).
+    schedule, switch: see `time_gain`.   algorithm; pick: temperature, top_p, top_k, generator: see
+    `propose`.   on_step(x) follows every pass.
+    Returns (B, L) ids without any mask. At temperature 0 a sequence does not depend on the rest of
+    its batch. Raises Refused for settings that cannot be run. Read against oracles.slow_decode.
+    """
+    masked = x == mask_id                                               # (B, L)
+    start = masked.sum(-1)                                              # (B,)
+    check(int(start.max()), steps, algorithm, schedule=schedule, switch=switch, **pick)
+    context = {} if valid is None else {"valid": valid}
+    times = torch.linspace(1, 1e-3, steps + 1)
+    emb = F.embedding(x, net.table)                                     # (B, L, D)  plain masks
+    for i in range(steps):
+        last = i == steps - 1
+        rows = masked.flatten().nonzero().squeeze(1)                    # (N,)
+        h = net.hidden(emb, rows, masked.float().mean(-1), **context)   # (N, D)             l.3
+        # Where the model predicts [MASK], the last step takes the best real token [ours]: it has
+        # to make an end, while the original leaves masks in its answers.
+        never = mask_id if last else None
+        x0, conf, *soft = look(net, h, sm, never, algorithm, **pick)    # (N,), (N,)    l.4, l.6
+        x = reveal(x, masked, x0, conf, times[i], times[i + 1], last, algorithm=algorithm)    # l.5
+        left = x == mask_id                                             # (B, L)
+        emb = F.embedding(x, net.table)                                 # (B, L, D)
+        if sm:
+            mixed = emb.masked_scatter(masked[..., None], *soft)        # (B, L, D)
+            mixed = faded(net.table[mask_id], mixed, schedule, switch, left, start)
+            emb = torch.where(left[..., None], mixed, emb)              # (B, L, D)          l.6
+        masked = left
+        if on_step:
+            on_step(x)
+    return x
+
+
+@torch.no_grad()
+def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=None, sm=None,
+                  valid=None, schedule="none", switch=0.5, on_step=None, algorithm="entropy",
+                  **pick):
+    """Fill the last gen_len positions, block after block from the left    App. B.2, Fast-dLLM
+
+    model: Dream.   x, valid: from `pad_prompts`.   Others, and what is returned: see `decode`.
+    steps: passes, shared by the blocks; with a threshold their number depends on the text.
+
+    A block begins with a pass over everything. It reveals the block's first token whatever its
+    confidence [code]: later passes may begin there, and Dream reads a token off the hidden state
+    to its left. More passes follow until the block is full:
+
+    cache     a later pass sees        and reuses, from the block's first pass, keys and values of
+    none      everything               nothing
+    prefix    the block and the rest   what is before the block
+    dual      the block                what is before it, and what is after it, which goes stale
+
+    A block with a single step is filled by its first pass [ours]: the original leaves all but one
+    of its masks. The feedback is [ours], because theirs was not released: a mask looks as the last
+    pass that predicted it made it look. So feedback crosses block boundaries, and under `dual` the
+    masks after the block stand still together with their keys and values. Read against
+    oracles.slow_blocks.
+    """
+    mask_id, (B, L) = model.cfg.mask_token_id, x.shape
+    if (x[:, :L - gen_len] == mask_id).any():
+        raise Refused(f"the prompt contains the mask token {mask_id}: blocks fill a response "
+                      f"only, use block 0 to infill")
+    check(gen_len, steps, algorithm, schedule=schedule, block=block, switch=switch, cache=cache,
+          threshold=threshold, **pick)
+    algorithm = algorithm if threshold is None else "maskgit_plus"
+    times = torch.linspace(1, 1e-3, steps * block // gen_len + 1)       # of the steps of a block
+    start, at = torch.full((B,), gen_len), torch.arange(L, device=x.device)
+    soft = model.table[mask_id].repeat(B, L, 1)                         # (B, L, D)  how masks look
+    for b in range(L - gen_len, L, block):
+        for i in itertools.count():
+            first, last = i == 0, threshold is None and i == len(times) - 2
+            whole = first or cache == "none"
+            lo, hi = 0 if whole else b, L if whole or cache == "prefix" else b + block
+            end = b + 1 if first and not last else b + block
+            masked = (x == mask_id) & (at >= lo) & (at < hi)            # (B, L)  are predicted
+            open_ = masked & (at >= b) & (at < end)                     # (B, L)  and can appear
+            emb = torch.where(masked[..., None], soft, F.embedding(x, model.table))[:, lo:hi]
+            h, kv = model.trunk(emb, valid, frozen if lo else None, lo)         # (B, hi − lo, D)
+            frozen = kv if first else frozen
+            h = model.before(h, masked[:, lo:hi].flatten().nonzero().squeeze(1))         # (N, D)
+            # A pass that has to reveal something takes a real token, not [MASK].
+            never = mask_id if first or last or threshold is not None else None
+            x0, conf, *now = look(model, h[open_[masked]], sm, never, algorithm, **pick)
+            step = (times[i], times[i + 1], first or last) if threshold is None else ()
+            x = reveal(x, open_, x0, conf, *step, threshold=threshold, algorithm=algorithm)
+            left = x == mask_id                                         # (B, L)
+            if sm:
+                rest = masked & ~open_                                  # (B, L)
+                new = soft.masked_scatter(open_[..., None], *now)       # (B, L, D)
+                new = new.masked_scatter(rest[..., None], soften(model, h[rest[masked]], sm))
+                new = faded(model.table[mask_id], new, schedule, switch, left, start)
+                # A sequence whose block is full waits for the others and changes no more.
+                again = left & masked & open_.any(1, keepdim=True)      # (B, L)
+                soft = torch.where(again[..., None], new, soft)
+            if on_step:
+                on_step(x)
+            if not left[:, b:b + block].any():
+                break
+    return x
+
+
+# -------------------------------------------------------------------------------------------------
+# texts
+
+
+def load_for_decoding(cfg):
+    """The model that cfg names: (Dream, Tokenizer, SoftMask or None).
+
+    Raises Refused for bad settings before anything large is read.
+    """
+    check(**asdict(cfg) | {"steps": cfg.steps or cfg.gen_len})
+    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    device = machine(cfg.device)[2]
+    if cfg.dtype not in dtypes:
+        raise Refused(f"dtype {cfg.dtype!r} is none of {', '.join(dtypes)}")
+    if not cfg.model:
+        raise Refused("no model: add --model=DIR")
+    tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtypes[cfg.dtype])
+    omega = load_adapter(model, cfg.adapter) if cfg.adapter else None
+    if cfg.merge:
+        dora.merge_(model)
+    return model, tok, SoftMask(**omega).to(device) if omega and cfg.soft else None
+
+
+def feedback_label(cfg, sm):
+    """What the masks of a run were fed, in words, so that results of other feedback stay apart."""
+    if sm:
+        switch = f" {cfg.switch}" if "stepwise" in cfg.schedule else ""
+        schedule = f", {cfg.schedule}{switch}" if cfg.schedule != "none" else ""
+        return f"SM k={sm.k or '|V|'}{schedule}"
+    return "SM off" if cfg.adapter and soft_mask_file(cfg.adapter) else "binary"
+
+
+def cut(text, until):
+    """The text before each of the strings, one after the other [code]."""
+    for stop in until:
+        text = text.split(stop)[0]
+    return text
+
+
+def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
+    """Decode one prompt as cfg says.
+
+    ids: list; masks in it are filled, too.   until: what ends the text, see `cut`.
+    Returns the text that was filled in, and {n: 1, nfe: passes, tokens: filled in, kept: those
+    before the end token, seconds}. The draws are keyed by seed and prompt: an answer does not
+    depend on what was asked before.
+    """
+    def count(x):
+        stats["nfe"] += 1
+        if on_step:
+            on_step(x)
+
+    stats, begin = {"n": 1, "nfe": 0}, time.perf_counter()
+    mask_id, eos, device = model.cfg.mask_token_id, model.cfg.eos_token_id, model.table.device
+    key = hashlib.blake2b(repr((cfg.seed, ids)).encode(), digest_size=7).digest()
+    generator = torch.Generator("cpu" if device.type == "mps" else device)
+    generator.manual_seed(int.from_bytes(key, "big"))
+    x, valid = pad_prompts(model.cfg, [ids], cfg.gen_len, device)
+    steps = cfg.steps or cfg.gen_len + ids.count(mask_id)
+    names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k")
+    settings = {name: getattr(cfg, name) for name in names}
+    settings |= {"sm": sm, "valid": valid, "generator": generator, "on_step": count}
+    if cfg.block:
+        x = decode_blocks(model, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
+                          **settings)
+    else:
+        x = decode(model, x, mask_id, steps, **settings)
+    before = ids + cfg.gen_len * [mask_id]
+    new = [after for after, was in zip(x[0].tolist(), before) if was == mask_id]
+    kept = new[:new.index(eos)] if eos in new else new
+    stats |= {"tokens": len(new), "kept": len(kept), "seconds": time.perf_counter() - begin}
+    return cut(tok.decode(kept), until), stats
+
+
+def picture(tok, ids, cfg):
+    """ids as text, ░ for a mask, nothing for the end tokens behind the answer."""
+    text = ""
+    for masked, run in itertools.groupby(ids, lambda i: i == cfg.mask_token_id):
+        run = [i for i in run if i != cfg.eos_token_id]
+        text += "░" * len(run) if masked else tok.decode(run)
+    return text
+
+
+def turn(cfg, model, tok, sm, ids, until, shown_from):
+    """`answer` in sight of the user: a bar, or the text as it fills."""
+    drawn = cfg.show and sys.stdout.isatty()
+
+    def watch(x):
+        bar.update()
+        if drawn:  # the screen cleared, then the text
+            print("\x1b[H\x1b[J" + picture(tok, x[0, shown_from:].tolist(), model.cfg), flush=True)
+
+    total = cfg.steps or cfg.gen_len + ids.count(model.cfg.mask_token_id)
+    total = None if cfg.threshold else total
+    with tqdm(total=total, unit="pass", leave=False, disable=drawn) as bar:
+        return answer(model, tok, sm, ids, cfg, until, watch)
+
+
+def main(cfg):
+    if sum(map(bool, (cfg.prompt, cfg.chat, cfg.infill))) != 1:
+        raise Refused("nothing to do: give one of --prompt=…, --chat, --infill=…")
+    before, gap, after = cfg.infill.replace("\\n", "\n").partition("___")
+    if cfg.infill and (not gap or "___" in after or cfg.block):
+        raise Refused("--infill needs exactly one ___ where the model shall write, and --block=0")
+    model, tok, sm = load_for_decoding(cfg)
+    label = feedback_label(cfg, sm) + (f", ω_s = {sm.omega[0].item():.3g}" if sm else "")
+    until = [stop for stop in cfg.stop.replace("\\n", "\n").split("|") if stop]
+    if not cfg.raw and not gap:
+        until.append("<|im_end|>")
+    messages = []
+    for prompt in filter(str.strip, sys.stdin) if cfg.chat else [cfg.prompt]:
+        messages.append({"role": "user", "content": prompt.removesuffix("\n")})
+        if gap:
+            ids = tok.encode(before) + cfg.gen_len * [model.cfg.mask_token_id] + tok.encode(after)
+            text, stats = turn(replace(cfg, gen_len=0), model, tok, sm, ids, until, 0)
+        else:
+            ids = tok.encode(prompt) if cfg.raw else tok.encode(tok.chat(messages), special=True)
+            text, stats = turn(cfg, model, tok, sm, ids, until, len(ids))
+        print(before + text + after)
+        rate = stats["tokens"] / max(stats["seconds"], 1e-9)
+        print(f"{stats['tokens']} tokens, {stats['kept']} before the end token; "
+              f"NFE {stats['nfe']}, {stats['seconds']:.1f} s, {rate:.1f} tokens/s; {label}",
+              file=sys.stderr)
+        messages.append({"role": "assistant", "content": text})
+
+
+if __name__ == "__main__":
+    run(main, Config)
