@@ -37,7 +37,7 @@ import dora
 from launch import Refused, atomic, machine
 from data import rng
 from dream import Dream, DreamConfig
-from finetune_dream import TARGETS, TwoPass, objective
+from finetune_dream import TARGETS, TwoPassDream, objective
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 from sample import generate, nucleus, sample_categorical
 from sample_dream import decode, decode_blocks, pad_prompts
@@ -404,7 +404,7 @@ def build_dream(cfg, device, dtype, adapter):
 def finetuning(cfg, device, dtype):
     """step(soft, checkpointing) makes one micro-step of finetune_dream.py on a random dialogue, and its update."""
     dream, sm = build_dream(cfg, device, dtype, adapter=True)
-    two_pass = TwoPass(dream, sm)
+    two_pass = TwoPassDream(dream, sm, dream.cfg.mask_token_id)
     theta = [p for p in two_pass.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(theta, lr=1e-5, weight_decay=0.0)
     x0 = torch.randint(cfg.dream_vocab - 2, (1, cfg.dream_length), generator=rng("bench")).to(device)
@@ -426,7 +426,7 @@ def two_finetunings(cfg, device, dtype, soft, checkpointing):
         step(soft, checkpointing)
 
 
-def vocabulary_work(cfg, device, k, T, chunk):
+def vocabulary_work(cfg, device, k, T):
     """Both passes and the backward of finetune_dream.py at Dream's own V, all of T positions but the first at [MASK]s.
 
     In bf16, without layers, on a narrow model: what is left is the work on rows × V. T = 1: just the model.
@@ -437,15 +437,15 @@ def vocabulary_work(cfg, device, k, T, chunk):
     x0 = torch.randint(mask_id, (1, T), generator=rng("bench")).to(device)
     xt = torch.where(torch.arange(T, device=device) > 0, mask_id, x0)
     if T > 1:
-        TwoPass(dream, SoftMask(mask_id, k, omega_s=0.5).to(device), chunk)(x0, xt, True).mean().backward()
+        TwoPassDream(dream, SoftMask(mask_id, k, omega_s=0.5).to(device), mask_id)(x0, xt, True).mean().backward()
 
 
 def bench_vocabulary(cfg, device, dtype, T=2048):
     """How far memory rises for logits, feedback and loss alone, at the size of Dream's vocabulary and longest dialogue."""
-    base, rows = peak(vocabulary_work, cfg, device, 1, 1, 256)[1], {}
-    for chunk, k in ((256, 1), (256, None), (128, 1)):
-        most = peak(vocabulary_work, cfg, device, k, T, chunk)[1]
-        rows[f"{chunk} rows at once, k = {k or '|V|'}"] = {"rise GB": (most - base) / 1e9}
+    base, rows = peak(vocabulary_work, cfg, device, 1, 1)[1], {}
+    for k in (1, None):
+        most = peak(vocabulary_work, cfg, device, k, T)[1]
+        rows[f"k = {k or '|V|'}"] = {"rise GB": (most - base) / 1e9}
     table(f"Dream's vocabulary work: V = 152,064, {T:,} tokens, bf16", rows,
           f"one (T, V) tensor in fp32 is {T * 152064 * 4 / 1e9:.3g} GB")
     return rows

@@ -20,7 +20,7 @@ MAY_IMPORT = {
     "sample": {"mdlm", "data", "checkpoint", "show"}, "eval": {"mdlm", "data", "checkpoint"},
     "train": {"mdlm", "data", "checkpoint", "sample", "eval", "show"},
     "finetune_dream": {"dream", "dora", "softmask", "mdlm", "checkpoint", "data"},
-    "sample_dream": {"dream", "dora", "softmask", "checkpoint"}, "eval_dream": {"sample_dream", "checkpoint"},
+    "sample_dream": {"dream", "dora", "softmask", "mdlm"}, "eval_dream": {"sample_dream", "checkpoint"},
     "plot": {"checkpoint"},
 }
 for name in set(MAY_IMPORT) - {"softmask", "dora", "launch"}:
