@@ -1,22 +1,24 @@
 # SPDX-License-Identifier: MIT
-"""Tensors in and out: one checkpoint format of our own, and readers for other people's.
+"""Checkpoints: one format of our own, and readers for the formats of others.
 
 A checkpoint is one dict of tensors and plain values, so `torch.load(weights_only=True)` opens it:
 
-    format     "soft-masked-mdlm/1"            kind       "mdlm" or "dream-adapter"
-    config     {field: value}                  step, seed
-    model      {name: tensor}                ema        {name: tensor}, of the backbone only [code]
-    optimizer  {...}, if the run goes on       tokenizer  {name, vocab_size, mask_id, bos, eos}
-    data       {path, n_tokens, sha256}        git, versions, metrics
+    format     "soft-masked-mdlm/1"                  kind     "mdlm" or "dream-adapter"
+    config     {field: value}                        step, seed
+    model      {name: tensor}                        ema      {name: tensor}, backbone only [code]
+    optimizer  {...}, only where the run goes on     data     {path, n_tokens, sha256}
+    tokenizer  {name, vocab_size, mask_id, bos, eos}
+    git, versions, metrics
 
-step and seed are the whole state of the random numbers, because every draw is keyed by them (data.rng).
-Foreign files come out of `load` as the same dict. None of them can run code here: see `load_inert`.
+step and seed are the whole state of the random numbers, because every draw is keyed by them
+(data.rng). `load` gives the files of others as the same dict. None of these files can run code
+here: see `load_inert`.
 
     python checkpoint.py --checkpoint=mdlm.ckpt                  # what is it?
     python checkpoint.py --checkpoint=mdlm.ckpt --out=mdlm.pt    # convert it to ours
     python checkpoint.py --checkpoint=mdlm.ckpt --out=mdlm.safetensors
 
-Not here: model classes, adapters of Dream (dream.py), and what the numbers mean.
+Not here: model classes, adapters of Dream (dream.py).
 """
 
 import dataclasses
@@ -39,11 +41,11 @@ FORMAT = "soft-masked-mdlm/1"
 
 
 def git_version():
-    """{commit, dirty} of this source, for a checkpoint to remember. {} where there is no git."""
+    """{commit, dirty} of this source, which a checkpoint records. {} where there is no git."""
     def git(*args):
         folder = os.path.dirname(os.path.abspath(__file__))
-        done = subprocess.run(["git", *args], cwd=folder, check=True, capture_output=True, text=True)
-        return done.stdout.strip()
+        return subprocess.check_output(["git", *args], cwd=folder, stderr=subprocess.DEVNULL,
+                                       text=True).strip()
     try:
         dirty = bool(git("status", "--porcelain", "-uno"))
         return {"commit": git("rev-parse", "HEAD"), "dirty": dirty}
@@ -57,12 +59,12 @@ def save(path, **parts):
     with atomic(path) as tmp:
         try:
             torch.save({"format": FORMAT, "git": git_version(), "versions": versions, **parts}, tmp)
-        except RuntimeError as e:  # torch raises this one for a full disk
+        except RuntimeError as e:  # what torch raises when the disk is full
             raise OSError(e)
 
 
 # -------------------------------------------------------------------------------------------------
-# safetensors: 8 bytes that say how long the header is, a JSON header, the raw tensors
+# safetensors: 8 bytes with the length of the header, the header in JSON, the raw tensors
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
@@ -70,7 +72,7 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 
 
 def read_header(path):
-    """(header as a dict, offset of the data) of a safetensors file. Raises ValueError if it is none."""
+    """(header as a dict, offset of the data). Raises ValueError if it is no safetensors file."""
     with open(path, "rb") as f:
         n = int.from_bytes(f.read(8), "little")
         if 8 + n > os.path.getsize(path):
@@ -79,20 +81,22 @@ def read_header(path):
 
 
 def read_safetensors(path, metadata=None):
-    """{name: tensor}, memory-mapped: a tensor is read from disk when it is used. Do not write into them.
+    """{name: tensor}, memory-mapped: a tensor is read from disk when it is used.
 
-    metadata: a dict that takes up the header's own, if wanted. Raises Refused when the file is not whole.
+    Do not write into the tensors.
+    metadata: a dict to which the metadata of the header is added.
+    Raises Refused when the file is not whole.
     """
     try:
         header, offset = read_header(path)
-        # Mode "c" (copy on write): torch asks for memory that can be written.
+        # Mode "c" is copy on write: torch wants memory that can be written.
         data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=offset))
         own = header.pop("__metadata__", {})
         tensors = {}
         for name, entry in header.items():
             dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
             part = data[start:end]
-            if start % dtype.itemsize:  # view() refuses an odd address
+            if start % dtype.itemsize:  # view() refuses an address that is not aligned
                 part = part.clone()
             tensors[name] = part.view(dtype).view(entry["shape"])
     except FileNotFoundError:
@@ -106,7 +110,7 @@ def read_safetensors(path, metadata=None):
 
 
 def write_safetensors(path, tensors, metadata=None):
-    """The reverse, atomically.   tensors: {name: tensor}.   metadata: {str: str}."""
+    """Write such a file, atomically.   tensors: {name: tensor}.   metadata: {str: str}."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header, offset = {"__metadata__": metadata} if metadata else {}, 0
     for name, tensor in tensors.items():
@@ -115,7 +119,7 @@ def write_safetensors(path, tensors, metadata=None):
                         "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # readers expect data at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # readers expect the data at a multiple of 8 bytes
     with atomic(path) as tmp, open(tmp, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
@@ -124,11 +128,11 @@ def write_safetensors(path, tensors, metadata=None):
 
 
 # -------------------------------------------------------------------------------------------------
-# other people's pickles, read without running them
+# pickles of others, read without running code
 
 
 class Inert(dict):
-    """Stands in for every foreign class in a pickle: takes any arguments, keeps its state, does nothing."""
+    """Replaces every foreign class in a pickle. It takes any arguments and only keeps its state."""
 
     def __init__(self, *args, **kwargs):
         super().__init__()
@@ -155,25 +159,25 @@ HARMLESS |= {f"{module} {name}" for module in ("builtins", "__builtin__") for na
 
 
 class InertUnpickler(pickle.Unpickler):
-    """A pickle is a program that calls any function by name. This one finds tensors and plain values only."""
+    """Loads tensors and plain values. A pickle could call any function, but here it finds none."""
 
     def find_class(self, module, name):
         if f"{module} {name}" in HARMLESS:
             return super().find_class(module, name)
         if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
             return getattr(torch, name)
-        return Inert  # storages of tensors never arrive here: torch's own reader takes them first
+        return Inert  # never for the data of a tensor: torch's own reader takes that first
 
 
 def load_inert(path):
-    """torch.load for a checkpoint of a training framework, without the framework and its code."""
+    """torch.load for the checkpoint of a training framework that is not installed."""
     reader = types.SimpleNamespace(__name__="inert", Unpickler=InertUnpickler,
                                    load=lambda f, **kw: InertUnpickler(f, **kw).load())
     return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
 
 
 def plain_values(node):
-    """The values inside an inert configuration tree. omegaconf keeps them under _content and _val."""
+    """The values in an inert configuration tree. omegaconf keeps them in _content and _val."""
     if isinstance(node, dict):
         node = node.get("_content", node.get("_val", node))
     if isinstance(node, dict):
@@ -182,18 +186,18 @@ def plain_values(node):
 
 
 # -------------------------------------------------------------------------------------------------
-# other people's models
+# models of others
 
 OMEGA = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
 
 
 def from_mdlm_family(state, shadow=None, settings=None, step=0):
-    """Weights of MDLM, or of the authors' SM, as our dict. Names below the prefix are the same here.
+    """Weights of MDLM, or of the authors' SM, as our dict. Only the prefix of the names changes.
 
     state: {name: tensor} under any prefix.
     shadow: the EMA, a bare list in the order of the parameters [code].
-    settings: the configuration of the run, if the file has one. Every size is read off the tensors; what
-        no tensor shows has the paper's value.
+    settings: the configuration of the run, if the file has one. All sizes come from the tensors.
+        What no tensor shows has the paper's value if it is not in the settings.
     Raises Refused when there is no MDLM in it.
     """
     anchor = next((name for name in state if name.endswith("vocab_embed.embedding")), None)
@@ -203,11 +207,11 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     prefix = anchor.removesuffix("vocab_embed.embedding")
     net = {"net." + name.removeprefix(prefix): t for name, t in state.items()
            if name.startswith(prefix)}
-    # A buffer that is computed anew here. Its length tells the width of a head.
+    # This buffer is not a weight, but its length gives the width of a head.
     inv_freq = net.pop("net.rotary_emb.inv_freq", None)
     if shadow is not None and len(shadow) != len(net):
-        raise Refused(f"the EMA has {len(shadow)} tensors for {len(net)} parameters: not a checkpoint "
-                      f"of this model")
+        raise Refused(f"the EMA has {len(shadow)} tensors for {len(net)} parameters: not a "
+                      f"checkpoint of this model")
     V, D = net["net.vocab_embed.embedding"].shape
     algo, model = (settings or {}).get("algo", {}), (settings or {}).get("model", {})
     head = algo.get("tran_head", {})
@@ -220,24 +224,27 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
         length=model.get("length", 1024), dropout=model.get("dropout", 0.1),
         time_conditioning=algo.get("time_conditioning", False), soft_mask=soft,
         k=None if dense else head.get("mixinputs_k", 3))
-    omega = OMEGA | ({"sm.raw_tau": "raw_temperature"} if dense else {})  # top-k has no use for it
+    # Their files hold a temperature for top-k too, which does not use it [code].
+    omega = OMEGA | ({"sm.raw_tau": "raw_temperature"} if dense else {})
     if soft:
         sm = {ours: state[f"tran_head.{theirs}"] for ours, theirs in omega.items()}
     return {"format": FORMAT, "kind": "mdlm", "config": config, "step": step,
             "model": net | (sm if soft else {}),
             "ema": None if shadow is None else dict(zip(net, shadow)),
-            "tokenizer": {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}}
+            "tokenizer": {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2,
+                          "eos": V - 2}}
 
 
 # -------------------------------------------------------------------------------------------------
-# any of them
+# files of any format
 
 
 def load(path):
     """Any checkpoint as the dict at the top of this file.
 
-    path: ours, a Lightning .ckpt (MDLM's and the authors'), .safetensors, pytorch_model.bin, or a folder
-        that holds one of the last two. Raises Refused for a file that is none of them.
+    path: ours, a Lightning .ckpt (MDLM's and the authors'), .safetensors, pytorch_model.bin, or a
+        folder that holds one of the last two.
+    Raises Refused for a file that is none of them.
     """
     if os.path.isdir(path):
         names = (os.path.join(path, name) for name in ("model.safetensors", "pytorch_model.bin"))
@@ -259,11 +266,11 @@ def load(path):
 
 
 def interpret(path):
-    """The file as our dict, whatever its format. Any exception means that it has none of them."""
+    """The file as our dict, from any of the formats. It can raise anything for other files."""
     if path.endswith(".safetensors"):
         metadata = {}
         tensors = read_safetensors(path, metadata)
-        ours = json.loads(metadata.get(FORMAT, "null"))  # `main` below puts it into the header
+        ours = json.loads(metadata.get(FORMAT, "null"))  # written by `main` below
         return {**ours, "model": tensors} if ours else from_mdlm_family(tensors)
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
@@ -280,8 +287,8 @@ def interpret(path):
 
 @dataclasses.dataclass
 class Config:
-    checkpoint: str = ""  # what to describe
-    out: str = ""    # convert it: NAME.safetensors (EMA weights), or any other name for our format
+    checkpoint: str = ""  # the file or folder to describe
+    out: str = ""         # also convert it: NAME.safetensors (EMA weights), any other name: ours
 
 
 def main(cfg):

@@ -152,13 +152,23 @@ def rows(tokens, index, L):
     return x
 
 
+KEYS = 1  # version of the keys below: a run that began with other draws cannot be resumed
+
+
+def seed_of(*key):
+    """56 bits that stand for what a draw is for, such as seed_of(seed, "dropout", step, j)."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
+
+
 def rng(*key):
     """The generator of one draw, seeded by what the draw is for, such as rng(seed, "t", step).
 
-    So a checkpoint has no random state to save, and ranks need not be kept in step.
+    So a checkpoint has no random state to save, and ranks need not be kept in step. Torch's CPU
+    generator uses the low 32 bits of a seed: two keys make the same draws once in 2^32 pairs. Of
+    5,000 samples, two are then copies with a probability of 0.3 %; of the 16 million masks of the
+    paper's run some 30,000 pairs are alike, on other texts.
     """
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+    return torch.Generator().manual_seed(seed_of(*key))
 
 
 def order(n, epoch, seed):

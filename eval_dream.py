@@ -92,11 +92,11 @@ def load_tasks(cfg):
         from lm_eval.tasks import TaskManager
     except ImportError as e:
         raise Refused(f"the benchmarks run in lm-evaluation-harness ({e}): pip install lm-eval")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of settings that we mean
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is on purpose
     if cfg.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # some of its own tasks ask for this, too
     if os.path.exists(os.path.join(TASKS, f"{cfg.task}.yaml")):
-        # Without its own 14,000 tasks, which take ten seconds to list.
+        # The harness needs ten seconds to list its own 14,000 tasks. None of them is wanted here.
         manager = TaskManager(include_path=TASKS, include_defaults=False,
                               metadata={"data": cfg.data, "timeout": cfg.timeout})
     else:
@@ -307,16 +307,17 @@ def evaluate(cfg):
     """
     lm_eval, loaded = load_tasks(cfg)
     tasks, results = loaded["tasks"], []
-    docs = [doc for task in tasks.values() for doc in list(task.eval_docs)[:cfg.limit or None]]
-    problems = [{k: v for k, v in doc.items() if k != "timeout"} for doc in docs]
+    docs = [doc for task in tasks.values() for doc in task.eval_docs]
+    problems = [{k: v for k, v in doc.items() if k != "scoring"} for doc in docs]
     data = hashlib.sha256(json.dumps(problems, default=str).encode()).hexdigest()
-    column = docs[0].get("column", f"{cfg.task} (harness)")
+    ours = "scoring" in docs[0]
+    column = docs[0]["scoring"]["column"] if ours else f"{cfg.task} (harness)"
     settings = [task.config.generation_kwargs or {} for task in tasks.values()]
     length = max(s.get("max_gen_toks", 256) for s in settings)
     grid = cells(cfg, length)
     unsafe = any(getattr(task, "UNSAFE_CODE", False) for task in tasks.values())
     scored = cfg.confirm_run_unsafe_code or not unsafe
-    if unsafe and scored and "column" in docs[0]:
+    if unsafe and scored and ours:
         check_reference(cfg, lm_eval, loaded)
     respond, chat, kind = responder(grid[0][1], tasks)
     for budget, cell in grid:

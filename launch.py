@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""What every script of this project does before and around its own work: nothing here is about diffusion.
+"""What every script does before and around its own work. Nothing here is about diffusion.
 
-    the command line      from_cli, run           flags from a commented dataclass; bad input in one sentence
-    the machine           machine, join, leave    which rank this process is, on which device, in which dtype
-    other processes       over_ranks, any_rank    sums and decisions that all ranks share
-    the outside world     signals                 Ctrl-C and SIGTERM end a run after the update that is under way
-    files                 atomic, *_json*         a good file is never half overwritten; JSON lines survive a kill
-    the log               Log                     one line on screen and one in log.jsonl, for both trainers
+    the command line     from_cli, run           flags from a commented dataclass, refusals
+    the machine          machine, join, leave    which rank this process is, its device and dtype
+    other ranks          over_ranks, any_rank    sums and decisions that all ranks share
+    stopping             signals                 Ctrl-C and SIGTERM end a run after its update
+    files                atomic, write_text      a new file replaces the old one when it is whole
+                         *_json, *_jsonl         JSON lines survive a kill
+    the log              Log                    a line on screen and in log.jsonl, for both trainers
 
-Not here: models, checkpoints (checkpoint.py), text (data.py).
+Not here: models, checkpoints (checkpoint.py), text (data.py). This file is a module: every script
+of this project runs it.
 """
 
 import contextlib
@@ -25,17 +27,17 @@ import typing
 import torch
 import torch.distributed as dist
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the command line
 
 
 class Refused(ValueError):
-    """Bad input, in one sentence: the value, the limit, the remedy. `run` turns it into exit code 2."""
+    """Bad input, in one sentence: the value, the limit, the remedy. `run` makes it exit code 2."""
 
 
 def parse_value(name, text, kind):
     """`--name=text` as `kind`, one of the annotations that our Config classes use."""
-    options = typing.get_args(kind) or (kind,)  # `int | None` has two
+    options = typing.get_args(kind) or (kind,)  # two for `int | None`
     if type(None) in options and text.lower() == "none":
         return None
     kind = options[0]
@@ -49,9 +51,9 @@ def parse_value(name, text, kind):
 
 
 def print_help(Config, presets):
-    """The table of hyperparameters is the source of the class itself, with its comments."""
+    """Print the source of the class: with its comments, it is the table of the flags."""
     classes = [c for c in reversed(Config.__mro__) if dataclasses.is_dataclass(c)]
-    for c in classes:  # inherited fields first
+    for c in classes:  # a parent comes before its child, so inherited fields come first
         print(inspect.getsource(c))
     for name, fields in presets.items():
         print(f"preset {name}: {fields}")
@@ -61,7 +63,7 @@ def from_cli(Config, argv=None, presets=None):
     """A dataclass from `[preset] --key=value --flag …`.
 
     argv: list of words (default: the command line of this process).
-    presets: {name: {field: value}}. One may stand first on the line; the flags after it override it.
+    presets: {name: {field: value}}. The first word may name a preset. Flags override it.
     Raises Refused for an unknown preset or key, and for a value of the wrong type.
     """
     argv, presets = list(sys.argv[1:] if argv is None else argv), presets or {}
@@ -89,9 +91,9 @@ def from_cli(Config, argv=None, presets=None):
 
 
 def run(main, Config, presets=None):
-    """The last line of every script: parse, run, and say bad input in a line instead of a traceback."""
+    """The last line of every script. Bad input gives one line on stderr instead of a traceback."""
     for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal without ω or λ shows a question mark there
+        if hasattr(stream, "reconfigure"):  # a terminal that cannot show ω shows a question mark
             stream.reconfigure(errors="replace")
     try:
         main(from_cli(Config, presets=presets))
@@ -100,17 +102,18 @@ def run(main, Config, presets=None):
         raise SystemExit(2)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the machine, and the other processes
 
 
 def machine(device="auto", dtype="auto"):
-    """(rank, world, device, autocast dtype or None) of this process: torchrun's variables, and two flags.
+    """(rank, world, device, autocast dtype or None) of this process.
 
-    device: cuda, mps or cpu; auto is the first of them that is there.
-    dtype: bfloat16 or float32; auto is bfloat16 on a GPU that has it. A dtype that the device does not
-        have becomes float32, and a sentence says so.
-    Raises Refused when this process has no such device.
+    Rank and world come from the variables that torchrun sets.
+    device: cuda, mps or cpu. auto takes the first of them that this machine has.
+    dtype: bfloat16 or float32. auto takes bfloat16 on a GPU that has it. Where the device does not
+        have the dtype, float32 is used, and a printed sentence says so.
+    Raises Refused when there is no such device for this process.
     """
     rank, world, local = (int(os.environ.get(name, default)) for name, default in
                           (("RANK", 0), ("WORLD_SIZE", 1), ("LOCAL_RANK", 0)))
@@ -125,14 +128,14 @@ def machine(device="auto", dtype="auto"):
     on_gpu = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     wanted = dtype != "float32" if on_gpu else kind == "cpu" and dtype == "bfloat16"
     half = torch.bfloat16 if wanted else None
-    # float16 is never used: the loss, a sum of nats over t, needs more range than it has.
+    # float16 is never used: the loss is a sum of nats divided by t, and can exceed its range.
     if rank == 0 and (dtype == "float16" or dtype == "bfloat16" and half is None):
         print(f"--dtype={dtype} cannot be had here: using {'bfloat16' if half else 'float32'}")
     return rank, world, torch.device(kind, local) if kind == "cuda" else torch.device(kind), half
 
 
 def join(world, device):
-    """Find the other ranks, if there are any. NCCL for tensors on GPUs, gloo for flags on the CPU."""
+    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU."""
     if world > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -140,26 +143,30 @@ def join(world, device):
 
 
 def over_ranks(tensor, how=dist.ReduceOp.SUM):
-    """The tensor, summed over all ranks in place (or their maximum). Alone: the tensor."""
+    """The tensor, reduced over all ranks in place (default: their sum).
+
+    Without other ranks, it is returned as it is.
+    """
     if dist.is_initialized():
         dist.all_reduce(tensor, how)
     return tensor
 
 
 def any_rank(number):
-    """The largest of all ranks' numbers, so that all ranks take the same decision."""
+    """The maximum of this number over all ranks, so that all ranks take the same decision."""
     return over_ranks(torch.tensor(number), dist.ReduceOp.MAX).item()
 
 
 def leave(world, message, status):
-    """The end of a run, complete or not, on every rank.
+    """Ends a run, complete or stopped. Every rank must call it.
 
-    message: what rank 0 prints, or "". Raises SystemExit(status) unless it is 0.
+    message: what rank 0 prints, or "".   status: raises SystemExit(status) unless it is 0.
     """
     rank = 0
     if world > 1:
         rank = dist.get_rank()
-        dist.barrier()  # torchrun kills all ranks when one ends early, also the one that still saves
+        # torchrun kills all ranks when one ends with a status, also a rank that still saves.
+        dist.barrier()
         dist.destroy_process_group()
     if message and rank == 0:
         print(message)
@@ -169,12 +176,16 @@ def leave(world, message, status):
 
 @contextlib.contextmanager
 def signals():
-    """A list that takes up SIGTERM and Ctrl-C, so that the training step can end and save first."""
+    """Yields a list that collects SIGTERM and Ctrl-C, which then do not end the process.
+
+    A training loop reads it after each update, saves, and ends.
+    """
     caught = []
 
     def take(number, frame):
         caught.append(number)
-        # A second Ctrl-C kills. A second SIGTERM does not: torchrun sends several, and the run is saving.
+        # A second Ctrl-C ends the process. A second SIGTERM does not: torchrun sends several while
+        # the run is still saving.
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
     before = {s: signal.signal(s, take) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -185,23 +196,23 @@ def signals():
             signal.signal(number, handler)
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # files
 
 
 @contextlib.contextmanager
 def atomic(path):
-    """Yields a temporary path that becomes `path` only if the block ends well.
+    """Yields a temporary path, which becomes `path` if the block ends without an exception.
 
-    So a good file is never half overwritten. Raises Refused when the disk is full or the folder cannot
-    be written; an older file is then still there.
+    So an older file is never half overwritten. Raises Refused when the disk is full or the folder
+    cannot be written. The older file is then still there.
     """
-    tmp = f"{path}.tmp"  # always the same name: the next run overwrites what a killed process left
+    tmp = f"{path}.tmp"  # a constant name: the next run overwrites what a killed process left
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         yield tmp
         with open(tmp, "rb+") as f:
-            os.fsync(f.fileno())  # without it a power cut can leave the new name on empty blocks
+            os.fsync(f.fileno())  # without it, a power cut can leave an empty file under this name
         os.replace(tmp, path)
     except OSError as e:
         raise Refused(f"could not write {path} ({e}): free some space or choose another folder; "
@@ -212,7 +223,7 @@ def atomic(path):
 
 
 def write_text(path, text):
-    """A whole text file at once. Raises Refused as `atomic` does."""
+    """Write a whole text file, atomically. Raises Refused like `atomic`."""
     with atomic(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
         f.write(text)
 
@@ -223,7 +234,8 @@ def read_json(path):
         with open(path, encoding="utf-8") as f:
             values = json.load(f)
     except FileNotFoundError:
-        raise Refused(f"{path} does not exist: give the folder of a model or adapter with all its files")
+        raise Refused(f"{path} does not exist: give the folder of a model or adapter with all its "
+                      f"files")
     except (OSError, ValueError, RecursionError) as e:
         raise Refused(f"{path} is not JSON ({e}): fetch it again")
     if not isinstance(values, dict):
@@ -232,27 +244,27 @@ def read_json(path):
 
 
 def append_jsonl(path, *values):
-    """One line of JSON for each value, at the end of a file. Raises Refused if it cannot be written."""
+    """Append one line of JSON for each value. Raises Refused when the file cannot be written."""
     try:
         os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
         with open(path, "a+b") as f:
             f.seek(max(0, f.tell() - 1))
-            # A kill or a full disk can have left half a line: the next one must not stick to it.
+            # A kill or a full disk may have left half a line. A new line must not be joined to it.
             if f.read() not in (b"", b"\n"):
                 f.write(b"\n")
             f.writelines(json.dumps(value).encode() + b"\n" for value in values)
     except OSError as e:
-        raise Refused(f"could not write {path} ({e}): what is there stays; free some space, and the "
-                      f"same command goes on")
+        raise Refused(f"could not write {path} ({e}): what is there stays; free some space, and "
+                      f"the same command goes on")
 
 
 def read_jsonl(path, repair=False, skip_broken=False):
-    """The values of all whole lines of a file. A file that does not exist has none.
+    """The values of all whole lines of a file: [] for a file that does not exist.
 
-    A process that was killed can leave a last line without its end. It is left out.
-    repair: also cut it off the file, so that the next line does not stick to it.
-    skip_broken: leave out other broken lines too. A full disk makes them in the middle of a log.
-    Raises Refused for a file that is something else, which is then left as it is.
+    A process that was killed can leave its last line cut short. This line is left out.
+    repair: also remove it from the file.
+    skip_broken: leave out broken lines before the last, too. A full disk can make them in a log.
+    Raises Refused for any other broken line. The file is then left as it is.
     """
     try:
         with open(path, "rb") as f:
@@ -274,18 +286,18 @@ def read_jsonl(path, repair=False, skip_broken=False):
     return values
 
 
-# ---------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # the log
 
 
 class Log:
-    """What a trainer says while it runs: means since its last line, over all ranks.
+    """What a trainer reports while it runs: means since its last line, over all ranks.
 
-    path: log.jsonl.   start, steps: the first update of this process, and the last of the run.
-    master: this process writes and prints.   The trainer adds up sums, and turns them into a line:
+    path: log.jsonl.   start: the updates made before this process began.   steps: those of the run.
+    master: True on the rank that writes and prints. The trainer adds up sums and makes a line:
 
-        log.add(nll=nll.sum(), masks=n)                   # as often as it likes: nothing waits
-        sums, updates, seconds = log.collect(done, norm)  # the one wait for the device
+        log.add(nll=nll.sum(), masks=n)                         # never waits for the device
+        sums, updates, seconds, norm = log.collect(done, norm)  # waits once
         log.write({"step": done, "loss": sums["nll"] / …})
         log.print()
     """
@@ -296,56 +308,59 @@ class Log:
         self.began = self.last = time.time()
 
     def begin(self):
-        """Drops the lines of updates that a resumed run makes again, and lines that were cut."""
+        """Remove from the file cut lines, and lines of updates that will be made again."""
         if self.master:
             lines = [v for v in read_jsonl(self.path, skip_broken=True) if isinstance(v, dict)]
             kept = [v for v in lines if v.get("step", math.inf) <= self.start]
             write_text(self.path, "".join(json.dumps(v) + "\n" for v in kept if self.start))
 
     def add(self, **sums):
-        """Numbers, or 0-d tensors on any device, to add to the sums of these names."""
+        """Add numbers, or 0-d tensors on any device, to the sums of these names."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
     @contextlib.contextmanager
     def pause(self):
-        """Time spent inside is no part of the throughput."""
+        """Time spent in this block does not count as time between two lines."""
         start = time.time()
         yield
         self.last += time.time() - start
 
     def collect(self, done, norm):
-        """({name: sum over all ranks}, updates, seconds) since the last call.
+        """({name: sum over all ranks}, updates, seconds, norm as a float) since the last call.
 
         done: updates made so far.   norm: 0-d tensor, the norm of the last gradient.
-        Raises Refused if one of the numbers is none, so that no broken weights are saved after it.
+        Raises Refused if a sum or the norm is not finite, so that no broken weights are saved.
         """
-        names, values = zip(*self.sums.items())
-        values = torch.stack([torch.as_tensor(v, dtype=torch.float64, device="cpu") for v in values])
-        sums = dict(zip(names, over_ranks(values).tolist()))
-        if not math.isfinite(sum(sums.values()) + norm.item()):
+        values = [torch.as_tensor(v, device=norm.device).float() for v in self.sums.values()]
+        *values, norm = torch.stack([*values, norm.float()]).tolist()  # the one wait for the device
+        values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
+        if not math.isfinite(sum(values) + norm):
             folder = os.path.dirname(self.path)
-            raise Refused(f"the loss or its gradient is not a number by update {done:,}: --resume goes "
-                          f"back to the last save in {folder}; a lower --eta_bb needs a run of its own")
-        now = time.time()
+            raise Refused(
+                f"the loss or its gradient is not a number by update {done:,}: --resume goes back "
+                f"to the last save in {folder}; a lower --eta_bb needs a run of its own")
+        sums, now = dict(zip(self.sums, values)), time.time()
         updates, seconds = done - self.done, now - self.last
         self.done, self.last, self.sums = done, now, {}
-        return sums, updates, seconds
+        return sums, updates, seconds, norm
 
     def write(self, line):
-        """Append a dict to log.jsonl. A full disk loses the line and not the run, which can still save."""
+        """Append a dict to log.jsonl. A full disk loses this line, but does not end the run."""
         line = {**line, "seconds": time.time() - self.began}
         if self.master:
             try:
                 append_jsonl(self.path, line)
             except Refused as refused:
                 print(f"log line lost: {refused}")
-        numbers = "  ".join(f"{k} {v:.4g}" for k, v in line.items() if k not in ("step", "seconds"))
-        left = line["seconds"] / (self.done - self.start) * (self.steps - self.done) / 60
+        numbers = "  ".join(f"{k} {v:,.0f}" if v >= 1000 else f"{k} {v:.4g}"
+                            for k, v in line.items() if k not in ("step", "seconds"))
+        updates = max(1, self.done - self.start)
+        left = line["seconds"] / updates * (self.steps - self.done) / 60
         self.text = f"update {self.done:,} of {self.steps:,}  {numbers}  {left:,.1f} min left"
 
     def print(self):
-        """The last thing that an update does, so that a terminal that is gone loses nothing."""
+        """Print the line. An update does this last: if the terminal is gone, nothing is lost."""
         if self.master and self.text:
             print(self.text, flush=True)
         self.text = ""

@@ -1,26 +1,29 @@
 # SPDX-License-Identifier: MIT
 """Masked diffusion language model: the corruption, the network, and the two-pass soft-masked loss.
 
-    §2.1 marginal           corrupt            Alg. 1 l.4       tokens turn into [MASK] with probability 1 − α_t
-    Alg. 1 l.3, §3.2        sample_times                        t, stratified over the batch
-    §2.1 g_θ, App. B.1      DiT                      a bidirectional transformer, 169M in the paper
-    Alg. 1 l.5-8            TwoPass             predict, feed back, predict again; for any backbone
-    Eq. 2                   MDLM.forward                        pay for the masks, over t
+    Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
+    §2.1 marginal, l.4       corrupt         tokens become [MASK] with probability 1 − α_t
+    §2.1 g_θ, App. B.1       DiT             a bidirectional transformer, 169M in the paper
+    Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
+    Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, over t
 
-A backbone is three things, and soft-masking lives between the first and the second:
+A backbone is three things. Soft-masking works between the first and the second:
 
-    table                     (V, D)                            the embeddings
-    hidden(emb, rows, t)      (B, L, D), (N,), (B,) → (N, D)    last hidden states that predict the flat positions `rows`
-    head(h)                   (n, D) → (n, V)                   logits, fp32 always
+    table                   (V, D)                           the embeddings
+    hidden(emb, rows, t)    (B, L, D), (N,), (B,) → (N, D)   last hidden states that predict `rows`,
+                                                             which are positions in the flat batch
+    head(h)                 (n, D) → (n, V)                  logits, fp32 always
 
-The one convention of this file: tensors with a vocabulary axis are (n, V), one row per *masked* position, and exist
-only inside `in_chunks`. Unmasked positions have no loss, no feedback, and so no logits. Half of the rows are never
-computed (E[t] = ½), and (B, L, V), 6.6 GB in fp32 for one micro-batch of the paper, never is.
+One convention holds in this file. A tensor with a vocabulary axis is (n, V), with one row for each
+*masked* position, and it exists only inside `in_chunks`. Unmasked positions have no loss and no
+feedback, so their logits are not computed: on average half of the rows (E[t] = ½). The tensor
+(B, L, V) is never made. In fp32 it takes 6.6 GB for one micro-batch of the paper.
 
-Submodules and parameters have the names of the released MDLM checkpoints, in the same order. Some are not pretty, but
-their weights load without a translation table that could be wrong.
+Submodules and parameters have the names and the order of the released MDLM checkpoints. Some names
+are not pretty, but the weights load without a translation table that could be wrong.
 
-Not here: the reverse process (sample.py), optimizers, DDP, EMA, files. No draw from a global generator except dropout's.
+Not here: the reverse process (sample.py), optimizers, DDP, EMA, files. This file is a module, and
+train.py runs it. Only dropout draws from a global generator.
 """
 
 import dataclasses
@@ -33,12 +36,12 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint as recomputed
 
 import checkpoint
+from arms import ARMS
 from launch import Refused
-from softmask import SoftMask
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
-BUDGET = 1e9        # bytes that (n, V) tensors may take together
-CPU_LOGITS = 50e6   # bytes of logits made at once on a CPU: its allocator then reuses one buffer
+BUDGET = 1e9        # bytes that all (n, V) tensors may take together
+CPU_LOGITS = 50e6   # bytes of logits made at once on a CPU, so that its allocator reuses one buffer
 
 
 @dataclass
@@ -47,19 +50,20 @@ class ModelConfig:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    n_cond: int = 128                # width of the time embedding; adaLN reads it [code]
+    n_cond: int = 128                # width of the time embedding, which adaLN reads [code]
     vocab_size: int = 50258          # GPT-2's 50,257 and [MASK]
     mask_id: int = 50257
     length: int = 1024               # L, tokens per sequence
     dropout: float = 0.1
-    time_conditioning: bool = False  # §4.1 says with; both released configurations say without [code]
+    time_conditioning: bool = False  # on in §4.1, but off in both released configurations [code]
     # soft-masking, §3.1
     soft_mask: bool = True           # False: a binary MDLM, without ω
-    k: int | None = 3                # none: all of |V| through a trainable temperature, App. C.3
-    omega_s: float = 1e-6            # initial ω, App. B.2: almost off
+    k: int | None = 3                # none: all of |V|, through a trainable temperature, App. C.3
+    omega_s: float = 1e-6            # ω at the start, App. B.2: SM is almost off
     omega_a: float = 10 / 1.5
     omega_b: float = -0.75
-    two_updates: bool = False        # gradients through the first pass too, App. C.3
+    two_updates: bool = False        # the first pass gets gradients too, App. C.3
+    arm: str = ""                    # another gate or mix, by its name in arms.py
 
 
 # -------------------------------------------------------------------------------------------------
@@ -67,24 +71,24 @@ class ModelConfig:
 
 
 def sample_times(n, generator, low=ALPHA_FLOOR, high=1.0):
-    """n times in [b_l, b_h], one from each of n equal slices                      Alg. 1 l.3, §3.2
+    """n times in [b_l, b_h], one from each of n equal slices                       Alg. 1 l.3, §3.2
 
-    Each is uniform in its slice, together they cover the interval: the loss of a batch has far less
-    variance than with n independent draws [code].
+    Each time is uniform in its slice, and together they cover the interval. So the loss of a batch
+    has far less variance than with n independent draws [code].
     Returns t: (n,) fp32, ascending. b_l > 0, because Eq. 2 divides by t.
     """
     u = (torch.arange(n) + torch.rand(n, generator=generator)) / n             # (n,)
     return low + (high - low) * u                                              # (n,)
 
 
-def corrupt(x0, t, mask_id, generator):
-    """x_t ~ q(x_t | x_0): every token is [MASK] with probability 1 − α_t              §2.1 marginal, Alg. 1 l.4
+def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
+    """x_t ~ q(x_t | x_0): a token is [MASK] with probability 1 − α_t      §2.1 marginal, Alg. 1 l.4
 
-    x0: (B, L) ids.   t: (B,) in (0, 1].   Returns x_t: (B, L).
-    Draws on the CPU, so that every device sees the same x_t.
+    x0: (B, L) ids.   t: (B,) in (0, 1].   floor: α_1.   Returns x_t: (B, L).
+    The draws are made on the CPU, so that x_t is the same for every device.
     """
     u = torch.rand(x0.shape, generator=generator)                              # (B, L)
-    return torch.where(u < (1 - ALPHA_FLOOR) * t[:, None], mask_id, x0)        # (B, L)
+    return torch.where(u < (1 - floor) * t[:, None], mask_id, x0)              # (B, L)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -92,7 +96,7 @@ def corrupt(x0, t, mask_id, generator):
 
 
 class LayerNorm(nn.Module):
-    """fp32 whatever the autocast, a gain and no bias [code]."""
+    """LayerNorm with a gain and without a bias, always in fp32, also under autocast [code]."""
 
     def __init__(self, dim):
         super().__init__()
@@ -107,7 +111,10 @@ def modulate(x, shift, scale):
 
 
 def adaLN(n_cond, n_out):
-    """A zero map from the time embedding to shifts, scales and gates: every block starts as the identity."""
+    """From the time embedding to shifts, scales and gates.
+
+    It is zero at the start, so that every block starts as the identity.
+    """
     linear = nn.Linear(n_cond, n_out)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
@@ -115,7 +122,7 @@ def adaLN(n_cond, n_out):
 
 
 def rotate(x, cos, sin):
-    """Rotary positions on pairs (i, i + d/2), not on neighbours [code]."""
+    """Rotary positions. They turn the pairs (i, i + d/2), not neighbours [code]."""
     x1, x2 = x.chunk(2, dim=-1)                                                # (B, H, L, d/2)
     return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)       # (B, H, L, d)
 
@@ -123,7 +130,7 @@ def rotate(x, cos, sin):
 class VocabEmbed(nn.Module):
     def __init__(self, vocab_size, dim):
         super().__init__()
-        self.embedding = nn.Parameter(torch.empty(vocab_size, dim))  # (V, D), not tied to the head
+        self.embedding = nn.Parameter(torch.empty(vocab_size, dim))            # (V, D)  not tied
         nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
 
 
@@ -141,7 +148,7 @@ class SigmaMap(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and MLP, each shifted, scaled and gated by the time embedding (adaLN)."""
+    """Attention without a mask, then an MLP. The time embedding shifts, scales and gates both."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -162,9 +169,10 @@ class Block(nn.Module):
         qkv = self.attn_qkv(modulate(self.norm1(x), shift1, scale1))           # (B, L, 3D)
         q, k, v = qkv.view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)    # 3 × (B, H, L, d)
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)                        # (B, H, L, d)
-        y = F.scaled_dot_product_attention(q, k, v)                         # (B, H, L, d)  no mask
+        y = F.scaled_dot_product_attention(q, k, v)                            # (B, H, L, d)
         y = self.attn_out(y.transpose(1, 2).reshape(B, L, D))                  # (B, L, D)
-        x = x + gate1 * F.dropout(y, self.dropout, self.training)  # dropout before the gate [code]
+        # Dropout comes before the gate [code].
+        x = x + gate1 * F.dropout(y, self.dropout, self.training)              # (B, L, D)
         y = self.mlp(modulate(self.norm2(x), shift2, scale2))                  # (B, L, D)
         return x + gate2 * F.dropout(y, self.dropout, self.training)           # (B, L, D)
 
@@ -173,12 +181,12 @@ class OutputLayer(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.norm_final = LayerNorm(cfg.n_embd)
-        self.linear = adaLN(cfg.n_embd, cfg.vocab_size)  # zero as well: the first prediction is uniform
+        self.linear = adaLN(cfg.n_embd, cfg.vocab_size)  # also zero: a new model predicts uniformly
         self.adaLN_modulation = adaLN(cfg.n_cond, 2 * cfg.n_embd)
 
 
 class DiT(nn.Module):
-    """g_θ as a backbone: table, hidden (the trunk, and the rows that are wanted), head.          §2.1, App. B.1"""
+    """g_θ as a backbone: table, hidden, head                                      §2.1, App. B.1"""
 
     def __init__(self, cfg):
         super().__init__()
@@ -194,39 +202,46 @@ class DiT(nn.Module):
         return self.vocab_embed.embedding                                      # (V, D)
 
     def time_embedding(self, t):
-        """(B,) → (B, cond), or (1, cond) without time conditioning. In fp32, whatever the autocast.
+        """t (B,) → (B, cond). Without time conditioning (1, cond), the same for all t.
 
-        Without it the released code still runs the map, at σ = 0: a learned constant [code].
+        Without time conditioning the released code still runs the map, at σ = 0. The result is a
+        learned constant [code]. It is computed in fp32, also under autocast.
         """
         with torch.autocast(t.device.type, enabled=False):
-            sigma = -torch.log1p(-(1 - ALPHA_FLOOR) * t) if self.cfg.time_conditioning else t.new_zeros(1)
-            return F.silu(self.sigma_map(sigma.float()))
+            sigma = t.new_zeros(1)                                             # (1,)
+            if self.cfg.time_conditioning:
+                sigma = -torch.log1p(-(1 - ALPHA_FLOOR) * t)                   # (B,)
+            return F.silu(self.sigma_map(sigma.float()))                       # (B | 1, cond)
 
     def trunk(self, emb, t):
         """Embeddings to the last hidden states, normed and modulated, ready for `head`.
 
-        emb: (B, L, D) fp32.   t: (B,) times, unused without time conditioning.   Returns h: (B, L, D) fp32.
-        The residual stream stays fp32 under bf16 autocast; the matrix products do not [code].
+        emb: (B, L, D) fp32.   t: (B,) times, not used without time conditioning.
+        Returns h: (B, L, D) fp32.
+        Under bf16 autocast the matrix products are in bf16, the residual stream stays fp32 [code].
         """
         kind, d = emb.device.type, self.cfg.n_embd // self.cfg.n_head
-        inv_freq = 10000 ** (-torch.arange(0, d, 2, device=emb.device).float() / d)        # (d/2,)
+        i = torch.arange(0, d, 2, device=emb.device).float()                   # (d/2,)
+        position = torch.arange(emb.shape[1], device=emb.device).float()       # (L,)
         # Angles in fp32: bf16 would lose the phase of far positions.
-        angles = torch.arange(emb.shape[1], device=emb.device).float()[:, None] * inv_freq   # (L, d/2)
+        angles = position[:, None] * 10000 ** (-i / d)                         # (L, d/2)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else emb.dtype
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)              # (L, d/2)
-        c, x = self.time_embedding(t), emb                               # (B | 1, cond), (B, L, D)
+        c, x = self.time_embedding(t), emb                                     # (B | 1, cond)
         for block in self.blocks:
             x = block(x, c, cos, sin)                                          # (B, L, D)
-        shift, scale = self.output_layer.adaLN_modulation(c)[:, None].chunk(2, dim=-1)       # (B | 1, 1, D)
+        modulation = self.output_layer.adaLN_modulation(c)[:, None]            # (B | 1, 1, 2D)
+        shift, scale = modulation.chunk(2, dim=-1)                             # 2 × (B | 1, 1, D)
         return modulate(self.output_layer.norm_final(x), shift, scale)         # (B, L, D)
 
     def hidden(self, emb, rows, t):
         return self.trunk(emb, t).flatten(0, 1)[rows]                          # (N, D)
 
     def head(self, h):
-        """(n, D) → logits (n, V), fp32. [MASK] is never the answer (SUBS [code]).
+        """h (n, D) → logits (n, V), fp32. They never predict [MASK] (SUBS [code]).
 
-        Its bias is −1e6: its p is 0, its gradient is 0, and no (n, V) tensor is written twice.
+        [MASK] has a bias of −1e6, so that its p and its gradient are 0. Writing −inf into the
+        logits would cost one more pass over an (n, V) tensor.
         """
         linear = self.output_layer.linear
         bias = linear.bias.index_fill(0, self.mask_row, -1e6)                  # (V,)
@@ -238,16 +253,16 @@ class DiT(nn.Module):
 
 
 def in_chunks(fn, *rows, V, keeps=0):
-    """fn(*rows), some rows at a time, outputs concatenated: the only place where an (n, V) tensor may exist.
+    """fn(*rows) in chunks of rows, outputs concatenated. (n, V) tensors exist only in here.
 
-    fn: row tensors (n, …) → a tensor (n, …) or a tuple of them; each row by itself.
+    fn: maps tensors (n, …) to a tensor (n, …), or to a tuple of them. Rows must not interact.
     rows: tensors of one length N, which may be 0.   V: size of the vocabulary.
-    keeps: fp32 (n, V) tensors that fn leaves behind for its backward. If all chunks together would leave
-        more than BUDGET, they are dropped, and computed again in the backward.
+    keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks
+        together would take more than BUDGET, none is kept, and the backward runs fn again.
     """
     N, one_row, on_cpu = len(rows[0]), 4 * V, rows[0].device.type == "cpu"
-    # While fn works, up to 6.7 tensors as large as the fp32 logits are alive (SM over all of |V|; 5.6 for
-    # top-k, 3.5 for the loss).
+    # Measured peak, in tensors of the size of the fp32 logits: 6.7 for SM over all of |V|, 5.6 for
+    # SM with top-k, 3.5 for the cross-entropy.
     size = max(1, int((CPU_LOGITS if on_cpu else BUDGET / 6.7) / one_row))
     if N <= size:
         return fn(*rows)
@@ -262,31 +277,34 @@ def in_chunks(fn, *rows, V, keeps=0):
 
 
 class TwoPass(nn.Module):
-    """Predict, feed back, predict again: Alg. 1 l.5-8 for any backbone                        §3.2
+    """Predict, feed back, predict again, for any backbone                        §3.2, Alg. 1 l.5-8
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
-    mask_id: id of [MASK].   two_updates: gradients through the first pass too, App. C.3.
-    lam: mean λ of the last forward with feedback, a 0-d tensor, for the log.
+    mask_id: id of [MASK].   two_updates: the first pass gets gradients too (App. C.3).
+    lam, lam_sd, mix_norm: of the last forward with feedback, 0-d tensors for the log: mean of λ,
+    its
+        standard deviation, and the mean length of a mix over the length of [MASK]'s embedding.
 
-    A subclass adds its loss as `forward`, so that a DDP wrapper sees one forward per backward.
+    A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
     """
 
     def __init__(self, net, sm, mask_id, two_updates=False):
         super().__init__()
         self.net, self.sm, self.mask_id, self.two_updates = net, sm, mask_id, two_updates
-        self.lam = torch.zeros(())
+        self.lam = self.lam_sd = self.mix_norm = torch.zeros(())
 
     def feedback(self, h):
-        """Hidden states of masked positions (n, D) → what they look like in the next pass       Alg. 1 l.6-7, Alg. 2 l.6
+        """What masked positions look like in the next pass                 Alg. 1 l.6-7, Alg. 2 l.6
 
-        Returns mixed (n, D), λ (n,), and the most likely token (n,).
+        h: (n, D) hidden states that predict them.
+        Returns their embeddings (n, D), λ (n,), and the most likely tokens (n,).
         """
         table, sm = self.net.table, self.sm
 
         def lambda_and_topk(h):
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
                 logits = self.net.head(h)                                      # (n, V)
-            return sm(logits)                                      # the gradient for ω starts here
+            return sm(logits)                       # the gradient of ω starts here
 
         def dense_mix(h):
             lam, _, pi = lambda_and_topk(h)                                    # (n,), (n, V)
@@ -295,66 +313,93 @@ class TwoPass(nn.Module):
         if sm.k is None:
             return in_chunks(dense_mix, h, V=len(table), keeps=5)
         lam, ids, pi = in_chunks(lambda_and_topk, h, V=len(table), keeps=5 * self.two_updates)
-        # One mix for all chunks: every look into the table has a dense (V, D) gradient.
+        # One mix for all chunks, because each look into the table costs a dense (V, D) gradient.
         return sm.mix(table, lam, ids, pi), lam, ids[:, 0]                     # (n, D), (n,), (n,)
 
+    @torch.no_grad()
+    def watch(self, mixed, lam):
+        """What the log says of a feedback.   mixed: (N, D).   lam: (N,)"""
+        n = max(1, len(lam))
+        self.lam = lam.sum() / n
+        self.lam_sd = ((lam - self.lam).square().sum() / n).sqrt()
+        length = self.net.table[self.mask_id].float().norm()
+        self.mix_norm = mixed.float().norm(dim=-1).sum() / n / length
+
     def cross_entropy(self, h, x):
-        """−log p(x) in nats: hidden states (N, D), tokens (N,) → (N,)                Alg. 1 l.8"""
+        """−log p(x) in nats                                                              Alg. 1 l.8
+
+        h: (N, D) hidden states.   x: (N,) tokens.   Returns (N,) fp32.
+        """
         def score(h, x):
             return F.cross_entropy(self.net.head(h), x, reduction="none")      # (n,)
         return in_chunks(score, h, x, V=len(self.net.table), keeps=1)
 
     def token_nll(self, x0, xt, t, soft, **context):
-        """−log p(x0) of every masked token, in nats                                   Alg. 1 l.5-8
+        """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
 
-        x0, xt: (B, L) ids.   t: (B,) times.   soft: two passes; False is one pass on plain masks.
-        context: what only this backbone needs, for `hidden`.
-        Returns nll (N,) fp32, and rows (N,), the flat positions of [MASK] in x_t.
+        x0, xt: (B, L) ids.   t: (B,) times.
+        soft: True for two passes, False for one pass on plain masks.
+        context: what only this backbone needs, passed on to `hidden`.
+        Returns nll (N,) fp32, and rows (N,), the positions of [MASK] in the flat batch.
         """
         net = self.net
-        rows = (xt == self.mask_id).flatten().nonzero().squeeze(1)      # (N,)  the one device sync
+        masked = (xt == self.mask_id).flatten()                                # (B·L,)
+        rows = masked.nonzero().squeeze(1)              # (N,)  the only wait for the device
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
-            # Pass 1 keeps dropout on [code]. It has no graph unless two updates are asked for.
-            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):        # l.5
-                h = net.hidden(emb, rows, t, **context)                       # (N, D)          l.6
-            mixed, lam, _ = self.feedback(h)                                  # (N, D), (N,)    l.7
+            # Dropout stays on in pass 1 [code]. Only two updates make a graph of it.
+            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):         # l.5
+                h = net.hidden(emb, rows, t, **context)                        # (N, D)          l.6
+            mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,)    l.7
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)
-            self.lam = lam.detach().sum() / max(1, len(rows))
-        h = net.hidden(emb, rows, t, **context)                               # (N, D)          l.7
-        nll = self.cross_entropy(h, x0.flatten()[rows])                       # (N,)            l.8
+            self.watch(mixed, lam)
+        h = net.hidden(emb, rows, t, **context)                                # (N, D)          l.7
+        nll = self.cross_entropy(h, x0.flatten()[rows])                        # (N,)            l.8
         if self.sm is not None:
-            # ω is in the graph of every step. Without this, DDP would wait for its gradient when SM is
-            # off, and apply a wrong one.
+            # This puts ω into the graph of every step. Without it, DDP would wait for the gradient
+            # of ω after a step without SM, and would then apply a wrong one.
             nll = nll + 0 * sum(p for p in self.sm.parameters())
         return nll, rows
 
 
 class MDLM(TwoPass):
-    """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig. Raises Refused for sizes that do not fit."""
+    """The DiT, its soft mask, and Eq. 2.
+
+    cfg: ModelConfig. Raises Refused for sizes that do not fit together.
+    """
 
     def __init__(self, cfg):
         if cfg.n_embd % (2 * cfg.n_head):
-            raise Refused(f"n_embd={cfg.n_embd} does not divide into n_head={cfg.n_head} heads of even width")
+            raise Refused(f"n_embd={cfg.n_embd} does not divide into n_head={cfg.n_head} heads of "
+                          f"even width")
         if not 0 <= cfg.mask_id < cfg.vocab_size:
             raise Refused(f"mask_id={cfg.mask_id} is outside the vocabulary of {cfg.vocab_size}")
         net, sm = DiT(cfg), None
         if cfg.soft_mask:
             try:
-                sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+                sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+            except KeyError:
+                raise Refused(f"arm={cfg.arm!r} is none of {', '.join(filter(None, ARMS))}")
             except ValueError as e:
                 raise Refused(str(e))
         super().__init__(net, sm, cfg.mask_id, cfg.two_updates)
         self.cfg = cfg
 
     def forward(self, x0, xt, t, soft):
-        """Cross-entropy of the masked tokens, over t                           Eq. 2, Alg. 1 l.5-8
+        """Cross-entropy of the masked tokens, over t                            Eq. 2, Alg. 1 l.5-8
 
-        x0, xt: (B, L) ids.   t: (B,) in (0, 1].   soft: two passes (§3.2); False is the plain MDLM loss.
-        Returns nll: (B,) nats per sequence. Times t, it is the plain cross-entropy of its masks.
+        x0, xt: (B, L) ids.   t: (B,) in (0, 1].
+        soft: True for two passes (§3.2), False for the plain MDLM loss.
+        Returns nll: (B,) nats per sequence. nll · t is the plain cross-entropy of its masks.
 
-        Its expectation over t and x_t is a bound on −log p(x0). With soft = True it bounds nothing exactly:
-        the state fed to pass 2 is a proxy of the one met in decoding (§3.2).
+        Its mean over t and x_t bounds −log p(x0) from above, for the sampler that asks the network
+        as this loss does. With two passes that sampler makes both in every step, from plain masks:
+        the pair of passes is then one function of x_t. For Alg. 2's sampler, which makes one pass
+        on the feedback of the last step, it bounds nothing: pass 1 is a proxy of that feedback
+        (§3.2).
+
+        ALPHA_FLOOR makes it too small by about 0.1 %, as in the released code, so that numbers
+        compare: t stays above the floor and 1 − α below one [code]. `eval.bound` can do without.
         """
         B, L = xt.shape
         nll, rows = self.token_nll(x0, xt, t, soft)                            # (N,), (N,)
@@ -362,10 +407,13 @@ class MDLM(TwoPass):
 
     @classmethod
     def load(cls, path, ema=True):
-        """A model from any checkpoint that checkpoint.load reads, in eval mode; the rest of it is in `.info`.
+        """A model in eval mode, from any file that checkpoint.load reads.
 
-        ema: use the averaged backbone if there is one, as every published number does; ω has no average [code].
-        Raises Refused when the file is another kind of model, or its weights do not fit its configuration.
+        ema: take the averaged backbone if there is one, as every published number does. ω has no
+            average [code].
+        `.info` holds what else is in the checkpoint.
+        Raises Refused when the file holds another kind of model, or weights that do not fit its
+        configuration or are not finite.
         """
         ckpt = checkpoint.load(path)
         if ckpt["kind"] != "mdlm":
@@ -375,11 +423,12 @@ class MDLM(TwoPass):
             model = cls(ModelConfig(**{k: v for k, v in ckpt["config"].items() if k in known}))
             model.load_state_dict(ckpt["model"] | ((ckpt.get("ema") if ema else None) or {}))
         except Exception as e:  # somebody else's file can hold anything
-            # torch's message has a heading, then one line for each problem: the first problem says enough.
+            # torch writes a heading, then a line for each problem. One problem says enough.
             lines = str(e).splitlines() or [""]
             reason = f"{type(e).__name__}, {lines[min(1, len(lines) - 1)].strip()}"
             raise Refused(f"the weights in {path} do not fit its configuration: {reason}")
         if not all(t.isfinite().all() for t in model.state_dict().values()):
-            raise Refused(f"the weights in {path} are not all numbers: its run diverged, take an earlier file")
+            raise Refused(f"the weights in {path} are not all numbers: its run diverged, take an "
+                          f"earlier file")
         model.info = {k: v for k, v in ckpt.items() if k not in ("model", "ema", "optimizer")}
         return model.eval()

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Text from masks: the reverse process of an MDLM with soft-masking.            §2.1, §2.2, App. A
+"""Text from masks: the reverse process of an MDLM with soft-masking.             §2.1, §2.2, App. A
 
-    whether a token appears or vanishes     step_probs, schedule_flips       known before any network call
-    which token appears                     nucleus, sample_categorical      what the network says
-    Alg. 2                                  generate
+    whether a token appears or vanishes    step_probs, schedule_flips     needs no network
+    which token appears                    nucleus, sample_categorical    needs its prediction
+    Alg. 2                                 generate
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --sampler=remdm-loop
 
-The last line makes the samples of Tables 1 and 2. Samples are appended to --out, a JSON line each: ids, text,
-nfe, seed, index, settings. The same command goes on where it was stopped. Under torchrun each rank makes its
-share, in a file of its own: samples.RANK.jsonl.
+The last command makes the samples of Tables 1 and 2. Each sample is one JSON line at the end of
+--out: ids, text, nfe, seed, index, settings. A command that was stopped goes on when it is given
+again. Under torchrun each rank makes its share, in a file of its own: samples.RANK.jsonl.
 
-Not here: training, metrics (eval.py), drawing (show.py), and Dream, which reveals a counted number of tokens
-per step (sample_dream.py).
+Not here: training, metrics (eval.py), drawing (show.py). Dream reveals a fixed number of tokens in
+each step and has a sampler of its own (sample_dream.py).
 """
 
 import json
@@ -33,7 +33,7 @@ from mdlm import MDLM, in_chunks
 from show import show, trace
 
 T_END = 1e-5  # time of the last step, not quite 0 [code]
-SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # and the η of App. B.1
+SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 
 
 # -------------------------------------------------------------------------------------------------
@@ -43,57 +43,78 @@ SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # and the η of
 def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
     """One reverse step t → s < t: (P[reveal a masked token], P[re-mask a visible one])        Eq. 1
 
-    t, s: times in [0, 1]; α_t = 1 − t here, without training's floor [code].
-    eta: share of tokens to re-mask (default: SAMPLERS[sampler]).
-    t_on, t_off, alpha_on: between these times remdm-loop holds α at alpha_on. Before and after, it is an
-        mdlm on a faster clock.
-    Raises Refused for values that are out of range.
+    t, s: times in [0, 1]. Here α_t = 1 − t, without the floor of training [code].
+    eta: the largest P[re-mask] (default: SAMPLERS[sampler]).
+    t_on, t_off, alpha_on: remdm-loop holds α at alpha_on between these times. Before and after
+        them, it is mdlm with a faster clock.
+    Raises Refused for values out of range.
 
-    The network decides *which* token appears, the schedule alone *whether* one does. Another sampler is
-    another pair. It must carry the masked share from t to s:   t (1 − reveal) + (1 − t) remask = s.
+    The network decides *which* token appears, and the schedule alone decides *whether* one does. So
+    a sampler is nothing but this pair. A new sampler must take the masked share from t to s:
+    t (1 − reveal) + (1 − t) remask = s.
     """
     eta, remask = SAMPLERS.get(sampler) if eta is None else eta, 0.0
     in_range = sampler in SAMPLERS and 0 <= eta <= 1
     if not (in_range and 0 < t_off < t_on < 1 and 0 < alpha_on < 1):
-        raise Refused(f"sampler={sampler}, eta={eta}, t_on={t_on}, t_off={t_off}, alpha_on={alpha_on}: "
-                      f"the sampler must be one of {', '.join(SAMPLERS)}, eta in [0, 1], "
-                      f"0 < t_off < t_on < 1 and 0 < alpha_on < 1")
+        raise Refused(
+            f"sampler={sampler}, eta={eta}, t_on={t_on}, t_off={t_off}, alpha_on={alpha_on}: the "
+            f"sampler must be one of {', '.join(SAMPLERS)}, eta in [0, 1], "
+            f"0 < t_off < t_on < 1 and 0 < alpha_on < 1")
     if sampler == "remdm-loop":
         if t_off < t <= t_on:  # the plateau: as many tokens appear as vanish
             return min(1.0, eta * alpha_on / (1 - alpha_on)), eta
 
-        def clock(t):
-            return 1 - (1 - t) * alpha_on / (1 - t_on) if early else t * (1 - alpha_on) / t_off
-        early = t > t_on
-        t, s = clock(t), clock(s)
+        if t > t_on:  # α goes from 0 to alpha_on
+            t, s = (1 - (1 - time) * alpha_on / (1 - t_on) for time in (t, s))
+        else:  # α goes from alpha_on to 1
+            t, s = (time * (1 - alpha_on) / t_off for time in (t, s))
     if sampler == "remdm-cap":
-        remask = min(eta, s / max(1 - t, 1e-9))  # the cap: later steps could not reveal more than this
+        remask = min(eta, s / max(1 - t, 1e-9))  # the cap keeps P[reveal] at most 1
     reveal = (t - s + remask * (1 - t)) / t
-    return min(1.0, reveal), remask  # above 1 when one step is longer than the rest of the loop's clock
+    # Above 1 when one step of remdm-loop goes from before t_on to long after it.
+    return min(1.0, reveal), remask
 
 
 def schedule_flips(free, steps, generator, every=False, **schedule):
-    """When each position of a sequence appears and vanishes: all that needs no network        Eq. 1
+    """When each position of one sequence turns. All of this needs no network                  Eq. 1
 
-    free: (L,) bool, the positions that may change.   steps: T.   schedule: for `step_probs`.
-    every: yield steps without a change too.
-    Yields (t, flips, u): at time t the positions `flips` (L,) bool turn, [MASK] to token or back. u: (L,)
-    float64 in [0, 1) is for `sample_categorical`.
+    free: (L,) bool, True where the position may change.   steps: T.   schedule: for `step_probs`.
+    every: yield the steps without a change too.
+    Yields (t, flips, u): at time t the positions `flips` (L,) bool turn, from [MASK] to a token or
+    back. u: (L,) float64 in [0, 1), for `sample_categorical`.
 
-    Steps that change nothing are left out. A binary model would repeat its prediction in them; a model
-    with SM would react to its own feedback, and the released code does not make them either [code].
-    Each step draws 2 L numbers, whatever comes of them: so samples do not depend on each other.
+    Steps without a change are left out. A binary model would only repeat its prediction there. A
+    model with SM would predict something else, from its own feedback, and the released code skips
+    these steps too [code]. Each step draws 2 L numbers, also those that it does not need. So a
+    sample does not depend on how many of them its tokens used.
     """
     masked, dt = free.copy(), (1 - T_END) / steps
     for i in range(steps):
         t = 1 - i * dt
         reveal, remask = step_probs(t, t - dt, **schedule)
-        coin, u = torch.rand(2, len(free), dtype=torch.float64, generator=generator).numpy()  # 2 × (L,)
+        draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
+        coin, u = draws.numpy()                                                # (L,), (L,)
         flips = free & (coin < np.where(masked, reveal, remask))               # (L,)
-        # What is still masked in the last step gets one more look [code].
+        # If masks are left in the last step, the network is called even without a change [code].
         if every or flips.any() or (i == steps - 1 and masked.any()):
             yield t, flips, u
         masked ^= flips
+
+
+def schedule_batch(free, steps, generator, **schedule):
+    """`schedule_flips` of n sequences side by side: in each turn, every one takes its next step
+
+    free: (n, L) bool.   generator: a torch.Generator, or None for torch's own; or a list of n.
+    Yields (t, flips, u): (n,), (n, L), (n, L). A finished sequence has t = T_END and no flips.
+    """
+    n, L = free.shape
+    if not isinstance(generator, list):
+        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+    sequences = [schedule_flips(row, steps, g, **schedule) for row, g in zip(free, generator)]
+    finished = T_END, np.zeros(L, bool), np.zeros(L)
+    for turn in zip_longest(*sequences, fillvalue=finished):
+        yield tuple(map(np.stack, zip(*turn)))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -101,16 +122,17 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
 
 
 def nucleus(probs, p):
-    """The likeliest tokens while their sum is at most p, and the first in any case; renormalised    App. B.1
+    """The likeliest tokens, as long as their sum is at most p, renormalised                App. B.1
 
     probs: (n, V).   p: in (0, 1].   Returns (n, V).
-    The token that crosses p is dropped [code]. Dream's rule, and the usual one, keeps it: two functions.
+    The likeliest token is kept in any case. The token that crosses p is dropped [code]. The usual
+    rule, which Dream follows, keeps it, so Dream has another function.
     """
     if p == 1:
         return probs
     V = probs.shape[1]
-    # On a CPU, sorting all of V costs as much as the network, and is seldom needed: the first 1,024 are
-    # tried. On CUDA the host would have to wait for the answer.
+    # On a CPU, sorting all of V costs as much as the network. The 1,024 likeliest tokens are tried
+    # first, which mostly reach p. On CUDA this would cost a wait, to know whether they do.
     for m in (V,) if probs.is_cuda else (min(1024, V), V):
         top, ids = probs.topk(m)                                               # (n, m)
         out = top.cumsum(-1) > p                                               # (n, m)
@@ -122,15 +144,19 @@ def nucleus(probs, p):
 
 
 def sample_categorical(probs, u):
-    """A token for every row with its probability: where u falls in the cumulative sum, in float64.
+    """One token per row, drawn with its probability, in float64
 
-    probs: (n, V), p ≥ 0 of any positive sum.   u: (n,) float64, uniform in [0, 1).   Returns (n,).
+    probs: (n, V), not negative, of any positive sum.
+    u: (n,) float64, uniform in [0, 1). The drawn token is where u falls in the cumulative sum.
+    Returns (n,).
 
-    With fp32 noise tokens rarer than 6e-8 would never come: entropy sinks, and generative perplexity sinks
-    with it, unearned. One number per row [ours]; V exponentials per row [code] have the same distribution.
+    With fp32 noise, tokens rarer than 6e-8 would never come. Then entropy falls, and generative
+    perplexity falls with it, although the text is no better. One number per row [ours] gives the
+    same distribution as V exponentials per row [code].
     """
     cdf = probs.to(u.device, torch.float64).cumsum(-1)                         # (n, V)
-    drawn = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)      # (n, 1)  p = 0 never wins
+    # right=True: a token with p = 0 is never drawn.
+    drawn = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)      # (n, 1)
     return drawn[:, 0].to(probs.device)
 
 
@@ -138,37 +164,47 @@ def sample_categorical(probs, u):
 # Alg. 2
 
 
+def remasked_feedback(model, ids):
+    """What a re-masked position looks like in the next pass                              Alg. 2 l.6
+
+    Its token was known. So its feedback is that token: one-hot, H = 0, and λ at its maximum [code].
+    ids: (m,) the tokens before.   Returns embeddings (m, D), λ (m,) and ids, like TwoPass.feedback.
+    """
+    lam = model.sm.strength(0.0).expand(len(ids))                              # (m,)
+    one = torch.ones_like(lam)[:, None]                                        # (m, 1)
+    return model.sm.mix(model.net.table, lam, ids[:, None], one), lam, ids
+
+
 @torch.no_grad()
-def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None, soft=True,
-             **schedule):
+def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
+             soft=True, **schedule):
     """Inference with soft-masking                                                    Alg. 2, App. A
 
     model: MDLM.   n: sequences, one batch.   steps: T.   sampler, schedule: for `step_probs`.
     top_p: for `nucleus`.   soft: False decodes in binary.
-    generator: a torch.Generator on the CPU, or a list of n, one per sequence: then a sample is the same in
-        any batch.
-    on_step(x, lam, guess): called after every turn with x (n, L) and, where it is masked, λ (n, L) and the
-        top guess (n, L).
-    x: (L,) or (n, L) ids to start from; all but [MASK] is kept (default: all masks).
+    generator: a torch.Generator on the CPU, or a list of n, one per sequence. With a list, a sample
+        is the same in any batch.
+    on_step(x, lam, guess): called after every turn, with the ids (n, L). Where they are [MASK], lam
+        (n, L) is λ and guess (n, L) is the most likely token.
+    x: (L,) or (n, L) ids to start from. All but [MASK] stays as it is (default: all [MASK]).
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
-    Raises Refused for bad settings.
+    Raises Refused for settings out of range.
 
-    In each turn every sequence takes its own next step, at its own time. The host knows all rows in
-    advance and never waits for the device. Finished sequences stay in the batch, which keeps shapes
-    static for CUDA graphs. The head runs on rows that appear; with SM also on rows that stay masked.
+    In each turn every sequence takes its own next step, at its own time. The schedules are known in
+    advance, so the host never waits for the device. A finished sequence stays in the batch, so that
+    shapes are static, as CUDA graphs need. The head is computed for positions that appear, and with
+    SM also for positions that stay masked.
     """
     if steps < 1 or n < 1 or not 0 < top_p <= 1:
-        raise Refused(f"steps={steps}, n={n}, top_p={top_p}: steps and n must be at least 1, top_p in (0, 1]")
-    if not isinstance(generator, list):
-        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
-        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+        raise Refused(f"steps={steps}, n={n}, top_p={top_p}: steps and n must be at least 1, and "
+                      f"top_p in (0, 1]")
     net, mask_id, table, was_training = model.net, model.mask_id, model.net.table, model.training
     device, V, soft = table.device, len(table), soft and model.sm is not None
     model.eval()  # no dropout
     x = torch.full((n, model.cfg.length), mask_id) if x is None else x.expand(n, -1)
-    (n, L), masked = x.shape, (x == mask_id).numpy()                      # (n, L) bool, on the host
-    sequences = [schedule_flips(free, steps, g, model.cfg.time_conditioning, sampler=sampler, **schedule)
-                 for free, g in zip(masked.copy(), generator)]
+    (n, L), masked = x.shape, (x == mask_id).numpy()                           # (n, L), on the host
+    turns = schedule_batch(masked.copy(), steps, generator, every=model.cfg.time_conditioning,
+                           sampler=sampler, **schedule)
     nfe = np.zeros(n, np.int64)                                                # (n,)
     x = x.flatten().to(device, copy=True)                                      # (nL,)
     emb = F.embedding(x, table)                                                # (nL, D)
@@ -190,25 +226,21 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         if on_step:
             on_step(x.view(n, L), lam.view(n, L), guess.view(n, L))
 
-    finished = T_END, np.zeros(L, bool), np.zeros(L)
-    turns = zip_longest(*sequences, fillvalue=finished)
-    for turn in tqdm(turns, "network calls", steps, leave=False, disable=True if on_step else None):
-        t, flips, u = map(np.stack, zip(*turn))                               # (n,), (n, L), (n, L)
+    silent = True if on_step else None  # None: no bar where there is no terminal
+    for t, flips, u in tqdm(turns, "network calls", steps, leave=False, disable=silent):
         live = t > T_END                                                       # (n,)
         appear, vanish = rows(masked & flips), rows(~masked & flips)
         stay = rows(masked & ~flips & live[:, None])
-        u = on_device(u[masked & flips], "cpu" if device.type == "mps" else device)  # MPS has no float64
+        # MPS has no float64.
+        u = on_device(u[masked & flips], "cpu" if device.type == "mps" else device)
         masked ^= flips
         nfe += live
-        h = trunk(t)                                                        # (nL, D)            l.3
-        x[appear] = in_chunks(pick, h[appear], u, V=V)                    #                    l.4-5
+        h = trunk(t)                                                           # (nL, D)         l.3
+        x[appear] = in_chunks(pick, h[appear], u, V=V)                         #               l.4-5
         emb[appear] = F.embedding(x[appear], table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-            # A re-masked token was known, so its feedback is that token: one-hot, H = 0, λ at its maximum [code].
-            lam[vanish], guess[vanish] = model.sm.strength(0.0), x[vanish]
-            one = torch.ones_like(lam[vanish])                                 # (m,)
-            emb[vanish] = model.sm.mix(table, lam[vanish], x[vanish, None], one[:, None])
+            emb[vanish], lam[vanish], guess[vanish] = remasked_feedback(model, x[vanish])
         else:
             emb[vanish] = table[mask_id]
         x[vanish] = mask_id
@@ -229,45 +261,48 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
 @dataclass
 class Config:
-    checkpoint: str = ""           # anything that `python checkpoint.py` can describe
-    ema: bool = True               # its averaged backbone
-    count: int = 1                 # samples; torchrun would take --n for one of its own
-    batch_size: int = 16           # sequences at a time; changes no sample
-    length: int | None = None      # L (default: the model's)
-    steps: int | None = None       # T (default: L of them)
-    sampler: str = "mdlm"          # App. B.1: remdm-cap for T < L, remdm-loop for T >= L
-    eta: float | None = None      # re-masked share (default: 0.04 in remdm-cap, 0.02 in remdm-loop)
-    t_on: float = 0.55             # remdm-loop re-masks from here
-    t_off: float = 0.05            # to here,
-    alpha_on: float = 0.9          # with this share visible
-    top_p: float = 0.9             # nucleus
-    soft: bool = True              # False: decode an SM model in binary
-    prompt: str = ""               # text to go on from
-    infill: str = ""               # text with ___ where some is missing
+    checkpoint: str = ""        # anything that `python checkpoint.py` can describe
+    ema: bool = True            # take the averaged backbone
+    count: int = 1              # samples (torchrun would take --n as one of its own flags)
+    batch_size: int = 16        # sequences at a time, which changes no sample
+    length: int | None = None   # L (default: the model's)
+    steps: int | None = None    # T (default: L)
+    sampler: str = "mdlm"       # App. B.1: remdm-cap for T < L, remdm-loop for T >= L
+    eta: float | None = None    # P[re-mask] at most (default: remdm-cap 0.04, remdm-loop 0.02)
+    t_on: float = 0.55          # remdm-loop re-masks from this time
+    t_off: float = 0.05         # to this time
+    alpha_on: float = 0.9       # and holds this share of tokens visible
+    top_p: float = 0.9          # nucleus
+    soft: bool = True           # False: decode an SM model in binary
+    prompt: str = ""            # text that the sample starts with
+    infill: str = ""            # text with ___ where some is missing
     seed: int = 1
-    out: str = "samples.jsonl"     # appended to; a sample that it holds already is not made again
-    show: bool = False             # watch the first sequence of every batch
-    trace: str = ""           # write one trajectory to this file, a JSON line per step, for plot.py
-    tokenizer_dir: str = ""        # GPT-2's vocabulary, for machines without a network
-    device: str = "auto"           # cuda, else mps, else cpu
-    dtype: str = "auto"            # bfloat16 where the GPU has it, else float32
-    compile: bool = False    # CUDA graphs of the trunk: a minute to build, for many or long samples
+    out: str = "samples.jsonl"  # appended to. A sample that it already holds is not made again
+    show: bool = False          # watch the first sequence of every batch
+    trace: str = ""             # a file for one trajectory, a JSON line per step, for plot.py
+    tokenizer_dir: str = ""     # GPT-2's vocabulary, for machines without a network
+    device: str = "auto"        # cuda, else mps, else cpu
+    dtype: str = "auto"         # bfloat16 where the GPU has it, else float32
+    compile: bool = False       # CUDA graphs of the trunk. They take a minute to build
 
 
 def starting_ids(prompt, infill, tok, special, L):
-    """The ids to start from, (L,): BOS and the kept text, as in training's rows. All gaps are equal.
+    """The ids to start from (L,): BOS, as in training's rows, then the given text and masks.
 
-    prompt: text, masks follow it.   infill: text with ___ for masks; EOS follows it.   special: {name: id}.
-    Raises Refused when the text does not fit, or both are given.
+    prompt: masks follow this text.
+    infill: masks stand for each ___ in this text, as many for each. EOS follows it.
+    special: {name: id}.
+    Raises Refused when the text does not fit, or when both are given.
     """
     parts = [tok.encode_ordinary(text) for text in (infill.split("___") if infill else [prompt])]
     if prompt and infill or infill and len(parts) == 1:
-        raise Refused(f"--infill={infill!r} needs ___ where text is missing, and no --prompt beside it")
+        raise Refused(f"--infill={infill!r} needs ___ where text is missing, and no --prompt "
+                      f"beside it")
     n_text, gaps = sum(map(len, parts)), max(1, len(parts) - 1)
     room = L - 1 - bool(infill) - n_text
     if room < gaps:
-        raise Refused(f"the text has {n_text} tokens and leaves no room in length {L}: shorten it, or "
-                      f"raise --length")
+        raise Refused(f"the text has {n_text} tokens and leaves no room in length {L}: shorten it, "
+                      f"or raise --length")
     ids = [special["bos"]] * bool(prompt or infill) + parts[0]
     for i, part in enumerate(parts[1:]):
         width = room // gaps + (i < room % gaps)
@@ -279,8 +314,8 @@ def starting_ids(prompt, infill, tok, special, L):
 def existing_indices(path, settings, seed):
     """Indices of the samples in `path` that have these settings and this seed."""
     try:
-        lines = read_jsonl(path, repair=True)
-        return {line["index"] for line in lines if (line["settings"], line["seed"]) == (settings, seed)}
+        return {line["index"] for line in read_jsonl(path, repair=True)
+                if (line["settings"], line["seed"]) == (settings, seed)}
     except (Refused, KeyError, TypeError):
         raise Refused(f"{path} holds something else than samples: choose another --out")
 
@@ -292,12 +327,12 @@ def check(cfg, model, tok, L):
     if cfg.count < 1 or cfg.batch_size < 1:
         raise Refused(f"--count={cfg.count} --batch_size={cfg.batch_size}: both must be at least 1")
     if tok.n_vocab != model.mask_id:
-        raise Refused(f"{tok.name} has {tok.n_vocab} ids, but {model.mask_id} come before the [MASK] of "
-                      f"{cfg.checkpoint}: the two do not belong together")
+        raise Refused(f"{tok.name} has {tok.n_vocab} ids, but {model.mask_id} come before the "
+                      f"[MASK] of {cfg.checkpoint}: the two do not belong together")
     same_file = os.path.realpath(cfg.trace) == os.path.realpath(cfg.out)
     if cfg.trace and (cfg.count > 1 or cfg.show or same_file):
-        raise Refused(f"--trace={cfg.trace} follows one sample, into a file of its own: leave out --count "
-                      f"and --show, and name another file than --out")
+        raise Refused(f"--trace={cfg.trace} follows one sample, into a file of its own: leave out "
+                      f"--count and --show, and name another file than --out")
 
 
 def main(cfg):
@@ -308,9 +343,11 @@ def main(cfg):
     check(cfg, model, tok, L)
     x = starting_ids(cfg.prompt, cfg.infill, tok, model.info["tokenizer"], L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
-    how |= {"steps": L if cfg.steps is None else cfg.steps, "soft": cfg.soft and model.sm is not None,
+    how |= {"steps": L if cfg.steps is None else cfg.steps,
+            "soft": cfg.soft and model.sm is not None,
             "eta": SAMPLERS.get(cfg.sampler) if cfg.eta is None else cfg.eta}
-    settings = how | {name: getattr(cfg, name) for name in ("checkpoint", "ema", "prompt", "infill")}
+    given = {name: getattr(cfg, name) for name in ("checkpoint", "ema", "prompt", "infill")}
+    settings = how | given
     settings |= {"step": model.info["step"], "tokenizer": tok.name, "length": L,
                  "dtype": str(dtype or torch.float32).removeprefix("torch.")}
     path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl" if world > 1 else cfg.out

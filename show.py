@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""A sample appearing: on a terminal while it is made, or step by step in a file.          App. C.5
+"""A sample while it is made, on a terminal or in a file.                                   App. C.5
 
     generate(model, 1, steps, on_step=show(tok, mask_id))          # drawn in place, λ in green
-    generate(model, 1, steps, on_step=trace(tok, mask_id, steps))  # the same as a list, for plot.py
+    generate(model, 1, steps, on_step=trace(tok, mask_id, steps))  # a list of states, for plot.py
 
-Both are functions of (x, lam, guess), each (n, L): the token ids, and where they are [MASK] the strength of
-the feedback and the most likely token. They follow the first sequence.
+`show` and `trace` return functions of (x, lam, guess), each (n, L). x are the token ids. Where they
+are [MASK], lam is the strength of the feedback and guess is the most likely token. Only the first
+sequence is followed.
 
 Not here: decoding (sample.py), figures (plot.py).
 """
@@ -16,9 +17,9 @@ import time
 
 
 def cell_text(tok, mask_id):
-    """A function from a token id to what stands for it in a cell.
+    """A function from a token id to the text that stands for it.
 
-    A dot for [MASK], ↵ for the end of a line, a centred dot for what cannot be printed.
+    This is a dot for [MASK], ↵ for the end of a line, and a dot for what cannot be printed.
     """
     def text_of(token):
         if token == mask_id:
@@ -31,7 +32,7 @@ def cell_text(tok, mask_id):
 def trace(tok, mask_id, steps):
     """An `on_step` that appends the cells of the first sequence to the list `steps`.
 
-    A cell is [text, λ]: the top guess and its strength at a mask, the token and None elsewhere.
+    A cell is [text, λ] with the most likely token at a mask, and [text, None] elsewhere.
     """
     text_of = cell_text(tok, mask_id)
 
@@ -45,7 +46,7 @@ def trace(tok, mask_id, steps):
 
 
 def frame(x, lam, guess, mask_id, text_of, width):
-    """The lines of one picture. Tokens are bold, masks are the top guess on green, deeper with λ.
+    """The lines of one picture. A token is bold. A mask shows its guess on green, deeper with λ.
 
     x, lam, guess: lists of length L.   width: characters in a line.   Returns a list of strings.
     """
@@ -64,12 +65,14 @@ def frame(x, lam, guess, mask_id, text_of, width):
 
 
 def show(tok, mask_id, pause=0.05):
-    """An `on_step` that redraws the first sequence in place. Without a terminal it prints five plain lines.
+    """An `on_step` that redraws the first sequence in place, or prints five lines to a file.
 
-    tok: tiktoken.Encoding.   pause: seconds per picture, as a small model is faster than the eye.
+    tok: tiktoken.Encoding.
+    pause: seconds per picture. Without it a small model is too fast to watch.
     """
     text_of = cell_text(tok, mask_id)
-    drawn, next_share = 0, 0.0  # lines on the terminal; share of tokens at which the next line is due
+    drawn = 0         # lines of the last picture
+    next_share = 0.0  # share of tokens at which the next plain line is due
 
     def on_step(x, lam, guess):
         nonlocal drawn, next_share
@@ -82,7 +85,8 @@ def show(tok, mask_id, pause=0.05):
             return
         width, height = shutil.get_terminal_size()
         lines = frame(x, lam, guess, mask_id, text_of, width)[:height - 1]
-        back = f"\x1b[{drawn}F\x1b[J" if drawn else ""  # to the start of the last picture, and clear it
+        # Go back to the start of the last picture, and clear it.
+        back = f"\x1b[{drawn}F\x1b[J" if drawn else ""
         print(back + "\n".join(lines), flush=True)
         drawn = len(lines)
         time.sleep(pause)

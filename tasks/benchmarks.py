@@ -66,12 +66,13 @@ def has_plus(row):
 
 
 def documents(data="", timeout=30.0, column="", needs=(), package="", plus="ignored", **_):
-    """{"test": rows}, each with the settings that its scoring needs.
+    """{"test": rows}, each with the field `scoring`: column, plus, timeout.
 
     data: path of the file (default: the file of `package`, where that is installed).
     timeout: seconds that one program may run.   needs: fields of a row; a|b is one of them.
     plus: what to do with plus tests: wanted, ignored, refused.   column: of Table 3. It gets a +
-    where the plus tests count, and "(base tests)" where one could expect that, but they do not.
+    where the plus tests count. It gets "+ (base tests)" where one could expect that, but the base
+    tests count.
     Raises Refused if the file is not this task's data.
     """
     if package and not data and importlib.util.find_spec(package):
@@ -92,8 +93,8 @@ def documents(data="", timeout=30.0, column="", needs=(), package="", plus="igno
         column += "+"
     elif holds == {True} or plus == "wanted":
         column += "+ (base tests)"
-    settings = {"column": column, "plus": counts, "timeout": timeout}
-    return {"test": Documents(row | settings for row in rows)}
+    scoring = {"column": column, "plus": counts, "timeout": timeout}
+    return {"test": Documents(row | {"scoring": scoring} for row in rows)}
 
 
 def mbpp_layouts(docs):
@@ -231,7 +232,7 @@ def humaneval_program(doc, response):
     # stands in its prompt; [code] drops that function, so no answer could pass.
     named = [n.id for n in ast.walk(ast.parse(doc.get("test", ""))) if isinstance(n, ast.Name)]
     code = sanitize(doc["prompt"] + "\n" + code, doc["entry_point"], *named)
-    if doc["plus"] and "plus_input" in doc:
+    if doc["scoring"]["plus"] and "plus_input" in doc:
         return EVALPLUS.format(row=json.dumps(doc), code=code)
     return f"{code}\n{doc['test']}\ncheck({doc['entry_point']})\n"
 
@@ -239,9 +240,9 @@ def humaneval_program(doc, response):
 def mbpp_program(doc, response):
     """Code that comes to its end if the response is right."""
     code = response.split("```")[0]
-    if doc["plus"] and "plus_input" in doc:
+    if doc["scoring"]["plus"] and "plus_input" in doc:
         return EVALPLUS.format(row=json.dumps(doc), code=code)
-    tests = doc["test"] if doc["plus"] else "\n".join(doc["test_list"])
+    tests = doc["test"] if doc["scoring"]["plus"] else "\n".join(doc["test_list"])
     setup = doc.get("test_setup_code") or TREES * (doc.get("task_id") == 367)
     return f"{code}\n{setup}\n{tests}\n"
 
@@ -277,7 +278,7 @@ def passes(program, timeout):
 def run_all(program, responses, docs):
     """[[passed]] for every [response], one process per core at a time."""
     def passed(response, doc):
-        return passes(program(doc, response[0]), doc["timeout"])
+        return passes(program(doc, response[0]), doc["scoring"]["timeout"])
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         done = pool.map(passed, responses, docs)

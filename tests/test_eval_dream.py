@@ -146,6 +146,14 @@ def test_prompts_stop_strings_and_lengths(harness, load, talking_dream):
         assert request.args[1]["max_gen_toks"] == lengths[family], name
 
 
+def test_data_may_be_json_or_jsonl_and_gzipped(tmp_path):
+    rows = [WORDS, WORDS | {"question": "How\u2028many?"}]
+    (tmp_path / "a.json").write_text(json.dumps(rows, indent=1))
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for path in ("a.json", "a.jsonl", data(tmp_path, rows)):
+        assert B.read_rows(str(tmp_path / path)) == rows, path
+
+
 def test_extracted_code_equals_the_recorded():
     for case in RECORDED["sanitize_cases"]:
         code = case["response"].split("```python\n", 1)[-1].split("```")[0]
@@ -298,6 +306,7 @@ def test_a_column_with_a_plus_is_plus_tests_or_says_that_it_is_not(harness, conf
         [r] = E.evaluate(cfg)
         assert (r["column"], r["score"]) == (label, 100)
         [doc] = E.load_tasks(cfg)[1]["tasks"][task].eval_docs
+        assert doc["scoring"]["timeout"] == cfg.timeout
         program = B.humaneval_program if "human" in task else B.mbpp_program
         assert ("inputs = " in program(doc, "")) == label.endswith("+"), (task, label)
 
@@ -313,7 +322,7 @@ def test_plus_tests_are_not_taken_for_base_ones(harness, config, tmp_path):
 def test_a_row_of_evalplus_is_read_and_scored_by_it(tmp_path, monkeypatch):
     docs = B.documents(data(tmp_path, [EVALPLUS]), column="MBPP", plus="wanted")["test"]
     [doc] = B.mbpp_layouts(docs)
-    assert doc["column"] == "MBPP+" and doc["text"] == "Double it."
+    assert doc["scoring"]["column"] == "MBPP+" and doc["text"] == "Double it."
     assert doc["test_list"] == ["assert twice(1) == 2", "assert twice(0) == 0"]
 
     # What of evalplus is called, without its limits.
@@ -397,7 +406,8 @@ def test_without_the_flag_answers_are_stored_and_not_executed(
     with monkeypatch.context() as m:
         m.setattr(E, "check_reference", lambda *_: None)  # it answers, too
         m.setattr(E, "cut", lambda *_: pytest.fail("answered again"))
-        [second] = E.evaluate(dataclasses.replace(cfg, confirm_run_unsafe_code=True))
+        flags = {"confirm_run_unsafe_code": True, "timeout": 9.0}
+        [second] = E.evaluate(dataclasses.replace(cfg, **flags))
     assert second["score"] == 100 and os.path.exists(mark)
     assert len(os.listdir(cfg.out)) == 2  # the same answers, the same result file
 
@@ -555,6 +565,7 @@ output_type: {kind}
 doc_to_text: "say {{{{word}}}}"
 doc_to_target: word
 gen_prefix: "Well,"
+num_fewshot: 1
 generation_kwargs: {{until: x}}
 metric_list:
   - metric: {metric}

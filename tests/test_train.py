@@ -1,5 +1,6 @@
 """train.py: Alg. 1's loop, and the promises of its randomness: one run, however it is cut into devices, stops and saves."""
 
+import contextlib
 import json
 import math
 import os
@@ -343,6 +344,60 @@ def test_continuation_starts_from_the_weights_and_a_fresh_omega(tiny):
     soft, _ = train(replace(tiny, init_from=os.path.join(tiny.out_dir, "last.pt"), out_dir=tiny.out_dir + "-sm", steps=1, warmup=100))
     assert all(torch.equal(a, b) for a, b in zip(binary.net.parameters(), soft.net.parameters()))  # the first update has lr 0
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
+
+
+def test_a_continuation_begins_with_the_bound_of_its_start(tiny):
+    """Update 0 in the log, before anything is learned: it tells whether weights were read correctly."""
+    train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, ema=0.0))
+    known = log(tiny.out_dir)[-1]["val_plain"]  # EMA 0 is the raw weights, where continuations start
+    start = os.path.join(tiny.out_dir, "last.pt")
+    cfg = replace(tiny, init_from=start, out_dir=tiny.out_dir + "-sm", eval_every=3, eval_rows=4)
+    train(cfg)
+    lines = log(cfg.out_dir)
+    assert lines[0]["step"] == 0 and lines[0]["val_plain"] == pytest.approx(known, rel=1e-6)
+    assert [line["step"] for line in lines if "val_soft" in line] == [0, 3, 6]
+    train(replace(tiny, out_dir=tiny.out_dir + "-new", eval_every=3, eval_rows=4))
+    assert log(tiny.out_dir + "-new")[0]["step"] == 1  # from scratch it would be ln V
+
+
+def test_a_resumed_run_makes_the_evaluation_that_a_signal_prevented(tiny, monkeypatch):
+    """SIGTERM in an update after which an evaluation is due, also in the last one."""
+    whole = replace(tiny, steps=4, eval_every=2, eval_rows=4, out_dir=tiny.out_dir + "-whole")
+    train(whole)
+    want = {line["step"]: line["val_soft"] for line in log(whole.out_dir) if "val_soft" in line}
+    clip, calls = torch.nn.utils.clip_grad_norm_, []
+
+    def clip_and_be_told(*args):
+        calls.append(1)
+        if len(calls) in (2, 4):
+            os.kill(os.getpid(), signal.SIGTERM)
+        return clip(*args)
+    cut = replace(whole, out_dir=tiny.out_dir + "-cut")
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_be_told)
+    for part in (cut, replace(cut, resume=True)):
+        with contextlib.suppress(SystemExit):
+            train(part)
+    assert [line["step"] for line in log(cut.out_dir) if "val_soft" in line] == [2]  # told again at 4
+    train(replace(cut, resume=True))
+    found = {line["step"]: line["val_soft"] for line in log(cut.out_dir) if "val_soft" in line}
+    assert found == want
+    for name in ("last.pt", "step-4.pt"):
+        ckpt = checkpoint.load(os.path.join(cut.out_dir, name))
+        assert ckpt["metrics"]["val_soft"] == want[4]
+
+
+def test_the_log_has_tau_and_what_the_feedback_looks_like(tiny):
+    train(replace(tiny, k=None, p_sm=1.0))
+    line = log(tiny.out_dir)[-1]
+    assert line["tau"] == pytest.approx(1, abs=0.1) and line["tau"] != 1
+    assert 0 < line["lam"] < 0.5 and line["lam_sd"] >= 0 and 0 < line["mix_norm"] < 2
+
+
+def test_resume_across_versions_of_the_random_numbers_is_refused(tiny, monkeypatch):
+    train(replace(tiny, steps=2))
+    monkeypatch.setattr(data, "KEYS", data.KEYS + 1)
+    with pytest.raises(Refused, match="the random numbers of data.rng differ"):
+        train(replace(tiny, steps=4, resume=True))
 
 
 def test_step_file_holds_what_evaluation_wants(tiny):

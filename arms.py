@@ -1,0 +1,57 @@
+# SPDX-License-Identifier: MIT
+"""Other gates and other mixes than the paper's, to compare it with. Also how to extend SoftMask.
+
+    constant   λ is the same for every mask, and is not learned: is it the entropy that matters?
+    renorm     the mix at the length of the [MASK] embedding: is it the length that matters?
+    slerp      the mix on the sphere: from the direction of [MASK] towards that of the guess
+
+A new gate overrides `strength`, a new mix overrides `mix`; one more line in ARMS gives it a name
+for `train.py --arm=…`. Training, decoding and checkpoints need no other change, because they ask
+SoftMask for nothing else. Compare the `mix_norm` and `lam_sd` of the logs before comparing the
+losses.
+
+The three are discussed in arXiv 2601.07351 and 2608.06529. The definitions here are [ours].
+
+Not here: the paper's own method (softmask.py).
+"""
+
+import torch
+import torch.nn.functional as F
+
+from softmask import SoftMask
+
+
+class Constant(SoftMask):
+    """λ = ω_s for every mask, whatever the entropy, and fixed at its start."""
+
+    def strength(self, neg_entropy):
+        return self.omega[0].detach() + 0 * neg_entropy                            # (...)
+
+
+class Renorm(SoftMask):
+    """The convex mix, stretched to the length of the [MASK] embedding m: |m| · mix / |mix|.
+
+    A convex mix of vectors in different directions is shorter than they are.
+    """
+
+    def mix(self, table, lam, ids, pi):
+        mixed = super().mix(table, lam, ids, pi)                                   # (N, D)
+        return F.normalize(mixed, dim=-1) * table[self.mask_id].norm()             # (N, D)
+
+
+class Slerp(SoftMask):
+    """|m| · (sin((1 − λ)θ) m/|m| + sin(λθ) g/|g|) / sin θ, where g = Σ_i π_i v_i, θ = ∠(m, g)."""
+
+    def mix(self, table, lam, ids, pi):
+        m = table[self.mask_id].float()                                            # (D,)
+        g = super().mix(table, torch.ones_like(lam), ids, pi).float()              # (N, D)
+        to, lam = F.normalize(g, dim=-1), lam[:, None]                             # (N, D), (N, 1)
+        cos = (F.normalize(m, dim=0) * to).sum(-1, keepdim=True)                   # (N, 1)
+        # The derivative of acos is infinite at ±1: a guess that is [MASK] itself stays a hair away.
+        theta = cos.clamp(-1 + 1e-6, 1 - 1e-6).acos()                              # (N, 1)
+        from_mask = ((1 - lam) * theta).sin() * F.normalize(m, dim=0)              # (N, D)
+        mixed = (from_mask + (lam * theta).sin() * to) / theta.sin()               # (N, D)
+        return (m.norm() * mixed).to(table.dtype)                                  # (N, D)
+
+
+ARMS = {"": SoftMask, "constant": Constant, "renorm": Renorm, "slerp": Slerp}
