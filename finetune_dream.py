@@ -35,11 +35,12 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import checkpoint
+import data
 import dora
 import launch
-from data import order, rng
+from data import rng
 from dream import Dream, DreamConfig, Tokenizer
-from launch import Refused, over_ranks, write_text
+from launch import Refused, write_text
 from mdlm import TwoPass
 from softmask import SoftMask
 
@@ -50,6 +51,7 @@ HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SF
 # Model and data are compared by their contents, so their paths may differ, too.
 MAY_DIFFER_ON_RESUME = ("model", "data", "out", "resume", "overwrite", "checkpointing", "device",
                         "log_every", "save_every", "eval_every")
+FEEDBACK = "lam", "lam_sd", "mix_norm"  # what TwoPass says of a forward with feedback
 MASK_FLOOR = 1e-3  # a token is masked with p = t (1 − floor) + floor, but weighted by 1/t [code]
 
 
@@ -146,7 +148,7 @@ def read_lines(cfg):
         raise Refused(f"--data={cfg.data} cannot be read ({e}): give a .jsonl file, or mix, "
                       f"or coding")
     n_val = min(cfg.n_val, len(lines) // 10)
-    lines = [lines[i] for i in order(len(lines), "held out", cfg.seed)]
+    lines = [lines[i] for i in data.order(len(lines), "held out", cfg.seed)]
     return [(len(part), part) for part in (lines[n_val:][:cfg.n_train], lines[:n_val])]
 
 
@@ -304,7 +306,7 @@ def soft_mask_files(sm):
     """{name: content} of the two files that hold ω: our own, and the authors'."""
     omega = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega)))
     omega["omega_s"] = min(omega["omega_s"], 1 - 1e-6)  # a sigmoid can reach 1, SoftMask may not
-    tau = (F.softplus(sm.raw_tau) + 1e-6).item() if sm.k is None else 1.0
+    tau = sm.tau.item() if sm.k is None else 1.0
     return {
         "softmask.json": dict(mask_id=sm.mask_id, k=sm.k, tau=tau, **omega),
         "transparency_config.json": dict(
@@ -398,6 +400,8 @@ def check_resume(ckpt, cfg, source, last):
     there, here = ckpt["config"] | ckpt["data"], asdict(cfg) | source
     different = [f"{name} ({there.get(name)} there, {value} here)" for name, value in here.items()
                  if name not in MAY_DIFFER_ON_RESUME and there.get(name) != value]
+    if ckpt.get("keys", 1) != data.KEYS:
+        different.append("the random numbers of data.rng")
     if different:
         raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, "
                       f"or another --out")
@@ -478,137 +482,151 @@ def finetune(cfg):
     net = model
     if world > 1:  # every rank has made the same adapter, so no weights are sent around
         net = DistributedDataParallel(model, init_sync=False, broadcast_buffers=False)
-    log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
 
-    # ---- what an update needs
-    permutation = functools.lru_cache(1)(lambda epoch: order(len(train), epoch, cfg.seed))
+    # ---- one update
+    @functools.lru_cache(1)
+    def permutation(epoch):
+        return data.order(len(train), epoch, cfg.seed)                               # (n,)
 
     def dialogue(step, j):
-        """Dialogue j of the update: x0 (1, L), and its prompt length          Alg. 1 l.2
+        """Dialogue j of the update: x0 (1, L), and its prompt length                    Alg. 1 l.2
 
-        A function of its number, so nothing is seen twice in an epoch.
+        A function of its number, so that nothing is seen twice in an epoch.
         """
         epoch, row = divmod(step * cfg.batch_size + j, len(train))
         ids, prompt_len = train[permutation(epoch)[row]]
         return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
+    def no_sync_until_last(i):
+        return net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext()
+
     def update(step):
-        """One update of DoRA and ω. Returns the norm of its gradient, 0-d     Alg. 1 l.2-9"""
-        # p_sm: one coin for an update, the same on every rank [ours]. The released code tosses one
-        # for a dialogue.
+        """One update of DoRA and ω. Returns the norm of the gradient, 0-d          Alg. 1 l.2-9"""
+        # p_sm: one coin per update, the same on every rank [ours]; theirs is one per dialogue.
         coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
-        soft = sm is not None and coin < cfg.p_sm
+        soft = bool(omega) and coin < cfg.p_sm
         for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
             group["lr"] = eta * lr_at(step, cfg.steps, cfg.warmup)
         for i in range(accum):
-            j = i * world + rank                # global number: who computes it changes nothing
-            x0, prompt_len = dialogue(step, j)                              # (1, L)      l.2
-            t = sample_time(cfg.b_l, cfg.b_h, rng(cfg.seed, "t", step, j))              # l.3
-            xt = mask_response(x0, prompt_len, t, mask_id, rng(cfg.seed, "q", step, j))  # l.4
-            with net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext():
-                nll = net(x0.to(device), xt.to(device), soft)               # (N,)        l.5-8
-                share = objective(nll, t, cfg.loss, cfg.batch_size)
-                (share * world).backward()      # DDP divides by world
+            j = i * world + rank                  # global number: who computes it changes nothing
+            x0, prompt_len = dialogue(step, j)                                # (1, L)          l.2
+            t = sample_time(cfg.b_l, cfg.b_h, rng(cfg.seed, "t", step, j))    #                 l.3
+            q = rng(cfg.seed, "q", step, j)
+            xt = mask_response(x0, prompt_len, t, mask_id, q)                 # (1, L)          l.4
+            with no_sync_until_last(i):
+                nll = net(x0.to(device), xt.to(device), soft)                 # (N,)          l.5-8
+                # DDP divides the gradient by world.
+                (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()
             nll = nll.detach()
             log.add(loss=objective(nll, t, cfg.loss, 1), nll=nll.sum(), masks=len(nll),
-                    tokens=x0.numel(), lam=model.lam * soft, softs=soft)
+                    tokens=x0.numel(), softs=soft)
+            log.add(**{name: getattr(model, name) * soft for name in FEEDBACK})
         if not soft:
-            # The loss gave ω a gradient of zero, which DDP needs. With it, Adam would still move
-            # ω by its momentum.
+            # DDP needed the zero gradient of ω. Adam would still move ω by its momentum.
             for p in omega:
                 p.grad = None
         norm = nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
-        optimizer.step()                                                                # l.9
+        optimizer.step()                                                      #                 l.9
         optimizer.zero_grad(set_to_none=True)
         return norm
 
+    # ---- what is due now and then
     @torch.no_grad()
     def evaluate():
         """Loss and nats per mask of the held-out dialogues, with feedback and without.
 
-        The masks are the same every time.
+        The masks are the same every time. Keeps the adapter in best/ if none was better.
         """
-        out = {}
-        for soft in [True, False] if sm else [False]:
+        out = {**metrics, "step": done}
+        for soft in [True, False] if omega else [False]:
             total = torch.zeros(3, dtype=torch.float64)
             for i in range(rank, len(val), world):
                 # A grid of times, for less noise [code].
                 t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)
                 x0 = pad_with_eos(val[i][0], eos, rng(cfg.seed, "val n_end", i))[None]
                 xt = mask_response(x0, val[i][1], t, mask_id, rng(cfg.seed, "val q", i))
-                nll = model(x0.to(device), xt.to(device), soft).cpu().double()      # (N,)
+                nll = model(x0.to(device), xt.to(device), soft).cpu().double()       # (N,)
                 loss = objective(nll, t, cfg.loss, 1)
                 total += torch.stack((loss, nll.sum(), torch.tensor(float(len(nll)))))
-            loss, nll, masks = over_ranks(total).tolist()
+            loss, nll, masks = launch.over_ranks(total).tolist()
             name = "val_soft" if soft else "val_binary"
             out |= {name: loss / len(val), name + "_ce": nll / masks}
+        score = out["val_soft" if omega else "val_binary"]
+        if score < out.get("best", math.inf):
+            out["best"] = score
+            if master:
+                save_adapter(os.path.join(cfg.out, "best"), dream, sm, cfg)
         return out
 
-    def report(done, norm):
-        """A line of means over all ranks since the last one."""
-        sums, updates, seconds = log.collect(done, norm)
+    def describe(sums, updates, seconds, norm):
+        """The line of log.jsonl for the updates since the last one."""
         line = {"step": done, "loss": sums["loss"] / (updates * cfg.batch_size),
-                "ce_per_mask": sums["nll"] / sums["masks"], "grad_norm": norm.item(),
+                "ce_per_mask": sums["nll"] / sums["masks"],
+                "lr": lr_at(done - 1, cfg.steps, cfg.warmup) * cfg.eta_bb, "grad_norm": norm,
                 "tokens_per_s": sums["tokens"] / seconds}
-        if sm:
+        if omega:
+            line |= {name: sums[name] / max(1, sums["softs"]) for name in FEEDBACK}
             line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)}
-            line["lam"] = sums["lam"] / max(1, sums["softs"])
-        if metrics.get("step") == done:
-            line |= metrics
+        if omega and cfg.k is None:
+            line["tau"] = sm.tau.item()
         if device.type == "cuda":
             line["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
-        line["lr"] = cfg.eta_bb * lr_at(done - 1, cfg.steps, cfg.warmup)
-        log.write(line)
+        return line | (metrics if metrics.get("step") == done else {})
 
-    def save(done):
+    def save_last():
         if master:
             save_adapter(os.path.join(cfg.out, "last"), dream, sm, cfg)
             weights = {name: p.detach() for name, p in trained(model).items()}
             checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done,
-                            seed=cfg.seed, model=weights, optimizer=optimizer.state_dict(),
-                            data=source, metrics=metrics)
+                            seed=cfg.seed, keys=data.KEYS, metrics=metrics, data=source,
+                            model=weights, optimizer=optimizer.state_dict())
 
-    # ---- Alg. 1
+    def due(every):
+        return done % every == 0 or done == cfg.steps
+
+    done, stop = start, 0
+    log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
+    log.begin()
     if master:
-        os.makedirs(cfg.out, exist_ok=True)
         if not start and os.path.exists(last):
-            # Killed before its first save, this run must not be resumed from the old one.
+            # A --resume of this run, killed before its first save, must not find the old one.
             os.remove(last)
         print(f"{len(train):,} dialogues, {sum(len(ids) for ids, _ in train):,} tokens, "
               f"{len(val)} held out; dropped: {dropped}\n"
               f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, "
               f"{device} × {world}, {dream.table.dtype}; updates {start:,} to {cfg.steps:,} of "
               f"{cfg.batch_size}", flush=True)
-    log.begin()
-    done, told = start, 0
-    with launch.signals() as stop:  # only now: until here Ctrl-C loses nothing
+
+    # ---- the loop
+    if val and start and due(cfg.eval_every) and metrics.get("step") != done:
+        metrics = evaluate()  # owed: the run was stopped when it was due
+        log.write(metrics)
+        log.print()
+        save_last()
+    with launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
         for step in range(start, cfg.steps):
             norm = update(step)
             done = step + 1
-            told = launch.any_rank(max(stop, default=0))
-            end = told or done == cfg.steps
-            if val and not told and (done % cfg.eval_every == 0 or end):
+            # The maximum over ranks: all stop after the same update.
+            stop = launch.any_rank(max(caught, default=0))
+            end = stop or done == cfg.steps
+            if val and due(cfg.eval_every) and not stop:
                 with log.pause():
-                    metrics = {**metrics, "step": done, **evaluate()}
-                score = metrics["val_soft" if sm else "val_binary"]
-                if score < metrics.get("best", math.inf):
-                    metrics["best"] = score
-                    if master:
-                        save_adapter(os.path.join(cfg.out, "best"), dream, sm, cfg)
-            saving = end or done % cfg.save_every == 0
-            if saving or done % cfg.log_every == 0 or metrics.get("step") == done:
-                report(done, norm)  # refuses what is not a number, so before the save
-            if saving:
-                save(done)
-            log.print()  # last: with a broken pipe nothing is lost
+                    metrics = evaluate()
+            if due(cfg.log_every) or due(cfg.save_every) or end or metrics.get("step") == done:
+                log.write(describe(*log.collect(done, norm)))  # refuses a nan, before the save
+            if due(cfg.save_every) or end:
+                save_last()
+            log.print()
             if end:
                 break
-    message = (f"python sample_dream.py --model={cfg.model} --adapter={cfg.out}/"
-               f"{'best' if val else 'last'} --prompt=…")
+
     if done < cfg.steps:
-        message = (f"stopped after update {done:,}, saved in {last}: the same command with "
-                   f"--resume goes on")
-    launch.leave(world, message, 128 + told if done < cfg.steps else 0)
+        launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
+                            f"with --resume goes on", 128 + stop)
+    adapter = f"{cfg.out}/{'best' if val else 'last'}"
+    launch.leave(world, f"python sample_dream.py --model={cfg.model} --adapter={adapter} "
+                        f"--prompt=…", 0)
     return model
 
 

@@ -369,7 +369,7 @@ def test_held_out_dialogues_are_not_trained_on(tiny):
     train, val = places()
     assert len({*train, *val}) == 120 and train != places(seed=2)[0]
     numbers = [int(where.split()[-1]) - 1 for where in val + train]
-    assert numbers != ft.order(120, 0, 1231).tolist()  # a draw of its own, not that of epoch 0
+    assert numbers != ft.data.order(120, 0, 1231).tolist()  # a draw of its own, not that of epoch 0
 
 
 # ---- l.9: the update
@@ -535,7 +535,11 @@ def test_a_last_pt_with_other_parameters_is_refused(first_version):
             finetune(first_version)
 
 
-def test_sigterm_saves_and_leaves(cfg, monkeypatch):
+def test_sigterm_saves_and_leaves_and_what_is_owed_is_done(cfg, monkeypatch):
+    """Stopped in an update with an evaluation, which the resumed run makes first."""
+    cfg = replace(cfg, eval_every=2)
+    whole = replace(cfg, out=cfg.out + "-whole")
+    finetune(whole)
     sent, schedule = [], ft.lr_at
 
     def kills(step, *args):
@@ -549,6 +553,11 @@ def test_sigterm_saves_and_leaves(cfg, monkeypatch):
         finetune(cfg)
     assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == 2
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert not any("val_soft" in line for line in logged(cfg.out))
+    finetune(replace(cfg, resume=True))
+    ours, theirs = ([(line["step"], line["val_soft"], line["best"]) for line in logged(out)
+                     if "val_soft" in line] for out in (cfg.out, whole.out))
+    assert ours == theirs and [step for step, *_ in ours] == [2, 4]
 
 
 def test_ctrl_c_before_the_first_update_just_ends(cfg, monkeypatch):
