@@ -42,7 +42,7 @@ import data
 from checkpoint import git_version
 from data import rng
 from launch import Refused, append_jsonl, machine, read_jsonl, run, write_text
-from mdlm import MDLM, corrupt, sample_times
+from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 
 @dataclass
@@ -90,12 +90,15 @@ def mean_and_se(total, count):
 
 
 @torch.no_grad()
-def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1):
+def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
+          floor=ALPHA_FLOOR):
     """Eq. 2 on fixed rows, row by row.                                            Eq. 2, App. C.1
 
     model: MDLM, which is in eval mode meanwhile.   rows: (n, L) ids, on the CPU.
     soft: with feedback, in two passes.   repeats: draws of t and x_t per row.
     rank, world: this process takes every world-th batch, in all m of the n rows.
+    floor: of times and of α. The default is the published convention, about 0.1 % too small; with 0
+        the expectation is the bound itself (tests/test_bound.py enumerates both).
     Returns three (m,) float64 tensors, means over the repeats: the bound in nats, and for the same
     masks the cross-entropy without the weight 1/t, in nats, and the number of masks.
     Raises Refused where the bound is not a number.
@@ -107,7 +110,8 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1):
     """
     n, device, was_training = len(rows), next(model.parameters()).device, model.training
     deal = torch.randperm(n, generator=rng("deal", seed))
-    times = sample_times(n * repeats, rng("times", seed)).view(repeats, n)[:, deal]  # (repeats, n)
+    times = sample_times(n * repeats, rng("times", seed), low=max(floor, 1e-6))       # (repeats·n,)
+    times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     parts = []
     model.eval()
     mine = torch.arange(n).split(batch_size)[rank::world]
@@ -117,7 +121,7 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1):
         part = torch.zeros(3, len(index), dtype=torch.float64)                       # (3, b)
         for r, t in enumerate(times[:, index]):                                      # (b,)
             xt = torch.cat([
-                corrupt(x[None], s[None], model.cfg.mask_id, rng("masks", seed, r, int(i)))
+                corrupt(x[None], s[None], model.cfg.mask_id, rng("masks", seed, r, int(i)), floor)
                 for i, x, s in zip(index, x0, t)])                                   # (b, L)
             nll = model(x0.to(device), xt.to(device), t.to(device), soft).cpu().double()  # (b,)
             part += torch.stack((nll, nll * t, (xt == model.cfg.mask_id).sum(1))) / repeats
@@ -197,9 +201,9 @@ def measure_bound(cfg):
     other = load_other(cfg, special, L).to(device) if cfg.against else None
     tokens = np.full(len(rows), L)                                                   # (n,)
 
-    def measure(model, soft):
+    def measure(model, soft, **floor):
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            return bound(model, rows, soft, cfg.seed, cfg.repeats, cfg.batch_size)
+            return bound(model, rows, soft, cfg.seed, cfg.repeats, cfg.batch_size, **floor)
 
     values, nll = {}, {}
     for name in ["soft", "binary"] if model.sm else ["binary"]:
@@ -210,6 +214,8 @@ def measure_bound(cfg):
             "ppl": float(np.exp(nats)), "ppl_se": float(np.exp(nats) * se),
             "bits_per_byte": bits_per_byte(nats, L, text),
             "ce_per_masked_token": float(ce.sum() / masked.sum())}
+        unbiased = mean_and_se(measure(model, name == "soft", floor=0.0)[0], tokens)
+        values[name] |= dict(zip(("unbiased_nats", "unbiased_nats_se"), unbiased))
     differences = {}                                                                 # (n,) each
     if model.sm:
         differences["gain"] = nll["binary"] - nll["soft"]

@@ -273,7 +273,7 @@ class TwoPassDream(TwoPass):
     def forward(self, x0, xt, soft):
         """x0, xt: (B, L) ids.   soft: two passes.   Returns nll (N,), nats, fp32     Alg. 1 l.5-8
 
-        Read against oracles.dense_nll.
+        Read against oracles.dense_dream_nll.
         """
         return self.token_nll(x0, xt, None, soft)[0]  # None: Dream is not conditioned on the time
 

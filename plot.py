@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Every figure and every markdown table, from logs and results.     Tables 1, 2, 4-7, Fig. 3-5, 7
+"""Every figure and every markdown table, from logs and results.     Tables 1-7, Fig. 3-5, 7
 
     python plot.py --table="runs/*.json"        # eval.py's results, as in Tables 1, 2, 4-7
     python plot.py --bounds="runs/*.json"       # those of `eval.py ppl --against=…`
     python plot.py --logs="out/*/log.jsonl"     # where ω, λ and the speed of each run ended
+    python plot.py --benchmarks=out/answers     # eval_dream.py's results, as in Table 3
 
     python plot.py --runs="out/binary-*/log.jsonl,out/sm-*/log.jsonl"    # Fig. 3; -1, -2 are seeds
     python plot.py --ablation="out/*/log.jsonl" # Fig. 5
@@ -37,6 +38,7 @@ class Config:
     table: str = ""          # pattern of eval.py's results
     bounds: str = ""         # pattern of results of `eval.py ppl`, best with --against
     logs: str = ""           # pattern of train.py's logs
+    benchmarks: str = ""     # folder of eval_dream.py's results
     # figures
     runs: str = ""           # pattern of train.py's logs
     ablation: str = ""       # likewise
@@ -217,8 +219,9 @@ def logs(patterns):
                "minutes"]
     rows = []
     for path in files(patterns):
-        lines = read_jsonl(path)
         try:
+            # a continuation also logs the bound at update 0, before it has a speed
+            lines = [line for line in read_jsonl(path) if "tokens_per_s" in line]
             last, speed = lines[-1], statistics.median(line["tokens_per_s"] for line in lines)
             omega, takeoff = "", ""
             if "omega_s" in last:
@@ -233,6 +236,81 @@ def logs(patterns):
                           "numbers")
         rows.append(dict(zip(columns, cells)))
     return markdown(rows, columns, text=2)
+
+
+def dream_results(folder):
+    """The results of eval_dream.py in a folder, a list of dicts. Other files are left out."""
+    found = []
+    for path in sorted(glob.glob(os.path.join(folder, "*.json"))):
+        with contextlib.suppress(Refused):
+            found.append(read_json(path))
+    return [result for result in found if result.get("by") == "eval_dream.py"]
+
+
+def differing(groups):
+    """The keys that do not have the same value in all of the dicts that have them."""
+    keys = dict.fromkeys(key for group in groups for key in group)
+    return [key for key in keys if len({str(g[key]) for g in groups if key in g}) > 1]
+
+
+def is_soft(group):
+    return group["feedback"].startswith("SM k")
+
+
+def place(group):
+    """What a run with SM and the binary run that it is compared with have in common, sortable."""
+    first = ("budget", "block", "threshold")
+    rest = [str(value) for key, value in sorted(group.items())
+            if key not in (*first, "feedback") and not key.startswith("FT")]
+    return [group["block"], group["threshold"] or 0, Fraction(group["budget"]), *rest]
+
+
+def binary_of(group, rows):
+    """The scores that a finetuned model with SM is compared with, {} if it is not clear which.
+
+    They are those of the binary model that was finetuned for as long, or of the only one.
+    """
+    base = [(other, scores) for other, scores in rows if other["feedback"] == "binary"
+            and other["FT"] != "-" and place(other) == place(group)]
+    alike = [scores for other, scores in base if other["FT"] == group["FT"] or len(base) == 1]
+    return alike[0] if is_soft(group) and group["FT"] != "-" and len(alike) == 1 else {}
+
+
+def benchmarks(folder):
+    """Results of eval_dream.py, mean ± deviation over seeds.                               Table 3
+
+    A row per NFE budget (or threshold and block), model, finetuning, feedback, and any other
+    setting that differs. A gain is that over the scores of `binary_of`.
+    """
+    groups, rows, results = {}, [], dream_results(folder)
+    if not results:
+        raise Refused(f"{folder} has no results of eval_dream.py: correct the folder")
+    for result in results:
+        if result["score"] is not None:
+            group = {key: value for key, value in result["group"].items() if key != "data"}
+            task = result["column"], result["group"]["data"]
+            _, scores = groups.setdefault(str(sorted(group.items())), (group, {}))
+            scores.setdefault(task, []).append(result["score"])
+    found = sorted(groups.values(), key=lambda row: (
+        place(row[0]), is_soft(row[0]), row[0]["FT"] != "-", str(row[0])))
+    tasks = sorted({task for _, scores in found for task in scores})
+    names = [name for name, _ in tasks]
+    heading = {task: task[0] + f" ({task[1]})" * (names.count(task[0]) > 1) for task in tasks}
+    shown = ("budget", "block", "threshold", "model", "FT", "feedback")
+    differ = [key for key in differing([group for group, _ in found]) if key not in shown]
+    for group, scores in found:
+        budget = f"p ≥ {group['threshold']}" if group["threshold"] else group["budget"]
+        budget += f", block {group['block']}" if group["block"] else ""
+        start = {"NFE budget": budget, "Model": group["model"], "FT": group["FT"],
+                 "Settings": ", ".join(f"{key}={group[key]}" for key in differ if key in group)}
+        cells = {heading[task]: mean_sd(values, ".1f") for task, values in scores.items()}
+        rows.append(start | {"Feedback": group["feedback"]} | cells)
+        if base := binary_of(group, found):
+            gain = {heading[task]: statistics.mean(values) - statistics.mean(base[task])
+                    for task, values in scores.items() if task in base}
+            rows.append(start | {"Feedback": "Gain"} | {k: f"{v:+.1f}" for k, v in gain.items()})
+    columns = ["NFE budget", "Model", "FT", "Feedback", *heading.values()]
+    return markdown(rows, columns + ["Settings"] * bool(differ), text=4)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -355,21 +433,6 @@ def trajectory(path):
     return fig
 
 
-def dream_results(folder):
-    """The results of eval_dream.py in a folder, a list of dicts. Other files are left out."""
-    found = []
-    for path in sorted(glob.glob(os.path.join(folder, "*.json"))):
-        with contextlib.suppress(Refused):
-            found.append(read_json(path))
-    return [result for result in found if result.get("by") == "eval_dream.py"]
-
-
-def differing(groups):
-    """The keys that do not have the same value in all of the dicts that have them."""
-    keys = dict.fromkeys(key for group in groups for key in group)
-    return [key for key in keys if len({str(g[key]) for g in groups if key in g}) > 1]
-
-
 def throughput_series(folder):
     """{label: [(block, tokens/s, score or None)]}, by block, from results of eval_dream.py.
 
@@ -426,7 +489,7 @@ def curves(path):
     return fig
 
 
-TABLES = {f.__name__: f for f in (table, bounds, logs)}
+TABLES = {f.__name__: f for f in (table, bounds, logs, benchmarks)}
 FIGURES = {f.__name__: f for f in (runs, ablation, trajectory, throughput, curves)}
 
 

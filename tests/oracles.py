@@ -1,6 +1,17 @@
-"""The paper, once more and slowly: what the code is tested against.
+"""The paper read literally: for loops and Python floats, slow on purpose.
 
-One position after the other, dense one-hot vectors, no chunks. Not here: tests.
+    soft_mask    §3.1 sm(·,·), Eq. 3      checks softmask.SoftMask
+    dense_nll    Eq. 2, Alg. 1 l.5-8      checks mdlm.MDLM.forward, mdlm.TwoPass.token_nll
+    nucleus      App. B.1                 checks sample.nucleus
+    draw                                  checks sample.sample_categorical
+    alg2         Alg. 2                   checks sample.generate
+
+    slow_forward                                        checks dream.Dream
+    dense_dream_nll   Alg. 1 l.5-8                      checks finetune_dream.TwoPassDream
+    dream_filter, slow_decode   §2.2, Alg. 2, App. C.9  checks sample_dream.decode
+    slow_blocks       App. B.2, Fast-dLLM               checks sample_dream.decode_blocks
+
+Nothing is imported from the code under test. Networks come as functions of embeddings.
 """
 
 import math
@@ -8,8 +19,120 @@ import math
 import torch
 import torch.nn.functional as F
 
-import sample_dream
-from softmask import time_gain
+
+def omega(sm):
+    """The settings of a SoftMask, as the functions below take them."""
+    tau = 1.0 if sm.k is not None else math.log1p(math.exp(sm.raw_tau.item()))
+    values = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega)))
+    return values | {"k": sm.k, "tau": tau}
+
+
+def softmax(logits, tau=1.0):
+    """A tensor (V,) → a list of V probabilities, which sum to 1."""
+    z = [v / tau for v in logits.tolist()]
+    z = [math.exp(v - max(z)) for v in z]
+    return [v / sum(z) for v in z]
+
+
+def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0):
+    """What one masked position looks like: (D,) float64                         §3.1 sm(·,·), Eq. 3
+
+    logits: (V,).   table: (V, D).   k: None is all of |V|.
+    """
+    p = softmax(logits, tau)
+    minus_H = sum(v * math.log(v) for v in p if v > 0)
+    lam = omega_s / (1 + math.exp(-omega_a * (minus_H - omega_b)))
+    top = sorted(range(len(p)), key=lambda i: -p[i])[:k]
+    total = sum(p[i] for i in top)
+    guess = sum(p[i] / total * table[i].double() for i in top)
+    return (1 - lam) * table[mask_id].double() + lam * guess
+
+
+def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
+    """−1/t Σ_l 1[x_t^l = m] log p(x_0^l), token by token: (B,) float64          Eq. 2, Alg. 1 l.5-8
+
+    predict: (emb (B, L, D), t (B,)) → logits (B, L, V).
+    soft: {k, omega_s, omega_a, omega_b, tau} for two passes; None for one.
+    """
+    emb, masked = table[xt].detach().clone(), (xt == mask_id).nonzero().tolist()
+    if soft is not None:
+        logits = predict(emb, t)                                     # l.6
+        for b, l in masked:                                          # l.7
+            emb[b, l] = soft_mask(logits[b, l], table, mask_id, **soft)
+    logits, nll = predict(emb, t), torch.zeros(len(t), dtype=torch.float64)
+    for b, l in masked:                                              # l.8
+        nll[b] -= math.log(softmax(logits[b, l])[x0[b, l]]) / t[b].item()
+    return nll
+
+
+def nucleus(p, top_p):
+    """A list of V probabilities without its tail. The token that crosses top_p is dropped."""
+    if top_p == 1:
+        return p
+    total, kept = 0.0, {}
+    for i in sorted(range(len(p)), key=lambda i: -p[i]):
+        total += p[i]
+        if total > top_p and kept:
+            break
+        kept[i] = p[i]
+    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(p))]
+
+
+def draw(p, u):
+    """The token in whose part of the cumulative sum u falls, for a list of any positive sum."""
+    total = 0.0
+    for i, v in enumerate(p):
+        total += v
+        if u * sum(p) < total:
+            return i
+
+
+def certain(token, like):
+    """Logits (V,) of a token that is known: its p is 1 (SUBS)."""
+    logits = torch.full_like(like, -math.inf)
+    logits[token] = 0
+    return logits
+
+
+def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False,
+         passes=1, fresh=False):
+    """Alg. 2 for one sequence: ids (L,) and the number of network calls.
+
+    predict: (emb (L, D), t) → logits (L, V).   x: (L,) ids.   times: [(t, s)] of all T steps.
+    probs: (t, s) → (P[reveal], P[re-mask]).   soft: as in `dense_nll`.
+    always: call the network in every step; otherwise only after a token changed [code].
+    passes: calls in each step, each on the feedback of the one before.   fresh: not the first.
+    """
+    def call(t):
+        """l.6 of the last turn, then l.3. What is visible is certain (SUBS [code])."""
+        seen = None if fresh else feedback
+        for _ in range(passes):
+            emb = table[x].clone()
+            for l in range(len(x)):
+                if soft and seen is not None and x[l] == mask_id:
+                    emb[l] = soft_mask(seen[l], table, mask_id, **soft)
+            logits = predict(emb, t)
+            seen = [z if token == mask_id else certain(token, z) for token, z in zip(x, logits)]
+        return seen
+
+    free, feedback, calls, stale = x == mask_id, None, 0, True
+    for t, s in times:
+        if stale:
+            feedback, calls = call(t), calls + passes
+        reveal, remask = probs(t, s)
+        coin, u = torch.rand(2, len(x), dtype=torch.float64, generator=generator)
+        before, x = x, x.clone()
+        for l in free.nonzero()[:, 0]:
+            if before[l] == mask_id and coin[l] < reveal:
+                x[l] = draw(nucleus(softmax(feedback[l]), top_p), u[l].item())  # l.4-5
+            if before[l] != mask_id and coin[l] < remask:
+                x[l] = mask_id
+        stale = always or (x != before).any()
+    left, logits = (x == mask_id).nonzero()[:, 0], call(times[-1][1])
+    for l in left:  # no nucleus at the end [code]
+        x[l] = logits[l].argmax()
+    return x, calls + passes
+
 
 # -------------------------------------------------------------------------------------------------
 # Dream
@@ -56,7 +179,7 @@ def slow_forward(state, cfg, x):
     return torch.stack([w["lm_head.weight"] @ norm(v, "norm") for v in h])
 
 
-def dense_nll(dream, sm, x0, xt, soft):
+def dense_dream_nll(dream, sm, x0, xt, soft):
     """Alg. 1 l.5-8 as the paper writes it: one-hot vectors, (B, L, V) everywhere, no rows.
 
     Returns −log p(x0) of the masked tokens (N,).
@@ -85,34 +208,56 @@ def dense_nll(dream, sm, x0, xt, soft):
     return F.cross_entropy(shifted(P @ dream.table)[masked], x0[masked], reduction="none")
 
 
-def neg_entropy(p):
-    return (p * (p + 1e-10).log()).sum()
+def dream_filter(p, top_p):
+    """A list of V probabilities without its tail. The token that crosses top_p is kept."""
+    total, kept = 0.0, {}
+    for i in sorted(range(len(p)), key=lambda i: -p[i]):
+        if total > top_p:
+            break
+        total, kept[i] = total + p[i], p[i]
+    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(p))]
+
+
+def minus_entropy(p):
+    """−H in nats, guarded as in the released code, of a list of probabilities."""
+    return sum(v * math.log(v + 1e-10) for v in p)
+
+
+def fading(schedule, t, switch):
+    """App. C.9: the factor on λ when the share t of the masks is left."""
+    return {"none": 1, "linear": t, "linear-late": 1 - t, "stepwise": int(t > switch),
+            "stepwise-late": int(t <= switch)}[schedule]
+
+
+def faded_mask(logits, table, mask_id, sm, gain):
+    """A soft mask (D,) with its λ times gain: the mix is linear in λ."""
+    mixed = soft_mask(logits, table, mask_id, **omega(sm))
+    return ((1 - gain) * table[mask_id].double() + gain * mixed).float()
 
 
 @torch.no_grad()
 def slow_decode(model, x, steps, sm, schedule="none", switch=0.5, top_p=1.0):
-    """Alg. 2 with greedy tokens for one sequence: dense logits, one position after the other.
+    """Alg. 2 with greedy tokens for one sequence, one position after the other.
 
-    Feedback comes from the raw logits of the pass, without top-p [code]. Returns x after each
-    step.
+    Feedback comes from the raw logits of the pass, without top-p [code]. Returns x after each step.
     """
-    mask_id, emb = model.cfg.mask_token_id, F.embedding(x, model.table)
-    times = torch.linspace(1, 1e-3, steps + 1)
+    mask_id, table = model.cfg.mask_token_id, model.table
+    emb, times, states = F.embedding(x, table), torch.linspace(1, 1e-3, steps + 1), []
     masks = start = int((x == mask_id).sum())
-    states = []
     for i in range(steps):
         logits = model.lm_head(model.trunk(emb)[0])[0].roll(1, 0)       # (L, V)  shifted
-        p = sample_dream.filtered(logits, 0.0, top_p).double()
-        places = [l for l in range(x.shape[1]) if x[0, l] == mask_id]
+        p = {l: dream_filter(softmax(logits[l]), top_p) for l in range(x.shape[1])
+             if x[0, l] == mask_id}
         n = masks if i == steps - 1 else int(masks * (1 - times[i + 1] / times[i]))
         x = x.clone()
-        for l in sorted(places, key=lambda l: -neg_entropy(p[l]))[:n]:
-            x[0, l] = p[l].argmax()
+        for l in sorted(p, key=lambda l: -minus_entropy(p[l]))[:n]:
+            x[0, l] = p[l].index(max(p[l]))
         masks = int((x == mask_id).sum())
-        gain = time_gain(schedule, masks / start, switch)
-        emb = F.embedding(x, model.table)
-        if sm:
-            emb = sm.embed(model.table, x, logits[None], gain)
+        emb = F.embedding(x, table)
+        for l in p:
+            if sm and x[0, l] == mask_id:
+                gain = fading(schedule, masks / start, switch)
+                emb[0, l] = faded_mask(logits[l], table, mask_id, sm, gain)
         states.append(x)
     return torch.stack(states)
 
@@ -125,12 +270,11 @@ def slow_blocks(model, x, gen_len, steps, block, cache, threshold, sm, schedule)
     each pass.
     """
     mask_id, L, per_block = model.cfg.mask_token_id, x.shape[1], steps * block // gen_len
-    latest, gains, states = {}, {}, []
-    times = torch.linspace(1, 1e-3, per_block + 1)
+    latest, states, times = {}, [], torch.linspace(1, 1e-3, per_block + 1)
 
     def looks(l):
         if x[0, l] == mask_id and l in latest:
-            return sm.embed(model.table, x[:, l:l + 1], latest[l][None, None], gains[l])[0, 0]
+            return faded_mask(latest[l][0], model.table, mask_id, sm, latest[l][1])
         return model.table[x[0, l]]
 
     for b in range(L - gen_len, L, block):
@@ -139,27 +283,25 @@ def slow_blocks(model, x, gen_len, steps, block, cache, threshold, sm, schedule)
             lo, hi = (0, L) if i == 0 or cache == "none" else (b, L)
             hi = b + block if cache == "dual" and i else hi
             emb = torch.stack([looks(l) for l in range(lo, hi)])[None]
-            h, kv = model.trunk(emb, past=past if lo else None, start=lo)
+            h, kv = model.trunk(emb, past=past if lo else None, start=lo)  # noqa: F821
             past = kv if i == 0 else past
             logits = model.lm_head(h)[0]
-            fresh = {l: logits[l - 1 - lo] for l in range(lo + 1, hi)}
-            p = {l: v.softmax(-1) for l, v in fresh.items()}
             inside = [l for l in range(b, b + block) if x[0, l] == mask_id]
+            p = {l: softmax(logits[l - 1 - lo]) for l in inside}
             if i == 0:
                 chosen = inside[:1]
             elif threshold:
-                best = max(inside, key=lambda l: p[l].max())
-                chosen = [l for l in inside if l == best or p[l].max() >= threshold]
+                best = max(inside, key=lambda l: max(p[l]))
+                chosen = [l for l in inside if l == best or max(p[l]) >= threshold]
             else:
                 last = i == per_block - 1
                 n = len(inside) if last else int(len(inside) * (1 - times[i + 1] / times[i]))
-                chosen = sorted(inside, key=lambda l: -neg_entropy(p[l]))[:n]
+                chosen = sorted(inside, key=lambda l: -minus_entropy(p[l]))[:n]
             x = x.clone()
             for l in chosen:
-                x[0, l] = p[l].argmax()
-            latest.update(fresh)
-            gain = time_gain(schedule, int((x == mask_id).sum()) / gen_len, 0.5)
-            gains.update(dict.fromkeys(fresh, gain))
+                x[0, l] = p[l].index(max(p[l]))
+            gain = fading(schedule, int((x == mask_id).sum()) / gen_len, 0.5)
+            latest |= {l: (logits[l - 1 - lo], gain) for l in range(lo + 1, hi)}
             states.append(x)
             i += 1
     return torch.stack(states)

@@ -27,7 +27,7 @@ from dream import Dream, DreamConfig, Tokenizer, load_adapter
 from finetune_dream import (Config, TwoPassDream, conversation, encode_chat, finetune, lr_at,
                             mask_response, objective, pad_with_eos, why_dropped)
 from launch import Refused
-from oracles import dense_nll
+from oracles import dense_dream_nll
 from softmask import SoftMask
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -80,7 +80,7 @@ def test_rows_and_chunks_equal_the_dense_algorithm(tiny_dream, batch, monkeypatc
         monkeypatch.setattr(mdlm, "BUDGET", 1e9 if rows > 3 else 0)  # 0: again in the backward
         ours, theirs = two_pass(tiny_dream, k, tau=1.3), two_pass(tiny_dream, k, tau=1.3)
         ours.net.checkpointing = True
-        nll, dense = ours(x0, xt, soft), dense_nll(theirs.net, theirs.sm, x0, xt, soft)
+        nll, dense = ours(x0, xt, soft), dense_dream_nll(theirs.net, theirs.sm, x0, xt, soft)
         torch.testing.assert_close(nll, dense, rtol=0, atol=1e-5)
         objective(nll, t, "authors", 1).backward()
         objective(dense, t, "authors", 1).backward()
@@ -411,7 +411,7 @@ def test_four_updates_are_adam_on_the_dense_algorithm(cfg, monkeypatch, kind, k)
     moments = {p: (torch.zeros_like(p), torch.zeros_like(p), 0) for p in etas}
     for step, lr in enumerate([0, 1, 0.75, 0.25]):  # warm-up of ceil(0.25 · 4), cosine over three
         for (x0, xt, soft), t in zip(calls[8 * step:8 * step + 8], times[8 * step:]):
-            nll = dense_nll(dream, sm, x0, xt, soft)
+            nll = dense_dream_nll(dream, sm, x0, xt, soft)
             (nll.mean() / t if kind == "authors" else nll.sum() / t / 8).backward()
         have = [p for p in moments if p.grad is not None]
         assert (sm.raw_s.grad is not None) == calls[8 * step][2]
