@@ -268,13 +268,13 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
 
 
 class TwoPassDream(TwoPass):
-    """Dream, its soft mask, and the loss of each masked token: one forward for DDP."""
+    """Dream, its soft mask, and the loss of each masked token: one forward for DDP.
+
+    Checked against tests/oracles.py dense_dream_nll.
+    """
 
     def forward(self, x0, xt, soft):
-        """x0, xt: (B, L) ids.   soft: two passes.   Returns nll (N,), nats, fp32     Alg. 1 l.5-8
-
-        Read against oracles.dense_dream_nll.
-        """
+        """x0, xt: (B, L) ids.   soft: two passes.   Returns nll (N,), fp32 nats   Alg. 1 l.5-8"""
         return self.token_nll(x0, xt, None, soft)[0]  # None: Dream is not conditioned on the time
 
 

@@ -113,7 +113,8 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
 
     logits: (n, V) fp32.   Returns (n, V) fp32. At temperature 0, where `propose` takes the argmax,
     nothing is divided. Top-p keeps the token that crosses p, which MDLM's nucleus drops
-    (sample.nucleus): the two rules give different texts and must not be exchanged.
+    (sample.nucleus): the two rules give different texts and must not be exchanged. Checked against
+    tests/oracles.py dream_filter.
     """
     if temperature > 0:
         logits = logits / temperature
@@ -262,7 +263,8 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
     schedule, switch: see `time_gain`.   algorithm; pick: temperature, top_p, top_k, generator: see
     `propose`.   on_step(x) follows every pass.
     Returns (B, L) ids without any mask. At temperature 0 a sequence does not depend on the rest of
-    its batch. Raises Refused for settings that cannot be run. Read against oracles.slow_decode.
+    its batch. Raises Refused for settings that cannot be run. Checked against
+    tests/oracles.py slow_decode.
     """
     masked = x == mask_id                                               # (B, L)
     start = masked.sum(-1)                                              # (B,)
@@ -312,8 +314,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     A block with a single step is filled by its first pass [ours]: the original leaves all but one
     of its masks. The feedback is [ours], because theirs was not released: a mask looks as the last
     pass that predicted it made it look. So feedback crosses block boundaries, and under `dual` the
-    masks after the block stand still together with their keys and values. Read against
-    oracles.slow_blocks.
+    masks after the block stand still together with their keys and values. Checked against
+    tests/oracles.py slow_blocks.
     """
     mask_id, (B, L) = model.cfg.mask_token_id, x.shape
     if (x[:, :L - gen_len] == mask_id).any():
@@ -325,6 +327,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     times = torch.linspace(1, 1e-3, steps * block // gen_len + 1)       # of the steps of a block
     start, at = torch.full((B,), gen_len), torch.arange(L, device=x.device)
     soft = model.table[mask_id].repeat(B, L, 1)                         # (B, L, D)  how masks look
+    frozen = None                                                       # keys and values
     for b in range(L - gen_len, L, block):
         for i in itertools.count():
             first, last = i == 0, threshold is None and i == len(times) - 2
@@ -335,7 +338,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             open_ = masked & (at >= b) & (at < end)                     # (B, L)  and can appear
             emb = torch.where(masked[..., None], soft, F.embedding(x, model.table))[:, lo:hi]
             h, kv = model.trunk(emb, valid, frozen if lo else None, lo)         # (B, hi − lo, D)
-            frozen = kv if first else frozen
+            frozen = kv if first else frozen                            # of all L positions
             h = model.before(h, masked[:, lo:hi].flatten().nonzero().squeeze(1))         # (N, D)
             # A pass that has to reveal something takes a real token, not [MASK].
             never = mask_id if first or last or threshold is not None else None
@@ -435,9 +438,9 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
 def picture(tok, ids, cfg):
     """ids as text, ░ for a mask, nothing for the end tokens behind the answer."""
     text = ""
-    for masked, run in itertools.groupby(ids, lambda i: i == cfg.mask_token_id):
-        run = [i for i in run if i != cfg.eos_token_id]
-        text += "░" * len(run) if masked else tok.decode(run)
+    for masked, part in itertools.groupby(ids, lambda i: i == cfg.mask_token_id):
+        part = [i for i in part if i != cfg.eos_token_id]
+        text += "░" * len(part) if masked else tok.decode(part)
     return text
 
 

@@ -5,11 +5,11 @@
     nucleus      App. B.1                 checks sample.nucleus
     draw                                  checks sample.sample_categorical
     alg2         Alg. 2                   checks sample.generate
-
-    slow_forward                                        checks dream.Dream
-    dense_dream_nll   Alg. 1 l.5-8                      checks finetune_dream.TwoPassDream
-    dream_filter, slow_decode   §2.2, Alg. 2, App. C.9  checks sample_dream.decode
-    slow_blocks       App. B.2, Fast-dLLM               checks sample_dream.decode_blocks
+    slow_forward                          checks dream.Dream
+    dense_dream_nll  Alg. 1 l.5-8         checks finetune_dream.TwoPassDream
+    dream_filter     App. B.2             checks sample_dream.filtered
+    slow_decode      Alg. 2, App. C.9     checks sample_dream.decode
+    slow_blocks      App. B.2, Fast-dLLM  checks sample_dream.decode_blocks
 
 Nothing is imported from the code under test. Networks come as functions of embeddings.
 """
@@ -270,7 +270,8 @@ def slow_blocks(model, x, gen_len, steps, block, cache, threshold, sm, schedule)
     each pass.
     """
     mask_id, L, per_block = model.cfg.mask_token_id, x.shape[1], steps * block // gen_len
-    latest, states, times = {}, [], torch.linspace(1, 1e-3, per_block + 1)
+    latest, states, past = {}, [], None
+    times = torch.linspace(1, 1e-3, per_block + 1)
 
     def looks(l):
         if x[0, l] == mask_id and l in latest:
@@ -283,7 +284,7 @@ def slow_blocks(model, x, gen_len, steps, block, cache, threshold, sm, schedule)
             lo, hi = (0, L) if i == 0 or cache == "none" else (b, L)
             hi = b + block if cache == "dual" and i else hi
             emb = torch.stack([looks(l) for l in range(lo, hi)])[None]
-            h, kv = model.trunk(emb, past=past if lo else None, start=lo)  # noqa: F821
+            h, kv = model.trunk(emb, past=past if lo else None, start=lo)
             past = kv if i == 0 else past
             logits = model.lm_head(h)[0]
             inside = [l for l in range(b, b + block) if x[0, l] == mask_id]

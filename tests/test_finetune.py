@@ -24,8 +24,18 @@ import launch
 import mdlm
 from conftest import GOLDEN, digest, recorded_adapter
 from dream import Dream, DreamConfig, Tokenizer, load_adapter
-from finetune_dream import (Config, TwoPassDream, conversation, encode_chat, finetune, lr_at,
-                            mask_response, objective, pad_with_eos, why_dropped)
+from finetune_dream import (
+    Config,
+    TwoPassDream,
+    conversation,
+    encode_chat,
+    finetune,
+    lr_at,
+    mask_response,
+    objective,
+    pad_with_eos,
+    why_dropped,
+)
 from launch import Refused
 from oracles import dense_dream_nll
 from softmask import SoftMask
@@ -668,16 +678,15 @@ def test_every_omega_survives_the_folder(tiny_dream, tmp_path):
 def test_an_interrupted_save_leaves_a_soft_adapter_soft(tiny_dream, tmp_path, monkeypatch):
     dream, sm = recorded_adapter(Dream.load(tiny_dream)), SoftMask(194, 1, **HEAD)
     ft.save_adapter(str(tmp_path), dream, sm, Config())
-    replace_file = os.replace
-    for failing in range(5):
-        writes = []
+    replace_file, left = os.replace, [0]
 
-        def killed(*args):
-            writes.append(args)
-            if len(writes) > failing:
-                raise KeyboardInterrupt
-            replace_file(*args)
-        monkeypatch.setattr(os, "replace", killed)
+    def killed(*args):
+        left[0] -= 1
+        if left[0] < 0:
+            raise KeyboardInterrupt
+        replace_file(*args)
+    monkeypatch.setattr(os, "replace", killed)
+    for left[0] in range(5):
         with pytest.raises(KeyboardInterrupt):
             ft.save_adapter(str(tmp_path), dream, sm, Config())
         omega = load_adapter(Dream.load(tiny_dream), tmp_path)

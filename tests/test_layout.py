@@ -34,7 +34,7 @@ LONG_FUNCTIONS = {
 }
 SHORT_FUNCTIONS = {"train.update": 40, "sample.generate": 60}  # Alg. 1 and Alg. 2, on one screen
 # Their lines are still wide.
-NOT_YET = {"bench", "dora", "dream", "finetune_dream", "sample_dream"}
+NOT_YET = {"bench"}
 
 
 def text(name):

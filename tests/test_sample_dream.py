@@ -245,10 +245,11 @@ def test_a_batch_equals_single_runs(model):
 def test_a_batch_in_blocks_equals_single_runs(model):
     prompts = [TEXT, TEXT[3:], TEXT[1:7]]
     for cache, threshold in itertools.product(("none", "prefix", "dual"), (None, 0.15)):
-        run = lambda rows: decode_blocks(model, rows, 16, 8, 8, cache, threshold, sm=soft(1))[-1]
-        together = run(prompts)
+        settings = (16, 8, 8, cache, threshold)
+        together = decode_blocks(model, prompts, *settings, sm=soft(1))[-1]
         for b, prompt in enumerate(prompts):
-            assert torch.equal(together[b, -16:], run([prompt])[0, -16:])
+            alone = decode_blocks(model, [prompt], *settings, sm=soft(1))[-1]
+            assert torch.equal(together[b, -16:], alone[0, -16:])
 
 
 def test_infilling_keeps_prefix_and_suffix(model):
