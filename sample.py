@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from arms import with_omega
 from data import rng, tokenizer
 from launch import Refused, append_jsonl, machine, read_jsonl, run, write_text
 from mdlm import MDLM, in_chunks
@@ -101,7 +102,7 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
         masked ^= flips
 
 
-def schedule_batch(free, steps, generator, **schedule):
+def schedule_batch(free, steps, generator, every, **schedule):
     """`schedule_flips` of n sequences side by side: in each turn, every one takes its next step
 
     free: (n, L) bool.   generator: a torch.Generator, or None for torch's own; or a list of n.
@@ -111,7 +112,8 @@ def schedule_batch(free, steps, generator, **schedule):
     if not isinstance(generator, list):
         seeds = torch.randint(2**62, (n,), generator=generator).tolist()
         generator = [torch.Generator().manual_seed(seed) for seed in seeds]
-    sequences = [schedule_flips(row, steps, g, **schedule) for row, g in zip(free, generator)]
+    sequences = [schedule_flips(row, steps, g, every, **schedule)
+                 for row, g in zip(free, generator)]
     finished = T_END, np.zeros(L, bool), np.zeros(L)
     for turn in zip_longest(*sequences, fillvalue=finished):
         yield tuple(map(np.stack, zip(*turn)))
@@ -177,11 +179,17 @@ def remasked_feedback(model, ids):
 
 @torch.no_grad()
 def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
-             soft=True, **schedule):
+             soft=True, passes=1, fresh=False, every=False, **schedule):
     """Inference with soft-masking                                                    Alg. 2, App. A
 
     model: MDLM.   n: sequences, one batch.   steps: T.   sampler, schedule: for `step_probs`.
     top_p: for `nucleus`.   soft: False decodes in binary.
+    passes: network calls in each step. Each gets the feedback of the one before, the first that of
+        the last step (Alg. 2) or, if fresh, plain masks. Training saw one iterate, decoding makes
+        many. passes=2 and fresh is the sampler that the two-pass loss bounds (mdlm.MDLM.forward).
+    every: make the steps without a change too, as Alg. 2 is printed (App. C.5). Feedback then goes
+    on
+        in them; in the released code it rests [code].
     generator: a torch.Generator on the CPU, or a list of n, one per sequence. With a list, a sample
         is the same in any batch.
     on_step(x, lam, guess): called after every turn, with the ids (n, L). Where they are [MASK], lam
@@ -195,16 +203,18 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     shapes are static, as CUDA graphs need. The head is computed for positions that appear, and with
     SM also for positions that stay masked.
     """
-    if steps < 1 or n < 1 or not 0 < top_p <= 1:
-        raise Refused(f"steps={steps}, n={n}, top_p={top_p}: steps and n must be at least 1, and "
-                      f"top_p in (0, 1]")
+    if min(steps, n, passes) < 1 or not 0 < top_p <= 1:
+        raise Refused(f"steps={steps}, n={n}, passes={passes}, top_p={top_p}: the first three must "
+                      f"be at least 1, and top_p in (0, 1]")
+    if (passes > 1 or fresh) and not (soft and model.sm):
+        raise Refused(f"passes={passes}, fresh={fresh} are about feedback, and there is none here")
     net, mask_id, table, was_training = model.net, model.mask_id, model.net.table, model.training
     device, V, soft = table.device, len(table), soft and model.sm is not None
     model.eval()  # no dropout
     x = torch.full((n, model.cfg.length), mask_id) if x is None else x.expand(n, -1)
     (n, L), masked = x.shape, (x == mask_id).numpy()                           # (n, L), on the host
-    turns = schedule_batch(masked.copy(), steps, generator, every=model.cfg.time_conditioning,
-                           sampler=sampler, **schedule)
+    every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
+    turns = schedule_batch(masked.copy(), steps, generator, every, sampler=sampler, **schedule)
     nfe = np.zeros(n, np.int64)                                                # (n,)
     x = x.flatten().to(device, copy=True)                                      # (nL,)
     emb = F.embedding(x, table)                                                # (nL, D)
@@ -219,6 +229,16 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     def trunk(t):
         return net.trunk(emb.view(n, L, -1), on_device(t.astype(np.float32))).flatten(0, 1)
 
+    def predict(t, waiting):
+        """(nL, D) after all passes of a step.   waiting: (m,) rows that are masked."""
+        if fresh:
+            emb[waiting] = table[mask_id]
+        h = trunk(t)
+        for _ in range(passes - 1):
+            emb[waiting] = model.feedback(h[waiting])[0]
+            h = trunk(t)
+        return h
+
     def pick(h, u):
         return sample_categorical(nucleus(net.head(h).softmax(-1), top_p), u)
 
@@ -230,12 +250,12 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     for t, flips, u in tqdm(turns, "network calls", steps, leave=False, disable=silent):
         live = t > T_END                                                       # (n,)
         appear, vanish = rows(masked & flips), rows(~masked & flips)
-        stay = rows(masked & ~flips & live[:, None])
+        waiting, stay = rows(masked & live[:, None]), rows(masked & ~flips & live[:, None])
         # MPS has no float64.
         u = on_device(u[masked & flips], "cpu" if device.type == "mps" else device)
         masked ^= flips
-        nfe += live
-        h = trunk(t)                                                           # (nL, D)         l.3
+        nfe += live * passes
+        h = predict(t, waiting)                                                # (nL, D)         l.3
         x[appear] = in_chunks(pick, h[appear], u, V=V)                         #               l.4-5
         emb[appear] = F.embedding(x[appear], table)
         if soft:
@@ -247,9 +267,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         watch()
     if masked.any():  # a rare rest: the likeliest token, without the nucleus [code]
         left = rows(masked)
-        h = trunk(np.full(n, T_END))                                           # (nL, D)
+        h = predict(np.full(n, T_END), left)                                   # (nL, D)
         x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=V)
-        nfe += masked.any(1)
+        nfe += masked.any(1) * passes
         watch()
     model.train(was_training)
     return x.view(n, L).cpu(), torch.from_numpy(nfe)
@@ -274,6 +294,12 @@ class Config:
     alpha_on: float = 0.9       # and holds this share of tokens visible
     top_p: float = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model in binary
+    passes: int = 1             # network calls in each step, each on the feedback of the one before
+    fresh: bool = False         # the first of them on plain masks
+    every: bool = False         # make the steps too that change nothing; --trace does
+    omega_s: float | None = None  # another ω than the model's; or SM without training, for a binary
+    omega_a: float | None = None  # model, with k = 3 and the paper's start for what is not given
+    omega_b: float | None = None
     prompt: str = ""            # text that the sample starts with
     infill: str = ""            # text with ___ where some is missing
     seed: int = 1
@@ -337,7 +363,9 @@ def check(cfg, model, tok, L):
 
 def main(cfg):
     rank, world, device, dtype = machine(cfg.device, cfg.dtype)
-    model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
+    model = MDLM.load(cfg.checkpoint, cfg.ema)
+    model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+    model.to(device)
     mask_id, L = model.mask_id, model.cfg.length if cfg.length is None else cfg.length
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     check(cfg, model, tok, L)
@@ -346,7 +374,12 @@ def main(cfg):
     how |= {"steps": L if cfg.steps is None else cfg.steps,
             "soft": cfg.soft and model.sm is not None,
             "eta": SAMPLERS.get(cfg.sampler) if cfg.eta is None else cfg.eta}
+    # Files of samples made before these flags stay comparable: defaults are not written.
+    loops = {"passes": cfg.passes, "fresh": cfg.fresh, "every": cfg.every or bool(cfg.trace)}
+    how |= {name: v for name, v in loops.items() if v != getattr(Config, name)}
     given = {name: getattr(cfg, name) for name in ("checkpoint", "ema", "prompt", "infill")}
+    given |= {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b")
+              if getattr(cfg, name) is not None}
     settings = how | given
     settings |= {"step": model.info["step"], "tokenizer": tok.name, "length": L,
                  "dtype": str(dtype or torch.float32).removeprefix("torch.")}

@@ -16,11 +16,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 MAY_IMPORT = {
     "softmask": set(), "dora": set(), "launch": set(), "checkpoint": {"launch"}, "show": set(),
     "data": {"checkpoint"},
-    "mdlm": {"softmask", "checkpoint"}, "dream": {"checkpoint", "dora", "softmask"},
-    "sample": {"mdlm", "data", "checkpoint", "show"}, "eval": {"mdlm", "data", "checkpoint"},
+    "arms": {"softmask"}, "mdlm": {"arms", "softmask", "checkpoint"}, "dream": {"checkpoint", "dora", "softmask"},
+    "sample": {"arms", "mdlm", "data", "checkpoint", "show"}, "eval": {"mdlm", "data", "checkpoint"},
     "train": {"mdlm", "data", "checkpoint", "sample", "eval", "show"},
     "finetune_dream": {"dream", "dora", "softmask", "mdlm", "checkpoint", "data"},
-    "sample_dream": {"dream", "dora", "softmask", "checkpoint"}, "eval_dream": {"sample_dream", "checkpoint"},
+    "sample_dream": {"dream", "dora", "softmask", "checkpoint"}, "eval_dream": {"sample_dream", "checkpoint", "plot"},
     "plot": {"checkpoint"},
 }
 for name in set(MAY_IMPORT) - {"softmask", "dora", "launch"}:

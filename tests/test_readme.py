@@ -63,7 +63,7 @@ def run(line, monkeypatch):
     getattr(module, main)(from_cli(module.Config, argv, getattr(module, "PRESETS", None)))
 
 
-NEEDS = {"openwebtext": "datasets", "gen_ppl": "transformers", "mauve": "mauve", "plot.py": "matplotlib"}  # optional packages, named by the README
+NEEDS = {"openwebtext": "datasets", "gen_ppl": "transformers", "mauve": "mauve", "plot.py --runs": "matplotlib"}  # optional packages, named by the README
 
 
 def test_commands_run(folder, monkeypatch, capsys):
