@@ -71,6 +71,11 @@ class DreamConfig:
     def read(cls, folder):
         """config.json of a model folder. Raises Refused when it describes another architecture than this file's."""
         raw = read_json(os.path.join(folder, "config.json"))
+        rope = raw.get("rope_parameters") or {}  # transformers 5 and later: rope_theta is in here
+        theta = raw.setdefault("rope_theta", rope.get("rope_theta"))
+        if rope and rope != {"rope_type": "default", "rope_theta": theta}:
+            raise Refused(f"{folder}/config.json has rope_parameters = {rope}, only rope_type "
+                          f"'default' with one rope_theta is implemented")
         missing = [f.name for f in fields(cls) if not isinstance(raw.get(f.name), (int, f.type))]
         if missing:
             raise Refused(f"{folder}/config.json has no number for {', '.join(missing)}: not the configuration of a Dream model")
