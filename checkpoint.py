@@ -215,14 +215,14 @@ def sizes(model):
 
 def rotary_frequencies(width):
     """rotary_emb.inv_freq, a buffer of their models, for heads of this width: (width/2,)"""
-    return 10000 ** (-torch.arange(0, width, 2) / width)
+    return 1 / 10000 ** (torch.arange(0, width, 2) / width)
 
 
 def read_soft_mask(head, state):
-    """A soft mask of the authors' code or of a fork: (fields of our configuration, its tensors).
+    """A soft mask of the authors' code, or of a fork: (fields of our configuration, tensors).
 
-    head: its settings.   state: all tensors.   Raises Refused if it is neither the paper's nor in
-    arms.py.
+    head: its settings.   state: all tensors of the file.
+    Raises Refused if it is neither the paper's nor in arms.py.
     """
     mix, fixed = head.get("transparency_alg", "mixinputs_with_topk"), head.get("fixed_lambda")
     arm, k = MIXES.get(mix), head.get("mixinputs_k", 3)
@@ -282,7 +282,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
         config |= fields
     if inv_freq is not None:
         here = rotary_frequencies(D // config["n_head"])
-        # A copy in bf16 is off by 0.4 %, a base of 11000 by 9 %.
+        # A copy in bf16 is off by at most 0.4 %, base 11000 by more than 1 % from width 4 on.
         if len(inv_freq) != len(here) or not torch.allclose(inv_freq.float(), here, rtol=0.01):
             raise Refused(f"rotary_emb.inv_freq of this checkpoint is not that of base 10000 with "
                           f"{config['n_head']} heads: nothing else is implemented")
@@ -399,8 +399,9 @@ def main(cfg):
     n_params = sum(t.numel() for t in ckpt["model"].values())
     print(f"{cfg.checkpoint}: {ckpt['kind']}, {n_params:,} parameters, step {ckpt['step']}, "
           f"{has['ema']} EMA, {has['optimizer']} optimizer")
-    if not ckpt.get("ema"):  # reported of mdlm-owt on the hub
-        print("  Weights that are published alone are an EMA: the paper continues from raw ones.")
+    if ckpt["kind"] == "mdlm" and not ckpt.get("ema"):
+        print("  No EMA beside the weights: published ones are the EMA (reported of mdlm-owt).\n"
+              "  The paper continues from raw weights: a continuation from an EMA is not the paper's.")
     for part in ("config", "tokenizer", "data", "git", "versions", "metrics"):
         print(f"  {part}: {ckpt.get(part)}")
     omega = {name: t.item() for name, t in ckpt["model"].items() if name.startswith("sm.")}

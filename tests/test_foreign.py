@@ -184,7 +184,7 @@ def test_rotary_frequencies_of_another_base_are_refused(tmp_path):
 def test_weights_without_an_average_are_said_to_be_one(tmp_path, capsys):
     folder = hub_folder(tmp_path / "hub", trained(soft_mask=False))
     checkpoint.main(checkpoint.Config(folder))
-    assert "published alone are an EMA: the paper continues from raw ones" in capsys.readouterr().out
+    assert "a continuation from an EMA is not the paper's" in capsys.readouterr().out
 
 
 # ---- export
