@@ -401,7 +401,8 @@ def main(cfg):
           f"{has['ema']} EMA, {has['optimizer']} optimizer")
     if ckpt["kind"] == "mdlm" and not ckpt.get("ema"):
         print("  No EMA beside the weights: published ones are the EMA (reported of mdlm-owt).\n"
-              "  The paper continues from raw weights: a continuation from an EMA is not the paper's.")
+              "  The paper continues from raw weights, so that a continuation from an EMA is not "
+              "the paper's.")
     for part in ("config", "tokenizer", "data", "git", "versions", "metrics"):
         print(f"  {part}: {ckpt.get(part)}")
     omega = {name: t.item() for name, t in ckpt["model"].items() if name.startswith("sm.")}
