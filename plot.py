@@ -219,8 +219,9 @@ def logs(patterns):
                "minutes"]
     rows = []
     for path in files(patterns):
-        lines = read_jsonl(path)
         try:
+            # a continuation also logs the bound at update 0, before it has a speed
+            lines = [line for line in read_jsonl(path) if "tokens_per_s" in line]
             last, speed = lines[-1], statistics.median(line["tokens_per_s"] for line in lines)
             omega, takeoff = "", ""
             if "omega_s" in last:
@@ -281,8 +282,10 @@ def benchmarks(folder):
     A row per NFE budget (or threshold and block), model, finetuning, feedback, and any other
     setting that differs. A gain is that over the scores of `binary_of`.
     """
-    groups, rows = {}, []
-    for result in dream_results(folder):
+    groups, rows, results = {}, [], dream_results(folder)
+    if not results:
+        raise Refused(f"{folder} has no results of eval_dream.py: correct the folder")
+    for result in results:
         if result["score"] is not None:
             group = {key: value for key, value in result["group"].items() if key != "data"}
             task = result["column"], result["group"]["data"]

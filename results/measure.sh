@@ -4,8 +4,8 @@
 #
 #     bash results/measure.sh            # makes only what is not there yet
 #
-# Needs `pip install transformers mauve-text matplotlib`, and a causal LM in data/smollm2. How to get
-# that one stands in README.md.
+# Needs `pip install transformers mauve-text matplotlib`, and a causal LM in data/smollm2, which
+# README.md says how to get.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -15,22 +15,23 @@ mkdir -p $here/{logs,ppl,samples,figures}
 
 # ---- logs: every 100th update, numbers with 5 decimals
 
-for log in "$out"/*/log.jsonl; do
-    python - "$log" "$here/logs/$(basename "$(dirname "$log")").jsonl" <<'PY'
-import json, sys
+python - "$out" $here <<'PY'
+import glob, json, os, sys
 from launch import read_jsonl, write_text
+out, here = sys.argv[1:]
 keep = ("step loss ce_per_mask lam omega_s omega_a omega_b tokens_per_s seconds "
         "val_soft val_plain").split()
-lines = [line for line in read_jsonl(sys.argv[1]) if line["step"] % 100 == 0]
-lines = [{k: round(line[k], 5) for k in keep if k in line} for line in lines]
-write_text(sys.argv[2], "".join(json.dumps(line) + "\n" for line in lines))
+for path in glob.glob(f"{out}/*/log.jsonl"):
+    lines = [line for line in read_jsonl(path) if line["step"] % 100 == 0]
+    lines = [{k: round(line[k], 5) for k in keep if k in line} for line in lines]
+    name = os.path.basename(os.path.dirname(path))
+    write_text(f"{here}/logs/{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 PY
-done
 
 # The continuations were logged before train.py had EVAL_SEED: the masks of their held-out lines
 # depended on the seed of the run. Those lines are measured again, from the checkpoints of the same
 # updates, so that all seeds are compared on the same 256 rows and masks.
-python - "$out" "$here" "$novels" <<'PY'
+python - "$out" $here "$novels" <<'PY'
 import glob, json, os, sys
 import torch
 import data, train
@@ -73,7 +74,7 @@ PY
 speed=$(python - "$out"/scratch-{binary,sm}-1/log.jsonl <<'PY'
 import statistics, sys
 from launch import read_jsonl
-binary, sm = (statistics.median(line["tokens_per_s"] for line in read_jsonl(path))
+binary, sm = (statistics.median(line["tokens_per_s"] for line in read_jsonl(path) if line["step"])
               for path in sys.argv[1:])
 print(sm / binary)
 PY

@@ -97,6 +97,7 @@ def test_results_that_do_not_compare_are_refused(tmp_path):
 def test_tables_of_nothing_of_nan_and_of_other_files_are_refused(tmp_path):
     pattern = f"{tmp_path}/*.json"
     refused("no file matches", plot.table, pattern)
+    refused("has no results of eval_dream.py", plot.benchmarks, str(tmp_path))
     result_file(tmp_path / "a.json", math.nan)
     refused("gen_ppl in .*a.json is nan", plot.table, pattern)
     for foreign in "{}", "[]", "no json":
@@ -123,7 +124,8 @@ def test_where_runs_ended(tmp_path):
     line = {"step": 500, "lam": 0.0, "tokens_per_s": 2000, "seconds": 60}
     omega = [{"omega_s": s, "omega_a": 1.0, "omega_b": -2.5, "lam": 0.25} for s in (0.001, 0.5)]
     log(tmp_path / "binary-10.jsonl", line)
-    log(tmp_path / "sm-9" / "log.jsonl", line | omega[0], line | omega[1] | {"step": 1000})
+    log(tmp_path / "sm-9" / "log.jsonl", {"step": 0, "val_soft": 2.0}, line | omega[0],
+        line | omega[1] | {"step": 1000})
     log(tmp_path / "sm-10" / "log.jsonl", line | omega[0])
     found = plot.logs(f"{tmp_path}/*.jsonl,{tmp_path}/*/log.jsonl").splitlines()
     assert found[2:] == ["| binary-10 |  | 500 | 0.000 |  | 2,000 | 1 |",
@@ -230,6 +232,6 @@ def test_without_matplotlib_one_sentence(logs, monkeypatch):
 
 def test_one_source_and_a_file_of_a_known_kind():
     for given in {}, {"runs": "a", "curves": "b"}:
-        refused("give one of --table, --bounds, --logs, --benchmarks, --runs", plot.main, plot.Config(**given))
+        refused("give one of --table, --bounds, --logs, --bench", plot.main, plot.Config(**given))
     for given in {"runs": "a", "out": "x.md"}, {"table": "a", "out": "x.png"}:
         refused(r"must end in .png, .pdf or .svg, or in .md", plot.main, plot.Config(**given))
