@@ -103,9 +103,10 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
 
 
 def schedule_batch(free, steps, generator, every, **schedule):
-    """`schedule_flips` of n sequences side by side: in each turn, every one takes its next step
+    """`schedule_flips` of n sequences. In each turn, every sequence takes its own next step.
 
-    free: (n, L) bool.   generator: a torch.Generator, or None for torch's own; or a list of n.
+    free: (n, L) bool.   every, schedule: as there.
+    generator: a torch.Generator, None for torch's own, or a list of n.
     Yields (t, flips, u): (n,), (n, L), (n, L). A finished sequence has t = T_END and no flips.
     """
     n, L = free.shape
@@ -126,7 +127,7 @@ def schedule_batch(free, steps, generator, every, **schedule):
 def nucleus(probs, p):
     """The likeliest tokens, as long as their sum is at most p, renormalised                App. B.1
 
-    probs: (n, V).   p: in (0, 1].   Returns (n, V).
+    probs: (n, V).   p: in (0, 1].   Returns (n, V). Checked against tests/oracles.py nucleus.
     The likeliest token is kept in any case. The token that crosses p is dropped [code]. The usual
     rule, which Dream follows, keeps it, so Dream has another function.
     """
@@ -150,7 +151,7 @@ def sample_categorical(probs, u):
 
     probs: (n, V), not negative, of any positive sum.
     u: (n,) float64, uniform in [0, 1). The drawn token is where u falls in the cumulative sum.
-    Returns (n,).
+    Returns (n,). Checked against tests/oracles.py draw.
 
     With fp32 noise, tokens rarer than 6e-8 would never come. Then entropy falls, and generative
     perplexity falls with it, although the text is no better. One number per row [ours] gives the
@@ -177,6 +178,31 @@ def remasked_feedback(model, ids):
     return model.sm.mix(model.net.table, lam, ids[:, None], one), lam, ids
 
 
+def check_settings(model, n, steps, top_p, soft, passes, fresh):
+    """Raises Refused for settings of `generate` that are out of range."""
+    if min(steps, n, passes) < 1 or not 0 < top_p <= 1:
+        raise Refused(f"steps={steps}, n={n}, passes={passes}, top_p={top_p}: the first three must "
+                      f"be at least 1, and top_p in (0, 1]")
+    if (passes > 1 or fresh) and not (soft and model.sm):
+        raise Refused(f"passes={passes}, fresh={fresh} are about feedback, and there is none here")
+
+
+def predict(model, emb, t, waiting, passes, fresh):
+    """The network in one step, called `passes` times                                     Alg. 2 l.3
+
+    emb: (n·L, D). Its rows `waiting` (m,), which are masked, are overwritten by new feedback.
+    t: (n,) times, fp32.   Returns h: (n·L, D).
+    """
+    if fresh:
+        emb[waiting] = model.net.table[model.mask_id]
+    shape = len(t), -1, emb.shape[1]
+    h = model.net.trunk(emb.view(shape), t).flatten(0, 1)                      # (nL, D)
+    for _ in range(passes - 1):
+        emb[waiting] = model.feedback(h[waiting])[0]
+        h = model.net.trunk(emb.view(shape), t).flatten(0, 1)                  # (nL, D)
+    return h
+
+
 @torch.no_grad()
 def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
              soft=True, passes=1, fresh=False, every=False, **schedule):
@@ -184,30 +210,26 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     model: MDLM.   n: sequences, one batch.   steps: T.   sampler, schedule: for `step_probs`.
     top_p: for `nucleus`.   soft: False decodes in binary.
-    passes: network calls in each step. Each gets the feedback of the one before, the first that of
-        the last step (Alg. 2) or, if fresh, plain masks. Training saw one iterate, decoding makes
-        many. passes=2 and fresh is the sampler that the two-pass loss bounds (mdlm.MDLM.forward).
-    every: make the steps without a change too, as Alg. 2 is printed (App. C.5). Feedback then goes
-    on
-        in them; in the released code it rests [code].
+    passes: network calls in each step. Each call gets the feedback of the call before. The first
+        gets that of the last step (Alg. 2).
+    fresh: the first call of a step gets plain masks instead. With passes=2, this is the sampler
+        that the two-pass loss bounds (mdlm.MDLM.forward).
+    every: also make the steps without a change, as Alg. 2 and App. C.5 do. Then the feedback
+        changes in these steps. In the released code it does not [code].
     generator: a torch.Generator on the CPU, or a list of n, one per sequence. With a list, a sample
         is the same in any batch.
     on_step(x, lam, guess): called after every turn, with the ids (n, L). Where they are [MASK], lam
         (n, L) is λ and guess (n, L) is the most likely token.
     x: (L,) or (n, L) ids to start from. All but [MASK] stays as it is (default: all [MASK]).
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
-    Raises Refused for settings out of range.
+    Raises Refused for settings out of range. Checked against tests/oracles.py alg2.
 
     In each turn every sequence takes its own next step, at its own time. The schedules are known in
     advance, so the host never waits for the device. A finished sequence stays in the batch, so that
     shapes are static, as CUDA graphs need. The head is computed for positions that appear, and with
     SM also for positions that stay masked.
     """
-    if min(steps, n, passes) < 1 or not 0 < top_p <= 1:
-        raise Refused(f"steps={steps}, n={n}, passes={passes}, top_p={top_p}: the first three must "
-                      f"be at least 1, and top_p in (0, 1]")
-    if (passes > 1 or fresh) and not (soft and model.sm):
-        raise Refused(f"passes={passes}, fresh={fresh} are about feedback, and there is none here")
+    check_settings(model, n, steps, top_p, soft, passes, fresh)
     net, mask_id, table, was_training = model.net, model.mask_id, model.net.table, model.training
     device, V, soft = table.device, len(table), soft and model.sm is not None
     model.eval()  # no dropout
@@ -226,19 +248,6 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     def rows(at):
         return on_device(np.flatnonzero(at))
 
-    def trunk(t):
-        return net.trunk(emb.view(n, L, -1), on_device(t.astype(np.float32))).flatten(0, 1)
-
-    def predict(t, waiting):
-        """(nL, D) after all passes of a step.   waiting: (m,) rows that are masked."""
-        if fresh:
-            emb[waiting] = table[mask_id]
-        h = trunk(t)
-        for _ in range(passes - 1):
-            emb[waiting] = model.feedback(h[waiting])[0]
-            h = trunk(t)
-        return h
-
     def pick(h, u):
         return sample_categorical(nucleus(net.head(h).softmax(-1), top_p), u)
 
@@ -255,7 +264,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         u = on_device(u[masked & flips], "cpu" if device.type == "mps" else device)
         masked ^= flips
         nfe += live * passes
-        h = predict(t, waiting)                                                # (nL, D)         l.3
+        t = on_device(t.astype(np.float32))                                    # (n,)
+        h = predict(model, emb, t, waiting, passes, fresh)                     # (nL, D)         l.3
         x[appear] = in_chunks(pick, h[appear], u, V=V)                         #               l.4-5
         emb[appear] = F.embedding(x[appear], table)
         if soft:
@@ -267,7 +277,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         watch()
     if masked.any():  # a rare rest: the likeliest token, without the nucleus [code]
         left = rows(masked)
-        h = predict(np.full(n, T_END), left)                                   # (nL, D)
+        t = torch.full((n,), T_END, device=device)                             # (n,)
+        h = predict(model, emb, t, left, passes, fresh)                        # (nL, D)
         x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=V)
         nfe += masked.any(1) * passes
         watch()
@@ -294,12 +305,13 @@ class Config:
     alpha_on: float = 0.9       # and holds this share of tokens visible
     top_p: float = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model in binary
-    passes: int = 1             # network calls in each step, each on the feedback of the one before
-    fresh: bool = False         # the first of them on plain masks
-    every: bool = False         # make the steps too that change nothing; --trace does
-    omega_s: float | None = None  # another ω than the model's; or SM without training, for a binary
-    omega_a: float | None = None  # model, with k = 3 and the paper's start for what is not given
-    omega_b: float | None = None
+    passes: int = 1             # network calls in each step, each with feedback of the one before
+    fresh: bool = False         # the first call of each step gets plain masks
+    every: bool = False         # also make the steps without a change, as --trace always does
+    # Another ω than the model's. A binary model then decodes with feedback, with k = 3.
+    omega_s: float | None = None
+    omega_a: float | None = None  # (default for a binary model: the paper's start)
+    omega_b: float | None = None  # (the same)
     prompt: str = ""            # text that the sample starts with
     infill: str = ""            # text with ___ where some is missing
     seed: int = 1
@@ -374,7 +386,7 @@ def main(cfg):
     how |= {"steps": L if cfg.steps is None else cfg.steps,
             "soft": cfg.soft and model.sm is not None,
             "eta": SAMPLERS.get(cfg.sampler) if cfg.eta is None else cfg.eta}
-    # Files of samples made before these flags stay comparable: defaults are not written.
+    # Defaults are not written, so that older files of samples, without these flags, stay valid.
     loops = {"passes": cfg.passes, "fresh": cfg.fresh, "every": cfg.every or bool(cfg.trace)}
     how |= {name: v for name, v in loops.items() if v != getattr(Config, name)}
     given = {name: getattr(cfg, name) for name in ("checkpoint", "ema", "prompt", "infill")}
