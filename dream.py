@@ -61,6 +61,11 @@ class DreamConfig:
         """config.json of a model folder. Raises Refused when it describes another architecture."""
         path = os.path.join(folder, "config.json")
         raw = read_json(path)
+        nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
+        theta = raw.setdefault("rope_theta", nested.get("rope_theta"))
+        if nested and nested != {"rope_type": "default", "rope_theta": theta}:
+            raise Refused(f"{path} has rope_parameters = {nested}, only rope_type 'default' with "
+                          f"one rope_theta is implemented")
         missing = [f.name for f in fields(cls) if not isinstance(raw.get(f.name), (int, f.type))]
         if missing:
             raise Refused(f"{path} has no number for {', '.join(missing)}: not the "

@@ -742,8 +742,8 @@ def test_a_run_is_neither_overwritten_nor_mixed(cfg):
     finetune(replace(cfg, steps=2, overwrite=True))
     with pytest.raises(Refused, match="no checkpoint at"):
         finetune(replace(cfg, out=cfg.out + "-none", resume=True))
-    checkpoint.save(cfg.out + "/last.pt", kind="mdlm", config={}, model={}, step=0, seed=0)
-    with pytest.raises(Refused, match="last.pt holds a mdlm, not a run of finetune_dream.py"):
+    checkpoint.save(cfg.out + "/last.pt", kind="other", config={}, model={}, step=0, seed=0)
+    with pytest.raises(Refused, match="last.pt holds a other, not a run of finetune_dream.py"):
         finetune(replace(cfg, steps=2, resume=True))
 
 
