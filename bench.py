@@ -45,9 +45,9 @@ import dora
 import launch
 from data import rng
 from dream import Dream, DreamConfig
-from finetune_dream import TARGETS, objective
+from finetune_dream import TARGETS, TwoPassDream, objective
 from launch import Refused, write_text
-from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
+from mdlm import MDLM, ModelConfig, corrupt, sample_times
 from sample import generate
 from sample_dream import decode, decode_blocks, pad_prompts
 from softmask import SoftMask
@@ -577,7 +577,7 @@ def finetuning(cfg, device, dtype):
     dream, sm = build_dream(cfg, device, dtype)
     mask_id = dream.cfg.mask_token_id
     dora.attach(dream, TARGETS, 16, 16, rng("bench"))
-    model = TwoPass(dream, sm, mask_id)
+    model = TwoPassDream(dream, sm, mask_id)
     theta = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(theta, lr=1e-5, weight_decay=0.0)
     x0 = torch.randint(mask_id - 1, (1, cfg.dream_length), generator=rng("bench")).to(device)
@@ -586,8 +586,7 @@ def finetuning(cfg, device, dtype):
 
     def step(soft, checkpointing):
         dream.checkpointing = checkpointing
-        nll, _ = model.token_nll(x0, xt, None, soft)
-        objective(nll, 0.5, "authors", 1).backward()
+        objective(model(x0, xt, soft), 0.5, "authors", 1).backward()
         nn.utils.clip_grad_norm_(theta, 7.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -644,16 +643,16 @@ def vocabulary_work(cfg, device, k, T):
     """Both passes and the backward of finetune_dream.py on T tokens, of which T − 1 are [MASK].
 
     V and dtype are Dream's, but the model is narrow and has no layers: what is left is the work on
-    rows × V. With T = 1 the model is made and nothing else. Returns the TwoPass.
+    rows × V. With T = 1 the model is made and nothing else. Returns the TwoPassDream.
     """
     mask_id = 151666
     size = DreamConfig(152064, 64, 64, 0, 1, 1, 1e-6, 1e6, 4096, mask_id, 151643, 151643)
     dream = Dream(size).to(device, torch.bfloat16).requires_grad_(False)
     x0 = torch.randint(mask_id, (1, T), generator=rng("bench")).to(device)
     xt = torch.where(torch.arange(T, device=device) > 0, mask_id, x0)
-    model = TwoPass(dream, SoftMask(mask_id, k, omega_s=0.5).to(device), mask_id)
+    model = TwoPassDream(dream, SoftMask(mask_id, k, omega_s=0.5).to(device), mask_id)
     if T > 1:
-        model.token_nll(x0, xt, None, True)[0].mean().backward()
+        model(x0, xt, True).mean().backward()
     return model
 
 

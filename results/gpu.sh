@@ -39,7 +39,7 @@ run() {  # a command of ours, shown and kept
 }
 
 tests() {  # every test that needs CUDA; elsewhere these say that they are skipped, or run on the CPU
-    run -m pytest -q -rs -k "cuda or gpu or full_size" tests | tee "$result"
+    run -m pytest -q -rs -k "cuda or gpu or full_size or compiled" tests | tee "$result"
 }
 
 train() {
