@@ -72,7 +72,8 @@ measure() {  # name, updates, the run it is compared with: bounds on held-out ro
 
 learn() {  # the paper's ω in all; the continuations start from the binary run and see other batches
     [ -e "$work/data/meta.json" ] || run data.py "$text" --tokenizer=bytes --out="$work/data"
-    export TORCH_LOGS=recompiles  # the log then says whether a run compiles again
+    # The log then says when a run compiles again. SM does it once: its first pass has no gradient.
+    export TORCH_LOGS=recompiles
     learn_one binary $updates --p_sm=0
     learn_one sm $updates
     learn_one cont-binary $more --p_sm=0 --seed=2 --init_from="$work/binary/last.pt"
