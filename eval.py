@@ -10,6 +10,7 @@ Three opinions on samples: how varied their tokens are (low where a sample repea
 likely GPT-2 large finds them, and how far they are from held-out text:
 
     python eval.py entropy --samples=samples.jsonl
+    python eval.py sudoku --samples=samples.jsonl  # or how many are grids without a mistake
     python eval.py gen_ppl --samples=samples.jsonl
     python eval.py mauve --samples=samples.jsonl --data=data/owt
 
@@ -47,7 +48,7 @@ from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 @dataclass
 class Config:
-    metric: str = ""                # the first word: ppl, zero_shot, entropy, gen_ppl or mauve
+    metric: str = ""                # the first word: ppl, zero_shot, entropy, sudoku, …
     out: str = ""                   # result (default: beside the input, NAME.METRIC.OF-WHAT.json)
     label: str = ""                 # row of the table, such as 1M+100k (default: the checkpoint)
     device: str = "auto"            # cuda, else mps, else cpu
@@ -69,7 +70,8 @@ class Config:
     scale: float = 5.0              # of MAUVE, App. B.1
 
 
-PRESETS = {name: {"metric": name} for name in ("ppl", "zero_shot", "entropy", "gen_ppl", "mauve")}
+PRESETS = {name: {"metric": name}
+           for name in ("ppl", "zero_shot", "entropy", "sudoku", "gen_ppl", "mauve")}
 
 
 def mean_and_se(total, count):
@@ -277,6 +279,30 @@ def entropy(ids):
     return torch.special.entr(counts.double() / counts.sum()).sum().item()
 
 
+def sudoku(texts):
+    """How many samples are whole 6×6 grids, and how varied these are.
+
+    texts: n strings. Ends of a document are left out; what is left must be 36 digits, of which each
+        row, column and box of 2×3 has all six.
+    Returns {right: share, right_se: its standard error, distinct: different grids among the right
+    ones, commonest: the largest share of the right ones that are one grid with digits exchanged}.
+    """
+    grids = []
+    for text in texts:
+        text = re.sub(r"<\|\w+\|>", "", text)
+        if re.fullmatch("[1-6]{36}", text):
+            grid = np.array(list(text)).reshape(6, 6)
+            boxes = grid.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
+            units = np.sort(np.concatenate((grid, grid.T, boxes)))                   # (18, 6)
+            if (units == list("123456")).all():
+                grids.append(text)
+    relabelled = [grid.translate(str.maketrans(grid[:6], "123456")) for grid in grids]
+    commonest = max(map(relabelled.count, set(relabelled)), default=0)
+    right = len(grids) / len(texts)
+    return {"right": right, "right_se": math.sqrt(right * (1 - right) / len(texts)),
+            "distinct": len(set(grids)), "commonest": commonest / max(1, len(grids))}
+
+
 def load_lm(scorer, device):
     """(tokenizer, causal LM in float32) by the name on the hub or the folder."""
     try:
@@ -411,7 +437,7 @@ def reference_texts(cfg, n, L, name):
 
 
 def measure_samples(cfg):
-    """entropy, gen_ppl or mauve of a file of samples.
+    """entropy, sudoku, gen_ppl or mauve of a file of samples.
 
     The entropy is always reported: where it is low, the other two flatter the samples.
     """
@@ -423,6 +449,8 @@ def measure_samples(cfg):
     stem = re.sub(r"[*?]|\.jsonl$", "", cfg.samples)
     how = {"scorer": cfg.scorer, "cache": Path(stem).parent / "scores.jsonl",
            "batch_size": cfg.batch_size, "device": machine(cfg.device)[2]}
+    if cfg.metric == "sudoku":
+        values |= sudoku(texts)
     if cfg.metric == "gen_ppl":
         values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(texts, **how)
     if cfg.metric == "mauve":
@@ -464,8 +492,8 @@ def write_result(cfg, stem, values, settings):
 
 
 def main(cfg):
-    verbs = {"ppl": measure_bound, "zero_shot": measure_bound, "entropy": measure_samples,
-             "gen_ppl": measure_samples, "mauve": measure_samples}
+    verbs = dict.fromkeys(("ppl", "zero_shot"), measure_bound)
+    verbs |= dict.fromkeys(("entropy", "sudoku", "gen_ppl", "mauve"), measure_samples)
     if cfg.metric not in verbs:
         raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(verbs)}")
     if min(cfg.batch_size, cfg.repeats, cfg.rows + 1) < 1:

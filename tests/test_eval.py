@@ -19,7 +19,7 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import eval as evaluation
-from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score_with_lm, val_ppl
+from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score_with_lm, sudoku, val_ppl
 from launch import Refused, from_cli
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
 
@@ -522,3 +522,17 @@ def test_bad_input_exits_with_two_and_one_sentence(tmp_path):
     done = subprocess.run([sys.executable, ROOT / "eval.py", "ppl", "--checkpoint=no.pt"],
                           cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "no.pt" in done.stderr
+
+
+def test_sudoku_counts_whole_grids():
+    """Drawn grids are right; one wrong digit, a missing one or a repeated box is not."""
+    texts = [f"<|bos|>{text}<|eos|><|eos|>" for text, _ in data.sudoku(50, "test")]
+    assert sudoku(texts) == {"right": 1.0, "right_se": 0.0, "distinct": 50, "commonest": 0.02}
+    grid = texts[0][7:43]
+    latin = "".join("123456"[i:] + "123456"[:i] for i in range(6))  # rows and columns, no boxes
+    wrong = grid[:-1] + ("1" if grid[-1] != "1" else "2")
+    bad = [wrong, grid[:-1], grid + "1", "7" + grid[1:], latin]
+    found = sudoku([*bad, grid, grid.translate(str.maketrans("123456", "234561")), grid])
+    assert found["right"] == 3 / 8 and found["distinct"] == 2 and found["commonest"] == 1
+    assert found["right_se"] == pytest.approx(math.sqrt(3 / 8 * 5 / 8 / 8))
+    assert sudoku(bad)["right"] == 0

@@ -1,9 +1,13 @@
 # SPDX-License-Identifier: MIT
 """plot.py: what it reads out of logs, traces and results, and how tables are laid out."""
 
+import dataclasses
+import importlib
 import json
 import math
+import re
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -134,6 +138,17 @@ def test_where_runs_ended(tmp_path):
     for foreign in {"step": 1}, [1], {"step": 1, "lam": "x", "tokens_per_s": 1, "seconds": 1}:
         log(tmp_path / "a.jsonl", foreign)
         refused("is no log of train.py", plot.logs, f"{tmp_path}/a.jsonl")
+
+
+def test_the_scripts_in_results_use_flags_that_exist():
+    folder = Path(plot.__file__).parent / "results"
+    commands = re.findall(r"python (\w+)\.py((?:.*\\\n)*.*)", (folder / "measure.sh").read_text())
+    lines = (folder / "run.sh").read_text().splitlines()
+    commands += [("train", line) for line in lines if not line.startswith("#")]
+    assert len(commands) > 20
+    for script, words in commands:
+        fields = {f.name for f in dataclasses.fields(importlib.import_module(script).Config)}
+        assert set(re.findall(r"--(\w+)", words)) <= fields, words
 
 
 # figures -----------------------------------------------------------------------------------------
