@@ -2,7 +2,7 @@
 # Everything that needs a GPU, on one H100 or H200 without a network, in under 25 minutes:
 #     bash results/gpu.sh                    # all blocks; one whose result is there is skipped
 #     bash results/gpu.sh train              # one block, under 9 minutes: tests train sample dream learn
-#     SIZE=toy bash results/gpu.sh           # the same commands on a CPU, about 3 minutes
+#     SIZE=toy bash results/gpu.sh           # the same commands on a CPU, about 2 minutes
 # Results go to $OUT (default: results/bench): gpu.log has what was printed, gpu-*.json the numbers,
 # gpu-learn.tar.gz logs and bounds, gpu-samples.jsonl texts, which eval.py scores on any machine.
 # Text to learn from: $TEXT, what data.py takes (default: Python's own library).
@@ -72,7 +72,8 @@ measure() {  # name, updates, the run it is compared with: bounds on held-out ro
 
 learn() {  # the paper's ω in all; the continuations start from the binary run and see other batches
     [ -e "$work/data/meta.json" ] || run data.py "$text" --tokenizer=bytes --out="$work/data"
-    export TORCH_LOGS=recompiles  # the log then says whether a run compiles again
+    # The log then says when a run compiles again. SM does it once: its first pass has no gradient.
+    export TORCH_LOGS=recompiles
     learn_one binary $updates --p_sm=0
     learn_one sm $updates
     learn_one cont-binary $more --p_sm=0 --seed=2 --init_from="$work/binary/last.pt"
