@@ -7,6 +7,7 @@ Not here: the loss (test_mdlm.py), flags, signals and the log by themselves (tes
 import json
 import math
 import os
+import runpy
 import shutil
 import signal
 import subprocess
@@ -23,7 +24,7 @@ import train as script
 from eval import val_ppl
 from launch import Refused
 from mdlm import MDLM
-from train import Config, flops_per_token, lr_at, train, update_ema
+from train import Config, flops_per_token, lr_at, train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -97,8 +98,8 @@ def unmoved(model, seed):
 
 
 def test_six_updates_are_alg1_with_adamw(tiny):
-    """All lines at once, against oracles.alg1. The norm is above and below the clip."""
-    cfg = replace(tiny, dropout=0.0, p_sm=0.5, b_l=0.1, b_h=0.9, clip=0.3, ema=0.15, eta_bb=2e-3,
+    """All lines at once, against oracles.alg1. The average of θ warms up and is then at its cap."""
+    cfg = replace(tiny, dropout=0.0, p_sm=0.5, b_l=0.1, b_h=0.9, clip=0.3, ema=0.3, eta_bb=2e-3,
                   eta_sm=3e-2)
     model, ema = train(cfg)
     tokens = data.open_split(cfg.data, "train")[0]
@@ -106,7 +107,8 @@ def test_six_updates_are_alg1_with_adamw(tiny):
     ours = at_start(replace(cfg, vocab_size=259, mask_id=258), cfg.seed)
     updates = oracles.alg1(ours, lambda step: data.rows(tokens, order[8 * step:8 * step + 8], 32),
                            data.rng, cfg, mask_id=258)
-    for line, (expected, average) in zip(log(cfg), updates, strict=True):
+    for line in log(cfg):
+        expected, average = next(updates)
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
         for name, value in expected.items():
             assert line[name] == pytest.approx(value, rel=1e-4), name
@@ -125,16 +127,11 @@ def test_l2_every_row_once_in_an_epoch(tiny, monkeypatch):
         return rows(tokens, index, L)
     monkeypatch.setattr(data, "rows", watched)
     n = data.n_rows(data.open_split(tiny.data, "train")[0], 350)
-    assert n % 8  # an epoch ends inside an update
-    train(replace(tiny, length=350, n_layer=1, steps=n // 4, log_every=1000, save_every=1000))
-    first, second = [], []
-    for start in range(0, len(seen), 8):  # the update's two micro-batches take turns
-        update = [i for pair in zip(seen[start:start + 4], seen[start + 4:start + 8]) for i in pair]
-        left = n - len(first)
-        first += update[:left]
-        second += update[left:]
-    assert sorted(first) == list(range(n)) and len(set(second)) == len(second) > n // 2
-    assert first[:len(second)] != second
+    assert n % 4  # an epoch ends inside an update
+    train(replace(tiny, length=350, batch_size=4, steps=n // 2, log_every=99, save_every=99))
+    first, second = seen[:n], seen[n:]
+    assert sorted(first) == list(range(n))
+    assert len(set(second)) == len(second) >= n - 4 and first[:len(second)] != second
 
 
 def test_p_sm_decides_about_two_passes_and_omega_rests_after_one(tiny):
@@ -162,27 +159,18 @@ def test_l9_warm_up_starts_at_zero_and_then_stays():
     assert [lr_at(s, Config(warmup=0)) for s in (0, 1)] == [0, 1]
 
 
-def test_ema_warms_up():
-    ema, model = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
-    shadow = ema.weight.item()
-    for n, w in enumerate((1.0, -2.0, 5.0), start=1):
-        model.weight.data.fill_(w)
-        update_ema(ema, model, n)
-        d = min(0.9999, (1 + n) / (10 + n))
-        shadow = d * shadow + (1 - d) * w
-        assert ema.weight.item() == pytest.approx(shadow)
-    update_ema(ema, model, 10**9)
-    assert ema.weight.item() == pytest.approx(0.9999 * shadow + 0.0001 * 5.0)
-
-
 def test_everything_learns_also_in_the_ablations(tiny):
-    """§4.1 and App. C.3 as runs: every parameter moves, and the loss falls."""
+    """§4.1 and App. C.3 as runs: every parameter moves, and the loss falls.
+
+    With bf16, older torch hands the casts of pass 1, made without a graph, to pass 2.
+    """
     for i, change in enumerate((dict(), dict(k=None), dict(k=None, two_updates=True),
-                                dict(k=1, time_conditioning=True))):
-        cfg = beside(tiny, i, steps=36, log_every=12, save_every=36, eta_bb=6e-3, **change)
+                                dict(k=1, time_conditioning=True),
+                                dict(dtype="bfloat16", p_sm=1.0))):
+        cfg = beside(tiny, i, steps=24, log_every=8, save_every=24, eta_bb=6e-3, **change)
         model, ema = train(cfg)
         first, *_, last = lines = log(cfg)
-        assert [line["step"] for line in lines] == [12, 24, 36]
+        assert [line["step"] for line in lines] == [8, 16, 24]
         assert last["loss"] < 0.8 * first["loss"], change
         assert {"loss", "ce_per_mask", "lr", "grad_norm", "tokens_per_s", "omega_s", "omega_a",
                 "omega_b", "lam"} <= first.keys()
@@ -190,12 +178,6 @@ def test_everything_learns_also_in_the_ablations(tiny):
         assert not unmoved(model, tiny.seed), change
         assert ema.sm is model.sm and not torch.equal(ema.net.table, model.net.table)
         assert hasattr(model.sm, "raw_tau") == (model.cfg.k is None)
-
-
-def test_every_gradient_is_there_under_bf16(tiny):
-    """Older torch hands the casts of pass 1, made without a graph, to pass 2."""
-    model, _ = train(replace(tiny, dtype="bfloat16", p_sm=1.0, eta_bb=1e-3))
-    assert not unmoved(model, tiny.seed)
 
 
 # ---- what a run reports and leaves
@@ -254,31 +236,23 @@ def test_show_ends_with_bounds_omega_and_a_sample(tiny, capsys):
 # ---- one run, however it is cut
 
 
-# Runs train.py's own command line twice in the processes of one torchrun. The first run is whole.
-# In update 4 of the second, rank 0 sends SIGTERM to torchrun's whole group, as a scheduler does,
-# and torchrun passes it on to the ranks.
+# train.py's own command line, twice in the processes of one torchrun. The first run is whole. In
+# update 4 of the second, rank 0 sends SIGTERM to the group of torchrun, as a scheduler does. It
+# waits for its own, which torchrun passes on.
 TWO_RANKS = """
-import contextlib, functools, os, runpy, signal, sys, time, torch
+import functools, inspect, os, runpy, signal, sys, time, torch
 import torch.distributed as dist
-sys.path.insert(0, {root!r})
-import launch
-clip, signals, seen = torch.nn.utils.clip_grad_norm_, launch.signals, {{}}
+clip, updates = torch.nn.utils.clip_grad_norm_, []
 
-@contextlib.contextmanager
-def watched_signals():
-    with signals() as caught:
-        seen.update(caught=caught, updates=0)
-        yield caught
-
-def watched_clip(params, limit):
-    seen.update(params=params, updates=seen["updates"] + 1)
-    if "-stopped" in sys.argv[-1] and seen["updates"] == 4 and os.environ["RANK"] == "0":
+def watched(params, limit):
+    updates.append([p.detach() for p in params])
+    if len(updates) == 6 + 4 and os.environ["RANK"] == "0":
         os.killpg(os.getppid(), signal.SIGTERM)
-        while not seen["caught"]:
+        handler = signal.getsignal(signal.SIGTERM)
+        while not inspect.getclosurevars(handler).nonlocals["caught"]:
             time.sleep(0.01)
     return clip(params, limit)
-
-torch.nn.utils.clip_grad_norm_, launch.signals = watched_clip, watched_signals
+torch.nn.utils.clip_grad_norm_ = watched
 dist.init_process_group = functools.cache(dist.init_process_group)  # one group for both runs
 dist.destroy_process_group = lambda: None
 for out in {outs!r}:
@@ -286,7 +260,7 @@ for out in {outs!r}:
     try:
         runpy.run_path({root!r} + "/train.py", run_name="__main__")
     finally:
-        torch.save([p.detach() for p in seen["params"]], out + ".rank" + os.environ["RANK"])
+        torch.save(updates[-1], out + ".rank" + os.environ["RANK"])
 """
 
 
@@ -294,20 +268,19 @@ def test_two_ranks_are_one_and_stop_together(tiny, tmp_path):
     """1 process × 4 micro-batches is 2 × 2: the same losses; both ranks end with the same bits."""
     one = replace(tiny, micro_batch=2, p_sm=0.5, eval_every=3, eval_rows=4)
     two, stopped = beside(one, "two"), beside(one, "stopped", save_every=1000)
-    default = vars(Config())
-    flags = [f"--{k}={v}" for k, v in vars(one).items() if v != default[k] and k != "out_dir"]
-    (tmp_path / "probe.py").write_text(TWO_RANKS.format(
-        root=ROOT, flags=flags, outs=[two.out_dir, stopped.out_dir]))
-    process = subprocess.Popen(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(tmp_path / "probe.py")], env=os.environ | {"OMP_NUM_THREADS": "1"}, text=True,
-        stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, start_new_session=True)
+    flags = [f"--{k}={v}" for k, v in vars(one).items()]
+    code = TWO_RANKS.format(root=ROOT, flags=flags, outs=[two.out_dir, stopped.out_dir])
+    (tmp_path / "probe.py").write_text(code)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    process = subprocess.Popen([*torchrun, str(tmp_path / "probe.py")], start_new_session=True,
+                               env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT},
+                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     train(one)
     output = process.communicate(timeout=120)[0]
+    assert output.count("stopped after update 4, saved in") == 1, output
     for cfg in two, stopped:
         ranks = [torch.load(f"{cfg.out_dir}.rank{r}", weights_only=True) for r in (0, 1)]
         assert len(ranks[0]) and all(map(torch.equal, *ranks))
-    assert output.count("stopped after update 4, saved in") == 1
     assert sorted(os.listdir(stopped.out_dir)) == ["last.pt", "log.jsonl"]
     assert checkpoint.load(file(stopped))["step"] == 4
     train(replace(stopped, resume=True, save_every=3))  # by one process what two have begun
@@ -364,8 +337,7 @@ def test_sigterm_saves_the_update_and_what_was_due_is_made_on_resume(tiny, monke
 
 
 KILLED = """
-import os, sys, torch
-sys.path.insert(0, {root!r})
+import os, torch
 from train import Config, train
 write = torch.save
 
@@ -382,10 +354,11 @@ train(Config(**{fields!r}))
 def test_a_kill_in_the_middle_of_a_save_leaves_the_last_good_file(tiny):
     """The save of update 4 dies between its bytes. The file of update 2 is whole, and goes on."""
     cfg = replace(tiny, steps=6, save_every=2)
-    code = KILLED.format(root=ROOT, fields=vars(cfg))
+    code = KILLED.format(fields=vars(cfg))
     # Sums are cut by threads, so the bits are those of as many threads as here.
-    env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    assert subprocess.run([sys.executable, "-c", code], env=env).returncode == -signal.SIGKILL
+    threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | threads)
+    assert done.returncode == -signal.SIGKILL
     assert checkpoint.load(file(cfg))["step"] == 2 and log(cfg)[-1]["step"] == 4
     assert "last.pt.tmp" in os.listdir(cfg.out_dir)
     train(replace(cfg, resume=True))
@@ -426,17 +399,15 @@ def test_bad_values_are_refused(tiny):
               (dict(data="nowhere"), "no train.bin with a meta.json in nowhere"),
               (dict(resume=True), "no checkpoint at"),
               (dict(init_from="nowhere.pt"), "no checkpoint at nowhere.pt"),
-              (dict(device="tpu"), "--device=tpu for local process 0, but this machine has 0"),
-              (dict(dtype="int8"), "--dtype=int8")]
+              (dict(device="abacus"), "--device=abacus for local process 0")]
     for change, message in cases:
         with pytest.raises(Refused, match=message):
             train(replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)  # a wrong flag never starts a run
 
 
-def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny, capsys):
-    train(replace(tiny, steps=1, dtype="float16"))
-    assert "using float32" in capsys.readouterr().out
+def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny):
+    train(replace(tiny, steps=1))
     with pytest.raises(Refused, match="already holds a run: --resume"):
         train(tiny)
     with open(file(tiny, "log.jsonl"), "a") as f:
@@ -490,7 +461,6 @@ def test_weights_of_another_model_are_refused(tiny):
 
 def test_the_command_line_says_it_in_one_line(capsys, monkeypatch):
     """The last line of train.py: launch.run with its Config and presets."""
-    import runpy
     for flags in (["--no_such_field=1"], ["quickstrat"], ["--steps=many"],
                   ["continue", "--data=nowhere"]):
         monkeypatch.setattr(sys, "argv", ["train.py", *flags])
