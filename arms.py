@@ -12,12 +12,15 @@ losses.
 
 The three are discussed in arXiv 2601.07351 and 2608.06529. The definitions here are [ours].
 
+`with_omega` gives feedback to a model that was not trained with it.
+
 Not here: the paper's own method (softmask.py).
 """
 
 import torch
 import torch.nn.functional as F
 
+from launch import Refused
 from softmask import SoftMask
 
 
@@ -55,3 +58,27 @@ class Slerp(SoftMask):
 
 
 ARMS = {"": SoftMask, "constant": Constant, "renorm": Renorm, "slerp": Slerp}
+
+
+def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
+    """A soft mask with this ω, for decoding without training [ours].
+
+    sm: the model's SoftMask, or None for a binary model. That gets k = 3, and the paper's start for
+        what is not given.
+    Returns sm itself if no ω is given. Raises Refused for values out of range, and for a binary
+    model without omega_s, where feedback would stay off.
+    """
+    given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return sm
+    if sm is None and omega_s is None:
+        raise Refused(f"{given} leaves feedback off in a binary model: give --omega_s, say 0.5")
+    own = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega))) if sm else {}
+    try:
+        new = type(sm or SoftMask(mask_id))(mask_id, sm.k if sm else 3, **own | given)
+    except ValueError as e:
+        raise Refused(str(e))
+    if sm and sm.k is None:
+        new.raw_tau.data.copy_(sm.raw_tau)
+    return new

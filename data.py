@@ -9,6 +9,7 @@ A corpus becomes two flat files of uint16 ids, with EOS after every document, an
 A row is BOS + L − 2 tokens of that stream + EOS, and rows do not overlap [code]. Perplexities of
 rows that are cut in another way do not compare.
 
+    python data.py sudoku                                      # 6×6 grids, drawn uniformly
     python data.py stdlib                                      # Python's own library, as bytes
     python data.py novels.jsonl.xz more/ --val_docs=300 --out=data/novels
     python data.py openwebtext                                 # needs `pip install datasets`
@@ -274,6 +275,42 @@ def stdlib_files():
     return [root / name for name in names]
 
 
+def sudoku_grids():
+    """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0.
+
+    Rows, columns and boxes of 2×3 hold each digit once. Any grid is one of these with its digits
+    exchanged, so there are 39,168 · 6! = 28,200,960 of them.
+    """
+    rows = list(itertools.permutations(range(6)))
+    # The rows that may stand in one grid with this one: they differ from it in every column.
+    fits = {row: {other for other in rows if all(a != b for a, b in zip(row, other))}
+            for row in rows}
+
+    def complete(grid, candidates):
+        if len(grid) == 6:
+            yield sum(grid, ())
+        for row in candidates:
+            # The second row of a box must not repeat the three digits above it.
+            if len(grid) % 2 == 0 or not set(row[:3]) & set(grid[-1][:3]):
+                yield from complete(grid + [row], [c for c in candidates if c in fits[row]])
+
+    first = rows[0]
+    return torch.tensor(list(complete([first], sorted(fits[first]))), dtype=torch.uint8)
+
+
+def sudoku(n, split):
+    """n grids drawn uniformly, as texts of 36 digits, row by row: the stream of a split.
+
+    With its EOS, a grid is a document of 37 tokens. So rows of L = 39, which hold 37 tokens of the
+    stream, hold one whole grid each.
+    """
+    grids, draw = sudoku_grids(), rng("sudoku", split)
+    which = torch.randint(len(grids), (n,), generator=draw)                          # (n,)
+    digits = torch.rand(n, 6, generator=draw).argsort(-1)                            # (n, 6)
+    texts = digits.gather(1, grids[which].long()) + 1                                # (n, 36)
+    return (("".join(map(str, row)), True) for row in texts.tolist())
+
+
 def openwebtext(hub, revision):
     """The stream of OpenWebText from the hub. A download that broke goes on where it was."""
     try:
@@ -351,16 +388,18 @@ def prepare(docs, out, tok, val_docs=None):
 
 @dataclass
 class Config:
-    source: str = ""             # stdlib, openwebtext, or PATH…, joined by the path separator
+    source: str = ""             # sudoku, stdlib, openwebtext, or PATH…, joined by the separator
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: str = "gpt2"      # or bytes
     tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json
     val_docs: int | None = None  # hold out the last that many documents (default: 1 %)
+    grids: int = 200_000         # of Sudoku, to train on
     hub: str = "Skylion007/openwebtext"  # where OpenWebText is, or a folder of the same layout
     revision: str | None = None  # of it: refs/convert/parquet while its main is a script
 
 
 PRESETS = {
+    "sudoku": dict(source="sudoku", out="data/sudoku", tokenizer="bytes", val_docs=2000),
     "stdlib": dict(source="stdlib", out="data/stdlib", tokenizer="bytes", val_docs=40),
     # the published split
     "openwebtext": dict(source="openwebtext", out="data/owt", val_docs=100_000),
@@ -370,6 +409,11 @@ PRESETS = {
 def main(cfg):
     if cfg.source == "openwebtext":
         docs = openwebtext(cfg.hub, cfg.revision)
+    elif cfg.source == "sudoku":
+        train, val = (list(sudoku(*part)) for part in ((cfg.grids, "train"), (cfg.val_docs, "val")))
+        shared = len(set(train) & set(val))
+        print(f"{shared} of {len(val):,} held-out grids stand in the training text")
+        docs = iter(train + val)
     else:
         docs = documents(stdlib_files() if cfg.source == "stdlib" else find_files(cfg.source))
     first = Path(cfg.source.split(os.pathsep)[0])

@@ -24,7 +24,8 @@ Code from a model is executed only after --confirm_run_unsafe_code, the harness'
 with limits (tasks/benchmarks.py), but in no sandbox: use a container. Without the flag the answers
 are stored, and a second run with it scores them.
 
-Not here: decoding (sample_dream.py), figures (plot.py), tasks that compare likelihoods.
+Not here: decoding (sample_dream.py), figures and the table (plot.py), tasks that compare
+likelihoods.
 
     python eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
     python eval_dream.py --model=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9
@@ -32,15 +33,12 @@ Not here: decoding (sample_dream.py), figures (plot.py), tasks that compare like
     python eval_dream.py --table                                      # all results in --out
 """
 
-import contextlib
-import glob
 import hashlib
 import itertools
 import json
 import logging
 import os
 import platform
-import statistics
 import sys
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -50,6 +48,7 @@ from tqdm import tqdm
 
 from checkpoint import git_version
 from launch import Refused, append_jsonl, read_json, read_jsonl, run, write_text
+from plot import benchmarks
 from sample_dream import Decoding, answer, check, cut, feedback, load
 
 TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
@@ -331,83 +330,6 @@ def evaluate(cfg):
     return results
 
 
-# -------------------------------------------------------------------------------------------------
-# tables
-
-
-def read_results(folder):
-    """The scored results in a folder, in no order. Files of others are left out."""
-    found = []
-    for path in glob.glob(os.path.join(folder, "*.json")):
-        with contextlib.suppress(ValueError), open(path, encoding="utf-8") as f:
-            r = json.load(f)
-            if isinstance(r, dict) and r.get("by") == "eval_dream.py" and r["score"] is not None:
-                found.append(r)
-    return found
-
-
-def is_soft(g):
-    return g["feedback"].startswith("SM k")
-
-
-def place(g):
-    """What a run with SM and the binary run that it is compared with must share, sortable."""
-    first = ("budget", "block", "threshold")
-    rest = [str(v) for k, v in sorted(g.items())
-            if k not in (*first, "feedback") and not k.startswith("FT")]
-    return [g["block"], g["threshold"] or 0, Fraction(g["budget"]), *rest]
-
-
-def binary_of(g, rows):
-    """Scores of the binary run that g is compared with, {} if it is not clear which that is.
-
-    It was finetuned, too: for as long, or it is the only one.
-    """
-    base = [(b, scores) for b, scores in rows
-            if b["feedback"] == "binary" and b["FT"] != "-" and place(b) == place(g)]
-    base = [scores for b, scores in base if b["FT"] == g["FT"] or len(base) == 1]
-    return base[0] if is_soft(g) and g["FT"] != "-" and len(base) == 1 else {}
-
-
-def table(folder):
-    """The results in a folder as a markdown table: mean ± deviation over seeds          Table 3
-
-    A row per NFE budget (or threshold and block), model, training, feedback, and any other setting
-    that differs. Gain is SM minus binary, see `binary_of`.
-    """
-    groups = {}
-    for r in read_results(folder):
-        task, g = (r["column"], r["group"].pop("data")), r["group"]
-        _, scores = groups.setdefault(json.dumps(g, sort_keys=True), (g, {}))
-        scores.setdefault(task, []).append(r["score"])
-    rows = sorted(groups.values(), key=lambda row: (
-        place(row[0]), is_soft(row[0]), row[0]["FT"] != "-", str(row[0])))
-    tasks = sorted({task for _, scores in rows for task in scores})
-    columns = [column for column, _ in tasks]
-    names = [c + f" ({data})" * (columns.count(c) > 1) for c, data in tasks]
-    start = ("budget", "block", "threshold", "model", "FT", "feedback")
-    keys = dict.fromkeys(k for g, _ in rows for k in g if k not in start)
-    differ = [k for k in keys if any(h.get(k, g[k]) != g[k] for g, _ in rows if k in g
-                                     for h, _ in rows)]
-    head = ["NFE budget", "Model", "FT", "Feedback", *names, *["Settings"] * bool(differ)]
-    lines = [head, ["---"] * len(head)]
-    for g, scores in rows:
-        budget = f"p ≥ {g['threshold']}" if g["threshold"] else g["budget"]
-        budget += f", block {g['block']}" * bool(g["block"])
-        rest = [", ".join(f"{k}={g[k]}" for k in differ if k in g)] * bool(differ)
-        mean = {t: statistics.mean(v) for t, v in scores.items()}
-        text = {t: f"{mean[t]:.1f}" for t in mean}
-        for t, v in scores.items():
-            text[t] += f" ± {statistics.stdev(v):.1f}" if len(v) > 1 else ""
-        base = binary_of(g, rows)
-        gain = {t: f"{mean[t] - statistics.mean(base[t]):+.1f}" for t in mean if t in base}
-        for kind, cell in ((g["feedback"], text), ("Gain", gain)):
-            if kind != "Gain" or base:
-                values = [cell.get(t, "") for t in tasks]
-                lines.append([budget, g["model"], g["FT"], kind, *values, *rest])
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
-
-
 def main(cfg):
     for r in [] if cfg.table else evaluate(cfg):
         score = "not scored" if r["score"] is None else f"{r['score']:.1f}%"
@@ -416,7 +338,7 @@ def main(cfg):
         rate = r["tokens"] / max(r["seconds"], 1e-9)
         print(f"{r['column']}: {score}, {r['feedback']}, NFE {r['nfe']}, {r['tokens']} tokens "
               f"({r['kept']} before the end) in {r['seconds']:.1f} s, {rate:.1f} tokens/s")
-    print(table(cfg.out))
+    print(benchmarks(cfg.out))
 
 
 if __name__ == "__main__":

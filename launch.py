@@ -250,7 +250,7 @@ def append_jsonl(path, *values):
         with open(path, "a+b") as f:
             f.seek(max(0, f.tell() - 1))
             # A kill or a full disk may have left half a line. A new line must not be joined to it.
-            if f.read() not in (b"", b"\n"):
+            if f.read(1) not in (b"", b"\n"):
                 f.write(b"\n")
             f.writelines(json.dumps(value).encode() + b"\n" for value in values)
     except OSError as e:
@@ -275,7 +275,7 @@ def read_jsonl(path, repair=False, skip_broken=False):
         raise Refused(f"{path} cannot be read ({e}): give the path of a file")
     values, rest = [], lines.pop()
     for i, line in enumerate(lines + [rest] * (rest != b""), 1):
-        cut = i > len(lines) and line.startswith(b'{"')
+        cut = i > len(lines) and b'{"'.startswith(line[:2])  # the start of one of our lines
         try:
             values.append(json.loads(line))
         except (ValueError, RecursionError) as e:

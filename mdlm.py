@@ -63,7 +63,7 @@ class ModelConfig:
     omega_a: float = 10 / 1.5
     omega_b: float = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
-    arm: str = ""                    # another gate or mix, by its name in arms.py
+    arm: str = ""                    # another gate or mix: its name in arms.py
 
 
 # -------------------------------------------------------------------------------------------------
@@ -281,9 +281,9 @@ class TwoPass(nn.Module):
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     mask_id: id of [MASK].   two_updates: the first pass gets gradients too (App. C.3).
-    lam, lam_sd, mix_norm: of the last forward with feedback, 0-d tensors for the log: mean of λ,
-    its
-        standard deviation, and the mean length of a mix over the length of [MASK]'s embedding.
+    lam, lam_sd, mix_norm: three 0-d tensors for the log, from the last forward with feedback: the
+        mean and the standard deviation of λ, and the mean length of the mixes, in units of the
+        length of the [MASK] embedding.
 
     A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
     """
@@ -318,7 +318,7 @@ class TwoPass(nn.Module):
 
     @torch.no_grad()
     def watch(self, mixed, lam):
-        """What the log says of a feedback.   mixed: (N, D).   lam: (N,)"""
+        """Keep what the log reports of a feedback.   mixed: (N, D).   lam: (N,)."""
         n = max(1, len(lam))
         self.lam = lam.sum() / n
         self.lam_sd = ((lam - self.lam).square().sum() / n).sqrt()
@@ -341,6 +341,7 @@ class TwoPass(nn.Module):
         soft: True for two passes, False for one pass on plain masks.
         context: what only this backbone needs, passed on to `hidden`.
         Returns nll (N,) fp32, and rows (N,), the positions of [MASK] in the flat batch.
+        Checked against tests/oracles.py dense_nll.
         """
         net = self.net
         masked = (xt == self.mask_id).flatten()                                # (B·L,)
@@ -391,15 +392,17 @@ class MDLM(TwoPass):
         x0, xt: (B, L) ids.   t: (B,) in (0, 1].
         soft: True for two passes (§3.2), False for the plain MDLM loss.
         Returns nll: (B,) nats per sequence. nll · t is the plain cross-entropy of its masks.
+        Checked against tests/oracles.py dense_nll.
 
-        Its mean over t and x_t bounds −log p(x0) from above, for the sampler that asks the network
-        as this loss does. With two passes that sampler makes both in every step, from plain masks:
-        the pair of passes is then one function of x_t. For Alg. 2's sampler, which makes one pass
-        on the feedback of the last step, it bounds nothing: pass 1 is a proxy of that feedback
-        (§3.2).
+        Its mean over t and x_t is an upper bound of −log p(x0) for a sampler that calls the network
+        as this loss does. With soft = True, such a sampler makes both passes in every step, and
+        starts from plain masks: the two passes are then one function of x_t. For the sampler of
+        Alg. 2 it is no bound. This sampler makes one pass, with the feedback of the last step, and
+        pass 1 is only a proxy of that feedback (§3.2).
 
-        ALPHA_FLOOR makes it too small by about 0.1 %, as in the released code, so that numbers
-        compare: t stays above the floor and 1 − α below one [code]. `eval.bound` can do without.
+        ALPHA_FLOOR makes the mean too small by about 0.1 %: t stays above the floor, and 1 − α
+        below 1. The released code does the same, so that numbers compare [code]. `eval.bound` also
+        computes it without the floor.
         """
         B, L = xt.shape
         nll, rows = self.token_nll(x0, xt, t, soft)                            # (N,), (N,)

@@ -1,42 +1,324 @@
 # SPDX-License-Identifier: MIT
-"""Figures from logs and result files.                                                      Fig. 2, 3, 4, App. C.3
+"""Every figure and every markdown table, from logs and results.     Tables 1-7, Fig. 3-5, 7
+
+    python plot.py --table="runs/*.json"        # eval.py's results, as in Tables 1, 2, 4-7
+    python plot.py --bounds="runs/*.json"       # those of `eval.py ppl --against=…`
+    python plot.py --logs="out/*/log.jsonl"     # where ω, λ and the speed of each run ended
+    python plot.py --benchmarks=out/answers     # eval_dream.py's results, as in Table 3
+
+    python plot.py --runs="out/binary-*/log.jsonl,out/sm-*/log.jsonl"    # Fig. 3; -1, -2 are seeds
+    python plot.py --ablation="out/*/log.jsonl" # Fig. 5
+    python plot.py --throughput=out/answers     # Fig. 4, from eval_dream.py --blocks=16,32,48
+    python plot.py --trajectory=trace.jsonl     # Fig. 7, from sample.py --trace=trace.jsonl
+    python plot.py --curves=bench.json          # cost over sizes, from bench.py --json=bench.json
+
+Figures need matplotlib (pip install matplotlib), which nothing else in this project does.
 
 Not here: any measurement. Every number comes from JSON that another script has written.
-
-    python plot.py --runs="out/binary-*/log.jsonl,out/sm-*/log.jsonl" --out=fig2.png                    # Fig. 2; -1, -2, … are seeds
-    python plot.py --ablation="out/*/log.jsonl" --out=ablation.png                                      # App. C.3
-    python sample.py --checkpoint=out/last.pt --length=16 --trace=trace.jsonl && python plot.py --trajectory=trace.jsonl    # Fig. 4
-    python eval_dream.py --model=DIR --adapter=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9     # and --soft=false
-    python plot.py --throughput=out/answers --out=throughput.png                                        # Fig. 3
-    python bench.py --json=bench.json && python plot.py --curves=bench.json --out=curves.png            # cost over sizes
-
-Needs matplotlib (pip install matplotlib), which nothing else in this project does.
 """
 
 import contextlib
 import glob
-import json
 import math
 import os
 import re
 import statistics
 from dataclasses import dataclass
+from fractions import Fraction
 
-from launch import Refused, atomic, run
+import numpy as np
+
+from launch import Refused, atomic, read_json, read_jsonl, run, write_text
 
 
 @dataclass
 class Config:
-    runs: str = ""           # patterns of train.py's logs, a comma between them
+    """One source, and where to write. A pattern may be several, with commas between them."""
+    # markdown tables
+    table: str = ""          # pattern of eval.py's results
+    bounds: str = ""         # pattern of results of `eval.py ppl`, best with --against
+    logs: str = ""           # pattern of train.py's logs
+    benchmarks: str = ""     # folder of eval_dream.py's results
+    # figures
+    runs: str = ""           # pattern of train.py's logs
     ablation: str = ""       # likewise
     trajectory: str = ""     # file of sample.py --trace
     throughput: str = ""     # folder of eval_dream.py's results with block lengths
     curves: str = ""         # file of bench.py --json
-    out: str = "plot.png"    # or .pdf, .svg
+    out: str = ""            # .png, .pdf or .svg (default: plot.png), or .md of a table
+
+
+def files(patterns):
+    """The files of all patterns, each once. They are sorted by name, the numbers in it by size.
+
+    Raises Refused if there is no file.
+    """
+    found = [path for pattern in patterns.split(",") for path in glob.glob(pattern)]
+    if not found:
+        raise Refused(f"no file matches {patterns!r}: correct the pattern")
+    return sorted(set(map(os.path.abspath, found)), key=lambda path: [
+        int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
+
+
+def name_of(path):
+    """What a run is called: its file, or its folder if the file is log.jsonl."""
+    folder, file = os.path.split(path)
+    return os.path.basename(folder) if file == "log.jsonl" else file.removesuffix(".jsonl")
+
+
+# -------------------------------------------------------------------------------------------------
+# tables
+
+
+def markdown(rows, columns, text=1):
+    """A markdown table, as one string without the last line break.
+
+    rows: dicts {heading: cell}. A cell that is missing stays empty.   columns: headings, in order.
+    text: so many columns, from the left, hold words. Numbers stand at the right of their cells.
+    """
+    lines = [" | ".join(row.get(column, "") for column in columns) for row in rows]
+    rule = "|---" * text + "|--:" * (len(columns) - text) + "|"
+    return "\n".join([f"| {' | '.join(columns)} |", rule, *(f"| {line} |" for line in lines)])
+
+
+def mean_sd(values, spec):
+    """Mean ± standard deviation, or one number alone. spec: how to format them, such as ".2f"."""
+    values = list(values)
+    sd = f" ± {statistics.stdev(values):{spec.lstrip('+')}}" if len(values) > 1 else ""
+    return f"{statistics.mean(values):{spec}}{sd}"
+
+
+# What eval.py measures: heading, format, and settings that must be the same in a whole table.
+METRICS = {
+    "mauve": ("MAUVE ↑", ".3f", ("scorer", "scale", "seed", "data", "references")),
+    "gen_ppl": ("gen. PPL ↓", ".2f", ("scorer",)),
+    "entropy": ("entropy ↑", ".3f", ()),
+    "ppl": ("PPL ↓", ".2f", ("seed", "repeats", "ema")),
+}
+ALIKE = ("L", "n", "top_p", "tokenizer", "text", "dtype")
+IN_A_CELL = ("sampler", "eta", "t_on", "t_off", "alpha_on", "ema", "step", "prompt", "infill")
+
+
+def entries(path):
+    """The numbers in one result of eval.py: [(row, column, run, value, settings)].
+
+    row: (unmasking, feedback, label).   column: (metric, name of the text or budget NFE/L).
+    run: what was measured. If it was measured twice, a cell takes the later file.
+    """
+    try:
+        result = read_json(path)
+        values, evaluation = result["values"], result["evaluation"]
+        settings = evaluation | result["settings"] | {"references": values.get("references")}
+        label = evaluation["label"] or settings["checkpoint"]
+        if result["metric"] in ("ppl", "zero_shot"):
+            feedback = "soft" if "soft" in values else "binary"
+            column = "ppl", os.path.basename(evaluation["text"] or evaluation["data"])
+            value = values[feedback]["ppl"]
+            return [(("", feedback, label), column, evaluation["checkpoint"], value, settings)]
+        unmasking = "ReMDM" if settings["sampler"].startswith("remdm") else "standard"
+        row = unmasking, "soft" if settings["soft"] else "binary", label
+        budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
+        return [(row, (metric, budget), evaluation["samples"], values[metric], settings)
+                for metric in METRICS if metric in values]
+    except (Refused, KeyError, TypeError, AttributeError):
+        raise Refused(f"{path} is not a result of eval.py: correct the pattern")
+
+
+def check_alike(one, other, fields, place):
+    """Raises Refused if two (path, settings) differ in one of the fields."""
+    (path_1, a), (path_2, b) = one, other
+    differ = [f"{key} ({a.get(key)}, {b.get(key)})" for key in fields if a.get(key) != b.get(key)]
+    if differ:
+        raise Refused(f"{path_1} and {path_2} differ in {', '.join(differ)}: such numbers do not "
+                      f"belong in one {place}")
+
+
+def read_cells(pattern):
+    """{row: {column: {run: value}}}, see `entries`. Refuses results that do not compare."""
+    cells, first = {}, {}
+    for path in files(pattern):
+        for row, column, measured, value, settings in entries(path):
+            metric, made = column[0], (path, settings)
+            if not math.isfinite(value):
+                raise Refused(f"{metric} in {path} is {value}: measure it again")
+            # All budgets of a metric are compared, perplexities of two texts are not.
+            compared = column if metric == "ppl" else metric
+            in_a_table = ALIKE + METRICS[metric][2]
+            check_alike(first.setdefault(compared, made), made, in_a_table, "table")
+            check_alike(first.setdefault((row, column), made), made, IN_A_CELL, "row, --label")
+            cells.setdefault(row, {}).setdefault(column, {})[measured] = value
+    return cells
+
+
+def table(pattern):
+    """Results of eval.py side by side, mean ± deviation over runs.               Tables 1, 2, 4-7
+
+    Unmasking and feedback go down, budgets (NFE / L) across. After a soft row comes its gain over
+    the binary row of its label, else over the last binary row.
+    """
+    cells = read_cells(pattern)
+    order = lambda column: (list(METRICS).index(column[0]),
+                            column[0] != "ppl" and Fraction(column[1]), column[1])
+    columns = sorted({column for row in cells.values() for column in row}, key=order)
+    headings = {column: f"{METRICS[column[0]][0]} {column[1]}" for column in columns}
+    mean = {(row, column): statistics.mean(runs.values())
+            for row, found in cells.items() for column, runs in found.items()}
+    first, lines = ("unmasking", "feedback", "model"), []
+    # binary before soft, standard before ReMDM
+    for row in sorted(cells, key=lambda row: (row[0] == "ReMDM", row[1])):
+        lines.append(dict(zip(first, row)))
+        for column, runs in cells[row].items():
+            lines[-1][headings[column]] = mean_sd(runs.values(), METRICS[column[0]][1])
+        bases = [base for base in cells if base[:2] == (row[0], "binary")]
+        if row[1] == "soft" and bases:
+            base = max(bases, key=lambda base: (base[2] == row[2], base))
+            lines.append({"feedback": "gain"})
+            for column in cells[row].keys() & cells[base].keys():
+                gain = mean[row, column] - mean[base, column]
+                lines[-1][headings[column]] = f"{gain:+{METRICS[column[0]][1]}}"
+    return markdown(lines, [*first, *headings.values()], text=3)
+
+
+def bounds(pattern):
+    """Results of `eval.py ppl`, a row per --label: PPL, and differences in nats per token.
+
+    A difference is that of the same rows and masks: with feedback and without, or of this model
+    and another (--against). All seeds are measured on the same rows, so more of them do not lower
+    the error over rows: it is the mean of theirs.
+    """
+    columns = ["model", "updates", "seeds", "PPL (± sd of seeds)", "feedback on, nats below off",
+               "nats below the other model (± sd of seeds; ± SE of rows)"]
+    groups = {}
+    for path in files(pattern):
+        try:
+            result = read_json(path)
+            label, values = result["evaluation"]["label"], result["values"]
+            ppl, step = (values.get("soft") or values["binary"])["ppl"], result["settings"]["step"]
+        except (Refused, KeyError, TypeError, AttributeError):
+            raise Refused(f"{path} is not a result of `eval.py ppl`: correct the pattern")
+        groups.setdefault(("soft" in values, label), []).append((step, ppl, values))
+    rows = []
+    for (_, label), found in sorted(groups.items(), key=lambda group: group[0]):
+        steps, ppls, values = zip(*found)
+        gains = [v["gain"]["nats_per_token"] for v in values if "gain" in v]
+        below = [v["below_against"]["nats_per_token"] for v in values if "below_against" in v]
+        errors = [v["below_against"]["nats_per_token_se"] for v in values if "below_against" in v]
+        gain = f"{statistics.mean(gains):.4f}" if gains else ""
+        nats = f"{mean_sd(below, '+.4f')}; ± {statistics.mean(errors):.4f}" if below else ""
+        cells = label, f"{steps[0]:,}", str(len(found)), mean_sd(ppls, ".3f"), gain, nats
+        rows.append(dict(zip(columns, cells)))
+    return markdown(rows, columns)
+
+
+def logs(patterns):
+    """Where ω, λ and the speed of each run of train.py ended.
+
+    Take-off is the first logged update with ω_s ≥ 0.01, of a run that starts below.
+    """
+    columns = ["run", "ω_s, ω_a, ω_b", "updates", "mean λ", "take-off", "tokens/s (median)",
+               "minutes"]
+    rows = []
+    for path in files(patterns):
+        try:
+            # a continuation also logs the bound at update 0, before it has a speed
+            lines = [line for line in read_jsonl(path) if "tokens_per_s" in line]
+            last, speed = lines[-1], statistics.median(line["tokens_per_s"] for line in lines)
+            omega, takeoff = "", ""
+            if "omega_s" in last:
+                omega = ", ".join(f"{last['omega_' + name]:.3f}" for name in "sab")
+                steps = [line["step"] for line in lines if line["omega_s"] >= 0.01]
+                if lines[0]["omega_s"] < 0.01:
+                    takeoff = f"{steps[0]:,}" if steps else "never"
+            cells = (name_of(path), omega, f"{last['step']:,}", f"{last['lam']:.3f}", takeoff,
+                     f"{speed:,.0f}", f"{last['seconds'] / 60:.0f}")
+        except (LookupError, TypeError, ValueError):
+            raise Refused(f"{path} is no log of train.py: each of its lines has a step and "
+                          "numbers")
+        rows.append(dict(zip(columns, cells)))
+    return markdown(rows, columns, text=2)
+
+
+def dream_results(folder):
+    """The results of eval_dream.py in a folder, a list of dicts. Other files are left out."""
+    found = []
+    for path in sorted(glob.glob(os.path.join(folder, "*.json"))):
+        with contextlib.suppress(Refused):
+            found.append(read_json(path))
+    return [result for result in found if result.get("by") == "eval_dream.py"]
+
+
+def differing(groups):
+    """The keys that do not have the same value in all of the dicts that have them."""
+    keys = dict.fromkeys(key for group in groups for key in group)
+    return [key for key in keys if len({str(g[key]) for g in groups if key in g}) > 1]
+
+
+def is_soft(group):
+    return group["feedback"].startswith("SM k")
+
+
+def place(group):
+    """What a run with SM and the binary run that it is compared with have in common, sortable."""
+    first = ("budget", "block", "threshold")
+    rest = [str(value) for key, value in sorted(group.items())
+            if key not in (*first, "feedback") and not key.startswith("FT")]
+    return [group["block"], group["threshold"] or 0, Fraction(group["budget"]), *rest]
+
+
+def binary_of(group, rows):
+    """The scores that a finetuned model with SM is compared with, {} if it is not clear which.
+
+    They are those of the binary model that was finetuned for as long, or of the only one.
+    """
+    base = [(other, scores) for other, scores in rows if other["feedback"] == "binary"
+            and other["FT"] != "-" and place(other) == place(group)]
+    alike = [scores for other, scores in base if other["FT"] == group["FT"] or len(base) == 1]
+    return alike[0] if is_soft(group) and group["FT"] != "-" and len(alike) == 1 else {}
+
+
+def benchmarks(folder):
+    """Results of eval_dream.py, mean ± deviation over seeds.                               Table 3
+
+    A row per NFE budget (or threshold and block), model, finetuning, feedback, and any other
+    setting that differs. A gain is that over the scores of `binary_of`.
+    """
+    groups, rows, results = {}, [], dream_results(folder)
+    if not results:
+        raise Refused(f"{folder} has no results of eval_dream.py: correct the folder")
+    for result in results:
+        if result["score"] is not None:
+            group = {key: value for key, value in result["group"].items() if key != "data"}
+            task = result["column"], result["group"]["data"]
+            _, scores = groups.setdefault(str(sorted(group.items())), (group, {}))
+            scores.setdefault(task, []).append(result["score"])
+    found = sorted(groups.values(), key=lambda row: (
+        place(row[0]), is_soft(row[0]), row[0]["FT"] != "-", str(row[0])))
+    tasks = sorted({task for _, scores in found for task in scores})
+    names = [name for name, _ in tasks]
+    heading = {task: task[0] + f" ({task[1]})" * (names.count(task[0]) > 1) for task in tasks}
+    shown = ("budget", "block", "threshold", "model", "FT", "feedback")
+    differ = [key for key in differing([group for group, _ in found]) if key not in shown]
+    for group, scores in found:
+        budget = f"p ≥ {group['threshold']}" if group["threshold"] else group["budget"]
+        budget += f", block {group['block']}" if group["block"] else ""
+        start = {"NFE budget": budget, "Model": group["model"], "FT": group["FT"],
+                 "Settings": ", ".join(f"{key}={group[key]}" for key in differ if key in group)}
+        cells = {heading[task]: mean_sd(values, ".1f") for task, values in scores.items()}
+        rows.append(start | {"Feedback": group["feedback"]} | cells)
+        if base := binary_of(group, found):
+            gain = {heading[task]: statistics.mean(values) - statistics.mean(base[task])
+                    for task, values in scores.items() if task in base}
+            rows.append(start | {"Feedback": "Gain"} | {k: f"{v:+.1f}" for k, v in gain.items()})
+    columns = ["NFE budget", "Model", "FT", "Feedback", *heading.values()]
+    return markdown(rows, columns + ["Settings"] * bool(differ), text=4)
+
+
+# -------------------------------------------------------------------------------------------------
+# figures
 
 
 def figure(panels, width=5, height=4):
-    """matplotlib's figure, without a window, and its axes, at most three in a row."""
+    """matplotlib's figure, which needs no screen, and its axes, at most three in a row."""
     try:
         import matplotlib
     except ImportError:
@@ -44,57 +326,66 @@ def figure(panels, width=5, height=4):
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
     rows, columns = -(-panels // 3), min(3, panels)
-    fig, axes = plt.subplots(rows, columns, figsize=(width * columns, height * rows), squeeze=False, layout="constrained")
+    fig, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained",
+                             figsize=(width * columns, height * rows))
     return fig, axes.flatten()
 
 
-def read_lines(path):
-    try:
-        with open(path, encoding="utf-8") as f:
-            return [json.loads(line) for line in f]
-    except (OSError, ValueError) as e:
-        raise Refused(f"{path} is no file of JSON lines ({e})")
+def points_of(line):
+    """What a line of train.py's log adds to the figure: {quantity: value}.                §4.1
+
+    PPL is the bound with feedback where the model has it, else Eq. 2 itself.
+    """
+    ppl = math.exp(line.get("val_soft", line.get("val_plain", math.nan)))
+    values = {"ppl": ppl, "omega_s": line.get("omega_s", math.nan)}
+    return {quantity: value for quantity, value in values.items() if math.isfinite(value)}
 
 
 def runs_series(patterns):
     """{label: {quantity: {update: [a value per seed]}}} for PPL and ω_s, from logs of train.py.
 
-    A run is called by its file, or by its folder where the file is log.jsonl; what is left without -SEED is the label.
-    PPL is the two-pass bound where the model has feedback, Eq. 2 itself where it has none. A file counts once.        §4.1
+    A label is the name of a run without its last -NUMBER, which is the seed.
     """
     series = {}
-    for path in sorted({os.path.abspath(path) for pattern in patterns.split(",") for path in glob.glob(pattern)}):
-        folder, file = os.path.split(path)
-        name = os.path.basename(folder) if file == "log.jsonl" else file.removesuffix(".jsonl")
-        lines = read_lines(path)
-        if any("val_soft_ce" in line or "val_binary" in line for line in lines if isinstance(line, dict)):
-            continue  # finetune_dream.py's: its loss is no bound
-        into = series.setdefault(re.sub(r"-\d+$", "", name), {"ppl": {}, "omega_s": {}})
-        for line in lines:
-            try:
-                values = {"ppl": math.exp(line.get("val_soft", line.get("val_plain", math.nan))), "omega_s": line.get("omega_s", math.nan)}
-                for quantity, value in values.items():
-                    if math.isfinite(value):
-                        into[quantity].setdefault(int(line["step"]), []).append(value)
-            except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-                raise Refused(f"{path} is no log of train.py: each of its lines has a step and numbers")
+    for path in files(patterns):
+        lines = read_jsonl(path)
+        keys = set().union(*(line for line in lines if isinstance(line, dict)))
+        if keys & {"val_soft_ce", "val_binary"}:
+            continue  # a log of finetune_dream.py, whose loss is no bound
+        label = re.sub(r"-\d+$", "", name_of(path))
+        into = series.setdefault(label, {"ppl": {}, "omega_s": {}})
+        try:
+            for line in lines:
+                for quantity, value in points_of(line).items():
+                    into[quantity].setdefault(int(line["step"]), []).append(value)
+        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+            raise Refused(f"{path} is no log of train.py: each of its lines has a step and "
+                          "numbers")
     if not any(into["ppl"] for into in series.values()):
-        raise Refused(f"no log with a held-out bound matches {patterns!r}: train.py writes one with --eval_every")
+        raise Refused(f"no log with a held-out bound matches {patterns!r}: train.py writes one "
+                      f"with --eval_every")
     return series
 
 
+def means_and_sds(groups):
+    """The means of the groups, and their standard deviations (0 for one value): two arrays."""
+    sds = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in groups]
+    return np.array([statistics.mean(group) for group in groups]), np.array(sds)
+
+
 def runs(patterns):
-    """Left: held-out perplexity over updates. Right: ω_s. Mean over seeds, a band of one standard deviation           Fig. 2"""
+    """Left: held-out perplexity over updates. Right: ω_s.                               Fig. 3, 8
+
+    Lines are means over seeds, bands one standard deviation on both sides.
+    """
     fig, axes = figure(2)
     for i, (label, quantities) in enumerate(runs_series(patterns).items()):
         for ax, points in zip(axes, quantities.values()):
             steps = sorted(points)
-            mean = [statistics.mean(points[step]) for step in steps]
-            sd = [statistics.stdev(points[step]) if len(points[step]) > 1 else 0.0 for step in steps]
-            if steps:
-                ax.plot(steps, mean, label=label, color=f"C{i}")  # C0, C1, …: a run without ω must not shift the other panel's
-                ax.fill_between(steps, [m - d for m, d in zip(mean, sd)], [m + d for m, d in zip(mean, sd)],
-                                alpha=0.25, color=f"C{i}", linewidth=0)
+            mean, sd = means_and_sds([points[step] for step in steps])
+            if steps:  # a binary run has no ω: the same color on both sides needs C0, C1, …
+                ax.plot(steps, mean, label=label, color=f"C{i}")
+                ax.fill_between(steps, mean - sd, mean + sd, color=f"C{i}", alpha=0.25, lw=0)
     axes[0].set(xlabel="updates", ylabel="held-out perplexity (bound)")
     axes[1].set(xlabel="updates", ylabel="ω_s", ylim=(0, None))
     axes[0].legend()
@@ -102,31 +393,39 @@ def runs(patterns):
 
 
 def ablation(patterns):
-    """The last held-out perplexity of every label, best on top, a bar of one standard deviation where there are seeds  App. C.3"""
-    last = {label: q["ppl"][max(q["ppl"])] for label, q in runs_series(patterns).items() if q["ppl"]}
+    """The last held-out perplexity of every label, the best on top.              App. C.3, Fig. 5
+
+    A bar is one standard deviation over seeds.
+    """
+    series = runs_series(patterns)
+    last = {label: q["ppl"][max(q["ppl"])] for label, q in series.items() if q["ppl"]}
     labels = sorted(last, key=lambda label: -statistics.mean(last[label]))
     fig, [ax] = figure(1, width=6, height=1 + 0.35 * len(labels))
-    ax.errorbar([statistics.mean(last[k]) for k in labels], labels, fmt="o",
-                xerr=[statistics.stdev(last[k]) if len(last[k]) > 1 else 0.0 for k in labels])
+    mean, sd = means_and_sds([last[label] for label in labels])
+    ax.errorbar(mean, labels, xerr=sd, fmt="o")
     ax.set(xlabel="held-out perplexity (bound)")
     ax.grid(axis="x")
     return fig
 
 
 def trajectory(path):
-    """A sample appearing: a row per step. Green cells are masks, deeper with λ, and say the top guess; bold is text       Fig. 4"""
-    steps = read_lines(path)
+    """A sample appearing, a row per step.                                        App. C.5, Fig. 7
+
+    Green cells are masks, deeper green is a larger λ, and they hold the top guess. Bold is text.
+    """
+    steps = read_jsonl(path)
     if not steps:
         raise Refused(f"{path} is empty: make it again with sample.py --trace={path}")
     try:
         strength = [[math.nan if lam is None else lam for _, lam in step] for step in steps]
         fig, [ax] = figure(1, width=0.55 * len(steps[0]) + 1, height=0.3 * len(steps) + 1)
         image = ax.imshow(strength, cmap="Greens", vmin=0, aspect="auto")
+        dark = 0.6 * image.norm.vmax
         for i, step in enumerate(steps):
             for j, (text, lam) in enumerate(step):
-                ax.text(j, i, "␣" if text == " " else text, ha="center", va="center", size=8, parse_math=False,
-                        weight="bold" if lam is None else "normal",
-                        color="white" if lam is not None and lam > 0.6 * image.norm.vmax else "black")
+                color = "white" if lam is not None and lam > dark else "black"
+                ax.text(j, i, "␣" if text == " " else text, ha="center", va="center", size=8,
+                        weight="bold" if lam is None else "normal", color=color, parse_math=False)
     except (TypeError, ValueError, IndexError):
         raise Refused(f"{path} is no trajectory: make one with sample.py --trace={path}")
     ax.set(xlabel="position", ylabel="step", xticks=[])
@@ -135,36 +434,39 @@ def trajectory(path):
 
 
 def throughput_series(folder):
-    """{label: [(block, tokens/s, score or None)]}, by block, from a folder of eval_dream.py's results.
+    """{label: [(block, tokens/s, score or None)]}, by block, from results of eval_dream.py.
 
-    A label is a task, the threshold or NFE budget, the feedback, and what else differs: only seeds are averaged.
+    A label is a task, the feedback, the threshold or NFE budget, and what else differs between the
+    results in the folder. Only seeds are averaged.
     """
-    runs, series = [], {}
-    for path in sorted(glob.glob(os.path.join(folder, "*.json"))):
-        with contextlib.suppress(ValueError), open(path, encoding="utf-8") as f:
-            r = json.load(f)
-            if isinstance(r, dict) and r.get("by") == "eval_dream.py" and r["group"]["block"] and r["seconds"]:
-                runs.append((r["group"].pop("block"), r["group"], r))
-    if not runs:
-        raise Refused(f"{folder} has no results with a block length: run eval_dream.py with --blocks=16,32,… first")
-    for block, g, r in runs:
-        budget = f"p ≥ {g['threshold']}" if g["threshold"] else f"NFE {g['budget']}"
-        rest = [k for k in g if k not in ("threshold", "budget", "feedback")]
-        differ = [k for k in rest if any(h.get(k, g[k]) != g[k] for _, h, _ in runs)]
-        label = ", ".join([r["column"], g["feedback"], budget, *(f"{k}={g[k]}" for k in differ)])
-        series.setdefault(label, {}).setdefault(block, []).append((r["tokens"] / r["seconds"], r["score"]))
-    mean = lambda values: sum(values) / len(values) if None not in values else None
-    return {label: [(block, *map(mean, zip(*runs))) for block, runs in sorted(blocks.items())] for label, blocks in series.items()}
+    results = [r for r in dream_results(folder) if r["group"]["block"] and r["seconds"]]
+    if not results:
+        raise Refused(f"{folder} has no results with a block length: run eval_dream.py with "
+                      f"--blocks=16,32,… first")
+    named = "block", "feedback", "threshold", "budget"
+    differ = [key for key in differing([r["group"] for r in results]) if key not in named]
+    series = {}
+    for r in results:
+        group = r["group"]
+        budget = f"p ≥ {group['threshold']}" if group["threshold"] else f"NFE {group['budget']}"
+        rest = [f"{key}={group[key]}" for key in differ if key in group]
+        label = ", ".join([r["column"], group["feedback"], budget, *rest])
+        point = r["tokens"] / r["seconds"], r["score"]
+        series.setdefault(label, {}).setdefault(group["block"], []).append(point)
+    mean = lambda values: None if None in values else statistics.fmean(values)
+    return {label: [(block, *map(mean, zip(*points))) for block, points in sorted(blocks.items())]
+            for label, blocks in series.items()}
 
 
 def throughput(folder):
-    """Left: tokens/s over block length. Right: score over tokens/s, where answers were scored                     Fig. 3"""
+    """Left: tokens/s over block length. Right: score over tokens/s.            App. B.2, Fig. 4"""
     series = throughput_series(folder)
     fig, [speed, quality] = figure(2)
     for label, points in series.items():
-        speed.plot([block for block, _, _ in points], [rate for _, rate, _ in points], "o-", label=label)
+        blocks, rates, _ = zip(*points)
+        speed.plot(blocks, rates, "o-", label=label)
         scored = [(rate, score) for _, rate, score in points if score is not None]
-        quality.plot([rate for rate, _ in scored], [score for _, score in scored], "o-", label=label)
+        quality.plot([rate for rate, _ in scored], [score for _, score in scored], "o-")
     speed.set(xlabel="block length (tokens)", ylabel="tokens/s")
     quality.set(xlabel="tokens/s", ylabel="score (%)")
     speed.legend()
@@ -172,35 +474,45 @@ def throughput(folder):
 
 
 def curves(path):
-    """A panel for each size that bench.py has varied: seconds of an update or a sample, binary and with SM."""
+    """A panel for each size that bench.py has varied: seconds of an update or a sample."""
     try:
-        with open(path, encoding="utf-8") as f:
-            found = json.load(f)["curves"]
-    except (OSError, ValueError, KeyError, TypeError):
+        found = read_json(path)["curves"]
+    except (Refused, KeyError):
         raise Refused(f"{path} has no curves: run bench.py --parts=curves --json={path} first")
     fig, axes = figure(len(found))
     for ax, (name, points) in zip(axes, found.items()):
-        for case in [c for c in points[0] if c != "x"]:
-            ax.plot([str(p["x"]) for p in points], [p[case] for p in points], "o-", label=case)
+        sizes = [str(point["x"]) for point in points]
+        for case in [key for key in points[0] if key != "x"]:
+            ax.plot(sizes, [point[case] for point in points], "o-", label=case)
         ax.set(title=name, xlabel=name.split()[-1], ylabel="seconds", ylim=(0, None))
         ax.legend()
     return fig
 
 
-KINDS = {f.__name__: f for f in (runs, ablation, trajectory, throughput, curves)}
+TABLES = {f.__name__: f for f in (table, bounds, logs, benchmarks)}
+FIGURES = {f.__name__: f for f in (runs, ablation, trajectory, throughput, curves)}
 
 
 def main(cfg):
-    wanted = [name for name in KINDS if getattr(cfg, name)]
+    wanted = [name for name in (*TABLES, *FIGURES) if getattr(cfg, name)]
     if len(wanted) != 1:
-        raise Refused(f"{len(wanted)} things to plot: give one of --{', --'.join(KINDS)}")
-    kind = os.path.splitext(cfg.out)[1].lstrip(".")
-    if kind not in ("png", "pdf", "svg"):
-        raise Refused(f"--out={cfg.out} must end in .png, .pdf or .svg")
-    fig = KINDS[wanted[0]](getattr(cfg, wanted[0]))
-    with atomic(cfg.out) as tmp:
-        fig.savefig(tmp, format=kind)
-    print(f"wrote {cfg.out}")
+        known = ", --".join((*TABLES, *FIGURES))
+        raise Refused(f"{len(wanted)} things to plot: give one of --{known}")
+    name, source = wanted[0], getattr(cfg, wanted[0])
+    out = cfg.out or ("plot.png" if name in FIGURES else "")
+    kind = os.path.splitext(out)[1].removeprefix(".")
+    if kind not in (("png", "pdf", "svg") if name in FIGURES else ("md", "")):
+        raise Refused(f"--out={out} must end in .png, .pdf or .svg, or in .md if it is a table")
+    if name in FIGURES:
+        fig = FIGURES[name](source)
+        with atomic(out) as tmp:
+            fig.savefig(tmp, format=kind)
+        print(f"wrote {out}")
+    else:
+        text = TABLES[name](source)
+        print(text)
+        if out:
+            write_text(out, text + "\n")
 
 
 if __name__ == "__main__":

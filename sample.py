@@ -27,6 +27,7 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+from arms import with_omega
 from data import rng, tokenizer
 from launch import Refused, append_jsonl, machine, read_jsonl, run, write_text
 from mdlm import MDLM, in_chunks
@@ -101,17 +102,19 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
         masked ^= flips
 
 
-def schedule_batch(free, steps, generator, **schedule):
-    """`schedule_flips` of n sequences side by side: in each turn, every one takes its next step
+def schedule_batch(free, steps, generator, every, **schedule):
+    """`schedule_flips` of n sequences. In each turn, every sequence takes its own next step.
 
-    free: (n, L) bool.   generator: a torch.Generator, or None for torch's own; or a list of n.
+    free: (n, L) bool.   every, schedule: as there.
+    generator: a torch.Generator, None for torch's own, or a list of n.
     Yields (t, flips, u): (n,), (n, L), (n, L). A finished sequence has t = T_END and no flips.
     """
     n, L = free.shape
     if not isinstance(generator, list):
         seeds = torch.randint(2**62, (n,), generator=generator).tolist()
         generator = [torch.Generator().manual_seed(seed) for seed in seeds]
-    sequences = [schedule_flips(row, steps, g, **schedule) for row, g in zip(free, generator)]
+    sequences = [schedule_flips(row, steps, g, every, **schedule)
+                 for row, g in zip(free, generator)]
     finished = T_END, np.zeros(L, bool), np.zeros(L)
     for turn in zip_longest(*sequences, fillvalue=finished):
         yield tuple(map(np.stack, zip(*turn)))
@@ -124,7 +127,7 @@ def schedule_batch(free, steps, generator, **schedule):
 def nucleus(probs, p):
     """The likeliest tokens, as long as their sum is at most p, renormalised                App. B.1
 
-    probs: (n, V).   p: in (0, 1].   Returns (n, V).
+    probs: (n, V).   p: in (0, 1].   Returns (n, V). Checked against tests/oracles.py nucleus.
     The likeliest token is kept in any case. The token that crosses p is dropped [code]. The usual
     rule, which Dream follows, keeps it, so Dream has another function.
     """
@@ -148,7 +151,7 @@ def sample_categorical(probs, u):
 
     probs: (n, V), not negative, of any positive sum.
     u: (n,) float64, uniform in [0, 1). The drawn token is where u falls in the cumulative sum.
-    Returns (n,).
+    Returns (n,). Checked against tests/oracles.py draw.
 
     With fp32 noise, tokens rarer than 6e-8 would never come. Then entropy falls, and generative
     perplexity falls with it, although the text is no better. One number per row [ours] gives the
@@ -175,36 +178,65 @@ def remasked_feedback(model, ids):
     return model.sm.mix(model.net.table, lam, ids[:, None], one), lam, ids
 
 
+def check_settings(model, n, steps, top_p, soft, passes, fresh):
+    """Raises Refused for settings of `generate` that are out of range."""
+    if min(steps, n, passes) < 1 or not 0 < top_p <= 1:
+        raise Refused(f"steps={steps}, n={n}, passes={passes}, top_p={top_p}: the first three must "
+                      f"be at least 1, and top_p in (0, 1]")
+    if (passes > 1 or fresh) and not (soft and model.sm):
+        raise Refused(f"passes={passes}, fresh={fresh} are about feedback, and there is none here")
+
+
+def predict(model, emb, t, waiting, passes, fresh):
+    """The network in one step, called `passes` times                                     Alg. 2 l.3
+
+    emb: (n·L, D). Its rows `waiting` (m,), which are masked, are overwritten by new feedback.
+    t: (n,) times, fp32.   Returns h: (n·L, D).
+    """
+    if fresh:
+        emb[waiting] = model.net.table[model.mask_id]
+    shape = len(t), -1, emb.shape[1]
+    h = model.net.trunk(emb.view(shape), t).flatten(0, 1)                      # (nL, D)
+    for _ in range(passes - 1):
+        emb[waiting] = model.feedback(h[waiting])[0]
+        h = model.net.trunk(emb.view(shape), t).flatten(0, 1)                  # (nL, D)
+    return h
+
+
 @torch.no_grad()
 def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
-             soft=True, **schedule):
+             soft=True, passes=1, fresh=False, every=False, **schedule):
     """Inference with soft-masking                                                    Alg. 2, App. A
 
     model: MDLM.   n: sequences, one batch.   steps: T.   sampler, schedule: for `step_probs`.
     top_p: for `nucleus`.   soft: False decodes in binary.
+    passes: network calls in each step. Each call gets the feedback of the call before. The first
+        gets that of the last step (Alg. 2).
+    fresh: the first call of a step gets plain masks instead. With passes=2, this is the sampler
+        that the two-pass loss bounds (mdlm.MDLM.forward).
+    every: also make the steps without a change, as Alg. 2 and App. C.5 do. Then the feedback
+        changes in these steps. In the released code it does not [code].
     generator: a torch.Generator on the CPU, or a list of n, one per sequence. With a list, a sample
         is the same in any batch.
     on_step(x, lam, guess): called after every turn, with the ids (n, L). Where they are [MASK], lam
         (n, L) is λ and guess (n, L) is the most likely token.
     x: (L,) or (n, L) ids to start from. All but [MASK] stays as it is (default: all [MASK]).
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
-    Raises Refused for settings out of range.
+    Raises Refused for settings out of range. Checked against tests/oracles.py alg2.
 
     In each turn every sequence takes its own next step, at its own time. The schedules are known in
     advance, so the host never waits for the device. A finished sequence stays in the batch, so that
     shapes are static, as CUDA graphs need. The head is computed for positions that appear, and with
     SM also for positions that stay masked.
     """
-    if steps < 1 or n < 1 or not 0 < top_p <= 1:
-        raise Refused(f"steps={steps}, n={n}, top_p={top_p}: steps and n must be at least 1, and "
-                      f"top_p in (0, 1]")
+    check_settings(model, n, steps, top_p, soft, passes, fresh)
     net, mask_id, table, was_training = model.net, model.mask_id, model.net.table, model.training
     device, V, soft = table.device, len(table), soft and model.sm is not None
     model.eval()  # no dropout
     x = torch.full((n, model.cfg.length), mask_id) if x is None else x.expand(n, -1)
     (n, L), masked = x.shape, (x == mask_id).numpy()                           # (n, L), on the host
-    turns = schedule_batch(masked.copy(), steps, generator, every=model.cfg.time_conditioning,
-                           sampler=sampler, **schedule)
+    every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
+    turns = schedule_batch(masked.copy(), steps, generator, every, sampler=sampler, **schedule)
     nfe = np.zeros(n, np.int64)                                                # (n,)
     x = x.flatten().to(device, copy=True)                                      # (nL,)
     emb = F.embedding(x, table)                                                # (nL, D)
@@ -215,9 +247,6 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     def rows(at):
         return on_device(np.flatnonzero(at))
-
-    def trunk(t):
-        return net.trunk(emb.view(n, L, -1), on_device(t.astype(np.float32))).flatten(0, 1)
 
     def pick(h, u):
         return sample_categorical(nucleus(net.head(h).softmax(-1), top_p), u)
@@ -230,12 +259,13 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     for t, flips, u in tqdm(turns, "network calls", steps, leave=False, disable=silent):
         live = t > T_END                                                       # (n,)
         appear, vanish = rows(masked & flips), rows(~masked & flips)
-        stay = rows(masked & ~flips & live[:, None])
+        waiting, stay = rows(masked & live[:, None]), rows(masked & ~flips & live[:, None])
         # MPS has no float64.
         u = on_device(u[masked & flips], "cpu" if device.type == "mps" else device)
         masked ^= flips
-        nfe += live
-        h = trunk(t)                                                           # (nL, D)         l.3
+        nfe += live * passes
+        t = on_device(t.astype(np.float32))                                    # (n,)
+        h = predict(model, emb, t, waiting, passes, fresh)                     # (nL, D)         l.3
         x[appear] = in_chunks(pick, h[appear], u, V=V)                         #               l.4-5
         emb[appear] = F.embedding(x[appear], table)
         if soft:
@@ -247,9 +277,10 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         watch()
     if masked.any():  # a rare rest: the likeliest token, without the nucleus [code]
         left = rows(masked)
-        h = trunk(np.full(n, T_END))                                           # (nL, D)
+        t = torch.full((n,), T_END, device=device)                             # (n,)
+        h = predict(model, emb, t, left, passes, fresh)                        # (nL, D)
         x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=V)
-        nfe += masked.any(1)
+        nfe += masked.any(1) * passes
         watch()
     model.train(was_training)
     return x.view(n, L).cpu(), torch.from_numpy(nfe)
@@ -274,6 +305,13 @@ class Config:
     alpha_on: float = 0.9       # and holds this share of tokens visible
     top_p: float = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model in binary
+    passes: int = 1             # network calls in each step, each with feedback of the one before
+    fresh: bool = False         # the first call of each step gets plain masks
+    every: bool = False         # also make the steps without a change, as --trace always does
+    # Another ω than the model's. A binary model then decodes with feedback, with k = 3.
+    omega_s: float | None = None
+    omega_a: float | None = None  # (default for a binary model: the paper's start)
+    omega_b: float | None = None  # (the same)
     prompt: str = ""            # text that the sample starts with
     infill: str = ""            # text with ___ where some is missing
     seed: int = 1
@@ -337,7 +375,9 @@ def check(cfg, model, tok, L):
 
 def main(cfg):
     rank, world, device, dtype = machine(cfg.device, cfg.dtype)
-    model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
+    model = MDLM.load(cfg.checkpoint, cfg.ema)
+    model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+    model.to(device)
     mask_id, L = model.mask_id, model.cfg.length if cfg.length is None else cfg.length
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     check(cfg, model, tok, L)
@@ -346,7 +386,12 @@ def main(cfg):
     how |= {"steps": L if cfg.steps is None else cfg.steps,
             "soft": cfg.soft and model.sm is not None,
             "eta": SAMPLERS.get(cfg.sampler) if cfg.eta is None else cfg.eta}
+    # Defaults are not written, so that older files of samples, without these flags, stay valid.
+    loops = {"passes": cfg.passes, "fresh": cfg.fresh, "every": cfg.every or bool(cfg.trace)}
+    how |= {name: v for name, v in loops.items() if v != getattr(Config, name)}
     given = {name: getattr(cfg, name) for name in ("checkpoint", "ema", "prompt", "infill")}
+    given |= {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b")
+              if getattr(cfg, name) is not None}
     settings = how | given
     settings |= {"step": model.info["step"], "tokenizer": tok.name, "length": L,
                  "dtype": str(dtype or torch.float32).removeprefix("torch.")}

@@ -47,6 +47,8 @@ class SoftMask(nn.Module):
     tau > 0: the temperature for k = None.
     Raises ValueError outside these ranges.
 
+    Checked against tests/oracles.py soft_mask.
+
     The parameters are raw: ω is a sigmoid or a softplus of them, and so the constraints of App. B.1
     always hold. They stay fp32 when the model around them is cast to another dtype (see `_apply`).
     """
@@ -116,8 +118,8 @@ class SoftMask(nn.Module):
         """
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
-            # λ too is computed from the tempered p [code]. A logit of −∞ would make τ's gradient
-            # NaN.
+            # λ too is computed from the tempered p [code]. The clamp: at a logit of −∞, the
+            # gradient of τ would be NaN.
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
         logp = logits.log_softmax(-1)                                              # (N, V)
         p = logp.exp()                                                             # (N, V)
@@ -137,13 +139,13 @@ class SoftMask(nn.Module):
         Returns (N, D) in the table's dtype.
 
         A mix of one-hot vectors, embedded, is the mix of their rows in the table: one-hot vectors
-        are never made. Shares are rounded to the table's dtype. The bag computes (shares[..., None]
-        * table[ids]).sum(1) without the tensor (N, k+1, D). [MASK] is one more token of the bag,
-        because each look into the table costs a dense (V, D) gradient.
+        are never made. Shares are rounded to the table's dtype. The bag computes
+        (shares[..., None] * table[ids]).sum(1) without the tensor (N, k+1, D). [MASK] is one more
+        token of the bag, because each look into the table costs a dense (V, D) gradient.
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
-            # Autocast would round this product of (N, V) to bf16, and ω would learn from the error.
+            # Under autocast, this product would be rounded to bf16, and ω would learn from that.
             with torch.autocast(table.device.type, enabled=False):
                 guess = pi.to(table.dtype) @ table                                 # (N, D)
             return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)  # (N, D)

@@ -1,117 +1,160 @@
 #!/usr/bin/env bash
-# Everything that results/README.md prints, from the runs of run.sh: bounds, samples, their scores, thinned logs, figures, tables.
-#     bash results/measure.sh            # what is there already is not made again
-# Needs `pip install transformers mauve-text matplotlib` and a causal LM in data/smollm2 (README.md says how it got there).
+# Everything that results/README.md prints, from the runs of run.sh: thinned logs, bounds, samples,
+# their scores, tables and figures.
+#
+#     bash results/measure.sh            # makes only what is not there yet
+#
+# Needs `pip install transformers mauve-text matplotlib`, and a causal LM in data/smollm2, which
+# README.md says how to get.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-out=${OUT:-out/evidence} here=results novels=${DATA:-data/novels-bytes} stdlib=${STDLIB:-data/stdlib}
+out=${OUT:-out/evidence} here=results
+novels=${DATA:-data/novels-bytes} stdlib=${STDLIB:-data/stdlib}
 mkdir -p $here/{logs,ppl,samples,figures}
 
-for log in "$out"/*/log.jsonl; do
-    python - "$log" > "$here/logs/$(basename "$(dirname "$log")").jsonl" <<'PY'
-import json, sys
-keep = ("step", "loss", "ce_per_mask", "lam", "omega_s", "omega_a", "omega_b", "tokens_per_s", "seconds", "val_soft", "val_plain")
-for line in map(json.loads, open(sys.argv[1])):
-    if line["step"] % 100 == 0:
-        print(json.dumps({k: round(line[k], 5) for k in keep if k in line}))
-PY
-done
+# ---- logs: every 100th update, numbers with 5 decimals
 
-# The continuations were logged with masks that went by the seed of the run (EVAL_SEED came after them): their held-out
-# lines are measured again, from the checkpoints of the same updates, so that seeds are compared on the same 256 rows and masks.
-python - "$out" "$here" "$novels" <<'PY'
+python - "$out" $here <<'PY'
+import glob, json, os, sys
+from launch import read_jsonl, write_text
+out, here = sys.argv[1:]
+keep = ("step loss ce_per_mask lam omega_s omega_a omega_b tokens_per_s seconds "
+        "val_soft val_plain").split()
+for path in glob.glob(f"{out}/*/log.jsonl"):
+    lines = [line for line in read_jsonl(path) if line["step"] % 100 == 0]
+    lines = [{k: round(line[k], 5) for k in keep if k in line} for line in lines]
+    name = os.path.basename(os.path.dirname(path))
+    write_text(f"{here}/logs/{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
+PY
+
+# The continuations were logged before train.py had EVAL_SEED: the masks of their held-out lines
+# depended on the seed of the run. Those lines are measured again, from the checkpoints of the same
+# updates, so that all seeds are compared on the same 256 rows and masks.
+python - "$out" $here "$novels" <<'PY'
 import glob, json, os, sys
 import torch
 import data, train
 from eval import val_ppl
+from launch import read_json, read_jsonl, write_text
 from mdlm import MDLM
 out, here, novels = sys.argv[1:]
-tokens = data.open_split(novels, "val")[0]
+tokens, _ = data.open_split(novels, "val")
 n = data.n_rows(tokens, 128)
 rows = data.rows(tokens, torch.arange(256) * n // 256, 128)
+
+def held_out(path):
+    """{log name: nats per token} of a checkpoint, with feedback and without."""
+    model, found = MDLM.load(path), {}
+    for name, soft in ("val_soft", True), ("val_plain", False):
+        if model.sm or not soft:
+            with torch.autocast("cpu", torch.bfloat16):
+                nats, count = val_ppl(model, rows, soft, train.EVAL_SEED, batch_size=32)
+            found[name] = round(nats / count, 5)
+    return found
+
 for path in sorted(glob.glob(f"{here}/logs/cont-*.jsonl")):
     name = os.path.basename(path).removesuffix(".jsonl")
-    lines, cache = [json.loads(line) for line in open(path)], f"{out}/{name}.val.json"
-    again = json.load(open(cache)) if os.path.exists(cache) else {}
+    lines, cache = read_jsonl(path), f"{out}/{name}.val.json"
+    again = read_json(cache) if os.path.exists(cache) else {}
     for line in lines:
         step = str(line["step"])
-        ckpt = f"{out}/{name}/step-{step}.pt"
-        if "val_plain" in line and step not in again and os.path.exists(ckpt):
-            model = MDLM.load(ckpt)
-            with torch.autocast("cpu", torch.bfloat16):
-                found = {name: val_ppl(model, rows, soft, train.EVAL_SEED, batch_size=32)
-                         for name, soft in (("val_soft", True), ("val_plain", False)) if model.sm or not soft}
-            again[step] = {name: round(nll / tokens, 5) for name, (nll, tokens) in found.items()}
-            json.dump(again, open(cache, "w"))
+        checkpoint = f"{out}/{name}/step-{step}.pt"
+        if "val_plain" in line and step not in again and os.path.exists(checkpoint):
+            again[step] = held_out(checkpoint)
+            write_text(cache, json.dumps(again))
         line |= again.get(step, {})
-    with open(path, "w") as f:
-        f.writelines(json.dumps(line) + "\n" for line in lines)
+    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
 PY
 
-# SM's tokens/s over binary's, of the two runs of seed 1: they started together, so what slowed one slowed the other
+# ---- bounds
+
+# SM's tokens/s over those of binary, in the two runs of seed 1. They started together, so whatever
+# slowed one of them slowed the other.
 speed=$(python - "$out"/scratch-{binary,sm}-1/log.jsonl <<'PY'
-import json, statistics, sys
-binary, sm = (statistics.median(json.loads(line)["tokens_per_s"] for line in open(path)) for path in sys.argv[1:])
+import statistics, sys
+from launch import read_jsonl
+binary, sm = (statistics.median(line["tokens_per_s"] for line in read_jsonl(path) if line["step"])
+              for path in sys.argv[1:])
 print(sm / binary)
 PY
 )
-isoflop() { python -c "print(int($1 * min(1, $speed)) // $2 * $2)"; }  # binary's updates, spacing of checkpoints
-echo "SM / binary tokens/s: $speed; iso-FLOP: $(isoflop 10000 500) of 10,000, $(isoflop 2000 200) of 2,000"
+
+isoflop() {  # updates of binary, spacing of checkpoints
+    python -c "print(int($1 * min(1, $speed)) // $2 * $2)"
+}
 
 ppl() {  # group, label, seed, checkpoint, [what it is compared with, [data]]
-    local file="$here/ppl/$1-$(tr ' ,' '--' <<< "$2")-$3.json"
+    local file
+    file="$here/ppl/$1-$(tr ' ,' '--' <<< "$2")-$3.json"
     [ -e "$4" ] && [ ! -e "$file" ] || return 0
-    python eval.py ppl --checkpoint="$4" --data="${6:-$novels}" --rows=2048 --batch_size=32 --dtype=bfloat16 --label="$2" \
-        --out="$file" ${5:+--against="$5"}
+    python eval.py ppl --checkpoint="$4" --data="${6:-$novels}" --rows=2048 --batch_size=32 \
+        --dtype=bfloat16 --label="$2" --out="$file" ${5:+--against="$5"}
 }
 
 compare() {  # group, updates, spacing of checkpoints, seeds
-    local flop; flop=$(isoflop "$2" "$3")
+    local flop
+    flop=$(isoflop "$2" "$3")
+    echo "$1: SM / binary tokens/s $speed, iso-FLOP after $flop of $2 updates"
     for seed in $4; do
-        local b=$out/$1-binary-$seed/step-$2.pt s=$out/$1-sm-$seed
-        [ -e "$b" ] || continue
-        ppl "$1" "binary" "$seed" "$b"
-        ppl "$1" "SM iso-update" "$seed" "$s/step-$2.pt" "$b"
-        ppl "$1" "SM iso-compute" "$seed" "$s/step-$(($2 / 2)).pt" "$b"
-        ppl "$1" "SM iso-FLOP" "$seed" "$s/step-$flop.pt" "$b"
+        local binary=$out/$1-binary-$seed/step-$2.pt sm=$out/$1-sm-$seed
+        [ -e "$binary" ] || continue
+        ppl "$1" "binary" "$seed" "$binary"
+        ppl "$1" "SM iso-update" "$seed" "$sm/step-$2.pt" "$binary"
+        ppl "$1" "SM iso-compute" "$seed" "$sm/step-$(($2 / 2)).pt" "$binary"
+        ppl "$1" "SM iso-FLOP" "$seed" "$sm/step-$flop.pt" "$binary"
     done
 }
 
 compare scratch 10000 500 "1 2 3"
-ppl scratch "SM start of the paper" 1 $out/scratch-paper-1/step-10000.pt $out/scratch-binary-1/step-10000.pt
+binary=$out/scratch-binary-1/step-10000.pt
+ppl scratch "SM start of the paper" 1 "$out/scratch-paper-1/step-10000.pt" "$binary"
 compare cont 2000 200 "11 12 13"
+binary=$out/cont-binary-11/step-2000.pt
+ppl cont "seed 11, default" 11 "$out/cont-sm-11/step-2000.pt" "$binary"
 for name in p05 p10 k1 k5 kV kV2 paper; do
-    ppl cont "seed 11, $name" 11 $out/cont-$name-11/step-2000.pt $out/cont-binary-11/step-2000.pt
+    ppl cont "seed 11, $name" 11 "$out/cont-$name-11/step-2000.pt" "$binary"
 done
-ppl cont "seed 11, default" 11 $out/cont-sm-11/step-2000.pt $out/cont-binary-11/step-2000.pt
 for seed in 1 2 3; do
-    ppl stdlib "binary" $seed $out/stdlib-binary-$seed/step-2000.pt "" "$stdlib"
-    ppl stdlib "SM iso-update" $seed $out/stdlib-sm-$seed/step-2000.pt $out/stdlib-binary-$seed/step-2000.pt "$stdlib"
+    binary=$out/stdlib-binary-$seed/step-2000.pt
+    ppl stdlib "binary" $seed "$binary" "" "$stdlib"
+    ppl stdlib "SM iso-update" $seed "$out/stdlib-sm-$seed/step-2000.pt" "$binary" "$stdlib"
 done
-python results/tables.py | tee $here/tables.md
 
-for model in scratch-binary-1/step-10000 scratch-sm-1/step-10000; do
+# ---- samples and their scores
+
+for model in scratch-{binary,sm}-1/step-10000; do
     case $model in *sm*) label="SM iso-update" ;; *) label="binary" ;; esac
     for T in 16 32 64 128; do
         for sampler in mdlm remdm-cap; do
             [ $sampler$T != remdm-cap128 ] || sampler=remdm-loop      # App. B.1: for T >= L
             name=${model/\//-}-$sampler-$T
-            [ ! -e "$here/samples/$name.mauve.json" ] || continue
-            python sample.py --checkpoint=$out/$model.pt --count=128 --batch_size=64 --steps=$T --sampler=$sampler --dtype=bfloat16 \
-                --out="$out/samples/$name.jsonl" > /dev/null
-            python eval.py gen_ppl --samples="$out/samples/$name.jsonl" --scorer=data/smollm2 --label="$label" --out="$here/samples/$name.gen_ppl.json"
-            python eval.py mauve --samples="$out/samples/$name.jsonl" --data="$novels" --scorer=data/smollm2 --label="$label" \
-                --out="$here/samples/$name.mauve.json"
+            samples=$out/samples/$name.jsonl result=$here/samples/$name
+            [ ! -e "$result.mauve.json" ] || continue
+            python sample.py --checkpoint="$out/$model.pt" --count=128 --batch_size=64 \
+                --steps=$T --sampler=$sampler --dtype=bfloat16 --out="$samples" > /dev/null
+            common=(--samples="$samples" --scorer=data/smollm2 --label="$label")
+            python eval.py gen_ppl "${common[@]}" --out="$result.gen_ppl.json"
+            python eval.py mauve "${common[@]}" --data="$novels" --out="$result.mauve.json"
         done
     done
 done
-python eval.py table --results="$here/samples/*.json" --out=$here/samples.md
-python sample.py --checkpoint=$out/scratch-sm-1/step-10000.pt --length=24 --steps=16 --trace=$here/logs/trajectory.json --out=$out/samples/trajectory.jsonl
+python sample.py --checkpoint="$out/scratch-sm-1/step-10000.pt" --length=24 --steps=16 \
+    --trace=$here/logs/trajectory.json --out="$out/samples/trajectory.jsonl"
 
+# ---- tables and figures
+
+for group in scratch cont stdlib; do
+    python plot.py --bounds="$here/ppl/$group-*.json"
+    echo
+done > $here/tables.md
+python plot.py --logs="$here/logs/*.jsonl" >> $here/tables.md
+python plot.py --table="$here/samples/*.json" --out=$here/samples.md
+
+continued="$here/logs/cont-binary-*.jsonl,$here/logs/cont-sm-*.jsonl,$here/logs/cont-paper-*.jsonl"
 for kind in png svg; do
     python plot.py --runs="$here/logs/scratch-*-?.jsonl" --out=$here/figures/scratch.$kind
-    python plot.py --runs="$here/logs/cont-binary-*.jsonl,$here/logs/cont-sm-*.jsonl,$here/logs/cont-paper-*.jsonl" --out=$here/figures/continuation.$kind
+    python plot.py --runs="$continued" --out=$here/figures/continuation.$kind
     python plot.py --runs="$here/logs/stdlib-*.jsonl" --out=$here/figures/stdlib.$kind
     python plot.py --ablation="$here/logs/cont-*-11.jsonl" --out=$here/figures/ablation.$kind
     python plot.py --trajectory=$here/logs/trajectory.json --out=$here/figures/trajectory.$kind

@@ -329,3 +329,24 @@ def test_missing_packages_and_a_hub_out_of_reach_name_the_way_out(tmp_path, monk
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=fail))
     refused("no longer supported.*refs/convert/parquet.*--val_docs=100000",
             data.openwebtext, "hub", None)
+
+
+def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path, capsys):
+    """39,168 different grids by the rules; in rows of L = 39, BOS, 36 digits and two EOS."""
+    grids = data.sudoku_grids().view(-1, 6, 6)
+    assert len(grids) == 39_168 == len(torch.unique(grids, dim=0))
+    boxes = grids.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
+    for units in (grids, grids.transpose(1, 2), boxes):
+        assert (units.sort(-1).values == torch.arange(6)).all()
+    data.main(data.Config(source="sudoku", out=str(tmp_path), tokenizer="bytes", grids=300,
+                          val_docs=9))
+    assert "of 9 held-out grids stand in the training text" in capsys.readouterr().out
+    tokens, meta = data.open_split(tmp_path, "train")
+    assert meta["train"]["documents"] == data.n_rows(tokens, 39) == 300
+    rows = data.rows(tokens, torch.arange(300), 39)
+    assert (rows[:, 0] == 256).all() and (rows[:, 37:] == 257).all()
+    digits = {tuple((row - 49).tolist()) for row in rows[:, 1:37]}
+    by_first_row = {tuple(grid[:6]): grid for grid in digits}
+    known = {tuple(grid) for grid in grids.flatten(1).tolist()}
+    for first, grid in by_first_row.items():
+        assert tuple(first.index(digit) for digit in grid) in known  # digits exchanged
