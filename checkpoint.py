@@ -17,6 +17,7 @@ here: see `load_inert`.
     python checkpoint.py --checkpoint=mdlm.ckpt                  # what is it?
     python checkpoint.py --checkpoint=mdlm.ckpt --out=mdlm.pt    # convert it to ours
     python checkpoint.py --checkpoint=mdlm.ckpt --out=mdlm.safetensors
+    python checkpoint.py --checkpoint=mdlm.pt --out=FOLDER/      # as MDLM's class on the hub reads
 
 Not here: model classes, adapters of Dream (dream.py).
 """
@@ -32,7 +33,7 @@ import types
 import numpy as np
 import torch
 
-from launch import Refused, atomic, run
+from launch import Refused, atomic, read_json, run, write_text
 
 FORMAT = "soft-masked-mdlm/1"
 
@@ -189,6 +190,54 @@ def plain_values(node):
 # models of others
 
 OMEGA = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
+# The config.json of MDLM's class on the hub, field by field → ours. Training code has two more.
+HUB = {"n_blocks": "n_layer", "n_heads": "n_head", "hidden_dim": "n_embd", "cond_dim": "n_cond",
+       "vocab_size": "vocab_size", "model_length": "length", "dropout": "dropout",
+       "time_conditioning": "time_conditioning"}
+NAMES = HUB | {"hidden_size": "n_embd", "length": "length"}
+HUB_FILES = "model.safetensors", "pytorch_model.bin"
+# With another value of these, the same tensors are another model, or SM works only at some t.
+ONLY = {"model_type": "mdlm", "parameterization": "subs", "causal_attention": False,
+        "tokenizer_name_or_path": "gpt2", "sm_t_min": 0, "sm_t_max": 1}
+# What forks call a mix → its name in arms.py. Not slerp_sm: it goes towards the Fréchet mean of the
+# k directions, and Slerp towards the direction of their mean.
+MIXES = {"mixinputs_with_topk": "", "mixinputs_with_temp": "", "lerp_renorm": "renorm",
+         "slerp_euclid_mean": "slerp"}
+
+
+def sizes(model):
+    """The fields of the configuration that the tensors of an MDLM show."""
+    V, D = model["net.vocab_embed.embedding"].shape
+    blocks = {name.split(".")[2] for name in model if name.startswith("net.blocks.")}
+    return {"n_layer": len(blocks), "n_embd": D, "vocab_size": V,
+            "n_cond": len(model["net.sigma_map.mlp.2.weight"])}
+
+
+def rotary_frequencies(width):
+    """rotary_emb.inv_freq, a buffer of their models, for heads of this width: (width/2,)"""
+    return 1 / 10000 ** (torch.arange(0, width, 2) / width)
+
+
+def read_soft_mask(head, state):
+    """A soft mask of the authors' code, or of a fork: (fields of our configuration, tensors).
+
+    head: its settings.   state: all tensors of the file.
+    Raises Refused if it is neither the paper's nor in arms.py.
+    """
+    mix, fixed = head.get("transparency_alg", "mixinputs_with_topk"), head.get("fixed_lambda")
+    arm, k = MIXES.get(mix), head.get("mixinputs_k", 3)
+    names = OMEGA
+    if mix == "mixinputs_with_temp":  # top-k has a temperature too, but does not use it [code]
+        k, names = None, OMEGA | {"sm.raw_tau": "raw_temperature"}
+    omega = {ours: state["tran_head." + theirs] for ours, theirs in names.items()}
+    if fixed is not None:  # then every λ is this number
+        arm = "constant" if mix == "mixinputs_with_topk" and 0 <= fixed <= 1 else None
+        omega["sm.raw_s"] = torch.logit(torch.tensor(float(fixed)), eps=1e-6)
+    if arm is None:
+        raise Refused(f"a soft mask with transparency_alg = {mix!r}, fixed_lambda = {fixed!r} is "
+                      f"not implemented: known are {', '.join(MIXES)}, and a fixed_lambda in "
+                      f"[0, 1] for the first of them")
+    return {"arm": arm, "k": k}, omega
 
 
 def from_mdlm_family(state, shadow=None, settings=None, step=0):
@@ -196,82 +245,133 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
 
     state: {name: tensor} under any prefix.
     shadow: the EMA, a bare list in the order of the parameters [code].
-    settings: the configuration of the run, if the file has one. All sizes come from the tensors.
-        What no tensor shows has the paper's value if it is not in the settings.
-    Raises Refused when there is no MDLM in it.
+    settings: config.json of a folder from the hub, or the configuration of a run. What no setting
+        and no tensor shows has the paper's value.
+    Raises Refused when there is no MDLM in it, or one that would give other numbers here.
     """
     anchor = next((name for name in state if name.endswith("vocab_embed.embedding")), None)
     if anchor is None:
         raise Refused(f"no MDLM in this checkpoint: none of its {len(state)} tensors is called "
                       f"…vocab_embed.embedding")
+    said = dict(settings or {})
+    for section in ("algo", "model", "data", "optim"):
+        said |= said.get(section) or {}
+    for name, want in ONLY.items():
+        if said.get(name, want) != want:
+            raise Refused(f"this checkpoint has {name} = {said[name]!r}, only {want!r} is "
+                          f"implemented")
     prefix = anchor.removesuffix("vocab_embed.embedding")
     net = {"net." + name.removeprefix(prefix): t for name, t in state.items()
            if name.startswith(prefix)}
-    # This buffer is not a weight, but its length gives the width of a head.
+    unread = [name for name in state if not name.startswith((prefix, "tran_head.raw_"))]
+    if unread:
+        raise Refused(f"this checkpoint has tensors that nothing here reads, as {unread[0]}: its "
+                      f"model works in another way")
     inv_freq = net.pop("net.rotary_emb.inv_freq", None)
     if shadow is not None and len(shadow) != len(net):
         raise Refused(f"the EMA has {len(shadow)} tensors for {len(net)} parameters: not a "
                       f"checkpoint of this model")
-    V, D = net["net.vocab_embed.embedding"].shape
-    algo, model = (settings or {}).get("algo", {}), (settings or {}).get("model", {})
-    head = algo.get("tran_head", {})
-    dense = head.get("transparency_alg") == "mixinputs_with_temp"
-    soft = "tran_head.raw_scale" in state
-    config = dict(
-        n_layer=1 + max(int(name.split(".")[2]) for name in net if name.startswith("net.blocks.")),
-        n_head=max(1, D // 64) if inv_freq is None else D // (2 * len(inv_freq)),
-        n_embd=D, n_cond=net["net.sigma_map.mlp.2.weight"].shape[0], vocab_size=V, mask_id=V - 1,
-        length=model.get("length", 1024), dropout=model.get("dropout", 0.1),
-        time_conditioning=algo.get("time_conditioning", False), soft_mask=soft,
-        k=None if dense else head.get("mixinputs_k", 3))
-    # Their files hold a temperature for top-k too, which does not use it [code].
-    omega = OMEGA | ({"sm.raw_tau": "raw_temperature"} if dense else {})
-    if soft:
-        sm = {ours: state[f"tran_head.{theirs}"] for ours, theirs in omega.items()}
+    config, omega = sizes(net), {}
+    V, D = config["vocab_size"], config["n_embd"]
+    config |= {"n_head": max(1, D // 64 if inv_freq is None else D // (2 * len(inv_freq))),
+               "mask_id": V - 1, "length": 1024, "dropout": 0.1, "time_conditioning": False,
+               "soft_mask": "tran_head.raw_scale" in state}
+    config |= {ours: said[theirs] for theirs, ours in NAMES.items() if theirs in said}
+    if config["soft_mask"]:
+        fields, omega = read_soft_mask(said.get("tran_head") or {}, state)
+        config |= fields
+    if inv_freq is not None:
+        here = rotary_frequencies(D // config["n_head"])
+        # A copy in bf16 is off by at most 0.4 %, base 11000 by more than 1 % from width 4 on.
+        if len(inv_freq) != len(here) or not torch.allclose(inv_freq.float(), here, rtol=0.01):
+            raise Refused(f"rotary_emb.inv_freq of this checkpoint is not that of base 10000 with "
+                          f"{config['n_head']} heads: nothing else is implemented")
+    special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
     return {"format": FORMAT, "kind": "mdlm", "config": config, "step": step,
-            "model": net | (sm if soft else {}),
-            "ema": None if shadow is None else dict(zip(net, shadow)),
-            "tokenizer": {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2,
-                          "eos": V - 2}}
+            "model": net | omega, "ema": None if shadow is None else dict(zip(net, shadow)),
+            "tokenizer": said.get("tokenizer", special)}
+
+
+def export(folder, ckpt):
+    """Write the folder that MDLM's class on the hub reads: config.json and model.safetensors.
+
+    It gets the EMA, like the published one, and never ω, for which that class has no place.
+    Raises Refused for what that class would take for another model.
+    """
+    config = ckpt["config"]
+    if ckpt["kind"] != "mdlm" or config["mask_id"] != config["vocab_size"] - 1:
+        raise Refused(f"{folder} can only be written of an MDLM whose [MASK] is the last token")
+    weights = ckpt["model"] | (ckpt.get("ema") or {})
+    state = {"backbone." + name.removeprefix("net."): t for name, t in weights.items()
+             if name.startswith("net.")}
+    width = config["n_embd"] // config["n_head"]
+    state["backbone.rotary_emb.inv_freq"] = rotary_frequencies(width)  # without it, no strict load
+    write_safetensors(os.path.join(folder, "model.safetensors"), state, {"format": "pt"})
+    fields = {theirs: config[ours] for theirs, ours in HUB.items()}
+    fields |= {"architectures": ["MDLM"], "model_type": "mdlm", "tokenizer": ckpt["tokenizer"]}
+    write_text(os.path.join(folder, "config.json"), json.dumps(fields, indent=2) + "\n")
 
 
 # -------------------------------------------------------------------------------------------------
 # files of any format
 
 
+def check_config(ckpt, path):
+    """Raises Refused when the configuration of an MDLM contradicts its tensors.
+
+    It comes before a model is built: 1e7 layers, or a length of 1e9, would take all memory.
+    """
+    config = ckpt["config"]
+    allowed = {name: [size] for name, size in sizes(ckpt["model"]).items()}
+    V, D = allowed["vocab_size"][0], allowed["n_embd"][0]
+    allowed |= {"n_head": range(1, D + 1), "length": range(1, 2**20), "mask_id": range(V),
+                "k": [None] if config.get("k") is None else range(1, V + 1),
+                "time_conditioning": [False, True], "soft_mask": ["sm.raw_s" in ckpt["model"]]}
+    for name, values in allowed.items():
+        if config.get(name) not in values:
+            limits = " to ".join(dict.fromkeys((str(values[0]), str(values[-1]))))
+            raise Refused(f"the weights in {path} do not fit its configuration: {name} = "
+                          f"{config.get(name)!r}, they need {limits}")
+
+
 def load(path):
     """Any checkpoint as the dict at the top of this file.
 
     path: ours, a Lightning .ckpt (MDLM's and the authors'), .safetensors, pytorch_model.bin, or a
-        folder that holds one of the last two.
-    Raises Refused for a file that is none of them.
+        folder that holds one of the last two, and config.json.
+    Raises Refused for a file that is none of them, or whose parts contradict each other.
     """
     if os.path.isdir(path):
-        names = (os.path.join(path, name) for name in ("model.safetensors", "pytorch_model.bin"))
-        path = next(filter(os.path.exists, names), path)
+        path = next(filter(os.path.exists, (os.path.join(path, f) for f in HUB_FILES)), path)
     if not os.path.isfile(path):
         raise Refused(f"no checkpoint at {path or '(no path given)'}: give the path of a file")
     try:
         ckpt = interpret(path)
-        missing = {"kind", "config", "step", "model"} - ckpt.keys()
+        needed = ["kind", "config", "step", "model"] + ["tokenizer"] * (ckpt.get("kind") == "mdlm")
+        missing = [part for part in needed if ckpt.get(part) is None]
+        if ckpt["format"] != FORMAT or missing:
+            found = ", ".join(missing) or ckpt["format"]
+            raise Refused(f"{path} is not a whole checkpoint of format {FORMAT}: {found}")
+        if ckpt["kind"] == "mdlm":
+            check_config(ckpt, path)
     except Refused:
         raise
     except Exception as e:  # a broken or hostile file can raise anything
         reason = f"{type(e).__name__}: {e}".splitlines()[0]
         raise Refused(f"{path} is truncated or not a checkpoint ({reason})")
-    if ckpt["format"] != FORMAT or missing:
-        found = ", ".join(sorted(missing)) or ckpt["format"]
-        raise Refused(f"{path} is not a whole checkpoint of format {FORMAT}: {found}")
     return ckpt
 
 
 def interpret(path):
     """The file as our dict, from any of the formats. It can raise anything for other files."""
+    folder, name = os.path.split(path)
+    beside = os.path.join(folder, "config.json")
+    hub = read_json(beside) if name in HUB_FILES and os.path.exists(beside) else None
     if path.endswith(".safetensors"):
         metadata = {}
         tensors = read_safetensors(path, metadata)
         ours = json.loads(metadata.get(FORMAT, "null"))  # written by `main` below
-        return {**ours, "model": tensors} if ours else from_mdlm_family(tensors)
+        return {**ours, "model": tensors} if ours else from_mdlm_family(tensors, settings=hub)
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
@@ -282,13 +382,15 @@ def interpret(path):
         shadow = (ckpt.get("ema") or {}).get("shadow_params")
         settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))
         return from_mdlm_family(ckpt["state_dict"], shadow, settings, ckpt.get("global_step", 0))
-    return from_mdlm_family({k: t for k, t in ckpt.items() if isinstance(t, torch.Tensor)})
+    tensors = {k: t for k, t in ckpt.items() if isinstance(t, torch.Tensor)}
+    return from_mdlm_family(tensors, settings=hub)
 
 
 @dataclasses.dataclass
 class Config:
     checkpoint: str = ""  # the file or folder to describe
-    out: str = ""         # also convert it: NAME.safetensors (EMA weights), any other name: ours
+    out: str = ""         # also convert it: NAME.safetensors and FOLDER/ (MDLM's) get the EMA, any
+                          # other name is ours
 
 
 def main(cfg):
@@ -297,11 +399,19 @@ def main(cfg):
     n_params = sum(t.numel() for t in ckpt["model"].values())
     print(f"{cfg.checkpoint}: {ckpt['kind']}, {n_params:,} parameters, step {ckpt['step']}, "
           f"{has['ema']} EMA, {has['optimizer']} optimizer")
+    if ckpt["kind"] == "mdlm" and not ckpt.get("ema"):
+        print("  No EMA beside the weights: published ones are the EMA (reported of mdlm-owt).\n"
+              "  The paper continues from raw weights, so that a continuation from an EMA is not "
+              "the paper's.")
     for part in ("config", "tokenizer", "data", "git", "versions", "metrics"):
         print(f"  {part}: {ckpt.get(part)}")
     omega = {name: t.item() for name, t in ckpt["model"].items() if name.startswith("sm.")}
     print("  omega, raw:", omega)
-    if cfg.out.endswith(".safetensors"):
+    if cfg.out.endswith("/"):
+        export(cfg.out, ckpt)
+        if omega:
+            print(f"ω is not in {cfg.out}, so the model there decodes with plain masks only")
+    elif cfg.out.endswith(".safetensors"):
         rest = {k: v for k, v in ckpt.items() if k not in ("model", "ema", "optimizer")}
         weights = ckpt["model"] | (ckpt.get("ema") or {})
         write_safetensors(cfg.out, weights, {FORMAT: json.dumps(rest)})

@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""DoRA: a low-rank update of a frozen linear layer, and a trained length for each of its rows.  App. B.2, arXiv 2402.09353
+"""DoRA: a low-rank update of a frozen linear layer, and a trained length of each of its rows
 
-With W (out, in) frozen, A (r, in), B (out, r), m (out,), s = α/r:
+App. B.2, arXiv 2402.09353. With W (out, in) frozen, A (r, in), B (out, r), m (out,), s = α/r:
 
-    y = b + m/n · (W x + s B A x)         n_j = |W_j + s (B A)_j|, one norm per output row, no gradient through it
+    y = b + m/n · (W x + s B A x)         n_j = |W_j + s (B A)_j|
 
-    attach(model, ["q_proj", "v_proj"], r=16, alpha=16)      # in place; now only their A, B and m are trained
+n has one value for each output row, and no gradient goes through it.
+
+    attach(model, ["q_proj", "v_proj"], r=16, alpha=16)      # in place; the rest is frozen
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
-    save_file(adapter_state(model), "adapter_model.safetensors")                # names and shapes as peft has them
-    merge_(model)                                            # back to plain linear layers
+    save_file(adapter_state(model), "adapter_model.safetensors")     # as peft reads it
+    merge_(model)                                            # plain linear layers again
 
 One file, torch only, made to be copied. Not here: dropout, other adapters, quantised layers.
 """
@@ -20,19 +22,25 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class DoRALinear(nn.Module):
-    """linear: the frozen nn.Linear.   r: rank.   alpha: the update counts α/r.   A, B and m are fp32 whatever W is.
+    """A linear layer with its adapter.
 
-    Starts as exactly the linear layer: B = 0, and m is the fp32 row norm n, so m/n is 1 and not almost 1. (peft rounds
-    m to the model's dtype first: a fresh adapter on a bf16 model already changes its logits.)
+    linear: the nn.Linear, which is frozen.   r: rank.   alpha: the update counts α/r.
+    generator: of the random A (default: torch's own). A, B and m are fp32, whatever W is.
+
+    A new adapter changes nothing, not even a rounding: B = 0, and m is the row norm n in fp32, so
+    m/n is exactly 1. (peft rounds m to the dtype of the model, so its new adapter on a bf16 model
+    already changes the logits.)
     """
 
-    updates = None  # optimizer steps so far: fused ones change A and B without raising their _version
+    # Optimizer steps so far. Fused optimizers change A and B without raising their _version.
+    updates = None
 
     def __init__(self, linear, r=16, alpha=16, generator=None):
         super().__init__()
         self.base, self.s = linear.requires_grad_(False), alpha / r
         fp32 = dict(dtype=torch.float32, device=linear.weight.device)
-        A = (torch.rand(r, linear.in_features, generator=generator) * 2 - 1) / linear.in_features ** 0.5
+        A = torch.rand(r, linear.in_features, generator=generator) * 2 - 1
+        A = A / linear.in_features ** 0.5
         self.lora_A = nn.Parameter(A.to(**fp32))                                 # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **fp32))  # (out, r)
         self.cached = None
@@ -49,19 +57,25 @@ class DoRALinear(nn.Module):
     def norm(self):
         """n (out,), fp32, without forming B A: |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, row by row.
 
-        It depends on weights alone, so it is kept until A or B change: once per optimizer step, not per micro-batch.
-        Changes that go around autograd (A.data.copy_, A.data.add_) are not seen: set `cached` to None after them.
+        It depends on weights alone, so it is kept until A or B change: it is computed once for an
+        optimizer step, not once for a micro-batch. A change that goes around autograd
+        (A.data.copy_)
+        is not seen: set `cached` to None after it.
         """
         A, B, s = self.lora_A, self.lora_B, self.s
         key = (DoRALinear.updates, A._version, B._version, A.data_ptr(), B.data_ptr())
         if self.cached is None or self.cached[0] != key:
             W = self.base.weight.float()                                         # (out, in)
-            square = W.pow(2).sum(1) + 2 * s * (W @ A.T * B).sum(1) + s * s * (B @ (A @ A.T) * B).sum(1)
-            self.cached = key, square.sqrt()
+            cross = (W @ A.T * B).sum(1)                                         # (out,)
+            update = (B @ (A @ A.T) * B).sum(1)                                  # (out,)
+            self.cached = key, (W.pow(2).sum(1) + 2 * s * cross + s * s * update).sqrt()
         return self.cached[1]
 
     def forward(self, x):
-        """x: (..., in) -> (..., out), in the dtype of x. Written as a correction, so that at the start it is exactly 0."""
+        """(..., in) → (..., out), in the dtype of x.
+
+        The adapter is added as a correction, so that the correction of a new one is exactly 0.
+        """
         y = F.linear(x, self.base.weight, self.base.bias)                        # (..., out)
         u = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         gain = self.lora_magnitude_vector / self.norm()                          # (out,)
@@ -72,7 +86,8 @@ class DoRALinear(nn.Module):
     def merged(self):
         """m/n · (W + s B A), (out, in), in the dtype of W: the layer as one matrix."""
         W = self.base.weight.float() + self.s * self.lora_B @ self.lora_A
-        return ((self.lora_magnitude_vector / W.norm(dim=1))[:, None] * W).to(self.base.weight.dtype)
+        gain = self.lora_magnitude_vector / W.norm(dim=1)                        # (out,)
+        return (gain[:, None] * W).to(self.base.weight.dtype)
 
 
 def layers(model):
@@ -85,13 +100,16 @@ def replace(model, name, module):
 
 
 def attach(model, names, r=16, alpha=16, generator=None):
-    """DoRA on every nn.Linear whose last name is in names, in place; the rest is frozen.
+    """DoRA on every nn.Linear whose last name is in names, in place. All else is frozen.
 
-    Raises ValueError if there is none, and for a rank that is not 1, 2, …
+    names: list.   r, alpha, generator: see DoRALinear.
+    Raises ValueError if there is no such layer, and for a rank that is not 1, 2, …
     """
     if isinstance(names, str) or type(r) is not int or r < 1:
-        raise ValueError(f"it needs a list of names and a rank of at least 1, not {names!r} and {r!r}")
-    found = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear) and name.split(".")[-1] in names}
+        raise ValueError(f"it needs a list of names and a rank of at least 1, not {names!r} and "
+                         f"{r!r}")
+    found = {name: m for name, m in model.named_modules()
+             if isinstance(m, nn.Linear) and name.split(".")[-1] in names}
     if not found:
         raise ValueError(f"no linear layer is called {' or '.join(names)}")
     model.requires_grad_(False)
@@ -100,27 +118,39 @@ def attach(model, names, r=16, alpha=16, generator=None):
 
 
 def adapter_state(model):
-    """{name: tensor} in the format of peft: what to save, and all of it."""
-    return {f"base_model.model.{name}.{key}": p.detach() for name, layer in layers(model).items()
-            for key, p in {"lora_A.weight": layer.lora_A, "lora_B.weight": layer.lora_B,
-                           "lora_magnitude_vector": layer.lora_magnitude_vector}.items()}
+    """{name: tensor} of all that is trained, with the names and shapes of peft."""
+    state = {}
+    for name, layer in layers(model).items():
+        path = f"base_model.model.{name}."
+        state[path + "lora_A.weight"] = layer.lora_A.detach()
+        state[path + "lora_B.weight"] = layer.lora_B.detach()
+        state[path + "lora_magnitude_vector"] = layer.lora_magnitude_vector.detach()
+    return state
 
 
 @torch.no_grad()
 def load_adapter_state(model, state):
-    """The reverse, into attached layers. Raises ValueError, before anything is changed, if names or shapes differ."""
+    """The reverse, into layers that are attached already.
+
+    Raises ValueError if names or shapes differ, before anything is changed.
+    """
     own = adapter_state(model)
     if own.keys() != state.keys():
-        raise ValueError(f"its tensors differ from the model's, for one in {min(own.keys() ^ state.keys())}")
+        name = min(own.keys() ^ state.keys())
+        raise ValueError(f"its tensors are not those of the model, {name} for example")
     for name, p in own.items():
         if p.shape != state[name].shape:
-            raise ValueError(f"{name} is {tuple(state[name].shape)}, the model needs {tuple(p.shape)}")
+            raise ValueError(f"{name} is {tuple(state[name].shape)}, the model needs "
+                             f"{tuple(p.shape)}")
     for name, p in own.items():
         p.copy_(state[name])
 
 
 def merge_(model):
-    """Every DoRALinear becomes the plain nn.Linear it amounts to, in place. Never a side effect of `eval()`."""
+    """Replaces every DoRALinear by the nn.Linear that computes the same, in place.
+
+    Call it when it is wanted: `eval()` does not.
+    """
     for name, layer in layers(model).items():
         layer.base.weight = nn.Parameter(layer.merged(), requires_grad=False)
         replace(model, name, layer.base)

@@ -49,7 +49,7 @@ from tqdm import tqdm
 from checkpoint import git_version
 from launch import Refused, append_jsonl, read_json, read_jsonl, run, write_text
 from plot import benchmarks
-from sample_dream import Decoding, answer, check, cut, feedback, load
+from sample_dream import Decoding, answer, check, cut, feedback_label, load_for_decoding
 
 TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
 STATS = ("n", "nfe", "tokens", "kept", "seconds")  # of `answer`, summed over the problems
@@ -216,12 +216,12 @@ def responder(cfg, tasks):
             text = str(task.doc_to_target(request.doc)) if cfg.model == "reference" else ""
             return cut(text, stop_strings(request)), dict.fromkeys(STATS, 0) | {"n": 1}
         return stub, str, "stub"
-    model, tok, sm = load(cfg)
+    model, tok, sm = load_for_decoding(cfg)
 
     def dream(request, cell):
         ids = tok.encode(request.args[0], special=True)[-PROMPT_TOKENS:]
         return answer(model, tok, sm, ids, cell, stop_strings(request))
-    return dream, tok.chat, feedback(cfg, sm)
+    return dream, tok.chat, feedback_label(cfg, sm)
 
 
 def cell_name(cell, data):

@@ -64,7 +64,6 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
     if sampler == "remdm-loop":
         if t_off < t <= t_on:  # the plateau: as many tokens appear as vanish
             return min(1.0, eta * alpha_on / (1 - alpha_on)), eta
-
         if t > t_on:  # α goes from 0 to alpha_on
             t, s = (1 - (1 - time) * alpha_on / (1 - t_on) for time in (t, s))
         else:  # α goes from alpha_on to 1
@@ -77,7 +76,7 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
 
 
 def schedule_flips(free, steps, generator, every=False, **schedule):
-    """When each position of one sequence turns. All of this needs no network                  Eq. 1
+    """When each position of one sequence turns: this needs no network                         Eq. 1
 
     free: (L,) bool, True where the position may change.   steps: T.   schedule: for `step_probs`.
     every: yield the steps without a change too.
@@ -85,9 +84,9 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
     back. u: (L,) float64 in [0, 1), for `sample_categorical`.
 
     Steps without a change are left out. A binary model would only repeat its prediction there. A
-    model with SM would predict something else, from its own feedback, and the released code skips
-    these steps too [code]. Each step draws 2 L numbers, also those that it does not need. So a
-    sample does not depend on how many of them its tokens used.
+    model with SM would predict something else, from its own feedback, but the released code skips
+    these steps too [code]. Every step draws 2 L numbers, whether it needs them or not, so that the
+    numbers of a step do not depend on what happened before it.
     """
     masked, dt = free.copy(), (1 - T_END) / steps
     for i in range(steps):
@@ -134,8 +133,8 @@ def nucleus(probs, p):
     if p == 1:
         return probs
     V = probs.shape[1]
-    # On a CPU, sorting all of V costs as much as the network. The 1,024 likeliest tokens are tried
-    # first, which mostly reach p. On CUDA this would cost a wait, to know whether they do.
+    # On a CPU, sorting all of V costs as much as the network. So the 1,024 likeliest tokens come
+    # first: mostly they reach p. On CUDA, the host would have to wait to know whether they do.
     for m in (V,) if probs.is_cuda else (min(1024, V), V):
         top, ids = probs.topk(m)                                               # (n, m)
         out = top.cumsum(-1) > p                                               # (n, m)

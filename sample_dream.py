@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: MIT
-"""Decoding with Dream: fill a masked response, a few tokens per pass, with soft-masked feedback in between.
+"""Decoding with Dream: fill a masked response, some tokens per pass, with soft-masked feedback.
 
-    §2.2 conditional generation   canvas            the prompt stands before a response of [MASK]s and is never touched
-    §2.2 unmasking strategies     propose, reveal   the most confident tokens first, a counted number per pass
+    §2.2 conditional generation   pad_prompts       a response of [MASK]s behind each prompt
+    §2.2 unmasking strategies     propose, reveal   the surest tokens first, so many a pass
     App. A, Alg. 2; App. C.9      decode            the whole response at once
-    App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values, or by a threshold
+    App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values
 
-Dream counts tokens where MDLM flips coins (sample.py), so the two samplers share soft-masking and nothing else. Tensors
-with a vocabulary axis are (N, V), a row per masked position, row-major.
+Dream counts tokens where MDLM flips coins (sample.py), so the two samplers share soft-masking and
+nothing else. Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only
+inside `in_chunks`.
 
 Not here: training, benchmarks (eval_dream.py), re-masking (Dream never takes a token back).
 
-    python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn; watch the canvas fill
-    python sample_dream.py --model=DIR --adapter=DIR --chat                       # turns from stdin, with SM feedback
-    python sample_dream.py --model=DIR --infill="def f(x):\\n    ___\\n    return y"  # ___ becomes gen_len tokens
+    python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
+    python sample_dream.py --model=DIR --adapter=DIR --chat       # turns from stdin, with feedback
+    python sample_dream.py --model=DIR --infill="def f(x):\\n    ___\\n    return y"
 """
 
 import hashlib
 import itertools
 import math
-import os
 import sys
 import time
 from dataclasses import asdict, dataclass, replace
@@ -29,8 +29,9 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import dora
+from dream import Dream, Tokenizer, load_adapter, soft_mask_file
 from launch import Refused, machine, run
-from dream import Dream, Tokenizer, load_adapter
+from mdlm import in_chunks
 from softmask import SoftMask, time_gain
 
 ALGORITHMS = ("entropy", "maskgit_plus", "topk_margin", "origin")  # Dream's names
@@ -38,207 +39,254 @@ ALGORITHMS = ("entropy", "maskgit_plus", "topk_margin", "origin")  # Dream's nam
 
 @dataclass
 class Decoding:
-    model: str = ""                 # folder of a Dream or Dream-Coder model: config.json, safetensors, vocabulary
-    adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if it was trained with SM
-    merge: bool = True              # fold DoRA into the weights; false: beside them, slower, the same up to rounding
-    soft: bool = True               # false: binary feedback, though the adapter has an ω
+    model: str = ""                 # folder of a Dream or Dream-Coder model, as published
+    adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
+    merge: bool = True              # fold DoRA into the weights; false: slower, same to rounding
+    soft: bool = True               # false: binary feedback, even if the adapter has an ω
     gen_len: int = 256              # L, tokens of the response
-    steps: int = 0                  # T; 0: gen_len. NFE budget = steps / gen_len, Eq. 4
-    algorithm: str = "entropy"      # unmasked first: lowest entropy, maskgit_plus (highest p), topk_margin, origin (random)
+    steps: int = 0                  # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
+    algorithm: str = "entropy"      # first come low entropy, high p (maskgit_plus), a large
+                                    # topk_margin, or any (origin)
     temperature: float = 0.1        # App. B.2; 0: argmax
     top_p: float = 0.9              # App. B.2; Dream's rule, see `filtered`
-    top_k: int = 0                  # 0: off, as the authors pass; the hub's diffusion_generate has a silent 50 [code]
+    top_k: int = 0                  # 0: off, as the authors pass it; the hub's own is 50 [code]
     schedule: str = "none"          # App. C.9: none, linear, stepwise, linear-late, stepwise-late
-    switch: float = 0.5             # t', the share of masks where the stepwise ones switch
-    block: int = 0                  # Fast-dLLM block length; 0: the whole response at once
+    switch: float = 0.5             # t', the share of masks at which the stepwise schedules switch
+    block: int = 0                  # Fast-dLLM's block length; 0: the whole response at once
     cache: str = "prefix"           # with block: none, prefix, dual
-    threshold: float | None = None  # with block: commit all that is at least so sure, instead of a counted number
+    threshold: float | None = None  # with block: reveal all tokens that are as sure as this, not n
     seed: int = 0
     device: str = "auto"            # cuda > mps > cpu
-    dtype: str = "auto"             # as stored; or float32, bfloat16
+    dtype: str = "auto"             # auto: as stored; or float32, bfloat16
 
 
 @dataclass
 class Config(Decoding):
     prompt: str = ""                # one user turn
-    raw: bool = False               # the prompt is text to continue, no chat template
-    chat: bool = False              # user turns from stdin, a line each
+    raw: bool = False               # the prompt is text to continue, without the chat template
+    chat: bool = False              # user turns from stdin, one a line
     infill: str = ""                # text with one ___ for the model to write; \n is a new line
-    stop: str = ""                  # the response ends before any of these, separated by |; \n is a new line
-    show: bool = True               # on a terminal: draw the canvas as it fills
+    stop: str = ""                  # the response ends before any of these, separated by |
+    show: bool = True               # on a terminal: draw the text as it fills
 
 
-def check(gen_len, steps, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0, schedule="none", block=0,
-          switch=0.5, cache="prefix", threshold=None, **others):
-    """All that can be wrong with the settings themselves, before a model is touched. Raises Refused."""
+def check(gen_len, steps, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0,
+          schedule="none", block=0, switch=0.5, cache="prefix", threshold=None, **others):
+    """All that can be wrong with the settings themselves. Raises Refused."""
     try:
         time_gain(schedule, 1.0)
     except ValueError as e:
         raise Refused(str(e))
+    blocks = gen_len // block if block > 0 else 1
     for wrong, sentence in (
         (gen_len < 1, f"gen_len {gen_len} leaves nothing to fill: it must be at least 1"),
-        (not 1 <= steps <= gen_len, f"steps {steps} must be between 1 and gen_len {gen_len}, a token for each step"),
-        (algorithm not in ALGORITHMS, f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}"),
-        (not 0 <= temperature < math.inf, f"temperature {temperature} must be at least 0, which is the argmax, and finite"),
+        (not 1 <= steps <= gen_len,
+         f"steps {steps} must be between 1 and gen_len {gen_len}, a token for each step"),
+        (algorithm not in ALGORITHMS,
+         f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}"),
+        (not 0 <= temperature < math.inf,
+         f"temperature {temperature} must be at least 0, which is the argmax, and finite"),
         (not 0 < top_p <= 1, f"top_p {top_p} must be in (0, 1]; 1 is off"),
         (top_k < 0, f"top_k {top_k} must not be negative; 0 is off"),
         (not 0 <= switch <= 1, f"switch {switch} must be in [0, 1]: it is a share of masks"),
-        (cache not in ("none", "prefix", "dual"), f"unknown cache {cache!r}: use none, prefix or dual"),
-        (block < 0 or block and gen_len % block, f"gen_len {gen_len} is not a multiple of block {block}: change one of them"),
-        (threshold is not None and not 0 < threshold <= 1, f"threshold {threshold} must be in (0, 1]: it is a probability"),
-        (threshold is not None and not block, f"threshold {threshold} works on blocks: add --block=32"),
-        (block and threshold is None and steps % (gen_len // max(block, 1)),
-         f"steps {steps} cannot be shared evenly by {gen_len // max(block, 1)} blocks: change steps or block"),
+        (cache not in ("none", "prefix", "dual"),
+         f"unknown cache {cache!r}: use none, prefix or dual"),
+        (block < 0 or block and gen_len % block,
+         f"gen_len {gen_len} is not a multiple of block {block}: change one of them"),
+        (threshold is not None and not 0 < threshold <= 1,
+         f"threshold {threshold} must be in (0, 1]: it is a probability"),
+        (threshold is not None and not block,
+         f"threshold {threshold} works on blocks: add --block=32"),
+        (threshold is None and steps % max(blocks, 1),
+         f"steps {steps} cannot be shared evenly by {blocks} blocks: change steps or block"),
     ):
         if wrong:
             raise Refused(sentence)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # one step
 
 
 def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
-    """Probabilities after temperature, top-p and top-k, in this order [code].   logits: (n, V).   Returns (n, V) fp32
+    """Probabilities after temperature, top-p and top-k, in this order [code].
 
-    Temperature 0 stands for the argmax, which `propose` takes; here it divides nothing. Top-p keeps the token that crosses
-    p, where the nucleus of MDLM drops it (sample.nucleus): the two give different texts and must not be exchanged.
+    logits: (n, V) fp32.   Returns (n, V) fp32. At temperature 0, where `propose` takes the argmax,
+    nothing is divided. Top-p keeps the token that crosses p, which MDLM's nucleus drops
+    (sample.nucleus): the two rules give different texts and must not be exchanged. Checked against
+    tests/oracles.py dream_filter.
     """
-    logits = logits.float()
     if temperature > 0:
         logits = logits / temperature
     if top_p < 1:
-        p = logits.softmax(-1)                                                   # (n, V)
-        for m in (min(256, p.shape[-1]), p.shape[-1]):  # all of V is slow to sort and seldom needed
-            ranked, order = p.topk(m)                                            # (n, m)
+        p = logits.softmax(-1)                                          # (n, V)
+        for m in (min(256, p.shape[-1]), p.shape[-1]):  # all of V is slow to sort, rarely needed
+            ranked, order = p.topk(m)                                   # (n, m)
             if (ranked.sum(-1) > top_p).all():
                 break
-        before = F.pad(ranked.cumsum(-1)[:, :-1], (1, 0))                        # (n, m)  mass of the more likely tokens
+        before = F.pad(ranked.cumsum(-1)[:, :-1], (1, 0))               # (n, m)  of likelier ones
         keep = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before <= top_p)
         logits = logits.masked_fill(~keep, -torch.inf)
     if top_k:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]         # (n, 1)
+        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]        # (n, 1)
         logits = logits.masked_fill(logits < least, -torch.inf)
     return logits.softmax(-1)
 
 
-def propose(logits, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0, generator=None):
-    """A token and a confidence for every masked row.   logits: (N, V).   Returns x0: (N,), conf: (N,), high goes first
+def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0,
+            generator=None):
+    """A token and a confidence for every masked row                                 Alg. 2 l.4
 
-    Both come from the filtered probabilities, so temperature and top-p also decide the order [code]. A few rows at a
-    time: sorting the vocabulary for a whole response would take gigabytes. Raises Refused for a draw without a generator.
+    logits: (n, V) fp32.   never: a token that is replaced by the best other one (default: none).
+    generator: for draws.   Returns x0 (n,) and conf (n,), of which the highest goes first.
+
+    Both come from the filtered probabilities, so temperature and top-p also decide the order
+    [code]. Raises Refused for a draw without a generator.
     """
     if generator is None and (temperature > 0 or algorithm == "origin"):
-        raise Refused(f"temperature {temperature} and {algorithm} make draws: give generator=torch.Generator(…) to key them")
-    pieces = []
-    for rows in logits.split(128):
-        p = filtered(rows, temperature, top_p, top_k)                            # (n, V)
-        if temperature > 0:  # float64, as fp32 noise cuts the tail; where the generator lives, as MPS has no float64
-            x0 = torch.multinomial(p.to(generator.device, torch.float64), 1, generator=generator)[:, 0].to(p.device)
-        else:
-            x0 = p.argmax(-1)                                                    # (n,)
-        if algorithm == "entropy":
-            conf = (p * (p + 1e-10).log()).sum(-1)                               # (n,)  −H, guarded as in [code]
-        elif algorithm == "maskgit_plus":
-            conf = p.gather(-1, x0[:, None])[:, 0]
-        elif algorithm == "topk_margin":
-            conf = -p.topk(2).values.diff()[:, 0]
-        else:                                                                    # origin: chance
-            conf = torch.rand(len(x0), generator=generator, device=generator.device).to(p.device)
-        pieces.append((x0, conf))
-    x0, conf = (torch.cat(piece) for piece in zip(*pieces))
+        raise Refused(f"temperature {temperature} and {algorithm} make draws: give "
+                      f"generator=torch.Generator(…) to key them")
+    p = filtered(logits, temperature, top_p, top_k)                     # (n, V)
+    if temperature > 0:
+        # In float64, as fp32 noise cuts the tail; where the generator is, as MPS has no float64.
+        drawn = torch.multinomial(p.to(generator.device, torch.float64), 1, generator=generator)
+        x0 = drawn[:, 0].to(p.device)                                   # (n,)
+    else:
+        x0 = p.argmax(-1)                                               # (n,)
+    if algorithm == "entropy":
+        conf = (p * (p + 1e-10).log()).sum(-1)                          # (n,)  −H, guarded [code]
+    elif algorithm == "maskgit_plus":
+        conf = p.gather(-1, x0[:, None])[:, 0]
+    elif algorithm == "topk_margin":
+        conf = -p.topk(2).values.diff()[:, 0]
+    else:  # origin: chance
+        conf = torch.rand(len(x0), generator=generator, device=generator.device).to(p.device)
+    if never is not None:
+        first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
+        x0 = torch.where(x0 == never, torch.where(first == never, second, first), x0)
     return x0, conf
 
 
-def reveal_count(masked, t, s, last):
-    """How many of `masked` (B,) tokens a step from time t to s < t unmasks.   Returns (B,) int64               §2.2, n ≈ L/T
+def look(net, h, sm, never, algorithm, **pick):
+    """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
-    Rounded down, so early steps reveal less and the last one takes what is left: with T = L not one token each (App. B.2)
-    but 0, 1, …, 1, 2 [code].
+    h: (N, D) hidden states.   never, algorithm, pick: arguments of `propose`.
+    Returns x0 (N,), conf (N,) and, with an sm, how these masks look next (N, D): from the logits
+    themselves, without temperature and top-p [code].
+    """
+    def rows(h):
+        logits = net.head(h)                                            # (n, V)
+        found = propose(logits, never, algorithm, **pick)               # (n,), (n,)
+        return (*found, sm.mix(net.table, *sm(logits))) if sm else found
+    return in_chunks(rows, h, V=len(net.table))
+
+
+def soften(net, h, sm):
+    """(N, D) → (N, D), only the last of the three, for masks that are not to be revealed   l.6"""
+    return in_chunks(lambda h: sm.mix(net.table, *sm(net.head(h))), h, V=len(net.table))
+
+
+def reveal_count(masked, t, s, last):
+    """How many of `masked` (B,) tokens a step from time t to s < t reveals       §2.2, n ≈ L/T
+
+    Returns (B,) int64, rounded down, so early steps reveal less and the last one takes what is
+    left: with T = L not one token each (App. B.2) but 0, 1, …, 1, 2 [code].
     """
     return masked if last else (masked * (1 - s / t)).long()
 
 
-def reveal(x, masked, logits, mask_id, t=1.0, s=0.0, last=False, threshold=None, **pick):
-    """x with some of its masked positions filled                                          Alg. 2 l.4-5; threshold: Fast-dLLM
+def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algorithm="entropy"):
+    """x with some of its masks replaced by their proposals                          Alg. 2 l.5
 
-    x, masked: (B, L).   logits: (N, V), row-major for `masked`.   pick: arguments of `propose`.
-    With a threshold: the surest position of each sequence, and every other that is at least so sure.
-
-    Dream may predict [MASK] itself; the position then stays masked [code]. A step that has to make an end takes the best
-    real token there [ours]: the original leaves masks in its answers, or with a threshold never returns.
+    x, masked: (B, L).   x0, conf: (N,) for the masks, row-major.   t, s: times before and after.
+    threshold: instead of a count, the surest mask of each sequence and all that are as sure as
+    this (Fast-dLLM). A proposal can be [MASK] itself; such a position stays masked [code].
     """
-    if threshold is not None:
-        pick["algorithm"] = "maskgit_plus"
-    x0, conf = propose(logits, **pick)                                           # (N,), (N,)
-    if last or threshold is not None:
-        first, second = logits.topk(2).indices.unbind(-1)                        # (N,), (N,)
-        x0 = torch.where(x0 == mask_id, torch.where(first == mask_id, second, first), x0)
     score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)  # (B, L)
-    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)  0: the surest
+    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)
     if threshold is not None:
-        chosen = (rank == 0) | (score >= threshold)                              # (B, L)
-    elif pick.get("algorithm") == "origin":
-        chosen = score < (1.0 if last else 1 - s / t)                            # a coin for each token, as in Eq. 1
+        chosen = (rank == 0) | (score >= threshold)                     # (B, L)
+    elif algorithm == "origin":
+        chosen = score < (1.0 if last else 1 - s / t)                   # a coin each, as Eq. 1
     else:
         chosen = rank < reveal_count(masked.sum(-1), t, s, last)[:, None]
     return torch.where(masked & chosen, x.masked_scatter(masked, x0), x)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # whole responses
 
 
-def canvas(model, prompt, gen_len, **settings):
-    """[padding | prompt | gen_len masks] for each prompt of a batch                               §2.2 conditional generation
+def pad_prompts(cfg, prompt, gen_len, device="cpu"):
+    """[padding | prompt | gen_len masks] for each prompt         §2.2 conditional generation
 
-    prompt: (B, P) ids, or B lists of ids of any length. A mask inside a prompt is a place to fill, too.
-    Returns x (B, L) and valid (B, L), False on padding; None if there is none. Raises Refused if it does not fit.
+    cfg: DreamConfig.   prompt: (B, P) ids, or B lists of ids of any length. A mask inside a prompt
+    is a place to fill, too.
+    Returns x (B, L) and valid (B, L), False on padding, or None if there is none. Raises Refused
+    for more tokens than the model takes.
     """
-    cfg, device = model.cfg, model.table.device
     rows = [torch.as_tensor(row).tolist() + gen_len * [cfg.mask_token_id] for row in prompt]
     L = max(map(len, rows))
     if L > cfg.max_position_embeddings:
-        raise Refused(f"prompt and response are {L} tokens, the model takes {cfg.max_position_embeddings}: shorten one")
-    x = torch.tensor([(L - len(row)) * [cfg.pad_token_id] + row for row in rows], device=device)           # (B, L)
-    valid = torch.tensor([(L - len(row)) * [False] + len(row) * [True] for row in rows], device=device)    # (B, L)
-    check(int((x == cfg.mask_token_id).sum(-1).max()), **settings)
-    return x, None if valid.all() else valid
+        raise Refused(f"prompt and response are {L} tokens, the model takes "
+                      f"{cfg.max_position_embeddings}: shorten one")
+    x = [(L - len(row)) * [cfg.pad_token_id] + row for row in rows]
+    valid = torch.tensor([[L - len(row)] for row in rows]) <= torch.arange(L)    # (B, L)
+    return torch.tensor(x, device=device), None if valid.all() else valid.to(device)
 
 
-def gains(schedule, switch, left, start, rows):
-    """Factor on λ for each row, (N,).   left: (B, L) masks that are left of start: (B,); rows: (B, l) the N wanted    App. C.9
+def faded(plain, soft, schedule, switch, left, start):
+    """Soft masks turned down to where the schedule stands                             App. C.9
 
-    Per sequence, so that it does not feel its neighbours [ours]; exact fractions, as the switch is strict.
+    plain: (D,) the embedding of [MASK].   soft: (B, L, D) soft masks with the full λ.
+    left: (B, L) masks that are left of start: (B,). Each sequence has its own time, so that it
+    does not depend on the rest of its batch [ours].
+    Returns (B, L, D). The mix is linear in λ, so a share of λ is this share of the way from
+    [MASK] to the full mix. A gain of 1 changes no bit.
     """
-    shares = [now / max(of, 1) for now, of in zip(left.sum(-1).tolist(), start.tolist())]  # a prompt may have no mask
-    gain = torch.tensor([[time_gain(schedule, share, switch)] for share in shares], device=left.device)      # (B, 1)
-    return gain.expand_as(rows)[rows]
+    # Python floats: the switch is strict, so 8/16 must be exactly 0.5. A prompt may have no mask.
+    shares = [now / max(of, 1) for now, of in zip(left.sum(-1).tolist(), start.tolist())]
+    gain = [time_gain(schedule, share, switch) for share in shares]
+    gain = torch.tensor(gain, device=soft.device)                       # (B,)
+    mixed = torch.lerp(plain.float(), soft.float(), gain[:, None, None])         # (B, L, D)
+    return mixed.to(soft.dtype)
 
 
 @torch.no_grad()
-def decode(model, prompt, gen_len, steps, sm=None, schedule="none", switch=0.5, on_step=None, **pick):
-    """Fill gen_len masks behind each prompt, in `steps` passes                                                     Alg. 2
+def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=0.5, on_step=None,
+           algorithm="entropy", **pick):
+    """Fill the masks of x in `steps` passes                                             Alg. 2
 
-    model: Dream.   prompt: see `canvas`.   sm: SoftMask, or None for binary feedback.   schedule, switch: `time_gain`.
-    pick: algorithm, temperature, top_p, top_k, generator of `propose`.   on_step(x) follows every pass.
-    Returns (B, P + gen_len) ids without any mask. At temperature 0 a sequence does not depend on the rest of its batch.
+    net: a backbone with table, hidden and head.   x: (B, L) ids.
+    sm: SoftMask, or None for binary feedback.
+    valid: (B, L), False on padding, for a backbone that takes it (default: there is none).
+    schedule, switch: see `time_gain`.   algorithm; pick: temperature, top_p, top_k, generator: see
+    `propose`.   on_step(x) follows every pass.
+    Returns (B, L) ids without any mask. At temperature 0 a sequence does not depend on the rest of
+    its batch. Raises Refused for settings that cannot be run. Checked against
+    tests/oracles.py slow_decode.
     """
-    x, valid = canvas(model, prompt, gen_len, steps=steps, schedule=schedule, switch=switch, **pick)
+    masked = x == mask_id                                               # (B, L)
+    start = masked.sum(-1)                                              # (B,)
+    check(int(start.max()), steps, algorithm, schedule=schedule, switch=switch, **pick)
+    context = {} if valid is None else {"valid": valid}
     times = torch.linspace(1, 1e-3, steps + 1)
-    masked = x == model.cfg.mask_token_id                                        # (B, L)
-    start = masked.sum(-1)                                                       # (B,)
-    emb = F.embedding(x, model.table)                                            # (B, L, D)  no feedback in the first pass
+    emb = F.embedding(x, net.table)                                     # (B, L, D)  plain masks
     for i in range(steps):
-        h, _ = model.trunk(emb, valid=valid)                                     # (B, L, D)
-        logits = model.head_at(h, masked)                                        # (N, V)
-        x = reveal(x, masked, logits, model.cfg.mask_token_id, times[i], times[i + 1], i == steps - 1, **pick)
-        left = x == model.cfg.mask_token_id                                      # (B, L)
-        if sm is None:
-            emb = F.embedding(x, model.table)                                    # (B, L, D)
-        else:  # from the logits themselves: no temperature, no top-p [code]
-            gain = gains(schedule, switch, left, start, left)                    # (N',)
-            emb = sm.embed(model.table, x, logits[left[masked]], gain)           # (B, L, D)
+        last = i == steps - 1
+        rows = masked.flatten().nonzero().squeeze(1)                    # (N,)
+        h = net.hidden(emb, rows, masked.float().mean(-1), **context)   # (N, D)             l.3
+        # Where the model predicts [MASK], the last step takes the best real token [ours]: it has
+        # to make an end, while the original leaves masks in its answers.
+        never = mask_id if last else None
+        x0, conf, *soft = look(net, h, sm, never, algorithm, **pick)    # (N,), (N,)    l.4, l.6
+        x = reveal(x, masked, x0, conf, times[i], times[i + 1], last, algorithm=algorithm)    # l.5
+        left = x == mask_id                                             # (B, L)
+        emb = F.embedding(x, net.table)                                 # (B, L, D)
+        if sm:
+            mixed = emb.masked_scatter(masked[..., None], *soft)        # (B, L, D)
+            mixed = faded(net.table[mask_id], mixed, schedule, switch, left, start)
+            emb = torch.where(left[..., None], mixed, emb)              # (B, L, D)          l.6
         masked = left
         if on_step:
             on_step(x)
@@ -246,54 +294,66 @@ def decode(model, prompt, gen_len, steps, sm=None, schedule="none", switch=0.5, 
 
 
 @torch.no_grad()
-def decode_blocks(model, prompt, gen_len, steps, block, cache="prefix", threshold=None, sm=None, schedule="none",
-                  switch=0.5, on_step=None, **pick):
-    """The same, block after block from the left                                                       App. B.2, Fast-dLLM
+def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=None, sm=None,
+                  valid=None, schedule="none", switch=0.5, on_step=None, algorithm="entropy",
+                  **pick):
+    """Fill the last gen_len positions, block after block from the left    App. B.2, Fast-dLLM
 
-    A block begins with a pass over everything. It commits the block's first token whatever its confidence [code]: later
-    passes may begin there, and Dream reads a token off the hidden state to its left. They go on until the block is full:
+    model: Dream.   x, valid: from `pad_prompts`.   Others, and what is returned: see `decode`.
+    steps: passes, shared by the blocks; with a threshold their number depends on the text.
+
+    A block begins with a pass over everything. It reveals the block's first token whatever its
+    confidence [code]: later passes may begin there, and Dream reads a token off the hidden state
+    to its left. More passes follow until the block is full:
 
     cache     a later pass sees        and reuses, from the block's first pass, keys and values of
     none      everything               nothing
     prefix    the block and the rest   what is before the block
-    dual      the block                what is before it and after it, which goes stale until the next block
+    dual      the block                what is before it, and what is after it, which goes stale
 
-    With a threshold the number of passes depends on the text, otherwise it is `steps`, shared by the blocks. A block with
-    a single step is filled by its first pass [ours]: the original leaves all but one of its masks.
-
-    The feedback is [ours], theirs was not released: a mask looks as the last pass that predicted it made it look, so
-    feedback crosses block boundaries, and under `dual` the rest stands still together with its keys and values.
+    A block with a single step is filled by its first pass [ours]: the original leaves all but one
+    of its masks. The feedback is [ours], because theirs was not released: a mask looks as the last
+    pass that predicted it made it look. So feedback crosses block boundaries, and under `dual` the
+    masks after the block stand still together with their keys and values. Checked against
+    tests/oracles.py slow_blocks.
     """
-    mask_id = model.cfg.mask_token_id
-    if any((torch.as_tensor(row) == mask_id).any() for row in prompt):
-        raise Refused(f"the prompt contains the mask token {mask_id}: blocks fill a response only, use block 0 to infill")
-    x, valid = canvas(model, prompt, gen_len, steps=steps, block=block, cache=cache, threshold=threshold,
-                      schedule=schedule, switch=switch, **pick)
-    (B, L), per_block = x.shape, steps * block // gen_len
-    times = torch.linspace(1, 1e-3, per_block + 1)
-    soft = model.table[mask_id].repeat(B, L, 1)                                  # (B, L, D)  how a mask looks, everywhere
+    mask_id, (B, L) = model.cfg.mask_token_id, x.shape
+    if (x[:, :L - gen_len] == mask_id).any():
+        raise Refused(f"the prompt contains the mask token {mask_id}: blocks fill a response "
+                      f"only, use block 0 to infill")
+    check(gen_len, steps, algorithm, schedule=schedule, block=block, switch=switch, cache=cache,
+          threshold=threshold, **pick)
+    algorithm = algorithm if threshold is None else "maskgit_plus"
+    times = torch.linspace(1, 1e-3, steps * block // gen_len + 1)       # of the steps of a block
+    start, at = torch.full((B,), gen_len), torch.arange(L, device=x.device)
+    soft = model.table[mask_id].repeat(B, L, 1)                         # (B, L, D)  how masks look
+    frozen = None                                                       # keys and values
     for b in range(L - gen_len, L, block):
         for i in itertools.count():
-            last = threshold is None and i == per_block - 1
-            lo, hi = (0, L) if i == 0 or cache == "none" else (b, b + block if cache == "dual" else L)
-            seen = x[:, lo:hi]                                                   # (B, l)
-            masked = seen == mask_id                                             # (B, l)
-            emb = torch.where(masked[..., None], soft[:, lo:hi], F.embedding(seen, model.table))     # (B, l, D)
-            h, kv = model.trunk(emb, past=None if lo == 0 else frozen, start=lo, valid=valid)
-            if i == 0:
-                frozen = kv                                                      # all L positions, as the block found them
-            at = torch.arange(lo, hi, device=x.device)
-            open_ = masked & (at >= b) & (at <= (b if i == 0 and not last else b + block - 1))       # (B, l)
-            wanted = masked if sm else open_                                     # feedback needs every mask's logits
-            logits = model.head_at(h, wanted)                                    # (N, V)
-            step = {} if threshold is not None else {"t": times[i], "s": times[i + 1], "last": last or i == 0}
-            seen = reveal(seen, open_, logits[open_[wanted]], mask_id, **step, threshold=threshold, **pick)
-            x = torch.cat([x[:, :lo], seen, x[:, hi:]], 1)                       # (B, L)
-            left = x == mask_id                                                  # (B, L)
+            first, last = i == 0, threshold is None and i == len(times) - 2
+            whole = first or cache == "none"
+            lo, hi = 0 if whole else b, L if whole or cache == "prefix" else b + block
+            end = b + 1 if first and not last else b + block
+            masked = (x == mask_id) & (at >= lo) & (at < hi)            # (B, L)  are predicted
+            open_ = masked & (at >= b) & (at < end)                     # (B, L)  and can appear
+            emb = torch.where(masked[..., None], soft, F.embedding(x, model.table))[:, lo:hi]
+            h, kv = model.trunk(emb, valid, frozen if lo else None, lo)         # (B, hi − lo, D)
+            frozen = kv if first else frozen                            # of all L positions
+            h = model.before(h, masked[:, lo:hi].flatten().nonzero().squeeze(1))         # (N, D)
+            # A pass that has to reveal something takes a real token, not [MASK].
+            never = mask_id if first or last or threshold is not None else None
+            x0, conf, *now = look(model, h[open_[masked]], sm, never, algorithm, **pick)
+            step = (times[i], times[i + 1], first or last) if threshold is None else ()
+            x = reveal(x, open_, x0, conf, *step, threshold=threshold, algorithm=algorithm)
+            left = x == mask_id                                         # (B, L)
             if sm:
-                again = left[:, lo:hi] & open_.any(1, keepdim=True)              # (B, l)  not where a block is full already
-                gain = gains(schedule, switch, left, torch.full((B,), gen_len), again)               # (N',)
-                soft[:, lo:hi][again] = sm.mix(model.table, *sm(logits[again[wanted]], gain))
+                rest = masked & ~open_                                  # (B, L)
+                new = soft.masked_scatter(open_[..., None], *now)       # (B, L, D)
+                new = new.masked_scatter(rest[..., None], soften(model, h[rest[masked]], sm))
+                new = faded(model.table[mask_id], new, schedule, switch, left, start)
+                # A sequence whose block is full waits for the others and changes no more.
+                again = left & masked & open_.any(1, keepdim=True)      # (B, L)
+                soft = torch.where(again[..., None], new, soft)
             if on_step:
                 on_step(x)
             if not left[:, b:b + block].any():
@@ -301,16 +361,22 @@ def decode_blocks(model, prompt, gen_len, steps, block, cache="prefix", threshol
     return x
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # texts
 
 
-def load(cfg):
-    """The model that cfg names: (Dream, Tokenizer, SoftMask or None). Raises Refused before anything large is read."""
+def load_for_decoding(cfg):
+    """The model that cfg names: (Dream, Tokenizer, SoftMask or None).
+
+    Raises Refused for bad settings before anything large is read.
+    """
     check(**asdict(cfg) | {"steps": cfg.steps or cfg.gen_len})
-    dtypes, device = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}, machine(cfg.device)[2]
-    if cfg.dtype not in dtypes or not cfg.model:
-        raise Refused(f"dtype {cfg.dtype!r} is none of {', '.join(dtypes)}" if cfg.model else "no model: add --model=DIR")
+    dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
+    device = machine(cfg.device)[2]
+    if cfg.dtype not in dtypes:
+        raise Refused(f"dtype {cfg.dtype!r} is none of {', '.join(dtypes)}")
+    if not cfg.model:
+        raise Refused("no model: add --model=DIR")
     tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtypes[cfg.dtype])
     omega = load_adapter(model, cfg.adapter) if cfg.adapter else None
     if cfg.merge:
@@ -318,13 +384,13 @@ def load(cfg):
     return model, tok, SoftMask(**omega).to(device) if omega and cfg.soft else None
 
 
-def feedback(cfg, sm):
-    """What the masks of a run were fed, in words: for results, which must not be taken for those of another feedback."""
+def feedback_label(cfg, sm):
+    """What the masks of a run were fed, in words, so that results of other feedback stay apart."""
     if sm:
-        schedule = cfg.schedule + f" {cfg.switch}" * ("stepwise" in cfg.schedule)
-        return f"SM k={sm.k or '|V|'}" + f", {schedule}" * (schedule != "none")
-    files = (os.path.join(cfg.adapter, name) for name in ("softmask.json", "transparency_config.json"))
-    return "SM off" if cfg.adapter and any(map(os.path.exists, files)) else "binary"
+        switch = f" {cfg.switch}" if "stepwise" in cfg.schedule else ""
+        schedule = f", {cfg.schedule}{switch}" if cfg.schedule != "none" else ""
+        return f"SM k={sm.k or '|V|'}{schedule}"
+    return "SM off" if cfg.adapter and soft_mask_file(cfg.adapter) else "binary"
 
 
 def cut(text, until):
@@ -335,36 +401,62 @@ def cut(text, until):
 
 
 def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
-    """Decode one prompt as cfg says.   ids: list; masks in it are filled, too.   until: what ends the text, see `cut`.
+    """Decode one prompt as cfg says.
 
-    Returns the text that was filled in, and {n: 1, nfe: passes, tokens: filled in, kept: those before the end token, seconds}.
-    Draws are keyed by seed and prompt: an answer does not depend on what was asked before.
+    ids: list; masks in it are filled, too.   until: what ends the text, see `cut`.
+    Returns the text that was filled in, and {n: 1, nfe: passes, tokens: filled in, kept: those
+    before the end token, seconds}. The draws are keyed by seed and prompt: an answer does not
+    depend on what was asked before.
     """
     def count(x):
         stats["nfe"] += 1
         if on_step:
             on_step(x)
 
-    mask_id, eos, stats, begin = model.cfg.mask_token_id, model.cfg.eos_token_id, {"n": 1, "nfe": 0}, time.perf_counter()
-    device = "cpu" if model.table.device.type == "mps" else model.table.device
+    stats, begin = {"n": 1, "nfe": 0}, time.perf_counter()
+    mask_id, eos, device = model.cfg.mask_token_id, model.cfg.eos_token_id, model.table.device
     key = hashlib.blake2b(repr((cfg.seed, ids)).encode(), digest_size=7).digest()
-    settings = {name: getattr(cfg, name) for name in ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k")}
-    settings |= {"sm": sm, "on_step": count, "generator": torch.Generator(device).manual_seed(int.from_bytes(key, "big")),
-                 "gen_len": cfg.gen_len, "steps": cfg.steps or cfg.gen_len + ids.count(mask_id)}
+    generator = torch.Generator("cpu" if device.type == "mps" else device)
+    generator.manual_seed(int.from_bytes(key, "big"))
+    x, valid = pad_prompts(model.cfg, [ids], cfg.gen_len, device)
+    steps = cfg.steps or cfg.gen_len + ids.count(mask_id)
+    names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k")
+    settings = {name: getattr(cfg, name) for name in names}
+    settings |= {"sm": sm, "valid": valid, "generator": generator, "on_step": count}
     if cfg.block:
-        x = decode_blocks(model, [ids], block=cfg.block, cache=cfg.cache, threshold=cfg.threshold, **settings)
+        x = decode_blocks(model, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
+                          **settings)
     else:
-        x = decode(model, [ids], **settings)
-    new = [after for after, before in itertools.zip_longest(x[0].tolist(), ids, fillvalue=mask_id) if before == mask_id]
+        x = decode(model, x, mask_id, steps, **settings)
+    before = ids + cfg.gen_len * [mask_id]
+    new = [after for after, was in zip(x[0].tolist(), before) if was == mask_id]
     kept = new[:new.index(eos)] if eos in new else new
     stats |= {"tokens": len(new), "kept": len(kept), "seconds": time.perf_counter() - begin}
     return cut(tok.decode(kept), until), stats
 
 
 def picture(tok, ids, cfg):
-    """The canvas as text, ░ for a mask, nothing for the end tokens behind the answer."""
-    return "".join("░" * len(list(run)) if masked else tok.decode(i for i in run if i != cfg.eos_token_id)
-                   for masked, run in itertools.groupby(ids, lambda i: i == cfg.mask_token_id))
+    """ids as text, ░ for a mask, nothing for the end tokens behind the answer."""
+    text = ""
+    for masked, part in itertools.groupby(ids, lambda i: i == cfg.mask_token_id):
+        part = [i for i in part if i != cfg.eos_token_id]
+        text += "░" * len(part) if masked else tok.decode(part)
+    return text
+
+
+def turn(cfg, model, tok, sm, ids, until, shown_from):
+    """`answer` in sight of the user: a bar, or the text as it fills."""
+    drawn = cfg.show and sys.stdout.isatty()
+
+    def watch(x):
+        bar.update()
+        if drawn:  # the screen cleared, then the text
+            print("\x1b[H\x1b[J" + picture(tok, x[0, shown_from:].tolist(), model.cfg), flush=True)
+
+    total = cfg.steps or cfg.gen_len + ids.count(model.cfg.mask_token_id)
+    total = None if cfg.threshold else total
+    with tqdm(total=total, unit="pass", leave=False, disable=drawn) as bar:
+        return answer(model, tok, sm, ids, cfg, until, watch)
 
 
 def main(cfg):
@@ -373,27 +465,25 @@ def main(cfg):
     before, gap, after = cfg.infill.replace("\\n", "\n").partition("___")
     if cfg.infill and (not gap or "___" in after or cfg.block):
         raise Refused("--infill needs exactly one ___ where the model shall write, and --block=0")
-    model, tok, sm = load(cfg)
-    kind = feedback(cfg, sm) + (f", ω_s = {sm.omega[0].item():.3g}" if sm else "")
-    until = [stop for stop in cfg.stop.replace("\\n", "\n").split("|") if stop] + ["<|im_end|>"] * (not cfg.raw and not gap)
-    messages, drawn = [], cfg.show and sys.stdout.isatty()
+    model, tok, sm = load_for_decoding(cfg)
+    label = feedback_label(cfg, sm) + (f", ω_s = {sm.omega[0].item():.3g}" if sm else "")
+    until = [stop for stop in cfg.stop.replace("\\n", "\n").split("|") if stop]
+    if not cfg.raw and not gap:
+        until.append("<|im_end|>")
+    messages = []
     for prompt in filter(str.strip, sys.stdin) if cfg.chat else [cfg.prompt]:
         messages.append({"role": "user", "content": prompt.removesuffix("\n")})
-        ids, run_cfg = tok.encode(prompt) if cfg.raw else tok.encode(tok.chat(messages), special=True), cfg
         if gap:
             ids = tok.encode(before) + cfg.gen_len * [model.cfg.mask_token_id] + tok.encode(after)
-            run_cfg = replace(cfg, gen_len=0)
-
-        def watch(x):
-            bar.update()
-            if drawn:  # the screen cleared, then the text
-                print("\x1b[H\x1b[J" + picture(tok, x[0, 0 if gap else len(ids):].tolist(), model.cfg), flush=True)
-
-        with tqdm(total=None if cfg.threshold else cfg.steps or cfg.gen_len, unit="pass", leave=False, disable=drawn) as bar:
-            text, stats = answer(model, tok, sm, ids, run_cfg, until, watch)
+            text, stats = turn(replace(cfg, gen_len=0), model, tok, sm, ids, until, 0)
+        else:
+            ids = tok.encode(prompt) if cfg.raw else tok.encode(tok.chat(messages), special=True)
+            text, stats = turn(cfg, model, tok, sm, ids, until, len(ids))
         print(before + text + after)
-        print("{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s, {rate:.1f} tokens/s; {kind}".format(
-            **stats, rate=stats["tokens"] / max(stats["seconds"], 1e-9), kind=kind), file=sys.stderr)
+        rate = stats["tokens"] / max(stats["seconds"], 1e-9)
+        print(f"{stats['tokens']} tokens, {stats['kept']} before the end token; "
+              f"NFE {stats['nfe']}, {stats['seconds']:.1f} s, {rate:.1f} tokens/s; {label}",
+              file=sys.stderr)
         messages.append({"role": "assistant", "content": text})
 
 

@@ -88,7 +88,7 @@ def lightning(tmp_path, model, hostile=None, dense=False):
 
 def test_save_and_load_are_inverse_and_nothing_is_left_over(tmp_path):
     path = str(tmp_path / "deep" / "last.pt")
-    save(path, kind="mdlm", config={}, step=3, model={"w": torch.arange(3)})
+    save(path, kind="dream-adapter", config={}, step=3, model={"w": torch.arange(3)})
     ckpt = load(path)
     assert ckpt["step"] == 3 and torch.equal(ckpt["model"]["w"], torch.arange(3))
     assert "torch" in ckpt["versions"] and os.listdir(tmp_path / "deep") == ["last.pt"]
@@ -100,7 +100,7 @@ def test_save_and_load_are_inverse_and_nothing_is_left_over(tmp_path):
 def test_full_disk_keeps_the_old_checkpoint(tmp_path):
     """torch.save raises an error of its own kind."""
     path = str(tmp_path / "last.pt")
-    save(path, kind="mdlm", config={}, step=1, model={})
+    save(path, kind="dream-adapter", config={}, step=1, model={})
     os.symlink("/dev/full", path + ".tmp")
     with pytest.raises(Refused, match="could not write .*last.pt.*free some space"):
         save(path, step=2, model={"w": torch.zeros(10**6)})
@@ -186,7 +186,7 @@ def test_hub_layouts(tmp_path):
                write_safetensors(path, state)}
     for prefix in ("backbone.", "", "module.backbone."):
         state = {prefix + k: v for k, v in model.net.state_dict().items()}
-        state[prefix + "rotary_emb.inv_freq"] = torch.ones(4)
+        state[prefix + "rotary_emb.inv_freq"] = checkpoint.rotary_frequencies(8)
         for name, write in writers.items():
             folder = tmp_path / (prefix + name.split(".")[0])
             folder.mkdir()
@@ -247,13 +247,14 @@ def test_our_format_with_wrong_parts_is_refused(tmp_path):
         with pytest.raises(Refused, match=f"not a whole checkpoint of format .*: {part}"):
             load(path)
     name = "net.output_layer.linear.weight"
+    less = {k: t for k, t in ckpt["model"].items() if k != name}
     nan = {**ckpt["model"], name: ckpt["model"][name] * float("nan")}
     fit = "do not fit its configuration"
     for change, message in (({"kind": "dream-adapter"}, "holds a dream-adapter, not an MDLM"),
-                            ({"config": {**ckpt["config"], "n_layer": 3}},
-                             f"{fit}: RuntimeError, Missing key.*blocks.2"),
+                            ({"config": {**ckpt["config"], "n_layer": 3}}, f"{fit}: n_layer = 3"),
+                            ({"model": less}, f"{fit}: RuntimeError, Missing key.*linear.weight"),
                             ({"config": {"n_layer": "two"}}, fit), ({"config": {"n_head": 0}}, fit),
-                            ({"config": [1]}, fit),
+                            ({"config": [1]}, "not a checkpoint"),
                             ({"model": nan}, "are not all numbers: its run diverged")):
         save(path, **{**ckpt, **change})
         with pytest.raises(Refused, match=message):

@@ -1,7 +1,6 @@
-"""dora.py read against its equation, then against numbers of the library that the authors used, and that library itself."""
+"""dora.py read against its equation, then against recorded numbers of peft, and peft itself."""
 
 import copy
-import json
 
 import pytest
 import torch
@@ -9,42 +8,56 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import dora
+import launch
 from conftest import digest, recorded_adapter
 from dora import DoRALinear, adapter_state, attach, load_adapter_state, merge_
-from dream import Dream
+from dream import Dream, load_adapter
 
-gen = lambda seed=0: torch.Generator().manual_seed(seed)
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
 
 
-def trained(out=6, into=5, r=3, alpha=6, bias=True, seed=0):
+def gen(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+def trained(out=6, into=5, r=3, alpha=6, bias=True):
     """A DoRA layer away from its start, not square, so that a wrong axis shows."""
     linear = nn.Linear(into, out, bias)
     with torch.no_grad():
         for p in linear.parameters():
-            p.copy_(torch.randn(p.shape, generator=gen(seed)))
-    layer = DoRALinear(linear, r, alpha, gen(seed))
-    with torch.no_grad():
-        layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=gen(seed + 1)))
-        layer.lora_magnitude_vector.mul_(1 + 0.3 * torch.rand(out, generator=gen(seed + 2)))
+            p.copy_(torch.randn(p.shape, generator=gen()))
+        layer = DoRALinear(linear, r, alpha, gen())
+        layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=gen(1)))
+        layer.lora_magnitude_vector.mul_(1 + 0.3 * torch.rand(out, generator=gen(2)))
     return layer
+
+
+def some_rows():
+    return torch.randn(4, 5, generator=gen(9))
+
+
+def dense_norm(layer):
+    return (layer.base.weight + layer.s * layer.lora_B @ layer.lora_A).norm(dim=1)
 
 
 def slow(layer, x):
     """The equation at the top of dora.py, element by element, in float64."""
     W, A, B = (w.double() for w in (layer.base.weight, layer.lora_A, layer.lora_B))
+    (out, into), r = W.shape, len(A)
     m, b = layer.lora_magnitude_vector.double(), layer.base.bias
-    y = torch.zeros(len(x), W.shape[0], dtype=torch.float64)
-    for j in range(W.shape[0]):
-        v = [W[j, i] + layer.s * sum(B[j, q] * A[q, i] for q in range(A.shape[0])) for i in range(W.shape[1])]
+    y = torch.zeros(len(x), out, dtype=torch.float64)
+    for j in range(out):
+        v = [W[j, i] + layer.s * sum(B[j, q] * A[q, i] for q in range(r)) for i in range(into)]
         n = sum(w * w for w in v) ** 0.5
         for row in range(len(x)):
-            y[row, j] = m[j] / n * sum(w * x[row, i].double() for i, w in enumerate(v)) + (0 if b is None else b[j].double())
+            y[row, j] = m[j] / n * sum(w * x[row, i].double() for i, w in enumerate(v))
+            y[row, j] += 0 if b is None else b[j].double()
     return y
 
 
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_is_the_equation(bias):
-    layer, x = trained(bias=bias), torch.randn(4, 5, generator=gen(9))
+    layer, x = trained(bias=bias), some_rows()
     torch.testing.assert_close(layer(x).double(), slow(layer, x), rtol=1e-5, atol=1e-5)
 
 
@@ -56,45 +69,41 @@ def test_fresh_adapter_is_exactly_the_layer(dtype):
     layer = DoRALinear(linear, generator=gen())
     assert torch.equal(layer(x), want) and layer(x).dtype == dtype
     assert torch.equal(layer.lora_magnitude_vector / layer.norm(), torch.ones(48))
-    assert {layer.lora_A.dtype, layer.lora_B.dtype, layer.lora_magnitude_vector.dtype} == {torch.float32}
+    assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_norm_without_the_product_is_the_norm_of_the_product():
     layer = trained(48, 64, r=16)
-    dense = (layer.base.weight.double() + layer.s * layer.lora_B.double() @ layer.lora_A.double()).norm(dim=1)
-    torch.testing.assert_close(layer.norm().double(), dense, rtol=1e-6, atol=0)
+    torch.testing.assert_close(layer.norm(), dense_norm(copy.deepcopy(layer).double()).float(),
+                               rtol=1e-6, atol=0)
 
 
 def test_no_gradient_goes_through_the_norm():
-    layer, x = trained(), torch.randn(4, 5, generator=gen(9))
+    layer, x = trained(), some_rows()
     layer(x).square().sum().backward()
-    n = layer.norm()
-    A, B, m = (p.detach().clone().requires_grad_() for p in (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector))
-    (F.linear(x, (m / n)[:, None] * (layer.base.weight + layer.s * B @ A), layer.base.bias)).square().sum().backward()
-    for got, want in zip((layer.lora_A, layer.lora_B, layer.lora_magnitude_vector), (A, B, m)):
+    own = (layer.lora_A, layer.lora_B, layer.lora_magnitude_vector)
+    A, B, m = (p.detach().clone().requires_grad_() for p in own)
+    W = (m / layer.norm())[:, None] * (layer.base.weight + layer.s * B @ A)
+    F.linear(x, W, layer.base.bias).square().sum().backward()
+    for got, want in zip(own, (A, B, m)):
         torch.testing.assert_close(got.grad, want.grad, rtol=1e-5, atol=1e-5)
     assert layer.base.weight.grad is None
 
 
-@pytest.mark.parametrize("kind", ["foreach", "fused", "loop"])
+@pytest.mark.parametrize("kind", [dict(foreach=True), dict(fused=True), dict(foreach=False)])
 def test_norm_is_computed_once_per_optimizer_step(kind):
-    layer, x = trained(), torch.randn(4, 5, generator=gen(9))
-    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad], lr=0.1,
-                                  **{"foreach": {"foreach": True}, "fused": {"fused": True}, "loop": {"foreach": False}}[kind])
+    layer = trained()
+    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad], 0.1, **kind)
     first = layer.norm()
-    layer(x).sum().backward()
+    layer(some_rows()).sum().backward()
     assert layer.norm() is first
     optimizer.step()
-    dense = (layer.base.weight + layer.s * layer.lora_B @ layer.lora_A).norm(dim=1)
-    torch.testing.assert_close(layer.norm(), dense)
+    torch.testing.assert_close(layer.norm(), dense_norm(layer))
     assert (layer.norm() - first).abs().max() > 1e-3
 
 
 def test_merged_is_unmerged_and_only_when_asked():
-    model = nn.Sequential(nn.Linear(5, 6))
-    attach(model, ["0"], 3, 6, gen())
-    model[0] = trained()
-    x = torch.randn(4, 5, generator=gen(9))
+    model, x = nn.Sequential(trained()), some_rows()
     want, bias = model(x), model[0].base.bias.clone()
     model.eval()
     assert isinstance(model[0], DoRALinear) and torch.equal(model(x), want)
@@ -105,15 +114,15 @@ def test_merged_is_unmerged_and_only_when_asked():
 
 def test_only_the_adapter_is_trained(tiny_dream):
     dream = Dream.load(tiny_dream).requires_grad_(True)
-    attach(dream, ["q_proj", "k_proj", "v_proj", "o_proj"], 16, 16, gen())
-    assert {n.split(".")[-1] for n, p in dream.named_parameters() if p.requires_grad} == {"lora_A", "lora_B", "lora_magnitude_vector"}
+    attach(dream, TARGETS, 16, 16, gen())
+    names = {n.split(".")[-1] for n, p in dream.named_parameters() if p.requires_grad}
+    assert names == {"lora_A", "lora_B", "lora_magnitude_vector"}
     assert len(dora.layers(dream)) == 4 * 3
 
 
 def test_state_round_trip(tiny_dream):
-    state = adapter_state(recorded_adapter(Dream.load(tiny_dream)))
-    other = Dream.load(tiny_dream)
-    attach(other, ["q_proj", "k_proj", "v_proj", "o_proj"], 16, 16, gen(5))
+    state, other = adapter_state(recorded_adapter(Dream.load(tiny_dream))), Dream.load(tiny_dream)
+    attach(other, TARGETS, 16, 16, gen(5))
     load_adapter_state(other, state)
     assert all(torch.equal(state[name], p) for name, p in adapter_state(other).items())
 
@@ -122,12 +131,14 @@ def test_foreign_state_is_refused_and_changes_nothing(tiny_dream):
     dream = recorded_adapter(Dream.load(tiny_dream))
     before = {name: p.clone() for name, p in adapter_state(dream).items()}
     name = "base_model.model.model.layers.2.self_attn.v_proj.lora_A.weight"
-    for wrong, message in (({n: t + 1 for n, t in before.items() if n != name}, "layers.2.self_attn.v_proj"),
-                           (before | {name: torch.zeros(8, 64)}, r"\(8, 64\), the model needs \(16, 64\)")):
+    fewer = {n: t + 1 for n, t in before.items() if n != name}
+    for wrong, message in ((fewer, "layers.2.self_attn.v_proj"), (
+            before | {name: torch.zeros(8, 64)}, r"\(8, 64\), the model needs \(16, 64\)")):
         with pytest.raises(ValueError, match=message):
             load_adapter_state(dream, wrong)
     assert all(torch.equal(before[n], p) for n, p in adapter_state(dream).items())
-    for names, r, message in ((["c_attn"], 16, "c_attn"), ("all-linear", 16, "a list of names"), (["q_proj"], 0, "a rank")):
+    for names, r, message in ((["c_attn"], 16, "c_attn"), ("all-linear", 16, "a list of names"),
+                              (["q_proj"], 0, "a rank")):
         with pytest.raises(ValueError, match=message):
             attach(dream, names, r)
 
@@ -139,7 +150,7 @@ def test_deepcopy_and_device_moves_keep_the_norm_right():
     with torch.no_grad():
         twin.lora_A.mul_(2)
     assert not torch.allclose(twin.norm(), layer.norm())
-    torch.testing.assert_close(twin.double().float().norm(), (twin.base.weight + twin.s * twin.lora_B @ twin.lora_A).norm(dim=1))
+    torch.testing.assert_close(twin.double().float().norm(), dense_norm(twin))
 
 
 # ---- recorded
@@ -148,42 +159,48 @@ def test_deepcopy_and_device_moves_keep_the_norm_right():
 def test_recorded_logits_loss_gradients_and_merge(tiny_dream, recorded):
     dream = recorded_adapter(Dream.load(tiny_dream))
     x, labels = recorded["b/input_ids"], recorded["b/labels"]
-    run = lambda: dream.lm_head(dream.trunk(F.embedding(x, dream.table))[0])
-    logits = run()
-    torch.testing.assert_close(logits[:, ::6, ::8], recorded["b/logits"], rtol=0, atol=1e-5)
-    torch.testing.assert_close(digest(logits), recorded["digest/b/logits"].numpy(), rtol=0, atol=1e-3)  # 9,600 errors of 1e-5
-    loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
-    torch.testing.assert_close(loss, recorded["b/loss"], rtol=0, atol=1e-5)
+
+    def run():
+        return dream.head(dream.trunk(F.embedding(x, dream.table))[0])
+    logits, close = run(), torch.testing.assert_close
+    close(logits[:, ::6, ::8], recorded["b/logits"], rtol=0, atol=1e-5)
+    close(digest(logits), recorded["digest/b/logits"].numpy(), rtol=0, atol=1e-3)
+    rows, y = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
+    loss = F.cross_entropy(rows, y, ignore_index=-100)
+    close(loss, recorded["b/loss"], rtol=0, atol=1e-5)
     loss.backward()
     for name, want in zip(recorded["names"], recorded["b/grads"]):
-        torch.testing.assert_close(digest(dream.get_parameter(name).grad), want.numpy(), rtol=1e-5, atol=1e-5 * want[0].item())
+        got = digest(dream.get_parameter(name).grad)
+        close(got, want.numpy(), rtol=1e-5, atol=1e-5 * want[0].item())
     merge_(dream)
-    torch.testing.assert_close(run()[:, ::6, ::8], recorded["b/logits_merged"], rtol=0, atol=1e-5)
+    close(run()[:, ::6, ::8], recorded["b/logits_merged"], rtol=0, atol=1e-5)
     state = dream.state_dict()
-    for key in recorded:  # these were recorded in bf16
-        if key.startswith("digest/b/model."):
-            got = digest(state[key[len("digest/b/"):] + ".weight"].bfloat16().float())
-            torch.testing.assert_close(got, recorded[key].numpy(), rtol=1e-5, atol=1e-5)
+    keys = [key for key in recorded if key.startswith("digest/b/model.")]
+    for key in keys:  # these were recorded in bf16
+        got = state[key.removeprefix("digest/b/") + ".weight"].bfloat16().float()
+        close(digest(got), recorded[key].numpy(), rtol=1e-5, atol=1e-5)
+    assert keys
 
 
 # ---- the library itself, where it is installed
 
 
 def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
-    peft = pytest.importorskip("peft", reason="needs peft and transformers: would exchange adapters with them both ways")
-    transformers = pytest.importorskip("transformers")
+    needs = "needs peft and transformers: would exchange adapters with them both ways"
+    peft = pytest.importorskip("peft", reason=needs)
+    transformers = pytest.importorskip("transformers", reason=needs)
     from finetune_dream import Config, save_adapter
-    from dream import load_adapter
     dream = recorded_adapter(Dream.load(tiny_dream))
-    save_adapter(tmp_path / "ours", dream, None, Config(model=tiny_dream))
+    save_adapter(str(tmp_path / "ours"), dream, None, Config(model=tiny_dream))
 
-    raw = json.load(open(f"{tiny_dream}/config.json")) | {"model_type": "qwen2"}
-    theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**raw))  # Dream's weights; its causal mask is the difference
+    # Dream's weights in Qwen2, whose causal mask is the difference.
+    raw = launch.read_json(f"{tiny_dream}/config.json") | {"model_type": "qwen2"}
+    theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**raw))
     theirs.load_state_dict(Dream.load(tiny_dream).state_dict())
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "ours")
     x = torch.randn(2, 5, 64, generator=gen(3))
     for i in range(3):
-        for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        for name in TARGETS:
             a = dream.model["layers"][i].self_attn.get_submodule(name)
             b = theirs.base_model.model.model.layers[i].self_attn.get_submodule(name)
             torch.testing.assert_close(a(x), b(x), rtol=1e-5, atol=1e-5)
@@ -194,4 +211,5 @@ def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
     theirs.save_pretrained(tmp_path / "theirs")
     back = Dream.load(tiny_dream)
     assert load_adapter(back, tmp_path / "theirs") is None
-    torch.testing.assert_close(adapter_state(back), {n: p * 1.1 for n, p in adapter_state(dream).items()})
+    want = {n: p * 1.1 for n, p in adapter_state(dream).items()}
+    torch.testing.assert_close(adapter_state(back), want)

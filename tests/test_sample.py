@@ -224,8 +224,8 @@ def test_generate_is_alg_2(sampler, soft, k, t_end, monkeypatch):
     predict = lambda emb, t: net.head(net.trunk(emb[None], torch.tensor([t]))[0])    # (L, V)
     probs = lambda t, s: step_probs(t, s, sampler, eta)
     kept = torch.full((10,), MASK).index_fill(0, torch.tensor([0, 4]), 2)
-    starts = torch.full((10,), MASK), kept
-    for T, top_p, x in itertools.product((1, 3, 8, 24), (0.9, 1.0), starts):
+    starts = (0.9, torch.full((10,), MASK)), (1.0, kept)
+    for T, (top_p, x) in itertools.product((1, 3, 8, 24), starts):
         ids, nfe = generate(model, 2, T, sampler, top_p, generators(2, T), x=x, soft=soft, eta=eta)
         for row, calls, g in zip(ids, nfe, generators(2, T)):
             with torch.no_grad():
@@ -245,9 +245,9 @@ def test_more_passes_plain_starts_and_every_step_are_alg_2_as_well():
     for sampler, eta in (("mdlm", 0.0), ("remdm-cap", 0.3)):
         probs = lambda t, s: step_probs(t, s, sampler, eta)  # noqa: B023
         for passes, fresh, every in itertools.product((1, 2, 3), (False, True), (False, True)):
-            ids, nfe = generate(model, 6, T, sampler, 1.0, generators(6), eta=eta, passes=passes,
+            ids, nfe = generate(model, 3, T, sampler, 1.0, generators(3), eta=eta, passes=passes,
                                 fresh=fresh, every=every)
-            for row, calls, g in zip(ids, nfe, generators(6)):
+            for row, calls, g in zip(ids, nfe, generators(3)):
                 with torch.no_grad():
                     expected, at_most = oracles.alg2(
                         predict, net.table, start, MASK, steps_of(T), probs, 1.0, g, omega, every,
