@@ -161,7 +161,8 @@ def alg1(model, batch, rng, cfg, mask_id):
             xt = torch.where(u < (1 - 1e-3) * times[:, None], mask_id, x)                  # l.4
             nll = model(x, xt, times, soft)                                                # l.5-8
             loss = loss + nll.sum() / x0.numel()
-            ce, masks = ce + (nll * times).sum().item(), masks + (xt == mask_id).sum().item()
+            ce += (nll * times).sum().item()
+            masks += (xt == mask_id).sum().item()
         used = theta + omega if soft else theta
         grads = torch.autograd.grad(loss, used)                                            # l.9
         norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
@@ -169,7 +170,9 @@ def alg1(model, batch, rng, cfg, mask_id):
         for i, (p, g) in enumerate(zip(used, grads)):
             g = g.double() * min(1, cfg.clip / (norm + 1e-6))
             n, m, v = moments[p]
-            n, m, v = n + 1, 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+            n += 1
+            m = 0.9 * m + 0.1 * g
+            v = 0.999 * v + 0.001 * g * g
             moments[p] = n, m, v
             eta = warm * (cfg.eta_bb if i < len(theta) else cfg.eta_sm)
             p.data -= eta * (m / (1 - 0.9 ** n)) / ((v / (1 - 0.999 ** n)).sqrt() + 1e-8)
