@@ -12,8 +12,16 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # plain `pytest`
 
 import dora  # noqa: E402
 from checkpoint import write_safetensors  # noqa: E402
+from launch import Refused  # noqa: E402
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
+torch.set_num_threads(1)  # models here are tiny: more threads only wait for each other
+
+
+def refused(message, function, *args, **kwargs):
+    """Asserts that the call is refused in such a sentence."""
+    with pytest.raises(Refused, match=message):
+        function(*args, **kwargs)
 
 
 @pytest.fixture(scope="session")
