@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """bench.py: what it reports is what happened, and every part runs. No test looks at a clock."""
 
 import ast

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """README.md and REPRODUCE.md: every command parses, reads what an earlier one writes, and writes
 where no other does. Those of README.md run, cut short."""
 
