@@ -124,14 +124,26 @@ def test_every_parameter_learns_and_nothing_is_detached(k, names):
 
 
 @pytest.mark.parametrize("k", [3, None])
+def test_gradients_of_logits_and_table_are_those_of_the_formula(k):
+    """By differences, with a wide step: SM computes in fp32. Those of ω are recorded."""
+    x, logits, table = example()
+    sm, rows = SoftMask(MASK, k=k, **OPEN), logits[x == MASK][:2]
+    inputs = rows.double().requires_grad_(), table.double().requires_grad_()
+    torch.autograd.gradcheck(lambda rows, table: sm.mix(table, *sm(rows)), inputs, eps=1e-3,
+                             atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("k", [3, None])
 def test_minus_infinity_logits_give_no_nan(k):
     x, logits, table = example()
     logits[..., MASK] = -math.inf  # what a caller does with the mask's own logit
     logits[0, 0, 1:] = -math.inf   # a certain row
     logits.requires_grad_()
-    out = SoftMask(MASK, k=k, **OPEN).embed(table, x, logits)
+    sm = SoftMask(MASK, k=k, **OPEN)
+    out = sm.embed(table, x, logits)
     out.square().sum().backward()
     assert out.isfinite().all() and logits.grad.isfinite().all()
+    assert all(p.grad.isfinite() for p in sm.parameters())
     x = torch.zeros(2, 3, dtype=torch.long)  # no masks at all
     assert torch.equal(SoftMask(MASK, k).embed(table, x, torch.empty(0, V)), F.embedding(x, table))
 
