@@ -211,6 +211,22 @@ def test_decode_is_algorithm_2(model):
         assert len(got.flatten(1).unique(dim=0)) > 5 and not (got[-1] == MASK).any()
 
 
+def test_decode_takes_any_backbone(model):
+    """It asks for table, hidden and head, and tells the share of masks that is left as the time."""
+    torch.manual_seed(0)
+    cfg = mdlm.ModelConfig(n_layer=1, n_head=2, n_embd=32, n_cond=16, vocab_size=40, mask_id=39,
+                           time_conditioning=True, omega_s=0.5)
+    other, times = mdlm.MDLM(cfg).eval(), []
+    torch.nn.init.normal_(other.net.output_layer.linear.weight)
+    trunk = other.net.trunk
+    other.net.trunk = lambda emb, t: (times.append(t.tolist()), trunk(emb, t))[1]
+    x = torch.full((2, 12), 39)
+    x[1, :6] = torch.arange(6)
+    got = S.decode(other.net, x, 39, 6, sm=other.sm)
+    assert not (got == 39).any() and torch.equal(got[1, :6], x[1, :6])
+    assert times[0] == [1.0, 0.5] and times == sorted(times, reverse=True) and len(times) == 6
+
+
 def test_schedules_end_where_they_should(model):
     """A switch that is never reached is no feedback, one that is always passed is all of it."""
     always = decode(model, PROMPT, 16, 16, sm=soft(1))
