@@ -246,8 +246,10 @@ def faded(plain, soft, schedule, switch, left, start):
     left: (B, L) masks that are left of start: (B,). Each sequence has its own time, so that it
     does not depend on the rest of its batch [ours].
     Returns (B, L, D). The mix is linear in λ, so a share of λ is this share of the way from
-    [MASK] to the full mix. A gain of 1 changes no bit.
+    [MASK] to the full mix.
     """
+    if schedule == "none":
+        return soft
     # Python floats: the switch is strict, so 8/16 must be exactly 0.5. A prompt may have no mask.
     shares = [now / max(of, 1) for now, of in zip(left.sum(-1).tolist(), start.tolist())]
     gain = [time_gain(schedule, share, switch) for share in shares]
@@ -340,11 +342,13 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             end = b + 1 if first and not last else b + block
             masked = (x == mask_id) & (at >= lo) & (at < hi)            # (B, L)  are predicted
             open_ = masked & (at >= b) & (at < end)                     # (B, L)  and can appear
-            emb = torch.where(masked[..., None], soft, F.embedding(x, model.table))[:, lo:hi]
+            part = slice(lo, hi)                                        # what the model sees
+            emb = F.embedding(x[:, part], model.table)                  # (B, hi − lo, D)
+            emb = torch.where(masked[:, part, None], soft[:, part], emb)
             h, kv = model.trunk(emb, valid, frozen if lo else None, lo)         # (B, hi − lo, D)
             frozen = kv if first else frozen                            # of all L positions
             asked = masked if sm else open_    # feedback needs the logits of every mask
-            h = model.before(h, asked[:, lo:hi].flatten().nonzero().squeeze(1))          # (N, D)
+            h = model.before(h, asked[:, part].flatten().nonzero().squeeze(1))          # (N, D)
             # A pass that has to reveal something takes a real token, not [MASK].
             never = mask_id if first or last or threshold is not None else None
             x0, conf, *soft_now = look(model, h, sm, never, algorithm, open_[asked], **pick)
