@@ -368,7 +368,8 @@ def figure(panels, width=5, height=4):
         raise Refused("plotting needs matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    rows, columns = -(-panels // 3), min(3, panels)
+    rows = -(-panels // 3)
+    columns = -(-panels // rows)
     fig, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained",
                              figsize=(width * columns, height * rows))
     for ax in axes.flatten()[panels:]:
