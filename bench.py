@@ -1,17 +1,22 @@
 # SPDX-License-Identifier: MIT
-"""Every claim about speed and memory, by one command: training, sampling, scaling, Dream.                §4, App. B, App. C
+"""Every claim about speed and memory, by one command.                       §4, App. B, App. C
 
-    python bench.py                                         # what the machine at hand holds: GPU, the paper's size; CPU, `cpu`
-    python bench.py cpu --json=bench.json                   # 8 blocks of 256, V = 50,258, L = 256, batch 4, fp32: minutes
-    python bench.py cpu --parts=train,sample --repeats=9    # some of PARTS
-    torchrun --nproc_per_node=2 bench.py scaling            # DDP: strong, weak, and what the exchange of gradients costs
+    python bench.py                                    # the paper's size on a GPU, `cpu` elsewhere
+    python bench.py cpu --json=bench.json              # 8 blocks of 256 on a CPU: some minutes
+    python bench.py cpu --parts=train,sample           # some of the functions bench_… below
+    torchrun --nproc_per_node=2 bench.py scaling       # several processes, one model
 
-Machines are shared and clocks drift, so that cases are timed in turns, A B C A B C …, beside a plain matrix product, and
-compared within a turn: a ratio is the median over turns. Seconds are medians too; `cpu` is processor time, all threads.
-Weights are random, speed does not mind; but the head is scaled until its predictions are as peaked as a trained model's
-(`--sharpness`), for the nucleus' work depends on that. `flat` shows an untrained head, the worst case.
+Machines are shared and clocks drift. So the cases of a table take turns, A B C A B C …, and are
+compared within a turn: a ratio is the median over turns. Seconds are medians too. `cpu` is
+processor time, summed over threads. A matrix product takes turns with the updates and says what
+the machine can do at best.
 
-Not here: quality, profiles (torch.profiler), anything that trains. plot.py draws the curves from the JSON.
+Weights are random, and speed depends on them in one place only: the nucleus has less to do when
+predictions are peaked. So the head is scaled until they are as peaked as a trained model's
+(--sharpness). `flat` shows the worst case, an untrained head.
+
+Not here: quality, and anything that trains. plot.py draws the curves from the JSON. results/gpu.sh
+runs all that needs a GPU.
 """
 
 import contextlib
@@ -20,193 +25,295 @@ import json
 import multiprocessing
 import os
 import platform
-import resource
 import statistics
 import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
+from torch.profiler import profile
 
 import checkpoint
-import launch
 import dora
-from launch import Refused, atomic, machine
+import launch
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream, objective
+from launch import Refused, write_text
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
-from sample import generate, nucleus, sample_categorical
+from sample import generate
 from sample_dream import decode, decode_blocks, pad_prompts
 from softmask import SoftMask
 from train import PEAK_FLOPS, flops_per_token, update_ema
 
-PARTS = ("train", "memory", "sample", "cost", "curves", "dream", "vocabulary")
-
 
 @dataclass
 class Config:
-    parts: str = ",".join(PARTS)  # what to measure
-    repeats: int = 5              # turns
-    json: str = ""                # also write all of it here
-    # MDLM; 0: as the preset of the machine at hand has it
+    # what to measure: these, and only when they are named profile, attention and scaling
+    parts: str = "train,memory,sample,curves,dream,vocabulary"
+    repeats: int = 5              # turns that count
+    json: str = ""                # also write everything to this file
+    # MDLM (default of every 0: as in the preset cpu or gpu, whatever the machine is)
     n_layer: int = 0
     n_head: int = 0
     n_embd: int = 0
     vocab_size: int = 0
     length: int = 0               # L
-    batch: int = 0                # sequences per step
-    steps: int = 0                # T
-    many: int = 0                 # sequences sampled at once, beside 1
+    batch: int = 0                # sequences per update
+    steps: int = 0                # T of a sequence that is sampled alone
+    many: int = 0                 # sequences that are sampled together
+    many_steps: int = 0           # and their T, smaller on a GPU because such a step takes long
     k: int | None = 3
     top_p: float = 0.9
     sharpness: float = 3.5        # standard deviation of the random logits
-    # Dream, random
+    # Dream
     dream_layers: int = 0
     dream_width: int = 0
     dream_vocab: int = 0
-    dream_length: int = 0         # prompt and response, half each
+    dream_length: int = 0         # tokens of a dialogue, for finetuning
+    dream_answer: int = 0         # tokens of a prompt, and of its answer
     # the machine
     device: str = "auto"          # cuda, else mps, else cpu
     dtype: str = "auto"           # bfloat16 where the GPU has it, else float32
-    compile: bool | None = None   # the trunk; none: on CUDA
-    peak_flops: float = 0.0       # of one device, for MFU; 0: look it up, on a CPU the matrix product's
+    compile: bool | None = None   # the trunk (default: on CUDA)
+    peak_flops: float = 0.0       # of one device (default: known, or the matrix product's)
 
 
 PRESETS = {
-    "cpu": dict(n_layer=8, n_head=8, n_embd=256, vocab_size=50258, length=256, batch=4, steps=64, many=8,
-                dream_layers=4, dream_width=256, dream_vocab=20000, dream_length=128),
-    "gpu": dict(n_layer=12, n_head=12, n_embd=768, vocab_size=50258, length=1024, batch=32, steps=1024, many=64,
-                dream_layers=28, dream_width=3584, dream_vocab=152064, dream_length=1024),
-    "quick": dict(n_layer=2, n_head=2, n_embd=32, vocab_size=500, length=32, batch=2, steps=8, many=2, repeats=2,
-                  dream_layers=2, dream_width=32, dream_vocab=300, dream_length=32),
+    "cpu": dict(
+        n_layer=8, n_head=8, n_embd=256, vocab_size=50258, length=256, batch=4, steps=64, many=8,
+        many_steps=64, dream_layers=4, dream_width=256, dream_vocab=20000, dream_length=128,
+        dream_answer=64),
+    "gpu": dict(
+        n_layer=12, n_head=12, n_embd=768, vocab_size=50258, length=1024, batch=32, steps=1024,
+        many=64, many_steps=128, dream_layers=28, dream_width=3584, dream_vocab=152064,
+        dream_length=2048, dream_answer=256),
+    "quick": dict(
+        n_layer=2, n_head=2, n_embd=32, vocab_size=500, length=32, batch=2, steps=8, many=2,
+        many_steps=8, repeats=2, dream_layers=2, dream_width=32, dream_vocab=300, dream_length=32,
+        dream_answer=16),
     "scaling": dict(parts="scaling"),
 }
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+# -------------------------------------------------------------------------------------------------
 # measuring
 
 
-def wait(device):
-    if device.type == "cuda":
-        torch.cuda.synchronize()
+def synchronize(device):
+    getattr(torch, device.type).synchronize()  # torch.cuda, torch.mps, torch.cpu
+
+
+def timed(fn, device):
+    """What one call costs: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory."""
+    cuda = device.type == "cuda"
+    synchronize(device)
+    if cuda:
+        torch.cuda.reset_peak_memory_stats()
+    wall, cpu = time.perf_counter(), time.process_time()
+    fn()
+    synchronize(device)
+    found = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
+    return found | ({"peak GB": torch.cuda.max_memory_allocated() / 1e9} if cuda else {})
 
 
 def interleaved(cases, repeats, device):
-    """Time functions in turns, after one call of each that does not count.
+    """Time functions in turns. The first turn warms up and does not count.
 
-    cases: {name: function}; the first is what the others are compared with.
-    Returns {name: {"seconds", "cpu", "ratio"}}, medians; ratio is within a turn, so that what slows a whole turn cancels.
+    cases: {name: function}; the first one is what the others are compared with.
+    Returns {name: {column of `timed`: median, "ratio": median}}. A ratio is taken within a turn, so
+    whatever slows a whole turn cancels.
     """
-    for fn in cases.values():
-        fn()
-    turns = {name: [] for name in cases}
-    for _ in range(repeats):
-        for name, fn in cases.items():
-            wait(device)
-            wall, cpu = time.perf_counter(), time.process_time()
-            fn()
-            wait(device)
-            turns[name].append((time.perf_counter() - wall, time.process_time() - cpu))
-    base = next(iter(turns.values()))
-    middle = statistics.median
-    return {name: {"seconds": middle(wall for wall, _ in turn), "cpu": middle(cpu for _, cpu in turn),
-                   "ratio": middle(mine[0] / of[0] for mine, of in zip(turn, base))} for name, turn in turns.items()}
+    turns = [{name: timed(fn, device) for name, fn in cases.items()} for _ in range(repeats + 1)]
+    first, found = next(iter(cases)), {}
+    for name in cases:
+        mine = [turn[name] for turn in turns[1:]]
+        found[name] = {key: statistics.median(m[key] for m in mine) for key in mine[0]}
+        ratios = [turn[name]["seconds"] / turn[first]["seconds"] for turn in turns[1:]]
+        found[name]["ratio"] = statistics.median(ratios)
+    return found
 
 
 def matmul(device, dtype):
-    """The calibration: 2 n³ FLOPs as fast as this machine's library does them. Returns (function, FLOPs)."""
+    """The product of two large matrices: a function that computes it, and its FLOPs."""
     n = 8192 if device.type == "cuda" else 2048
     a = torch.randn(n, n, device=device, dtype=dtype or torch.float32)
     return lambda: a @ a, 2 * n ** 3
 
 
-def high_water(send, fn, args):
-    """In a process of its own: run fn and send how many bytes were held at once, before it (imports) and in all."""
-    def resident():  # VmHWM, since ru_maxrss survives exec and would be our parent's
-        with contextlib.suppress(OSError), open("/proc/self/status") as f:
-            return next(int(line.split()[1]) * 1024 for line in f if line.startswith("VmHWM"))
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if platform.system() == "Darwin" else 1024)
+def resident():
+    """The most memory that this process has held so far, in GB."""
+    # Linux first: its ru_maxrss survives exec, and would be that of the parent process.
+    with contextlib.suppress(OSError), open("/proc/self/status") as f:
+        return next(int(line.split()[1]) for line in f if line.startswith("VmHWM")) * 1024 / 1e9
+    import resource  # not on Windows
+    unit = 1 if platform.system() == "Darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+
+
+def high_water(fn, *args):
     before = resident()
     fn(*args)
-    send.send((before, resident()))
+    return {"peak GB": resident(), "before GB": before}
 
 
-def peak(fn, *args):
-    """Peak memory of fn(*args) in bytes: the device's on CUDA, else of a fresh process with all its libraries.
+def peak(fn, cfg, device, *args):
+    """Peak memory of fn(cfg, device, *args): the device's on CUDA, else of a fresh process.
 
-    fn: a function of this module. Returns (before it ran, peak); the first is what Python and torch take by themselves.
+    fn: a function of this module.   Returns {"peak GB", "before GB"}: before fn runs, a process
+    holds Python and its libraries. Raises Refused when the process dies.
     """
-    if torch.cuda.is_available() and args[0].device != "cpu":
+    if device.type == "cuda":
         torch.cuda.empty_cache()
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        fn(*args)
-        return before, torch.cuda.max_memory_allocated()
-    receive, send = multiprocessing.get_context("spawn").Pipe(duplex=False)
-    child = multiprocessing.get_context("spawn").Process(target=high_water, args=(send, fn, args))
-    child.start()
-    send.close()
-    try:
-        return receive.recv()
-    except EOFError:
-        raise Refused(f"the process that measures memory ended with {child.exitcode}: is there enough of it?")
-    finally:
-        child.join()
+        before = torch.cuda.memory_allocated() / 1e9
+        return {"peak GB": timed(lambda: fn(cfg, device, *args), device)["peak GB"],
+                "before GB": before}
+    with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as fresh:
+        try:
+            return fresh.submit(high_water, fn, cfg, device, *args).result()
+        except (BrokenProcessPool, ImportError) as e:
+            raise Refused(f"memory was not measured ({e}): the process may need more of it, and "
+                          f"on Windows it cannot be asked for")
 
 
-def table(title, rows, note=""):
-    """Print measurements: rows {name: {column: number}}."""
+def print_table(title, rows, note=""):
+    """Print measurements.   rows: {name: {column: number or None}}."""
     columns = list(dict.fromkeys(c for row in rows.values() for c in row))
     print(f"\n{title}\n{'':34}" + "".join(f"{c:>13}" for c in columns))
-    show = lambda v: "" if v is None else f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}"
     for name, row in rows.items():
-        print(f"{name:34}" + "".join(f"{show(row.get(c)):>13}" for c in columns))
+        values = [row.get(c) for c in columns]
+        texts = ["" if v is None else f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}" for v in values]
+        print(f"{name:34}" + "".join(f"{text:>13}" for text in texts))
     print(note, end="\n" * bool(note), flush=True)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# MDLM
+# -------------------------------------------------------------------------------------------------
+# MDLM: what is measured
 
 
 def build(cfg, device, **changes):
-    """A random MDLM with feedback as strong as after training, ω_s = ½.   changes: fields of ModelConfig."""
-    sizes = {name: getattr(cfg, name) for name in ("n_layer", "n_head", "n_embd", "vocab_size", "length", "k")}
-    sizes |= changes
-    model = MDLM(ModelConfig(**sizes, mask_id=sizes["vocab_size"] - 1, omega_s=0.5, omega_a=1.0, omega_b=-5.0))
-    nn.init.normal_(model.net.output_layer.linear.weight, std=cfg.sharpness / sizes["n_embd"] ** 0.5)  # |h|² = D
+    """A random MDLM whose feedback is as strong as after training.   changes: to ModelConfig."""
+    names = ("n_layer", "n_head", "n_embd", "vocab_size", "length", "k")
+    sizes = {name: getattr(cfg, name) for name in names} | changes
+    mask_id = sizes["vocab_size"] - 1
+    model = MDLM(ModelConfig(**sizes, mask_id=mask_id, omega_s=0.5, omega_a=1.0, omega_b=-5.0))
+    std = cfg.sharpness / sizes["n_embd"] ** 0.5  # hidden states have |h|² = D
+    nn.init.normal_(model.net.output_layer.linear.weight, std=std)
     return model.to(device)
 
 
-def training(cfg, device, dtype, ddp=False, batch=None, **changes):
-    """A function that makes one update of train.py on random tokens, step(soft, exchange=True), and the model."""
+def compiled(cfg, device):
+    return device.type == "cuda" if cfg.compile is None else cfg.compile
+
+
+def compile_trunk(model, mode=None):
+    """As train.py and sample.py do it, but with a graph of its own for each size.
+
+    torch.compile would answer a second size with one slower graph for all sizes. And it keeps eight
+    graphs of a function, so those of earlier models are dropped here.
+    """
+    torch.compiler.reset()
+    model.net.trunk = torch.compile(model.net.trunk, mode=mode, dynamic=False)
+
+
+def no_mark(name):
+    pass
+
+
+def training(cfg, device, dtype, ddp=False, **changes):
+    """One update of train.py on random tokens, as a function, and the model that it updates.
+
+    changes: to ModelConfig.   Returns step(soft, xt=…, exchange=True, mark=no_mark) and the MDLM.
+    exchange: False leaves the gradients of this process alone.   mark: see `watched`.
+    """
     model = build(cfg, device, **changes)
     ema = copy.deepcopy(model.net).requires_grad_(False)
-    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5, fused=device.type in ("cuda", "cpu"))
-    if cfg.compile or (cfg.compile is None and device.type == "cuda"):
-        model.net.trunk = torch.compile(model.net.trunk)
+    optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
+                                  fused=device.type in ("cuda", "cpu"))
+    if compiled(cfg, device):
+        compile_trunk(model)
     net = DistributedDataParallel(model) if ddp else model
-    B, L, V = batch or cfg.batch, model.cfg.length, model.cfg.vocab_size
-    generator = rng("bench")
-    x0 = torch.randint(V - 1, (B, L), generator=generator)
-    t = sample_times(B, generator)
-    xt = corrupt(x0, t, V - 1, generator)  # the same masks for all cases: the number of rows must not differ
-    x0, xt, t = x0.to(device), xt.to(device), t.to(device)
+    generator, mask_id = rng("bench"), model.mask_id
+    x0 = torch.randint(mask_id, (cfg.batch, model.cfg.length), generator=generator)
+    t = sample_times(cfg.batch, generator)
+    # One x_t for all calls, because the number of masked rows decides how long an update takes.
+    masked = corrupt(x0, t, mask_id, generator).to(device)
+    x0, t = x0.to(device), t.to(device)
 
-    def step(soft, exchange=True):
-        with net.no_sync() if ddp and not exchange else contextlib.nullcontext():
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                nll = net(x0, xt, t, soft)
+    def step(soft, xt=masked, exchange=True, mark=no_mark):
+        with contextlib.nullcontext() if exchange or not ddp else net.no_sync():
+            with torch.autocast(device.type, dtype, enabled=bool(dtype), cache_enabled=False):
+                nll = net(x0, xt, t, soft)                                     # (B,)
             (nll.sum() / x0.numel()).backward()
+        mark("clip, optimizer, EMA")
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         update_ema(ema, model.net, 1)
     return step, model
+
+
+def sampling(cfg, device, dtype, model, n, steps, soft, on_step=None):
+    """n samples (Alg. 2). Returns the mean number of network calls that a sequence needed."""
+    generators = [rng("bench", i) for i in range(n)]
+    with torch.autocast(device.type, dtype, enabled=bool(dtype)):
+        _, nfe = generate(model, n, steps, "mdlm", cfg.top_p, generators, on_step, soft=soft)
+    return nfe.double().mean().item()
+
+
+# -------------------------------------------------------------------------------------------------
+# MDLM: the parts
+
+
+def hours(model, batch, binary, soft):
+    """Print and return the hours that the paper's four runs would take on this device     App. B.1
+
+    model: ModelConfig.   binary, soft: rows of `interleaved` for an update of `batch` sequences.
+    Another model is converted by its FLOPs. Several devices are assumed to lose nothing.
+    Returns {run: {"1 device", "4 devices", "8 devices"}}.
+    """
+    runs = {"from scratch, binary": (1e6, 0), "from scratch, SM 0.8": (1e6, 0.8),
+            "continuation, binary": (1e5, 0), "continuation, SM 0.8": (1e5, 0.8)}
+    paper, rows = ModelConfig(), {}
+    for run, (updates, p_sm) in runs.items():
+        seconds = (1 - p_sm) * binary["seconds"] + p_sm * soft["seconds"]
+        rate = batch * model.length / seconds * flops_per_token(model, p_sm)  # FLOP/s
+        alone = updates * 512 * 1024 * flops_per_token(paper, p_sm) / rate / 3600
+        rows[run] = {"1 device": alone, "4 devices": alone / 4, "8 devices": alone / 8}
+    print_table("hours for the paper's runs, 512 × 1024 tokens an update", rows)
+    return rows
+
+
+def bench_train(cfg, device, dtype):
+    """An update, binary and with SM, and how much of the device's arithmetic it uses."""
+    product, flops = matmul(device, dtype)
+    step, model = training(cfg, device, dtype)
+    cases = {"binary": lambda: step(False), "SM, p_sm = 1": lambda: step(True),
+             "matrix product": product}
+    found = interleaved(cases, cfg.repeats, device)
+    binary, soft, gauge = found.values()
+    mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in ("seconds", "cpu", "ratio")}
+    rate = flops / gauge["seconds"]
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
+    known = next((flops for part, flops in PEAK_FLOPS.items() if part in name), rate)
+    limit = cfg.peak_flops or known
+    rows = {"binary": binary, "SM, p_sm = 1": soft, "SM, p_sm = 0.8 (expected)": mixed}
+    for row, p_sm in zip(rows.values(), (0, 1, 0.8)):
+        row["tokens/s"] = cfg.batch * cfg.length / row["seconds"]
+        row["TFLOP/s"] = row["tokens/s"] * flops_per_token(model.cfg, p_sm) / 1e12
+        row["MFU %"] = 100 * row["TFLOP/s"] * 1e12 / limit
+    print_table("training, one update", rows,
+                f"matrix product of this run: {rate / 1e12:.3g} TFLOP/s; MFU against "
+                f"{limit / 1e12:.3g}; binary = {binary['seconds'] / gauge['seconds']:.1f} products")
+    return rows | {"matrix product": gauge | {"TFLOP/s": rate / 1e12},
+                   "hours": hours(model.cfg, cfg.batch, binary, soft)}
 
 
 def three_updates(cfg, device, dtype, soft):
@@ -215,312 +322,399 @@ def three_updates(cfg, device, dtype, soft):
         step(soft)
 
 
-def hours(model, batch, binary, soft):
-    """The paper's four runs (App. B.1) on 1, 4 and 8 of these, by this run's tokens/s and FLOPs; scaling taken as perfect."""
-    paper, rows = ModelConfig(), {}
-    for run, updates, p_sm in (("from scratch, binary", 1e6, 0), ("from scratch, SM 0.8", 1e6, 0.8),
-                               ("continuation, binary", 1e5, 0), ("continuation, SM 0.8", 1e5, 0.8)):
-        seconds = (1 - p_sm) * binary["seconds"] + p_sm * soft["seconds"]
-        rate = batch * model.length / seconds * flops_per_token(model, p_sm)  # FLOP/s
-        alone = updates * 512 * 1024 * flops_per_token(paper, p_sm) / rate / 3600
-        rows[run] = {f"{n} device{'s' * (n > 1)}": alone / n for n in (1, 4, 8)}
-    table("hours for the paper's runs, 512 × 1024 tokens an update", rows)
-    return rows
-
-
-def bench_train(cfg, device, dtype):
-    """An update in binary and with SM, against each other and against what a matrix product makes of this machine."""
-    product, flops = matmul(device, dtype)
-    step, model = training(cfg, device, dtype)
-    found = interleaved({"binary": lambda: step(False), "SM, p_sm = 1": lambda: step(True), "matrix product": product},
-                        cfg.repeats, device)
-    binary, soft, gauge = found.values()
-    mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in binary}
-    rate = flops / gauge["seconds"]
-    limit = cfg.peak_flops or next((f for name, f in PEAK_FLOPS.items() if device.type == "cuda" and
-                                    name in torch.cuda.get_device_name(device)), rate)
-    rows = {"binary": binary, "SM, p_sm = 1": soft, "SM, p_sm = 0.8 (expected)": mixed}
-    for row, p_sm in zip(rows.values(), (0, 1, 0.8)):
-        row["tokens/s"] = cfg.batch * cfg.length / row["seconds"]
-        row["TFLOP/s"] = row["tokens/s"] * flops_per_token(model.cfg, p_sm) / 1e12
-        row["MFU %"] = 100 * row["TFLOP/s"] * 1e12 / limit
-    table("training, one update", rows, f"matrix product of this run: {rate / 1e12:.3g} TFLOP/s; MFU against {limit / 1e12:.3g}; "
-          f"binary = {binary['seconds'] / gauge['seconds']:.1f} products")
-    return rows | {"matrix product": gauge | {"TFLOP/s": rate / 1e12}, "hours": hours(model.cfg, cfg.batch, binary, soft)}
-
-
 def bench_memory(cfg, device, dtype):
-    rows = {}
-    for soft in (False, True):
-        before, most = peak(three_updates, cfg, device, dtype, soft)
-        rows["SM" if soft else "binary"] = {"peak GB": most / 1e9, "before GB": before / 1e9}
-    table("peak memory of three updates", rows, "on a CPU: of a whole fresh process; before: Python and its libraries")
+    rows = {name: peak(three_updates, cfg, device, dtype, soft)
+            for name, soft in (("binary", False), ("SM", True))}
+    print_table("peak memory of three updates", rows,
+                "on a CPU: of a whole fresh process; before: Python and its libraries")
     return rows
 
 
 def bench_sample(cfg, device, dtype):
-    """Whole samples (Alg. 2), one at a time and many at once, binary and with SM."""
-    model = build(cfg, device).eval()
-    flat = copy.deepcopy(model)
+    """Whole samples, one alone and many together, binary and with SM, eager and compiled."""
+    eager = build(cfg, device).eval()
+    flat = copy.deepcopy(eager)
     nn.init.zeros_(flat.net.output_layer.linear.weight)
-    if cfg.compile or (cfg.compile is None and device.type == "cuda"):
-        model.net.trunk = torch.compile(model.net.trunk, mode="reduce-overhead")
-    calls = {}
+    models, cases, calls = {"": eager}, {}, {}
+    if compiled(cfg, device):
+        for name, mode in ((", compiled", None), (", CUDA graphs", "reduce-overhead")):
+            models[name] = copy.deepcopy(eager)
+            compile_trunk(models[name], mode)
+    for n, T in (1, cfg.steps), (cfg.many, cfg.many_steps):
+        for name, model in models.items():
+            for soft in (False, True):
+                cases[f"{'SM' if soft else 'binary'}, batch {n}{name}"] = (model, n, T, soft)
+    cases["binary, batch 1, flat"] = (flat, 1, cfg.steps, False)
 
-    def sampling(name, model, n, soft):
-        def case():
-            with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                generators = [rng("bench", i) for i in range(n)]
-                calls[name] = generate(model, n, cfg.steps, "mdlm", cfg.top_p, generators, soft=soft)[1].double().mean().item()
-        return case
-    cases = {("SM" if soft else "binary") + f", batch {n}": (model, n, soft) for n in (1, cfg.many) for soft in (False, True)}
-    cases["binary, batch 1, flat"] = (flat, 1, False)
-    found = interleaved({name: sampling(name, *case) for name, case in cases.items()}, max(2, cfg.repeats // 2), device)
-    for (name, row), (_, n, _) in zip(found.items(), cases.values()):
-        row |= {"s/step": row["seconds"] / cfg.steps, "s/call": row["seconds"] / calls[name],
-                "s/sequence": row["seconds"] / n, "tokens/s": n * cfg.length / row["seconds"]}
-    table(f"sampling, L = {cfg.length}, T = {cfg.steps}, nucleus {cfg.top_p}", found, "a call: a network call that a sequence needed")
+    def run(name):
+        calls[name] = sampling(cfg, device, dtype, *cases[name])
+
+    found = interleaved({name: lambda name=name: run(name) for name in cases},
+                        max(2, cfg.repeats // 2), device)
+    for name, (_, n, T, _) in cases.items():
+        s = found[name]["seconds"]
+        found[name] |= {"s/step": s / T, "s/call": s / calls[name], "s/sequence": s / n,
+                        "tokens/s": n * cfg.length / s}
+    print_table(f"sampling, L = {cfg.length}, nucleus {cfg.top_p}, T = {cfg.steps} "
+                f"({cfg.many_steps} for {cfg.many} together)", found,
+                "a call: a network call that a sequence needed")
     return found
 
 
-@torch.no_grad()
-def bench_cost(cfg, device, dtype):
-    """Where an update and a sampling step spend their time; the parts that only SM has say what it costs."""
-    model = build(cfg, device).eval()
-    net, sm, B, L = model.net, model.sm, cfg.batch, cfg.length
-    emb, t = F.embedding(torch.randint(cfg.vocab_size - 1, (B, L), device=device), net.table), torch.full((B,), 0.5, device=device)
-    context = lambda: torch.autocast(device.type, dtype, enabled=dtype is not None)
-    with context():
-        h = net.trunk(emb, t).flatten(0, 1)[:B * L // 2]
-    few = {"appear": h[:max(1, L // cfg.steps)], "stay": h[:L // 2]}
-
-    def training_pass():
-        with torch.enable_grad(), context():
-            net.trunk(emb, t).sum().backward()
-    def loss_pass():
-        rows, y = h.clone().requires_grad_(), torch.zeros(len(h), dtype=torch.long, device=device)
-        with torch.enable_grad(), context():
-            model.cross_entropy(rows, y).sum().backward()
-    def under(fn):
-        def case():
-            with context():
-                fn()
-        return case
-    rows = interleaved({
-        f"trunk, {B} × {L}": under(lambda: net.trunk(emb, t)),
-        "trunk, forward and backward": training_pass,
-        f"head and loss, {len(h)} rows, both": loss_pass,
-        f"SM: head, {len(h)} rows": under(lambda: [net.head(rows) for rows in h.split(256)]),
-        f"SM: head, λ, top k, mix, {len(h)} rows": under(lambda: model.feedback(h)),
-        f"sampling: trunk, 1 × {L}": under(lambda: net.trunk(emb[:1], t[:1])),
-        f"sampling: {len(few['appear'])} rows appear": under(
-            lambda: sample_categorical(nucleus(net.head(few["appear"]).softmax(-1), cfg.top_p), torch.rand(len(few["appear"]), dtype=torch.float64, device=device))),
-        f"sampling: SM, {len(few['stay'])} rows stay": under(lambda: model.feedback(few["stay"])),
-    }, cfg.repeats, device)
-    table("parts, forward unless it says more", rows, "ratio: to the first line")
-    return rows
+def around(x, least=1):
+    return sorted({max(least, y) for y in (x // 4, x // 2, x, 2 * x)})
 
 
 def bench_curves(cfg, device, dtype):
-    """Time over one size at a time, the others as configured. A point is {"x", "binary", "SM"} in seconds."""
-    repeats, out = max(2, cfg.repeats // 2), {}
-    update = lambda **changes: training(cfg, device, dtype, **changes)[0]
-    around = lambda x, least=1: [max(least, x // 4), max(least, x // 2), x, 2 * x]
-    for name, key, values in (("update over L", "length", around(cfg.length)), ("update over V", "vocab_size", around(cfg.vocab_size, 8)),
-                              ("update over batch", "batch", around(cfg.batch))):
-        out[name] = []
-        for x in dict.fromkeys(values):
-            step = update(**{key: x})
-            found = interleaved({"binary": lambda: step(False), "SM": lambda: step(True)}, repeats, device)
-            out[name].append({"x": x} | {case: row["seconds"] for case, row in found.items()})
-    steps = {k: update(k=k) for k in (1, 3, 10, None)}
-    found = interleaved({k: lambda step=step: step(True) for k, step in steps.items()}, repeats, device)
-    out["update over k"] = [{"x": "|V|" if k is None else k, "SM": row["seconds"]} for k, row in found.items()]
-    for name, key in (("sample over T", "steps"), ("sample over L", "length")):
-        out[name] = []
-        for x in around(getattr(cfg, key))[:3]:
-            here = replace(cfg, **{key: x})
-            model = build(here, device).eval()
+    """Time over one size, the others as configured: points {"x", "binary", "SM"} in seconds."""
+    def update(key, x):
+        step, _ = training(replace(cfg, **{key: x}), device, dtype)
+        return step
 
-            def case(soft):
-                with torch.autocast(device.type, dtype, enabled=dtype is not None):
-                    generate(model, 1, here.steps, "mdlm", cfg.top_p, [rng("bench")], soft=soft)
-            found = interleaved({"binary": lambda: case(False), "SM": lambda: case(True)}, 2, device)
-            out[name].append({"x": x} | {case: row["seconds"] for case, row in found.items()})
-    for name, points in out.items():
-        table(f"{name}, seconds", {str(p["x"]): {c: v for c, v in p.items() if c != "x"} for p in points})
+    def sample(key, x):
+        here = replace(cfg, **{key: x})
+        model = build(here, device).eval()
+        return lambda soft: sampling(here, device, dtype, model, 1, here.steps, soft)
+
+    out = {}
+    for name, make, key, values in (
+            ("update over L", update, "length", around(cfg.length)),
+            ("update over V", update, "vocab_size", around(cfg.vocab_size, 8)),
+            ("update over batch", update, "batch", around(cfg.batch)),
+            ("update over k", update, "k", [1, 3, 10, None]),
+            ("sample over T", sample, "steps", around(cfg.steps)[:3]),
+            ("sample over L", sample, "length", around(cfg.length)[:3])):
+        out[name] = []
+        for x in values:
+            fn = make(key, x)
+            cases = {"binary": lambda fn=fn: fn(False), "SM": lambda fn=fn: fn(True)}
+            found = interleaved(cases, max(2, cfg.repeats // 2), device)
+            seconds = {case: row["seconds"] for case, row in found.items()}
+            out[name].append({"x": "|V|" if x is None else x} | seconds)
+        rows = {str(p["x"]): {case: p[case] for case in cases} for p in out[name]}
+        print_table(f"{name}, seconds", rows)
     return out
 
 
-def bench_scaling(cfg, device, dtype):
-    """Under torchrun: the same update by one process and by all, total batch fixed (strong) or per process (weak).
+@contextlib.contextmanager
+def watched(model, device, after_trunk):
+    """Lets a model say what it is working on. Yields mark and seconds.
 
-    Gradients are exchanged in the backward of the last micro-batch only, so `exchange` is what one optimizer step pays.
+    mark(name): from here on, time belongs to the section `name`.   seconds: {section: its sum}.
+    after_trunk: the section that follows the trunk.
+    The model marks the trunk, the feedback and the loss. Their backward begins when the gradient of
+    what they returned is ready.
     """
-    rank, world = dist.get_rank(), dist.get_world_size()
-    if cfg.batch % world:
-        raise Refused(f"--batch={cfg.batch} is not a multiple of {world} processes")
-    alone, _ = training(cfg, device, dtype)
-    strong, model = training(cfg, device, dtype, ddp=True, batch=cfg.batch // world)
-    weak, _ = training(cfg, device, dtype, ddp=True)
-    if rank == 0:
-        one = interleaved({"one process": lambda: alone(True)}, cfg.repeats, device)["one process"]["seconds"]
-    dist.barrier()  # the others wait, so that `one` has the machine to itself
-    found = interleaved({"strong": lambda: strong(True), "strong, no exchange": lambda: strong(True, exchange=False),
-                         "weak": lambda: weak(True), "weak, no exchange": lambda: weak(True, exchange=False)}, cfg.repeats, device)
-    if rank:
-        return
-    row = lambda name, work: {"seconds": found[name]["seconds"], "speed-up": work * one / found[name]["seconds"],
-                              "efficiency %": 100 * work * one / found[name]["seconds"] / world,
-                              "exchange s": found[name]["seconds"] - found[name + ", no exchange"]["seconds"]}
-    rows = {f"1 process, batch {cfg.batch}": {"seconds": one, "speed-up": 1.0, "efficiency %": 100.0},
-            f"strong: {world} × {cfg.batch // world}": row("strong", 1), f"weak: {world} × {cfg.batch}": row("weak", world)}
-    size = sum(p.numel() for p in model.parameters()) * 4
-    table(f"scaling, SM update, {world} processes of {torch.get_num_threads()} threads, {dist.get_backend()}", rows,
-          f"an exchange is {size / 1e6:.0f} MB of gradients, once per optimizer step")
+    seconds, last = {}, ["", 0.0]
+
+    def mark(name):
+        synchronize(device)  # otherwise only the host's time would be measured
+        now = time.perf_counter()
+        seconds[last[0]] = seconds.get(last[0], 0.0) + now - last[1]
+        last[:] = name, now
+
+    def begins(name, fn, after):
+        def call(*args):
+            mark(name)
+            out = fn(*args)
+            made = out[0] if isinstance(out, tuple) else out
+            if made.requires_grad:
+                made.register_hook(lambda _: mark(f"{name}, backward"))
+            mark(after)
+            return out
+        return call
+
+    trunk = model.net.trunk
+    model.net.trunk = begins("trunk", trunk, after_trunk)
+    model.feedback = begins("SM: head, λ, top k, mix", model.feedback, "the rest")
+    model.cross_entropy = begins("head and loss", model.cross_entropy, "the rest")
+    yield mark, seconds
+    model.net.trunk = trunk
+    del model.feedback, model.cross_entropy  # the methods of the class are back
+
+
+def where_time_goes(title, run, model, after_trunk, device):
+    """Print and return what run(mark) spends by section, and its costliest operations.
+
+    The sections come from a run that waits for the device between them, the operations from
+    torch.profiler. On CUDA, "gaps %" is the share of the time without any kernel.
+    """
+    whole = interleaved({title: lambda: run(no_mark)}, 3, device)[title]["seconds"]
+    with watched(model, device, after_trunk) as (mark, seconds):
+        mark("the rest")
+        run(mark)
+        mark("")
+    del seconds[""]
+    total = sum(seconds.values())
+    rows = {name: {"seconds": s, "%": 100 * s / total} for name, s in seconds.items()}
+    print_table(title, rows, f"{whole:.3g} s when nothing waits between sections")
+    with profile() as prof:
+        run(no_mark)
+        synchronize(device)
+    cuda, operations = device.type == "cuda", prof.key_averages()
+    key = "self_device_time_total" if cuda else "self_cpu_time_total"
+    print(operations.table(sort_by=key, row_limit=10, max_name_column_width=50))
+    found = {"sections": rows, "seconds": whole}
+    if cuda:
+        # Only kernels: the operations and annotations above them repeat their time.
+        kernels = [e for e in operations
+                   if e.device_type.name == "CUDA" and not e.is_user_annotation]
+        found["gaps %"] = 100 - sum(e.self_device_time_total for e in kernels) / whole / 1e4
+        print(f"the device has nothing to do in {found['gaps %']:.1f}% of the time")
+    return found
+
+
+def bench_profile(cfg, device, dtype):
+    """Where an update and a sample spend their time, measured in the code that makes them."""
+    step, model = training(cfg, device, dtype)
+    sampler, T, found = build(cfg, device).eval(), min(cfg.steps, 16), {}
+    if compiled(cfg, device):
+        compile_trunk(sampler, "reduce-overhead")
+
+    def update(soft, mark):
+        step(soft, mark=mark)
+
+    def sample(soft, mark):
+        sampling(cfg, device, dtype, sampler, 1, T, soft, lambda *_: mark("the rest"))
+
+    for soft in (False, True):
+        name = "SM" if soft else "binary"
+        for title, run, of, after in (
+                (f"update, {name}", update, model, "the rest"),
+                (f"sample in {T} steps, {name}", sample, sampler, "draw: head, nucleus, token")):
+            found[title] = where_time_goes(title, partial(run, soft), of, after, device)
+    return found
+
+
+def bench_attention(cfg, device, dtype):
+    """The attention of one layer, forward and backward, by every kernel that works here."""
+    shape = (cfg.batch, cfg.n_head, cfg.length, cfg.n_embd // cfg.n_head)
+    how = dict(device=device, dtype=dtype or torch.float32, requires_grad=True)
+    q, k, v, grad = (torch.randn(shape, **how) for _ in range(4))
+
+    def both(backends):
+        with sdpa_kernel(backends):
+            y = F.scaled_dot_product_attention(q, k, v)
+        torch.autograd.grad(y, (q, k, v), grad)
+
+    names = ("FLASH_ATTENTION", "CUDNN_ATTENTION", "EFFICIENT_ATTENTION", "MATH")
+    choices = {name: [getattr(SDPBackend, name)] for name in names}
+    choices = {"chosen by PyTorch": sum(choices.values(), [])} | choices
+    cases = {}
+    for name, choice in choices.items():
+        with contextlib.suppress(RuntimeError):  # this device, dtype or size has no such kernel
+            both(choice)
+            cases[name] = lambda choice=choice: both(choice)
+    rows = interleaved(cases, cfg.repeats, device)
+    print_table(f"attention of one layer, {' × '.join(map(str, shape))}", rows)
     return rows
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def bench_scaling(cfg, device, dtype):
+    """The same update by one process and by all, under torchrun.
+
+    The total batch is fixed (strong), or grows with the processes (weak). `exchange s` is the price
+    of exchanging gradients, which is paid once per optimizer step.
+    """
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if cfg.batch % world:
+        raise Refused(f"--batch={cfg.batch} is not a multiple of {world} processes: change one")
+    alone, _ = training(cfg, device, dtype)
+    share = cfg.batch // world
+    strong, model = training(replace(cfg, batch=share), device, dtype, ddp=True)
+    weak, _ = training(cfg, device, dtype, ddp=True)
+    if rank == 0:
+        one = interleaved({"": lambda: alone(True)}, cfg.repeats, device)[""]["seconds"]
+    dist.barrier()  # the other processes wait, so that `alone` has the machine to itself
+    found = interleaved({
+        "strong": lambda: strong(True),
+        "strong, no exchange": lambda: strong(True, exchange=False),
+        "weak": lambda: weak(True),
+        "weak, no exchange": lambda: weak(True, exchange=False)}, cfg.repeats, device)
+    if rank:
+        return None
+    rows = {f"1 process, batch {cfg.batch}": {"seconds": one, "speed-up": 1.0, "efficiency %": 100}}
+    for name, batch, work in (("strong", share, 1), ("weak", cfg.batch, world)):
+        seconds, without = (found[name + end]["seconds"] for end in ("", ", no exchange"))
+        gain = work * one / seconds
+        rows[f"{name}: {world} × {batch}"] = {
+            "seconds": seconds, "speed-up": gain, "efficiency %": 100 * gain / world,
+            "exchange s": seconds - without}
+    size = sum(p.numel() for p in model.parameters()) * 4 / 1e6
+    print_table(f"scaling, SM update, {world} processes of {torch.get_num_threads()} threads, "
+                f"{dist.get_backend()}", rows, f"an exchange is {size:.0f} MB of gradients")
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------
 # Dream
 
 
-def build_dream(cfg, device, dtype, adapter):
-    """Dream's shape in any size, random: heads of 128 where they fit, a quarter as many for keys, MLP of 16/3 D."""
-    D = cfg.dream_width
+def build_dream(cfg, device, dtype):
+    """A random Dream of any width, and its SoftMask. At width 3584 it has the sizes of Dream-7B."""
+    D, V = cfg.dream_width, cfg.dream_vocab
     heads = max(2, D // 128)
-    model = DreamConfig(vocab_size=cfg.dream_vocab, hidden_size=D, intermediate_size=16 * D // 3,
-                        num_hidden_layers=cfg.dream_layers, num_attention_heads=heads,
-                        num_key_value_heads=next(n for n in (heads // 7, heads // 4, heads // 2, 1) if n and heads % n == 0),
-                        rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=2048,
-                        mask_token_id=cfg.dream_vocab - 1, pad_token_id=cfg.dream_vocab - 2, eos_token_id=cfg.dream_vocab - 2)
-    with torch.device(device):
-        dream = Dream(model).to(dtype or torch.float32).requires_grad_(False).eval()
-    if adapter:
-        dora.attach(dream, TARGETS, 16, 16, rng("bench"))
-    return dream, SoftMask(model.mask_token_id, 1, omega_s=0.5).to(device)
+    groups = next(n for n in (heads // 7, heads // 4, heads // 2, 1) if n and heads % n == 0)
+    size = DreamConfig(
+        vocab_size=V, hidden_size=D, intermediate_size=18944 if D == 3584 else 16 * D // 3,
+        num_hidden_layers=cfg.dream_layers, num_attention_heads=heads, num_key_value_heads=groups,
+        rms_norm_eps=1e-6, rope_theta=1e6, max_position_embeddings=4096, mask_token_id=V - 1,
+        pad_token_id=V - 2, eos_token_id=V - 2)
+    with torch.device("meta"):
+        dream = Dream(size)
+    # In its dtype from the start: in fp32 Dream-7B would take 30 GB before it takes 15.
+    dream = dream.to(dtype or torch.float32).to_empty(device=device)
+    for name, p in dream.requires_grad_(False).named_parameters():
+        if p.dim() == 1:
+            nn.init.constant_(p, float("norm" in name))
+        else:
+            nn.init.normal_(p, std=(cfg.sharpness if "lm_head" in name else 1) / D ** 0.5)
+    return dream.eval(), SoftMask(V - 1, 1, omega_s=0.5).to(device)
 
 
 def finetuning(cfg, device, dtype):
-    """step(soft, checkpointing) makes one micro-step of finetune_dream.py on a random dialogue, and its update."""
-    dream, sm = build_dream(cfg, device, dtype, adapter=True)
-    two_pass = TwoPassDream(dream, sm, dream.cfg.mask_token_id)
-    theta = [p for p in two_pass.parameters() if p.requires_grad]
+    """Returns step(soft, checkpointing), an update of finetune_dream.py on one random dialogue."""
+    dream, sm = build_dream(cfg, device, dtype)
+    mask_id = dream.cfg.mask_token_id
+    dora.attach(dream, TARGETS, 16, 16, rng("bench"))
+    model = TwoPassDream(dream, sm, mask_id)
+    theta = [p for p in model.parameters() if p.requires_grad]
     optimizer = torch.optim.AdamW(theta, lr=1e-5, weight_decay=0.0)
-    x0 = torch.randint(cfg.dream_vocab - 2, (1, cfg.dream_length), generator=rng("bench")).to(device)
+    x0 = torch.randint(mask_id - 1, (1, cfg.dream_length), generator=rng("bench")).to(device)
     xt = x0.clone()
-    xt[:, cfg.dream_length // 2::2] = dream.cfg.mask_token_id
+    xt[:, cfg.dream_length // 2::2] = mask_id  # half of an answer as long as its prompt
 
     def step(soft, checkpointing):
         dream.checkpointing = checkpointing
-        objective(two_pass(x0, xt, soft), 0.5, "authors", 1).backward()
+        objective(model(x0, xt, soft), 0.5, "authors", 1).backward()
         nn.utils.clip_grad_norm_(theta, 7.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
     return step
 
 
-def two_finetunings(cfg, device, dtype, soft, checkpointing):
+def finetuning_table(cfg, device, dtype):
+    """An update on one dialogue, with all activations kept or computed again (checkpointing)."""
     step = finetuning(cfg, device, dtype)
-    for _ in range(2):
-        step(soft, checkpointing)
+    cases = {f"{'SM' if soft else 'binary'}, {'checkpointing' if again else 'all kept'}":
+             (soft, again) for again in (False, True) for soft in (False, True)}
+    rows = interleaved({name: lambda case=case: step(*case) for name, case in cases.items()},
+                       cfg.repeats, device)
+    for row in rows.values():
+        row["tokens/s"] = cfg.dream_length / row["seconds"]
+    print_table(f"Dream: finetuning, 1 × {cfg.dream_length}", rows)
+    return rows
 
 
-def vocabulary_work(cfg, device, k, T):
-    """Both passes and the backward of finetune_dream.py at Dream's own V, all of T positions but the first at [MASK]s.
+def decoding_table(cfg, device, dtype):
+    """An answer as long as its prompt, in half as many passes, at once and in blocks."""
+    dream, sm = build_dream(cfg, device, dtype)
+    mask_id, n = dream.cfg.mask_token_id, cfg.dream_answer
+    steps, block = n // 2, min(32, n // 4)
+    prompt = torch.randint(mask_id - 1, (1, n), generator=rng("bench"))
+    x, _ = pad_prompts(dream.cfg, prompt, n, device)
 
-    In bf16, without layers, on a narrow model: what is left is the work on rows × V. T = 1: just the model.
-    """
-    mask_id = 151666
-    dream = Dream(DreamConfig(152064, 64, 64, 0, 1, 1, 1e-6, 1e6, 4096, mask_id, 151643, 151643))
-    dream.to(device, torch.bfloat16).requires_grad_(False)
-    x0 = torch.randint(mask_id, (1, T), generator=rng("bench")).to(device)
-    xt = torch.where(torch.arange(T, device=device) > 0, mask_id, x0)
-    if T > 1:
-        TwoPassDream(dream, SoftMask(mask_id, k, omega_s=0.5).to(device), mask_id)(x0, xt, True).mean().backward()
-
-
-def bench_vocabulary(cfg, device, dtype, T=2048):
-    """How far memory rises for logits, feedback and loss alone, at the size of Dream's vocabulary and longest dialogue."""
-    base, rows = peak(vocabulary_work, cfg, device, 1, 1)[1], {}
-    for k in (1, None):
-        most = peak(vocabulary_work, cfg, device, k, T)[1]
-        rows[f"k = {k or '|V|'}"] = {"rise GB": (most - base) / 1e9}
-    table(f"Dream's vocabulary work: V = 152,064, {T:,} tokens, bf16", rows,
-          f"one (T, V) tensor in fp32 is {T * 152064 * 4 / 1e9:.3g} GB")
+    def run(feedback, cache):
+        how = dict(temperature=0.1, top_p=0.9, sm=feedback)
+        on = "cpu" if device.type == "mps" else device  # MPS has no float64 to draw in
+        how["generator"] = torch.Generator(on).manual_seed(0)
+        if cache:
+            decode_blocks(dream, x, n, steps, block, cache, **how)
+        else:
+            decode(dream, x, mask_id, steps, **how)
+    cases = {f"{'SM' if feedback else 'binary'}, {f'blocks, {cache}' if cache else 'at once'}":
+             lambda feedback=feedback, cache=cache: run(feedback, cache)
+             for cache in ("", "prefix", "dual") for feedback in (None, sm)}
+    rows = interleaved(cases, max(2, cfg.repeats // 2), device)
+    for row in rows.values():
+        row["tokens/s"] = n / row["seconds"]
+    size = sum(p.numel() for p in dream.parameters()) / 1e6
+    print_table(f"Dream, {size:,.0f}M random: decoding {n} tokens in {steps} passes, blocks of "
+                f"{block}", rows)
     return rows
 
 
 def bench_dream(cfg, device, dtype):
-    """Finetuning with and without checkpointing, decoding at once and in blocks, binary and with SM."""
-    step, rows = finetuning(cfg, device, dtype), {}
-    cases = {f"{'SM' if soft else 'binary'}, {'checkpointing' if again else 'all kept'}": (soft, again)
-             for again in (False, True) for soft in (False, True)}
-    rows = interleaved({name: lambda case=case: step(*case) for name, case in cases.items()}, cfg.repeats, device)
-    del step
-    if "memory" in cfg.parts:
-        for name, case in cases.items():
-            before, most = peak(two_finetunings, cfg, device, dtype, *case)
-            rows[name] |= {"peak GB": most / 1e9, "before GB": before / 1e9}
-    for row in rows.values():
-        row["tokens/s"] = cfg.dream_length / row["seconds"]
-    dream, sm = build_dream(cfg, device, dtype, adapter=False)
-    n = sum(p.numel() for p in dream.parameters())
-    table(f"Dream, {n / 1e6:,.0f}M random: finetuning, 1 × {cfg.dream_length}", rows)
-    half = cfg.dream_length // 2
-    prompt = torch.randint(cfg.dream_vocab - 2, (1, half), generator=rng("bench"))
-    x, _ = pad_prompts(dream.cfg, prompt, half, device)
-    how = dict(temperature=0.1, top_p=0.9)
-    generator = lambda: torch.Generator(device).manual_seed(0)
-    cases = {f"{'SM' if soft else 'binary'}, {where}": (soft, where) for where in ("at once", "blocks, prefix", "blocks, dual")
-             for soft in (False, True)}
-
-    def decoding(soft, where):
-        feedback = sm if soft else None
-        if where == "at once":
-            return lambda: decode(dream, x, dream.cfg.mask_token_id, half // 2, feedback, generator=generator(), **how)
-        return lambda: decode_blocks(dream, x, half, half // 2, half // 4, where.split()[-1], sm=feedback,
-                                     generator=generator(), **how)
-    decoded = interleaved({name: decoding(*case) for name, case in cases.items()}, max(2, cfg.repeats // 2), device)
-    for row in decoded.values():
-        row["tokens/s"] = half / row["seconds"]
-    table(f"Dream: decoding {half} tokens in {half // 2} passes, blocks of {half // 4}", decoded)
-    return {"finetuning": rows, "decoding": decoded}
+    return {"finetuning": finetuning_table(cfg, device, dtype),
+            "decoding": decoding_table(cfg, device, dtype)}
 
 
-# ---------------------------------------------------------------------------------------------------------------------
+def vocabulary_work(cfg, device, k, T):
+    """Both passes and the backward of finetune_dream.py on T tokens, of which T − 1 are [MASK].
+
+    V and dtype are Dream's, but the model is narrow and has no layers: what is left is the work on
+    rows × V. With T = 1 the model is made and nothing else. Returns the TwoPassDream.
+    """
+    mask_id = 151666
+    size = DreamConfig(152064, 64, 64, 0, 1, 1, 1e-6, 1e6, 4096, mask_id, 151643, 151643)
+    dream = Dream(size).to(device, torch.bfloat16).requires_grad_(False)
+    x0 = torch.randint(mask_id, (1, T), generator=rng("bench")).to(device)
+    xt = torch.where(torch.arange(T, device=device) > 0, mask_id, x0)
+    model = TwoPassDream(dream, SoftMask(mask_id, k, omega_s=0.5).to(device), mask_id)
+    if T > 1:
+        model(x0, xt, True).mean().backward()
+    return model
+
+
+def bench_vocabulary(cfg, device, dtype, T=2048):
+    """How far Dream's logits, feedback and loss alone raise memory on its longest dialogue."""
+    base, rows = peak(vocabulary_work, cfg, device, 1, 1)["peak GB"], {}
+    for k in (1, None):
+        most = peak(vocabulary_work, cfg, device, k, T)["peak GB"]
+        rows[f"k = {k or '|V|'}"] = {"rise GB": most - base}
+    print_table(f"Dream's vocabulary work: V = 152,064, {T:,} tokens, bf16", rows,
+                f"one (T, V) tensor in fp32 is {T * 152064 * 4 / 1e9:.3g} GB")
+    return rows
+
+
+# -------------------------------------------------------------------------------------------------
+# the command
+
+
+def validate(cfg, world, device):
+    """cfg with the sizes for this device. Raises Refused for what cannot be measured."""
+    parts = cfg.parts.split(",")
+    known = [name.removeprefix("bench_") for name in globals() if name.startswith("bench_")]
+    for part in parts:
+        if part not in known:
+            raise Refused(f"--parts={part} is none of {', '.join(known)}")
+    if (world > 1) != (parts == ["scaling"]):
+        raise Refused(f"{world} processes, --parts={cfg.parts}: scaling runs alone and under "
+                      f"torchrun, and nothing else does")
+    sizes = PRESETS["gpu" if device.type == "cuda" else "cpu"]
+    cfg = replace(cfg, device=device.type,
+                  **{name: v for name, v in sizes.items() if not getattr(cfg, name)})
+    least = dict(repeats=1, length=4, many=1, vocab_size=16, dream_answer=4)
+    for name, low in least.items():
+        if getattr(cfg, name) < low:
+            raise Refused(f"--{name}={getattr(cfg, name)} must be at least {low}")
+    return cfg
 
 
 def main(cfg):
-    rank, world, device, dtype = machine(cfg.device, cfg.dtype)
-    parts = cfg.parts.split(",")
-    for part in parts:
-        if part not in (*PARTS, "scaling"):
-            raise Refused(f"--parts={part} is none of {', '.join(PARTS)}")
-    if (world > 1) != (parts == ["scaling"]):
-        raise Refused(f"{world} processes, --parts={cfg.parts}: scaling runs under torchrun, alone, and nothing else does")
-    sizes = PRESETS["gpu" if device.type == "cuda" else "cpu"]
-    cfg = replace(cfg, device=device.type, **{name: v for name, v in sizes.items() if not getattr(cfg, name)})
-    if cfg.repeats < 1 or cfg.length < 4 or cfg.many < 1 or cfg.vocab_size < 16:
-        raise Refused(f"--repeats={cfg.repeats} --length={cfg.length} --many={cfg.many} --vocab_size={cfg.vocab_size}: at least 1, 4, 1, 16")
+    rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
+    cfg = validate(cfg, world, device)
     torch.manual_seed(0)
     launch.join(world, device)
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    where = {"device": name, "threads": torch.get_num_threads(), "cores": os.cpu_count(), "torch": torch.__version__,
-             "python": platform.python_version(), "dtype": str(dtype or torch.float32), "load": os.getloadavg()[0],
+    cuda = device.type == "cuda"
+    name = torch.cuda.get_device_name(device) if cuda else platform.processor()
+    where = {"device": name or platform.machine(), "threads": torch.get_num_threads(),
+             "cores": os.cpu_count(), "torch": torch.__version__,
+             "python": platform.python_version(), "dtype": str(dtype or torch.float32),
+             "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,
              **checkpoint.git_version()}
     found = {"machine": where, "settings": asdict(cfg)}
     if rank == 0:
         print("  ".join(f"{key} {value}" for key, value in where.items()))
-        print(f"MDLM {cfg.n_layer} × {cfg.n_embd}, V = {cfg.vocab_size:,}, L = {cfg.length}, batch {cfg.batch}", flush=True)
-    for part in parts:
+        print(f"MDLM {cfg.n_layer} × {cfg.n_embd}, V = {cfg.vocab_size:,}, L = {cfg.length}, "
+              f"batch {cfg.batch}", flush=True)
+    for part in cfg.parts.split(","):
         start = time.time()
         found[part] = globals()["bench_" + part](cfg, device, dtype)
         if rank == 0:
             print(f"({part}: {time.time() - start:.0f} s)", flush=True)
     if cfg.json and rank == 0:
-        with atomic(cfg.json) as tmp, open(tmp, "w") as f:
-            json.dump(found, f, indent=1)
+        write_text(cfg.json, json.dumps(found, indent=1))
     if world > 1:
         dist.destroy_process_group()
     return found

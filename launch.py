@@ -364,12 +364,3 @@ class Log:
         if self.master and self.text:
             print(self.text, flush=True)
         self.text = ""
-
-
-def log_line(path, line):
-    append_jsonl(path, line)
-
-
-def log_until(path, step):
-    kept = [v for v in read_jsonl(path, skip_broken=True) if isinstance(v, dict)]
-    return [json.dumps(v) + "\n" for v in kept if v.get("step", math.inf) <= step]

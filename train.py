@@ -238,7 +238,10 @@ def demonstrate(cfg, model, bounds, held_out, meta):
 
 
 def train(cfg):
-    """Alg. 1: what is trained, one update, and the loop. Returns (the MDLM, its average)."""
+    """Alg. 1: what is trained, one update, and the loop. Returns (the MDLM, its average).
+
+    Checked against tests/oracles.py alg1.
+    """
     # ---- the data
     rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     launch.join(world, device)

@@ -1,22 +1,38 @@
-"""bench.py: what it reports is what happened, and every part runs; no test looks at a clock."""
+"""bench.py: what it reports is what happened, and every part runs. No test looks at a clock."""
 
+import ast
+import copy
+import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 import time
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bench
 import plot
-from bench import PARTS, PRESETS, Config, interleaved, main, peak
-from launch import Refused
+from bench import PRESETS, Config, interleaved, main, peak
+from data import rng
+from launch import Refused, from_cli
+from mdlm import corrupt
 from train import flops_per_token
 
+CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA: would check the same on it"))]
+
+
+# -------------------------------------------------------------------------------------------------
+# measuring
 
 
 def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
@@ -28,83 +44,261 @@ def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
     def case(name, seconds):
         calls.append(name)
         now[0] += seconds * (3 if (len(calls) - 1) // 2 % 2 else 1)
-    found = interleaved({"a": lambda: case("a", 1.0), "b": lambda: case("b", 1.5)}, 4, torch.device("cpu"))
+
+    cases = {"a": lambda: case("a", 1.0), "b": lambda: case("b", 1.5)}
+    found = interleaved(cases, 4, CPU)
     assert calls == ["a", "b"] * 5  # the first two do not count
     assert found["a"]["ratio"] == 1 and found["b"]["ratio"] == pytest.approx(1.5)
-    assert found["a"]["seconds"] == pytest.approx(2.0) and found["a"]["cpu"] == pytest.approx(4.0)
-
+    assert found["a"]["seconds"] == pytest.approx(2.0)
+    assert found["a"]["cpu"] == pytest.approx(4.0)
 
 
 def test_peak_memory_is_what_was_held_at_once():
-    before, most = peak(bench.three_updates, Config(**QUICK), torch.device("cpu"), None, True)
-    assert 0 < before < most
-    assert before < 1.5e9  # of a fresh process, whatever this one has held
+    found = peak(bench.three_updates, Config(**QUICK), CPU, None, True)
+    assert 0 < found["before GB"] < found["peak GB"]
+    assert found["before GB"] < 1.5  # of a fresh process, whatever this one has held
+
+
+def end_abruptly(cfg, device):
+    os._exit(3)
+
+
+def test_a_process_that_dies_is_a_sentence():
+    with pytest.raises(Refused, match="memory was not measured"):
+        peak(end_abruptly, None, CPU)
+
+
+# -------------------------------------------------------------------------------------------------
+# what is measured
 
 
 def test_an_update_is_the_one_of_train():
-    """All parameters move, ω with them, in an SM update; the loss is finite."""
-    cfg = Config(**QUICK)
-    step, model = bench.training(cfg, torch.device("cpu"), None)
+    """All parameters move in an SM update, ω with them, and stay finite."""
+    step, model = bench.training(Config(**QUICK), CPU, None)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step(True), step(True)
+    step(True)
+    step(True)
     still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
-    assert not [name for name in still if not name.startswith("net.sigma_map")]  # without time conditioning σ is 0
+    # Without time conditioning σ is 0, and the layer that embeds it has no gradient.
+    assert not [name for name in still if not name.startswith("net.sigma_map")]
     assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_hours_are_tokens_by_rate(capsys):
-    """One device at the paper's size and one second an update of 32 × 1024: 16 s an update, 1M of them."""
-    row = {"seconds": 1.0}
-    rows = bench.hours(bench.ModelConfig(), 32, row, {"seconds": 2.0})
+    """At the paper's size, a second for 32 × 1024 tokens is 16 s for an update, and 1M of them."""
+    rows = bench.hours(bench.ModelConfig(), 32, {"seconds": 1.0}, {"seconds": 2.0})
     assert rows["from scratch, binary"]["1 device"] == pytest.approx(1e6 * 16 / 3600)
-    assert rows["continuation, SM 0.8"]["8 devices"] == pytest.approx(1e5 * 16 * 1.8 / 8 / 3600)
+    hours = rows["continuation, SM 0.8"]["8 devices"]
+    assert hours == pytest.approx(1e5 * 16 * 1.8 / 8 / 3600)
 
 
 def test_flops_are_those_of_the_matrices():
     from torch.utils.flop_counter import FlopCounterMode
     cfg = Config(**QUICK)
-    model = bench.build(cfg, torch.device("cpu"), dropout=0.0)
-    emb, L = model.net.table[torch.zeros(2, cfg.length, dtype=torch.long)].detach(), cfg.length
-    with FlopCounterMode(display=False) as counter, torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    model, L = bench.build(cfg, CPU, dropout=0.0), cfg.length
+    emb = model.net.table[torch.zeros(2, L, dtype=torch.long)].detach()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         h = model.net.trunk(emb, torch.full((2,), 0.5))
         model.net.head(h.flatten(0, 1)[:L])  # half of the rows
-    assert flops_per_token(model.cfg, 0) / 3 * 2 * L == pytest.approx(counter.get_total_flops(), rel=0.1)
+    found = counter.get_total_flops()
+    assert flops_per_token(model.cfg, 0) / 3 * 2 * L == pytest.approx(found, rel=0.1)
 
 
-def test_every_part_runs_and_lands_in_the_json(tmp_path):
+def test_dream_has_its_real_size():
+    """7.6 billion parameters, as many as the released Dream-7B. Counted, not allocated."""
+    cfg = Config(**PRESETS["gpu"])
+    dream, _ = bench.build_dream(cfg, torch.device("meta"), torch.bfloat16)
+    assert sum(p.numel() for p in dream.parameters()) == 7_615_616_512
+
+
+# -------------------------------------------------------------------------------------------------
+# what the fast ways must not change
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypatch):
+    """The compiled trunk is the eager one up to rounding, and 50 updates make no graph again."""
+    if device == "cpu":  # C++ takes two minutes to build; the graphs are the same without it
+        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    device, graphs = torch.device(device), torch._dynamo.utils.counters["stats"]
+    cfg = replace(Config(**QUICK), compile=True)
+    step, model = bench.training(cfg, device, None)
+    step(False)
+    step(True)
+    warm, sizes = graphs["unique_graphs"], set()
+    x0 = torch.zeros(cfg.batch, cfg.length, dtype=torch.long)
+    for i in range(50):
+        t = torch.full((cfg.batch,), (i + 1) / 50)
+        xt = corrupt(x0, t, model.mask_id, rng(i))
+        sizes.add((xt == model.mask_id).sum().item())
+        step(i % 5 > 0, xt.to(device))
+    assert warm > 0 and len(sizes) > 20
+    assert graphs["unique_graphs"] == warm
+    model.eval()
+    emb = model.net.table.detach()[torch.arange(cfg.batch * cfg.length, device=device) % 99]
+    emb = emb.view(cfg.batch, cfg.length, -1)                                  # (B, L, D)
+    t = torch.full((cfg.batch,), 0.5, device=device)
+    with torch.no_grad():
+        compiled, eager = model.net.trunk(emb, t), type(model.net).trunk(model.net, emb, t)
+    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_cuda_and_cpu_fused_adamw_is_the_plain_one(device):
+    model = bench.build(Config(**QUICK), CPU).to(device)
+    models, gradients = [model, copy.deepcopy(model)], rng("gradients")
+    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.0, fused=fused)
+                  for m, fused in zip(models, (True, False))]
+    for _ in range(5):
+        for p, q in zip(*(m.parameters() for m in models)):
+            p.grad = torch.randn(p.shape, generator=gradients).to(device)
+            q.grad = p.grad.clone()
+        for optimizer in optimizers:
+            optimizer.step()
+    for p, q in zip(*(m.parameters() for m in models)):
+        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
+
+
+def test_marks_change_nothing_and_go_away():
+    """The sections of an SM update follow Alg. 1; weights and methods are as without them."""
+    step, model = bench.training(Config(**QUICK), CPU, None)
+    other, plain = bench.training(Config(**QUICK), CPU, None)
+    plain.load_state_dict(model.state_dict())
+    torch.manual_seed(3)
+    other(True)
+    torch.manual_seed(3)
+    methods = model.net.trunk, model.feedback, model.cross_entropy
+    with bench.watched(model, CPU, "the rest") as (mark, seconds):
+        mark("the rest")
+        step(True, mark=mark)
+        mark("")
+    made = ("trunk", "SM: head, λ, top k, mix", "head and loss")
+    backward = {f"{name}, backward" for name in made}
+    assert set(seconds) == {"", "the rest", "clip, optimizer, EMA", *made, *backward}
+    assert (model.net.trunk, model.feedback, model.cross_entropy) == methods
+    for p, q in zip(model.parameters(), plain.parameters()):
+        assert torch.equal(p, q)
+
+
+# -------------------------------------------------------------------------------------------------
+# the commands
+
+
+def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    parts = [part for part in PARTS if part not in ("memory", "vocabulary")]  # they have tests of their own
+    parts = ["train", "sample", "curves", "profile", "attention", "dream"]
     main(Config(**QUICK, parts=",".join(parts), json=str(out)))
     found = json.loads(out.read_text())
     assert set(found) == {"machine", "settings", *parts}
     train = found["train"]
-    expected = train["SM, p_sm = 0.8 (expected)"]
-    assert expected["seconds"] == pytest.approx(0.2 * train["binary"]["seconds"] + 0.8 * train["SM, p_sm = 1"]["seconds"])
+    binary, soft = train["binary"]["seconds"], train["SM, p_sm = 1"]["seconds"]
+    expected = train["SM, p_sm = 0.8 (expected)"]["seconds"]
+    assert expected == pytest.approx(0.2 * binary + 0.8 * soft)
     assert [p["x"] for p in found["curves"]["update over L"]] == [8, 16, 32, 64]
     assert [p["x"] for p in found["curves"]["update over k"]] == [1, 3, 10, "|V|"]
+    assert {len(rows) for rows in found["dream"].values()} == {4, 6}
+    for case in found["profile"].values():
+        assert sum(row["%"] for row in case["sections"].values()) == pytest.approx(100)
 
 
-@pytest.mark.parametrize("how, message", [
-    (dict(parts="train,speed"), "none of train"), (dict(parts="scaling"), "under torchrun"),
-    (dict(repeats=0), "repeats=0"), (dict(length=2), "length=2")])
-def test_bad_input_is_refused(how, message):
-    with pytest.raises(Refused, match=message):
-        main(Config(**QUICK | how))
+def test_vocabulary_work_is_a_soft_update():
+    """Gradients reach ω. The part takes 2,048 tokens and a GB; here it takes three tokens."""
+    model = bench.vocabulary_work(None, CPU, 1, 3)
+    assert all(p.grad is not None and p.grad.isfinite() for p in model.sm.parameters())
+    assert model.sm.raw_s.grad != 0
+
+
+def test_bad_input_is_refused():
+    for how, message in ((dict(parts="train,speed"), "none of train"),
+                         (dict(parts="scaling"), "under torchrun"),
+                         (dict(repeats=0), "repeats=0"), (dict(length=2), "length=2")):
+        with pytest.raises(Refused, match=message):
+            main(Config(**QUICK | how))
 
 
 def test_scaling_runs_on_two_processes(tmp_path):
     out = tmp_path / "scaling.json"
     flags = [f"--{name}={value}" for name, value in QUICK.items()]
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "bench.py", "scaling", *flags,
-                    f"--json={out}"], cwd=ROOT, check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
+    subprocess.run([*torchrun, "bench.py", "scaling", *flags, f"--json={out}"], cwd=ROOT,
+                   check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     rows = json.loads(out.read_text())["scaling"]
     assert list(rows) == ["1 process, batch 2", "strong: 2 × 1", "weak: 2 × 2"]
 
 
-@pytest.mark.parametrize("text", [None, "no json", "[]", '{"train": {}}'])
-def test_plot_refuses_files_without_curves(tmp_path, text):
+def test_plot_refuses_files_without_curves(tmp_path):
     path = tmp_path / "bench.json"
-    if text is not None:
-        path.write_text(text)
-    with pytest.raises(Refused, match="has no curves"):
-        plot.curves(path)
+    for text in None, "no json", "[]", '{"train": {}}':
+        if text is not None:
+            path.write_text(text)
+        with pytest.raises(Refused, match="has no curves"):
+            plot.curves(path)
+
+
+# -------------------------------------------------------------------------------------------------
+# results/gpu.sh
+
+STAND_IN = """#!/bin/sh
+printf '%s\\n' "$*" >> commands
+for word; do
+    case $word in
+        --json=* | --out=*.json | --out=*.jsonl) echo > "${word#*=}" ;;
+        --out_dir=*) mkdir -p "${word#*=}" && echo > "${word#*=}/log.jsonl" ;;
+    esac
+done
+"""
+
+
+@pytest.fixture
+def gpu_sh(tmp_path):
+    """gpu_sh(*blocks, **environment) → the commands that it would run, by a stand-in for Python."""
+    stand_in = tmp_path / "python"
+    stand_in.write_text(STAND_IN)
+    stand_in.chmod(0o755)
+    (tmp_path / "results").mkdir()
+    with open(os.path.join(ROOT, "results", "gpu.sh")) as f:
+        (tmp_path / "results" / "gpu.sh").write_text(f.read())
+
+    def run(*blocks, **environment):
+        own = {"PYTHON": str(stand_in), "SIZE": "gpu", "TEXT": "stdlib", "WORK": "work"}
+        subprocess.run(["bash", "results/gpu.sh", *blocks], cwd=tmp_path, check=True,
+                       capture_output=True, env=os.environ | own | environment)
+        commands = tmp_path / "commands"
+        lines = commands.read_text().splitlines() if commands.exists() else []
+        commands.unlink(missing_ok=True)
+        return lines
+    return run
+
+
+def test_gpu_sh_gives_flags_that_exist_and_repeats_no_block(gpu_sh, tmp_path):
+    for size in "toy", "gpu":
+        out = tmp_path / size
+        commands = gpu_sh(SIZE=size, OUT=str(out))
+        scripts = [c.split() for c in commands if not c.startswith("-m pytest")]
+        assert len(scripts) == len(commands) - 1 > 10
+        for script, *argv in scripts:
+            module = importlib.import_module(script.removesuffix(".py"))
+            if script == "data.py":  # as its own last lines do
+                argv = [a if a.startswith("--") or a in module.PRESETS else f"--source={a}"
+                        for a in argv]
+            from_cli(module.Config, argv, getattr(module, "PRESETS", None))
+        assert len(os.listdir(out)) <= 8
+        assert gpu_sh(SIZE=size, OUT=str(out)) == []
+    assert gpu_sh("train", OUT=str(tmp_path / "one"))[0].startswith("bench.py gpu --parts=train")
+
+
+def test_gpu_sh_runs_every_test_that_needs_cuda():
+    """Its -k names them all, so that none is left out because of its name."""
+    with open(os.path.join(ROOT, "results", "gpu.sh")) as f:
+        words = re.search(r'-k "(.*?)"', f.read())[1].split(" or ")
+    names = []
+    for file in sorted(os.listdir(os.path.join(ROOT, "tests"))):
+        if file.startswith("test_"):
+            with open(os.path.join(ROOT, "tests", file), encoding="utf-8") as f:
+                nodes = ast.walk(ast.parse(f.read()))
+            for node in nodes:
+                marks = " ".join(map(ast.unparse, getattr(node, "decorator_list", [])))
+                if "skipif(not torch.cuda" in marks or "DEVICES" in marks:
+                    names.append(node.name)
+    assert len(names) > 4
+    assert not [name for name in names if not any(word in name for word in words)]
