@@ -175,6 +175,18 @@ def test_time_gain_table():
         time_gain("quadratic", 0.5, 0.5)
 
 
+def test_stepwise_is_binary_at_the_switch_itself():
+    """App. C.9, strictly [code]: a plain [MASK] at t', full feedback just above. Late: reversed."""
+    x, logits, table = example()
+    sm, plain = SoftMask(MASK, **OPEN), table[x]
+    full = sm.embed(table, x, logits)
+    for switch in 0.2, 0.5, 0.8:
+        for t, early, late in (switch, plain, full), (math.nextafter(switch, 1), full, plain):
+            for schedule, expected in ("stepwise", early), ("stepwise-late", late):
+                gain = time_gain(schedule, t, switch)
+                assert torch.equal(sm.embed(table, x, logits, gain), expected)
+
+
 RECORDED = os.path.join(os.path.dirname(__file__), "golden", "softmask.npz")
 THEIRS = dict(raw_s="raw_scale", raw_a="raw_steep", raw_b="raw_centre_neg",
               raw_tau="raw_temperature")
