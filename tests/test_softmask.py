@@ -47,14 +47,6 @@ def test_soft_mask_stays_on_the_simplex(k):
     assert ((low - 1e-6 <= mixed) & (mixed <= high + 1e-6)).all()
 
 
-def test_eq3_at_five_points():
-    for minus_H in (0.0, -0.5, -1.5, -3.0, -10.0):
-        lam = SoftMask(MASK, **OPEN).strength(torch.tensor(minus_H)).item()
-        assert lam == pytest.approx(0.8 / (1 + math.exp(-2.0 * (minus_H + 1.5))), rel=1e-5)
-    lam = SoftMask(MASK).strength(torch.linspace(-8, 0, 50))
-    assert (lam.diff() > 0).all()  # more confidence, more feedback
-
-
 def test_the_two_ends_of_the_interpolation():
     """§3.3: λ = 0 is MDLM bit for bit; λ = 1 with k = 1 embeds the most likely token."""
     x, logits, table = example()
