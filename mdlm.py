@@ -41,7 +41,7 @@ from launch import Refused
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
 BUDGET = 1e9        # bytes that all (n, V) tensors may take together
-CPU_LOGITS = 50e6   # bytes of logits made at once on a CPU, so that its allocator reuses one buffer
+CPU_LOGITS = 52e6   # bytes of logits made at once on a CPU, so that its allocator reuses one buffer
 
 
 @dataclass
@@ -301,13 +301,17 @@ class TwoPass(nn.Module):
         """
         table, sm = self.net.table, self.sm
 
-        def lambda_and_topk(h):
+        def head(h):
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
-                logits = self.net.head(h)                                      # (n, V)
-            return sm(logits)                       # the gradient of ω starts here
+                return self.net.head(h)                                        # (n, V)
+
+        def lambda_and_topk(h):
+            # On a CPU, 16 rows stay in the caches while SM goes over them again and again.
+            few = head(h).split(16 if h.device.type == "cpu" else max(1, len(h)))
+            return tuple(map(torch.cat, zip(*map(sm, few))))                  # (n,), (n, k), (n, k)
 
         def dense_mix(h):
-            lam, _, pi = lambda_and_topk(h)                                    # (n,), (n, V)
+            lam, _, pi = sm(head(h))                                           # (n,), (n, V)
             return sm.mix(table, lam, None, pi), lam, pi.argmax(-1)            # (n, D), (n,), (n,)
 
         if sm.k is None:
@@ -317,7 +321,7 @@ class TwoPass(nn.Module):
         return sm.mix(table, lam, ids, pi), lam, ids[:, 0]                     # (n, D), (n,), (n,)
 
     @torch.no_grad()
-    def watch(self, mixed, lam):
+    def note(self, mixed, lam):
         """Keep what the log reports of a feedback.   mixed: (N, D).   lam: (N,)."""
         n = max(1, len(lam))
         self.lam = lam.sum() / n
@@ -353,7 +357,7 @@ class TwoPass(nn.Module):
                 h = net.hidden(emb, rows, t, **context)                        # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,)    l.7
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)
-            self.watch(mixed, lam)
+            self.note(mixed, lam)
         h = net.hidden(emb, rows, t, **context)                                # (N, D)          l.7
         nll = self.cross_entropy(h, x0.flatten()[rows])                        # (N,)            l.8
         if self.sm is not None:
