@@ -52,7 +52,8 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
 
     The network decides *which* token appears, and the schedule alone decides *whether* one does. So
     a sampler is nothing but this pair. A new sampler must take the masked share from t to s:
-    t (1 − reveal) + (1 − t) remask = s.
+    t (1 − reveal) + (1 − t) remask = s. The share of remdm-loop is not t but its own 1 − α: from 1
+    to 1 − alpha_on before t_on, then constant to t_off, then to 0.
     """
     eta, remask = SAMPLERS.get(sampler) if eta is None else eta, 0.0
     in_range = sampler in SAMPLERS and 0 <= eta <= 1
@@ -102,7 +103,7 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
 
 
 def schedule_batch(free, steps, generator, every, **schedule):
-    """`schedule_flips` of n sequences. In each turn, every sequence takes its own next step.
+    """`schedule_flips` of n sequences. In each turn, every sequence takes its own next step [ours].
 
     free: (n, L) bool.   every, schedule: as there.
     generator: a torch.Generator, None for torch's own, or a list of n.
@@ -274,7 +275,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             emb[vanish] = table[mask_id]
         x[vanish] = mask_id
         watch()
-    if masked.any():  # a rare rest: the likeliest token, without the nucleus [code]
+    if masked.any():  # rare, but a tenth after 20 steps of remdm-loop. No nucleus here [code]
         left = rows(masked)
         t = torch.full((n,), T_END, device=device)                             # (n,)
         h = predict(model, emb, t, left, passes, fresh)                        # (nL, D)

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """launch.py: flags, the machine, ranks, signals, files that survive, the log of both trainers."""
 
 import json
@@ -13,7 +14,8 @@ import pytest
 import torch
 
 import launch
-from launch import Log, Refused, append_jsonl, atomic, from_cli, read_json, read_jsonl, write_text
+from conftest import refused
+from launch import Log, append_jsonl, atomic, from_cli, read_json, read_jsonl, write_text
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -53,8 +55,7 @@ def test_bad_flags_are_refused():
                           (["--fast=maybe"], "--fast=maybe is not true or false"),
                           (["--steps"], "--steps needs a value"),
                           (["fast"], "unknown preset 'fast'")):
-        with pytest.raises(Refused, match=message):
-            from_cli(Config, argv, {"quick": {}})
+        refused(message, from_cli, Config, argv, {"quick": {}})
 
 
 def test_help_is_the_commented_class(capsys):
@@ -89,17 +90,7 @@ def test_machine_takes_what_is_there_and_refuses_what_is_not(monkeypatch, capsys
     for device, dtype, message in (("abacus", "auto", "--device=abacus for local process 1"),
                                    ("cuda:9", "auto", "--device=cuda:9 .*--device=cpu"),
                                    ("cpu", "int4", "--dtype=int4: use auto")):
-        with pytest.raises(Refused, match=message):
-            launch.machine(device, dtype)
-
-
-def test_one_process_is_all_ranks(capsys):
-    assert launch.any_rank(7) == 7
-    assert launch.over_ranks(torch.tensor([1.5])).tolist() == [1.5]
-    launch.leave(1, "done", 0)
-    with pytest.raises(SystemExit) as stop:
-        launch.leave(1, "", 143)
-    assert stop.value.code == 143 and capsys.readouterr().out == "done\n"
+        refused(message, launch.machine, device, dtype)
 
 
 TWO_RANKS = """
@@ -165,11 +156,9 @@ def test_a_full_disk_is_refused_and_keeps_the_old_file(tmp_path):
     path = tmp_path / "f"
     write_text(path, "old")
     os.symlink("/dev/full", f"{path}.tmp")
-    with pytest.raises(Refused, match="could not write .*No space left.*free some space"):
-        write_text(path, "new" * 10**6)
+    refused("could not write .*No space left.*free some space", write_text, path, "new" * 10**6)
     assert path.read_text() == "old" and os.listdir(tmp_path) == ["f"]
-    with pytest.raises(Refused, match="could not write /dev/full.*No space left"):
-        append_jsonl("/dev/full", {"a": 1})
+    refused("could not write /dev/full.*No space left", append_jsonl, "/dev/full", {"a": 1})
 
 
 def test_read_json_wants_an_object(tmp_path):
@@ -178,8 +167,7 @@ def test_read_json_wants_an_object(tmp_path):
                           ("[1]", "holds no JSON object but a list")):
         if text is not None:
             path.write_text(text)
-        with pytest.raises(Refused, match=message):
-            read_json(path)
+        refused(message, read_json, path)
     path.write_text('{"a": "ω"}', encoding="utf-8")
     assert read_json(path) == {"a": "ω"}
 
@@ -208,15 +196,12 @@ def test_other_broken_lines_are_refused_or_skipped(tmp_path):
     for text, line in (('{"a": 1}\n{"b": \n{"c": 2}\n', 2), ("my notes", 1), ("my notes\n", 1),
                        ('{"a": 1}\n\n', 2)):
         path.write_text(text)
-        with pytest.raises(Refused, match=f"line {line} of .*x.jsonl is not JSON"):
-            read_jsonl(path, repair=True)
+        refused(f"line {line} of .*x.jsonl is not JSON", read_jsonl, path, repair=True)
         assert path.read_text() == text
     path.write_text('{"a": 1}\n{"b": \n{"c": 2}\n{"d"')
     assert read_jsonl(path, skip_broken=True) == [{"a": 1}, {"c": 2}]
-    with pytest.raises(Refused, match="cannot be read"):
-        read_jsonl(tmp_path)
-    with pytest.raises(Refused, match="could not write"):
-        append_jsonl(tmp_path, {"a": 1})
+    refused("cannot be read", read_jsonl, tmp_path)
+    refused("could not write", append_jsonl, tmp_path, {"a": 1})
 
 
 # ---- the log
@@ -258,8 +243,7 @@ def test_log_refuses_what_is_not_a_number(tmp_path):
     for nll, norm in ((math.nan, 1.0), (1.0, math.inf)):
         log = Log(str(tmp_path / "log.jsonl"), 0, 10, master=True)
         log.add(nll=torch.tensor(nll))
-        with pytest.raises(Refused, match="not a number by update 3: --resume goes back to "):
-            log.collect(3, torch.tensor(norm))
+        refused("not a number by update 3: --resume goes back", log.collect, 3, torch.tensor(norm))
 
 
 def test_a_log_line_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """README.md and REPRODUCE.md: every command parses, reads what an earlier one writes, and writes
 where no other does. Those of README.md run, cut short."""
 
@@ -13,7 +14,8 @@ from fnmatch import fnmatch
 
 import pytest
 
-from launch import Refused, from_cli
+from conftest import configure
+from launch import Refused
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ("README.md", "REPRODUCE.md")
@@ -54,17 +56,6 @@ def ours(name):
             assert words[0] in ("python", "torchrun") and not launcher, words
             found.append((words[script][:-3], words[script + 1:], words[0] == "torchrun"))
     return found
-
-
-def configure(script, words):
-    """The script and its Config, as its last lines make it."""
-    module = importlib.import_module(script)
-    presets = getattr(module, "PRESETS", None)
-    if script == "data" and words[0] not in presets:
-        paths = [word for word in words if not word.startswith("--")]
-        flags = [word for word in words if word.startswith("--")]
-        words = [f"--source={os.pathsep.join(paths)}", *flags]
-    return module, from_cli(module.Config, words, presets)
 
 
 @pytest.fixture(autouse=True)
@@ -108,9 +99,12 @@ def writes(script, cfg, ranks):
         return shards | ({cfg.trace} if cfg.trace else set())
     if script == "eval":
         of = cfg.checkpoint or re.sub(r"[*?]|\.jsonl$", "", cfg.samples).rstrip(".")
+        of = of or f"{cfg.data}/val"
         return {cfg.out or f"{of.removesuffix('.pt')}.{cfg.metric}.of-what.json"}
     if script == "eval_dream":
         return {f"{cfg.out}/{hash(str(cfg))}.json"}
+    if script == "bench":
+        return {cfg.json} - {""}
     return {cfg.out} if getattr(cfg, "out", "") else set()
 
 
@@ -122,11 +116,14 @@ def reads(script, cfg):
         return {cfg.checkpoint}
     if script == "eval":
         text = {"ppl": f"{cfg.data}/val.bin", "zero_shot": cfg.text, "mauve": f"{cfg.data}/val.bin"}
-        return {cfg.checkpoint or cfg.samples, text.get(cfg.metric, "")} - {""}
+        of = cfg.checkpoint or cfg.samples or f"{cfg.data}/val.bin"
+        return {of, text.get(cfg.metric, "")} - {""}
     if script == "plot":
-        patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation))
+        patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation, cfg.learned,
+                             cfg.frontier))
         folder = f"{cfg.throughput}/*.json" if cfg.throughput else ""
-        return {*patterns.split(","), folder, cfg.trajectory, cfg.curves} - {""}
+        files = cfg.trajectory, cfg.overhead, cfg.curves
+        return {*patterns.split(","), folder, *files} - {""}
     if script == "finetune_dream":
         return {cfg.model}
     if script == "eval_dream":

@@ -402,6 +402,31 @@ def test_what_is_left_at_the_end_gets_an_argmax_with_feedback(monkeypatch):
     assert ids[left].tolist() == model.net.head(h)[left].argmax(-1).tolist()
 
 
+def test_masks_left_at_the_end_get_one_more_look(monkeypatch):
+    """Nothing turns after the first of 6 steps. Theirs calls the network in the second, which sees
+    the new tokens, and after the last. Each call has the feedback of the one before.
+    """
+    once = lambda t, s, *rest, **more: (0.5 if t == 1 else 0.0, 0.0)
+    monkeypatch.setattr(sample, "step_probs", once)
+    model = model_of(scale=0.6).eval()
+    net, omega = model.net, oracles.omega(model.sm)
+    predict = lambda emb: net.head(net.trunk(emb[None], torch.ones(1))[0])           # (L, V)
+    calls, states, ids = calls_of(model, steps=6)
+    x = states[0][0]                                                                 # (L,)
+    left = (x == MASK).nonzero()[:, 0].tolist()
+    assert len(calls) == 3 and 0 < len(left) < 10
+    said, logits = [], predict(net.table[torch.full((10,), MASK)])
+    for _ in range(2):
+        emb = net.table[x].clone()                                                   # (L, D)
+        for l in left:
+            emb[l] = oracles.soft_mask(logits[l], net.table, MASK, **omega)
+        logits = predict(emb)
+        said.append(logits[left].argmax(-1).tolist())
+    assert ids[left].tolist() == said[1] != said[0]  # without that look, said[0] would be the end
+    monkeypatch.setattr(sample, "step_probs", lambda t, s, *rest, **more: (float(t == 1), 0.0))
+    assert len(calls_of(model, steps=6)[0]) == 1  # nothing is left, nothing is asked
+
+
 def test_time_conditioned_models_are_asked_at_every_step():
     model = model_of(time_conditioning=True)
     net, g = model.net, generators(1)[0]
