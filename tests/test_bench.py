@@ -145,15 +145,17 @@ def test_marks_change_nothing_and_go_away():
     other(True)
     torch.manual_seed(3)
     step(True)
-    methods = model.net.trunk, model.feedback, model.cross_entropy
+    methods = lambda: (model.net.trunk, model.feedback, model.cross_entropy, model.sm.forward,
+                       model.sm.mix)
+    unmarked = methods()
     with bench.watched(model, CPU, "the rest") as (mark, seconds):
         mark("the rest")
         step(True, mark=mark)
         mark("")
-    made = ("trunk", "SM: head, λ, top k, mix", "head and loss")
-    backward = {f"{name}, backward" for name in made}
-    assert set(seconds) == {"", "the rest", "clip, optimizer, EMA", *made, *backward}
-    assert (model.net.trunk, model.feedback, model.cross_entropy) == methods
+    made = ("trunk", "SM: head", "head and loss")
+    parts = {f"{name}, backward" for name in made} | {"SM: λ, top k", "SM: look-up"}
+    assert set(seconds) == {"", "the rest", "clip, optimizer, EMA", *made, *parts}
+    assert methods() == unmarked
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         assert torch.equal(p, q) and p.isfinite().all()
         # Without time conditioning σ is 0, and the layer that embeds it has no gradient.
@@ -166,7 +168,7 @@ def test_marks_change_nothing_and_go_away():
 
 def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    parts = ["train", "sample", "curves", "profile", "attention", "dream"]
+    parts = ["train", "sample", "curves", "overhead", "profile", "attention", "dream"]
     main(Config(**QUICK, parts=",".join(parts), json=str(out)))
     found = json.loads(out.read_text())
     assert set(found) == {"machine", "settings", *parts}
@@ -177,6 +179,12 @@ def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     assert [p["x"] for p in found["curves"]["update over L"]] == [8, 16, 32, 64]
     assert [p["x"] for p in found["curves"]["update over k"]] == [1, 3, 10, "|V|"]
     assert {len(rows) for rows in found["dream"].values()} == {4, 6}
+    binary, soft = found["overhead"]["binary"], found["overhead"]["SM"]
+    for row in binary, soft:
+        assert row["s/call"] == pytest.approx(row["seconds"] / row["calls"]) and row["calls"] <= 9
+    common = {"the rest", "trunk", "draw: head, nucleus, token"}
+    assert set(binary["sections"]) == common
+    assert set(soft["sections"]) == common | {"SM: head", "SM: λ, top k", "SM: look-up"}
     for case in found["profile"].values():
         assert sum(row["%"] for row in case["sections"].values()) == pytest.approx(100)
 
@@ -234,10 +242,10 @@ def test_gpu_sh_gives_flags_that_exist_and_repeats_no_block(tmp_path):
             subprocess.run(["bash", "results/gpu.sh"], cwd=tmp_path, check=True,
                            capture_output=True, env=os.environ | own | {"SIZE": size, "OUT": out})
             commands = [line.split() for line in kept.read_text().splitlines()]
-            scripts = [words for words in commands if words[0] != "-m"]  # not pytest
-            assert again and not commands or len(scripts) == len(commands) - 1 > 10
-            for script, *words in scripts:
-                configure(script.removesuffix(".py"), words)
+            assert len(commands) == 0 if again else len(commands) > 10
+            for script, *words in commands:
+                if script != "-m":  # pytest
+                    configure(script.removesuffix(".py"), words)
         assert len(os.listdir(out)) <= 8
 
 
