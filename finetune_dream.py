@@ -25,6 +25,7 @@ import os
 import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from typing import Literal
 
 import numpy as np
 import torch
@@ -40,7 +41,7 @@ import dora
 import launch
 from data import rng
 from dream import Dream, DreamConfig, Tokenizer
-from launch import Refused, write_text
+from launch import Count, Negative, Positive, Rate, Refused, Share, Size, write_text
 from mdlm import TwoPass
 from softmask import SoftMask
 
@@ -60,40 +61,43 @@ class Config:
     model: str = ""             # folder of Dream-v0-Instruct-7B or Dream-Coder-v0-Instruct-7B
     data: str = ""              # a .jsonl, or mix (Tulu 3 + SmolTalk), or coding (Ling-Coder-SFT)
     out: str = "out/dream"
-    resume: bool = False        # go on from out/last.pt
+    resume: bool | Literal["auto"] = False  # go on from out/last.pt; auto: if it is there
     overwrite: bool = False     # start anew although out holds a run
-    seed: int = 1231            # the authors' five runs have 1231 … 1235
+    seed: Count = 1231          # the authors' five runs have 1231 … 1235
     # dialogues
-    n_train: int = 300_000      # before the filters, which leave 270k
-    n_val: int = 500            # held out; at most a tenth of a .jsonl
-    max_length: int = 2048      # tokens of prompt and response; longer ones are dropped, not cut
-    min_response: int = 5       # tokens, of which the end of the turn takes two
+    n_train: Size = 300_000     # before the filters, which leave 270k
+    n_val: Size = 500           # held out; at most a tenth of a .jsonl
+    max_length: Size = 2048     # tokens of prompt and response; longer ones are dropped, not cut
+    min_response: Count = 5     # tokens, of which the end of the turn takes two
     # optimisation
-    epochs: float = 1.0         # 33.5k updates of 8 dialogues in the paper
-    steps: int = 0              # updates (default: as many as epochs says)
-    batch_size: int = 8         # dialogues per update, one per pass
+    epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
+    steps: Count = 0            # updates (default: as many as epochs says)
+    batch_size: Size = 8        # dialogues per update, one per pass
     loss: str = "authors"       # authors or paper, see `objective`
-    eta_bb: float = 1e-5        # learning rate of DoRA
-    eta_sm: float = 1e-2        # learning rate of ω, which has far to go
-    warmup: float = 0.03        # share of the updates; a cosine down to 0 follows
-    clip: float = 7.0           # of the norm over DoRA and ω together
-    r: int = 16                 # DoRA's rank
-    alpha: int = 16
-    b_l: float = 0.2            # t ~ U(b_l, b_h)
-    b_h: float = 0.8
+    eta_bb: Rate = 1e-5         # learning rate of DoRA
+    eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
+    warmup: Share = 0.03        # share of the updates; a cosine down to 0 follows
+    clip: Positive = 7.0        # of the norm over DoRA and ω together
+    r: Size = 16                # DoRA's rank
+    alpha: Size = 16
+    b_l: Positive = 0.2         # t ~ U(b_l, b_h)
+    b_h: Share = 0.8
     # soft-masking
-    p_sm: float = 0.5           # probability of two passes; 0 finetunes a binary model
-    k: int | None = 1           # as in the released configurations; none: all tokens (App. C.3)
-    omega_s: float = 1e-6       # the start is close to binary masking
-    omega_a: float = 10 / 1.5   # App. B.2: 95% of −H lie above −1.5 nats
-    omega_b: float = -0.75
+    p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
+    coin: str = "update"        # who tosses for p_sm: each update, or each dialogue [code]
+    k: Size | None = 1          # as in the released configurations; none: all tokens (App. C.3)
+    omega_s: Share = 1e-6       # the start is close to binary masking
+    omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
+    omega_b: Negative = -0.75
     # the machine
-    checkpointing: bool = True  # fits 24 GB; false: 40 GB, and a quarter less time
+    # Memory for 2,104 tokens, computed from the sizes of weights and activations: 17.5 GB. Without
+    # checkpointing 28.5 GB, or 44 where there is no flash attention, and a quarter less work.
+    checkpointing: bool = True
     device: str = "auto"        # cuda, else mps, else cpu
-    dtype: str = "auto"         # of the frozen weights: bfloat16 if the GPU has it, else float32
-    log_every: int = 10
-    save_every: int = 100       # last/ and last.pt, and a line in the log, for it to resume from
-    eval_every: int = 500       # and best/; the authors' 100 would take a third of the run's time
+    dtype: str = "auto"         # of the frozen weights: as stored; or float32, bfloat16
+    log_every: Size = 10
+    save_every: Size = 100      # last.pt and last/, and a line in the log, for it to resume from
+    eval_every: Size = 500      # and best/; the authors' 100 would take a third of the run's time
 
 
 PRESETS = {
@@ -113,15 +117,15 @@ PRESETS = {
 
 
 def conversation(record, where):
-    """The messages up to the last answer, with the usual names of roles.
+    """The messages of a dict or JSON text up to the last answer, with the usual names of roles.
 
-    record: dict or JSON.   where: its name in the sentence of Refused.
+    where: its name in the sentence of Refused.
     """
     try:
         record = json.loads(record) if isinstance(record, str) else record
         messages = [{"role": ROLES.get(m["role"], m["role"]), "content": "" + m["content"]}
                     for m in record["messages"]]  # "" + raises TypeError for what is no text
-    except ValueError as e:
+    except (ValueError, RecursionError) as e:
         raise Refused(f"{where} is not JSON: {e}")
     except (KeyError, TypeError):
         raise Refused(f'{where} is not {{"messages": [{{"role": …, "content": "…"}}, …]}}')
@@ -131,16 +135,12 @@ def conversation(record, where):
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
     if not messages:
-        raise Refused(f"{where} has no assistant turn, so there is nothing to learn from it: "
-                      f"remove it")
+        raise Refused(f"{where} has no assistant turn to learn from: remove it")
     return messages
 
 
 def read_lines(cfg):
-    """[train, val] of a .jsonl, each (how many, iterable of (where, record)).
-
-    The lines are put in an order that depends on the seed, and the first of them are held out.
-    """
+    """[train, val] of a .jsonl, each (how many, [(where, record)]), in an order of the seed."""
     try:
         with open(cfg.data, encoding="utf-8") as f:
             lines = [(f"{cfg.data} line {i}", line) for i, line in enumerate(f, 1) if line.strip()]
@@ -153,10 +153,7 @@ def read_lines(cfg):
 
 
 def read_hub(cfg):
-    """The same of the paper's corpora.
-
-    Of a corpus without a test part 1% is held out (10% in the code).
-    """
+    """The same of the paper's corpora. If one has no test part, 1% is held out (10% [code])."""
     try:
         from datasets import concatenate_datasets, load_dataset
         whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
@@ -179,9 +176,10 @@ def read_hub(cfg):
 
 
 def encode_chat(messages, tok):
-    """(ids, prompt length). The prompt is what decoding will see before the answer.
+    """(ids, prompt length). The response ends with <|im_end|> and a line break.
 
-    The response ends with <|im_end|> and a line break.
+    Both are encoded apart, because decoding gives the prompt alone: a line break at the start of
+    a response never becomes one token with the line break at the end of the prompt.
     """
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
@@ -189,10 +187,9 @@ def encode_chat(messages, tok):
 
 
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
-    """The reason not to train on a dialogue, or "".
+    """The reason not to train on a dialogue, or "". Three of the filters are the paper's.
 
-    Three filters are the paper's. The last is [ours]: a [MASK] in the text itself would be taken
-    for one of Alg. 1's.
+    The last is [ours]: a [MASK] in the text itself would be taken for one of Alg. 1's.
     """
     if len(ids) > cfg.max_length:
         return f"over {cfg.max_length} tokens"
@@ -237,8 +234,7 @@ def load_dialogues(cfg, tok, mask_id, show):
 def pad_with_eos(ids, eos, generator):
     """ids (L,) and n_end ~ U{0..49} end tokens, and up to 7 more to a multiple of 8 [code] → (L',)
 
-    They belong to the response: they are masked, predicted and attended to. So the model learns
-    where to stop.
+    They are masked and predicted like the response. So the model learns where to stop.
     """
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     return F.pad(torch.as_tensor(ids).long(), (0, n_end + -(len(ids) + n_end) % 8), value=eos)
@@ -368,19 +364,12 @@ def make_tiny(model, data):
 
 def validate(cfg):
     """cfg, or Refused for values that cannot be run."""
-    at_least_1 = ("n_train", "n_val", "max_length", "batch_size", "r", "log_every", "save_every",
-                  "eval_every")
-    limits = {name: getattr(cfg, name) >= 1 for name in at_least_1} | {
-        "steps": cfg.steps >= 0, "epochs": cfg.epochs > 0,
-        "loss": cfg.loss in ("authors", "paper"),
-        "b_l": 0 < cfg.b_l < cfg.b_h, "b_h": cfg.b_h <= 1, "p_sm": 0 <= cfg.p_sm <= 1,
-        "warmup": 0 <= cfg.warmup < 1, "alpha": cfg.alpha > 0, "clip": cfg.clip > 0,
-        "eta_bb": cfg.eta_bb >= 0, "eta_sm": cfg.eta_sm >= 0}
-    for name, ok in limits.items():
-        if not ok:
-            raise Refused(f"--{name}={getattr(cfg, name)} is out of range: sizes and *_every are "
-                          f"at least 1, 0 < b_l < b_h <= 1, p_sm and warmup are shares, eta_* are "
-                          f"not negative, loss is authors or paper")
+    launch.check_ranges(cfg)
+    for name, known in (("loss", ("authors", "paper")), ("coin", ("update", "dialogue"))):
+        if getattr(cfg, name) not in known:
+            raise Refused(f"--{name}={getattr(cfg, name)} must be {' or '.join(known)}")
+    if not cfg.b_l < cfg.b_h:
+        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
     if not cfg.model or not cfg.data:
         raise Refused("give --model=FOLDER and --data=FILE.jsonl, mix or coding, or try "
                       "`python finetune_dream.py tiny`")
@@ -397,7 +386,8 @@ def check_resume(ckpt, cfg, source, last):
     if ckpt["kind"] != "dream-adapter":
         raise Refused(f"{last} holds a {ckpt['kind']}, not a run of finetune_dream.py: "
                       f"give its --out")
-    there, here = ckpt["config"] | ckpt["data"], asdict(cfg) | source
+    # A field that the checkpoint does not know yet has its default, which changed nothing.
+    there, here = asdict(Config()) | ckpt["config"] | ckpt["data"], asdict(cfg) | source
     different = [f"{name} ({there.get(name)} there, {value} here)" for name, value in here.items()
                  if name not in MAY_DIFFER_ON_RESUME and there.get(name) != value]
     if ckpt.get("keys", 1) != data.KEYS:
@@ -437,16 +427,18 @@ def finetune(cfg):
     if rest:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes: "
                       f"give one that is")
-    if os.path.exists(last) and not (cfg.resume or cfg.overwrite):
-        raise Refused(f"{cfg.out} already holds a run: --resume goes on, --overwrite replaces it, "
-                      f"--out=… starts another")
     launch.join(world, device)
+    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)
     own = PRESETS["tiny"]
-    if master and (cfg.model == own["model"] or cfg.data == own["data"]):
-        make_tiny(own["model"], own["data"])
+    if master:
+        with launch.lock(cfg.out):  # what is wrong with the folder is said before the model loads
+            pass
+        if cfg.model == own["model"] or cfg.data == own["data"]:
+            make_tiny(own["model"], own["data"])
     if world > 1:
         dist.barrier()
-    tok, dream = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype or torch.float32)
+    dtype = None if cfg.dtype == "auto" else dtype or torch.float32
+    tok, dream = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
     mask_id, eos, V = dream.cfg.mask_token_id, dream.cfg.pad_token_id, dream.cfg.vocab_size
     if tok.n_vocab > V:
         raise Refused(f"{cfg.model}: the tokenizer has {tok.n_vocab} ids, the model only {V}: "
@@ -455,13 +447,13 @@ def finetune(cfg):
         raise Refused(f"--k={cfg.k} is more than the {V} tokens of {cfg.model}: give fewer, "
                       f"or none for all")
     dream.checkpointing = cfg.checkpointing
-    dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
     sm = None
-    if cfg.p_sm > 0:
-        try:
+    try:
+        dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
+        if cfg.p_sm > 0:
             sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(device)
-        except ValueError as e:
-            raise Refused(str(e))
+    except ValueError as e:
+        raise Refused(str(e))
     model = TwoPassDream(dream, sm, mask_id)
     theta = [p for p in dream.parameters() if p.requires_grad]
     omega = list(sm.parameters()) if sm else []
@@ -474,14 +466,12 @@ def finetune(cfg):
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
     cfg = replace(cfg, steps=cfg.steps or by_epochs)
     start, metrics = 0, {}
-    if cfg.resume:
+    if going_on:
         ckpt = checkpoint.load(last)
         check_resume(ckpt, cfg, source, last)
         restore(model, optimizer, ckpt, last)
         start, metrics = ckpt["step"], ckpt["metrics"]
-    net = model
-    if world > 1:  # every rank has made the same adapter, so no weights are sent around
-        net = DistributedDataParallel(model, init_sync=False, broadcast_buffers=False)
+    net = DistributedDataParallel(model) if world > 1 else model
 
     # ---- one update
     @functools.lru_cache(1)
@@ -502,9 +492,11 @@ def finetune(cfg):
 
     def update(step):
         """One update of DoRA and ω. Returns the norm of the gradient, 0-d          Alg. 1 l.2-9"""
-        # p_sm: one coin per update, the same on every rank [ours]; theirs is one per dialogue.
-        coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
-        soft = bool(omega) and coin < cfg.p_sm
+        # p_sm: one coin for the update [ours], or one for each dialogue [code]. ω learns in updates
+        # that have feedback: half of them with our coin, and nearly all with eight of theirs.
+        keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(cfg.batch_size)]
+        coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
+        softs = [bool(omega) and coin < cfg.p_sm for coin in coins]
         for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
             group["lr"] = eta * lr_at(step, cfg.steps, cfg.warmup)
         for i in range(accum):
@@ -514,14 +506,14 @@ def finetune(cfg):
             q = rng(cfg.seed, "q", step, j)
             xt = mask_response(x0, prompt_len, t, mask_id, q)                 # (1, L)          l.4
             with no_sync_until_last(i):
-                nll = net(x0.to(device), xt.to(device), soft)                 # (N,)          l.5-8
+                nll = net(x0.to(device), xt.to(device), softs[j])             # (N,)          l.5-8
                 # DDP divides the gradient by world.
                 (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()
             nll = nll.detach()
             log.add(loss=objective(nll, t, cfg.loss, 1), nll=nll.sum(), masks=len(nll),
-                    tokens=x0.numel(), softs=soft)
-            log.add(**{name: getattr(model, name) * soft for name in FEEDBACK})
-        if not soft:
+                    tokens=x0.numel(), softs=softs[j])
+            log.add(**{name: getattr(model, name) * softs[j] for name in FEEDBACK})
+        if not any(softs):
             # DDP needed the zero gradient of ω. Adam would still move ω by its momentum.
             for p in omega:
                 p.grad = None
@@ -535,7 +527,8 @@ def finetune(cfg):
     def evaluate():
         """Loss and nats per mask of the held-out dialogues, with feedback and without.
 
-        The masks are the same every time. Keeps the adapter in best/ if none was better.
+        The masks are the same every time. best/ keeps the adapter with the least loss, with
+        feedback on all of them [ours]: theirs tosses its coin here, too [code].
         """
         out = {**metrics, "step": done}
         for soft in [True, False] if omega else [False]:
@@ -575,35 +568,40 @@ def finetune(cfg):
 
     def save_last():
         if master:
-            save_adapter(os.path.join(cfg.out, "last"), dream, sm, cfg)
             weights = {name: p.detach() for name, p in trained(model).items()}
             checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done,
                             seed=cfg.seed, keys=data.KEYS, metrics=metrics, data=source,
                             model=weights, optimizer=optimizer.state_dict())
+            save_adapter(os.path.join(cfg.out, "last"), dream, sm, cfg)
 
     def due(every):
         return done % every == 0 or done == cfg.steps
 
     done, stop = start, 0
     log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
-    log.begin()
-    if master:
-        if not start and os.path.exists(last):
-            # A --resume of this run, killed before its first save, must not find the old one.
-            os.remove(last)
-        print(f"{len(train):,} dialogues, {sum(len(ids) for ids, _ in train):,} tokens, "
-              f"{len(val)} held out; dropped: {dropped}\n"
-              f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, "
-              f"{device} × {world}, {dream.table.dtype}; updates {start:,} to {cfg.steps:,} of "
-              f"{cfg.batch_size}", flush=True)
 
     # ---- the loop
-    if val and start and due(cfg.eval_every) and metrics.get("step") != done:
-        metrics = evaluate()  # owed: the run was stopped when it was due
-        log.write(metrics)
-        log.print()
-        save_last()
-    with launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
+    # Rank 0 alone writes, so it alone locks.
+    alone = launch.lock(cfg.out) if master else contextlib.nullcontext()
+    with alone, launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
+        log.begin()
+        if master and not start and os.path.exists(last):
+            # Until the first save, neither --resume nor a decoder may find the run before.
+            for name in ("last.pt", "last/adapter_config.json", "best/adapter_config.json"):
+                with contextlib.suppress(FileNotFoundError):
+                    os.remove(os.path.join(cfg.out, name))
+        if master:
+            print(f"{len(train):,} dialogues, {sum(len(ids) for ids, _ in train):,} tokens, "
+                  f"{len(val)} held out; dropped: {dropped}\n"
+                  f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, "
+                  f"{device} × {world}, {dream.table.dtype}; updates {start:,} to {cfg.steps:,} of "
+                  f"{cfg.batch_size}")
+        if val and start and due(cfg.eval_every) and metrics.get("step") != done:
+            metrics = evaluate()  # owed: the run was stopped when it was due
+            log.write(metrics)
+            log.print()
+        if start:
+            save_last()  # a kill between last.pt and last/ has left an older last/
         for step in range(start, cfg.steps):
             norm = update(step)
             done = step + 1
@@ -621,7 +619,7 @@ def finetune(cfg):
             if end:
                 break
 
-    if done < cfg.steps:
+    if stop:
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
