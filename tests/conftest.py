@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import contextlib
 import json
 import os
 import sys
@@ -14,6 +15,18 @@ import dora  # noqa: E402
 from checkpoint import write_safetensors  # noqa: E402
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
+
+
+@contextlib.contextmanager
+def full_disk():
+    """In this block the kernel refuses every write to a file."""
+    resource = pytest.importorskip("resource", reason="needs limits of POSIX: would fill a disk")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture(scope="session")
