@@ -17,7 +17,7 @@ here: see `load_inert`.
     python checkpoint.py --checkpoint=mdlm.ckpt                  # what is it?
     python checkpoint.py --checkpoint=mdlm.ckpt --out=mdlm.pt    # convert it to ours
     python checkpoint.py --checkpoint=mdlm.ckpt --out=mdlm.safetensors
-    python checkpoint.py --checkpoint=mdlm.pt --out=FOLDER/      # as MDLM's class on the hub reads
+    python checkpoint.py --checkpoint=mdlm.pt --out=FOLDER/      # for MDLM's class on the hub
 
 Not here: model classes, adapters of Dream (dream.py).
 """
@@ -190,17 +190,20 @@ def plain_values(node):
 # models of others
 
 OMEGA = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
-# The config.json of MDLM's class on the hub, field by field → ours. Training code has two more.
+# Fields in the config.json of MDLM's class on the hub, and our names for them.
 HUB = {"n_blocks": "n_layer", "n_heads": "n_head", "hidden_dim": "n_embd", "cond_dim": "n_cond",
        "vocab_size": "vocab_size", "model_length": "length", "dropout": "dropout",
        "time_conditioning": "time_conditioning"}
+# The configuration of a training run has two other names.
 NAMES = HUB | {"hidden_size": "n_embd", "length": "length"}
 HUB_FILES = "model.safetensors", "pytorch_model.bin"
-# With another value of these, the same tensors are another model, or SM works only at some t.
+# Only these values are implemented. With others, the same tensors are another model, or SM is on
+# only at some t.
 ONLY = {"model_type": "mdlm", "parameterization": "subs", "causal_attention": False,
         "tokenizer_name_or_path": "gpt2", "sm_t_min": 0, "sm_t_max": 1}
-# What forks call a mix → its name in arms.py. Not slerp_sm: it goes towards the Fréchet mean of the
-# k directions, and Slerp towards the direction of their mean.
+# Names of mixes in the authors' code and in a fork of it, and their names in arms.py. slerp_sm is
+# left out: it goes towards the Fréchet mean of the k directions, Slerp towards the direction of
+# their mean.
 MIXES = {"mixinputs_with_topk": "", "mixinputs_with_temp": "", "lerp_renorm": "renorm",
          "slerp_euclid_mean": "slerp"}
 
@@ -222,7 +225,7 @@ def read_soft_mask(head, state):
     """A soft mask of the authors' code, or of a fork: (fields of our configuration, tensors).
 
     head: its settings.   state: all tensors of the file.
-    Raises Refused if it is neither the paper's nor in arms.py.
+    Raises Refused if its mix is neither the paper's nor in arms.py.
     """
     mix, fixed = head.get("transparency_alg", "mixinputs_with_topk"), head.get("fixed_lambda")
     arm, k = MIXES.get(mix), head.get("mixinputs_k", 3)
@@ -247,7 +250,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     shadow: the EMA, a bare list in the order of the parameters [code].
     settings: config.json of a folder from the hub, or the configuration of a run. What no setting
         and no tensor shows has the paper's value.
-    Raises Refused when there is no MDLM in it, or one that would give other numbers here.
+    Raises Refused when there is no MDLM in it, or one that would compute something else here.
     """
     anchor = next((name for name in state if name.endswith("vocab_embed.embedding")), None)
     if anchor is None:
@@ -295,8 +298,8 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
 def export(folder, ckpt):
     """Write the folder that MDLM's class on the hub reads: config.json and model.safetensors.
 
-    It gets the EMA, like the published one, and never ω, for which that class has no place.
-    Raises Refused for what that class would take for another model.
+    It holds the EMA, like the published one. It never holds ω: that class has no place for it.
+    Raises Refused for a model that this class would read as another one.
     """
     config = ckpt["config"]
     if ckpt["kind"] != "mdlm" or config["mask_id"] != config["vocab_size"] - 1:
@@ -319,7 +322,7 @@ def export(folder, ckpt):
 def check_config(ckpt, path):
     """Raises Refused when the configuration of an MDLM contradicts its tensors.
 
-    It comes before a model is built: 1e7 layers, or a length of 1e9, would take all memory.
+    This is checked before a model is built: 1e7 layers, or a length of 1e9, would take all memory.
     """
     config = ckpt["config"]
     allowed = {name: [size] for name, size in sizes(ckpt["model"]).items()}
@@ -389,8 +392,8 @@ def interpret(path):
 @dataclasses.dataclass
 class Config:
     checkpoint: str = ""  # the file or folder to describe
-    out: str = ""         # also convert it: NAME.safetensors and FOLDER/ (MDLM's) get the EMA, any
-                          # other name is ours
+    out: str = ""         # also convert it: NAME.safetensors or FOLDER/ hold the EMA weights, and
+                          # any other name is a checkpoint of our format
 
 
 def main(cfg):

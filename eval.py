@@ -13,6 +13,7 @@ likely GPT-2 large finds them, and how far they are from held-out text:
     python eval.py sudoku --samples=samples.jsonl  # or how many are grids without a mistake
     python eval.py gen_ppl --samples=samples.jsonl
     python eval.py mauve --samples=samples.jsonl --data=data/owt
+    python eval.py gen_ppl --samples= --data=data/owt --rows=5000  # of held-out rows, as "Data"
 
 A result is a JSON file with all settings, versions, n and seed. GPT-2 and MAUVE come from
 `pip install transformers mauve-text`: published numbers depend on these very instruments.
@@ -21,6 +22,7 @@ Not here: generation (sample.py), tables and figures (plot.py).
 """
 
 import base64
+import contextlib
 import glob
 import hashlib
 import importlib.metadata
@@ -39,8 +41,8 @@ import torch
 import torch.nn.functional as F
 from tqdm import tqdm
 
+import checkpoint
 import data
-from checkpoint import git_version
 from data import rng
 from launch import Refused, append_jsonl, machine, read_jsonl, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
@@ -60,12 +62,13 @@ class Config:
     ema: bool = True                # take its averaged backbone
     data: str = "data/owt"          # ppl measures its val.bin; MAUVE compares with it
     text: str = ""                  # zero_shot measures these files, read as data.py reads them
-    rows: int = 0                   # so many rows, evenly spaced (default: all)
+    rows: int = 0                   # so many rows, evenly spaced (default: all; of "Data": half)
     repeats: int = 1                # draws of times and masks per row
     against: str = ""               # another checkpoint, measured on the same masks
     dtype: str = "auto"             # bfloat16 where the GPU has it [code], else float32
     # entropy, gen_ppl, mauve
     samples: str = "samples.jsonl"  # of sample.py; a pattern reads the shards of one run together
+    length: int = 1024              # tokens of a held-out row, where --samples= is empty
     scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
     scale: float = 5.0              # of MAUVE, App. B.1
 
@@ -228,7 +231,8 @@ def measure_bound(cfg):
         nats, se = mean_and_se(difference, tokens)
         values[name] = {"nats_per_token": nats, "nats_per_token_se": se}
     settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),
-                "text": text, "dtype": str(dtype or torch.float32).removeprefix("torch.")}
+                "text": text, "dtype": str(dtype or torch.float32).removeprefix("torch."),
+                "training": training_of(cfg.checkpoint, model.info["step"])}
     write_result(cfg, cfg.checkpoint, values, settings)
 
 
@@ -421,32 +425,62 @@ def mauve(texts_p, texts_q, scale=5, seed=25, scorer="gpt2-large", **how):
     return float(result.mauve)
 
 
-def reference_texts(cfg, n, L, name):
-    """n held-out rows of cfg.data as texts, drawn at random; at most as many as there are.
+def held_out_samples(cfg, L, name="", n=None):
+    """(samples, settings), as `read_samples`: held-out rows of cfg.data, drawn at random.
 
-    name: tokenizer of the samples. Raises Refused if that of the data is another.
+    name: tokenizer of the samples that they are compared with.   n: so many of the rows that are
+        drawn first, the references of MAUVE. Without n, the row "Data" of Tables 1 and 5: --rows of
+        those that are drawn last, half of all at most, so that none is its own reference.
+    Raises Refused if the data has another tokenizer.
     """
     tokens, _ = data.open_split(cfg.data, "val")
     theirs = tokens.tokenizer["name"]
-    if theirs != name:
+    if name not in ("", theirs):
         raise Refused(f"{cfg.samples} is of tokenizer {name}, {cfg.data} of {theirs}: give the "
                       "data that the model was trained on")
     tok = data.tokenizer(theirs, cfg.tokenizer_dir)
     shuffled = torch.randperm(data.n_rows(tokens, L), generator=rng("reference", cfg.seed))
-    return [tok.decode(row.tolist()) for row in data.rows(tokens, shuffled[:n], L)]
+    half = max(1, len(shuffled) // 2)
+    index = shuffled[:n] if n else shuffled[-min(cfg.rows or half, half):]
+    samples = [{"ids": row, "text": tok.decode(row), "nfe": 0, "seed": cfg.seed}
+               for row in data.rows(tokens, index, L).tolist()]
+    return samples, {"sampler": "data", "checkpoint": cfg.data, "tokenizer": theirs}
+
+
+def training_of(path, step):
+    """What Tables 1 and 4 count of a run, from its checkpoint after `step` updates.
+
+    Returns {start: its --init_from, passes: network passes over a batch, loss tokens: those that
+    were masked}, or {} if the file is gone, is of another update, or is one of others, which does
+    not say it.
+    """
+    with contextlib.suppress(Refused):
+        ckpt = checkpoint.load(path)
+        config = ckpt["config"]
+        if ckpt["step"] == step and "batch_size" in config:
+            masked = config["batch_size"] * config["length"] * (config["b_l"] + config["b_h"]) / 2
+            return {"start": config["init_from"], "loss tokens": step * masked,
+                    "passes": step * (1 + config["p_sm"] * config["soft_mask"])}
+    return {}
 
 
 def measure_samples(cfg):
-    """entropy, sudoku, gen_ppl or mauve of a file of samples.
+    """entropy, sudoku, gen_ppl or mauve of a file of samples, or of the data if there is none.
 
     The entropy is always reported: where it is low, the other two flatter the samples.
     """
-    samples, settings = read_samples(cfg.samples)
+    if cfg.samples:
+        samples, settings = read_samples(cfg.samples)
+        trained = training_of(settings.get("checkpoint", ""), settings.get("step"))
+        settings |= {"training": trained}
+        stem = re.sub(r"[*?]|\.jsonl$", "", cfg.samples)
+    else:
+        samples, settings = held_out_samples(cfg, cfg.length)
+        stem = os.path.join(cfg.data, "val")
     texts, L = [sample["text"] for sample in samples], len(samples[0]["ids"])
     entropies = [entropy(sample["ids"]) for sample in samples]
     values = {"entropy": statistics.mean(entropies), "entropy_min": min(entropies),
               "nfe": statistics.mean(sample["nfe"] for sample in samples)}
-    stem = re.sub(r"[*?]|\.jsonl$", "", cfg.samples)
     how = {"scorer": cfg.scorer, "cache": Path(stem).parent / "scores.jsonl",
            "batch_size": cfg.batch_size, "device": machine(cfg.device)[2]}
     if cfg.metric == "sudoku":
@@ -454,7 +488,8 @@ def measure_samples(cfg):
     if cfg.metric == "gen_ppl":
         values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(texts, **how)
     if cfg.metric == "mauve":
-        references = reference_texts(cfg, len(texts), L, settings.get("tokenizer"))
+        references, _ = held_out_samples(cfg, L, settings.get("tokenizer"), len(texts))
+        references = [row["text"] for row in references]
         values["mauve"] = mauve(texts, references, cfg.scale, cfg.seed, **how)
         values["references"] = len(references)
     seeds = sorted({sample["seed"] for sample in samples})
@@ -470,7 +505,7 @@ def write_result(cfg, stem, values, settings):
 
     stem: start of the file's name.   settings: how the thing that was measured was made.
     """
-    versions = {"python": platform.python_version(), "git": git_version()}
+    versions = {"python": platform.python_version(), "git": checkpoint.git_version()}
     for package in "torch", "transformers", "mauve-text":
         try:
             versions[package] = importlib.metadata.version(package)
@@ -496,9 +531,9 @@ def main(cfg):
     verbs |= dict.fromkeys(("entropy", "sudoku", "gen_ppl", "mauve"), measure_samples)
     if cfg.metric not in verbs:
         raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(verbs)}")
-    if min(cfg.batch_size, cfg.repeats, cfg.rows + 1) < 1:
-        raise Refused(f"--batch_size={cfg.batch_size} --repeats={cfg.repeats} --rows={cfg.rows}: "
-                      "at least 1, 1 and 0")
+    if min(cfg.batch_size, cfg.repeats, cfg.rows + 1, cfg.length - 2) < 1:
+        raise Refused(f"--batch_size={cfg.batch_size} --repeats={cfg.repeats} --rows={cfg.rows} "
+                      f"--length={cfg.length}: at least 1, 1, 0 and 3")
     verbs[cfg.metric](cfg)
 
 

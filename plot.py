@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Every figure and every markdown table, from logs and results.     Tables 1-7, Fig. 3-5, 7
+"""Every figure and every markdown table, from logs and results.     Tables 1-7, Fig. 3-9
 
     python plot.py --table="runs/*.json"        # eval.py's results, as in Tables 1, 2, 4-7
     python plot.py --bounds="runs/*.json"       # those of `eval.py ppl --against=…`
@@ -7,9 +7,12 @@
     python plot.py --benchmarks=out/answers     # eval_dream.py's results, as in Table 3
 
     python plot.py --runs="out/binary-*/log.jsonl,out/sm-*/log.jsonl"    # Fig. 3; -1, -2 are seeds
-    python plot.py --ablation="out/*/log.jsonl" # Fig. 5
     python plot.py --throughput=out/answers     # Fig. 4, from eval_dream.py --blocks=16,32,48
+    python plot.py --ablation="out/*/log.jsonl" # Fig. 5
+    python plot.py --overhead=bench.json        # Fig. 6, from bench.py --parts=overhead
     python plot.py --trajectory=trace.jsonl     # Fig. 7, from sample.py --trace=trace.jsonl
+    python plot.py --learned="out/*/log.jsonl"  # Fig. 8, also from finetune_dream.py's logs
+    python plot.py --frontier="runs/*.json"     # Fig. 9, from eval.py's results
     python plot.py --curves=bench.json          # cost over sizes, from bench.py --json=bench.json
 
 Figures need matplotlib (pip install matplotlib), which nothing else in this project does.
@@ -41,9 +44,12 @@ class Config:
     benchmarks: str = ""     # folder of eval_dream.py's results
     # figures
     runs: str = ""           # pattern of train.py's logs
-    ablation: str = ""       # likewise
-    trajectory: str = ""     # file of sample.py --trace
     throughput: str = ""     # folder of eval_dream.py's results with block lengths
+    ablation: str = ""       # pattern of train.py's logs
+    overhead: str = ""       # file of bench.py --json
+    trajectory: str = ""     # file of sample.py --trace
+    learned: str = ""        # pattern of logs of train.py or finetune_dream.py
+    frontier: str = ""       # pattern of eval.py's results
     curves: str = ""         # file of bench.py --json
     out: str = ""            # .png, .pdf or .svg (default: plot.png), or .md of a table
 
@@ -96,14 +102,16 @@ METRICS = {
     "ppl": ("PPL ↓", ".2f", ("seed", "repeats", "ema")),
 }
 ALIKE = ("L", "n", "top_p", "tokenizer", "text", "dtype")
-IN_A_CELL = ("sampler", "eta", "t_on", "t_off", "alpha_on", "ema", "step", "prompt", "infill")
+IN_A_ROW = ("step", "prompt", "infill", "passes", "fresh", "every", "omega_s", "omega_a", "omega_b")
+IN_A_CELL = ("sampler", "eta", "t_on", "t_off", "alpha_on", "ema")
+COST = ("updates", "passes", "loss tokens")
 
 
 def entries(path):
     """The numbers in one result of eval.py: [(row, column, run, value, settings)].
 
-    row: (unmasking, feedback, label).   column: (metric, name of the text or budget NFE/L).
-    run: what was measured. If it was measured twice, a cell takes the later file.
+    row: (unmasking, feedback, label).   column: (metric, name of the text or budget NFE/L, or "" of
+    the data).   run: what was measured. If it was measured twice, a cell takes the later file.
     """
     try:
         result = read_json(path)
@@ -115,10 +123,14 @@ def entries(path):
             column = "ppl", os.path.basename(evaluation["text"] or evaluation["data"])
             value = values[feedback]["ppl"]
             return [(("", feedback, label), column, evaluation["checkpoint"], value, settings)]
-        unmasking = "ReMDM" if settings["sampler"].startswith("remdm") else "standard"
-        row = unmasking, "soft" if settings["soft"] else "binary", label
-        budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
-        return [(row, (metric, budget), evaluation["samples"], values[metric], settings)
+        if settings["sampler"] == "data":
+            row, measured, budget = ("data", "", label), settings["checkpoint"], ""
+        else:
+            unmasking = "ReMDM" if settings["sampler"].startswith("remdm") else "standard"
+            row = unmasking, "soft" if settings["soft"] else "binary", label
+            measured = evaluation["samples"]
+            budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
+        return [(row, (metric, budget), measured, values[metric], settings)
                 for metric in METRICS if metric in values]
     except (Refused, KeyError, TypeError, AttributeError):
         raise Refused(f"{path} is not a result of eval.py: correct the pattern")
@@ -134,7 +146,10 @@ def check_alike(one, other, fields, place):
 
 
 def read_cells(pattern):
-    """{row: {column: {run: value}}}, see `entries`. Refuses results that do not compare."""
+    """({row: {column: {run: value}}}, {row: settings}), see `entries`.
+
+    Refuses results that do not compare.
+    """
     cells, first = {}, {}
     for path in files(pattern):
         for row, column, measured, value, settings in entries(path):
@@ -143,32 +158,59 @@ def read_cells(pattern):
                 raise Refused(f"{metric} in {path} is {value}: measure it again")
             # All budgets of a metric are compared, perplexities of two texts are not.
             compared = column if metric == "ppl" else metric
-            in_a_table = ALIKE + METRICS[metric][2]
-            check_alike(first.setdefault(compared, made), made, in_a_table, "table")
+            for field in ALIKE + METRICS[metric][2]:
+                if field in settings or row[0] != "data":  # the data have no top_p and no dtype
+                    check_alike(first.setdefault((compared, field), made), made, [field], "table")
+            check_alike(first.setdefault(row, made), made, IN_A_ROW, "row, --label")
             check_alike(first.setdefault((row, column), made), made, IN_A_CELL, "row, --label")
             cells.setdefault(row, {}).setdefault(column, {})[measured] = value
-    return cells
+    return cells, {row: first[row][1] for row in cells}
+
+
+def place_of_row(row):
+    """Standard before ReMDM before the data, binary before soft."""
+    return ("", "standard", "ReMDM", "data").index(row[0]), row[1]
+
+
+def short(number):
+    """1.8M for 1,800,000."""
+    for unit, name in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
+        if number >= unit:
+            return f"{number / unit:.4g}{name}"
+    return f"{number:.4g}"
+
+
+def training_cells(settings):
+    """{column: cell} of what training cost. Updates with a + continue another run.
+
+    Iso-update rows have their updates in common, iso-compute rows (nearly) their passes.
+    """
+    run = {"updates": settings.get("step")} | settings.get("training", {})
+    cells = {name: short(run[name]) for name in COST if run.get(name) is not None}
+    return cells | ({"updates": "+" + cells["updates"]} if run.get("start") else {})
 
 
 def table(pattern):
     """Results of eval.py side by side, mean ± deviation over runs.               Tables 1, 2, 4-7
 
     Unmasking and feedback go down, budgets (NFE / L) across. After a soft row comes its gain over
-    the binary row of its label, else over the last binary row.
+    the binary row of its label, else over the last binary row. The data's value holds for all
+    budgets.
     """
-    cells = read_cells(pattern)
-    order = lambda column: (list(METRICS).index(column[0]),
-                            column[0] != "ppl" and Fraction(column[1]), column[1])
-    columns = sorted({column for row in cells.values() for column in row}, key=order)
-    headings = {column: f"{METRICS[column[0]][0]} {column[1]}" for column in columns}
+    cells, settings = read_cells(pattern)
+    columns = {column for row in cells.values() for column in row}
+    with_budget = {metric for metric, budget in columns if budget}
+    columns = sorted((c for c in columns if c[1] or c[0] not in with_budget), key=lambda c: (
+        list(METRICS).index(c[0]), c[0] != "ppl" and Fraction(c[1] or 0), c[1]))
+    headings = {column: f"{METRICS[column[0]][0]} {column[1]}".strip() for column in columns}
     mean = {(row, column): statistics.mean(runs.values())
             for row, found in cells.items() for column, runs in found.items()}
     first, lines = ("unmasking", "feedback", "model"), []
-    # binary before soft, standard before ReMDM
-    for row in sorted(cells, key=lambda row: (row[0] == "ReMDM", row[1])):
-        lines.append(dict(zip(first, row)))
-        for column, runs in cells[row].items():
-            lines[-1][headings[column]] = mean_sd(runs.values(), METRICS[column[0]][1])
+    for row in sorted(cells, key=place_of_row):
+        lines.append(dict(zip(first, row)) | training_cells(settings[row]))
+        for column, heading in headings.items():
+            if runs := cells[row].get(column) or cells[row].get((column[0], "")):
+                lines[-1][heading] = mean_sd(runs.values(), METRICS[column[0]][1])
         bases = [base for base in cells if base[:2] == (row[0], "binary")]
         if row[1] == "soft" and bases:
             base = max(bases, key=lambda base: (base[2] == row[2], base))
@@ -176,7 +218,8 @@ def table(pattern):
             for column in cells[row].keys() & cells[base].keys():
                 gain = mean[row, column] - mean[base, column]
                 lines[-1][headings[column]] = f"{gain:+{METRICS[column[0]][1]}}"
-    return markdown(lines, [*first, *headings.values()], text=3)
+    cost = [name for name in COST if any(name in line for line in lines)]
+    return markdown(lines, [*first, *cost, *headings.values()], text=3)
 
 
 def bounds(pattern):
@@ -325,45 +368,51 @@ def figure(panels, width=5, height=4):
         raise Refused("plotting needs matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    rows, columns = -(-panels // 3), min(3, panels)
+    rows = -(-panels // 3)
+    columns = -(-panels // rows)
     fig, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained",
                              figsize=(width * columns, height * rows))
-    return fig, axes.flatten()
+    for ax in axes.flatten()[panels:]:
+        ax.remove()
+    return fig, axes.flatten()[:panels]
+
+
+OMEGA = {"omega_s": "ω_s", "omega_a": "ω_a (1/nat)", "omega_b": "ω_b (nats)"}
+AXES = {"ppl": "held-out perplexity (bound)", **OMEGA, "tau": "τ"}
 
 
 def points_of(line):
-    """What a line of train.py's log adds to the figure: {quantity: value}.                §4.1
+    """What a line of a log adds to the figures: {quantity: value}.                      §4.1, Eq. 3
 
-    PPL is the bound with feedback where the model has it, else Eq. 2 itself.
+    PPL is the bound with feedback where the model has it, else Eq. 2 itself. The held-out loss of
+    finetune_dream.py is no bound.
     """
-    ppl = math.exp(line.get("val_soft", line.get("val_plain", math.nan)))
-    values = {"ppl": ppl, "omega_s": line.get("omega_s", math.nan)}
+    dream = line.keys() & {"val_soft_ce", "val_binary"}
+    nats = math.nan if dream else line.get("val_soft", line.get("val_plain", math.nan))
+    values = {name: line.get(name, math.nan) for name in (*OMEGA, "tau")} | {"ppl": math.exp(nats)}
     return {quantity: value for quantity, value in values.items() if math.isfinite(value)}
 
 
-def runs_series(patterns):
-    """{label: {quantity: {update: [a value per seed]}}} for PPL and ω_s, from logs of train.py.
+def log_series(patterns, needed):
+    """{label: {quantity: {update: [a value per seed]}}} of both trainers' logs.
 
     A label is the name of a run without its last -NUMBER, which is the seed.
+    needed: labels without this quantity are left out. Raises Refused if that leaves none.
     """
     series = {}
     for path in files(patterns):
-        lines = read_jsonl(path)
-        keys = set().union(*(line for line in lines if isinstance(line, dict)))
-        if keys & {"val_soft_ce", "val_binary"}:
-            continue  # a log of finetune_dream.py, whose loss is no bound
-        label = re.sub(r"-\d+$", "", name_of(path))
-        into = series.setdefault(label, {"ppl": {}, "omega_s": {}})
+        label, lines = re.sub(r"-\d+$", "", name_of(path)), read_jsonl(path)
+        into = series.setdefault(label, {quantity: {} for quantity in AXES})
         try:
             for line in lines:
                 for quantity, value in points_of(line).items():
                     into[quantity].setdefault(int(line["step"]), []).append(value)
         except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
-            raise Refused(f"{path} is no log of train.py: each of its lines has a step and "
-                          "numbers")
-    if not any(into["ppl"] for into in series.values()):
-        raise Refused(f"no log with a held-out bound matches {patterns!r}: train.py writes one "
-                      f"with --eval_every")
+            raise Refused(f"{path} is no log of a run: each of its lines has a step and numbers")
+    series = {label: quantities for label, quantities in series.items() if quantities[needed]}
+    if not series:
+        raise Refused(f"no log with {AXES[needed]} matches {patterns!r}: train.py logs bounds with "
+                      "--eval_every, and ω if the run has SM")
     return series
 
 
@@ -373,21 +422,48 @@ def means_and_sds(groups):
     return np.array([statistics.mean(group) for group in groups]), np.array(sds)
 
 
-def runs(patterns):
-    """Left: held-out perplexity over updates. Right: ω_s.                               Fig. 3, 8
+def draw_over_updates(ax, series, quantity):
+    """Lines are means over seeds, bands one standard deviation on both sides."""
+    for i, (label, quantities) in enumerate(series.items()):
+        points = quantities[quantity]
+        steps = sorted(points)
+        mean, sd = means_and_sds([points[step] for step in steps])
+        if steps:  # a binary run has no ω: the same color in all panels needs C0, C1, …
+            ax.plot(steps, mean, label=label, color=f"C{i}")
+            ax.fill_between(steps, mean - sd, mean + sd, color=f"C{i}", alpha=0.25, lw=0)
+    ax.set(xlabel="updates", ylabel=AXES[quantity])
 
-    Lines are means over seeds, bands one standard deviation on both sides.
-    """
+
+def runs(patterns):
+    """Left: held-out perplexity over updates. Right: ω_s.                                 Fig. 3"""
+    series = log_series(patterns, "ppl")
     fig, axes = figure(2)
-    for i, (label, quantities) in enumerate(runs_series(patterns).items()):
-        for ax, points in zip(axes, quantities.values()):
-            steps = sorted(points)
-            mean, sd = means_and_sds([points[step] for step in steps])
-            if steps:  # a binary run has no ω: the same color on both sides needs C0, C1, …
-                ax.plot(steps, mean, label=label, color=f"C{i}")
-                ax.fill_between(steps, mean - sd, mean + sd, color=f"C{i}", alpha=0.25, lw=0)
-    axes[0].set(xlabel="updates", ylabel="held-out perplexity (bound)")
-    axes[1].set(xlabel="updates", ylabel="ω_s", ylim=(0, None))
+    for ax, quantity in zip(axes, ("ppl", "omega_s")):
+        draw_over_updates(ax, series, quantity)
+    axes[1].set_ylim(0, None)
+    axes[0].legend()
+    return fig
+
+
+def learned(patterns):
+    """ω, τ where k = |V|, and the gate that ω makes: λ over −H (Eq. 3).           App. C.10, Fig. 8
+
+    The gate is drawn at four updates, from the first to the last, the later the darker.
+    """
+    series = log_series(patterns, "omega_s")
+    panels = [*OMEGA, *["tau"] * any(quantities["tau"] for quantities in series.values())]
+    fig, axes = figure(len(panels) + 1)
+    for ax, quantity in zip(axes, panels):
+        draw_over_updates(ax, series, quantity)
+    neg_entropy = np.linspace(-8, 0, 161)
+    for i, quantities in enumerate(series.values()):
+        steps = sorted(quantities["omega_s"])
+        for part in range(4):
+            step = steps[(len(steps) - 1) * part // 3]
+            s, a, b = (statistics.mean(quantities[name][step]) for name in OMEGA)
+            lam = s / (1 + np.exp(-a * (neg_entropy - b)))                               # (161,)
+            axes[-1].plot(neg_entropy, lam, color=f"C{i}", alpha=(part + 1) / 4)
+    axes[-1].set(xlabel="−H (nats)", ylabel="λ", ylim=(0, None))
     axes[0].legend()
     return fig
 
@@ -397,14 +473,58 @@ def ablation(patterns):
 
     A bar is one standard deviation over seeds.
     """
-    series = runs_series(patterns)
-    last = {label: q["ppl"][max(q["ppl"])] for label, q in series.items() if q["ppl"]}
+    series = log_series(patterns, "ppl")
+    last = {label: q["ppl"][max(q["ppl"])] for label, q in series.items()}
     labels = sorted(last, key=lambda label: -statistics.mean(last[label]))
     fig, [ax] = figure(1, width=6, height=1 + 0.35 * len(labels))
     mean, sd = means_and_sds([last[label] for label in labels])
     ax.errorbar(mean, labels, xerr=sd, fmt="o")
     ax.set(xlabel="held-out perplexity (bound)")
     ax.grid(axis="x")
+    return fig
+
+
+def frontier(pattern):
+    """Generative perplexity over entropy, a line per row of `table`.                 App. D, Fig. 9
+
+    A dot is an NFE budget. The data's star is where samples should be.
+    """
+    cells, _ = read_cells(pattern)
+    fig, [ax] = figure(1, width=7, height=5)
+    for row in sorted(cells, key=place_of_row):
+        mean = {column: statistics.mean(runs.values()) for column, runs in cells[row].items()}
+        budgets = sorted((budget for metric, budget in mean if metric == "gen_ppl"),
+                         key=lambda budget: Fraction(budget or 0))
+        points = [(mean["entropy", budget], mean["gen_ppl", budget]) for budget in budgets]
+        if points:
+            ax.plot(*zip(*points), "k*" if row[0] == "data" else "o-", label=" ".join(row))
+        for budget, point in zip(budgets, points):
+            ax.annotate(budget, point, xytext=(3, 3), textcoords="offset points", size=8)
+    if not ax.lines:
+        raise Refused(f"{pattern!r} has no generative perplexity: run eval.py gen_ppl first")
+    ax.set(xlabel="entropy (nats)", ylabel="generative perplexity")
+    ax.legend()
+    return fig
+
+
+def overhead(path):
+    """What a sample costs, binary and with SM, by what the time is spent on.    App. C.4, Fig. 6"""
+    try:
+        cases = read_json(path)["overhead"]
+        names = [f"{case}: {row['calls']:,.0f} calls\n{1000 * row['s/call']:.3g} ms a call"
+                 for case, row in cases.items()]
+        sections = dict.fromkeys(name for row in cases.values() for name in row["sections"])
+    except (Refused, KeyError, TypeError, ValueError, AttributeError):
+        raise Refused(f"{path} has no overhead: run bench.py --parts=overhead --json={path} first")
+    fig, [ax] = figure(1, width=9, height=2.5)
+    left = np.zeros(len(cases))
+    for section in sections:
+        seconds = np.array([row["sections"].get(section, 0.0) for row in cases.values()])
+        ax.barh(names, seconds, left=left, label=section)
+        left += seconds
+    ax.invert_yaxis()
+    ax.set(xlabel="seconds for a sample")
+    ax.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return fig
 
 
@@ -490,7 +610,8 @@ def curves(path):
 
 
 TABLES = {f.__name__: f for f in (table, bounds, logs, benchmarks)}
-FIGURES = {f.__name__: f for f in (runs, ablation, trajectory, throughput, curves)}
+FIGURES = {f.__name__: f for f in (
+    runs, throughput, ablation, overhead, trajectory, learned, frontier, curves)}
 
 
 def main(cfg):

@@ -52,7 +52,8 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
 
     The network decides *which* token appears, and the schedule alone decides *whether* one does. So
     a sampler is nothing but this pair. A new sampler must take the masked share from t to s:
-    t (1 − reveal) + (1 − t) remask = s.
+    t (1 − reveal) + (1 − t) remask = s. The share of remdm-loop is not t but its own 1 − α: from 1
+    to 1 − alpha_on before t_on, then constant to t_off, then to 0.
     """
     eta, remask = SAMPLERS.get(sampler) if eta is None else eta, 0.0
     in_range = sampler in SAMPLERS and 0 <= eta <= 1
@@ -64,7 +65,6 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
     if sampler == "remdm-loop":
         if t_off < t <= t_on:  # the plateau: as many tokens appear as vanish
             return min(1.0, eta * alpha_on / (1 - alpha_on)), eta
-
         if t > t_on:  # α goes from 0 to alpha_on
             t, s = (1 - (1 - time) * alpha_on / (1 - t_on) for time in (t, s))
         else:  # α goes from alpha_on to 1
@@ -77,7 +77,7 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
 
 
 def schedule_flips(free, steps, generator, every=False, **schedule):
-    """When each position of one sequence turns. All of this needs no network                  Eq. 1
+    """When each position of one sequence turns: this needs no network                         Eq. 1
 
     free: (L,) bool, True where the position may change.   steps: T.   schedule: for `step_probs`.
     every: yield the steps without a change too.
@@ -85,9 +85,9 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
     back. u: (L,) float64 in [0, 1), for `sample_categorical`.
 
     Steps without a change are left out. A binary model would only repeat its prediction there. A
-    model with SM would predict something else, from its own feedback, and the released code skips
-    these steps too [code]. Each step draws 2 L numbers, also those that it does not need. So a
-    sample does not depend on how many of them its tokens used.
+    model with SM would predict something else, from its own feedback, but the released code skips
+    these steps too [code]. Every step draws 2 L numbers, whether it needs them or not, so that the
+    numbers of a step do not depend on what happened before it.
     """
     masked, dt = free.copy(), (1 - T_END) / steps
     for i in range(steps):
@@ -103,7 +103,7 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
 
 
 def schedule_batch(free, steps, generator, every, **schedule):
-    """`schedule_flips` of n sequences. In each turn, every sequence takes its own next step.
+    """`schedule_flips` of n sequences. In each turn, every sequence takes its own next step [ours].
 
     free: (n, L) bool.   every, schedule: as there.
     generator: a torch.Generator, None for torch's own, or a list of n.
@@ -134,8 +134,8 @@ def nucleus(probs, p):
     if p == 1:
         return probs
     V = probs.shape[1]
-    # On a CPU, sorting all of V costs as much as the network. The 1,024 likeliest tokens are tried
-    # first, which mostly reach p. On CUDA this would cost a wait, to know whether they do.
+    # On a CPU, sorting all of V costs as much as the network. So the 1,024 likeliest tokens come
+    # first: mostly they reach p. On CUDA, the host would have to wait to know whether they do.
     for m in (V,) if probs.is_cuda else (min(1024, V), V):
         top, ids = probs.topk(m)                                               # (n, m)
         out = top.cumsum(-1) > p                                               # (n, m)
@@ -275,7 +275,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             emb[vanish] = table[mask_id]
         x[vanish] = mask_id
         watch()
-    if masked.any():  # a rare rest: the likeliest token, without the nucleus [code]
+    if masked.any():  # rare, but a tenth after 20 steps of remdm-loop. No nucleus here [code]
         left = rows(masked)
         t = torch.full((n,), T_END, device=device)                             # (n,)
         h = predict(model, emb, t, left, passes, fresh)                        # (nL, D)

@@ -167,23 +167,27 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     return x0, conf
 
 
-def look(net, h, sm, never, algorithm, **pick):
+def look(net, h, sm, never, algorithm, wanted=None, **pick):
     """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
     h: (N, D) hidden states.   never, algorithm, pick: arguments of `propose`.
-    Returns x0 (N,), conf (N,) and, with an sm, how these masks look next (N, D): from the logits
+    wanted: (N,) bool, the masks that can be revealed (default: all).
+    Returns x0 and conf of these, and, with an sm, how all N masks look next (N, D): from the logits
     themselves, without temperature and top-p [code].
     """
-    def rows(h):
+    def rows(h, wanted=None):
         logits = net.head(h)                                            # (n, V)
-        found = propose(logits, never, algorithm, **pick)               # (n,), (n,)
+        if wanted is None:
+            found = propose(logits, never, algorithm, **pick)           # (n,), (n,)
+        else:  # a proposal costs more than the logits: only for the wanted rows, the others get 0
+            found = propose(logits[wanted], never, algorithm, **pick)
+            found = tuple(v.new_zeros(len(h)).masked_scatter(wanted, v) for v in found)
         return (*found, sm.mix(net.table, *sm(logits))) if sm else found
-    return in_chunks(rows, h, V=len(net.table))
 
-
-def soften(net, h, sm):
-    """(N, D) → (N, D), only the last of the three, for masks that are not to be revealed   l.6"""
-    return in_chunks(lambda h: sm.mix(net.table, *sm(net.head(h))), h, V=len(net.table))
+    if wanted is None:
+        return in_chunks(rows, h, V=len(net.table))
+    x0, conf, *mixed = in_chunks(rows, h, wanted, V=len(net.table))
+    return x0[wanted], conf[wanted], *mixed
 
 
 def reveal_count(masked, t, s, last):
@@ -242,8 +246,10 @@ def faded(plain, soft, schedule, switch, left, start):
     left: (B, L) masks that are left of start: (B,). Each sequence has its own time, so that it
     does not depend on the rest of its batch [ours].
     Returns (B, L, D). The mix is linear in λ, so a share of λ is this share of the way from
-    [MASK] to the full mix. A gain of 1 changes no bit.
+    [MASK] to the full mix.
     """
+    if schedule == "none":
+        return soft
     # Python floats: the switch is strict, so 8/16 must be exactly 0.5. A prompt may have no mask.
     shares = [now / max(of, 1) for now, of in zip(left.sum(-1).tolist(), start.tolist())]
     gain = [time_gain(schedule, share, switch) for share in shares]
@@ -336,20 +342,21 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             end = b + 1 if first and not last else b + block
             masked = (x == mask_id) & (at >= lo) & (at < hi)            # (B, L)  are predicted
             open_ = masked & (at >= b) & (at < end)                     # (B, L)  and can appear
-            emb = torch.where(masked[..., None], soft, F.embedding(x, model.table))[:, lo:hi]
+            part = slice(lo, hi)                                        # what the model sees
+            emb = F.embedding(x[:, part], model.table)                  # (B, hi − lo, D)
+            emb = torch.where(masked[:, part, None], soft[:, part], emb)
             h, kv = model.trunk(emb, valid, frozen if lo else None, lo)         # (B, hi − lo, D)
             frozen = kv if first else frozen                            # of all L positions
-            h = model.before(h, masked[:, lo:hi].flatten().nonzero().squeeze(1))         # (N, D)
+            asked = masked if sm else open_    # feedback needs the logits of every mask
+            h = model.before(h, asked[:, part].flatten().nonzero().squeeze(1))          # (N, D)
             # A pass that has to reveal something takes a real token, not [MASK].
             never = mask_id if first or last or threshold is not None else None
-            x0, conf, *now = look(model, h[open_[masked]], sm, never, algorithm, **pick)
+            x0, conf, *soft_now = look(model, h, sm, never, algorithm, open_[asked], **pick)
             step = (times[i], times[i + 1], first or last) if threshold is None else ()
             x = reveal(x, open_, x0, conf, *step, threshold=threshold, algorithm=algorithm)
             left = x == mask_id                                         # (B, L)
             if sm:
-                rest = masked & ~open_                                  # (B, L)
-                new = soft.masked_scatter(open_[..., None], *now)       # (B, L, D)
-                new = new.masked_scatter(rest[..., None], soften(model, h[rest[masked]], sm))
+                new = soft.masked_scatter(masked[..., None], *soft_now)         # (B, L, D)
                 new = faded(model.table[mask_id], new, schedule, switch, left, start)
                 # A sequence whose block is full waits for the others and changes no more.
                 again = left & masked & open_.any(1, keepdim=True)      # (B, L)

@@ -150,7 +150,8 @@ def validate(cfg, special):
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
     if cfg.k is not None and cfg.k >= special["vocab_size"]:
-        raise Refused(f"--k={cfg.k} must be below {special['vocab_size']}, the tokens of {cfg.data}")
+        raise Refused(f"--k={cfg.k} must be less than the {special['vocab_size']} tokens of "
+                      f"{cfg.data}")
     if not cfg.out_dir:
         raise Refused("--out_dir= is empty: name a folder for checkpoints and log")
     vocabulary = {"vocab_size": special["mask_id"] + 1, "mask_id": special["mask_id"]}
@@ -232,7 +233,10 @@ def demonstrate(cfg, model, bounds, held_out, meta):
 
 
 def train(cfg):
-    """Alg. 1: what is trained, one update, and the loop. Returns (the MDLM, its average)."""
+    """Alg. 1: what is trained, one update, and the loop. Returns (the MDLM, its average).
+
+    Checked against tests/oracles.py alg1.
+    """
     # ---- the data
     rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     launch.join(world, device)

@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, on one H100 or H200 without a network, in under 25 minutes:
-#     bash results/gpu.sh                    # all blocks; one whose result is there is skipped
-#     bash results/gpu.sh train              # one block, under 9 minutes: tests train sample dream learn
-#     SIZE=toy bash results/gpu.sh           # the same commands on a CPU, about 3 minutes
+# Everything that needs a GPU, for one H100 or H200 without a network. Planned for 25 minutes and
+# not yet run on a GPU:
+#     bash results/gpu.sh              # all blocks; one whose result is there is skipped
+#     bash results/gpu.sh train        # one of tests, train, sample, dream, learn: 9 minutes
+#     SIZE=toy bash results/gpu.sh     # the same commands on a CPU, about 2 minutes
 # Results go to $OUT (default: results/bench): gpu.log has what was printed, gpu-*.json the numbers,
 # gpu-learn.tar.gz logs and bounds, gpu-samples.jsonl texts, which eval.py scores on any machine.
 # Text to learn from: $TEXT, what data.py takes (default: Python's own library).
@@ -38,7 +39,7 @@ run() {  # a command of ours, shown and kept
     "$python" "$@" 2>&1
 }
 
-tests() {  # every test that needs CUDA; elsewhere these say that they are skipped, or run on the CPU
+tests() {  # every test that needs CUDA; on a CPU most of them are skipped, and say so
     run -m pytest -q -rs -k "cuda or gpu or full_size or compiled" tests | tee "$result"
 }
 
@@ -59,7 +60,8 @@ learn_one() {  # name, updates, other flags: a run, or the rest of one that was 
     [ ! -e "$dir/step-$2.pt" ] || return 0
     [ ! -e "$dir/last.pt" ] || flags="$flags --resume"
     run train.py $model $flags --data="$work/data" --out_dir="$dir" \
-        --dropout=0 --eta_bb=1e-3 --ema=0.999 --keep_every=0 --eval_every=$(($2 / 8)) --eval_rows=$rows
+        --dropout=0 --eta_bb=1e-3 --ema=0.999 --keep_every=0 --eval_rows=$rows \
+        --eval_every=$(($2 / 8))
 }
 
 measure() {  # name, updates, the run it is compared with: bounds on held-out rows, and texts
@@ -70,9 +72,10 @@ measure() {  # name, updates, the run it is compared with: bounds on held-out ro
         --steps=$steps --device=$device --out="$out/gpu-samples.jsonl"
 }
 
-learn() {  # the paper's ω in all; the continuations start from the binary run and see other batches
+learn() {  # the paper's ω; continuations start from the binary run and see other batches
     [ -e "$work/data/meta.json" ] || run data.py "$text" --tokenizer=bytes --out="$work/data"
-    export TORCH_LOGS=recompiles  # the log then says whether a run compiles again
+    # The log then says when a run compiles again. SM does it once: its first pass has no gradient.
+    export TORCH_LOGS=recompiles
     learn_one binary $updates --p_sm=0
     learn_one sm $updates
     learn_one cont-binary $more --p_sm=0 --seed=2 --init_from="$work/binary/last.pt"

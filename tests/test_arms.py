@@ -1,6 +1,12 @@
-"""arms.py: each arm against its formula in float64, and inside a model that trains and decodes."""
+# SPDX-License-Identifier: MIT
+"""arms.py: each arm against its formula in float64, and inside a model that trains and decodes.
 
+Not here: the paper's own gate and mix (test_softmask.py).
+"""
+
+import itertools
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -22,9 +28,10 @@ def rows(n=7, seed=0):
 
 
 def parts(sm, logits, table):
-    """(λ, m, g) of every row, by the formulas of §3.1, in float64."""
-    lam, ids, pi = (x.double() if x.is_floating_point() else x for x in sm(logits))
-    guesses = [sum(p * table[i].double() for p, i in zip(row, tokens)) for row, tokens in zip(pi, ids)]
+    """λ of every row, m, and g of every row: what §3.1 mixes, in float64."""
+    lam, ids, pi = sm(logits)
+    guesses = [sum(p * table[i].double() for p, i in zip(row.double(), tokens))
+               for row, tokens in zip(pi, ids)]
     return lam.tolist(), table[sm.mask_id].double(), guesses
 
 
@@ -41,8 +48,8 @@ def test_renorm_is_the_convex_mix_at_the_length_of_mask():
     sm = Renorm(MASK, omega_s=0.8, omega_a=1.0, omega_b=-2.0)
     logits, table = rows()
     mixed = sm.mix(table, *sm(logits))
-    for row, lam, g in zip(mixed.double(), *(parts(sm, logits, table)[i] for i in (0, 2))):
-        m = table[MASK].double()
+    lams, m, guesses = parts(sm, logits, table)
+    for row, lam, g in zip(mixed.double(), lams, guesses):
         convex = (1 - lam) * m + lam * g
         torch.testing.assert_close(row, m.norm() * convex / convex.norm(), rtol=1e-5, atol=1e-5)
 
@@ -78,25 +85,26 @@ def test_a_guess_that_is_mask_itself_has_a_gradient():
 
 
 def test_every_arm_trains_and_decodes():
-    for arm in ARMS:
-        for k in (2, None):
-            torch.manual_seed(0)
-            model = MDLM(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=V,
-                                     mask_id=MASK, length=6, k=k, omega_s=0.5, omega_b=-2.0, arm=arm))
-            with torch.no_grad():
-                for p in model.net.parameters():  # a fresh model is uniform: every λ would be the same
-                    p.add_(0.3 * torch.randn_like(p))
-            x0 = torch.randint(MASK, (4, 6), generator=rng("x0"))
-            t = sample_times(4, rng("t"))
-            model(x0, corrupt(x0, t, MASK, rng("q")), t, soft=True).sum().backward()
-            assert all(p.grad.isfinite().all() for p in model.parameters())
-            assert 0 < model.lam < 0.5 + 1e-6 and model.mix_norm > 0
-            assert (model.lam_sd > 1e-7) == (arm != "constant"), arm
-            if arm in ("renorm", "slerp"):
-                torch.testing.assert_close(model.mix_norm, torch.tensor(1.0))
-            assert (generate(model, 2, 6, generator=rng("sample"))[0] < MASK).all()
+    small = ModelConfig(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=V, mask_id=MASK,
+                        length=6, omega_s=0.5, omega_b=-2.0)
+    x0 = torch.randint(MASK, (4, 6), generator=rng("x0"))
+    t = sample_times(4, rng("t"))
+    xt = corrupt(x0, t, MASK, rng("q"))
+    for arm, k in itertools.product(ARMS, (2, None)):
+        torch.manual_seed(0)
+        model = MDLM(replace(small, k=k, arm=arm))
+        with torch.no_grad():
+            for p in model.net.parameters():  # a fresh model is uniform: all λ would be the same
+                p.add_(0.3 * torch.randn_like(p))
+        model(x0, xt, t, soft=True).sum().backward()
+        assert all(p.grad.isfinite().all() for p in model.parameters())
+        assert 0 < model.lam < 0.5 + 1e-6 and model.mix_norm > 0
+        assert (model.lam_sd > 1e-7) == (arm != "constant"), arm
+        if arm in ("renorm", "slerp"):
+            torch.testing.assert_close(model.mix_norm, torch.tensor(1.0))
+        assert (generate(model, 2, 6, generator=rng("sample"))[0] < MASK).all()
 
 
 def test_an_unknown_arm_is_refused_by_name():
     with pytest.raises(Refused, match="arm='cubic' is none of constant, renorm, slerp"):
-        MDLM(ModelConfig(arm="cubic"))
+        MDLM(ModelConfig(n_layer=1, arm="cubic", vocab_size=V, mask_id=MASK))

@@ -260,7 +260,7 @@ def gpu_sh(tmp_path):
         (tmp_path / "results" / "gpu.sh").write_text(f.read())
 
     def run(*blocks, **environment):
-        own = {"PYTHON": str(stand_in), "OUT": str(tmp_path / "out")}
+        own = {"PYTHON": str(stand_in), "SIZE": "gpu", "TEXT": "stdlib", "WORK": "work"}
         subprocess.run(["bash", "results/gpu.sh", *blocks], cwd=tmp_path, check=True,
                        capture_output=True, env=os.environ | own | environment)
         commands = tmp_path / "commands"

@@ -1,8 +1,12 @@
-"""What Eq. 2 bounds, on a language that can be enumerated: three tokens, L = 3, every mask and order.
+# SPDX-License-Identifier: MIT
+"""What Eq. 2 bounds, on a language that can be enumerated: every text, mask and order.
 
-With one token revealed at a time, in an order drawn at random, the sampler's likelihood is a mean
-over orders, and Eq. 2 is the mean of its negative logarithm (Jensen). With two passes from plain
-masks in every step, the same holds: the network is then a function of x_t.
+There are three tokens, and L = 3. With one token revealed at a time, in an order drawn at random,
+the sampler's likelihood is a mean over orders, and Eq. 2 is the mean of its negative logarithm
+(Jensen). With two passes from plain masks in every step, the same holds: the network is then a
+function of x_t.
+
+Not here: how a checkpoint is measured (test_eval.py).
 """
 
 import itertools
@@ -12,36 +16,43 @@ import numpy as np
 import pytest
 import torch
 
-from data import rng
 from eval import bound
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
 
 V, L, MASK = 3, 3, 3
 ORDERS = list(itertools.permutations(range(L)))
+TEXTS = list(itertools.product(range(V), repeat=L))
+MASKS = list(itertools.product((False, True), repeat=L))
+
+
+def published(t):
+    """P[a token is masked] at time t with the floor of the released code."""
+    return (1 - ALPHA_FLOOR) * t
 
 
 @pytest.fixture(scope="module")
 def model():
     """A random network with feedback strong enough to matter."""
     torch.manual_seed(0)
-    model = MDLM(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=V + 1, mask_id=MASK,
-                             length=L, k=2, dropout=0.0, omega_s=0.9, omega_a=1.0, omega_b=-1.0))
+    model = MDLM(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=V + 1,
+                             mask_id=MASK, length=L, k=2, dropout=0.0,
+                             omega_s=0.9, omega_a=1.0, omega_b=-1.0))
     with torch.no_grad():
         for p in model.net.parameters():
             p.add_(0.5 * torch.randn_like(p))
     return model.eval()
 
 
-def nll_table(model, soft):
-    """{(x0, mask)}: −log p of each masked token, (L,) with 0 where it is visible; all 27 × 8."""
-    table = {}
-    for x0 in itertools.product(range(V), repeat=L):
-        for mask in itertools.product((False, True), repeat=L):
-            x, m = torch.tensor([x0]), torch.tensor([mask])
-            with torch.no_grad():
-                nll, rows = model.token_nll(x, torch.where(m, MASK, x), torch.ones(1), soft)
-            table[x0, mask] = torch.zeros(L).index_put((rows,), nll).double().numpy()
-    return table
+@pytest.fixture(scope="module")
+def tables(model):
+    """{soft: {(x0, mask): −log p of each masked token, (L,), 0 where it is visible}}."""
+    tables = {False: {}, True: {}}
+    for soft, x0, mask in itertools.product(tables, TEXTS, MASKS):
+        x, m = torch.tensor([x0]), torch.tensor([mask])
+        with torch.no_grad():
+            nll, rows = model.token_nll(x, torch.where(m, MASK, x), torch.ones(1), soft)
+        tables[soft][x0, mask] = torch.zeros(L).index_put((rows,), nll).double().numpy()
+    return tables
 
 
 def along(order, x0, table):
@@ -50,11 +61,14 @@ def along(order, x0, table):
 
 
 def integral(low, high, q, x0, table):
-    """E over t ~ U(low, high) of Eq. 2, where a token is masked with probability q(t). Simpson's rule in log t."""
+    """E over t ~ U(low, high) of Eq. 2, where a token is masked with probability q(t).
+
+    By Simpson's rule in log t.
+    """
     u = np.linspace(math.log(low), math.log(high), 20_001)
     t = np.exp(u)
     total = np.zeros_like(t)
-    for mask in itertools.product((False, True), repeat=L):
+    for mask in MASKS:
         n = sum(mask)
         total += q(t) ** n * (1 - q(t)) ** (L - n) * table[x0, mask].sum()  # 1/t · dt = du
     weights = np.where(np.arange(len(u)) % 2, 4.0, 2.0)
@@ -62,40 +76,39 @@ def integral(low, high, q, x0, table):
     return (weights * total).sum() * (u[1] - u[0]) / 3 / (high - low)
 
 
-@pytest.mark.parametrize("soft", [False, True])
-def test_eq2_is_the_mean_over_orders_and_bounds_the_exact_likelihood(model, soft):
-    table, total = nll_table(model, soft), 0.0
-    for x0 in itertools.product(range(V), repeat=L):
-        nlls = [along(order, x0, table) for order in ORDERS]
-        exact = -math.log(np.mean(np.exp([-nll for nll in nlls])))
-        assert integral(1e-9, 1, lambda t: t, x0, table) == pytest.approx(np.mean(nlls), rel=1e-6)
-        assert np.mean(nlls) >= exact
-        total += math.exp(-exact)
-    assert total == pytest.approx(1, abs=1e-5)  # it is a likelihood: all 27 texts together have p = 1
+def test_eq2_is_the_mean_over_orders_and_bounds_the_exact_likelihood(tables):
+    for table in tables.values():
+        total = 0.0
+        for x0 in TEXTS:
+            nlls = [along(order, x0, table) for order in ORDERS]
+            exact = -math.log(np.mean(np.exp([-nll for nll in nlls])))
+            eq2 = integral(1e-9, 1, lambda t: t, x0, table)
+            assert eq2 == pytest.approx(np.mean(nlls), rel=1e-6)
+            assert np.mean(nlls) >= exact
+            total += math.exp(-exact)
+        assert total == pytest.approx(1, abs=1e-5)  # a likelihood: all texts together have p = 1
 
 
-def test_the_two_feedbacks_differ_here(model):
-    assert any(abs(nll_table(model, True)[key] - nll).max() > 1e-2 for key, nll in nll_table(model, False).items())
+def test_the_two_feedbacks_differ_here(tables):
+    assert any(abs(tables[True][key] - nll).max() > 1e-2 for key, nll in tables[False].items())
 
 
-@pytest.mark.parametrize("soft", [False, True])
-def test_the_floor_makes_the_published_bound_a_little_too_small(model, soft):
-    table = nll_table(model, soft)
-    for x0 in itertools.product(range(V), repeat=L):
-        true = np.mean([along(order, x0, table) for order in ORDERS])
-        published = integral(ALPHA_FLOOR, 1, lambda t: (1 - ALPHA_FLOOR) * t, x0, table)
-        assert 0.998 < published / true < 1
-    uniform = {key: math.log(V) * np.array(key[1]) for key in table}
-    ratio = integral(ALPHA_FLOOR, 1, lambda t: (1 - ALPHA_FLOOR) * t, (0, 0, 0), uniform) / (L * math.log(V))
-    assert ratio == pytest.approx(1 - ALPHA_FLOOR, abs=1e-7)
+def test_the_floor_makes_the_published_bound_a_little_too_small(tables):
+    for table in tables.values():
+        for x0 in TEXTS:
+            true = np.mean([along(order, x0, table) for order in ORDERS])
+            assert 0.998 < integral(ALPHA_FLOOR, 1, published, x0, table) / true < 1
+        uniform = {key: math.log(V) * np.array(key[1]) for key in table}
+        ratio = integral(ALPHA_FLOOR, 1, published, (0, 0, 0), uniform) / (L * math.log(V))
+        assert ratio == pytest.approx(1 - ALPHA_FLOOR, abs=1e-7)
 
 
-@pytest.mark.parametrize("soft", [False, True])
-def test_the_code_measures_both(model, soft):
+def test_the_code_measures_both(model, tables):
     """eval.bound against the integrals, within five standard errors of 3,000 repeats."""
-    table, x0 = nll_table(model, soft), (2, 0, 1)
+    x0 = (2, 0, 1)
     rows = torch.tensor([x0]).repeat(3000, 1)
-    for floor, q in ((ALPHA_FLOOR, lambda t: (1 - ALPHA_FLOOR) * t), (0.0, lambda t: t)):
-        nll = bound(model, rows, soft, seed=1, batch_size=500, floor=floor)[0]
-        expected = integral(max(floor, 1e-9), 1, q, x0, table)
-        assert abs(nll.mean() - expected) < 5 * nll.std() / math.sqrt(3000)
+    for soft, table in tables.items():
+        for floor, q in ((ALPHA_FLOOR, published), (0.0, lambda t: t)):
+            nll = bound(model, rows, soft, seed=1, batch_size=500, floor=floor)[0]
+            expected = integral(max(floor, 1e-9), 1, q, x0, table)
+            assert abs(nll.mean() - expected) < 5 * nll.std() / math.sqrt(3000)

@@ -359,7 +359,7 @@ def test_ppl_of_a_checkpoint(world):
     soft, binary, gain = (found["values"][k]["nats_per_token"] for k in ("soft", "binary", "gain"))
     assert gain == pytest.approx(binary - soft, abs=1e-9)
     assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": len(rows),
-                                 "text": meta["val"], "dtype": "float32"}
+                                 "text": meta["val"], "dtype": "float32", "training": {}}
     assert found["evaluation"]["seed"] == 1
     assert {"python", "torch", "git"} <= set(found["versions"])
 
@@ -439,6 +439,52 @@ def test_mauve_compares_with_held_out_rows_of_the_same_length_at_random(world, m
     assert set(itertools.chain(*drawn)) <= set(held_out)
 
 
+def test_held_out_rows_stand_where_samples_do(world, lm, monkeypatch):
+    """The row "Data": rows of --length, half of all at most, and none of them is a reference."""
+    got = {}
+    stub_mauve(monkeypatch, got)
+    data.prepare(iter([("".join(c * 5 for c in "abcdefghijklmn"), True)] * 3), "letters", BYTES,
+                 val_docs=1)
+    held_out = [row.tolist() for row in data.rows(data.open_split("letters", "val")[0], range(14), 7)]
+    flags = "--samples=", "--data=letters", "--length=7", "--scorer=x"
+    found = result("gen_ppl", *flags, "--rows=4")
+    assert found["settings"] == {"sampler": "data", "checkpoint": "letters", "tokenizer": "bytes",
+                                 "L": 7, "n": 4, "seeds": [1]}
+    texts = [BYTES.decode(row) for row in held_out]
+    assert len(set(texts)) == 14 == data.n_rows(data.open_split("letters", "val")[0], 7)
+    rows = evaluation.held_out_samples(Config(data="letters", rows=4), 7)[0]
+    assert all(row["ids"] in held_out and row["text"] in texts for row in rows)
+    values = found["values"]
+    assert values["gen_ppl"] == pytest.approx(gen_ppl([row["text"] for row in rows], "x")[0])
+    expected = np.mean([evaluation.entropy(row["ids"]) for row in rows])
+    assert values["entropy"] == pytest.approx(expected) and values["nfe"] == 0
+    main("mauve", *flags)
+    found = json.loads(Path("letters/val.mauve.letters.json").read_text())
+    assert (found["settings"]["n"], found["values"]["references"]) == (7, 7)
+    features = np.concatenate((got["p_features"], got["q_features"]))
+    assert len(np.unique(features.round(6), axis=0)) == 14
+    references = evaluation.held_out_samples(Config(data="letters"), 7, "bytes", 4)[0]
+    assert not {row["text"] for row in references} & {row["text"] for row in rows}
+
+
+def test_a_result_says_what_training_cost(world):
+    """Tables 1 and 4: p_sm of the updates make a pass more, half of the tokens are masked."""
+    run = {"batch_size": 4, "p_sm": 0.8, "b_l": 0.2, "b_h": 0.8, "init_from": "mdlm.ckpt"}
+    model = model_of()
+    ckpt = checkpoint.load("last.pt")
+    cost = {"start": "mdlm.ckpt", "passes": pytest.approx(9 * 1.8), "loss tokens": 9 * 4 * 16 / 2}
+    save("last.pt", model, config=ckpt["config"] | run)
+    ppl = result("ppl", "--checkpoint=last.pt", "--data=data", "--rows=2")
+    assert ppl["settings"]["training"] == result("entropy")["settings"]["training"] == cost
+    binary = model_of(soft_mask=False)
+    save("last.pt", binary, config=vars(binary.cfg) | run)
+    assert result("entropy")["settings"]["training"]["passes"] == 9
+    save("last.pt", model, config=ckpt["config"] | run, step=10)  # the run went on
+    assert result("entropy")["settings"]["training"] == {}
+    Path("last.pt").unlink()
+    assert result("entropy")["settings"]["training"] == {}
+
+
 def test_shards_are_read_together(tmp_path):
     pattern = str(tmp_path / "s.*.jsonl")
     samples_file(tmp_path / "s.0.jsonl", n=2)
@@ -511,7 +557,7 @@ def test_data_of_another_tokenizer_is_refused(world):
 
 
 def test_unknown_metrics_sizes_and_devices_are_refused(world):
-    for flag in "--rows=-1", "--repeats=0", "--batch_size=0", "--device=cuda:99":
+    for flag in "--rows=-1", "--repeats=0", "--batch_size=0", "--length=2", "--device=cuda:99":
         with pytest.raises(Refused, match=flag):
             main("ppl", "--checkpoint=last.pt", "--data=data", flag)
     with pytest.raises(Refused, match="'' is not something to measure"):

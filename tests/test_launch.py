@@ -210,6 +210,7 @@ def test_signals_are_collected_and_only_a_second_ctrl_c_ends_the_process():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with launch.signals() as caught:
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+            assert signal.getsignal(number) != signal.SIG_DFL  # or this would end pytest
             os.kill(os.getpid(), number)
         assert caught == [signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL

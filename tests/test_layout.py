@@ -124,9 +124,9 @@ def test_functions_are_short_and_flat():
     for name, module in TREES.items():
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef):
-                sizes[f"{name}.{node.name}"] = lines_of(node)
-                depth = nesting(node)
-                assert depth <= NESTING, f"{name}.{node.name}: {depth}"
+                function, depth = f"{name}.{node.name}", nesting(node)
+                sizes[function] = max(lines_of(node), sizes.get(function, 0))
+                assert depth <= NESTING, f"{function}: {depth}"
     limits = {function: SHORT_FUNCTIONS.get(function, LINES) for function in sizes}
     long = {function: n for function, n in sizes.items() if n > limits[function]}
     assert long.keys() - LONG_FUNCTIONS.keys() == set(), long

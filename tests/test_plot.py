@@ -43,7 +43,7 @@ def result_file(path, value, metric="gen_ppl", run=None, label="", **settings):
     """A result of eval.py: settings are those of the samples or the checkpoint."""
     settings = {"checkpoint": "x.pt", "sampler": "mdlm", "steps": 128, "soft": True, "top_p": 0.9,
                 "tokenizer": "gpt2", "L": 1024, "n": 5000} | settings
-    values = {metric: value}
+    values = value if isinstance(value, dict) else {metric: value}
     if metric == "ppl":
         values = {"soft" if settings["soft"] else "binary": {"ppl": value}}
     cfg = evaluation.Config(metric, label=label, checkpoint=str(path), samples=run or str(path))
@@ -69,6 +69,37 @@ def test_table_lays_results_out_as_the_paper_does(tmp_path, capsys):
         "|  | gain |  | -12.91 | -11.90 |\n")
 
 
+def test_table_has_what_training_cost_and_the_row_of_the_data(tmp_path):
+    """As Table 1: iso-compute has the passes of binary, the data one value for all budgets."""
+    settings = {"step": 1_000_000, "training": {
+        "start": "", "passes": 1e6, "loss tokens": 1e6 * 512 * 512}}
+    for T in 128, 1024:
+        result_file(tmp_path / f"b{T}.json", 60.02, label="1M", soft=False, steps=T, **settings)
+    soft = {"step": 500_000, "training": {"start": "mdlm.ckpt", "passes": 9e5, "loss tokens": 999}}
+    result_file(tmp_path / "s.json", 41.08, label="0.5M", **soft)
+    result_file(tmp_path / "mdlm.json", 50.0, label="of others", soft=False, step=7)
+    of_data = {"sampler": "data", "soft": None, "steps": None, "checkpoint": "data/owt"}
+    result_file(tmp_path / "a.json", 14.8, **of_data)
+    lacks = json.loads((tmp_path / "a.json").read_text())
+    for key in "top_p", "soft", "steps":
+        del lacks["settings"][key]
+    (tmp_path / "a.json").write_text(json.dumps(lacks))
+    assert plot.table(f"{tmp_path}/*.json").splitlines() == [
+        "| unmasking | feedback | model | updates | passes | loss tokens "
+        "| gen. PPL ↓ 1/8 | gen. PPL ↓ 1/1 |",
+        "|---|---|---|--:|--:|--:|--:|--:|",
+        "| standard | binary | 1M | 1M | 1M | 262.1B | 60.02 | 60.02 |",
+        "| standard | binary | of others | 7 |  |  | 50.00 |  |",
+        "| standard | soft | 0.5M | +500k | 900k | 999 | 41.08 |  |",
+        "|  | gain |  |  |  |  | -8.92 |  |", "| data |  | data/owt |  |  |  | 14.80 | 14.80 |"]
+    only = plot.table(f"{tmp_path}/a.json").splitlines()
+    assert only == ["| unmasking | feedback | model | gen. PPL ↓ |", "|---|---|---|--:|",
+                    "| data |  | data/owt | 14.80 |"]
+    lacks["settings"]["L"] = 512
+    (tmp_path / "a.json").write_text(json.dumps(lacks))
+    refused(r"differ in L \(512, 1024\): .* one table", plot.table, f"{tmp_path}/*.json")
+
+
 def test_table_gives_mean_and_deviation_of_runs(tmp_path):
     for seed, value in (1, 0.2), (2, 0.3), (3, 0.4):
         result_file(tmp_path / f"{seed}.json", value, "mauve", label="1M+100k")
@@ -91,7 +122,7 @@ def test_results_that_do_not_compare_are_refused(tmp_path):
             ("table", "n", 5000, 100), ("table", "L", 1024, 512), ("table", "top_p", 0.9, 1.0),
             ("table", "tokenizer", "gpt2", "bytes"), ("row, --label", "ema", True, False),
             ("row, --label", "sampler", "remdm-loop", "remdm-cap"), ("row, --label", "step", 9, 7),
-            ("row, --label", "eta", 0.02, 0.1)]:
+            ("row, --label", "eta", 0.02, 0.1), ("row, --label", "passes", 2, None)]:
         result_file(one, 1.0, label="1M", **{key: a})
         result_file(two, 2.0, label="1M", **{key: b})
         message = rf"a.json and .*b.json differ in {key} \({a}, {b}\): .* one {place}$"
@@ -159,34 +190,42 @@ def logs(tmp_path):
     """Two seeds with feedback in files of their names, one binary run as train.py leaves it."""
     for seed, omega, ppl in (1, 0.1, 8), (2, 0.3, 6):
         held_out = {"val_soft": math.log(ppl), "val_plain": math.log(9)}
-        log(tmp_path / f"sm-{seed}.jsonl", {"step": 5, "omega_s": omega},
-            {"step": 10, "omega_s": 0.2, **held_out})
+        gate = {"omega_a": 4.0 * seed, "omega_b": -0.5}
+        log(tmp_path / f"sm-{seed}.jsonl", {"step": 5, "omega_s": omega, **gate},
+            {"step": 10, "omega_s": 0.2, **gate, **held_out})
     log(tmp_path / "binary" / "log.jsonl", {"step": 5}, {"step": 10, "val_plain": math.log(4)})
     return f"{tmp_path}/*.jsonl,{tmp_path}/binary/log.jsonl"
 
 
 def test_runs_are_grouped_by_name_and_seed(logs):
-    assert plot.runs_series(logs) == {
-        "sm": {"ppl": {10: pytest.approx([8, 6])}, "omega_s": {5: [0.1, 0.3], 10: [0.2, 0.2]}},
-        "binary": {"ppl": {10: pytest.approx([4])}, "omega_s": {}}}
+    found = plot.log_series(logs, "ppl")
+    assert {name: (q["ppl"], q["omega_s"], q["omega_a"], q["tau"]) for name, q in found.items()} == {
+        "sm": ({10: pytest.approx([8, 6])}, {5: [0.1, 0.3], 10: [0.2, 0.2]},
+               {5: [4.0, 8.0], 10: [4.0, 8.0]}, {}),
+        "binary": ({10: pytest.approx([4])}, {}, {}, {})}
+    assert list(plot.log_series(logs, "omega_s")) == ["sm"]  # of a binary run nothing is learned
 
 
-def test_a_log_counts_once_and_dreams_do_not(logs, tmp_path):
-    log(tmp_path / "dream" / "log.jsonl", {"step": 1, "val_soft": 4.0, "val_soft_ce": 2.0})
-    more = f"{logs},{tmp_path}/sm-1.jsonl,{tmp_path}/dream/log.jsonl"
-    assert plot.runs_series(more) == plot.runs_series(logs)
+def test_a_log_counts_once_and_dreams_have_no_bound(logs, tmp_path):
+    dream = {"step": 1, "val_soft": 4.0, "val_soft_ce": 2.0, "omega_s": 0.1, "tau": 0.9}
+    log(tmp_path / "dream-1231" / "log.jsonl", dream)
+    more = f"{logs},{tmp_path}/sm-1.jsonl,{tmp_path}/dream-1231/log.jsonl"
+    assert plot.log_series(more, "ppl") == plot.log_series(logs, "ppl")
+    found = plot.log_series(more, "omega_s")["dream"]
+    assert (found["ppl"], found["omega_s"], found["tau"]) == ({}, {1: [0.1]}, {1: [0.9]})
 
 
 def test_what_is_no_log_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     log(path, {"step": 1})
-    refused("no log with a held-out bound", plot.runs_series, str(path))
+    for needed, name in ("ppl", "held-out perplexity"), ("omega_s", "ω_s"):
+        refused(f"no log with {name}", plot.log_series, str(path), needed)
     for line in ({"val_plain": 1.0}, {"step": 1, "val_plain": 1e4}, [1], 3,
                  {"step": "x", "val_plain": 1.0}, {"step": None, "val_plain": 1.0}):
         log(path, line)
-        refused("is no log of train.py", plot.runs_series, str(path))
+        refused("is no log of a run", plot.log_series, str(path), "ppl")
     path.write_text("{\n")
-    refused("is not JSON", plot.runs_series, str(path))
+    refused("is not JSON", plot.log_series, str(path), "ppl")
 
 
 @pytest.fixture(scope="module")
@@ -238,6 +277,58 @@ def test_figures_are_drawn(logs, traced, tmp_path):
     log(tmp_path / "a.jsonl", {"step": 1})
     refused("is no trajectory", plot.trajectory, str(tmp_path / "a.jsonl"))
     refused("is empty", plot.trajectory, str(tmp_path / "nowhere.jsonl"))
+
+
+def test_learned_parameters_are_drawn_with_the_gate_that_they_make(logs, tmp_path):
+    """Fig. 8: four panels, five where k = |V|. The last one is Eq. 3 of the logged ω."""
+    pytest.importorskip("matplotlib", reason="would draw Fig. 8 and look into the axes")
+    panels = plot.learned(logs).axes
+    assert [ax.get_ylabel() for ax in panels] == ["ω_s", "ω_a (1/nat)", "ω_b (nats)", "λ"]
+    assert panels[1].lines[0].get_xydata().tolist() == [[5, 6], [10, 6]]  # means over two seeds
+    gates = panels[-1].lines
+    assert len(gates) == 4 and gates[0].get_alpha() < gates[3].get_alpha() == 1
+    for line, omega_s in (gates[0], 0.2), (gates[3], 0.2):
+        for x, lam in line.get_xydata()[::40].tolist():
+            assert lam == pytest.approx(omega_s / (1 + math.exp(-6 * (x + 0.5))))
+    log(tmp_path / "kV" / "log.jsonl", {"step": 1, "omega_s": 0.4, "omega_a": 1, "omega_b": -1,
+                                        "tau": 0.9})
+    panels = plot.learned(f"{logs},{tmp_path}/kV/log.jsonl").axes
+    assert [ax.get_ylabel() for ax in panels][3:] == ["τ", "λ"]
+    assert panels[3].lines[0].get_xydata().tolist() == [[1, 0.9]] and len(panels[-1].lines) == 8
+
+
+def test_frontier_has_a_line_per_row_and_a_dot_per_budget(tmp_path):
+    """Fig. 9, means over runs, budgets from small to large."""
+    pytest.importorskip("matplotlib", reason="would draw Fig. 9 and look into the axes")
+    for T, ppl, nats in (1024, 23.0, 5.3), (128, 40.0, 5.5), (128, 42.0, 5.4):
+        result_file(tmp_path / f"{ppl}.json", {"gen_ppl": ppl, "entropy": nats}, label="1M", steps=T)
+    result_file(tmp_path / "mauve.json", {"mauve": 0.5, "entropy": 5.4}, "mauve", label="1M")
+    result_file(tmp_path / "data.json", {"gen_ppl": 14.8, "entropy": 5.44}, label="OWT",
+                sampler="data")
+    [ax] = plot.frontier(f"{tmp_path}/*.json").axes
+    soft, of_data = ax.lines
+    assert soft.get_label() == "standard soft 1M" and of_data.get_xydata().tolist() == [[5.44, 14.8]]
+    assert soft.get_xydata().tolist() == [[pytest.approx(5.4333, abs=1e-4), 41.0], [5.3, 23.0]]
+    assert [text.get_text() for text in ax.texts] == ["1/8", "1/1", ""]
+    refused("run eval.py gen_ppl first", plot.frontier, f"{tmp_path}/mauve.json")
+
+
+def test_overhead_stacks_what_a_sample_spends(tmp_path):
+    """Fig. 6."""
+    pytest.importorskip("matplotlib", reason="would draw Fig. 6 and look into the axes")
+    case = lambda calls, **sections: {"calls": calls, "s/call": sum(sections.values()) / calls,
+                                      "sections": sections}
+    found = {"binary": case(636, trunk=10.0, rest=2.0), "SM": case(651, trunk=11.0, topk=1.5, rest=2.0)}
+    path = tmp_path / "bench.json"
+    path.write_text(json.dumps({"overhead": found}))
+    [ax] = plot.overhead(str(path)).axes
+    ends = [max(bar.get_x() + bar.get_width() for bar in bars) for bars in zip(*ax.containers)]
+    assert ends == [12.0, 14.5]
+    assert [text.get_text() for text in ax.get_yticklabels()] == [
+        "binary: 636 calls\n18.9 ms a call", "SM: 651 calls\n22.3 ms a call"]
+    assert [text.get_text() for text in ax.get_legend().texts] == ["trunk", "rest", "topk"]
+    path.write_text(json.dumps({"overhead": {"binary": {}}}))
+    refused("run bench.py --parts=overhead", plot.overhead, str(path))
 
 
 def test_without_matplotlib_one_sentence(logs, monkeypatch):

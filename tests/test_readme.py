@@ -108,9 +108,12 @@ def writes(script, cfg, ranks):
         return shards | ({cfg.trace} if cfg.trace else set())
     if script == "eval":
         of = cfg.checkpoint or re.sub(r"[*?]|\.jsonl$", "", cfg.samples).rstrip(".")
+        of = of or f"{cfg.data}/val"
         return {cfg.out or f"{of.removesuffix('.pt')}.{cfg.metric}.of-what.json"}
     if script == "eval_dream":
         return {f"{cfg.out}/{hash(str(cfg))}.json"}
+    if script == "bench":
+        return {cfg.json} - {""}
     return {cfg.out} if getattr(cfg, "out", "") else set()
 
 
@@ -122,11 +125,14 @@ def reads(script, cfg):
         return {cfg.checkpoint}
     if script == "eval":
         text = {"ppl": f"{cfg.data}/val.bin", "zero_shot": cfg.text, "mauve": f"{cfg.data}/val.bin"}
-        return {cfg.checkpoint or cfg.samples, text.get(cfg.metric, "")} - {""}
+        of = cfg.checkpoint or cfg.samples or f"{cfg.data}/val.bin"
+        return {of, text.get(cfg.metric, "")} - {""}
     if script == "plot":
-        patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation))
+        patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation, cfg.learned,
+                             cfg.frontier))
         folder = f"{cfg.throughput}/*.json" if cfg.throughput else ""
-        return {*patterns.split(","), folder, cfg.trajectory, cfg.curves} - {""}
+        files = cfg.trajectory, cfg.overhead, cfg.curves
+        return {*patterns.split(","), folder, *files} - {""}
     if script == "finetune_dream":
         return {cfg.model}
     if script == "eval_dream":

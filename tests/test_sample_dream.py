@@ -136,12 +136,16 @@ def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     """Of all vocabulary-wide tensors of a pass, none has more rows than a chunk."""
     h, rows, head = torch.randn(30, 64, generator=generator()), [], model.head
     look = lambda: S.look(model, h, soft(3), MASK, "topk_margin")
+    wanted = torch.arange(30) % 4 == 1
+    wanted[7:14] = False  # a chunk in which nothing is wanted
     at_once = look()
     monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
     monkeypatch.setattr(model, "head", lambda h: (rows.append(len(h)), head(h))[1])
     for got, want in zip(look(), at_once, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(S.soften(model, h, soft(3)), at_once[2], rtol=1e-6, atol=1e-6)
+    some = S.look(model, h, soft(3), MASK, "topk_margin", wanted)
+    for got, want in zip(some, (at_once[0][wanted], at_once[1][wanted], at_once[2]), strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert rows == 2 * [7, 7, 7, 7, 2]
 
 
@@ -209,6 +213,22 @@ def test_decode_is_algorithm_2(model):
         got = decode(model, PROMPT, 16, 10, sm=sm, schedule=schedule, switch=switch, top_p=0.3)
         assert torch.equal(got, want), (k, schedule)
         assert len(got.flatten(1).unique(dim=0)) > 5 and not (got[-1] == MASK).any()
+
+
+def test_decode_takes_any_backbone(model):
+    """It asks for table, hidden and head, and tells the share of masks that is left as the time."""
+    torch.manual_seed(0)
+    cfg = mdlm.ModelConfig(n_layer=1, n_head=2, n_embd=32, n_cond=16, vocab_size=40, mask_id=39,
+                           time_conditioning=True, omega_s=0.5)
+    other, times = mdlm.MDLM(cfg).eval(), []
+    torch.nn.init.normal_(other.net.output_layer.linear.weight)
+    trunk = other.net.trunk
+    other.net.trunk = lambda emb, t: (times.append(t.tolist()), trunk(emb, t))[1]
+    x = torch.full((2, 12), 39)
+    x[1, :6] = torch.arange(6)
+    got = S.decode(other.net, x, 39, 6, sm=other.sm)
+    assert not (got == 39).any() and torch.equal(got[1, :6], x[1, :6])
+    assert times[0] == [1.0, 0.5] and times == sorted(times, reverse=True) and len(times) == 6
 
 
 def test_schedules_end_where_they_should(model):

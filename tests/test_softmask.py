@@ -1,6 +1,5 @@
 """softmask.py against §3.1, Eq. 3, §3.3, App. B.1, C.3, C.9, and the authors' numbers."""
 
-import copy
 import math
 import os
 
@@ -185,13 +184,9 @@ def test_full_logits_compile_in_one_graph_under_autocast_too(k):
         half = sm.embed(table, x, logits.bfloat16())
     torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05)
     assert sm.embed(table.bfloat16(), x, logits).dtype == torch.bfloat16  # the table's dtype
-
-
-def test_deepcopy_is_independent():
-    sm = SoftMask(MASK)
-    twin = copy.deepcopy(sm)
-    twin.raw_s.data += 1
-    assert sm.omega[0] != twin.omega[0]
+    rows = logits.flatten(0, 1).bfloat16()
+    for out, same in zip(sm(rows), sm(rows.float())):  # λ and π are fp32 for logits of any dtype
+        assert out is same is None or out.dtype == same.dtype and torch.equal(out, same)
 
 
 def test_time_gain_table():
@@ -203,6 +198,18 @@ def test_time_gain_table():
     assert [time_gain("stepwise", 0.3, switch) for switch in (0.2, 0.5)] == [1, 0]
     with pytest.raises(ValueError, match="'quadratic'.*stepwise-late"):
         time_gain("quadratic", 0.5, 0.5)
+
+
+def test_stepwise_is_binary_at_the_switch_itself():
+    """App. C.9, strictly [code]: a plain [MASK] at t', full feedback just above. Late: reversed."""
+    x, logits, table = example()
+    sm, plain = SoftMask(MASK, **OPEN), table[x]
+    full = sm.embed(table, x, logits)
+    for switch in 0.2, 0.5, 0.8:
+        for t, early, late in (switch, plain, full), (math.nextafter(switch, 1), full, plain):
+            for schedule, expected in ("stepwise", early), ("stepwise-late", late):
+                gain = time_gain(schedule, t, switch)
+                assert torch.equal(sm.embed(table, x, logits, gain), expected)
 
 
 class HuggingFaceLike(torch.nn.Module):
