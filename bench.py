@@ -56,7 +56,7 @@ from train import PEAK_FLOPS, flops_per_token, update_ema
 
 @dataclass
 class Config:
-    # what to measure: these, and only when they are named profile, attention and scaling
+    # what to measure: these, and only if they are named overhead, profile, attention and scaling
     parts: str = "train,memory,sample,curves,dream,vocabulary"
     repeats: int = 5              # turns that count
     json: str = ""                # also write everything to this file
@@ -402,8 +402,8 @@ def watched(model, device, after_trunk):
 
     mark(name): from here on, time belongs to the section `name`.   seconds: {section: its sum}.
     after_trunk: the section that follows the trunk.
-    The model marks the trunk, the feedback and the loss. Their backward begins when the gradient of
-    what they returned is ready.
+    The model marks the trunk, the loss and the parts of the feedback. The backward of trunk, loss
+    and feedback begins when the gradient of what they returned is ready.
     """
     seconds, last = {}, ["", 0.0]
 
@@ -413,12 +413,12 @@ def watched(model, device, after_trunk):
         seconds[last[0]] = seconds.get(last[0], 0.0) + now - last[1]
         last[:] = name, now
 
-    def begins(name, fn, after):
+    def begins(name, fn, after, backward=True):
         def call(*args):
             mark(name)
             out = fn(*args)
             made = out[0] if isinstance(out, tuple) else out
-            if made.requires_grad:
+            if backward and made.requires_grad:
                 made.register_hook(lambda _: mark(f"{name}, backward"))
             mark(after)
             return out
@@ -426,11 +426,24 @@ def watched(model, device, after_trunk):
 
     trunk = model.net.trunk
     model.net.trunk = begins("trunk", trunk, after_trunk)
-    model.feedback = begins("SM: head, λ, top k, mix", model.feedback, "the rest")
+    model.feedback = begins("SM: head", model.feedback, "the rest")
+    model.sm.forward = begins("SM: λ, top k", model.sm.forward, "SM: head", backward=False)
+    model.sm.mix = begins("SM: look-up", model.sm.mix, "SM: head", backward=False)
     model.cross_entropy = begins("head and loss", model.cross_entropy, "the rest")
     yield mark, seconds
     model.net.trunk = trunk
-    del model.feedback, model.cross_entropy  # the methods of the class are back
+    # the methods of the classes are back
+    del model.feedback, model.cross_entropy, model.sm.forward, model.sm.mix
+
+
+def sections_of(run, model, after_trunk, device):
+    """{section: seconds} of run(mark), which waits for the device between sections."""
+    with watched(model, device, after_trunk) as (mark, seconds):
+        mark("the rest")
+        run(mark)
+        mark("")
+    del seconds[""]
+    return seconds
 
 
 def where_time_goes(title, run, model, after_trunk, device):
@@ -440,11 +453,7 @@ def where_time_goes(title, run, model, after_trunk, device):
     torch.profiler. On CUDA, "gaps %" is the share of the time without any kernel.
     """
     whole = interleaved({title: lambda: run(no_mark)}, 3, device)[title]["seconds"]
-    with watched(model, device, after_trunk) as (mark, seconds):
-        mark("the rest")
-        run(mark)
-        mark("")
-    del seconds[""]
+    seconds = sections_of(run, model, after_trunk, device)
     total = sum(seconds.values())
     rows = {name: {"seconds": s, "%": 100 * s / total} for name, s in seconds.items()}
     print_table(title, rows, f"{whole:.3g} s when nothing waits between sections")
@@ -484,6 +493,35 @@ def bench_profile(cfg, device, dtype):
                 (f"sample in {T} steps, {name}", sample, sampler, "draw: head, nucleus, token")):
             found[title] = where_time_goes(title, partial(run, soft), of, after, device)
     return found
+
+
+def bench_overhead(cfg, device, dtype):
+    """A sample, binary and with SM: network calls, seconds of one, and shares.     App. C.4, Fig. 6
+
+    Returns {case: {"seconds", "calls", "s/call", …, "sections": {section: seconds}}}. The sections
+    are of another sample, which waits for the device between them.
+    """
+    model, calls = build(cfg, device).eval(), {}
+    if compiled(cfg, device):
+        compile_trunk(model, "reduce-overhead")
+
+    def sample(name, mark):
+        watch = None if mark is no_mark else lambda *_: mark("the rest")
+        calls[name] = sampling(cfg, device, dtype, model, 1, cfg.steps, name == "SM", watch)
+
+    rows = interleaved({name: partial(sample, name, no_mark) for name in ("binary", "SM")},
+                       max(2, cfg.repeats // 2), device)
+    shares = {}
+    for name, row in rows.items():
+        sections = sections_of(partial(sample, name), model, "draw: head, nucleus, token", device)
+        row |= {"calls": calls[name], "s/call": row["seconds"] / calls[name]}
+        shares |= {f"{name}: {section.removeprefix('SM: ')}": {
+            "seconds": s, "%": 100 * s / sum(sections.values())} for section, s in sections.items()}
+        row["sections"] = sections
+    totals = {name: {k: v for k, v in row.items() if k != "sections"} for name, row in rows.items()}
+    print_table(f"a sample of {cfg.length} tokens, T = {cfg.steps}", totals)
+    print_table("what it is spent on, in a run that waits between sections", shares)
+    return rows
 
 
 def bench_attention(cfg, device, dtype):

@@ -207,7 +207,11 @@ def machine(device="auto", dtype="auto"):
 
 
 def join(world, device):
-    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU."""
+    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU.
+
+    `torchrun --max_restarts` needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment. Without
+    it, torch (2.6 and 2.13 do) may tell restarted ranks the addresses of dead ones.
+    """
     if world > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)

@@ -1,6 +1,7 @@
 """Fixtures that several test files share."""
 
 import contextlib
+import importlib
 import json
 import os
 import sys
@@ -13,8 +14,27 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # plain `pytest`
 
 import dora  # noqa: E402
 from checkpoint import write_safetensors  # noqa: E402
+from launch import Refused, from_cli  # noqa: E402
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
+torch.set_num_threads(1)  # models here are tiny: more threads only wait for each other
+
+
+def refused(message, function, *args, **kwargs):
+    """Asserts that the call is refused in such a sentence."""
+    with pytest.raises(Refused, match=message):
+        function(*args, **kwargs)
+
+
+def configure(script, words):
+    """A script and its Config, as its last lines make it from the words behind `x.py`."""
+    module = importlib.import_module(script)
+    presets = getattr(module, "PRESETS", None)
+    if script == "data" and words[0] not in presets:
+        paths = [word for word in words if not word.startswith("--")]
+        flags = [word for word in words if word.startswith("--")]
+        words = [f"--source={os.pathsep.join(paths)}", *flags]
+    return module, from_cli(module.Config, words, presets)
 
 
 @contextlib.contextmanager

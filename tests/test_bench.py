@@ -1,11 +1,11 @@
+# SPDX-License-Identifier: MIT
 """bench.py: what it reports is what happened, and every part runs. No test looks at a clock."""
 
 import ast
-import copy
-import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -17,18 +17,15 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bench
-import plot
 from bench import PRESETS, Config, interleaved, main, peak
+from conftest import configure, refused
 from data import rng
-from launch import Refused, from_cli
 from mdlm import corrupt
 from train import flops_per_token
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs CUDA: would check the same on it"))]
 
 
 # -------------------------------------------------------------------------------------------------
@@ -64,24 +61,11 @@ def end_abruptly(cfg, device):
 
 
 def test_a_process_that_dies_is_a_sentence():
-    with pytest.raises(Refused, match="memory was not measured"):
-        peak(end_abruptly, None, CPU)
+    refused("memory was not measured", peak, end_abruptly, None, CPU)
 
 
 # -------------------------------------------------------------------------------------------------
 # what is measured
-
-
-def test_an_update_is_the_one_of_train():
-    """All parameters move in an SM update, ω with them, and stay finite."""
-    step, model = bench.training(Config(**QUICK), CPU, None)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    step(True)
-    step(True)
-    still = [name for name, p in model.named_parameters() if torch.equal(p, before[name])]
-    # Without time conditioning σ is 0, and the layer that embeds it has no gradient.
-    assert not [name for name in still if not name.startswith("net.sigma_map")]
-    assert all(p.isfinite().all() for p in model.parameters())
 
 
 def test_hours_are_tokens_by_rate(capsys):
@@ -115,13 +99,17 @@ def test_dream_has_its_real_size():
 # what the fast ways must not change
 
 
-@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA: would check the same on it"))])
 def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypatch):
-    """The compiled trunk is the eager one up to rounding, and 50 updates make no graph again."""
+    """The compiled trunk is the eager one up to rounding, in one graph, and 50 updates make no
+    other. Names in checkpoints stay."""
     if device == "cpu":  # C++ takes two minutes to build; the graphs are the same without it
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    device, graphs = torch.device(device), torch._dynamo.utils.counters["stats"]
-    cfg = replace(Config(**QUICK), compile=True)
+    counters, cfg = torch._dynamo.utils.counters, replace(Config(**QUICK), compile=True)
+    device, graphs, breaks = torch.device(device), counters["stats"], counters["graph_break"]
+    names = list(bench.build(cfg, CPU).state_dict())
+    breaks.clear()
     step, model = bench.training(cfg, device, None)
     step(False)
     step(True)
@@ -133,7 +121,7 @@ def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypa
         sizes.add((xt == model.mask_id).sum().item())
         step(i % 5 > 0, xt.to(device))
     assert warm > 0 and len(sizes) > 20
-    assert graphs["unique_graphs"] == warm
+    assert graphs["unique_graphs"] == warm and not breaks and list(model.state_dict()) == names
     model.eval()
     emb = model.net.table.detach()[torch.arange(cfg.batch * cfg.length, device=device) % 99]
     emb = emb.view(cfg.batch, cfg.length, -1)                                  # (B, L, D)
@@ -143,41 +131,35 @@ def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypa
     torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_cuda_and_cpu_fused_adamw_is_the_plain_one(device):
-    model = bench.build(Config(**QUICK), CPU).to(device)
-    models, gradients = [model, copy.deepcopy(model)], rng("gradients")
-    optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-3, weight_decay=0.0, fused=fused)
-                  for m, fused in zip(models, (True, False))]
-    for _ in range(5):
-        for p, q in zip(*(m.parameters() for m in models)):
-            p.grad = torch.randn(p.shape, generator=gradients).to(device)
-            q.grad = p.grad.clone()
-        for optimizer in optimizers:
-            optimizer.step()
-    for p, q in zip(*(m.parameters() for m in models)):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
 def test_marks_change_nothing_and_go_away():
-    """The sections of an SM update follow Alg. 1; weights and methods are as without them."""
+    """The sections of an SM update follow Alg. 1; weights and methods are as without them.
+
+    The update is that of train.py: all parameters move, ω with them.
+    """
     step, model = bench.training(Config(**QUICK), CPU, None)
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
     other, plain = bench.training(Config(**QUICK), CPU, None)
     plain.load_state_dict(model.state_dict())
     torch.manual_seed(3)
     other(True)
+    other(True)
     torch.manual_seed(3)
-    methods = model.net.trunk, model.feedback, model.cross_entropy
+    step(True)
+    methods = lambda: (model.net.trunk, model.feedback, model.cross_entropy, model.sm.forward,
+                       model.sm.mix)
+    unmarked = methods()
     with bench.watched(model, CPU, "the rest") as (mark, seconds):
         mark("the rest")
         step(True, mark=mark)
         mark("")
-    made = ("trunk", "SM: head, λ, top k, mix", "head and loss")
-    backward = {f"{name}, backward" for name in made}
-    assert set(seconds) == {"", "the rest", "clip, optimizer, EMA", *made, *backward}
-    assert (model.net.trunk, model.feedback, model.cross_entropy) == methods
-    for p, q in zip(model.parameters(), plain.parameters()):
-        assert torch.equal(p, q)
+    made = ("trunk", "SM: head", "head and loss")
+    parts = {f"{name}, backward" for name in made} | {"SM: λ, top k", "SM: look-up"}
+    assert set(seconds) == {"", "the rest", "clip, optimizer, EMA", *made, *parts}
+    assert methods() == unmarked
+    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
+        assert torch.equal(p, q) and p.isfinite().all()
+        # Without time conditioning σ is 0, and the layer that embeds it has no gradient.
+        assert not torch.equal(p, before[name]) or name.startswith("net.sigma_map"), name
 
 
 # -------------------------------------------------------------------------------------------------
@@ -186,7 +168,7 @@ def test_marks_change_nothing_and_go_away():
 
 def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    parts = ["train", "sample", "curves", "profile", "attention", "dream"]
+    parts = ["train", "sample", "curves", "overhead", "profile", "attention", "dream"]
     main(Config(**QUICK, parts=",".join(parts), json=str(out)))
     found = json.loads(out.read_text())
     assert set(found) == {"machine", "settings", *parts}
@@ -197,6 +179,12 @@ def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     assert [p["x"] for p in found["curves"]["update over L"]] == [8, 16, 32, 64]
     assert [p["x"] for p in found["curves"]["update over k"]] == [1, 3, 10, "|V|"]
     assert {len(rows) for rows in found["dream"].values()} == {4, 6}
+    binary, soft = found["overhead"]["binary"], found["overhead"]["SM"]
+    for row in binary, soft:
+        assert row["s/call"] == pytest.approx(row["seconds"] / row["calls"]) and row["calls"] <= 9
+    common = {"the rest", "trunk", "draw: head, nucleus, token"}
+    assert set(binary["sections"]) == common
+    assert set(soft["sections"]) == common | {"SM: head", "SM: λ, top k", "SM: look-up"}
     for case in found["profile"].values():
         assert sum(row["%"] for row in case["sections"].values()) == pytest.approx(100)
 
@@ -212,8 +200,7 @@ def test_bad_input_is_refused():
     for how, message in ((dict(parts="train,speed"), "none of train"),
                          (dict(parts="scaling"), "under torchrun"),
                          (dict(repeats=0), "repeats=0"), (dict(length=2), "length=2")):
-        with pytest.raises(Refused, match=message):
-            main(Config(**QUICK | how))
+        refused(message, main, Config(**QUICK | how))
 
 
 def test_scaling_runs_on_two_processes(tmp_path):
@@ -224,15 +211,6 @@ def test_scaling_runs_on_two_processes(tmp_path):
                    check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
     rows = json.loads(out.read_text())["scaling"]
     assert list(rows) == ["1 process, batch 2", "strong: 2 × 1", "weak: 2 × 2"]
-
-
-def test_plot_refuses_files_without_curves(tmp_path):
-    path = tmp_path / "bench.json"
-    for text in None, "no json", "[]", '{"train": {}}':
-        if text is not None:
-            path.write_text(text)
-        with pytest.raises(Refused, match="has no curves"):
-            plot.curves(path)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -249,42 +227,26 @@ done
 """
 
 
-@pytest.fixture
-def gpu_sh(tmp_path):
-    """gpu_sh(*blocks, **environment) → the commands that it would run, by a stand-in for Python."""
-    stand_in = tmp_path / "python"
+def test_gpu_sh_gives_flags_that_exist_and_repeats_no_block(tmp_path):
+    """A stand-in for Python keeps the commands."""
+    stand_in, kept = tmp_path / "python", tmp_path / "commands"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
     (tmp_path / "results").mkdir()
-    with open(os.path.join(ROOT, "results", "gpu.sh")) as f:
-        (tmp_path / "results" / "gpu.sh").write_text(f.read())
-
-    def run(*blocks, **environment):
-        own = {"PYTHON": str(stand_in), "SIZE": "gpu", "TEXT": "stdlib", "WORK": "work"}
-        subprocess.run(["bash", "results/gpu.sh", *blocks], cwd=tmp_path, check=True,
-                       capture_output=True, env=os.environ | own | environment)
-        commands = tmp_path / "commands"
-        lines = commands.read_text().splitlines() if commands.exists() else []
-        commands.unlink(missing_ok=True)
-        return lines
-    return run
-
-
-def test_gpu_sh_gives_flags_that_exist_and_repeats_no_block(gpu_sh, tmp_path):
+    shutil.copy(os.path.join(ROOT, "results", "gpu.sh"), tmp_path / "results")
+    own = {"PYTHON": str(stand_in), "TEXT": "stdlib", "WORK": "work"}
     for size in "toy", "gpu":
         out = tmp_path / size
-        commands = gpu_sh(SIZE=size, OUT=str(out))
-        scripts = [c.split() for c in commands if not c.startswith("-m pytest")]
-        assert len(scripts) == len(commands) - 1 > 10
-        for script, *argv in scripts:
-            module = importlib.import_module(script.removesuffix(".py"))
-            if script == "data.py":  # as its own last lines do
-                argv = [a if a.startswith("--") or a in module.PRESETS else f"--source={a}"
-                        for a in argv]
-            from_cli(module.Config, argv, getattr(module, "PRESETS", None))
+        for again in False, True:
+            kept.write_text("")
+            subprocess.run(["bash", "results/gpu.sh"], cwd=tmp_path, check=True,
+                           capture_output=True, env=os.environ | own | {"SIZE": size, "OUT": out})
+            commands = [line.split() for line in kept.read_text().splitlines()]
+            scripts = [words for words in commands if words[0] != "-m"]  # not pytest
+            assert again and not commands or len(scripts) == len(commands) - 1 > 10
+            for script, *words in scripts:
+                configure(script.removesuffix(".py"), words)
         assert len(os.listdir(out)) <= 8
-        assert gpu_sh(SIZE=size, OUT=str(out)) == []
-    assert gpu_sh("train", OUT=str(tmp_path / "one"))[0].startswith("bench.py gpu --parts=train")
 
 
 def test_gpu_sh_runs_every_test_that_needs_cuda():
@@ -298,7 +260,7 @@ def test_gpu_sh_runs_every_test_that_needs_cuda():
                 nodes = ast.walk(ast.parse(f.read()))
             for node in nodes:
                 marks = " ".join(map(ast.unparse, getattr(node, "decorator_list", [])))
-                if "skipif(not torch.cuda" in marks or "DEVICES" in marks:
+                if "skipif(not torch.cuda" in marks:
                     names.append(node.name)
-    assert len(names) > 4
+    assert len(names) > 3
     assert not [name for name in names if not any(word in name for word in words)]

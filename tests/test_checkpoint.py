@@ -1,39 +1,70 @@
-"""checkpoint.py: every format that a model may come in, hostile files too."""
+# SPDX-License-Identifier: MIT
+"""checkpoint.py: files of every format, read as what they are or refused, and hostile files.
+
+Files of others are made here, with the names and settings of the code that would write them.
+"""
 
 import collections
+import json
 import os
 import pickle
 import sys
 import types
-from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 import checkpoint
-from conftest import full_disk
-from checkpoint import load, read_safetensors, save, write_safetensors
-from launch import Refused
+from arms import Renorm, Slerp
+from checkpoint import load, read_safetensors, rotary_frequencies, save, write_safetensors
+from conftest import full_disk, refused
+from dream import DreamConfig
 from mdlm import MDLM, ModelConfig
 
-TINY = ModelConfig(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29, length=8,
-                   omega_s=0.3)
+TINY = dict(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29, length=8,
+            omega_s=0.3)
+HUB = dict(n_blocks=2, n_heads=4, hidden_dim=32, cond_dim=16, vocab_size=30, model_length=8,
+           dropout=0.1, time_conditioning=False, model_type="mdlm", architectures=["MDLM"])
+THEIRS = {"raw_s": "raw_scale", "raw_a": "raw_steep", "raw_b": "raw_centre_neg"}
+
+
+def trained(**changes):
+    """A model whose every weight counts: new ones predict uniformly."""
+    torch.manual_seed(0)
+    model = MDLM(ModelConfig(**TINY | changes)).eval()
+    for p in model.net.parameters():
+        p.data += 0.1 * torch.randn_like(p)
+    return model
 
 
 def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-def ours(tmp_path, **changes):
-    """A model, and the path of its checkpoint in our format."""
-    torch.manual_seed(0)
-    model = MDLM(replace(TINY, **changes))
-    for p in model.net.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    path = str(tmp_path / "ours.pt")
-    save(path, kind="mdlm", config=vars(model.cfg), step=7, seed=1, model=model.state_dict(),
-         ema=None, tokenizer={"name": "gpt2"})
-    return model, path
+@torch.no_grad()
+def logits_of(model):
+    x = torch.tensor([[29, 1, 2, 29, 4, 5, 29, 7]])
+    hidden = model.net.hidden(F.embedding(x, model.net.table), torch.arange(8), torch.tensor([0.9]))
+    return model.net.head(hidden)
+
+
+def our_file(path, model, **parts):
+    save(str(path), **{"kind": "mdlm", "config": vars(model.cfg), "step": 7, "ema": None,
+                       "model": model.state_dict(), "tokenizer": {"name": "gpt2"}} | parts)
+    return str(path)
+
+
+def published(model, prefix="backbone."):
+    """The tensors as MDLM's class names them."""
+    state = {prefix + name: t for name, t in model.net.state_dict().items()}
+    return state | {prefix + "rotary_emb.inv_freq": rotary_frequencies(8)}
+
+
+def hub_folder(folder, model, **changes):
+    write_safetensors(f"{folder}/model.safetensors", published(model), {"format": "pt"})
+    (folder / "config.json").write_text(json.dumps(HUB | changes))
+    return str(folder)
 
 
 def omegaconf():
@@ -50,29 +81,33 @@ def omegaconf():
     AnyNode = node_class("omegaconf.nodes", "AnyNode")
 
     def tree(value):
-        if not isinstance(value, dict):
-            node = AnyNode()
-            node.__dict__ = {"_val": value}
-            return node
-        node = DictConfig()
-        node.__dict__ = {"_content": {k: tree(v) for k, v in value.items()}}
+        node = DictConfig() if isinstance(value, dict) else AnyNode()
+        node.__dict__ = {"_val": value}
+        if isinstance(value, dict):
+            node.__dict__ = {"_content": {k: tree(v) for k, v in value.items()}}
         return node
 
     return modules, tree
 
 
-def lightning(tmp_path, model, hostile=None, dense=False):
-    """The path of a training checkpoint as MDLM's framework writes it."""
-    state = collections.OrderedDict((f"backbone.{k}", v) for k, v in model.net.state_dict().items())
-    state["backbone.rotary_emb.inv_freq"] = 10000 ** (-torch.arange(0, 8, 2) / 8)
-    for raw, theirs in (("raw_s", "scale"), ("raw_a", "steep"), ("raw_b", "centre_neg")):
-        state[f"tran_head.raw_{theirs}"] = getattr(model.sm, raw).data
-    state["tran_head.raw_temperature"] = torch.tensor(0.5)
-    head = {"mixinputs_k": 2, "transparency_alg": "mixinputs_with_" + ("temp" if dense else "topk")}
-    config = {"algo": {"time_conditioning": False, "tran_head": head},
-              "model": {"length": 8, "dropout": 0.0}}
+def training_file(path, model, head=None, tensors=None, hostile=None, **settings):
+    """A training checkpoint of the authors' framework.   head: settings of the soft mask.
+
+    tensors: more of them, or others.   hostile: any object.   settings: of sections, or beside.
+    """
+    state = collections.OrderedDict(published(model) | (tensors or {}))
+    if model.sm is not None:
+        for raw, theirs in THEIRS.items():
+            state["tran_head." + theirs] = getattr(model.sm, raw).data
+        state["tran_head.raw_temperature"] = torch.tensor(0.5)
+    config = {"algo": {"parameterization": "subs", "causal_attention": False,
+                       "tran_head": {"mixinputs_k": 2} | (head or {})},
+              "model": {"length": 8, "hidden_size": 32, "n_heads": 4, "dropout": 0.0},
+              "data": {"tokenizer_name_or_path": "gpt2"}, "optim": {"sm_prob": 0.8}}
+    for name, value in settings.items():
+        config[name] = config[name] | value if isinstance(value, dict) else value
     shadow = [p.data + 1 for p in model.net.parameters()]
-    path, (modules, tree) = str(tmp_path / "model.ckpt"), omegaconf()
+    modules, tree = omegaconf()
     sys.modules.update(modules)
     try:
         torch.save({"state_dict": state, "ema": {"decay": 0.9999, "shadow_params": shadow},
@@ -81,7 +116,7 @@ def lightning(tmp_path, model, hostile=None, dense=False):
     finally:
         for name in modules:
             del sys.modules[name]
-    return path
+    return str(path)
 
 
 # ---- ours
@@ -101,8 +136,8 @@ def test_full_disk_keeps_the_old_checkpoint(tmp_path):
     """torch.save raises an error of its own kind."""
     path = str(tmp_path / "last.pt")
     save(path, kind="dream-adapter", config={}, step=1, model={})
-    with full_disk(), pytest.raises(Refused, match="could not write .*last.pt.*free some space"):
-        save(path, step=2, model={"w": torch.zeros(10**6)})
+    with full_disk():
+        refused("could not write .*last.pt.*free some space", save, path, model=torch.zeros(10**6))
     assert load(path)["step"] == 1 and os.listdir(tmp_path) == ["last.pt"]
 
 
@@ -130,18 +165,18 @@ def test_safetensors_equal_the_library_s(tmp_path):
 # ---- theirs
 
 
-def test_lightning_checkpoint_without_its_framework(tmp_path):
-    model, _ = ours(tmp_path)
-    path = lightning(tmp_path, model)
+def test_training_checkpoint_without_its_framework(tmp_path):
+    model = trained()
+    path = training_file(tmp_path / "x.ckpt", model)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(path, weights_only=True)  # this is why there is a reader
     averaged, raw = MDLM.load(path), MDLM.load(path, ema=False)
     cfg = averaged.cfg
-    assert (cfg.k, cfg.n_head, cfg.length, averaged.info["step"]) == (2, 4, 8, 9)
+    assert (cfg.k, cfg.arm, cfg.n_head, cfg.length, averaged.info["step"]) == (2, "", 4, 8, 9)
     assert same(raw, model) and same(averaged.sm, model.sm)  # ω has no average
     pairs = zip(averaged.net.parameters(), model.net.parameters())
     assert all(torch.equal(a, b + 1) for a, b in pairs)
-    dense = MDLM.load(lightning(tmp_path, model, dense=True))
+    dense = MDLM.load(training_file(path, model, {"transparency_alg": "mixinputs_with_temp"}))
     assert dense.cfg.k is None and dense.sm.raw_tau == 0.5
 
 
@@ -156,48 +191,98 @@ class Hostile:
 
 
 def test_no_foreign_function_is_ever_called(tmp_path, monkeypatch):
-    model, _ = ours(tmp_path)
-    owned = str(tmp_path / "owned")
+    owned, path = str(tmp_path / "owned"), tmp_path / "x.ckpt"
     for function, *args in ((os.mkdir, owned), (eval, f"__import__('os').mkdir({owned!r})"),
-                            (exec, f"import os; os.mkdir({owned!r})"), (getattr, "", "upper"),
-                            (__import__, "antigravity"),
+                            (getattr, "", "upper"), (__import__, "antigravity"),
                             (torch.hub.load_state_dict_from_url, f"file://{tmp_path}/x")):
-        path = lightning(tmp_path, model, hostile=Hostile(function, *args))
-        MDLM.load(path)
+        MDLM.load(training_file(path, trained(), hostile=Hostile(function, *args)))
         assert not os.path.exists(owned) and "antigravity" not in sys.modules
     # The bomb works where it is let.
-    path = lightning(tmp_path, model, hostile=Hostile(os.mkdir, owned))
     find = checkpoint.InertUnpickler.find_class
     monkeypatch.setattr(checkpoint.InertUnpickler, "find_class", lambda self, module, name:
                         os.mkdir if name == "mkdir" else find(self, module, name))
-    MDLM.load(path)
+    MDLM.load(training_file(path, trained(), hostile=Hostile(os.mkdir, owned)))
     assert os.path.exists(owned)
 
 
 def test_hub_layouts(tmp_path):
-    """mdlm-owt on the hub: a folder with one of two files, binary, whatever the wrapper's prefix.
-
-    The hub's own class keeps its DiT as `backbone`. The names below it are those of the Lightning
-    file, rotary buffer included.
-    """
-    model, _ = ours(tmp_path, soft_mask=False, n_head=4)
+    """A folder with one of two files, or a file alone, whatever the wrapper's prefix."""
+    model = trained(soft_mask=False)
     writers = {"pytorch_model.bin": torch.save, "model.safetensors": lambda state, path:
                write_safetensors(path, state)}
     for prefix in ("backbone.", "", "module.backbone."):
-        state = {prefix + k: v for k, v in model.net.state_dict().items()}
-        state[prefix + "rotary_emb.inv_freq"] = checkpoint.rotary_frequencies(8)
         for name, write in writers.items():
             folder = tmp_path / (prefix + name.split(".")[0])
             folder.mkdir()
-            write(state, str(folder / name))
-            loaded = MDLM.load(str(folder))
-            assert loaded.sm is None and loaded.cfg.n_head == 4 and loaded.cfg.vocab_size == 30
-            assert same(loaded.net, model.net)
+            write(published(model, prefix), str(folder / name))
+            for path in (folder, folder / name):
+                loaded = MDLM.load(str(path))
+                assert loaded.sm is None and loaded.cfg.n_head == 4 and same(loaded.net, model.net)
+
+
+def test_config_json_of_a_hub_folder_is_read(tmp_path, capsys):
+    model = trained(soft_mask=False, time_conditioning=True)
+    said = dict(time_conditioning=True, model_length=512, dropout=0.2)
+    folder = hub_folder(tmp_path, model, **said)
+    for path in (folder, folder + "/model.safetensors"):
+        loaded = MDLM.load(path)
+        cfg = loaded.cfg
+        assert (cfg.time_conditioning, cfg.length, cfg.dropout) == (True, 512, 0.2)
+        assert torch.equal(logits_of(loaded), logits_of(model))
+        assert loaded.info["tokenizer"]["name"] == "gpt2"
+    checkpoint.main(checkpoint.Config(folder))
+    assert "a continuation from an EMA is not the paper's" in capsys.readouterr().out
+
+
+def test_time_conditioning_of_either_layout_is_read(tmp_path):
+    """MDLM's own training code has it beside the sections, later code in `algo`."""
+    model = trained(time_conditioning=True)
+    for where in ({"time_conditioning": True}, {"algo": {"time_conditioning": True}}):
+        loaded = MDLM.load(training_file(tmp_path / "x.ckpt", model, **where), ema=False)
+        assert torch.equal(logits_of(loaded), logits_of(model))
+
+
+def test_soft_masks_of_forks_are_loaded_as_what_they_are_or_refused_by_name(tmp_path):
+    model, path = trained(), tmp_path / "x.ckpt"
+    for name, cls in (("lerp_renorm", Renorm), ("slerp_euclid_mean", Slerp)):
+        loaded = MDLM.load(training_file(path, model, {"transparency_alg": name}))
+        assert type(loaded.sm) is cls and loaded.sm.k == 2 and same(loaded.sm, model.sm)
+    fixed = {"transparency_alg": "mixinputs_with_topk", "fixed_lambda": 0.25}
+    constant = MDLM.load(training_file(path, model, fixed))
+    torch.testing.assert_close(constant.sm(logits_of(model))[0], torch.full((8,), 0.25))
+    for name, value in (("slerp_sm", None), ("lerp_renorm", 0.3), ("mixinputs_with_temp", 0.3),
+                        ("mixinputs_with_topk", 1.5)):
+        head = {"transparency_alg": name, "fixed_lambda": value}
+        refused(f"transparency_alg = '{name}', fixed_lambda = {value} is not",
+                load, training_file(path, model, head))
+
+
+def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path):
+    """Score models, BERT's mask in the middle, feedback in a band of t only, other rotations."""
+    path, model = tmp_path / "x.ckpt", trained()
+    for name, settings in {"parameterization": {"algo": {"parameterization": "ar"}},
+                           "causal_attention": {"algo": {"causal_attention": True}},
+                           "tokenizer_name_or_path": {"data": {"tokenizer_name_or_path": "bert"}},
+                           "sm_t_min": {"optim": {"sm_t_min": 0.2}},
+                           "sm_t_max": {"optim": {"sm_t_max": 0.8}},
+                           "model_type": {"model_type": "bd3lm"}}.items():
+        refused(f"has {name} = .*, only .* is implemented",
+                load, training_file(path, model, **settings))
+    annealed = {"initial_nll": torch.tensor(7.0), "current_nll_ema": torch.tensor(3.0)}
+    refused("tensors that nothing here reads, as initial_nll",
+            load, training_file(path, model, tensors=annealed))
+    name = "backbone.rotary_emb.inv_freq"
+    load(training_file(path, model, tensors={name: rotary_frequencies(8).bfloat16()}))
+    other = {name: 11000 ** (-torch.arange(0, 8, 2) / 8)}
+    refused("is not that of base 10000 with 4", load, training_file(path, model, tensors=other))
+    refused("is not that .* with 2", load, hub_folder(tmp_path, model, n_heads=2))
+
+
+# ---- the command
 
 
 def test_command_describes_and_converts(tmp_path, capsys):
-    model, _ = ours(tmp_path)
-    source = lightning(tmp_path, model)
+    source = training_file(tmp_path / "x.ckpt", trained())
     for out in ("a.pt", "b.safetensors"):
         checkpoint.main(checkpoint.Config(source, str(tmp_path / out)))
         said = capsys.readouterr().out
@@ -206,74 +291,114 @@ def test_command_describes_and_converts(tmp_path, capsys):
         assert a.cfg == b.cfg and same(a, b)
 
 
+def test_an_exported_folder_is_the_published_layout_and_loads_as_the_average(tmp_path, capsys):
+    model, average = trained(), trained()
+    for p in average.net.parameters():
+        p.data += 0.1
+    special = {"name": "bytes", "vocab_size": 30, "mask_id": 29, "bos": 27, "eos": 28}
+    ema = {"net." + k: t for k, t in average.net.state_dict().items()}
+    path = our_file(tmp_path / "last.pt", model, ema=ema, tokenizer=special)
+    folder = f"{tmp_path}/hub/"
+    checkpoint.main(checkpoint.Config(path, folder))
+    assert f"ω is not in {folder}, so the model there decodes" in capsys.readouterr().out
+    assert HUB.items() <= json.loads((tmp_path / "hub" / "config.json").read_text()).items()
+    tensors, want = read_safetensors(folder + "model.safetensors"), published(average)
+    assert tensors.keys() == want.keys() and all(torch.equal(tensors[k], want[k]) for k in want)
+    loaded = MDLM.load(folder)
+    assert torch.equal(logits_of(loaded), logits_of(average))
+    assert loaded.sm is None and loaded.info["tokenizer"] == special
+    # That class would take the last token for [MASK].
+    for change in ({"config": vars(trained(mask_id=3).cfg)}, {"kind": "dream-adapter"}):
+        our_file(path, model, **change)
+        refused("only be written of an MDLM whose .MASK. is the last",
+                checkpoint.main, checkpoint.Config(path, folder))
+
+
 # ---- bad files
 
 
 def test_foreign_and_truncated_bytes_are_refused(tmp_path):
-    model, path = ours(tmp_path)
+    model = trained()
     write_safetensors(str(tmp_path / "w.safetensors"), model.state_dict())
-    files = {name: [b"", b"not a checkpoint", b"PK\x03\x04 half a zip", pickle.dumps({"a": 1})]
-             for name in ("x.pt", "x.ckpt", "x.safetensors", "pytorch_model.bin")}
-    for whole in (path, lightning(tmp_path, model), str(tmp_path / "w.safetensors")):
-        with open(whole, "rb") as f:
-            content = f.read()
-        files[os.path.basename(whole)] = [content[:len(content) // 2], content[:-10]]
-    for name, contents in files.items():
+    our_file(tmp_path / "x.pt", model)
+    training_file(tmp_path / "x.ckpt", model)
+    for name in ("x.pt", "x.ckpt", "w.safetensors", "pytorch_model.bin"):
+        path = tmp_path / name
+        contents = [b"", b"not a checkpoint", b"PK\x03\x04 half a zip", pickle.dumps({"a": 1})]
+        if path.exists():
+            whole = path.read_bytes()
+            contents += [whole[:len(whole) // 2], whole[:-10]]
         for content in contents:
-            (tmp_path / name).write_bytes(content)
-            with pytest.raises(Refused, match="truncated or not a|no MDLM in this checkpoint"):
-                load(str(tmp_path / name))
-
-
-def test_other_things_are_refused(tmp_path):
-    path = str(tmp_path / "x.pt")
-    for content, message in (
-            ({"layer.weight": torch.ones(2)}, "no MDLM in this checkpoint: none of its 1 tensors"),
-            ([1, 2], "truncated or not a checkpoint"),
-            ({"format": "soft-masked-mdlm/99"}, "not a whole checkpoint of format .*mdlm/1")):
-        torch.save(content, path)
-        with pytest.raises(Refused, match=message):
-            load(path)
-    with pytest.raises(Refused, match="no checkpoint at"):
-        load(str(tmp_path / "nowhere.pt"))
+            path.write_bytes(content)
+            refused("truncated or not a|no MDLM in this checkpoint", load, str(path))
+    refused("no checkpoint at", load, str(tmp_path / "nowhere.pt"))
 
 
 def test_our_format_with_wrong_parts_is_refused(tmp_path):
-    _, path = ours(tmp_path)
+    path = our_file(tmp_path / "x.pt", trained())
     ckpt = load(path)
-    for part in ("kind", "config", "model", "step"):
+    for part in ("kind", "config", "model", "step", "tokenizer"):
         torch.save({k: v for k, v in ckpt.items() if k != part}, path)
-        with pytest.raises(Refused, match=f"not a whole checkpoint of format .*: {part}"):
-            load(path)
+        refused(f"not a whole checkpoint of format .*mdlm/1: {part}", load, path)
     name = "net.output_layer.linear.weight"
     less = {k: t for k, t in ckpt["model"].items() if k != name}
-    nan = {**ckpt["model"], name: ckpt["model"][name] * float("nan")}
-    fit = "do not fit its configuration"
-    for change, message in (({"kind": "dream-adapter"}, "holds a dream-adapter, not an MDLM"),
-                            ({"config": {**ckpt["config"], "n_layer": 3}}, f"{fit}: n_layer = 3"),
-                            ({"model": less}, f"{fit}: RuntimeError, Missing key.*linear.weight"),
-                            ({"config": {"n_layer": "two"}}, fit), ({"config": {"n_head": 0}}, fit),
-                            ({"config": [1]}, "not a checkpoint"),
-                            ({"model": nan}, "are not all numbers: its run diverged")):
-        save(path, **{**ckpt, **change})
-        with pytest.raises(Refused, match=message):
-            MDLM.load(path)
+    nan = ckpt["model"] | {name: ckpt["model"][name] * float("nan")}
+    for change, message in (
+            ({"format": "soft-masked-mdlm/99"}, "not a whole checkpoint of .*: .*/99"),
+            ({"kind": "dream-adapter"}, "holds a dream-adapter, not an MDLM"),
+            ({"model": less}, "fit its configuration: RuntimeError, Missing key.*linear.weight"),
+            ({"config": [1]}, "not a checkpoint"),
+            ({"model": nan}, "are not all numbers: its run diverged")):
+        torch.save(ckpt | change, path)
+        refused(message, MDLM.load, path)
+
+
+def test_a_configuration_is_refused_before_anything_is_built_from_it(tmp_path, monkeypatch):
+    model, path = trained(), str(tmp_path / "x.pt")
+    monkeypatch.setattr("mdlm.DiT", None)
+    for name, value in {"n_layer": 10**7, "length": 10**9, "k": 31, "n_head": 0, "mask_id": 30,
+                        "soft_mask": False, "n_embd": "32", "vocab_size": None,
+                        "time_conditioning": "yes"}.items():
+        our_file(path, model, config=vars(model.cfg) | {name: value})
+        refused(f"fit its configuration: {name} = {value!r}, they need ", MDLM.load, path)
+    large_k = training_file(tmp_path / "x.ckpt", model, {"mixinputs_k": 31})
+    refused("k = 31, they need 1 to 30", MDLM.load, large_k)
+    refused("n_layer = 12, they need 2", MDLM.load, hub_folder(tmp_path, model, n_blocks=12))
 
 
 def test_crippled_checkpoints_load_or_are_refused(tmp_path):
-    model, _ = ours(tmp_path)
-    ckpt, path = checkpoint.load_inert(lightning(tmp_path, model)), str(tmp_path / "x.ckpt")
-    ckpt = {name: ckpt[name] for name in ("state_dict", "ema", "global_step")}
-    loads = (dict(ema=None), dict(hyper_parameters=None), dict(global_step="x"))
-    few = {"backbone.vocab_embed.embedding": torch.ones(3, 4)}
-    refused = (dict(ema={"shadow_params": 3}), dict(state_dict=[1]), dict(hyper_parameters=[1]),
-               dict(state_dict=few), dict(ema={"shadow_params": ckpt["ema"]["shadow_params"][1:]}))
-    for change in loads:
-        torch.save({**ckpt, **change}, path)
+    model, path = trained(), str(tmp_path / "x.ckpt")
+    whole = checkpoint.load_inert(training_file(path, model))
+    ckpt = {name: whole[name] for name in ("state_dict", "ema", "global_step")}
+    shadow = ckpt["ema"]["shadow_params"]
+    for change in (dict(ema=None), dict(hyper_parameters=None), dict(global_step="x")):
+        torch.save(ckpt | change, path)
         assert same(MDLM.load(path, ema=False), model)
-    for change in refused:
-        torch.save({**ckpt, **change}, path)
-        with pytest.raises(Refused) as error:
-            MDLM.load(path)
-        assert "\n" not in str(error.value)
-    assert "the EMA has 29 tensors for 30 parameters" in str(error.value)
+    few = {"backbone.vocab_embed.embedding": torch.ones(3, 4)}
+    for change, message in ((dict(ema={"shadow_params": 3}), "not a checkpoint"),
+                            (dict(state_dict=[1]), "not a checkpoint"),
+                            (dict(hyper_parameters=[1]), "not a checkpoint"),
+                            (dict(state_dict=few, ema=None), "not a checkpoint"),
+                            (dict(ema={"shadow_params": shadow[1:]}), "29 tensors for 30 param")):
+        torch.save(ckpt | change, path)
+        refused(message, load, path)
+
+
+# ---- Dream
+
+
+def test_rope_parameters_of_transformers_5_are_read(tmp_path, tiny_dream):
+    with open(f"{tiny_dream}/config.json") as f:
+        raw = json.load(f)
+    old, theta = DreamConfig.read(tiny_dream), raw.pop("rope_theta")
+    raw.pop("rope_scaling", None)
+    write = lambda **rope: (tmp_path / "config.json").write_text(json.dumps(raw | rope))
+    rope = {"rope_theta": theta, "rope_type": "default"}
+    write(rope_parameters=rope)
+    assert DreamConfig.read(str(tmp_path)) == old
+    for other in (rope | {"rope_type": "yarn", "factor": 2.0}, {"rope_theta": 3.0},
+                  rope | {"partial_rotary_factor": 0.5}):
+        write(rope_parameters=other)
+        refused("has rope_parameters = .*only rope_type 'default'", DreamConfig.read, tmp_path)
+    write(rope_parameters=rope, rope_theta=theta + 1)
+    refused("has rope_parameters", DreamConfig.read, tmp_path)

@@ -8,7 +8,7 @@ import json
 import lzma
 import os
 import random
-import subprocess
+import runpy
 import sys
 import tracemalloc
 import types
@@ -21,6 +21,7 @@ import tiktoken
 import torch
 
 import data
+from conftest import refused
 from data import Config, main, open_split, prepare
 from launch import Refused
 
@@ -47,11 +48,6 @@ def ids_of(texts):
     return list(itertools.chain(*(list(text.encode()) + [257] for text in texts)))
 
 
-def refused(message, function, *args, **kwargs):
-    with pytest.raises(Refused, match=message):
-        function(*args, **kwargs)
-
-
 def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
@@ -75,13 +71,6 @@ def test_rows_are_the_recorded_blocks(tmp_path):
     assert data.rows(tokens, range(len(blocks)), L).tolist() == blocks
     assert data.rows(tokens, torch.tensor([4, 0]), L).tolist() == [blocks[4], blocks[0]]
     assert data.rows(tokens, [1], L).dtype == torch.int64
-
-
-def test_rows_tile_the_stream(tmp_path):
-    tokens, _ = open_split(prepared(tmp_path), "train")
-    x = data.rows(tokens, range(data.n_rows(tokens, 7)), 7)
-    assert x[:, 1:-1].flatten().tolist() == tokens[:len(tokens) // 5 * 5].tolist()
-    assert (x[:, 0] == 256).all() and (x[:, -1] == 257).all()
 
 
 def test_order_is_a_permutation_of_its_epoch():
@@ -160,7 +149,7 @@ def test_default_holds_out_one_percent_or_the_last_tenth_of_one_document(tmp_pat
     for n, held_out in (2, 1), (99, 1), (350, 3):
         meta = prepare(stream(["abc"] * n), tmp_path, BYTES)
         assert [meta[split]["documents"] for split in ("train", "val")] == [n - held_out, held_out]
-    prepare(stream(["0123456789" * 100]), tmp_path, BYTES)
+    prepare(iter([("0123456789" * 50, False), ("0123456789" * 50, True)]), tmp_path, BYTES)
     assert [len(open_split(tmp_path, split)[0]) for split in ("train", "val")] == [900, 101]
 
 
@@ -181,15 +170,6 @@ def test_every_format_gives_the_same_tokens(tmp_path):
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
 
 
-def test_a_long_text_file_is_one_document(tmp_path):
-    text = "".join(f"line {i}\n" for i in range(30_000))  # more than one part
-    (tmp_path / "long.txt").write_text(text)
-    out = str(tmp_path / "out")
-    main(Config(source=str(tmp_path / "long.txt"), out=out, tokenizer="bytes"))
-    train, val = (open_split(out, split)[0].tolist() for split in ("train", "val"))
-    assert train + val == ids_of([text])
-
-
 def test_parquet_is_read_with_pyarrow(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: would read parquet")
     from pyarrow.parquet import write_table
@@ -204,6 +184,12 @@ def test_parquet_is_read_with_pyarrow(tmp_path):
     (folder / "cut.parquet").write_bytes((folder / "no_text.parquet").read_bytes()[:-5])
     for name in "no_text.parquet", "cut.parquet":
         refused(f"{name} cannot be read", list, data.documents([folder / name]))
+
+
+def test_without_pyarrow_parquet_names_it(tmp_path, monkeypatch):
+    (tmp_path / "x.parquet").write_bytes(b"PAR1")
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    refused("pip install pyarrow", list, data.documents([tmp_path / "x.parquet"]))
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
@@ -226,9 +212,11 @@ def test_stdlib_is_python_without_its_tests_and_held_out_files_are_mixed():
     assert 10 <= len(held_out & set(first_half)) <= 30
 
 
-def test_openwebtext_comes_through_datasets(tmp_path, monkeypatch, capsys):
+def test_openwebtext_comes_through_datasets_or_names_the_way_out(tmp_path, monkeypatch, capsys):
     def load_dataset(*args, **kwargs):
         asked.append((args, kwargs))
+        if kwargs["revision"]:
+            raise RuntimeError("Dataset scripts are no longer supported")
         return [{"text": text} for text in TEXTS]
     asked = []
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
@@ -238,19 +226,20 @@ def test_openwebtext_comes_through_datasets(tmp_path, monkeypatch, capsys):
     assert asked == [(("Skylion007/openwebtext",), {"split": "train", "revision": None})]
     assert open_split(tmp_path, "val")[1]["val"]["documents"] == 2
     assert "not the whole of OpenWebText" in capsys.readouterr().out
+    refused("no longer supported.*refs/convert/parquet.*--val_docs=100000",
+            data.openwebtext, "hub", "main")
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    refused("pip install datasets", data.openwebtext, "hub", None)
 
 
-def test_command_line_takes_several_paths(tmp_path):
-    def run(*argv):
-        return subprocess.run([sys.executable, ROOT / "data.py", *argv], cwd=tmp_path,
-                              capture_output=True, text=True)
+def test_command_line_takes_several_paths(tmp_path, monkeypatch):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
-    done = run("0.txt", "2.txt", "--tokenizer=bytes", "--val_docs=1", "--out=both")
-    assert done.returncode == 0, done.stderr
-    assert open_split(tmp_path / "both", "val")[0].tolist() == ids_of([TEXTS[2]])
-    bad = run("nowhere.txt")
-    assert bad.returncode == 2 and "nowhere.txt" in bad.stderr and "Traceback" not in bad.stderr
+    monkeypatch.chdir(tmp_path)
+    words = ["0.txt", "2.txt", "--tokenizer=bytes", "--val_docs=1", "--out=both"]
+    monkeypatch.setattr(sys, "argv", ["data.py", *words])
+    runpy.run_path(data.__file__, run_name="__main__")
+    assert open_split("both", "val")[0].tolist() == ids_of([TEXTS[2]])
 
 
 # bad input --------------------------------------------------------------------------------------
@@ -324,20 +313,26 @@ def test_a_broken_source_leaves_the_old_data_alone(tmp_path):
         assert contents(tmp_path / "out") == before
 
 
-@pytest.mark.parametrize("renamed", [1, 2])
-def test_a_kill_between_the_files_never_mixes_two_corpora(tmp_path, renamed):
-    """The process ends after so many of the three files have their names."""
-    prepared(tmp_path, [text.upper() for text in TEXTS])
-    probe = (f"import os, sys\nsys.path.insert(0, {str(ROOT)!r})\nimport data\n"
-             f"replace, calls = os.replace, []\n"
-             f"def die(a, b):\n    replace(a, b)\n    calls.append(b)\n"
-             f"    if len(calls) == {renamed}:\n        os.kill(os.getpid(), 9)\n"
-             f"os.replace = die\n"
-             f"data.prepare(((text, True) for text in {TEXTS!r}), {str(tmp_path)!r}, "
-             f"data.tokenizer('bytes'), 2)\n")
-    assert subprocess.run([sys.executable, "-c", probe]).returncode == -9
-    for split in "train", "val":
-        refused("with a meta.json", open_split, tmp_path, split)
+def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch):
+    """The process ends when one, or two, of the three files have their names."""
+    class End(BaseException):
+        pass
+
+    def replace_or_end(source, path):
+        if len(renamed) == allowed:
+            raise End
+        renamed.append(path)
+        replace(source, path)
+    replace = os.replace
+    for allowed in 1, 2:
+        prepared(tmp_path, [text.upper() for text in TEXTS])
+        renamed = []
+        with monkeypatch.context() as patch, pytest.raises(End):
+            patch.setattr(os, "replace", replace_or_end)
+            prepared(tmp_path)
+        assert len(renamed) == allowed
+        for split in "train", "val":
+            refused("with a meta.json", open_split, tmp_path, split)
     prepared(tmp_path)
     assert open_split(tmp_path, "train")[0].tolist() == ids_of(TEXTS[:3])
     assert sorted(contents(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]
@@ -351,19 +346,6 @@ def test_unknown_tokenizers_and_wrong_vocabularies_are_refused(tmp_path):
     refused("--tokenizer_dir=FOLDER", data.tokenizer, "gpt2", str(tmp_path))
 
 
-def test_missing_packages_and_a_hub_out_of_reach_name_the_way_out(tmp_path, monkeypatch):
-    def fail(*args, **kwargs):
-        raise RuntimeError("Dataset scripts are no longer supported")
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    for package in "datasets", "pyarrow", "pyarrow.parquet":
-        monkeypatch.setitem(sys.modules, package, None)
-    refused("pip install pyarrow", list, data.documents([tmp_path / "x.parquet"]))
-    refused("pip install datasets", data.openwebtext, "hub", None)
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=fail))
-    refused("no longer supported.*refs/convert/parquet.*--val_docs=100000",
-            data.openwebtext, "hub", None)
-
-
 def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path, capsys):
     """39,168 different grids by the rules; in rows of L = 39, BOS, 36 digits and two EOS."""
     grids = data.sudoku_grids().view(-1, 6, 6)
@@ -371,15 +353,12 @@ def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path, capsys):
     boxes = grids.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
     for units in (grids, grids.transpose(1, 2), boxes):
         assert (units.sort(-1).values == torch.arange(6)).all()
-    data.main(data.Config(source="sudoku", out=str(tmp_path), tokenizer="bytes", grids=300,
-                          val_docs=9))
+    main(Config(source="sudoku", out=str(tmp_path), tokenizer="bytes", grids=300, val_docs=9))
     assert "of 9 held-out grids stand in the training text" in capsys.readouterr().out
-    tokens, meta = data.open_split(tmp_path, "train")
-    assert meta["train"]["documents"] == data.n_rows(tokens, 39) == 300
+    tokens, _ = open_split(tmp_path, "train")
+    assert data.n_rows(tokens, 39) == 300
     rows = data.rows(tokens, torch.arange(300), 39)
     assert (rows[:, 0] == 256).all() and (rows[:, 37:] == 257).all()
-    digits = {tuple((row - 49).tolist()) for row in rows[:, 1:37]}
-    by_first_row = {tuple(grid[:6]): grid for grid in digits}
     known = {tuple(grid) for grid in grids.flatten(1).tolist()}
-    for first, grid in by_first_row.items():
-        assert tuple(first.index(digit) for digit in grid) in known  # digits exchanged
+    for grid in (rows[:, 1:37] - 49).tolist():
+        assert tuple(map(grid[:6].index, grid)) in known  # digits exchanged

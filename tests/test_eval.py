@@ -445,13 +445,14 @@ def test_held_out_rows_stand_where_samples_do(world, lm, monkeypatch):
     stub_mauve(monkeypatch, got)
     data.prepare(iter([("".join(c * 5 for c in "abcdefghijklmn"), True)] * 3), "letters", BYTES,
                  val_docs=1)
-    held_out = [row.tolist() for row in data.rows(data.open_split("letters", "val")[0], range(14), 7)]
+    tokens = data.open_split("letters", "val")[0]
+    held_out = [row.tolist() for row in data.rows(tokens, range(14), 7)]
     flags = "--samples=", "--data=letters", "--length=7", "--scorer=x"
     found = result("gen_ppl", *flags, "--rows=4")
     assert found["settings"] == {"sampler": "data", "checkpoint": "letters", "tokenizer": "bytes",
                                  "L": 7, "n": 4, "seeds": [1]}
     texts = [BYTES.decode(row) for row in held_out]
-    assert len(set(texts)) == 14 == data.n_rows(data.open_split("letters", "val")[0], 7)
+    assert len(set(texts)) == 14 == data.n_rows(tokens, 7)
     rows = evaluation.held_out_samples(Config(data="letters", rows=4), 7)[0]
     assert all(row["ids"] in held_out and row["text"] in texts for row in rows)
     values = found["values"]

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """eval_dream.py and tasks/: prompts and extraction as recorded from the authors' harness; right
 answers count and nothing else does; what the command adds to lm-evaluation-harness."""
 

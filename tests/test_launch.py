@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """launch.py: flags, the machine, ranks, signals, files that survive, the log of both trainers."""
 
 import errno
@@ -15,8 +16,8 @@ import pytest
 import torch
 
 import launch
-from conftest import full_disk
-from launch import Log, Refused, append_jsonl, atomic, from_cli, read_json, read_jsonl, write_text
+from conftest import full_disk, refused
+from launch import Log, append_jsonl, atomic, from_cli, read_json, read_jsonl, write_text
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
@@ -63,8 +64,7 @@ def test_bad_flags_are_refused():
                           (["--k=0"], "--k=0 must be at least 1"),
                           (["--steps"], "--steps needs a value"),
                           (["fast"], "unknown preset 'fast'")):
-        with pytest.raises(Refused, match=message):
-            from_cli(Config, argv, {"quick": {}})
+        refused(message, from_cli, Config, argv, {"quick": {}})
 
 
 def test_help_is_the_commented_class(capsys):
@@ -161,17 +161,7 @@ def test_machine_takes_what_is_there_and_refuses_what_is_not(monkeypatch, capsys
     for device, dtype, message in (("abacus", "auto", "--device=abacus for local process 1"),
                                    ("cuda:9", "auto", "--device=cuda:9 .*--device=cpu"),
                                    ("cpu", "int4", "--dtype=int4: use auto")):
-        with pytest.raises(Refused, match=message):
-            launch.machine(device, dtype)
-
-
-def test_one_process_is_all_ranks(capsys):
-    assert launch.any_rank(7) == 7
-    assert launch.over_ranks(torch.tensor([1.5])).tolist() == [1.5]
-    launch.leave(1, "done", 0)
-    with pytest.raises(SystemExit) as stop:
-        launch.leave(1, "", 143)
-    assert stop.value.code == 143 and capsys.readouterr().out == "done\n"
+        refused(message, launch.machine, device, dtype)
 
 
 TWO_RANKS = """
@@ -238,8 +228,7 @@ def test_goes_on_only_where_that_is_meant(tmp_path):
     write_text(last, "")
     assert [launch.goes_on(last, resume, True) for resume in (False, True, "auto")] == [
         False, True, True]
-    with pytest.raises(Refused, match="run already holds a run: --resume goes on"):
-        launch.goes_on(last, False, False)
+    refused("run already holds a run: --resume goes on", launch.goes_on, last, False, False)
 
 
 def test_one_process_at_a_time_has_the_lock_until_it_dies(tmp_path):
@@ -249,9 +238,7 @@ def test_one_process_at_a_time_has_the_lock_until_it_dies(tmp_path):
             f"    open(t, 'w').close()\n    print('ready')\n    time.sleep(100)")
     process = script(tmp_path, body, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
-    with pytest.raises(Refused, match="another process is writing into .*run: wait"):
-        with launch.lock(folder):
-            pass
+    refused("another process is writing into .*run: wait", launch.lock(folder).__enter__)
     left = os.listdir(folder / "best")
     assert len(left) == 1 and left[0].endswith(".tmp")
     process.kill()
@@ -283,8 +270,7 @@ def test_links_are_followed_and_only_files_are_written(tmp_path):
     for path in tmp_path / "pipe", tmp_path / "null", "/dev/null", tmp_path:
         for write in (lambda: write_text(path, "x"), lambda: append_jsonl(path, 1),
                       lambda: read_jsonl(path, repair=True)):
-            with pytest.raises(Refused, match="could not write .*, a folder, device or pipe"):
-                write()
+            refused("could not write .*, a folder, device or pipe", write)
     assert not os.path.isfile("/dev/null") and sorted(os.listdir(tmp_path)) == [
         "disk", "link", "null", "pipe"]
 
@@ -296,8 +282,7 @@ def test_a_read_only_disk_is_refused(tmp_path, monkeypatch):
     write_text(tmp_path / "f", "old")
     monkeypatch.setattr("builtins.open", refuse)
     monkeypatch.setattr(os, "remove", refuse)
-    with pytest.raises(Refused, match="could not write .*Read-only file system"):
-        write_text(tmp_path / "f", "new")
+    refused("could not write .*Read-only file system", write_text, tmp_path / "f", "new")
     monkeypatch.undo()
     assert (tmp_path / "f").read_text() == "old"
 
@@ -319,10 +304,8 @@ def test_a_full_disk_is_refused_and_keeps_the_old_file(tmp_path):
     write_text(path, "old")
     append_jsonl(lines, 1)
     with full_disk():
-        with pytest.raises(Refused, match="could not write .*free some space"):
-            write_text(path, "new")
-        with pytest.raises(Refused, match="could not write .*the same command goes on"):
-            append_jsonl(lines, 2)
+        refused("could not write .*free some space", write_text, path, "new")
+        refused("could not write .*the same command goes on", append_jsonl, lines, 2)
     assert path.read_text() == "old" and sorted(os.listdir(tmp_path)) == ["f", "lines"]
     assert read_jsonl(lines) == [1]
 
@@ -333,8 +316,7 @@ def test_read_json_wants_an_object(tmp_path):
                           ("[1]", "holds no JSON object but a list")):
         if text is not None:
             path.write_text(text)
-        with pytest.raises(Refused, match=message):
-            read_json(path)
+        refused(message, read_json, path)
     path.write_text('{"a": "ω"}', encoding="utf-8")
     assert read_json(path) == {"a": "ω"}
 
@@ -363,15 +345,12 @@ def test_other_broken_lines_are_refused_or_skipped(tmp_path):
     for text, line in (('{"a": 1}\n{"b": \n{"c": 2}\n', 2), ("my notes", 1), ("my notes\n", 1),
                        ('{"a": 1}\n\n', 2)):
         path.write_text(text)
-        with pytest.raises(Refused, match=f"line {line} of .*x.jsonl is not JSON"):
-            read_jsonl(path, repair=True)
+        refused(f"line {line} of .*x.jsonl is not JSON", read_jsonl, path, repair=True)
         assert path.read_text() == text
     path.write_text('{"a": 1}\n{"b": \n{"c": 2}\n{"d"')
     assert read_jsonl(path, skip_broken=True) == [{"a": 1}, {"c": 2}]
-    with pytest.raises(Refused, match="cannot be read"):
-        read_jsonl(tmp_path)
-    with pytest.raises(Refused, match="could not write"):
-        append_jsonl(tmp_path, {"a": 1})
+    refused("cannot be read", read_jsonl, tmp_path)
+    refused("could not write", append_jsonl, tmp_path, {"a": 1})
 
 
 # ---- the log
@@ -413,8 +392,7 @@ def test_log_refuses_what_is_not_a_number(tmp_path):
     for nll, norm in ((math.nan, 1.0), (1.0, math.inf)):
         log = Log(str(tmp_path / "log.jsonl"), 0, 10, master=True)
         log.add(nll=torch.tensor(nll))
-        with pytest.raises(Refused, match="not a number by update 3: start again with"):
-            log.collect(3, torch.tensor(norm))
+        refused("not a number by update 3: start again", log.collect, 3, torch.tensor(norm))
 
 
 def test_a_log_line_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):

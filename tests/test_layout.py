@@ -1,12 +1,11 @@
+# SPDX-License-Identifier: MIT
 """The house: who may import whom, five packages, short functions, and commands that exist."""
 
 import ast
-import dataclasses
 import glob
 import importlib
 import os
 import re
-import subprocess
 import sys
 
 import oracles
@@ -27,7 +26,7 @@ PACKAGES = {"torch", "numpy", "tiktoken", "tqdm"}
 COPYABLE = {"softmask": {"torch"}, "dora": {"torch"}}  # made to be copied: torch alone
 OPTIONAL = {"transformers", "mauve", "lm_eval", "datasets", "matplotlib", "pyarrow", "sklearn",
             "gguf"}
-COLUMNS, LINES, NESTING = 100, 60, 4
+LINES, NESTING = 60, 4
 LONG_FUNCTIONS = {
     "train.train": "one flat script: what is set up is used by the update and the loop below it",
     "finetune_dream.finetune": "the same for Dream",
@@ -88,13 +87,6 @@ def test_nothing_runs_at_import():
             assert isinstance(node, plain) or docstring or main, f"{name}.py line {node.lineno}"
 
 
-def test_softmask_works_as_a_lone_copy(tmp_path):
-    (tmp_path / "sm_copy.py").write_text(text("softmask.py"), encoding="utf-8")
-    code = "import torch, sm_copy; print(sm_copy.SoftMask(3)(torch.zeros(2, 4))[1].shape)"
-    out = subprocess.check_output([sys.executable, "-c", code], cwd=tmp_path, text=True)
-    assert out == "torch.Size([2, 3])\n"
-
-
 # ---- reading
 
 
@@ -139,12 +131,6 @@ def test_the_measures_see_what_they_are_for():
     assert (lines_of(function), nesting(function)) == (4, 2)
 
 
-def test_lines_have_at_most_100_characters():
-    for path in [f"{name}.py" for name in FILES]:
-        for number, line in enumerate(text(path).split("\n"), 1):
-            assert len(line) <= COLUMNS, f"{path} line {number}: {len(line)} characters"
-
-
 def test_files_and_functions_say_what_they_are():
     for name, module in TREES.items():
         assert text(name + ".py").startswith("# SPDX-License-Identifier: MIT\n"), name
@@ -165,22 +151,6 @@ def test_oracles_and_what_they_check_name_each_other():
             for name in names:
                 thing = getattr(thing, name)
             assert f"tests/oracles.py {oracle}" in " ".join(thing.__doc__.split()), path
-
-
-# ---- README
-
-
-def test_readme_names_only_fields_that_exist():
-    """Every `python x.py … --key=…` is a script of ours, with such fields."""
-    pages = "".join(map(text, glob.glob("*.md", root_dir=ROOT)))
-    commands = re.findall(r"(?:python|torchrun[^\n]*?) (\w+)\.py((?: +[^\s`#|]+)*)", pages)
-    assert len(commands) > 10
-    for name, rest in commands:
-        assert name in FILES, name
-        fields = {f.name for f in dataclasses.fields(importlib.import_module(name).Config)}
-        for arg in rest.replace("\\", " ").split():
-            key = arg.removeprefix("--").split("=")[0]
-            assert not arg.startswith("--") or key in fields | {"help"}, f"{name}.py {arg}"
 
 
 def test_readme_lists_every_file_and_is_finished():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: MIT
 """README.md and REPRODUCE.md: every command parses, reads what an earlier one writes, and writes
 where no other does. Those of README.md run, cut short."""
 
@@ -13,7 +14,8 @@ from fnmatch import fnmatch
 
 import pytest
 
-from launch import Refused, from_cli
+from conftest import configure
+from launch import Refused
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ("README.md", "REPRODUCE.md")
@@ -54,17 +56,6 @@ def ours(name):
             assert words[0] in ("python", "torchrun") and not launcher, words
             found.append((words[script][:-3], words[script + 1:], words[0] == "torchrun"))
     return found
-
-
-def configure(script, words):
-    """The script and its Config, as its last lines make it."""
-    module = importlib.import_module(script)
-    presets = getattr(module, "PRESETS", None)
-    if script == "data" and words[0] not in presets:
-        paths = [word for word in words if not word.startswith("--")]
-        flags = [word for word in words if word.startswith("--")]
-        words = [f"--source={os.pathsep.join(paths)}", *flags]
-    return module, from_cli(module.Config, words, presets)
 
 
 @pytest.fixture(autouse=True)

@@ -16,8 +16,7 @@ import torch
 
 import checkpoint
 import data
-from conftest import full_disk
-from launch import Refused
+from conftest import full_disk, refused
 from train import Config, train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -102,8 +101,8 @@ def test_ctrl_c_keeps_the_samples_that_are_there(flags, tmp_path):
 
 def test_a_full_disk_ends_a_run_in_a_sentence(flags):
     train(Config(**flags | {"steps": 2}))
-    with full_disk(), pytest.raises(Refused, match="could not write .*log.jsonl"):
-        train(Config(**flags, resume=True))
+    with full_disk():
+        refused("could not write .*log.jsonl", train, Config(**flags, resume=True))
     assert made(flags["out_dir"]) == 2
 
 
@@ -123,8 +122,8 @@ def test_a_second_process_in_the_folder_is_refused_and_harms_nothing(flags):
     first = start("train.py", *words(flags | {"steps": 100_000}), stdout=subprocess.DEVNULL)
     wait_for(f"{folder}/last.pt", first)
     for more in {"resume": True}, {"overwrite": True}:
-        with pytest.raises(Refused, match="another process is writing into"):
-            train(Config(**flags | {"steps": 100_000} | more))
+        cfg = Config(**flags | {"steps": 100_000} | more)
+        refused("another process is writing into", train, cfg)
     assert os.path.exists(f"{folder}/last.pt")
     first.send_signal(signal.SIGKILL)  # the kernel releases the lock of a process that is killed
     first.wait(timeout=100)
@@ -178,8 +177,7 @@ def test_a_flag_out_of_range_is_named(flags):
     for change, said in ((dict(omega_a=float("inf")), "--omega_a=inf must be at most"),
                          (dict(omega_b=float("-inf")), "--omega_b=-inf must be at least"),
                          (dict(b_l=0.5, b_h=0.5), "--b_l=0.5 must be below --b_h=0.5")):
-        with pytest.raises(Refused, match=said):
-            train(Config(**flags | change))
+        refused(said, train, Config(**flags | change))
     assert not os.path.exists(flags["out_dir"])
 
 
@@ -192,5 +190,5 @@ def test_a_model_that_does_not_fit_into_memory_is_said_in_a_sentence(flags):
 
 def test_fewer_steps_than_were_made_are_refused(flags):
     train(Config(**flags))
-    with pytest.raises(Refused, match="--steps=4, but .*last.pt has made 8: give more"):
-        train(Config(**flags | {"steps": 4}, resume="auto"))
+    cfg = Config(**flags | {"steps": 4}, resume="auto")
+    refused("--steps=4, but .*last.pt has made 8: give more", train, cfg)
