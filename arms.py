@@ -6,9 +6,9 @@
     slerp      the mix on the sphere: from the direction of [MASK] towards that of the guess
 
 A new gate overrides `strength`, a new mix overrides `mix`; one more line in ARMS gives it a name
-for `train.py --arm=…`. Training, decoding and checkpoints need no other change, because they ask
-SoftMask for nothing else. Compare the `mix_norm` and `lam_sd` of the logs before comparing the
-losses.
+for `train.py --arm=…`. Training, decoding and checkpoints of an MDLM need no other change, because
+they ask SoftMask for nothing else. Compare the `mix_norm` and `lam_sd` of the logs before comparing
+the losses.
 
 The three are discussed in arXiv 2601.07351 and 2608.06529. The definitions here are [ours].
 
@@ -25,7 +25,12 @@ from softmask import SoftMask
 
 
 class Constant(SoftMask):
-    """λ = ω_s for every mask, whatever the entropy, and fixed at its start."""
+    """λ = ω_s for every mask, whatever the entropy. It stays at its start, which must be given."""
+
+    def __init__(self, mask_id, k=3, omega_s=1e-6, **others):
+        if omega_s < 1e-3:
+            raise ValueError(f"a constant λ of {omega_s:g} is no feedback: give omega_s, say 0.3")
+        super().__init__(mask_id, k, omega_s, **others)
 
     def strength(self, neg_entropy):
         return self.omega[0].detach() + 0 * neg_entropy                            # (...)

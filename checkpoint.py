@@ -240,7 +240,8 @@ def read_soft_mask(head, state):
         raise Refused(f"a soft mask with transparency_alg = {mix!r}, fixed_lambda = {fixed!r} is "
                       f"not implemented: known are {', '.join(MIXES)}, and a fixed_lambda in "
                       f"[0, 1] for the first of them")
-    return {"arm": arm, "k": k}, omega
+    start = {"omega_s": min(fixed, 1 - 1e-6)} if arm == "constant" else {}  # must be given
+    return {"arm": arm, "k": k} | start, omega
 
 
 def from_mdlm_family(state, shadow=None, settings=None, step=0):

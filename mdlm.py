@@ -7,7 +7,8 @@
     Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, over t
 
-A backbone is three things. Soft-masking works between the first and the second:
+A backbone, for TwoPass and for sample_dream.decode, is three things. Soft-masking works between the
+first and the second:
 
     table                   (V, D)                           the embeddings
     hidden(emb, rows, t)    (B, L, D), (N,), (B,) → (N, D)   last hidden states that predict `rows`,
@@ -41,8 +42,8 @@ from arms import ARMS
 from launch import Count, Negative, Positive, Refused, Size
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
-BUDGET = 1e9        # bytes that all (n, V) tensors may take together
-CPU_LOGITS = 50e6   # bytes of logits made at once on a CPU, so that its allocator reuses one buffer
+BUDGET = 1e9        # bytes for the (n, V) tensors of a chunk, and for those kept for a backward
+CPU_LOGITS = 52e6   # bytes of logits made at once on a CPU, so that its allocator reuses one buffer
 
 
 @dataclass
@@ -239,7 +240,7 @@ class DiT(nn.Module):
         return self.trunk(emb, t).flatten(0, 1)[rows]                          # (N, D)
 
     def head(self, h):
-        """h (n, D) → logits (n, V), fp32. They never predict [MASK] (SUBS [code]).
+        """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code].
 
         [MASK] has a bias of −1e6, so that its p and its gradient are 0. Writing −inf into the
         logits would cost one more pass over an (n, V) tensor.
@@ -262,8 +263,9 @@ def in_chunks(fn, *rows, V, keeps=0):
         together would take more than BUDGET, none is kept, and the backward runs fn again.
     """
     N, one_row, on_cpu = len(rows[0]), 4 * V, rows[0].device.type == "cpu"
-    # Measured peak, in tensors of the size of the fp32 logits: 6.7 for SM over all of |V|, 5.6 for
-    # SM with top-k, 3.5 for the cross-entropy.
+    # Measured peak while fn works, in tensors of the size of the fp32 logits: 6.7 for SM over all
+    # of |V|, 5.6 for SM with top-k, 3.5 for the cross-entropy. Most of them are gone when fn
+    # returns.
     size = max(1, int((CPU_LOGITS if on_cpu else BUDGET / 6.7) / one_row))
     if N <= size:
         return fn(*rows)
@@ -282,6 +284,8 @@ class TwoPass(nn.Module):
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     mask_id: id of [MASK].   two_updates: the first pass gets gradients too (App. C.3).
+    After a forward without feedback the gradient of ω is an exact 0. Set it to None before the
+    optimizer's step, or Adam moves ω by its momentum (train.update does so).
     lam, lam_sd, mix_norm: three 0-d tensors for the log, from the last forward with feedback: the
         mean and the standard deviation of λ, and the mean length of the mixes, in units of the
         length of the [MASK] embedding.
@@ -302,13 +306,17 @@ class TwoPass(nn.Module):
         """
         table, sm = self.net.table, self.sm
 
-        def lambda_and_topk(h):
+        def head(h):
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
-                logits = self.net.head(h)                                      # (n, V)
-            return sm(logits)                       # the gradient of ω starts here
+                return self.net.head(h)                                        # (n, V)
+
+        def lambda_and_topk(h):
+            # On a CPU, 16 rows stay in the caches while SM goes over them again and again.
+            few = head(h).split(16 if h.device.type == "cpu" else max(1, len(h)))
+            return tuple(map(torch.cat, zip(*map(sm, few))))                  # (n,), (n, k), (n, k)
 
         def dense_mix(h):
-            lam, _, pi = lambda_and_topk(h)                                    # (n,), (n, V)
+            lam, _, pi = sm(head(h))                                           # (n,), (n, V)
             return sm.mix(table, lam, None, pi), lam, pi.argmax(-1)            # (n, D), (n,), (n,)
 
         if sm.k is None:
@@ -318,7 +326,7 @@ class TwoPass(nn.Module):
         return sm.mix(table, lam, ids, pi), lam, ids[:, 0]                     # (n, D), (n,), (n,)
 
     @torch.no_grad()
-    def watch(self, mixed, lam):
+    def note(self, mixed, lam):
         """Keep what the log reports of a feedback.   mixed: (N, D).   lam: (N,)."""
         n = max(1, len(lam))
         self.lam = lam.sum() / n
@@ -346,20 +354,20 @@ class TwoPass(nn.Module):
         """
         net = self.net
         masked = (xt == self.mask_id).flatten()                                # (B·L,)
-        rows = masked.nonzero().squeeze(1)              # (N,)  the only wait for the device
+        rows = masked.nonzero().squeeze(1)              # (N,)  the only wait for the device here
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
-            # Dropout stays on in pass 1 [code]. Only two updates make a graph of it.
+            # Dropout stays on in pass 1 [code]. It has a graph only with two_updates.
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):         # l.5
                 h = net.hidden(emb, rows, t, **context)                        # (N, D)          l.6
-            mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,)    l.7
+            mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)
-            self.watch(mixed, lam)
-        h = net.hidden(emb, rows, t, **context)                                # (N, D)          l.7
+            self.note(mixed, lam)
+        h = net.hidden(emb, rows, t, **context)                                # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0.flatten()[rows])                        # (N,)            l.8
         if self.sm is not None:
-            # This puts ω into the graph of every step. Without it, DDP would wait for the gradient
-            # of ω after a step without SM, and would then apply a wrong one.
+            # This puts ω into the graph of every step, with a gradient of 0. Without it, DDP would
+            # wait for the gradient of ω after a step without SM, and would then apply a wrong one.
             nll = nll + 0 * sum(p for p in self.sm.parameters())
         return nll, rows
 
@@ -379,7 +387,8 @@ class MDLM(TwoPass):
         net, sm = DiT(cfg), None
         if cfg.soft_mask:
             try:
-                sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+                sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, omega_s=cfg.omega_s,
+                                   omega_a=cfg.omega_a, omega_b=cfg.omega_b)
             except KeyError:
                 raise Refused(f"arm={cfg.arm!r} is none of {', '.join(filter(None, ARMS))}")
             except ValueError as e:
@@ -396,10 +405,10 @@ class MDLM(TwoPass):
         Checked against tests/oracles.py dense_nll.
 
         Its mean over t and x_t is an upper bound of −log p(x0) for a sampler that calls the network
-        as this loss does. With soft = True, such a sampler makes both passes in every step, and
-        starts from plain masks: the two passes are then one function of x_t. For the sampler of
-        Alg. 2 it is no bound. This sampler makes one pass, with the feedback of the last step, and
-        pass 1 is only a proxy of that feedback (§3.2).
+        as this loss does, with T → ∞ and without a nucleus. With soft = True, such a sampler makes
+        both passes in every step, and starts from plain masks: the two passes are then one function
+        of x_t. For the sampler of Alg. 2 it is no bound. This sampler makes one pass, with the
+        feedback of the last step, and pass 1 is only a proxy of that feedback (§3.2).
 
         ALPHA_FLOOR makes the mean too small by about 0.1 %: t stays above the floor, and 1 − α
         below 1. The released code does the same, so that numbers compare [code]. `eval.bound` also

@@ -101,7 +101,7 @@ METRICS = {
     "entropy": ("entropy ↑", ".3f", ()),
     "ppl": ("PPL ↓", ".2f", ("seed", "repeats", "ema")),
 }
-ALIKE = ("L", "n", "top_p", "tokenizer", "text", "dtype")
+ALIKE, OF_MODELS = ("L", "n", "tokenizer", "text"), ("top_p", "dtype")
 IN_A_ROW = ("step", "prompt", "infill", "passes", "fresh", "every", "omega_s", "omega_a", "omega_b")
 IN_A_CELL = ("sampler", "eta", "t_on", "t_off", "alpha_on", "ema")
 COST = ("updates", "passes", "loss tokens")
@@ -158,9 +158,8 @@ def read_cells(pattern):
                 raise Refused(f"{metric} in {path} is {value}: measure it again")
             # All budgets of a metric are compared, perplexities of two texts are not.
             compared = column if metric == "ppl" else metric
-            for field in ALIKE + METRICS[metric][2]:
-                if field in settings or row[0] != "data":  # the data have no top_p and no dtype
-                    check_alike(first.setdefault((compared, field), made), made, [field], "table")
+            for field in ALIKE + METRICS[metric][2] + OF_MODELS * (row[0] != "data"):
+                check_alike(first.setdefault((compared, field), made), made, [field], "table")
             check_alike(first.setdefault(row, made), made, IN_A_ROW, "row, --label")
             check_alike(first.setdefault((row, column), made), made, IN_A_CELL, "row, --label")
             cells.setdefault(row, {}).setdefault(column, {})[measured] = value

@@ -9,7 +9,7 @@
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --sampler=remdm-loop
 
-The last command makes the samples of Tables 1 and 2. Each sample is one JSON line at the end of
+The last command makes one cell of Tables 1 and 2. Each sample is one JSON line at the end of
 --out: ids, text, nfe, seed, index, settings. A command that was stopped goes on when it is given
 again. Under torchrun each rank makes its share, in a file of its own: samples.RANK.jsonl.
 
@@ -55,7 +55,7 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
     t (1 − reveal) + (1 − t) remask = s. The share of remdm-loop is not t but its own 1 − α: from 1
     to 1 − alpha_on before t_on, then constant to t_off, then to 0.
     """
-    eta, remask = SAMPLERS.get(sampler) if eta is None else eta, 0.0
+    remask, eta = 0.0, (SAMPLERS.get(sampler) if eta is None else eta)
     in_range = sampler in SAMPLERS and 0 <= eta <= 1
     if not (in_range and 0 < t_off < t_on < 1 and 0 < alpha_on < 1):
         raise Refused(
@@ -85,9 +85,9 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
     back. u: (L,) float64 in [0, 1), for `sample_categorical`.
 
     Steps without a change are left out. A binary model would only repeat its prediction there. A
-    model with SM would predict something else, from its own feedback, but the released code skips
-    these steps too [code]. Every step draws 2 L numbers, whether it needs them or not, so that the
-    numbers of a step do not depend on what happened before it.
+    model with SM would predict something else, from its own feedback. App. C.4 and the released
+    code skip these steps too, App. C.5 and Alg. 2 do not. Every step draws 2 L numbers, whether it
+    needs them or not, so that the numbers of a step do not depend on what happened before it.
     """
     masked, dt = free.copy(), (1 - T_END) / steps
     for i in range(steps):
@@ -170,11 +170,12 @@ def sample_categorical(probs, u):
 def remasked_feedback(model, ids):
     """What a re-masked position looks like in the next pass                              Alg. 2 l.6
 
-    Its token was known. So its feedback is that token: one-hot, H = 0, and λ at its maximum [code].
+    It was visible in this call, and what is visible is certain: the model predicts that very token
+    (SUBS [code]). So its feedback is one-hot, with H = 0 and λ at its maximum.
     ids: (m,) the tokens before.   Returns embeddings (m, D), λ (m,) and ids, like TwoPass.feedback.
     """
-    lam = model.sm.strength(0.0).expand(len(ids))                              # (m,)
-    one = torch.ones_like(lam)[:, None]                                        # (m, 1)
+    zero = torch.zeros(len(ids), device=ids.device)                            # (m,)  −H
+    lam, one = model.sm.strength(zero), torch.ones_like(zero)[:, None]         # (m,), (m, 1)
     return model.sm.mix(model.net.table, lam, ids[:, None], one), lam, ids
 
 
@@ -212,8 +213,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     top_p: for `nucleus`.   soft: False decodes in binary.
     passes: network calls in each step. Each call gets the feedback of the call before. The first
         gets that of the last step (Alg. 2).
-    fresh: the first call of a step gets plain masks instead. With passes=2, this is the sampler
-        that the two-pass loss bounds (mdlm.MDLM.forward).
+    fresh: the first call of a step gets plain masks instead. With passes=2, top_p=1 and many steps,
+        this is the sampler that the two-pass loss bounds (mdlm.MDLM.forward).
     every: also make the steps without a change, as Alg. 2 and App. C.5 do. Then the feedback
         changes in these steps. In the released code it does not [code].
     generator: a torch.Generator on the CPU, or a list of n, one per sequence. With a list, a sample
@@ -256,7 +257,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             on_step(x.view(n, L), lam.view(n, L), guess.view(n, L))
 
     silent = True if on_step else None  # None: no bar where there is no terminal
-    for t, flips, u in tqdm(turns, "network calls", steps, leave=False, disable=silent):
+    for t, flips, u in tqdm(turns, "steps", steps, leave=False, disable=silent):
         live = t > T_END                                                       # (n,)
         appear, vanish = rows(masked & flips), rows(~masked & flips)
         waiting, stay = rows(masked & live[:, None]), rows(masked & ~flips & live[:, None])

@@ -1,31 +1,40 @@
 # SPDX-License-Identifier: MIT
-"""Soft-masking: the whole of the paper's method, made to be copied.                     §3.1, Eq. 3
+"""Soft-masking: the layer that the paper adds to a model, made to be copied.            §3.1, Eq. 3
 
 At every decoding step, a masked diffusion model commits some tokens and keeps [MASK] elsewhere.
 Binary masking throws away what the model predicted for a kept mask. Soft-masking (SM) feeds this
 prediction back. Instead of [MASK], the next step sees a convex mix of the [MASK] embedding and the
 embeddings of the k tokens that the model thought most likely. The share of these tokens is λ, and
-it grows with the confidence of the model. Only the three scalars of λ are learned here: ω_s, ω_a,
-ω_b.
+it grows with the confidence of the model. Three scalars of λ are learned: ω_s, ω_a, ω_b (and a
+temperature, when all tokens are mixed). `python softmask.py` works one example through.
 
 With any model that takes embeddings (Hugging Face's `inputs_embeds`):
 
-    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3)
+    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)
     table = model.get_input_embeddings().weight           # (V, D)
     with torch.no_grad():
         logits = model(input_ids=x).logits                # (B, L, V)  what it thinks of the masks
     emb = sm.embed(table, x, logits)                      # (B, L, D)  only the [MASK]s change
     logits = model(inputs_embeds=emb).logits              # (B, L, V)  train or decode from these
 
-Train ω together with the model, at a learning rate near 1e-2: ω_s starts near 0 and has a long way
-to go (App. B.2). Train with plain masks too, with probability 1 − p_sm: the first decoding step
-has no feedback (§3.2).
+Train ω together with the model, at a learning rate near 1e-2, because it has far to go from the
+paper's start at ω_s ≈ 0 (App. B.2). Train with plain masks too, with probability 1 − p_sm: the
+first decoding step has no feedback (§3.2). After an update without feedback set the gradient of ω
+to None, or Adam moves ω by its momentum. Under DDP, ω must be in the graph of every update: add
+0 * sum(p.sum() for p in sm.parameters()) to the loss.
+
+Print λ, the first output of `sm(logits)`. Where it stays near 0, feedback is off, and no loss shows
+it: put ω_b near minus the entropy that your model has at its masks, in nats.
+
+Comments: no tag is the paper, [code] the authors' released code, [ours] a choice of this project.
 
 Not here: noise schedules, backbones, samplers, the two passes (mdlm.py). Nothing here detaches: the
 caller's `no_grad` decides whether the first pass gets gradients. A model that can predict [MASK]
 itself may have it among the k. To prevent this, set that logit to −inf first (MDLM does so, Dream
 does not [code]).
 """
+
+import sys
 
 import torch
 import torch.nn as nn
@@ -43,18 +52,21 @@ class SoftMask(nn.Module):
 
     mask_id: token id of [MASK].
     k: tokens in the mix. None mixes all of them, through a trainable temperature (App. C.3).
-    omega_s in [0, 1): amplitude.   omega_a > 0: steepness, per nat.   omega_b < 0: offset, nats.
-    tau > 0: the temperature for k = None.
-    Raises ValueError outside these ranges.
+    omega_s in [0, 1): amplitude; 0 starts at 1e-6 [code].   omega_a > 0: steepness, per nat.
+    omega_b < 0: offset, nats.   tau > 0: the temperature for k = None, which starts at 1 [code].
+    Raises ValueError outside these ranges, and without a mask_id.
 
     Checked against tests/oracles.py soft_mask.
 
     The parameters are raw: ω is a sigmoid or a softplus of them, and so the constraints of App. B.1
     always hold. They stay fp32 when the model around them is cast to another dtype (see `_apply`).
+    A float16 model is another matter: its logits overflow, and λ is then NaN. Use bfloat16.
     """
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):
         super().__init__()
+        if mask_id is None:
+            raise ValueError("SoftMask needs the token id of [MASK]: this tokenizer has none")
         in_range = 0 <= omega_s < 1 and omega_a > 0 and omega_b < 0 and tau > 0
         if not (in_range and (k is None or k >= 1)):
             raise ValueError(
@@ -96,6 +108,10 @@ class SoftMask(nn.Module):
         """The temperature of k = |V|, a 0-d fp32 tensor                                 App. C.3"""
         return F.softplus(self.raw_tau) + EPS
 
+    def extra_repr(self):
+        omega_s, omega_a, omega_b = (w.item() for w in self.omega)
+        return f"k={self.k}, omega_s={omega_s:.4g}, omega_a={omega_a:.4g}, omega_b={omega_b:.4g}"
+
     def strength(self, neg_entropy):
         """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the mix that is not [MASK]          Eq. 3
 
@@ -116,6 +132,8 @@ class SoftMask(nn.Module):
         gain: factor on λ, see `time_gain`.
         Returns λ (N,), ids (N, k) or None for k = |V|, π (N, k) or (N, V). λ and π are fp32.
         """
+        if self.k is not None and self.k > logits.shape[-1]:
+            raise ValueError(f"k={self.k} of {logits.shape[-1]} tokens: give a smaller k, or None")
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
             # λ too is computed from the tempered p [code]. The clamp: at a logit of −∞, the
@@ -123,8 +141,7 @@ class SoftMask(nn.Module):
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
         logp = logits.log_softmax(-1)                                              # (N, V)
         p = logp.exp()                                                             # (N, V)
-        # The clamp matters only where p = 0: there 0 · −inf would be NaN. torch.special.entr has no
-        # NaN here, but with two updates its backward has one.
+        # The clamp matters only where p = 0: there 0 · −inf would be NaN.
         lam = gain * self.strength((p * logp.clamp_min(-100)).sum(-1))             # (N,)
         if self.k is None:
             return lam, None, p
@@ -196,3 +213,30 @@ def time_gain(schedule, t, switch=0.5):
     if schedule not in gains:
         raise ValueError(f"unknown schedule {schedule!r}: use one of {', '.join(gains)}")
     return gains[schedule]
+
+
+def example():
+    """One masked position in a vocabulary of five words, and the gate λ(−H), as bars of λ/ω_s."""
+    sys.stdout.reconfigure(errors="replace")  # not every terminal has Greek letters
+    words = ["cat", "dog", "sat", "ran", "[MASK]"]
+    table = torch.tensor([[1.0, 0.2], [0.8, 0.6], [-0.5, 1.0], [-0.9, 0.4], [0.0, -1.0]])  # (V, D)
+    logits = torch.tensor([[2.0, 1.2, -0.5, -1.0, -torch.inf]])                            # (1, V)
+    p = logits.softmax(-1)[0]                                                              # (V,)
+    neg_entropy = -torch.special.entr(p).sum()
+    print("p      ", "  ".join(f"{word} {v:.3f}" for word, v in zip(words, p)))
+    print(f"−H(p)   {neg_entropy:.3f} nats")
+    starts = {"the paper's start": {}, "a trained ω": dict(omega_s=0.9, omega_a=3.0, omega_b=-1.0)}
+    for name, omega in starts.items():
+        sm = SoftMask(mask_id=4, k=3, **omega)
+        lam, ids, pi = sm(logits)                                           # (1,), (1, 3), (1, 3)
+        mixed = sm.mix(table, lam, ids, pi)[0]                                             # (D,)
+        shares = "  ".join(f"{words[i]} {v:.3f}" for i, v in zip(ids[0], pi[0]))
+        print(f"\n{name}: {sm}\nλ       {lam.item():.3g}  (Eq. 3)\ntop k   {shares}  (π)")
+        print(f"sees    {mixed[0]:.3f}, {mixed[1]:.3f} instead of [MASK]'s 0, −1")
+        for nats in torch.arange(0, -3.1, -0.5):
+            lam = sm.strength(nats)
+            print(f"  −H {nats:5.1f}  λ {lam:.2e}  {'█' * round((40 * lam / sm.omega[0]).item())}")
+
+
+if __name__ == "__main__":
+    example()

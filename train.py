@@ -93,7 +93,7 @@ PRESETS = {
 # masks, which are also those of `eval.py ppl`.
 EVAL_SEED = 1
 
-FEEDBACK = "lam", "lam_sd", "mix_norm"  # what TwoPass says of a forward with feedback
+FEEDBACK = "lam", "lam_sd", "mix_norm"  # attributes of TwoPass that the log shows
 
 # Dense bf16 peak of one device in FLOP/s. The first name that is part of the device's name counts.
 PEAK_FLOPS = {
@@ -130,11 +130,11 @@ def update_ema(ema, model, step, decay=0.9999):
 def flops_per_token(cfg, p_sm):
     """Useful FLOPs of one training token: the trunk everywhere, the head on the masked half.
 
-    A backward costs two forwards. The first pass of SM has none: it is one forward more.
+    A backward costs two forwards. The first pass of SM has none, except with two updates.
     """
     D, L = cfg.n_embd, cfg.length
     forward = 2 * (12 * cfg.n_layer * D * D + 2 * cfg.n_layer * D * L + cfg.vocab_size * D / 2)
-    return forward * (3 + p_sm)
+    return forward * (3 + p_sm * (3 if cfg.two_updates else 1))
 
 
 # -------------------------------------------------------------------------------------------------
@@ -288,7 +288,7 @@ def train(cfg):
     theta = list(model.net.parameters())
     omega = list(model.sm.parameters()) if model.sm else []
     groups = [{"params": params} for params in (theta, omega) if params]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0,
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0,  # [code]
                                   fused=device.type in ("cuda", "cpu"))
     if ckpt:
         ema.net.load_state_dict({k.removeprefix("net."): t for k, t in ckpt["ema"].items()})
@@ -301,6 +301,13 @@ def train(cfg):
     if world > 1:
         ids = [device.index] if device.type == "cuda" else None
         net = DistributedDataParallel(model, device_ids=ids)
+
+    peak = cfg.peak_flops
+    if device.type == "cuda" and not peak:
+        name = torch.cuda.get_device_name(device)
+        peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
+    done, stop = start, 0
+    log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, master)
 
     # ---- one update
     @functools.lru_cache(1)
@@ -352,13 +359,14 @@ def train(cfg):
             with no_sync_until_last(i):
                 with autocast():
                     nll = net(x0, xt, t, soft)                               # (b,)            l.5-8
-                # Divided by all tokens, not by the masked ones: the same on any number of devices.
+                # Divided by all tokens [code], not by the masked ones: the same on any devices.
                 (nll.sum() / (accum * x0.numel())).backward()
             nll = nll.detach()
             log.add(nll=nll.sum(), ce=nll @ t, masks=masks, softs=soft)
             log.add(**{name: getattr(model, name) * soft for name in FEEDBACK})
         if not soft:
-            # DDP needed the zero gradient of ω. Adam would still move ω by its momentum.
+            # DDP needed ω's gradient of 0 (TwoPass). Adam would still move ω by its momentum
+            # [ours].
             for p in omega:
                 p.grad = None
         norm = torch.nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
@@ -412,13 +420,6 @@ def train(cfg):
 
     def due(every):
         return every and (done % every == 0 or done == cfg.steps)
-
-    peak = cfg.peak_flops
-    if device.type == "cuda" and not peak:
-        name = torch.cuda.get_device_name(device)
-        peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
-    done, stop = start, 0
-    log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, master)
 
     # ---- the loop
     # Rank 0 alone writes, so it alone locks.

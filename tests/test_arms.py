@@ -108,3 +108,9 @@ def test_every_arm_trains_and_decodes():
 def test_an_unknown_arm_is_refused_by_name():
     with pytest.raises(Refused, match="arm='cubic' is none of constant, renorm, slerp"):
         MDLM(ModelConfig(n_layer=1, arm="cubic", vocab_size=V, mask_id=MASK))
+
+
+def test_a_constant_of_nothing_is_refused():
+    """With the paper's start it would be binary masking for ever, and nothing would show it."""
+    with pytest.raises(Refused, match="no feedback: give omega_s"):
+        MDLM(ModelConfig(arm="constant"))

@@ -242,10 +242,10 @@ def test_gpu_sh_gives_flags_that_exist_and_repeats_no_block(tmp_path):
             subprocess.run(["bash", "results/gpu.sh"], cwd=tmp_path, check=True,
                            capture_output=True, env=os.environ | own | {"SIZE": size, "OUT": out})
             commands = [line.split() for line in kept.read_text().splitlines()]
-            scripts = [words for words in commands if words[0] != "-m"]  # not pytest
-            assert again and not commands or len(scripts) == len(commands) - 1 > 10
-            for script, *words in scripts:
-                configure(script.removesuffix(".py"), words)
+            assert len(commands) == 0 if again else len(commands) > 10
+            for script, *words in commands:
+                if script != "-m":  # pytest
+                    configure(script.removesuffix(".py"), words)
         assert len(os.listdir(out)) <= 8
 
 

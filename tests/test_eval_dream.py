@@ -7,18 +7,21 @@ import functools
 import gzip
 import json
 import os
-import subprocess
+import shutil
 import sys
+import tempfile
 import time
 import types
+from pathlib import Path
 
 import pytest
 import torch
 
 import eval_dream as E
 import plot
+from conftest import refused
 from dream import Tokenizer
-from launch import Refused, read_json
+from launch import read_json, write_text
 from tasks import benchmarks as B
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -42,15 +45,14 @@ SETUP = TWICE | {"task_id": 3, "test_setup_code": "two = 2",
 BALANCED = {"task_id": 367, "prompt": "Write a function to check if a binary tree is balanced.",
             "test": ["assert is_tree_balanced(root) == False",
                      "assert is_tree_balanced(root1) == True",
-                     "assert is_tree_balanced(root2) == False"],
-            "code": "class Node:\n"
-                    "    def __init__(self, data):\n"
-                    "        self.data, self.left, self.right = data, None, None\n"
-                    "def height(n):\n"
-                    "    return 0 if n is None else 1 + max(height(n.left), height(n.right))\n"
-                    "def is_tree_balanced(n):\n"
-                    "    return n is None or (abs(height(n.left) - height(n.right)) <= 1 and "
-                    "is_tree_balanced(n.left) and is_tree_balanced(n.right))"}
+                     "assert is_tree_balanced(root2) == False"], "code": """class Node:
+    def __init__(self, data):
+        self.data, self.left, self.right = data, None, None
+def height(n):
+    return 0 if n is None else 1 + max(height(n.left), height(n.right))
+def is_tree_balanced(n):
+    return n is None or (abs(height(n.left) - height(n.right)) <= 1 and
+                         is_tree_balanced(n.left) and is_tree_balanced(n.right))"""}
 PLUS = {"task_id": 4, "prompt": TWICE["text"], "code": TWICE["code"],
         "test_list": TWICE["test_list"],
         "test": "inputs = list(range(50))\nfor x in inputs:\n    assert twice(x) == x + x\n"}
@@ -95,15 +97,6 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def load(config, tmp_path):
-    """(task name, rows) -> the harness's task"""
-    def load_one(task, rows):
-        _, loaded = E.load_tasks(config(task, data=data(tmp_path, rows)))
-        return loaded["tasks"][task]
-    return load_one
-
-
-@pytest.fixture
 def judge(config, tmp_path):
     """(task name, [(row, raw answer)]) -> [right?], as the harness finds"""
     def judge_all(task, pairs):
@@ -121,7 +114,7 @@ def judge(config, tmp_path):
 # --- prompts, extraction -------------------------------------------------------------------------
 
 
-def test_prompts_stop_strings_and_lengths(harness, load, talking_dream):
+def test_prompts_stop_strings_and_lengths(harness, config, tmp_path, talking_dream):
     """As recorded from the authors' harness; GSM8K and MATH-500 as in its source."""
     mbpp = RECORDED["mbpp_instruct"]
     human = RECORDED["humaneval_instruct"]
@@ -136,7 +129,7 @@ def test_prompts_stop_strings_and_lengths(harness, load, talking_dream):
     lm = E.harness_model(None, Tokenizer(talking_dream).chat)
     for name in ROWS:
         row, text = prompts[name.replace("_plus", "")]
-        task = load(name, [row])
+        task = E.load_tasks(config(name, data=data(tmp_path, [row])))[1]["tasks"][name]
         task.build_all_requests(apply_chat_template=True, fewshot_as_multiturn=True,
                                 chat_template=lm.apply_chat_template)
         [request] = task.instances
@@ -155,23 +148,17 @@ def test_data_may_be_json_or_jsonl_and_gzipped(tmp_path):
         assert B.read_rows(str(tmp_path / path)) == rows, path
 
 
-def test_extracted_code_equals_the_recorded():
+def test_extracted_code_equals_the_recorded_and_follows_names():
     for case in RECORDED["sanitize_cases"]:
         code = case["response"].split("```python\n", 1)[-1].split("```")[0]
         found = B.sanitize(case["prompt"] + "\n" + code, case["entry_point"])
         assert found == case["prediction"], case
-
-
-def test_extraction_follows_names_and_drops_the_rest():
-    code = ("import os\nA = 1\nB = 2\nclass C:\n    pass\ndef f():\n    return g() + A\n"
-            "def g():\n    return C\ndef h():\n    return B\nfor")
-    assert B.sanitize(code, "f") == (
+    with_names = ("import os\nA = 1\nB = 2\nclass C:\n    pass\ndef f():\n    return g() + A\n"
+                  "def g():\n    return C\ndef h():\n    return B\nfor")
+    assert B.sanitize(with_names, "f") == (
         "import os\nA = 1\nclass C:\n    pass\ndef f():\n    return g() + A\n"
         "def g():\n    return C")
-
-
-def test_only_the_first_hundred_lines_count():
-    code = ["def f():", "    return 1"]
+    code = ["def f():", "    return 1"]  # only the first hundred lines count
     assert B.sanitize("\n".join(["# talk"] * 99 + code), "f") == ""
     assert B.sanitize("\n".join(["# talk"] * 98 + code), "f") == "\n".join(code)
 
@@ -210,15 +197,18 @@ def test_latex_answers_that_are_the_same_and_that_are_not():
 
 
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
+    """A flood of output would come into our memory through a pipe. A file ends it at 16 MB."""
     monkeypatch.setenv("SECRET", "1")
     future = "from __future__ import annotations\n"
+    flood = "import sys\nfor _ in range(64): print('x' * (1 << 20), file=sys.{})"
     for program, passes in (
-            ("x = 1", True), ("assert False", False), ("def f(:", False),
+            ("assert False", False), ("def f(:", False),
             ("import sys; sys.exit(0)", False), ("import os; os._exit(0)", False),
-            ("while True: pass", False), (future + "x = 1", True), ("print('talk')", True),
+            ("while True: pass", False), (future + "x = 1", True),
             ("input()", False), ("import os; assert 'SECRET' not in os.environ", True),
-            ("import os; assert os.listdir() == []", True),
-            ("x = bytearray(1 << 34)", sys.platform != "linux"), ("s = '\udc80'", True),
+            ("import os; assert os.listdir() == []", True), ("s = '\udc80'", True),
+            ("import mmap; mmap.mmap(-1, 5 << 30)", sys.platform != "linux"),
+            (flood.format("stdout"), sys.platform != "linux"), (flood.format("stderr"), True),
             ("import os; assert os.environ['OMP_NUM_THREADS'] == '1'", True),
             (future + "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\n"
                       "assert A(1).x == 1", True),
@@ -226,42 +216,26 @@ def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
         assert B.passes(program, 10 if "while" not in program else 0.5) is passes, program
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: would check the limits")
-def test_a_flood_of_output_does_not_reach_our_memory():
-    """256 MB would come through a pipe. The file that takes them ends the program at 16."""
-    flood = "import sys\\nfor _ in range({}): print(\"x\" * (1 << 20), file=sys.{})"
-    code = ("import resource\nfrom tasks import benchmarks as B\n"
-            "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\nbefore = peak()\n"
-            f"print(B.passes('{flood.format(256, 'stdout')}', 30),\n"
-            f"      B.passes('{flood.format(64, 'stderr')}', 30), peak() - before < 32 << 10)")
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True,
-                          check=True)
-    assert done.stdout == "False True True\n"
-
-
 def ended(pid):
-    """Waits until the system has buried a process."""
-    for _ in range(100):
-        try:
-            with open(f"/proc/{pid}/stat") as f:
-                if f.read().rsplit(")", 1)[1].split()[0] in "ZX":
-                    return True
-        except OSError:
-            return True
-        time.sleep(0.05)
-    return False
+    """Has the system ended this process? A dead one whose parent did not wait for it is a Z."""
+    try:
+        with open(f"/proc/{pid}/stat") as f:
+            return f.read().rsplit(")", 1)[1].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc: would look for processes left")
 def test_processes_that_a_program_started_end_with_it(tmp_path):
+    note, started = tmp_path / "pid", time.monotonic()
     for end, passes in (("", True), ("\nassert False", False), ("\nwhile True: pass", False)):
-        note = tmp_path / f"pid{len(end)}"
         sleep = "[sys.executable, '-c', 'import time; time.sleep(60)']"
         program = (f"import subprocess, sys\nchild = subprocess.Popen({sleep})\n"
                    f"open({str(note)!r}, 'w').write(str(child.pid))" + end)
-        started = time.monotonic()
         assert B.passes(program, 5) is passes
-        assert time.monotonic() - started < 30  # the child would hold a pipe open for a minute
-        assert ended(int(note.read_text()))
+        while not ended(int(note.read_text())):
+            assert time.monotonic() - started < 50  # the child ends by itself after a minute
+            time.sleep(0.05)
 
 
 # --- verdicts ------------------------------------------------------------------------------------
@@ -285,23 +259,13 @@ def test_reference_answers_score_100_and_empty_ones_0(harness, config):
         assert best["n"] == len(rows) and best["right"] == "1" * len(rows), task
 
 
-def test_wrong_answers_fail(harness, judge):
-    for task, row, text in (
-            ("humaneval_instruct", SHIFT, "    return xs\n"),
-            ("mbpp_instruct", TWICE, "def twice(x):\n    return x\n"),
-            ("mbpp_plus_instruct", PLUS, "def twice(x):\n    return {1: 2, 0: 0, -1: -2}[x]\n"),
-            ("math500", LATEX, "\\boxed{(3, \\pi)}"), ("math500", LATEX, LATEX["answer"])):
-        assert judge(task, [(row, text)]) == [False], (task, text)
-
-
-def test_a_column_with_a_plus_is_plus_tests_or_says_that_it_is_not(harness, config, tmp_path):
+def test_a_column_with_a_plus_is_plus_tests_or_says_that_it_is_not(config, judge, tmp_path):
     for task, row, label in (
             ("humaneval_instruct", SHIFT, "HumanEval"),
             ("humaneval_plus_instruct", HUMAN_PLUS, "HumanEval+"),
             ("humaneval_plus_instruct", SHIFT, "HumanEval+ (base tests)"),
             ("mbpp_instruct", TWICE, "MBPP"), ("mbpp_plus_instruct", PLUS, "MBPP+"),
             ("mbpp_plus_instruct", TWICE, "MBPP+ (base tests)"),
-            ("mbpp_plus_instruct", EXPORT, "MBPP+ (base tests)"),
             ("mbpp_instruct", PLUS, "MBPP+ (base tests)")):
         cfg = config(task, model="reference", data=data(tmp_path, [row]))
         [r] = E.evaluate(cfg)
@@ -310,14 +274,15 @@ def test_a_column_with_a_plus_is_plus_tests_or_says_that_it_is_not(harness, conf
         assert doc["scoring"]["timeout"] == cfg.timeout
         program = B.humaneval_program if "human" in task else B.mbpp_program
         assert ("inputs = " in program(doc, "")) == label.endswith("+"), (task, label)
+    by_heart = "def twice(x):\n    return {1: 2, 0: 0, -1: -2}[x]\n"  # right in the base tests
+    assert judge("mbpp_plus_instruct", [(PLUS, by_heart)]) == [False]
 
 
 def test_plus_tests_are_not_taken_for_base_ones(harness, config, tmp_path):
     for task, rows in (("humaneval_instruct", [HUMAN_PLUS]),
                        ("humaneval_plus_instruct", [HUMAN_PLUS, SHIFT])):
         cfg = config(task, model="reference", data=data(tmp_path, rows))
-        with pytest.raises(Refused, match="use --task=humaneval_plus_instruct, with them in"):
-            E.evaluate(cfg)
+        refused("use --task=humaneval_plus_instruct, with them in", E.evaluate, cfg)
 
 
 def test_a_row_of_evalplus_is_read_and_scored_by_it(tmp_path, monkeypatch):
@@ -335,15 +300,11 @@ def test_a_row_of_evalplus_is_read_and_scored_by_it(tmp_path, monkeypatch):
         found = trusted_exec(code, inputs, name, True, False)[0]
         return "pass" if found == expected else "fail", None
 
-    for name, content in {
-            "evalplus": {}, "evalplus.data": {}, "evalplus.gen": {},
-            "evalplus.data.mbpp": {"mbpp_deserialize_inputs": lambda task_id, inputs: inputs},
-            "evalplus.eval": {"PASS": "pass", "untrusted_check": untrusted_check},
-            "evalplus.eval._special_oracle": {"MBPP_OUTPUT_NOT_NONE_TASKS": []},
-            "evalplus.gen.util": {"trusted_exec": trusted_exec}}.items():
-        module = types.ModuleType(name)
-        module.__dict__.update(content)
-        monkeypatch.setitem(sys.modules, name, module)
+    stand_in = types.SimpleNamespace(
+        PASS="pass", MBPP_OUTPUT_NOT_NONE_TASKS=[], trusted_exec=trusted_exec,
+        untrusted_check=untrusted_check, mbpp_deserialize_inputs=lambda task_id, inputs: inputs)
+    for name in ("data.mbpp", "eval", "eval._special_oracle", "gen.util"):
+        monkeypatch.setitem(sys.modules, f"evalplus.{name}", stand_in)
     exec(B.mbpp_program(doc, doc["canonical_solution"]), {})
     with pytest.raises(AssertionError):
         exec(B.mbpp_program(doc, "def twice(x):\n    return 2\n"), {})
@@ -351,8 +312,8 @@ def test_a_row_of_evalplus_is_read_and_scored_by_it(tmp_path, monkeypatch):
 
 def test_a_reference_that_fails_is_refused(harness, config, tmp_path):
     wrong = TWICE | {"code": "def twice(x):\n    return x\n"}
-    with pytest.raises(Refused, match="raise --timeout, or .* pip install evalplus"):
-        E.evaluate(config("mbpp_instruct", model="empty", data=data(tmp_path, [wrong])))
+    cfg = config("mbpp_instruct", model="empty", data=data(tmp_path, [wrong]))
+    refused("raise --timeout, or .* pip install evalplus", E.evaluate, cfg)
 
 
 # --- runs ----------------------------------------------------------------------------------------
@@ -369,7 +330,7 @@ def test_a_model_at_several_nfe_budgets(harness, config, talking_dream):
         assert {f.name for f in dataclasses.fields(E.Config)} == set(r["settings"])
 
 
-def test_a_sweep_over_blocks_is_json_and_a_figure(harness, config, talking_dream, monkeypatch):
+def test_a_sweep_over_blocks_is_json_and_a_figure(harness, config, talking_dream):
     cfg = config("gsm8k_cot", model=talking_dream, gen_len=48, blocks="8,16,24,48", threshold=0.9,
                  temperature=0.0)
     results = E.evaluate(cfg)
@@ -377,9 +338,6 @@ def test_a_sweep_over_blocks_is_json_and_a_figure(harness, config, talking_dream
     assert all(r["nfe"] == 48 for r in results)
     assert plot.throughput_series(cfg.out) == {"GSM8K, binary, p ≥ 0.9": [
         (r["settings"]["block"], r["tokens"] / r["seconds"], 0.0) for r in results]}
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(Refused, match="pip install matplotlib"):
-        plot.main(plot.Config(throughput=cfg.out))
 
 
 def test_the_prompt_is_cut_to_its_last_1024_tokens(
@@ -417,17 +375,13 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
     rows = [WORDS | {"answer": f"{'so ' * i}#### {i}"} for i in range(4)]
     cfg = config("gsm8k_cot", model="reference", data=data(tmp_path, rows))
     [whole] = E.evaluate(cfg)
-    [path] = [os.path.join(cfg.out, name) for name in os.listdir(cfg.out) if name[-6:] == ".jsonl"]
-    with open(path, "rb") as f:
-        text = f.read()
-    with open(path, "wb") as f:
-        f.write(text[:len(text) // 2])  # within a line
+    [path] = Path(cfg.out).glob("*.jsonl")
+    text = path.read_bytes()
+    path.write_bytes(text[:len(text) // 2])  # within a line
     asked, cut = [], E.cut
     monkeypatch.setattr(E, "cut", lambda *args: (asked.append(1), cut(*args))[1])
     [resumed] = E.evaluate(cfg)
-    assert resumed == whole and 0 < len(asked) < 4
-    with open(path, "rb") as f:
-        assert f.read() == text
+    assert resumed == whole and 0 < len(asked) < 4 and path.read_bytes() == text
 
 
 def test_other_settings_or_another_adapter_are_other_answers(config, tmp_path):
@@ -456,23 +410,17 @@ def results(tmp_path, monkeypatch):
     def make(column, score, kind="binary", training=None, seed=0, budget="1/4", digest="d1",
              **flags):
         if training is not None:
-            flags["adapter"] = str(tmp_path / f"run{len(list(tmp_path.iterdir()))}" / "last")
-            os.makedirs(flags["adapter"])
+            flags["adapter"] = os.path.join(tempfile.mkdtemp(dir=tmp_path), "last")
             values = {"seed": seed, "epochs": 1.0, "steps": 0, "p_sm": 0.5, "k": 1,
                       "out": flags["adapter"]}
-            with open(os.path.join(flags["adapter"], "finetune.json"), "w") as f:
-                json.dump(values | training, f)
+            write_text(flags["adapter"] + "/finetune.json", json.dumps(values | training))
         settings = {"model": "x/Dream-7B", "gen_len": 768, "seed": seed, "out": str(out)} | flags
         cell = E.Config(**settings)
         length = 512 if cell.task.startswith("mbpp") else 768
         E.record(cell, budget, kind, column, digest, length, score=score,
                  **dict.fromkeys(E.STATS, 1))
 
-    def clear():
-        for name in os.listdir(out):
-            os.remove(out / name)
-
-    make.folder, make.clear = str(out), clear
+    make.folder = str(out)
     make.table = lambda: [[c.strip() for c in line.split("|")[1:-1]]
                           for line in plot.benchmarks(str(out)).split("\n")]
     return make
@@ -496,32 +444,26 @@ def test_the_table_is_table_3(results):
         ["1/2", "x/Dream-7B", "-", "binary", "", "50.0"]]
 
 
-def test_results_of_other_settings_are_other_rows_and_other_curves(results):
-    for name, value in {
-            "dtype": "float32", "merge": False, "device": "cpu", "gen_len": 512,
-            "algorithm": "origin", "temperature": 0.5, "top_p": 0.5, "top_k": 5, "block": 32,
-            "cache": "dual", "threshold": 0.5, "limit": 3, "model": "y/Dream-7B"}.items():
-        results("HumanEval", 10.0, **{"block": 64})
-        results("HumanEval", 20.0, **{"block": 64} | {name: value})
-        table = results.table()
-        assert sorted(line[4] for line in table[2:]) == ["10.0", "20.0"], name
-        assert len({str(line[:4] + line[5:]) for line in table}) == 4, name
-        points = sum(plot.throughput_series(results.folder).values(), [])
-        assert sorted(score for _, _, score in points) == [10, 20], name
-        results.clear()
-
-
-def test_adapters_of_other_training_are_other_rows(results):
+def test_results_of_other_settings_or_training_are_other_rows_and_other_curves(results):
+    settings = {
+        "dtype": "float32", "merge": False, "device": "cpu", "gen_len": 512, "algorithm": "origin",
+        "temperature": 0.5, "top_p": 0.5, "top_k": 5, "block": 32, "cache": "dual",
+        "threshold": 0.5, "limit": 3, "model": "y/Dream-7B"}
+    training = {"epochs": 0.5, "steps": 7, "k": 3, "p_sm": 0.8, "data": "coding", "loss": "paper",
+                "omega_s": 0.5}
     base = {"data": "mix", "loss": "authors", "omega_s": 1e-6}
-    for name, value in {"epochs": 0.5, "steps": 7, "k": 3, "p_sm": 0.8, "data": "coding",
-                        "loss": "paper", "omega_s": 0.5}.items():
-        results("MBPP", 10.0, "SM k=1", training=base, seed=1)
-        results("MBPP", 20.0, "SM k=1", training=base, seed=2)
-        results("MBPP", 40.0, "SM k=1", training=base | {name: value}, seed=1)
+    for name, value in (settings | training).items():
+        flags, other = {"block": 64}, dict(base)
+        results("HumanEval", 10.0, "SM k=1", base, seed=1, **flags)
+        results("HumanEval", 20.0, "SM k=1", base, seed=2, **flags)
+        (flags if name in settings else other)[name] = value
+        results("HumanEval", 40.0, "SM k=1", other, seed=1, **flags)
         table = results.table()
         assert sorted(line[4] for line in table[2:]) == ["15.0 ± 7.1", "40.0"], name
-        assert table[2] != table[3], name
-        results.clear()
+        assert len({str(line[:4] + line[5:]) for line in table}) == 4, name
+        points = sum(plot.throughput_series(results.folder).values(), [])
+        assert sorted(score for _, _, score in points) == [15, 40], name
+        shutil.rmtree(results.folder)
 
 
 def test_feedback_other_problems_and_unknown_training_keep_results_apart(results, tmp_path):
@@ -592,8 +534,6 @@ def other(harness, config, tmp_path, monkeypatch):
 
     def make(name, kind="generate_until", metric="exact_match", rows="rows", **flags):
         text = OTHER.format(name=name, kind=kind, metric=metric, rows=rows)
-        if kind != "generate_until":
-            text = text.replace("generation_kwargs: {until: x}\n", "")
         (folder / f"{name}.yaml").write_text(text)
         return config(name, **{"data": str(folder), "model": "reference"} | flags)
     return make
@@ -626,40 +566,30 @@ def test_a_task_without_a_number_is_recorded_without_a_score():
 
 
 def test_the_harness_refuses_in_a_sentence(other, config, monkeypatch):
-    with pytest.raises(Refused, match="compares likelihoods"):
-        E.evaluate(other("likely", "loglikelihood", "acc"))
-    with pytest.raises(Refused, match="add --confirm_run_unsafe_code"):
-        E.evaluate(other("code", rows="unsafe", confirm_run_unsafe_code=False))
-    with pytest.raises(Refused, match="has no task 'nope': use gsm8k_cot, humaneval_instruct, "):
-        E.evaluate(config("nope", data=""))
+    refused("compares likelihoods", E.evaluate, other("likely", "loglikelihood", "acc"))
+    refused("add --confirm_run_unsafe_code", E.evaluate,
+            other("code", rows="unsafe", confirm_run_unsafe_code=False))
+    refused("has no task 'nope': use gsm8k_cot, humaneval_instruct, ", E.evaluate,
+            config("nope", data=""))
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    with pytest.raises(Refused, match="pip install lm-eval"):
-        E.evaluate(config("gsm8k_cot"))
-
-
-# --- bad input -----------------------------------------------------------------------------------
+    refused("pip install lm-eval", E.evaluate, config("gsm8k_cot"))
 
 
 def test_grids_that_are_impossible_are_refused(config):
+    """And what the check of the settings refuses, as one that does not divide."""
     for flags, message in (
             ({"nfe": "half"}, "nfe 'half'"), ({"nfe": "1/0"}, "nfe '1/0'"),
-            ({"nfe": "1/7"}, "choose a divisor"), ({"nfe": "2/1"}, "steps 512"),
-            ({"blocks": "16,x"}, "block 'x'"), ({"blocks": "100"}, "not a multiple of block 100"),
-            ({"steps": 8}, "steps 8 follow"), ({"limit": -1}, "limit -1"),
-            ({"threshold": 2.0, "block": 16}, "threshold 2.0"),
-            ({"temperature": float("nan")}, "temperature nan"),
-            ({"schedule": "cosine"}, "unknown schedule")):
-        with pytest.raises(Refused, match=message):
-            E.cells(config("gsm8k_cot", model="empty", **flags), 256)
+            ({"nfe": "1/7"}, "choose a divisor"), ({"blocks": "16,x"}, "block 'x'"),
+            ({"blocks": "100"}, "not a multiple of block 100"),
+            ({"steps": 8}, "steps 8 follow"), ({"limit": -1}, "limit -1")):
+        refused(message, E.cells, config("gsm8k_cot", model="empty", **flags), 256)
 
 
 def test_bad_input_is_refused_before_anything_runs(harness, config):
     for task, flags, message in (
             ("gsm8k_cot", {"data": ""}, "--data"), ("math500", {}, "without problem"),
             ("gsm8k_cot", {"data": "/nowhere.jsonl"}, "/nowhere.jsonl"),
-            ("gsm8k_cot", {"model": ""}, "no model"), ("gsm8k_cot", {"nfe": "1/7"}, "a divisor"),
-            ("gsm8k_cot", {"model": "x", "device": "tpu"}, "device=tpu")):
+            ("gsm8k_cot", {"model": ""}, "no model"), ("gsm8k_cot", {"nfe": "1/7"}, "a divisor")):
         flags = {"data": config("gsm8k_cot").data, "model": "empty"} | flags
-        with pytest.raises(Refused, match=message):
-            E.main(config(task, **flags))
+        refused(message, E.main, config(task, **flags))
         assert not os.path.exists(config(task).out)

@@ -4,6 +4,7 @@
 import ast
 import glob
 import importlib
+import json
 import os
 import re
 import sys
@@ -73,6 +74,8 @@ def test_five_packages_and_optional_ones_only_where_they_are_used():
         assert foreign(module.body) <= COPYABLE.get(name, PACKAGES), name
         assert foreign(ast.walk(module)) <= COPYABLE.get(name, PACKAGES | OPTIONAL), name
     lines = text("requirements.txt").splitlines()
+    [dependencies] = re.findall(r"^dependencies = (\[.*\])", text("pyproject.toml"), re.M)
+    assert json.loads(dependencies) == lines
     assert {re.split(r"[<>=]", line)[0].strip() for line in lines} == PACKAGES | {"pytest"}
 
 

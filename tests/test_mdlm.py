@@ -135,8 +135,6 @@ def test_in_chunks_keeps_to_its_budget(monkeypatch):
         assert sizes == forward and [len(out) for out in outs] == [N, N]
         sum(out.sum() for out in outs).backward()
         assert sizes[len(forward):] == backward  # beyond the budget, each chunk runs again
-    for x, y in zip(in_chunks(fn, h, u, V=V, keeps=3), (h * u, h.sum(1))):
-        assert torch.equal(x, y)
     sizes.clear()
     with torch.no_grad():
         in_chunks(fn, h, u, V=V, keeps=3)
@@ -192,14 +190,6 @@ def test_omega_is_in_the_graph_of_a_binary_step():
 
 
 # ---- the network
-
-
-def test_a_fresh_model_is_uniform_over_all_but_the_mask():
-    assert (recorded_model().net.head(torch.randn(9, 64)).softmax(-1)[:, 61] == 0).all()
-    model = MDLM(replace(TINY, omega_s=1e-6))
-    x0, _, _ = example(model, B=8)
-    nll = model(x0, torch.full_like(x0, 61), torch.ones(8), soft=True)
-    assert math.exp(nll.sum().item() / x0.numel()) == pytest.approx(61, rel=1e-5)
 
 
 def test_dropout_is_on_in_training_and_off_in_eval():

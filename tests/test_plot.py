@@ -42,7 +42,7 @@ def test_a_missing_cell_is_empty():
 def result_file(path, value, metric="gen_ppl", run=None, label="", **settings):
     """A result of eval.py: settings are those of the samples or the checkpoint."""
     settings = {"checkpoint": "x.pt", "sampler": "mdlm", "steps": 128, "soft": True, "top_p": 0.9,
-                "tokenizer": "gpt2", "L": 1024, "n": 5000} | settings
+                "tokenizer": "gpt2", "L": 1024, "n": 5000, "dtype": "bfloat16"} | settings
     values = value if isinstance(value, dict) else {metric: value}
     if metric == "ppl":
         values = {"soft" if settings["soft"] else "binary": {"ppl": value}}
@@ -81,7 +81,7 @@ def test_table_has_what_training_cost_and_the_row_of_the_data(tmp_path):
     of_data = {"sampler": "data", "soft": None, "steps": None, "checkpoint": "data/owt"}
     result_file(tmp_path / "a.json", 14.8, **of_data)
     lacks = json.loads((tmp_path / "a.json").read_text())
-    for key in "top_p", "soft", "steps":
+    for key in "top_p", "soft", "steps", "dtype":
         del lacks["settings"][key]
     (tmp_path / "a.json").write_text(json.dumps(lacks))
     assert plot.table(f"{tmp_path}/*.json").splitlines() == [

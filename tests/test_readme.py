@@ -58,11 +58,6 @@ def ours(name):
     return found
 
 
-@pytest.fixture(autouse=True)
-def scripts_of_the_project(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT)
-
-
 def test_every_command_parses_and_its_grid_is_possible():
     for name in PAGES:
         found = ours(name)
@@ -193,13 +188,6 @@ def test_the_paper_map_names_what_exists():
         assert hasattr(owner, second or short), (first, second or short)
 
 
-def test_one_list_of_packages():
-    with open(os.path.join(ROOT, "requirements.txt")) as f:
-        required = f.read().split("\n")
-    [dependencies] = re.findall(r"^dependencies = (\[.*\])", page("pyproject.toml"), re.M)
-    assert json.loads(dependencies) == [line for line in required if line]
-
-
 # -------------------------------------------------------------------------------------------------
 # README's commands run
 
@@ -285,4 +273,5 @@ def test_the_lines_for_copiers_run():
              "x": x0.masked_fill(x0 % 2 == 0, 8),
              "cross_entropy": torch.nn.functional.cross_entropy}
     exec(block, scope)
-    assert all(p.grad is not None and p.grad != 0 for p in scope["sm"].parameters())
+    learn = [*scope["sm"].parameters(), *emb.parameters(), *head.parameters()]
+    assert all(p.grad is not None and p.grad.any() for p in learn)

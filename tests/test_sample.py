@@ -109,6 +109,15 @@ def test_remdm_without_remasking_is_mdlm_and_the_loop_has_a_plateau():
     assert step_probs(1.0, sample.T_END, "remdm-loop")[0] == 1
 
 
+def test_remdm_loop_in_up_to_20_steps_ends_on_its_plateau():
+    """A tenth of the positions is then left for the last call. From 21 steps on, none is."""
+    for T, left in (16, 0.1), (20, 0.1), (21, 0.0), (64, 0.0):
+        masked = np.ones(20_000, bool)
+        for _, flips, _ in schedule_flips(masked.copy(), T, data.rng(5), sampler="remdm-loop"):
+            masked ^= flips
+        assert masked.mean() == pytest.approx(left, abs=0.02)
+
+
 def test_recorded_transition_matrices():
     """q(x_s | x_t) of the authors' three samplers, with and without nucleus."""
     with np.load(GOLDEN) as z:

@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import oracles
+import softmask
 from softmask import SoftMask, time_gain
 
 V, D, MASK = 11, 6, 10
@@ -45,14 +46,6 @@ def test_soft_mask_stays_on_the_simplex(k):
     mixed = SoftMask(MASK, k=k).mix(table, lam, ids, pi)
     low, high = table.min(0).values, table.max(0).values
     assert ((low - 1e-6 <= mixed) & (mixed <= high + 1e-6)).all()
-
-
-def test_eq3_at_five_points():
-    for minus_H in (0.0, -0.5, -1.5, -3.0, -10.0):
-        lam = SoftMask(MASK, **OPEN).strength(torch.tensor(minus_H)).item()
-        assert lam == pytest.approx(0.8 / (1 + math.exp(-2.0 * (minus_H + 1.5))), rel=1e-5)
-    lam = SoftMask(MASK).strength(torch.linspace(-8, 0, 50))
-    assert (lam.diff() > 0).all()  # more confidence, more feedback
 
 
 def test_the_two_ends_of_the_interpolation():
@@ -213,3 +206,23 @@ def test_recorded_numbers(head, inputs):
     for name, p in sm.named_parameters():
         grad = get(f"grad_{THEIRS[name]}")
         torch.testing.assert_close(p.grad, grad, rtol=1e-5, atol=2e-6 * init[0] + 1e-11)
+
+
+def test_the_worked_example_is_right(capsys):
+    """`python softmask.py`: its numbers are those of the oracle, and the module says its ω."""
+    softmask.example()
+    out = capsys.readouterr().out
+    logits = torch.tensor([2.0, 1.2, -0.5, -1.0, -math.inf])
+    p = oracles.softmax(logits)
+    minus_H = sum(v * math.log(v) for v in p if v > 0)
+    lam = 0.9 / (1 + math.exp(-3 * (minus_H + 1)))
+    assert f"cat {p[0]:.3f}" in out and f"−H(p)   {minus_H:.3f} nats" in out
+    assert f"λ       {lam:.3g}  (Eq. 3)" in out and f"cat {p[0] / sum(p[:3]):.3f}" in out
+    assert "SoftMask(k=3, omega_s=0.9, omega_a=3, omega_b=-1)" in out
+
+
+def test_what_cannot_work_is_said_at_once():
+    with pytest.raises(ValueError, match="token id of \\[MASK\\]"):
+        SoftMask(None)
+    with pytest.raises(ValueError, match="k=9 of 5 tokens"):
+        SoftMask(3, k=9)(torch.zeros(2, 5))
