@@ -58,9 +58,8 @@ class DoRALinear(nn.Module):
         """n (out,), fp32, without forming B A: |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, row by row.
 
         It depends on weights alone, so it is kept until A or B change: it is computed once for an
-        optimizer step, not once for a micro-batch. A change that goes around autograd
-        (A.data.copy_)
-        is not seen: set `cached` to None after it.
+        optimizer step, not once for a micro-batch. A change that goes around autograd, such as
+        A.data.copy_, is not seen: set `cached` to None after it.
         """
         A, B, s = self.lora_A, self.lora_B, self.s
         key = (DoRALinear.updates, A._version, B._version, A.data_ptr(), B.data_ptr())
@@ -103,15 +102,19 @@ def attach(model, names, r=16, alpha=16, generator=None):
     """DoRA on every nn.Linear whose last name is in names, in place. All else is frozen.
 
     names: list.   r, alpha, generator: see DoRALinear.
-    Raises ValueError if there is no such layer, and for a rank that is not 1, 2, …
+    Raises ValueError if there is no such layer, for a rank that is not 1, 2, … or more than the
+    layer has inputs, and for an alpha that is not a positive number.
     """
-    if isinstance(names, str) or type(r) is not int or r < 1:
-        raise ValueError(f"it needs a list of names and a rank of at least 1, not {names!r} and "
-                         f"{r!r}")
+    if isinstance(names, str):
+        raise ValueError(f"it needs a list of names, not {names!r}")
     found = {name: m for name, m in model.named_modules()
              if isinstance(m, nn.Linear) and name.split(".")[-1] in names}
     if not found:
         raise ValueError(f"no linear layer is called {' or '.join(names)}")
+    most = min(linear.in_features for linear in found.values())
+    if type(r) is not int or not 1 <= r <= most or not 0 < alpha < float("inf"):
+        raise ValueError(f"r = {r!r} must be a whole number from 1 to {most}, and alpha = "
+                         f"{alpha!r} positive and finite")
     model.requires_grad_(False)
     for name, linear in found.items():
         replace(model, name, DoRALinear(linear, r, alpha, generator))
@@ -135,13 +138,11 @@ def load_adapter_state(model, state):
     Raises ValueError if names or shapes differ, before anything is changed.
     """
     own = adapter_state(model)
-    if own.keys() != state.keys():
-        name = min(own.keys() ^ state.keys())
-        raise ValueError(f"its tensors are not those of the model, {name} for example")
-    for name, p in own.items():
-        if p.shape != state[name].shape:
-            raise ValueError(f"{name} is {tuple(state[name].shape)}, the model needs "
-                             f"{tuple(p.shape)}")
+    want, have = ({name: tuple(t.shape) for name, t in ts.items()} for ts in (own, state))
+    for name in sorted(want.keys() | have.keys()):
+        if want.get(name) != have.get(name):
+            raise ValueError(f"{name} is {have.get(name, 'missing')}, the model needs "
+                             f"{want.get(name, 'nothing of this name')}")
     for name, p in own.items():
         p.copy_(state[name])
 

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Dream-7B and Dream-Coder-7B: the backbone, its files and its tokenizer.                 App. B.2
 
-A Qwen2.5 transformer without the causal mask, adapted to fill in [MASK]s, on torch alone. Like
-every backbone here it is three things: `table` (what an embedding is), `hidden` (embeddings to
-the hidden states that predict some positions) and `head` (hidden states to logits). Soft masks,
-or anything else of the right width, go in between the first two:
+A Qwen2.5 transformer without the causal mask, on torch alone. Like every backbone here it is
+three things: `table` (what an embedding is), `hidden` (embeddings to the hidden states that
+predict some positions) and `head` (hidden states to logits). Soft masks go in between the first
+two:
 
     model, tok = Dream.load(folder), Tokenizer(folder)   # the folder as published on the model hub
     ids = tok.encode(tok.chat(messages), special=True)
@@ -23,7 +23,7 @@ Not here: decoding (sample_dream.py), training (finetune_dream.py), the maths of
 import hashlib
 import os
 import unicodedata
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 import tiktoken
 import torch
@@ -62,14 +62,17 @@ class DreamConfig:
         path = os.path.join(folder, "config.json")
         raw = read_json(path)
         nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
-        theta = raw.setdefault("rope_theta", nested.get("rope_theta"))
-        if nested and nested != {"rope_type": "default", "rope_theta": theta}:
+        if isinstance(nested, dict):
+            raw.setdefault("rope_theta", nested.get("rope_theta"))
+        if nested and nested != {"rope_type": "default", "rope_theta": raw.get("rope_theta")}:
             raise Refused(f"{path} has rope_parameters = {nested}, only rope_type 'default' with "
                           f"one rope_theta is implemented")
-        missing = [f.name for f in fields(cls) if not isinstance(raw.get(f.name), (int, f.type))]
-        if missing:
-            raise Refused(f"{path} has no number for {', '.join(missing)}: not the "
-                          f"configuration of a Dream model")
+        for f in fields(cls):
+            value = raw.get(f.name)
+            low, high = (0, raw["vocab_size"]) if f.name.endswith("_id") else (1e-12, 2**31)
+            if not isinstance(value, (int, f.type)) or not low <= value < high:
+                raise Refused(f"{path} has {f.name} = {value!r}, which must be a number from {low} "
+                              f"to {high}: not the configuration of a Dream model")
         for name, want in {"tie_word_embeddings": False, "rope_scaling": None,
                            "hidden_act": "silu", "use_sliding_window": False,
                            "attention_dropout": 0.0}.items():
@@ -77,9 +80,10 @@ class DreamConfig:
             if raw.get(name, want) != want:
                 raise Refused(f"{path} has {name} = {raw[name]!r}, only {want!r} is implemented")
         cfg = cls(**{f.name: raw[f.name] for f in fields(cls)})
-        if cfg.mask_token_id >= cfg.vocab_size:
-            raise Refused(f"{path}: mask_token_id = {cfg.mask_token_id} is beyond "
-                          f"vocab_size = {cfg.vocab_size}")
+        heads, groups = cfg.num_attention_heads, cfg.num_key_value_heads
+        if cfg.hidden_size % (2 * heads) or heads % groups:
+            raise Refused(f"{path} has {heads} heads and {groups} groups of them for "
+                          f"{cfg.hidden_size} dimensions: they cannot be shared evenly")
         return cfg
 
     @property
@@ -181,17 +185,14 @@ class Dream(nn.Module):
         """Embeddings to final hidden states; every position sees every valid one.
 
         emb: (B, L, D).
-        valid: (B, S) bool over the S = L (or cached) positions, False for padding (default: all
-            valid). The hidden states of padding are finite and mean nothing.
+        valid: (B, S) bool, False for padding (default: all valid). The hidden states of padding
+            are finite and mean nothing.
         past: what an earlier call over S positions returned, (k, v) per layer. emb then stands
             for the positions start .. start + L − 1 of these S. Their keys and values are
-            replaced, all others are used as they were. A prefix cache gives all positions from
-            the block's start on, a dual cache gives the block alone.
-        pos: (L,) or (B, L) int, the positions of emb (default: counted from `start`, or along
-            `valid`).
-        Returns h (B, L, D) and kv, (k, v) per layer, each (B, S, groups, head_dim). The keys are
-        rotated already: they never move, so rotating them again in every call would give the
-        same. While checkpointing, kv is empty.
+            replaced, all others are used as they were.
+        pos: (L,) or (B, L) int (default: counted from `start`, or along `valid`).
+        Returns h (B, L, D) and kv, (k, v) per layer, each (B, S, groups, head_dim), the keys
+        rotated already. While checkpointing, kv is empty.
         """
         B, L, _ = emb.shape
         if pos is None and valid is None:
@@ -222,26 +223,23 @@ class Dream(nn.Module):
         return h.flatten(0, 1)[rows - 1]                                # (N, D)  the shift
 
     def hidden(self, emb, rows, t=None, valid=None, past=None, start=0):
-        """Last hidden states that predict the positions `rows` of the flat (B·L,) batch.
+        """The hidden states (N, D) that predict the positions `rows` (N,) of the flat batch.
 
-        emb: (B, L, D).   rows: (N,) int.   t: not used, Dream has no time embedding.
-        valid, past, start: see `trunk`.   Returns (N, D) in the dtype of emb.
+        emb: (B, L, D).   t: not used, Dream has no time embedding.   Others: see `trunk`.
         """
         return self.before(self.trunk(emb, valid, past, start)[0], rows)
 
     def head(self, h):
-        """Hidden states (n, D) → logits (n, V), fp32 always.
+        """Hidden states (n, D) → logits (n, V), multiplied in the weights' dtype [code], fp32.
 
-        A loss in bf16 would round its gradients. The matrix product stays in the dtype of the
-        weights [code]; what it gives is cast exactly.
+        A loss in bf16 would round its gradients.
         """
         return self.lm_head(h).float()                                  # (n, V)
 
     def fingerprint(self):
         """16 hex digits that tell these weights from others of the same shapes.
 
-        From the first values of every tensor, rounded to bf16, so that a model loaded as stored
-        or in float32 has the same ones. An adapter that is attached does not count.
+        They do not depend on the dtype, so values are rounded to bf16, nor on an adapter.
         """
         digest = hashlib.sha256()
         for name, p in self.named_parameters():
@@ -256,28 +254,24 @@ class Dream(nn.Module):
 
         dtype: of the weights (default: as stored).
 
-        On the CPU the weights are the mapped files themselves: loading reads nothing, and
-        processes that load the same folder share the memory. Raises Refused when a shard or
-        tensor is missing, unknown, or of another shape than config.json says.
+        On the CPU the weights are the mapped files themselves: processes that load the same
+        folder share the memory. Raises Refused when a shard or tensor is missing, unknown, of
+        another shape than config.json says, or not finite.
         """
-        cfg = DreamConfig.read(folder)
-        with torch.device("meta"):  # shapes without memory
-            model = cls(cfg)
-        state = {}
+        cfg, state = DreamConfig.read(folder), {}
         for shard in shards(folder):
-            for name, t in read_safetensors(shard).items():
-                state[name] = t.to(device, dtype)
-        want = model.state_dict()
-        lacking, unknown = want.keys() - state, state.keys() - want
-        for problem, names in (("lacks", lacking), ("has an unknown", unknown)):
-            if names:
-                raise Refused(f"{folder} {problem} {min(names)} ({len(names)} such tensors): "
-                              f"fetch its safetensors again, or is num_hidden_layers = "
-                              f"{cfg.num_hidden_layers} in config.json of another model?")
-        for name, t in want.items():
-            if t.shape != state[name].shape:
-                raise Refused(f"{folder}: {name} is {tuple(state[name].shape)}, but "
-                              f"{tuple(t.shape)} by config.json: the two are not of one model")
+            state |= read_safetensors(shard)
+        with torch.device("meta"):  # shapes without memory; a million layers would still take time
+            model = cls(replace(cfg, num_hidden_layers=min(cfg.num_hidden_layers, len(state))))
+        want, have = ({name: tuple(t.shape) for name, t in tensors.items()}
+                      for tensors in (model.state_dict(), state))
+        for name in sorted(want.keys() | have.keys()):
+            if want.get(name) != have.get(name):
+                raise Refused(f"{folder}: {name} is {have.get(name, 'missing')} in the "
+                              f"safetensors, and {want.get(name, 'missing')} by config.json: they "
+                              f"are not of one model, fetch both again")
+        state = {name: t.to(device, dtype) for name, t in state.items()}
+        check_numbers(state, folder)
         model.load_state_dict(state, assign=True)
         return model.requires_grad_(False).eval()
 
@@ -289,9 +283,21 @@ def shards(folder):
         return [whole]
     index = whole + ".index.json"
     weight_map = read_json(index).get("weight_map")
-    if not isinstance(weight_map, dict):
-        raise Refused(f"{index} has no weight_map, which says what the shards are: fetch it again")
-    return sorted(os.path.join(folder, name) for name in set(weight_map.values()))
+    names = weight_map.values() if isinstance(weight_map, dict) else [None]
+    if not all(isinstance(name, str) and name for name in names):
+        raise Refused(f"{index} has no weight_map with the names of files: fetch it again")
+    return sorted(os.path.join(folder, name) for name in set(names))
+
+
+def check_numbers(state, folder):
+    """Raises Refused when a value of {name: tensor} is infinite or not a number.
+
+    With such weights, decoding would print nonsense without an error. The check takes no memory.
+    """
+    for name, t in state.items():
+        if not all(value.isfinite() for value in t.aminmax()):
+            raise Refused(f"{folder}: {name} has values that are not finite numbers: fetch it "
+                          f"again, or take an earlier save")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -301,21 +307,19 @@ def shards(folder):
 def load_adapter(model, folder):
     """Attach the adapter in `folder`, in place. Returns the arguments of its SoftMask, or None.
 
-    DoRA is read as peft writes it (adapter_config.json, adapter_model.safetensors), ω by
-    `read_omega`; None means that the adapter was trained with binary masks. Raises Refused for
-    another kind of adapter, or another model's. finetune.json, if it is there, tells models of
-    one shape apart.
+    DoRA is read as peft writes it, ω by `read_omega`; None means that the adapter was trained with
+    binary masks. Raises Refused for another kind of adapter, or another model's: finetune.json,
+    if it is there, tells models of one shape apart.
     """
-    at = lambda name: os.path.join(folder, name)
-    cfg = read_json(at("adapter_config.json"))
-    state = read_safetensors(at("adapter_model.safetensors"))
+    cfg = read_json(os.path.join(folder, "adapter_config.json"))
+    state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
     for name, want in {"peft_type": "LORA", "use_dora": True, "bias": "none", "use_rslora": False,
                        "rank_pattern": {}, "alpha_pattern": {}}.items():
         if cfg.get(name, None if want is True else want) != want:
             raise Refused(f"{folder}/adapter_config.json has {name} = {cfg.get(name)!r}, only "
                           f"{want!r} is implemented")
-    ours = os.path.exists(at("finetune.json"))
-    base = read_json(at("finetune.json")).get("base") if ours else None
+    ours = os.path.join(folder, "finetune.json")
+    base = read_json(ours).get("base") if os.path.exists(ours) else None
     if base not in (None, model.fingerprint()):
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
                       f"{cfg.get('base_model_name_or_path')}: same shapes, other weights")
@@ -325,6 +329,7 @@ def load_adapter(model, folder):
         dora.load_adapter_state(model, state)
     except (KeyError, TypeError, ValueError) as e:
         raise Refused(f"{folder} is not an adapter of this model: {e}")
+    check_numbers(state, folder)
     return omega
 
 
@@ -383,10 +388,7 @@ PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\
 
 
 def byte_characters():
-    """{character: byte} of a byte-level vocabulary file, as in GPT-2.
-
-    A printable byte is written as itself, the others as the characters from U+0100 on.
-    """
+    """{character: byte} of a vocabulary file: a printable byte as itself, others from U+0100 on."""
     ranges = (("!", "~"), ("¡", "¬"), ("®", "ÿ"))
     shown = [b for first, last in ranges for b in range(ord(first), ord(last) + 1)]
     hidden = [b for b in range(256) if b not in shown]
@@ -406,7 +408,7 @@ class Tokenizer:
         if os.path.exists(vocab):
             ids = read_json(vocab)
         elif os.path.exists(merges):  # enough alone: 256 bytes, then an id for every merge
-            with open(merges, encoding="utf-8") as f:
+            with open(merges, encoding="utf-8", errors="replace") as f:
                 pairs = [line.split() for line in f if not line.startswith("#version")]
             tokens = [*to_byte, *("".join(pair) for pair in pairs if pair)]
             ids = {token: i for i, token in enumerate(tokens)}
@@ -414,21 +416,25 @@ class Tokenizer:
             raise Refused(f"{folder} has neither vocab.json nor merges.txt: fetch the "
                           f"tokenizer's files too")
         self.special = read_json(os.path.join(folder, "added_tokens.json"))
-        plain = {token: i for token, i in ids.items() if token not in self.special}
+        ids = {token: i for token, i in ids.items() if token not in self.special}
+        known = [*ids.values(), *self.special.values()]
+        if not all(type(i) is int and 0 <= i < 2**31 for i in known) or len({*known}) < len(known):
+            raise Refused(f"{folder}: the ids of vocab.json and added_tokens.json are not whole "
+                          f"numbers from 0 on, each once: fetch both again")
         try:
-            ranks = {bytes(to_byte[c] for c in token): i for token, i in plain.items()}
+            ranks = {bytes(to_byte[c] for c in token): i for token, i in ids.items()}
         except KeyError as e:
-            raise Refused(f"{vocab} holds {e}, not a character of a byte-level vocabulary")
+            raise Refused(f"{folder} has a vocabulary with {e}, not a character of a byte-level "
+                          f"one")
         self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks,
                                      special_tokens=self.special)
-        self.known = {*ranks.values(), *self.special.values()}
+        self.known = {*known}
         self.n_vocab = max(self.known) + 1
 
     def encode(self, text, special=False):
-        """The token ids of a text, a list.
+        """The token ids of a text, a list.   special: <|im_end|> and the like become one token.
 
-        special: <|im_end|> and the like become one token each. Only for text from `chat`: in a
-        user's text they are ordinary characters.
+        Only text from `chat` is encoded so: in a user's text they are ordinary characters.
         """
         text = unicodedata.normalize("NFC", text)  # é is one character [code]
         allowed = "all" if special else set()
@@ -438,12 +444,9 @@ class Tokenizer:
         """The text of token ids. The model can produce ids without a token, which give no text."""
         return self.bpe.decode([i for i in ids if i in self.known])
 
-    def chat(self, messages, generate=True):
-        """The chat template as text.   messages: [{"role": …, "content": …}, …].
-
-        generate: the text ends where the next answer begins.
-        """
+    def chat(self, messages):
+        """[{"role": …, "content": …}, …] as a text that ends where the next answer begins."""
         if not messages or messages[0]["role"] != "system":
             messages = [{"role": "system", "content": "You are a helpful assistant."}, *messages]
         turns = (f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)
-        return "".join(turns) + "<|im_start|>assistant\n" * generate
+        return "".join(turns) + "<|im_start|>assistant\n"

@@ -362,7 +362,7 @@ def read_json(path):
     try:
         with open(path, encoding="utf-8") as f:
             values = json.load(f)
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         raise Refused(f"{path} does not exist: give the folder of a model or adapter with all its "
                       f"files")
     except (OSError, ValueError, RecursionError) as e:

@@ -343,12 +343,11 @@ class TwoPass(nn.Module):
             return F.cross_entropy(self.net.head(h), x, reduction="none")      # (n,)
         return in_chunks(score, h, x, V=len(self.net.table), keeps=1)
 
-    def token_nll(self, x0, xt, t, soft, **context):
+    def token_nll(self, x0, xt, t, soft):
         """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
 
         x0, xt: (B, L) ids.   t: (B,) times.
         soft: True for two passes, False for one pass on plain masks.
-        context: what only this backbone needs, passed on to `hidden`.
         Returns nll (N,) fp32, and rows (N,), the positions of [MASK] in the flat batch.
         Checked against tests/oracles.py dense_nll.
         """
@@ -359,11 +358,11 @@ class TwoPass(nn.Module):
         if soft:
             # Dropout stays on in pass 1 [code]. It has a graph only with two_updates.
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):         # l.5
-                h = net.hidden(emb, rows, t, **context)                        # (N, D)          l.6
+                h = net.hidden(emb, rows, t)                                   # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)
             self.note(mixed, lam)
-        h = net.hidden(emb, rows, t, **context)                                # (N, D)        l.7 g
+        h = net.hidden(emb, rows, t)                                           # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0.flatten()[rows])                        # (N,)            l.8
         if self.sm is not None:
             # This puts ω into the graph of every step, with a gradient of 0. Without it, DDP would

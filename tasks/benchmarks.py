@@ -213,16 +213,38 @@ root = root2 = tree(tree(tree(tree()), tree()), tree())
 root1 = tree(tree(tree(tree()), tree()), tree(tree()))
 """
 
-# The answer runs in a module of its own, because dataclasses look up the module that they are in.
-# RLIMIT_FSIZE also limits its output, which goes to a file.
-RUNNER = """import sys, types
+# On Linux this process is a guard: all that the answer starts becomes its child, also a daemon that
+# has left its group, and ends with the answer. The answer runs in a fork, in a module of its own,
+# because dataclasses look up the module that they are in. RLIMIT_FSIZE also limits its output,
+# which goes to a file. The first line of stdin is held by the interpreter while the answer runs,
+# in no variable, and printed after it: an answer that ends early cannot print it.
+RUNNER = """import os, signal, sys, types
 if sys.platform == "linux":
-    import resource
+    import ctypes, resource
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER
+    ctypes.CDLL(None).prctl(1, signal.SIGTERM, 0, 0, 0)  # PR_SET_PDEATHSIG: it ends with us, too
+    answer = os.fork()
+    if answer:
+        try:
+            status = os.waitpid(answer, 0)[1]
+        finally:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            try:
+                while True:
+                    for child in open("/proc/thread-self/children").read().split():
+                        os.kill(int(child), signal.SIGKILL)
+                    os.wait()
+            except ChildProcessError:
+                pass
+        os._exit(status != 0)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    os.setsid()
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))
 sys.modules["answer"] = answer = types.ModuleType("answer")
-exec(compile(sys.stdin.read(), "answer", "exec"), answer.__dict__)
-print(sys.argv[1])"""
+print(sys.stdin.readline() +
+      (exec(compile(sys.stdin.read(), "answer", "exec"), answer.__dict__) or ""))"""
 
 
 def humaneval_program(doc, response):
@@ -251,24 +273,30 @@ def passes(program, timeout):
     """Does the program come to its end within `timeout` seconds?
 
     It runs in another process, in an empty folder, with none of our environment. Its output goes
-    to a file, of which the end is read. The processes that it has started end with it.
+    to a file, of which the end is read. The processes that it has started end with it: all of them
+    on Linux, elsewhere those that stay in its group. No folder that it leaves ends the scoring.
     """
     word = secrets.token_hex(8)  # printed after the last test, so that an early exit is not a pass
     env = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}
     # With a thread for each core, numpy would reserve more memory than the program may have.
     env |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder, tempfile.TemporaryFile() as out:
+    program = f"{word}\n{program}".encode(errors="replace")
+    with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
+          tempfile.TemporaryFile() as out):
         child = subprocess.Popen(
-            [sys.executable, "-I", "-c", RUNNER, word], cwd=folder, env=env | {"HOME": folder},
+            [sys.executable, "-I", "-c", RUNNER], cwd=folder, env=env | {"HOME": folder},
             stdin=subprocess.PIPE, stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
-            child.communicate(program.encode(errors="replace"), timeout)
+            child.communicate(program, timeout)
         except subprocess.TimeoutExpired:
             return False
         finally:
-            child.kill()
+            child.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                child.wait(5)  # the guard has ended all others by then
             with contextlib.suppress(OSError, AttributeError):  # no such group; no groups at all
                 os.killpg(child.pid, signal.SIGKILL)
+            child.kill()
             child.wait()
         out.seek(max(0, out.seek(0, os.SEEK_END) - 64))
         said = out.read().decode(errors="replace").strip()
@@ -280,9 +308,12 @@ def run_all(program, responses, docs):
     def passed(response, doc):
         return passes(program(doc, response[0]), doc["scoring"]["timeout"])
 
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
+    pool = ThreadPoolExecutor(os.cpu_count())
+    try:
         done = pool.map(passed, responses, docs)
         return [[one] for one in tqdm(done, "scoring", len(docs), leave=False)]
+    finally:
+        pool.shutdown(cancel_futures=True)  # after Ctrl-C no other program is started
 
 
 def run_humaneval(responses, docs):

@@ -55,27 +55,21 @@ def slow(layer, x):
     return y
 
 
-@pytest.mark.parametrize("bias", [True, False])
-def test_layer_is_the_equation(bias):
-    layer, x = trained(bias=bias), some_rows()
-    torch.testing.assert_close(layer(x).double(), slow(layer, x), rtol=1e-5, atol=1e-5)
+def test_layer_is_the_equation():
+    x = some_rows()
+    for layer in (trained(), trained(bias=False)):
+        torch.testing.assert_close(layer(x).double(), slow(layer, x), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fresh_adapter_is_exactly_the_layer(dtype):
-    linear = nn.Linear(64, 48).to(dtype)
-    x = torch.randn(7, 64, generator=gen()).to(dtype)
-    want = linear(x)
-    layer = DoRALinear(linear, generator=gen())
-    assert torch.equal(layer(x), want) and layer(x).dtype == dtype
-    assert torch.equal(layer.lora_magnitude_vector / layer.norm(), torch.ones(48))
-    assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
-
-
-def test_norm_without_the_product_is_the_norm_of_the_product():
-    layer = trained(48, 64, r=16)
-    torch.testing.assert_close(layer.norm(), dense_norm(copy.deepcopy(layer).double()).float(),
-                               rtol=1e-6, atol=0)
+def test_fresh_adapter_is_exactly_the_layer():
+    for dtype in (torch.float32, torch.bfloat16):
+        linear = nn.Linear(64, 48).to(dtype)
+        x = torch.randn(7, 64, generator=gen()).to(dtype)
+        want = linear(x)
+        layer = DoRALinear(linear, generator=gen())
+        assert torch.equal(layer(x), want) and layer(x).dtype == dtype
+        assert torch.equal(layer.lora_magnitude_vector / layer.norm(), torch.ones(48))
+        assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
 
 def test_no_gradient_goes_through_the_norm():
@@ -90,16 +84,16 @@ def test_no_gradient_goes_through_the_norm():
     assert layer.base.weight.grad is None
 
 
-@pytest.mark.parametrize("kind", [dict(foreach=True), dict(fused=True), dict(foreach=False)])
-def test_norm_is_computed_once_per_optimizer_step(kind):
-    layer = trained()
-    optimizer = torch.optim.AdamW([p for p in layer.parameters() if p.requires_grad], 0.1, **kind)
-    first = layer.norm()
-    layer(some_rows()).sum().backward()
-    assert layer.norm() is first
-    optimizer.step()
-    torch.testing.assert_close(layer.norm(), dense_norm(layer))
-    assert (layer.norm() - first).abs().max() > 1e-3
+def test_norm_is_computed_once_per_optimizer_step():
+    for kind in (dict(foreach=True), dict(fused=True), dict(foreach=False)):
+        layer = trained()
+        own = [p for p in layer.parameters() if p.requires_grad]
+        optimizer, first = torch.optim.AdamW(own, 0.1, **kind), layer.norm()
+        layer(some_rows()).sum().backward()
+        assert layer.norm() is first
+        optimizer.step()
+        torch.testing.assert_close(layer.norm(), dense_norm(layer))
+        assert (layer.norm() - first).abs().max() > 1e-3
 
 
 def test_merged_is_unmerged_and_only_when_asked():
@@ -120,37 +114,30 @@ def test_only_the_adapter_is_trained(tiny_dream):
     assert len(dora.layers(dream)) == 4 * 3
 
 
-def test_state_round_trip(tiny_dream):
-    state, other = adapter_state(recorded_adapter(Dream.load(tiny_dream))), Dream.load(tiny_dream)
-    attach(other, TARGETS, 16, 16, gen(5))
-    load_adapter_state(other, state)
-    assert all(torch.equal(state[name], p) for name, p in adapter_state(other).items())
-
-
 def test_foreign_state_is_refused_and_changes_nothing(tiny_dream):
     dream = recorded_adapter(Dream.load(tiny_dream))
     before = {name: p.clone() for name, p in adapter_state(dream).items()}
     name = "base_model.model.model.layers.2.self_attn.v_proj.lora_A.weight"
     fewer = {n: t + 1 for n, t in before.items() if n != name}
-    for wrong, message in ((fewer, "layers.2.self_attn.v_proj"), (
+    for wrong, message in ((fewer, "layers.2.self_attn.v_proj.lora_A.weight is missing"), (
             before | {name: torch.zeros(8, 64)}, r"\(8, 64\), the model needs \(16, 64\)")):
         with pytest.raises(ValueError, match=message):
             load_adapter_state(dream, wrong)
     assert all(torch.equal(before[n], p) for n, p in adapter_state(dream).items())
-    for names, r, message in ((["c_attn"], 16, "c_attn"), ("all-linear", 16, "a list of names"),
-                              (["q_proj"], 0, "a rank")):
-        with pytest.raises(ValueError, match=message):
-            attach(dream, names, r)
+    with pytest.raises(ValueError, match="c_attn"):
+        attach(dream, ["c_attn"])
 
 
-def test_deepcopy_and_device_moves_keep_the_norm_right():
-    layer = trained()
+def test_norm_is_that_of_the_product_also_of_a_copy_or_on_another_device():
+    layer = trained(48, 64, r=16)
     layer.norm()
     twin = copy.deepcopy(layer)
     with torch.no_grad():
         twin.lora_A.mul_(2)
+    twin = twin.double().float()
+    want = dense_norm(copy.deepcopy(twin).double()).float()
+    torch.testing.assert_close(twin.norm(), want, rtol=1e-6, atol=0)
     assert not torch.allclose(twin.norm(), layer.norm())
-    torch.testing.assert_close(twin.double().float().norm(), dense_norm(twin))
 
 
 # ---- recorded

@@ -8,6 +8,8 @@ import gzip
 import json
 import os
 import shutil
+import signal
+import subprocess
 import sys
 import tempfile
 import time
@@ -593,3 +595,65 @@ def test_bad_input_is_refused_before_anything_runs(harness, config):
         flags = {"data": config("gsm8k_cot").data, "model": "empty"} | flags
         refused(message, E.main, config(task, **flags))
         assert not os.path.exists(config(task).out)
+
+
+# --- programs that do not want to end ------------------------------------------------------------
+
+DAEMON = """import os, sys
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        open({note!r}, "w").write(str(os.getpid()))
+        os.closerange(0, 100)
+        while True:
+            try:
+                os.makedirs(f"{{os.getcwd()}}/more", exist_ok=True)
+                open("more/" + os.urandom(4).hex(), "w").close()
+            except OSError:
+                pass
+    os._exit(0)
+os.wait()
+while not os.path.exists({note!r}): pass
+"""
+SPY = """import gc, os, sys
+def show(values):
+    for value in values:
+        print(value, flush=True)
+frame = sys._getframe()
+while frame:
+    show([*frame.f_locals.values(), *frame.f_globals.values(), *gc.get_referents(frame)])
+    frame = frame.f_back
+show([*os.environ.values(), sys.stdin.read(), sys.argv[-1]])
+os._exit(0)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux: would end daemons")
+def test_a_daemon_that_keeps_writing_ends_with_its_program_and_harms_no_verdict(tmp_path):
+    for i, (end, right) in enumerate((("", True), ("assert False", False), ("input()", False),
+                                      ("while True: pass", False))):
+        note = tmp_path / f"daemon{i}"
+        assert B.passes(DAEMON.format(note=str(note)) + end, 3) is right, end
+        assert ended(int(note.read_text())), end
+
+
+def test_a_program_that_prints_all_it_can_see_and_ends_early_is_wrong():
+    assert B.passes(SPY.replace("os._exit(0)", ""), 10)
+    assert not B.passes(SPY, 10)
+
+
+def test_ctrl_c_ends_the_scoring(harness, config, tmp_path):
+    note = tmp_path / "started"
+    row = TWICE | {"test_setup_code": f"open({str(note)!r}, 'w')\nimport time\ntime.sleep(60)"}
+    cfg = config("mbpp_instruct", data=data(tmp_path, [row] * 50))
+    flags = [f"--{name}={getattr(cfg, name)}" for name in ("task", "data", "out")]
+    process = subprocess.Popen(
+        [sys.executable, "eval_dream.py", *flags, "--model=reference", "--timeout=4",
+         "--confirm_run_unsafe_code"], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    while not note.exists():
+        assert process.poll() is None, process.stderr.read()
+        time.sleep(0.1)
+    started = time.monotonic()
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert time.monotonic() - started < 30  # no other program was started
