@@ -39,7 +39,7 @@ import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 from tqdm import tqdm
 
-from launch import Refused, atomic, run
+from launch import Refused, Size, atomic, lock, read_json, run
 
 FORMAT = "soft-masked-mdlm-data/1"
 
@@ -103,12 +103,15 @@ def open_split(dir, split):
         raise Refused(f"no {split}.bin with a meta.json in {dir}: prepare them with "
                       f"`python data.py {source}`")
     try:
-        meta = json.loads(meta_path.read_text())
-        n, keys = meta[split]["tokens"], {"name", "vocab_size", "mask_id", "bos", "eos"}
-        known = meta["format"] == FORMAT and keys <= meta["tokenizer"].keys()
-    except (ValueError, KeyError, TypeError, AttributeError):
+        meta = read_json(meta_path)
+        special, n = meta["tokenizer"], int(meta[split]["tokens"])
+        ids = range(special["mask_id"])
+        known = (special["vocab_size"] == special["mask_id"] + 1 <= 2**16
+                 and special["bos"] in ids and special["eos"] in ids
+                 and {type(special["name"]), type(meta[split]["sha256"])} == {str})
+    except Exception:  # it may hold anything
         known = False
-    if not known:
+    if not known or meta.get("format") != FORMAT:
         raise Refused(f"{meta_path} does not describe data in the format {FORMAT}: prepare it "
                       f"again with data.py")
     size = path.stat().st_size
@@ -116,7 +119,7 @@ def open_split(dir, split):
         raise Refused(f"{path} has {size:,} bytes for {n:,} tokens of two: prepare it again with "
                       f"data.py")
     tokens = np.memmap(path, np.uint16, "r")
-    tokens.tokenizer = meta["tokenizer"]  # `rows` needs BOS, EOS and the size of the vocabulary
+    tokens.tokenizer = special  # `rows` needs BOS, EOS and the size of the vocabulary
     return tokens, meta
 
 
@@ -181,27 +184,10 @@ def order(n, epoch, seed):
 # reading a corpus: a stream of (text, is_last), in which is_last marks the end of a document
 
 
-def split_long_text(f, size=2**16):
-    """The stream of a text file, which is one document, in parts of about `size` characters.
-
-    It is cut only where a word of GPT-2 ends: before a line break or a single space, if a
-    non-space follows. So the tokens are those of the whole file. A text without such places is
-    held in memory whole.
-    """
-    rest = ""
-    while block := f.read(size):
-        rest += block
-        cuts = (match.start() for match in re.finditer(r"\n(?=\S)|(?<=\S) (?=\S)", rest))
-        if cut := max(cuts, default=0):
-            yield rest[:cut], False
-            rest = rest[cut:]
-    yield rest, True
-
-
 def parse(path, raw):
     """The stream of a file `raw`: parquet or JSON lines with a "text" each, else one plain text.
 
-    All but parquet may be packed as .gz or .xz.
+    All but parquet may be packed as .gz or .xz. Plain text comes in blocks.
     """
     if path.suffix == ".parquet":
         try:
@@ -209,7 +195,7 @@ def parse(path, raw):
         except ImportError:
             raise Refused(f"{path} needs pyarrow: pip install pyarrow")
         batches = ParquetFile(raw).iter_batches(1000, columns=["text"])
-        return ((text, True) for batch in batches for text in batch[0].to_pylist())
+        return ((text, True) for batch in batches for text in batch["text"].to_pylist())
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix)
     if unpack:
         f, name = unpack(raw, "rt", encoding="utf-8"), path.stem
@@ -217,7 +203,8 @@ def parse(path, raw):
         f, name = open(raw.fileno(), encoding="utf-8", closefd=False), path.name
     if name.endswith((".jsonl", ".json")):
         return ((json.loads(line)["text"], True) for line in f if line.strip())
-    return split_long_text(f)
+    blocks = iter(lambda: f.read(2**16), "")
+    return itertools.chain(((block, False) for block in blocks), [("", True)])
 
 
 def read_file(path):
@@ -230,7 +217,7 @@ def read_file(path):
                 yield text, last, raw.tell()
     except Refused:
         raise
-    except (OSError, EOFError, lzma.LZMAError, ValueError, LookupError, TypeError) as e:
+    except Exception as e:  # a broken file can raise anything, and each format has its own errors
         raise Refused(f"{path} cannot be read ({type(e).__name__}: {e}): it must be whole, UTF-8, "
                       f"every record with a \"text\"")
 
@@ -329,21 +316,42 @@ def openwebtext(hub, revision):
 # preparing a corpus
 
 
+def split_long_texts(docs, size=2**16):
+    """The same stream, in which no text is longer than 2 `size` characters.
+
+    A text is cut before white space that follows something else, where a word of GPT-2 always ends.
+    So the tokens are those of the whole text. A text that has no such place in `size` characters is
+    cut all the same, between two of its characters.
+    """
+    rest = ""
+    for text, last in docs:
+        for start in range(0, len(text), size):
+            if len(rest) >= size:
+                end = re.match(r"(?s).*\S(?=[ \t\r\n])", rest)
+                cut = end.end() if end else len(rest)
+                yield rest[:cut], False
+                rest = rest[cut:]
+            rest += text[start:start + size]
+        if last:
+            yield rest, True
+            rest = ""
+
+
 def encode(docs, out, tok, keep=0):
     """Tokenize a stream into one flat uint16 file, with EOS after each document [code].
 
-    docs: a stream of (text, is_last), of which 1,000 parts are in memory.   out: path of the file.
+    docs: a stream of (text, is_last).   out: path of the file.
     Returns (documents, tokens, bytes of text) so far, at the start of the corpus and at the end of
     every document, the last keep + 1 of them. Raises Refused when an id may not fit 16 bits.
     """
     if tok.n_vocab >= 2**16:
         raise Refused(f"{tok.name} and [MASK] have {tok.n_vocab + 1:,} ids, and uint16 has "
                       f"65,536: use a smaller one")
-    eos = describe(tok)["eos"]
+    eos, docs = describe(tok)["eos"], split_long_texts(docs)
     counts = np.zeros(3, np.int64)                                       # documents, tokens, bytes
     ends = collections.deque([(0, 0, 0)], maxlen=keep + 1)
     with open(out, "wb") as f:
-        while batch := list(itertools.islice(docs, 1000)):
+        while batch := list(itertools.islice(docs, 100)):  # ids as Python's integers take 8 bytes
             texts = [text for text, _ in batch]
             ids = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
             for part, (text, last) in zip(ids, batch):
@@ -352,6 +360,14 @@ def encode(docs, out, tok, keep=0):
                 if last:
                     ends.append(tuple(counts.tolist()))
     return ends
+
+
+def sha256_of(path):
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while block := f.read(2**16):
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def prepare(docs, out, tok, val_docs=None):
@@ -364,7 +380,7 @@ def prepare(docs, out, tok, val_docs=None):
     """
     if val_docs is not None and val_docs < 1:
         raise Refused(f"--val_docs={val_docs} holds nothing out: give at least 1")
-    with (atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
+    with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
         ends = encode(docs, train, tok, keep=val_docs or 10_000)
         n, tokens, size = ends[-1]
@@ -380,9 +396,12 @@ def prepare(docs, out, tok, val_docs=None):
         meta = {"format": FORMAT, "tokenizer": describe(tok)}
         rest = [whole - part for whole, part in zip(ends[-1], cut)]
         for split, path, counts in ("train", train, cut), ("val", val, rest):
-            digest = hashlib.sha256(np.memmap(path, mode="r")).hexdigest()
-            meta[split] = dict(zip(("documents", "tokens", "bytes"), counts), sha256=digest)
+            numbers = zip(("documents", "tokens", "bytes"), counts)
+            meta[split] = dict(numbers, sha256=sha256_of(path))
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
+        # Three files are renamed now, meta.json last. If the process is killed in between, new and
+        # old files must not pass for one corpus.
+        Path(out, "meta.json").unlink(missing_ok=True)
     return meta
 
 
@@ -392,8 +411,8 @@ class Config:
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: str = "gpt2"      # or bytes
     tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json
-    val_docs: int | None = None  # hold out the last that many documents (default: 1 %)
-    grids: int = 200_000         # of Sudoku, to train on
+    val_docs: Size | None = None  # hold out the last that many documents (default: 1 %)
+    grids: Size = 200_000        # of Sudoku, to train on
     hub: str = "Skylion007/openwebtext"  # where OpenWebText is, or a folder of the same layout
     revision: str | None = None  # of it: refs/convert/parquet while its main is a script
 

@@ -1,13 +1,15 @@
 # SPDX-License-Identifier: MIT
 """What every script does before and around its own work. Nothing here is about diffusion.
 
-    the command line     from_cli, run           flags from a commented dataclass, refusals
+    the command line     from_cli, check_ranges  flags from a commented dataclass, their limits
+                         run                     one sentence for what cannot be done
     the machine          machine, join, leave    which rank this process is, its device and dtype
     other ranks          over_ranks, any_rank    sums and decisions that all ranks share
     stopping             signals                 Ctrl-C and SIGTERM end a run after its update
+    going on             goes_on, lock           whether to start or to resume, and alone
     files                atomic, write_text      a new file replaces the old one when it is whole
                          *_json, *_jsonl         JSON lines survive a kill
-    the log              Log                    a line on screen and in log.jsonl, for both trainers
+    the log              Log                     a line on screen and in log.jsonl for each trainer
 
 Not here: models, checkpoints (checkpoint.py), text (data.py). This file is a module: every script
 of this project runs it.
@@ -15,7 +17,10 @@ of this project runs it.
 
 import contextlib
 import dataclasses
+import errno
+import glob
 import inspect
+import io
 import json
 import math
 import os
@@ -35,19 +40,43 @@ class Refused(ValueError):
     """Bad input, in one sentence: the value, the limit, the remedy. `run` makes it exit code 2."""
 
 
+# Types of fields with their smallest and largest value. `check_ranges` refuses all others.
+Size = typing.Annotated[int, 1, 2**31]
+Count = typing.Annotated[int, 0, 2**62]
+Share = typing.Annotated[float, 0, 1]
+Rate = typing.Annotated[float, 0, 10]
+Positive = typing.Annotated[float, 1e-6, 1e9]
+Negative = typing.Annotated[float, -1e9, -1e-6]
+
+WORDS = {type(None): {"none": None},
+         bool: {"true": True, "1": True, "false": False, "0": False}}
+
+
+def check_ranges(cfg):
+    """Raises Refused when a field of cfg is outside the range of its type. None never is."""
+    for name, kind in typing.get_type_hints(type(cfg), include_extras=True).items():
+        value = getattr(cfg, name)
+        for part in (kind, *typing.get_args(kind)):  # a range may be inside of `Size | None`
+            low, high = getattr(part, "__metadata__", (-math.inf, math.inf))
+            if isinstance(value, (int, float)) and not low <= value <= high:
+                limit = f"at most {high}" if value > high else f"at least {low}"
+                raise Refused(f"--{name}={value} must be {limit}")
+
+
 def parse_value(name, text, kind):
     """`--name=text` as `kind`, one of the annotations that our Config classes use."""
-    options = typing.get_args(kind) or (kind,)  # two for `int | None`
-    if type(None) in options and text.lower() == "none":
-        return None
-    kind = options[0]
+    options, words = typing.get_args(kind) or (kind,), {}  # two options for `int | None`
+    for option in options:
+        words |= WORDS.get(option) or {word: word for word in typing.get_args(option)}
+    if text.lower() in words:
+        return words[text.lower()]
+    if options[0] is bool:
+        known = " or ".join(filter(str.isalpha, words))
+        raise Refused(f"--{name}={text} is not {known}")
     try:
-        if kind is bool:
-            return {"true": True, "1": True, "false": False, "0": False}[text.lower()]
-        return kind(text)
-    except (ValueError, KeyError):
-        wanted = "true or false" if kind is bool else f"of type {kind.__name__}"
-        raise Refused(f"--{name}={text} is not {wanted}")
+        return options[0](text)
+    except ValueError:
+        raise Refused(f"--{name}={text} is not of type {options[0].__name__}")
 
 
 def print_help(Config, presets):
@@ -64,7 +93,7 @@ def from_cli(Config, argv=None, presets=None):
 
     argv: list of words (default: the command line of this process).
     presets: {name: {field: value}}. The first word may name a preset. Flags override it.
-    Raises Refused for an unknown preset or key, and for a value of the wrong type.
+    Raises Refused for an unknown preset or key, and for a value of the wrong type or out of range.
     """
     argv, presets = list(sys.argv[1:] if argv is None else argv), presets or {}
     if {"-h", "--help"} & set(argv):
@@ -87,19 +116,62 @@ def from_cli(Config, argv=None, presets=None):
             values[name] = True
         else:
             raise Refused(f"--{name} needs a value: --{name}=…")
-    return Config(**values)
+    cfg = Config(**values)
+    check_ranges(cfg)
+    return cfg
+
+
+class Output(io.FileIO):
+    """stdout or stderr of a script. A reader that is gone, or a full disk, never ends a run."""
+
+    lost = None
+
+    def write(self, data):
+        try:
+            return super().write(data)
+        except OSError as e:
+            if e.errno not in (errno.EPIPE, errno.EIO):  # these two: nobody reads it any more
+                Output.lost = e
+            return len(data)
+
+
+def sentence(e):
+    """What to say instead of a traceback, or "" for an exception that is a defect of the code."""
+    if isinstance(e, (Refused, OSError)):
+        return str(e)
+    if isinstance(e, KeyboardInterrupt):
+        return "stopped by Ctrl-C: what was written before is whole"
+    if isinstance(e, MemoryError) or isinstance(e, RuntimeError) and "allocate" in str(e):
+        reason = str(e).partition("\n")[0]
+        return f"not enough memory ({reason}): make the model, the length or the batch smaller"
+    return ""
 
 
 def run(main, Config, presets=None):
     """The last line of every script. Bad input gives one line on stderr instead of a traceback."""
-    for stream in (sys.stdout, sys.stderr):
-        if hasattr(stream, "reconfigure"):  # a terminal that cannot show ω shows a question mark
-            stream.reconfigure(errors="replace")
+    for name in "stdout", "stderr":
+        stream = getattr(sys, name)
+        if stream and stream is getattr(sys, f"__{name}__"):  # not one that a test has put there
+            raw = io.BufferedWriter(Output(stream.fileno(), "w", closefd=False))
+            # A terminal that cannot show ω shows a question mark.
+            text = io.TextIOWrapper(raw, stream.encoding, "replace", line_buffering=True)
+            setattr(sys, name, text)
+    script = os.path.basename(sys.argv[0])
     try:
         main(from_cli(Config, presets=presets))
-    except Refused as refused:
-        print(f"{os.path.basename(sys.argv[0])}: {refused}", file=sys.stderr)
-        raise SystemExit(2)
+    except BaseException as e:
+        said = sentence(e)
+        if not said:
+            raise
+        if int(os.environ.get("LOCAL_RANK", 0)):
+            # torchrun ends this rank when rank 0 has said the same. So it is said once.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            time.sleep(5)
+        print(f"{script}: {said}", file=sys.stderr)
+        raise SystemExit(130 if isinstance(e, KeyboardInterrupt) else 2)
+    if Output.lost:
+        print(f"{script}: a part of what it printed is lost ({Output.lost})", file=sys.stderr)
+        raise SystemExit(1)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -135,7 +207,11 @@ def machine(device="auto", dtype="auto"):
 
 
 def join(world, device):
-    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU."""
+    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU.
+
+    `torchrun --max_restarts` needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment. Without
+    it, torch (2.6 and 2.13 do) may tell restarted ranks the addresses of dead ones.
+    """
     if world > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -176,9 +252,10 @@ def leave(world, message, status):
 
 @contextlib.contextmanager
 def signals():
-    """Yields a list that collects SIGTERM and Ctrl-C, which then do not end the process.
+    """Yields a list that collects SIGTERM, SIGHUP and Ctrl-C, which then do not end the process.
 
-    A training loop reads it after each update, saves, and ends.
+    A training loop reads it after each update, saves, and ends. A signal that this process was
+    started to ignore, as nohup does with SIGHUP (a closed terminal), stays ignored.
     """
     caught = []
 
@@ -188,7 +265,9 @@ def signals():
         # the run is still saving.
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
-    before = {s: signal.signal(s, take) for s in (signal.SIGTERM, signal.SIGINT)}
+    known = signal.Signals.__members__  # Windows has no SIGHUP
+    numbers = [known[name] for name in ("SIGTERM", "SIGINT", "SIGHUP") if name in known]
+    before = {n: signal.signal(n, take) for n in numbers if signal.getsignal(n) != signal.SIG_IGN}
     try:
         yield caught
     finally:
@@ -200,16 +279,66 @@ def signals():
 # files
 
 
+def goes_on(last, resume, overwrite):
+    """Whether a run goes on from the checkpoint `last`. Every rank must call it.
+
+    resume: True, False, or "auto", which goes on if there is a checkpoint, and starts if not.
+    Raises Refused when there is one, and neither `resume` nor `overwrite` says what to do with it.
+    """
+    there = any_rank(int(os.path.exists(last)))
+    if there and not (resume or overwrite):
+        raise Refused(f"{os.path.dirname(last)} already holds a run: --resume goes on with it, "
+                      f"--overwrite replaces it, another folder starts another")
+    return resume is True or resume == "auto" and bool(there)
+
+
+@contextlib.contextmanager
+def lock(folder):
+    """In this block, no other process gets the lock of the same folder.
+
+    The kernel releases it when the process ends, also when it is killed. So whoever has the lock
+    may remove the temporary files of `atomic` that are left. On a disk that cannot lock, nothing
+    is locked. Raises Refused when another process has the lock.
+    """
+    os.makedirs(folder, exist_ok=True)
+    with open(os.path.join(folder, ".lock"), "a") as f:
+        try:
+            if os.name == "nt":
+                import msvcrt
+                msvcrt.locking(f.fileno(), msvcrt.LK_NBLCK, 1)
+            else:
+                import fcntl
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            raise Refused(f"another process is writing into {folder}: wait until it ends, or end "
+                          f"it, or choose another folder")
+        except OSError:
+            pass
+        for pattern in "*.????????.tmp", "*/*.????????.tmp":
+            for name in glob.glob(pattern, root_dir=folder):
+                os.remove(os.path.join(folder, name))
+        yield
+
+
+def regular_file(path):
+    """The path of the file behind a link. Raises Refused for a device, a pipe and a folder."""
+    path = os.path.realpath(path)
+    if os.path.exists(path) and not os.path.isfile(path):
+        raise Refused(f"could not write {path}, a folder, device or pipe: name a file")
+    return path
+
+
 @contextlib.contextmanager
 def atomic(path):
     """Yields a temporary path, which becomes `path` if the block ends without an exception.
 
-    So an older file is never half overwritten. Raises Refused when the disk is full or the folder
-    cannot be written. The older file is then still there.
+    So an older file is never half overwritten. A link is followed. Raises Refused when the disk is
+    full, or the file cannot be written. The older file is then still there.
     """
-    tmp = f"{path}.tmp"  # a constant name: the next run overwrites what a killed process left
+    path = regular_file(path)
+    tmp = f"{path}.{os.urandom(4).hex()}.tmp"  # a name of its own: nobody else writes to it
     try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         yield tmp
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())  # without it, a power cut can leave an empty file under this name
@@ -218,7 +347,7 @@ def atomic(path):
         raise Refused(f"could not write {path} ({e}): free some space or choose another folder; "
                       f"an older file is unharmed")
     finally:
-        with contextlib.suppress(FileNotFoundError, NotADirectoryError):
+        with contextlib.suppress(OSError):
             os.remove(tmp)
 
 
@@ -245,8 +374,9 @@ def read_json(path):
 
 def append_jsonl(path, *values):
     """Append one line of JSON for each value. Raises Refused when the file cannot be written."""
+    path = regular_file(path)
     try:
-        os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+        os.makedirs(os.path.dirname(path), exist_ok=True)
         with open(path, "a+b") as f:
             f.seek(max(0, f.tell() - 1))
             # A kill or a full disk may have left half a line. A new line must not be joined to it.
@@ -267,7 +397,7 @@ def read_jsonl(path, repair=False, skip_broken=False):
     Raises Refused for any other broken line. The file is then left as it is.
     """
     try:
-        with open(path, "rb") as f:
+        with open(regular_file(path) if repair else path, "rb") as f:
             lines = f.read().split(b"\n")
     except FileNotFoundError:
         return []
@@ -336,10 +466,8 @@ class Log:
         *values, norm = torch.stack([*values, norm.float()]).tolist()  # the one wait for the device
         values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
         if not math.isfinite(sum(values) + norm):
-            folder = os.path.dirname(self.path)
-            raise Refused(
-                f"the loss or its gradient is not a number by update {done:,}: --resume goes back "
-                f"to the last save in {folder}; a lower --eta_bb needs a run of its own")
+            raise Refused(f"the loss or its gradient is not a number by update {done:,}: start "
+                          f"again with a lower --eta_bb; what was saved before is unharmed")
         sums, now = dict(zip(self.sums, values)), time.time()
         updates, seconds = done - self.done, now - self.last
         self.done, self.last, self.sums = done, now, {}
@@ -360,7 +488,7 @@ class Log:
         self.text = f"update {self.done:,} of {self.steps:,}  {numbers}  {left:,.1f} min left"
 
     def print(self):
-        """Print the line. An update does this last: if the terminal is gone, nothing is lost."""
+        """Print the line that was written last, once."""
         if self.master and self.text:
-            print(self.text, flush=True)
+            print(self.text)
         self.text = ""

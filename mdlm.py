@@ -30,6 +30,7 @@ train.py runs it. Only dropout draws from a global generator.
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import Annotated
 
 import torch
 import torch.nn as nn
@@ -38,7 +39,7 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 import checkpoint
 from arms import ARMS
-from launch import Refused
+from launch import Count, Negative, Positive, Refused, Size
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
 BUDGET = 1e9        # bytes for the (n, V) tensors of a chunk, and for those kept for a backward
@@ -48,21 +49,21 @@ CPU_LOGITS = 52e6   # bytes of logits made at once on a CPU, so that its allocat
 @dataclass
 class ModelConfig:
     # the backbone, App. B.1
-    n_layer: int = 12
-    n_head: int = 12
-    n_embd: int = 768
-    n_cond: int = 128                # width of the time embedding, which adaLN reads [code]
-    vocab_size: int = 50258          # GPT-2's 50,257 and [MASK]
-    mask_id: int = 50257
-    length: int = 1024               # L, tokens per sequence
-    dropout: float = 0.1
+    n_layer: Size = 12
+    n_head: Size = 12
+    n_embd: Size = 768
+    n_cond: Size = 128               # width of the time embedding, which adaLN reads [code]
+    vocab_size: Size = 50258         # GPT-2's 50,257 and [MASK]
+    mask_id: Count = 50257
+    length: Annotated[int, 3, 2**20] = 1024  # L, tokens per sequence
+    dropout: Annotated[float, 0, 0.999] = 0.1
     time_conditioning: bool = False  # on in §4.1, but off in both released configurations [code]
     # soft-masking, §3.1
     soft_mask: bool = True           # False: a binary MDLM, without ω
-    k: int | None = 3                # none: all of |V|, through a trainable temperature, App. C.3
+    k: Size | None = 3               # none: all of |V|, through a trainable temperature, App. C.3
     omega_s: float = 1e-6            # ω at the start, App. B.2: SM is almost off
-    omega_a: float = 10 / 1.5
-    omega_b: float = -0.75
+    omega_a: Positive = 10 / 1.5
+    omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
     arm: str = ""                    # another gate or mix: its name in arms.py
 
@@ -342,12 +343,11 @@ class TwoPass(nn.Module):
             return F.cross_entropy(self.net.head(h), x, reduction="none")      # (n,)
         return in_chunks(score, h, x, V=len(self.net.table), keeps=1)
 
-    def token_nll(self, x0, xt, t, soft, **context):
+    def token_nll(self, x0, xt, t, soft):
         """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
 
         x0, xt: (B, L) ids.   t: (B,) times.
         soft: True for two passes, False for one pass on plain masks.
-        context: what only this backbone needs, passed on to `hidden`.
         Returns nll (N,) fp32, and rows (N,), the positions of [MASK] in the flat batch.
         Checked against tests/oracles.py dense_nll.
         """
@@ -358,11 +358,11 @@ class TwoPass(nn.Module):
         if soft:
             # Dropout stays on in pass 1 [code]. It has a graph only with two_updates.
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):         # l.5
-                h = net.hidden(emb, rows, t, **context)                        # (N, D)          l.6
+                h = net.hidden(emb, rows, t)                                   # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)
             self.note(mixed, lam)
-        h = net.hidden(emb, rows, t, **context)                                # (N, D)        l.7 g
+        h = net.hidden(emb, rows, t)                                           # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0.flatten()[rows])                        # (N,)            l.8
         if self.sm is not None:
             # This puts ω into the graph of every step, with a gradient of 0. Without it, DDP would

@@ -19,9 +19,9 @@ line to plot for every line on screen.
 import contextlib
 import copy
 import functools
-import math
 import os
 from dataclasses import asdict, dataclass, replace
+from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
@@ -32,7 +32,7 @@ import data
 import launch
 from data import rng
 from eval import bits_per_byte, val_ppl
-from launch import Refused
+from launch import Count, Positive, Rate, Refused, Share, Size
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, corrupt, sample_times
 from sample import generate
 from show import show
@@ -44,34 +44,34 @@ class Config(ModelConfig):
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
     init_from: str = ""            # weights to start from: what `python checkpoint.py` can describe
-    resume: bool = False             # go on from out_dir/last.pt
+    resume: bool | Literal["auto"] = False  # go on from out_dir/last.pt; auto: if it is there
     overwrite: bool = False          # start anew although out_dir holds a run
-    seed: int = 1
+    seed: Count = 1
     # optimisation
-    steps: int = 1_000_000           # updates; the continuation takes 100k
-    batch_size: int = 512            # sequences per update, all devices together
-    micro_batch: int = 32            # sequences per device and pass; the rest is accumulated
-    eta_bb: float = 3e-4             # learning rate of the backbone θ
-    eta_sm: float = 1e-2             # of ω: it has far to go, App. B.2
-    warmup: int = 2500               # linear, then constant
-    clip: float = 1.0                # of the norm over θ and ω together [code]
-    ema: float = 0.9999              # over θ, not ω [code]
+    steps: Size = 1_000_000          # updates; the continuation takes 100k
+    batch_size: Size = 512           # sequences per update, all devices together
+    micro_batch: Size = 32           # sequences per device and pass; the rest is accumulated
+    eta_bb: Rate = 3e-4              # learning rate of the backbone θ
+    eta_sm: Rate = 1e-2              # of ω: it has far to go, App. B.2
+    warmup: Count = 2500             # linear, then constant
+    clip: Positive = 1.0             # of the norm over θ and ω together [code]
+    ema: Share = 0.9999              # over θ, not ω [code]
     # soft-masking, §3.2
-    p_sm: float = 0.8                # probability of two passes; 0 trains a binary MDLM
-    b_l: float = ALPHA_FLOOR         # t ~ U(b_l, b_h); the paper narrows it for Dream only
-    b_h: float = 1.0
+    p_sm: Share = 0.8                # probability of two passes; 0 trains a binary MDLM
+    b_l: Positive = ALPHA_FLOOR      # t ~ U(b_l, b_h); the paper narrows it for Dream only
+    b_h: Share = 1.0
     # reporting
-    log_every: int = 10
-    eval_every: int = 10_000         # 0: never
-    eval_rows: int = 512             # of val.bin, evenly spaced; eval.py does them all
-    save_every: int = 1000           # last.pt
-    keep_every: int = 100_000        # step-N.pt, EMA and ω only; 0: only the last one
+    log_every: Size = 10
+    eval_every: Count = 10_000       # 0: never
+    eval_rows: Size = 512            # of val.bin, evenly spaced; eval.py does them all
+    save_every: Size = 1000          # last.pt
+    keep_every: Count = 100_000      # step-N.pt, EMA and ω only; 0: only the last one
     show: bool = False               # end with the bound, ω over time, and one sample on screen
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: str = "auto"              # bfloat16 where the GPU has it, else float32
     compile: bool | None = None      # the trunk (default: on CUDA)
-    peak_flops: float = 0.0          # of one device, for MFU (default: by its name)
+    peak_flops: Annotated[float, 0, 1e20] = 0.0  # of one device, for MFU (default: by its name)
 
 
 # The quickstart is a demonstration, not the paper's start [ours]. At byte level entropies stay near
@@ -146,19 +146,12 @@ def validate(cfg, special):
 
     Raises Refused for values that cannot be run.
     """
-    inf = math.inf
-    at_least = dict(n_layer=1, n_head=1, n_embd=1, n_cond=1, length=3, steps=1, batch_size=1,
-                    micro_batch=1, warmup=0, log_every=1, save_every=1, eval_rows=1, eval_every=0,
-                    keep_every=0, peak_flops=0)
-    ranges = {name: (low, inf) for name, low in at_least.items()} | dict(
-        p_sm=(0, 1), b_l=(1e-6, cfg.b_h - 1e-6), b_h=(0, 1), dropout=(0, 0.999), ema=(0, 0.999999),
-        clip=(1e-9, 1e9), eta_bb=(0, 10), eta_sm=(0, 10), k=(1, special["vocab_size"] - 1),
-        seed=(0, 2**63 - 1))
-    for name, (low, high) in ranges.items():
-        value = getattr(cfg, name)
-        if value is not None and not low <= value <= high:
-            limit = f" and at most {high}" if high < inf else ""
-            raise Refused(f"--{name}={value} must be at least {low}{limit}")
+    launch.check_ranges(cfg)
+    if not cfg.b_l < cfg.b_h:
+        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
+    if cfg.k is not None and cfg.k >= special["vocab_size"]:
+        raise Refused(f"--k={cfg.k} must be less than the {special['vocab_size']} tokens of "
+                      f"{cfg.data}")
     if not cfg.out_dir:
         raise Refused("--out_dir= is empty: name a folder for checkpoints and log")
     vocabulary = {"vocab_size": special["mask_id"] + 1, "mask_id": special["mask_id"]}
@@ -186,6 +179,8 @@ def check_resume(ckpt, cfg, source):
     if different:
         raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, "
                       f"or another --out_dir")
+    if ckpt["step"] > cfg.steps:
+        raise Refused(f"--steps={cfg.steps}, but {last} has made {ckpt['step']}: give more")
 
 
 def check_init(ckpt, cfg, special):
@@ -260,9 +255,7 @@ def train(cfg):
     n = data.n_rows(tokens, cfg.length)
     source = {"path": cfg.data, "n_tokens": len(tokens), "sha256": meta["train"]["sha256"]}
     last = os.path.join(cfg.out_dir, "last.pt")
-    if os.path.exists(last) and not (cfg.resume or cfg.overwrite):
-        raise Refused(f"{cfg.out_dir} already holds a run: --resume goes on with it, --out_dir=… "
-                      f"starts another")
+    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)
     if cfg.eval_every or cfg.show:
         val = data.open_split(cfg.data, "val")[0]
         n_val = data.n_rows(val, cfg.length)
@@ -275,7 +268,7 @@ def train(cfg):
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model = MDLM(cfg)
     start, metrics, ckpt = 0, {}, None
-    if cfg.resume:
+    if going_on:
         ckpt = checkpoint.load(last)
         check_resume(ckpt, cfg, source)
         model.load_state_dict(ckpt["model"])
@@ -307,7 +300,7 @@ def train(cfg):
     net = model
     if world > 1:
         ids = [device.index] if device.type == "cuda" else None
-        net = DistributedDataParallel(model, device_ids=ids, broadcast_buffers=False)
+        net = DistributedDataParallel(model, device_ids=ids)
 
     peak = cfg.peak_flops
     if device.type == "cuda" and not peak:
@@ -428,29 +421,30 @@ def train(cfg):
     def due(every):
         return every and (done % every == 0 or done == cfg.steps)
 
-    log.begin()
-    if master:
-        if not start and os.path.exists(last):
+    # ---- the loop
+    # Rank 0 alone writes, so it alone locks.
+    alone = launch.lock(cfg.out_dir) if master else contextlib.nullcontext()
+    with alone, launch.signals() as caught:
+        log.begin()
+        if master and not start and os.path.exists(last):
             # A --resume of this run, killed before its first save, must not find the old one.
             os.remove(last)
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
-              f"{dtype or 'float32'}; {n:,} rows of {cfg.length}, {cfg.batch_size} a step = "
-              f"{accum} × {world} × {cfg.micro_batch}; updates {start:,} to {cfg.steps:,}",
-              flush=True)
-
-    # ---- the loop
-    # A continuation begins with the bound of its start (Fig. 3): the best check that the weights
-    # were read correctly. A run that was stopped when an evaluation was due makes it now.
-    if due(cfg.eval_every) and metrics.get("step") != done and (done or cfg.init_from):
-        metrics = {"step": done, **evaluate()}
-        log.write(metrics)
-        log.print()
-        if done:
-            save_last()
-        if done == cfg.steps:
-            save_step()
-    model.train()
-    with launch.signals() as caught:
+        if master:
+            print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
+                  f"{dtype or 'float32'}; {n:,} rows of {cfg.length}, {cfg.batch_size} a step = "
+                  f"{accum} × {world} × {cfg.micro_batch}; updates {start:,} to {cfg.steps:,}")
+        # A continuation begins with the bound of its start (Fig. 3): the best check that the
+        # weights were read correctly. A run that was stopped when an evaluation was due makes it
+        # now.
+        if due(cfg.eval_every) and metrics.get("step") != done and (done or cfg.init_from):
+            metrics = {"step": done, **evaluate()}
+            log.write(metrics)
+            log.print()
+            if done:
+                save_last()
+            if done == cfg.steps:
+                save_step()
+        model.train()
         for step in range(start, cfg.steps):
             norm = update(step)
             done = step + 1

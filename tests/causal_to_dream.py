@@ -2,7 +2,8 @@
 
 The result is not Dream. It keeps the weights of a LLaMA-like model and drops its causal mask. The
 biases of q, k and v are zero. The head is a copy of the table, and both get one more row for
-[MASK], the mean of the table. The model must learn to look ahead and to fill in before it is of any use.
+[MASK], the mean of the table. The model must learn to look ahead and to fill in before it is of
+any use.
 
     pip install transformers gguf accelerate
     python tests/causal_to_dream.py MODEL OUT    # MODEL: a Hugging Face folder, or one .gguf file

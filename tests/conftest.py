@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -34,6 +35,18 @@ def configure(script, words):
         flags = [word for word in words if word.startswith("--")]
         words = [f"--source={os.pathsep.join(paths)}", *flags]
     return module, from_cli(module.Config, words, presets)
+
+
+@contextlib.contextmanager
+def full_disk():
+    """In this block the kernel refuses every write to a file."""
+    resource = pytest.importorskip("resource", reason="needs limits of POSIX: would fill a disk")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture(scope="session")

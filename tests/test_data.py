@@ -3,7 +3,6 @@
 
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import lzma
@@ -63,7 +62,8 @@ def test_rows_are_the_recorded_blocks(tmp_path):
     gpt2 = {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257,
             "bos": golden["bos"], "eos": golden["eos"]}
     ids.tofile(tmp_path / "val.bin")
-    meta = {"format": data.FORMAT, "tokenizer": gpt2, "val": {"tokens": len(ids)}}
+    val = {"tokens": len(ids), "sha256": ""}
+    meta = {"format": data.FORMAT, "tokenizer": gpt2, "val": val}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     tokens, _ = open_split(tmp_path, "val")
     L, blocks = golden["block_size"], golden["blocks"]
@@ -113,16 +113,22 @@ def test_a_long_text_is_cut_between_words():
     """However it is cut, GPT-2's pattern finds the same words in the parts as in the whole."""
     rand = random.Random(0)
     words = lambda text: regex.findall(data.WORDS, text)
-    for _ in range(300):
+    for _ in range(100):
         characters = ["\n", "\n", " ", "\t", "a", "don't", "9", "…", "é"]
-        text = "".join(rand.choice(characters) for _ in range(60))
-        parts, lasts = zip(*data.split_long_text(io.StringIO(text), size=7))
-        assert "".join(parts) == text
-        assert list(lasts) == [False] * (len(parts) - 1) + [True]
-        assert list(itertools.chain(*map(words, parts))) == words(text)
-    for text in "a\nb" * 1000, "one line of words, " * 200:  # line breaks, or spaces, are enough
-        parts = data.split_long_text(io.StringIO(text), size=100)
-        assert max(len(part) for part, _ in parts) < 200
+        text = "".join(rand.choice(characters) for _ in range(200))
+        blocks = [(text[i:i + 70], False) for i in range(0, len(text), 70)] + [("", True)]
+        for docs in [(text, True)], blocks:
+            parts, lasts = zip(*data.split_long_texts(docs, size=50))
+            assert "".join(parts) == text and len(parts) > 2
+            assert list(lasts) == [False] * (len(parts) - 1) + [True]
+            assert list(itertools.chain(*map(words, parts))) == words(text)
+
+
+def test_parts_are_bounded_for_every_text_and_short_texts_stay_whole():
+    for text in "a\nb" * 1000, "one line of words, " * 200, "no_breaks" * 500, " " * 4000:
+        parts, _ = zip(*data.split_long_texts([(text, True)], size=100))
+        assert "".join(parts) == text and max(map(len, parts)) <= 200
+    assert list(data.split_long_texts(stream(TEXTS))) == list(stream(TEXTS))
 
 
 # preparing --------------------------------------------------------------------------------------
@@ -249,11 +255,16 @@ def test_empty_cut_or_foreign_data_is_refused(tmp_path):
     os.truncate(tmp_path / "train.bin", 11)
     refused("11 bytes for", open_split, tmp_path, "train")
     old, other = meta.replace('"eos"', '"end"'), meta.replace("data/1", "data/9")
-    for foreign in "{", "[]", '{"format": "other"}', old, other:
+    odd = [meta.replace(*change) for change in (
+        ('"mask_id": 258', '"mask_id": null'), ('"bos": 256', '"bos": -3'), ("sha256", "sha1"),
+        ('"eos": 257', '"eos": 258'), ('"vocab_size": 259', '"vocab_size": 1000000000'))]
+    for foreign in "{", "[]", "[" * 10**5, '{"format": "other"}', old, other, *odd:
+        assert foreign != meta
         (tmp_path / "meta.json").write_text(foreign)
         refused("does not describe data", open_split, tmp_path, "val")
     (tmp_path / "val.bin").write_bytes(b"")
-    (tmp_path / "meta.json").write_text(json.dumps(json.loads(meta) | {"val": {"tokens": 0}}))
+    empty = {"tokens": 0, "sha256": ""}
+    (tmp_path / "meta.json").write_text(json.dumps(json.loads(meta) | {"val": empty}))
     refused("0 bytes", open_split, tmp_path, "val")
 
 
@@ -282,21 +293,49 @@ def test_a_split_without_training_text_is_refused(tmp_path):
             ([], None, "0 documents"), ([""], None, "1 of 1"), (["one"], 1, "1 of 1 documents"),
             (["a", "b"], 2, "2 of 2"), (["a", "b"], 0, "nothing out"), (["a"], -3, "nothing")]:
         refused(message, prepare, stream(texts), tmp_path, BYTES, val_docs)
-        assert os.listdir(tmp_path) == []
+        assert os.listdir(tmp_path) == [".lock"]
 
 
 def test_a_broken_source_leaves_the_old_data_alone(tmp_path):
     before = contents(prepared(tmp_path / "out"))
     lines = jsonl(TEXTS).encode()
+    damaged = bytearray(gzip.compress(lines))
+    damaged[30] ^= 255
     broken = {
         "a.jsonl": b'{"text": "fine"}\n{"text": 3}\n', "b.jsonl": b'{"txt": "x"}\n',
         "c.jsonl": b"no json\n", "d.jsonl": b"[1]\n", "e.txt": b"caf\xe9", "h.txt.gz": b"not gzip",
-        "f.jsonl.gz": gzip.compress(lines)[:-9], "g.jsonl.xz": lzma.compress(lines)[:-9]}
+        "f.jsonl.gz": gzip.compress(lines)[:-9], "g.jsonl.xz": lzma.compress(lines)[:-9],
+        "i.jsonl.gz": damaged, "j.jsonl": b"[" * 10**5, "k.jsonl": b'{"text": "\xff"}\n'}
     for name, content in broken.items():
         (tmp_path / name).write_bytes(content)
         cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes")
         refused(f"{name} cannot be read", main, cfg)
         assert contents(tmp_path / "out") == before
+
+
+def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch):
+    """The process ends when one, or two, of the three files have their names."""
+    class End(BaseException):
+        pass
+
+    def replace_or_end(source, path):
+        if len(renamed) == allowed:
+            raise End
+        renamed.append(path)
+        replace(source, path)
+    replace = os.replace
+    for allowed in 1, 2:
+        prepared(tmp_path, [text.upper() for text in TEXTS])
+        renamed = []
+        with monkeypatch.context() as patch, pytest.raises(End):
+            patch.setattr(os, "replace", replace_or_end)
+            prepared(tmp_path)
+        assert len(renamed) == allowed
+        for split in "train", "val":
+            refused("with a meta.json", open_split, tmp_path, split)
+    prepared(tmp_path)
+    assert open_split(tmp_path, "train")[0].tolist() == ids_of(TEXTS[:3])
+    assert sorted(contents(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]
 
 
 def test_unknown_tokenizers_and_wrong_vocabularies_are_refused(tmp_path):

@@ -571,7 +571,7 @@ def test_what_is_not_a_number_is_not_saved(cfg, monkeypatch):
     goal, count = ft.objective, []
     monkeypatch.setattr(ft, "objective", lambda *a: (
         count.append(1), goal(*a) * (math.nan if len(count) > 50 else 1))[1])
-    with pytest.raises(Refused, match="not a number by update 4: --resume goes back"):
+    with pytest.raises(Refused, match="not a number by update 4: start again"):
         finetune(replace(cfg, eval_every=100))
     step, tensors = parts(cfg.out)
     assert step == 2 and all(t.isfinite().all() for t in tensors)

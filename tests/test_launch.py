@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: MIT
 """launch.py: flags, the machine, ranks, signals, files that survive, the log of both trainers."""
 
+import errno
 import json
 import math
 import os
@@ -9,12 +10,13 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from typing import Literal
 
 import pytest
 import torch
 
 import launch
-from conftest import refused
+from conftest import full_disk, refused
 from launch import Log, append_jsonl, atomic, from_cli, read_json, read_jsonl, write_text
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -23,10 +25,11 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 @dataclass
 class Config:
     steps: int = 3    # how many
-    rate: float = 0.1
+    rate: launch.Positive = 0.1
     name: str = "a"
     fast: bool = False
-    k: int | None = 3
+    k: launch.Size | None = 3
+    resume: bool | Literal["auto"] = False
 
 
 @dataclass
@@ -42,6 +45,8 @@ def test_flags_become_typed_fields():
     argv = ["--steps=7", "--rate=1e-3", "--name=x=y", "--fast", "--k=none"]
     assert from_cli(Config, argv) == Config(7, 1e-3, "x=y", True, None)
     assert from_cli(Config, ["--fast=false", "--k=5"]) == Config(k=5)
+    for text, value in (("", True), ("=auto", "auto"), ("=True", True), ("=0", False)):
+        assert from_cli(Config, ["--resume" + text]).resume == value
     assert from_cli(More, ["--perhaps", "--steps=2"]) == More(steps=2, perhaps=True)
     presets = {"quick": dict(steps=1, rate=0.5)}
     assert from_cli(Config, ["quick", "--steps=2"], presets) == Config(2, 0.5)
@@ -52,7 +57,11 @@ def test_bad_flags_are_refused():
                           (["--name=a", "stray"], "unknown argument 'stray'"),
                           (["--steps=1.5"], "--steps=1.5 is not of type int"),
                           (["--k=three"], "--k=three is not of type int"),
-                          (["--fast=maybe"], "--fast=maybe is not true or false"),
+                          (["--fast=maybe"], "--fast=maybe is not true or false$"),
+                          (["--resume=maybe"], "--resume=maybe is not true or false or auto"),
+                          (["--rate=inf"], "--rate=inf must be at most 1000000000.0"),
+                          (["--rate=nan"], "--rate=nan must be at least 1e-06"),
+                          (["--k=0"], "--k=0 must be at least 1"),
                           (["--steps"], "--steps needs a value"),
                           (["fast"], "unknown preset 'fast'")):
         refused(message, from_cli, Config, argv, {"quick": {}})
@@ -67,12 +76,74 @@ def test_help_is_the_commented_class(capsys):
     assert "perhaps: bool | None = None  # or not" in out
 
 
-def test_run_says_bad_input_in_one_line_and_exits_2(capsys, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["x.py", "--steps=no"])
-    with pytest.raises(SystemExit) as stop:
-        launch.run(lambda cfg: None, Config)
-    assert stop.value.code == 2
-    assert capsys.readouterr().err == "x.py: --steps=no is not of type int\n"
+SCRIPT = """
+import os, signal, sys, time
+sys.path.insert(0, {root!r})
+import launch
+from dataclasses import dataclass
+import torch
+@dataclass
+class Config:
+    steps: launch.Size = 3
+def main(cfg):
+{body}
+launch.run(main, Config)
+"""
+
+
+def script(folder, body, *argv, **kwargs):
+    """A process that runs a script with this main."""
+    path = folder / "x.py"
+    lines = "".join(f"    {line}\n" for line in body.splitlines())
+    path.write_text(SCRIPT.format(root=ROOT, body=lines), encoding="utf-8")
+    return subprocess.Popen([sys.executable, str(path), *argv], stderr=subprocess.PIPE, **kwargs)
+
+
+def test_run_says_in_one_line_what_is_wrong(tmp_path):
+    for body, code, said in (
+            ("pass", 2, "--steps=0 must be at least 1"),
+            ("open('nowhere/x')", 2, "[Errno 2] No such file or directory: 'nowhere/x'"),
+            ("torch.empty(10**15)", 2, "not enough memory ("),
+            ("raise KeyboardInterrupt", 130, "stopped by Ctrl-C")):
+        argv = ["--steps=0"] if body == "pass" else []
+        process = script(tmp_path, body, *argv)
+        err = process.communicate(timeout=60)[1].decode()
+        assert err.startswith(f"x.py: {said}") and err.count("\n") == 1, err
+        assert process.returncode == code
+    process = script(tmp_path, "1 / 0")
+    assert b"Traceback" in process.communicate(timeout=60)[1] and process.returncode == 1
+
+
+def test_output_that_cannot_be_written_does_not_end_a_script(tmp_path):
+    """Nobody reads it any more, the disk is full, the terminal does not know the letter."""
+    body = f"for i in range(10000): print('ω', i)\nopen({str(tmp_path / 'end')!r}, 'w').close()"
+    for case in "pipe", "disk", "letter":
+        kwargs = {"stdout": subprocess.PIPE}
+        if case == "disk":
+            if not os.path.exists("/dev/full"):
+                continue
+            kwargs["stdout"] = open("/dev/full", "w")
+        process = script(tmp_path, body, env=os.environ | {"PYTHONIOENCODING": "cp1252"}, **kwargs)
+        if case == "pipe":
+            process.stdout.close()
+            process.stdout = None
+        out, err = process.communicate(timeout=60)
+        assert os.path.exists(tmp_path / "end"), err
+        os.remove(tmp_path / "end")
+        if case == "disk":
+            assert process.returncode == 1 and b"what it printed is lost ([Errno 28]" in err
+        else:
+            assert (process.returncode, err) == (0, b"")
+    assert out.startswith(b"? 0\n? 1\n")
+
+
+def test_under_torchrun_a_refusal_is_said_once(tmp_path):
+    body = "raise launch.Refused('no such thing')"
+    path = tmp_path / "x.py"
+    script(tmp_path, body).communicate(timeout=60)
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
+    done = subprocess.run([*run, str(path)], capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1 and done.stderr.count("x.py: no such thing\n") == 1
 
 
 # ---- the machine, ranks and signals
@@ -128,15 +199,92 @@ def test_two_ranks_share_sums_and_decisions_and_leave_together(tmp_path):
 def test_signals_are_collected_and_only_a_second_ctrl_c_ends_the_process():
     before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     with launch.signals() as caught:
-        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGINT):
+        for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             assert signal.getsignal(number) != signal.SIG_DFL  # or this would end pytest
             os.kill(os.getpid(), number)
-        assert caught == [signal.SIGTERM, signal.SIGTERM, signal.SIGINT]
+        assert caught == [signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before
 
 
+def test_signals_ignored_from_outside_stay_ignored():
+    """nohup starts a process like this."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with launch.signals() as caught:
+            os.kill(os.getpid(), signal.SIGHUP)
+        assert caught == [] and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
 # ---- files
+
+
+def test_goes_on_only_where_that_is_meant(tmp_path):
+    last = str(tmp_path / "run" / "last.pt")
+    assert [launch.goes_on(last, resume, False) for resume in (False, True, "auto")] == [
+        False, True, False]
+    write_text(last, "")
+    assert [launch.goes_on(last, resume, True) for resume in (False, True, "auto")] == [
+        False, True, True]
+    refused("run already holds a run: --resume goes on", launch.goes_on, last, False, False)
+
+
+def test_one_process_at_a_time_has_the_lock_until_it_dies(tmp_path):
+    """What it leaves is removed by the next, but nothing else is."""
+    folder = tmp_path / "run"
+    body = (f"with launch.lock({str(folder)!r}), launch.atomic({str(folder / 'best' / 'w')!r}) as t:\n"
+            f"    open(t, 'w').close()\n    print('ready')\n    time.sleep(100)")
+    process = script(tmp_path, body, stdout=subprocess.PIPE)
+    assert process.stdout.readline() == b"ready\n"
+    refused("another process is writing into .*run: wait", launch.lock(folder).__enter__)
+    left = os.listdir(folder / "best")
+    assert len(left) == 1 and left[0].endswith(".tmp")
+    process.kill()
+    process.communicate()
+    write_text(folder / "mine.tmp", "")
+    for _ in range(2):  # it is free again after the block
+        with launch.lock(folder):
+            assert os.listdir(folder / "best") == []
+    assert sorted(os.listdir(folder)) == [".lock", "best", "mine.tmp"]
+
+
+def test_two_writers_of_one_file_leave_one_of_the_two(tmp_path):
+    path = tmp_path / "f"
+    with atomic(path) as one, atomic(path) as two:
+        for tmp, text in ((one, "one" * 1000), (two, "two")):
+            with open(tmp, "w") as f:
+                f.write(text)
+    assert path.read_text() == "one" * 1000 and os.listdir(tmp_path) == ["f"]
+
+
+def test_links_are_followed_and_only_files_are_written(tmp_path):
+    (tmp_path / "disk").mkdir()
+    os.symlink(tmp_path / "disk" / "f", tmp_path / "link")
+    write_text(tmp_path / "link", "1\n")
+    append_jsonl(tmp_path / "link", 2)
+    assert os.path.islink(tmp_path / "link") and read_jsonl(tmp_path / "disk" / "f") == [1, 2]
+    os.mkfifo(tmp_path / "pipe")
+    os.symlink("/dev/null", tmp_path / "null")
+    for path in tmp_path / "pipe", tmp_path / "null", "/dev/null", tmp_path:
+        for write in (lambda: write_text(path, "x"), lambda: append_jsonl(path, 1),
+                      lambda: read_jsonl(path, repair=True)):
+            refused("could not write .*, a folder, device or pipe", write)
+    assert not os.path.isfile("/dev/null") and sorted(os.listdir(tmp_path)) == [
+        "disk", "link", "null", "pipe"]
+
+
+def test_a_read_only_disk_is_refused(tmp_path, monkeypatch):
+    """There even the removal of a file that does not exist is an error of its own."""
+    def refuse(*args, **kwargs):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+    write_text(tmp_path / "f", "old")
+    monkeypatch.setattr("builtins.open", refuse)
+    monkeypatch.setattr(os, "remove", refuse)
+    refused("could not write .*Read-only file system", write_text, tmp_path / "f", "new")
+    monkeypatch.undo()
+    assert (tmp_path / "f").read_text() == "old"
 
 
 def test_a_crash_while_writing_keeps_the_old_file(tmp_path):
@@ -150,15 +298,16 @@ def test_a_crash_while_writing_keeps_the_old_file(tmp_path):
     assert path.read_text(encoding="utf-8") == "old ω" and os.listdir(path.parent) == ["f"]
 
 
-@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="needs /dev/full: a real full disk")
 def test_a_full_disk_is_refused_and_keeps_the_old_file(tmp_path):
-    """The real error, from a device that is always full."""
-    path = tmp_path / "f"
+    """The real error, from the kernel."""
+    path, lines = tmp_path / "f", tmp_path / "lines"
     write_text(path, "old")
-    os.symlink("/dev/full", f"{path}.tmp")
-    refused("could not write .*No space left.*free some space", write_text, path, "new" * 10**6)
-    assert path.read_text() == "old" and os.listdir(tmp_path) == ["f"]
-    refused("could not write /dev/full.*No space left", append_jsonl, "/dev/full", {"a": 1})
+    append_jsonl(lines, 1)
+    with full_disk():
+        refused("could not write .*free some space", write_text, path, "new")
+        refused("could not write .*the same command goes on", append_jsonl, lines, 2)
+    assert path.read_text() == "old" and sorted(os.listdir(tmp_path)) == ["f", "lines"]
+    assert read_jsonl(lines) == [1]
 
 
 def test_read_json_wants_an_object(tmp_path):
@@ -243,7 +392,7 @@ def test_log_refuses_what_is_not_a_number(tmp_path):
     for nll, norm in ((math.nan, 1.0), (1.0, math.inf)):
         log = Log(str(tmp_path / "log.jsonl"), 0, 10, master=True)
         log.add(nll=torch.tensor(nll))
-        refused("not a number by update 3: --resume goes back", log.collect, 3, torch.tensor(norm))
+        refused("not a number by update 3: start again", log.collect, 3, torch.tensor(norm))
 
 
 def test_a_log_line_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys):

@@ -223,7 +223,8 @@ def test_evaluation_is_of_the_average_on_fixed_rows_and_masks(tiny):
 
 def test_files_hold_what_evaluation_wants(tiny):
     model, ema = train(replace(tiny, keep_every=3))
-    assert sorted(os.listdir(tiny.out_dir)) == ["last.pt", "log.jsonl", "step-3.pt", "step-6.pt"]
+    assert sorted(os.listdir(tiny.out_dir)) == [
+        ".lock", "last.pt", "log.jsonl", "step-3.pt", "step-6.pt"]
     kept, last = MDLM.load(file(tiny, "step-6.pt")), MDLM.load(file(tiny))
     for loaded in (kept, last):
         assert torch.equal(loaded.net.table, ema.net.table)
@@ -291,7 +292,7 @@ def test_two_ranks_are_one_and_stop_together(tiny, tmp_path):
     for cfg in two, stopped:
         ranks = [torch.load(f"{cfg.out_dir}.rank{r}", weights_only=True) for r in (0, 1)]
         assert len(ranks[0]) and all(map(torch.equal, *ranks))
-    assert sorted(os.listdir(stopped.out_dir)) == ["last.pt", "log.jsonl"]
+    assert sorted(os.listdir(stopped.out_dir)) == [".lock", "last.pt", "log.jsonl"]
     assert checkpoint.load(file(stopped))["step"] == 4
     train(replace(stopped, resume=True, save_every=3))  # by one process what two have begun
     for cfg in two, stopped:
@@ -370,9 +371,9 @@ def test_a_kill_in_the_middle_of_a_save_leaves_the_last_good_file(tiny):
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=os.environ | threads)
     assert done.returncode == -signal.SIGKILL
     assert checkpoint.load(file(cfg))["step"] == 2 and log(cfg)[-1]["step"] == 4
-    assert "last.pt.tmp" in os.listdir(cfg.out_dir)
+    assert any(name.endswith(".tmp") for name in os.listdir(cfg.out_dir))
     train(replace(cfg, resume=True))
-    assert sorted(os.listdir(cfg.out_dir)) == ["last.pt", "log.jsonl", "step-6.pt"]
+    assert sorted(os.listdir(cfg.out_dir)) == [".lock", "last.pt", "log.jsonl", "step-6.pt"]
     train(beside(cfg, "straight"))
     assert_same_bits(cfg, beside(cfg, "straight"))
     assert [line["step"] for line in log(cfg)] == [1, 2, 3, 4, 5, 6]  # none twice, none missing
@@ -399,7 +400,7 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
 def test_bad_values_are_refused(tiny):
     out_of_range = dict(n_head=0, steps=0, eval_rows=0, b_l=0.0, clip=-1.0, eta_bb=math.nan,
                         p_sm=1.5, b_h=1.5, k=1000)
-    cases = [({name: value}, f"--{name}={value} must be at least")
+    cases = [({name: value}, f"--{name}={value} must be ")
              for name, value in out_of_range.items()]
     cases += [(dict(vocab_size=7), "--vocab_size=7 is not"),
               (dict(out_dir=""), "--out_dir= is empty"),
