@@ -47,7 +47,17 @@ import torch
 from tqdm import tqdm
 
 from checkpoint import git_version
-from launch import Refused, append_jsonl, read_json, read_jsonl, run, write_text
+from launch import (
+    Count,
+    Positive,
+    Refused,
+    append_jsonl,
+    check_ranges,
+    read_json,
+    read_jsonl,
+    run,
+    write_text,
+)
 from plot import benchmarks
 from sample_dream import Decoding, answer, check, cut, feedback_label, load_for_decoding
 
@@ -69,11 +79,11 @@ class Config(Decoding):
     data: str = ""                    # the task's file, or a folder with more task files
     nfe: str = "1/1"                  # NFE budgets, Eq. 4, comma-separated: steps / gen_len
     blocks: str = ""                  # Fast-dLLM block lengths, comma-separated (default: block)
-    gen_len: int = 0                  # (default: the task's, App. B.2)
-    limit: int = 0                    # only the first so many problems (default: all)
+    gen_len: Count = 0                # (default: the task's, App. B.2)
+    limit: Count = 0                  # only the first so many problems (default: all)
     out: str = "out/answers"          # a .json and a .jsonl of answers for each cell of the grid
     confirm_run_unsafe_code: bool = False
-    timeout: float = 30.0             # seconds for one program
+    timeout: Positive = 30.0          # seconds for one program
     table: bool = False               # only print what is in out
 
 
@@ -184,8 +194,7 @@ def cells(cfg, length):
     length: of the task's responses, if cfg has none. Raises Refused if a cell is impossible.
     """
     L, grid = cfg.gen_len or length, []
-    if cfg.limit < 0:
-        raise Refused(f"limit {cfg.limit} must not be negative; 0 is all problems")
+    check_ranges(cfg)
     if cfg.steps:
         raise Refused(f"steps {cfg.steps} follow from the NFE budget here: give --nfe instead, "
                       "1/2 is half as many as tokens")
@@ -318,6 +327,7 @@ def evaluate(cfg):
     scored = cfg.confirm_run_unsafe_code or not unsafe
     if unsafe and scored and ours:
         check_reference(cfg, lm_eval, loaded)
+    os.makedirs(cfg.out, exist_ok=True)  # what is wrong with it is said before the model loads
     respond, chat, kind = responder(grid[0][1], tasks)
     for budget, cell in grid:
         path = cell_name(cell, data) + ".jsonl"
