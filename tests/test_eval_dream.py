@@ -583,7 +583,8 @@ def test_grids_that_are_impossible_are_refused(config):
             ({"nfe": "half"}, "nfe 'half'"), ({"nfe": "1/0"}, "nfe '1/0'"),
             ({"nfe": "1/7"}, "choose a divisor"), ({"blocks": "16,x"}, "block 'x'"),
             ({"blocks": "100"}, "not a multiple of block 100"),
-            ({"steps": 8}, "steps 8 follow"), ({"limit": -1}, "limit -1")):
+            ({"steps": 8}, "steps 8 follow"), ({"limit": -1}, "limit=-1"),
+            ({"timeout": float("nan")}, "timeout=nan")):
         refused(message, E.cells, config("gsm8k_cot", model="empty", **flags), 256)
 
 
@@ -594,7 +595,10 @@ def test_bad_input_is_refused_before_anything_runs(harness, config):
             ("gsm8k_cot", {"model": ""}, "no model"), ("gsm8k_cot", {"nfe": "1/7"}, "a divisor")):
         flags = {"data": config("gsm8k_cot").data, "model": "empty"} | flags
         refused(message, E.main, config(task, **flags))
-        assert not os.path.exists(config(task).out)
+        assert not os.path.exists(config(task).out) or not os.listdir(config(task).out)
+    cfg = config("gsm8k_cot", model="empty")
+    with pytest.raises(OSError):  # the sentence of launch.run
+        E.evaluate(dataclasses.replace(cfg, model="nowhere", out=cfg.data + "/out"))
 
 
 # --- programs that do not want to end ------------------------------------------------------------
@@ -642,7 +646,7 @@ def test_a_program_that_prints_all_it_can_see_and_ends_early_is_wrong():
     assert not B.passes(SPY, 10)
 
 
-def test_ctrl_c_ends_the_scoring(harness, config, tmp_path):
+def test_ctrl_c_ends_the_scoring_in_a_sentence(harness, config, tmp_path):
     note = tmp_path / "started"
     row = TWICE | {"test_setup_code": f"open({str(note)!r}, 'w')\nimport time\ntime.sleep(60)"}
     cfg = config("mbpp_instruct", data=data(tmp_path, [row] * 50))
@@ -655,5 +659,7 @@ def test_ctrl_c_ends_the_scoring(harness, config, tmp_path):
         time.sleep(0.1)
     started = time.monotonic()
     process.send_signal(signal.SIGINT)
-    process.communicate(timeout=60)
+    err = process.communicate(timeout=60)[1]
     assert time.monotonic() - started < 30  # no other program was started
+    assert process.returncode == 130 and "Traceback" not in err
+    assert err.splitlines()[-1].startswith("eval_dream.py: stopped by Ctrl-C")

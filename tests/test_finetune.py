@@ -15,14 +15,13 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import checkpoint
 import dora
 import finetune_dream as ft
 import launch
 import mdlm
-from conftest import GOLDEN, digest, recorded_adapter
+from conftest import GOLDEN, digest, recorded_adapter, refused
 from dream import Dream, DreamConfig, Tokenizer, load_adapter
 from finetune_dream import (
     Config,
@@ -102,21 +101,21 @@ def test_rows_and_chunks_equal_the_dense_algorithm(tiny_dream, batch, monkeypatc
                 assert not soft and p.grad == 0
 
 
-@pytest.mark.parametrize("name, k", [("binary", None), ("k3", 3)])
-def test_recorded_loss_and_all_gradients(tiny_dream, recorded, batch, name, k):
+def test_recorded_loss_and_all_gradients(tiny_dream, recorded, batch):
+    """Those of ω, too. No gradient went through the first pass."""
     x0, xt, t = batch
-    model = two_pass(tiny_dream, k)
-    # The recorded batch of two has one t and one mean.
-    loss = objective(model(x0, xt, soft=name == "k3"), t, "authors", 1)
-    torch.testing.assert_close(loss, recorded[f"c/{name}/loss"], rtol=1e-6, atol=0)
-    loss.backward()
-    for parameter, want in zip(recorded["names"], recorded[f"c/{name}/grads"]):
-        got = digest(model.net.get_parameter(parameter).grad)
-        torch.testing.assert_close(got, want.numpy(), rtol=1e-5, atol=1e-5 * want[0].item())
-    if name == "k3":
-        got = torch.stack([model.sm.raw_s.grad, model.sm.raw_a.grad, model.sm.raw_b.grad])
-        torch.testing.assert_close(got, recorded["c/k3/omega_grads"].float(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(model.lam, recorded["c/k3/lam"].mean(), rtol=1e-5, atol=0)
+    for name, k in (("binary", None), ("k3", 3)):
+        model = two_pass(tiny_dream, k)
+        # The recorded batch of two has one t and one mean.
+        loss = objective(model(x0, xt, soft=name == "k3"), t, "authors", 1)
+        torch.testing.assert_close(loss, recorded[f"c/{name}/loss"], rtol=1e-6, atol=0)
+        loss.backward()
+        for parameter, want in zip(recorded["names"], recorded[f"c/{name}/grads"]):
+            got = digest(model.net.get_parameter(parameter).grad)
+            torch.testing.assert_close(got, want.numpy(), rtol=1e-5, atol=1e-5 * want[0].item())
+    got = torch.stack([model.sm.raw_s.grad, model.sm.raw_a.grad, model.sm.raw_b.grad])
+    torch.testing.assert_close(got, recorded["c/k3/omega_grads"].float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model.lam, recorded["c/k3/lam"].mean(), rtol=1e-5, atol=0)
 
 
 def test_the_loss_of_a_bf16_model_is_fp32(tiny_dream, batch):
@@ -133,36 +132,6 @@ def test_the_loss_of_a_bf16_model_is_fp32(tiny_dream, batch):
     torch.testing.assert_close(nll, want, rtol=0, atol=1e-5)
     nll.mean().backward()
     assert all(p.grad.dtype == torch.float32 for p in trained(model))
-
-
-class LargestTensor(TorchDispatchMode):
-    """numel: of the largest tensor that has a dimension of V = 200, or rows × V values."""
-    numel = 0
-
-    def __init__(self, rows):
-        super().__init__()
-        self.flat = rows * 200
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        out = func(*args, **(kwargs or {}))
-        for t in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(t, torch.Tensor) and (200 in t.shape or t.numel() == self.flat):
-                self.numel = max(self.numel, t.numel())
-        return out
-
-
-@pytest.mark.parametrize("k", [1, None])
-def test_no_tensor_of_all_positions_and_the_vocabulary_exists(tiny_dream, monkeypatch, k):
-    """Of all vocabulary-wide tensors of forward and backward, none has more rows than a chunk."""
-    x0 = torch.randint(190, (1, 512), generator=gen())
-    xt = mask_response(x0, 8, 0.8, 194, gen())
-    N = (xt == 194).sum().item()
-    assert N > 256
-    for chunk, rows in ((64, 64), (512, N)):  # the second shows that it could be seen
-        monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 200 * chunk)
-        with LargestTensor(N) as mode:
-            two_pass(tiny_dream, k)(x0, xt, True).mean().backward()
-        assert mode.numel == rows * 200
 
 
 def one_update(sizes, device, checkpointing, k):
@@ -207,14 +176,6 @@ def test_full_size_dream_trains_on_the_cards_it_should(checkpointing, limit, k):
     torch.cuda.reset_peak_memory_stats()
     sizes = (152064, 3584, 18944, 28, 28, 4, 1e-6, 1e6, 131072, 151666, 151643, 151643)
     assert one_update(sizes, "cuda", checkpointing, k)[0] < limit - 1e9  # for CUDA itself
-
-
-def test_first_pass_has_no_gradient(tiny_dream, batch, monkeypatch):
-    model, seen = two_pass(tiny_dream, 1), []
-    trunk, enabled = model.net.trunk, torch.is_grad_enabled
-    monkeypatch.setattr(model.net, "trunk", lambda *a: (seen.append(enabled()), trunk(*a))[1])
-    model(*batch[:2], True)
-    assert seen == [False, True]
 
 
 def test_no_feedback_is_binary(tiny_dream, batch):
@@ -288,6 +249,15 @@ def turns(prompt, answer):
     return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
 
 
+def test_a_response_that_begins_with_a_line_break_is_seen_as_in_decoding(tmp_path):
+    (tmp_path / "merges.txt").write_text("Ċ Ċ\n")
+    (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 257, "<|im_end|>": 258}')
+    tok = Tokenizer(tmp_path)
+    ids, prompt_len = encode_chat(turns("a", "\nb"), tok)
+    assert ids[:prompt_len] == tok.encode(tok.chat(turns("a", "")[:1]), special=True)
+    assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # two breaks in one
+
+
 def test_the_filters(tiny):
     tok, cfg = Tokenizer(tiny[0]), Config(max_length=200)
     why = lambda *texts: why_dropped(*encode_chat(turns(*texts), tok), cfg, tok, 261)
@@ -341,11 +311,9 @@ def test_paper_mixes(monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError("Couldn't reach\nthe hub")
     monkeypatch.setattr(fake, "load_dataset", unreachable)
-    with pytest.raises(Refused, match=r"could not be fetched from the hub \(ConnectionError\)"):
-        ft.read_hub(Config(data="mix"))
+    refused(r"fetched from the hub \(ConnectionError\)", ft.read_hub, Config(data="mix"))
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(Refused, match="pip install datasets"):
-        ft.read_hub(Config(data="mix"))
+    refused("pip install datasets", ft.read_hub, Config(data="mix"))
 
 
 def test_odd_dialogues_of_a_corpus_are_dropped_and_counted(tiny):
@@ -360,8 +328,7 @@ def test_odd_dialogues_of_a_corpus_are_dropped_and_counted(tiny):
     assert len(kept) == 1 and dropped == {"malformed": 3}
     start = "<|im_start|>system\nhello<|im_end|>\n<|im_start|>user"
     assert tok.decode(kept[0][0].tolist()).startswith(start)
-    with pytest.raises(Refused, match="b has the role 'ipython'"):
-        run("my.jsonl")
+    refused("b has the role 'ipython'", run, "my.jsonl")
 
 
 def test_held_out_dialogues_are_not_trained_on(tiny):
@@ -398,10 +365,11 @@ def training_passes(monkeypatch):
     return seen
 
 
-@pytest.mark.parametrize("kind, k", [("authors", 1), ("paper", 3), ("authors", None)])
-def test_four_updates_are_adam_on_the_dense_algorithm(cfg, monkeypatch, kind, k):
+@pytest.mark.parametrize("kind, k, coin", [
+    ("authors", 1, "update"), ("paper", 3, "update"), ("authors", None, "dialogue")])
+def test_four_updates_are_adam_on_the_dense_algorithm(cfg, monkeypatch, kind, k, coin):
     """The run against a loop of its own: dense passes, summed gradients, joint clip, Adam."""
-    cfg, times = replace(cfg, loss=kind, k=k, clip=0.7, p_sm=0.4), []
+    cfg, times = replace(cfg, loss=kind, k=k, coin=coin, clip=0.7, p_sm=0.4), []
     calls, goal = training_passes(monkeypatch), ft.objective
     monkeypatch.setattr(ft, "objective", lambda nll, t, *a: (
         nll.requires_grad and times.append(t), goal(nll, t, *a))[1])
@@ -411,14 +379,16 @@ def test_four_updates_are_adam_on_the_dense_algorithm(cfg, monkeypatch, kind, k)
     dream, sm = Dream.load(cfg.model), SoftMask(261, k, 0.3, 10 / 1.5, -2.5)
     dora.attach(dream, ft.TARGETS, 16, 16, ft.rng(cfg.seed, "adapter"))
     etas = {p: cfg.eta_bb for p in trained(dream)} | {p: cfg.eta_sm for p in sm.parameters()}
-    moments = {p: (torch.zeros_like(p), torch.zeros_like(p), 0) for p in etas}
+    moments, tossed = {p: (torch.zeros_like(p), torch.zeros_like(p), 0) for p in etas}, set()
     for step, lr in enumerate([0, 1, 0.75, 0.25]):  # warm-up of ceil(0.25 · 4), cosine over three
-        for (x0, xt, soft), t in zip(calls[8 * step:8 * step + 8], times[8 * step:]):
+        passes = calls[8 * step:8 * step + 8]
+        for (x0, xt, soft), t in zip(passes, times[8 * step:]):
             nll = dense_dream_nll(dream, sm, x0, xt, soft)
             (nll.mean() / t if kind == "authors" else nll.sum() / t / 8).backward()
-        assert len({soft for _, _, soft in calls[8 * step:8 * step + 8]}) == 1  # one coin
+        softs = [soft for _, _, soft in passes]
+        tossed.add(sum(softs))
         have = [p for p in moments if p.grad is not None]
-        assert (sm.raw_s.grad is not None) == calls[8 * step][2]
+        assert (sm.raw_s.grad is not None) == any(softs)
         norm = sum(p.grad.square().sum() for p in have).sqrt()
         assert norm > 0.7
         for p in have:
@@ -427,6 +397,7 @@ def test_four_updates_are_adam_on_the_dense_algorithm(cfg, monkeypatch, kind, k)
             moments[p] = m, v, n
             move = (m / (1 - 0.9 ** n)) / ((v / (1 - 0.999 ** n)).sqrt() + 1e-8)
             p.data, p.grad = p.data - etas[p] * lr * move, None
+    assert tossed == {0, 8} if coin == "update" else tossed - {0, 8}
     for ours, theirs in zip(trained(model), etas, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=2e-6)  # of steps of up to 1e-2
 
@@ -466,30 +437,60 @@ def logged(folder):
     return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 
 
-@pytest.mark.parametrize("log_every", [1, 3])
-def test_resumed_run_is_the_uninterrupted_one(cfg, monkeypatch, log_every):
-    """Killed in update 3 after a save at 2, resumed: bit for bit, log included."""
-    cfg = replace(cfg, log_every=log_every)
-    whole = replace(cfg, out=cfg.out + "-whole")
-    finetune(whole)
-    draw, count = ft.mask_response, []
+class Killed(BaseException):
+    """Nothing catches it, as if the process were gone."""
 
-    def fails(*args):
+
+def kill_at(monkeypatch, module, name, call):
+    """The function ends the process instead of its call number `call`."""
+    whole, count = getattr(module, name), []
+
+    def fails(*args, **kwargs):
         count.append(1)
-        if len(count) > 20:
-            raise KeyboardInterrupt
-        return draw(*args)
-    monkeypatch.setattr(ft, "mask_response", fails)
-    with pytest.raises(KeyboardInterrupt):
+        if len(count) == call:
+            raise Killed
+        return whole(*args, **kwargs)
+    monkeypatch.setattr(module, name, fails)
+
+
+def killed(cfg, *where):
+    """A run that ends there."""
+    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Killed):
+        kill_at(monkeypatch, *where)
         finetune(cfg)
-    monkeypatch.setattr(ft, "mask_response", draw)
-    assert parts(cfg.out)[0] == 2
-    with open(cfg.out + "/log.jsonl", "a") as f:
-        f.write('{"step": 3, "lo')  # as a kill leaves it
+
+
+def test_resumed_run_is_the_uninterrupted_one(cfg):
+    """Killed in update 3 after a save at 2, resumed: bit for bit, log included."""
+    for log_every in 1, 3:
+        cfg = replace(cfg, out=f"{cfg.out}{log_every}", log_every=log_every)
+        whole = replace(cfg, out=cfg.out + "-whole")
+        finetune(whole)
+        killed(cfg, ft, "mask_response", 21)
+        assert parts(cfg.out)[0] == 2
+        with open(cfg.out + "/log.jsonl", "a") as f:
+            f.write('{"step": 3, "lo')  # as a kill leaves it
+        finetune(replace(cfg, resume="auto"))
+        (step, ours), (_, theirs) = parts(cfg.out), parts(whole.out)
+        assert step == 4 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+        assert logged(cfg.out) == logged(whole.out)
+
+
+def adapter_is_of_the_checkpoint(folder):
+    state = checkpoint.load(folder + "/last.pt")["model"]
+    path = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
+    saved = checkpoint.read_safetensors(folder + "/last/adapter_model.safetensors")[path]
+    return saved.equal(state["net.model.layers.1.self_attn.v_proj.lora_B"])
+
+
+def test_the_adapter_is_never_newer_than_the_run_and_follows_it_on_resume(cfg):
+    cfg = replace(cfg, n_train=60, n_val=1, eval_every=100)
+    killed(cfg, checkpoint, "save", 2)
+    assert parts(cfg.out)[0] == 2 and adapter_is_of_the_checkpoint(cfg.out)
+    killed(replace(cfg, resume=True), ft, "save_adapter", 3)  # after last/ at its start, best/
+    assert parts(cfg.out)[0] == 4 and not adapter_is_of_the_checkpoint(cfg.out)
     finetune(replace(cfg, resume=True))
-    (step, ours), (_, theirs) = parts(cfg.out), parts(whole.out)
-    assert step == 4 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert logged(cfg.out) == logged(whole.out)
+    assert adapter_is_of_the_checkpoint(cfg.out)
 
 
 @pytest.fixture
@@ -528,29 +529,29 @@ def test_a_last_pt_with_other_parameters_is_refused(first_version):
                     state | {"other": torch.zeros(1)}, state | {name: torch.zeros(2, 2)},
                     dict(reversed(state.items()))):
         checkpoint.save(path, **whole | {"model": changed})
-        with pytest.raises(Refused, match="last.pt is not of the model that is trained here"):
-            finetune(first_version)
+        refused("last.pt is not of the model that is trained here", finetune, first_version)
 
 
 def test_sigterm_saves_and_leaves_and_what_is_owed_is_done(cfg, monkeypatch):
-    """Stopped in an update with an evaluation, which the resumed run makes first."""
+    """Stopped in updates with an evaluation, the last one, too, which a resumed run makes."""
     cfg = replace(cfg, eval_every=2)
     whole = replace(cfg, out=cfg.out + "-whole")
     finetune(whole)
-    sent, schedule = [], ft.lr_at
+    schedule, sent = ft.lr_at, []
 
     def kills(step, *args):
-        if step == 1 and not sent:
+        if step in (1, 3) and step not in sent:
             sent.append(step)
             os.kill(os.getpid(), signal.SIGTERM)
             os.kill(os.getpid(), signal.SIGTERM)  # torchrun sends it again
         return schedule(step, *args)
     monkeypatch.setattr(ft, "lr_at", kills)
-    with pytest.raises(SystemExit) as stopped:
-        finetune(cfg)
-    assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == 2
+    for done in 2, 4:
+        with pytest.raises(SystemExit) as stopped:
+            finetune(replace(cfg, resume="auto"))
+        assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == done
+        assert not any(line["step"] == done and "val_soft" in line for line in logged(cfg.out))
     assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert not any("val_soft" in line for line in logged(cfg.out))
     finetune(replace(cfg, resume=True))
     ours, theirs = ([(line["step"], line["val_soft"], line["best"]) for line in logged(out)
                      if "val_soft" in line] for out in (cfg.out, whole.out))
@@ -571,19 +572,18 @@ def test_what_is_not_a_number_is_not_saved(cfg, monkeypatch):
     goal, count = ft.objective, []
     monkeypatch.setattr(ft, "objective", lambda *a: (
         count.append(1), goal(*a) * (math.nan if len(count) > 50 else 1))[1])
-    with pytest.raises(Refused, match="not a number by update 4: start again"):
-        finetune(replace(cfg, eval_every=100))
+    refused("not a number by update 4: .* lower --eta_bb", finetune, replace(cfg, eval_every=100))
     step, tensors = parts(cfg.out)
     assert step == 2 and all(t.isfinite().all() for t in tensors)
 
 
-def test_an_overwritten_run_is_gone_before_the_first_save(cfg, monkeypatch):
+def test_an_overwritten_run_is_gone_before_the_first_save(cfg):
     finetune(replace(cfg, steps=2))
-    monkeypatch.setattr(ft, "mask_response", lambda *a: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        finetune(replace(cfg, steps=2, overwrite=True))
-    with pytest.raises(Refused, match="no checkpoint at"):
-        finetune(replace(cfg, steps=2, resume=True))
+    killed(replace(cfg, steps=2, overwrite=True), ft, "mask_response", 1)
+    refused("no checkpoint at", finetune, replace(cfg, steps=2, resume=True))
+    for name in "best", "last":
+        refused("adapter_config.json does not exist", load_adapter, Dream.load(cfg.model),
+                f"{cfg.out}/{name}")
 
 
 def test_two_ranks_are_one(cfg):
@@ -633,14 +633,12 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
     finetune(cfg)
     assert load_adapter(Dream.load(moved, dtype=torch.bfloat16), cfg.out + "/last")["k"] == 1
     other_weights(moved)
-    with pytest.raises(Refused, match=r"cannot resume: base \(\w{16} there, \w{16} here\)"):
-        finetune(cfg)
-    with pytest.raises(Refused, match="not an adapter of this model but of the one that was in"):
-        load_adapter(Dream.load(moved), cfg.out + "/last")
+    refused(r"cannot resume: base \(\w{16} there, \w{16} here\)", finetune, cfg)
+    refused("not an adapter of this model but of the one that was in", load_adapter,
+            Dream.load(moved), cfg.out + "/last")
     with open(data, "a") as f:
         f.write(json.dumps({"messages": turns("hello", "something else")}) + "\n")
-    with pytest.raises(Refused, match=r"cannot resume: dialogues \(\w{16} there, \w{16} here\)"):
-        finetune(cfg)
+    refused(r"cannot resume: dialogues \(\w{16} there, \w{16} here\)", finetune, cfg)
 
 
 def test_every_omega_survives_the_folder(tiny_dream, tmp_path):
@@ -665,16 +663,9 @@ def test_every_omega_survives_the_folder(tiny_dream, tmp_path):
 def test_an_interrupted_save_leaves_a_soft_adapter_soft(tiny_dream, tmp_path, monkeypatch):
     dream, sm = recorded_adapter(Dream.load(tiny_dream)), SoftMask(194, 1, **HEAD)
     ft.save_adapter(str(tmp_path), dream, sm, Config())
-    replace_file, left = os.replace, [0]
-
-    def killed(*args):
-        left[0] -= 1
-        if left[0] < 0:
-            raise KeyboardInterrupt
-        replace_file(*args)
-    monkeypatch.setattr(os, "replace", killed)
-    for left[0] in range(5):
-        with pytest.raises(KeyboardInterrupt):
+    for call in range(1, 6):
+        with monkeypatch.context() as m, pytest.raises(Killed):
+            kill_at(m, os, "replace", call)
             ft.save_adapter(str(tmp_path), dream, sm, Config())
         omega = load_adapter(Dream.load(tiny_dream), tmp_path)
         assert omega is not None and omega["omega_s"] == pytest.approx(0.4)
@@ -692,46 +683,45 @@ def test_validation_is_the_same_every_time_and_best_is_kept(cfg):
 # ---- bad input
 
 
-@pytest.mark.parametrize("record, message", [
-    (turns("hello", "x")[:1], "line 1 has no assistant turn"),
-    ([{"role": "bot", "content": "hi"}], "line 1 has the role 'bot': use system, user, assistant"),
-    ([{"role": "assistant"}], 'line 1 is not {"messages"'), ("{", "line 1 is not JSON"),
-    (turns("x" * 2048, "hello"), "no dialogue of .* is left to train on; dropped: 1 over 2048"),
-])
-def test_bad_dialogues_are_refused(cfg, tmp_path, record, message):
-    text = record if isinstance(record, str) else json.dumps({"messages": record})
-    (tmp_path / "d.jsonl").write_text(text + "\n")
-    with pytest.raises(Refused, match=message):
-        finetune(replace(cfg, data=str(tmp_path / "d.jsonl"), n_val=1))
-    assert not os.path.exists(cfg.out)
+def test_bad_dialogues_are_refused(cfg, tmp_path):
+    cfg = replace(cfg, data=str(tmp_path / "d.jsonl"), n_val=1)
+    for record, message in (
+            (turns("hello", "x")[:1], "line 1 has no assistant turn"),
+            ([{"role": "bot", "content": "hi"}], "line 1 has the role 'bot': use system, user, as"),
+            ([{"role": "assistant"}], 'line 1 is not {"messages"'),
+            ("[" * 10**5, "line 1 is not JSON"),
+            (turns("x" * 2048, "hello"), "no dialogue of .* is left .* dropped: 1 over 2048")):
+        text = record if isinstance(record, str) else json.dumps({"messages": record})
+        (tmp_path / "d.jsonl").write_text(text + "\n")
+        refused(message, finetune, cfg)
+        assert os.listdir(cfg.out) == [".lock"]
 
 
-@pytest.mark.parametrize("changes, message", [
-    (dict(model=""), "give --model"), (dict(model="nowhere"), "nowhere has neither"),
-    (dict(data="nowhere.jsonl"), "nowhere.jsonl cannot be read"),
-    (dict(loss="mean"), "--loss=mean is out of range"), (dict(clip=math.nan), "--clip=nan"),
-    (dict(p_sm=1.5), "--p_sm=1.5"), (dict(b_l=0.0), "--b_l=0.0"), (dict(eta_sm=-1.0), "--eta_sm"),
-    (dict(save_every=0), "--save_every=0"), (dict(omega_b=0.5), "omega_b < 0"),
-    (dict(k=500), "--k=500 is more than the 264 tokens"), (dict(device="tpu"), "--device=tpu"),
-    (dict(dtype="int8"), "--dtype=int8"),
-])
-def test_bad_settings_are_refused(cfg, changes, message):
-    with pytest.raises(Refused, match=message):
-        finetune(replace(cfg, **changes))
+def test_bad_settings_are_refused(cfg, monkeypatch):
+    for changes, message in (
+            (dict(model=""), "give --model"), (dict(model="nowhere"), "nowhere has neither"),
+            (dict(data="nowhere.jsonl"), "nowhere.jsonl cannot be read"),
+            (dict(loss="mean"), "--loss=mean must be authors or paper"),
+            (dict(clip=math.nan), "--clip=nan"), (dict(epochs=math.inf), "--epochs=inf must be"),
+            (dict(b_l=0.9), "--b_l=0.9 must be below"), (dict(omega_s=1.0), "omega_s < 1"),
+            (dict(k=500), "--k=500 is more than the 264 tokens"),
+            (dict(r=10**8), "r = 100000000 must be a whole number from 1 to 64")):
+        refused(message, finetune, replace(cfg, **changes))
+    monkeypatch.setattr(Dream, "load", lambda *args: pytest.fail("too late"))
+    with pytest.raises(OSError):  # the sentence of launch.run
+        finetune(replace(cfg, out=cfg.data + "/out"))
 
 
 def test_a_run_is_neither_overwritten_nor_mixed(cfg):
     finetune(replace(cfg, steps=2))
-    with pytest.raises(Refused, match="already holds a run"):
-        finetune(cfg)
-    with pytest.raises(Refused, match=r"steps \(2 there, 4 here\)"):
-        finetune(replace(cfg, resume=True))
+    refused("already holds a run", finetune, cfg)
+    refused(r"steps \(2 there, 4 here\)", finetune, replace(cfg, resume=True))
     finetune(replace(cfg, steps=2, overwrite=True))
-    with pytest.raises(Refused, match="no checkpoint at"):
-        finetune(replace(cfg, out=cfg.out + "-none", resume=True))
+    with launch.lock(cfg.out):
+        refused("another process", finetune, replace(cfg, steps=2, resume=True))
     checkpoint.save(cfg.out + "/last.pt", kind="other", config={}, model={}, step=0, seed=0)
-    with pytest.raises(Refused, match="last.pt holds a other, not a run of finetune_dream.py"):
-        finetune(replace(cfg, steps=2, resume=True))
+    refused("last.pt holds a other, not a run of finetune_dream.py", finetune,
+            replace(cfg, steps=2, resume=True))
 
 
 def test_tiny_preset_learns(tmp_path, monkeypatch):
