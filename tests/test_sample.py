@@ -359,7 +359,7 @@ def calls_of(model, **how):
     net.trunk, net.head = watched_trunk, watched_head
     try:
         ids, nfe = generate(model, 1, generator=generators(1), **how,
-                            on_step=lambda *state: states.append([v[0].clone() for v in state]))
+                            on_step=lambda *state: states.append([v[0].clone() for v in state[:3]]))
     finally:
         del net.trunk, net.head
     assert nfe.item() == len(calls) == len(states)
@@ -456,7 +456,7 @@ def test_kept_tokens_are_never_touched():
     keep, states = x != MASK, []
     for sampler, soft in WAYS:
         ids, _ = generate(model_of(), 3, 30, sampler, generator=data.rng(7), x=x, soft=soft,
-                          on_step=lambda y, lam, guess: states.append(y[keep].clone()), eta=0.3)
+                          on_step=lambda y, *_: states.append(y[keep].clone()), eta=0.3)
         assert torch.equal(ids[keep], x[keep]) and (ids < MASK).all()
     assert len(states) >= 5 * len(WAYS) and all(torch.equal(y, x[keep]) for y in states)
     full, calls = generate(model_of(), 1, 5, generator=data.rng(7), x=torch.arange(10))
