@@ -18,7 +18,8 @@ LAYERS = [
     {"softmask", "dora", "launch"},
     {"arms", "checkpoint", "data", "show"},
     {"mdlm", "dream"},                            # models
-    {"sample", "eval", "sample_dream", "plot"},   # verbs
+    {"eval", "sample_dream", "plot"},             # verbs
+    {"sample"},
     {"train", "finetune_dream", "eval_dream"},    # verbs that use other verbs
     {"bench"},
 ]
