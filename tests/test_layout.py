@@ -18,9 +18,10 @@ LAYERS = [
     {"softmask", "dora", "launch"},
     {"arms", "checkpoint", "data", "show"},
     {"mdlm", "dream"},                            # models
-    {"eval", "sample_dream", "plot"},             # verbs
-    {"sample"},
-    {"train", "finetune_dream", "eval_dream"},    # verbs that use other verbs
+    {"sample_dream", "finetune_dream", "plot"},   # verbs
+    {"sample"},                                   # and those that use other verbs
+    {"eval"},
+    {"train", "eval_dream"},
     {"bench"},
 ]
 FILES = sorted(set().union(*LAYERS))
