@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 from dataclasses import dataclass
+from functools import partial
 from typing import Literal
 
 import pytest
@@ -234,7 +235,8 @@ def test_goes_on_only_where_that_is_meant(tmp_path):
 def test_one_process_at_a_time_has_the_lock_until_it_dies(tmp_path):
     """What it leaves is removed by the next, but nothing else is."""
     folder = tmp_path / "run"
-    body = (f"with launch.lock({str(folder)!r}), launch.atomic({str(folder / 'best' / 'w')!r}) as t:\n"
+    best = str(folder / "best" / "w")
+    body = (f"with launch.lock({str(folder)!r}), launch.atomic({best!r}) as t:\n"
             f"    open(t, 'w').close()\n    print('ready')\n    time.sleep(100)")
     process = script(tmp_path, body, stdout=subprocess.PIPE)
     assert process.stdout.readline() == b"ready\n"
@@ -268,8 +270,8 @@ def test_links_are_followed_and_only_files_are_written(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     os.symlink("/dev/null", tmp_path / "null")
     for path in tmp_path / "pipe", tmp_path / "null", "/dev/null", tmp_path:
-        for write in (lambda: write_text(path, "x"), lambda: append_jsonl(path, 1),
-                      lambda: read_jsonl(path, repair=True)):
+        for write in (partial(write_text, path, "x"), partial(append_jsonl, path, 1),
+                      partial(read_jsonl, path, repair=True)):
             refused("could not write .*, a folder, device or pipe", write)
     assert not os.path.isfile("/dev/null") and sorted(os.listdir(tmp_path)) == [
         "disk", "link", "null", "pipe"]

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Whole scripts where things go wrong: pipes, disks, signals, a second process, a killed worker.
 
-Not here: the pieces that they share (test_launch.py), bad flags and files (the file of each script).
+Not here: the pieces that they share (test_launch.py), bad flags and files (each script's own).
 """
 
 import json
