@@ -288,6 +288,16 @@ def test_trace_follows_the_sample(traced):
         assert all(new == old for old, new in zip(before, after) if old[1] is None)
 
 
+def test_trace_of_an_order_and_without_feedback_has_the_guesses_too(traced, tmp_path):
+    path, kinds = tmp_path / "t.jsonl", ({"order": "entropy"}, {"soft": False})
+    for kind in kinds:
+        sample.main(dataclasses.replace(traced, trace=str(path), out=str(tmp_path / "s.jsonl"),
+                                        **kind))
+        masks = [cell for step in read_jsonl(path) for cell in step if cell[1] is not None]
+        assert masks and all(mixed[0][0] == guess for guess, _, _, mixed in masks)
+        assert all((lam > 0) == ("order" in kind) for _, lam, _, _ in masks)
+
+
 def test_trace_is_of_one_sample(traced):
     for more in {"count": 2}, {"show": True}, {"out": "./t.jsonl"}:
         cfg = sample.Config(checkpoint=traced.checkpoint, trace="t.jsonl", device="cpu", **more)

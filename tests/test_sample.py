@@ -280,7 +280,7 @@ def test_decoding_in_order_is_its_loop(order):
             seen, how = [], dict(x=x, soft=soft, passes=passes)
             ids, nfe = sample.generate_in_order(
                 model, 3, steps, order, top_p, generators(3, steps), **how,
-                on_step=lambda x, lam, guess: seen.append([x, lam, guess]))  # noqa: B023
+                on_step=lambda *state: seen.append(state[:3]))  # noqa: B023
             for i, g in enumerate(generators(3, steps)):
                 with torch.no_grad():
                     expected, states = oracles.in_order(predict, net.table, x, MASK, steps, order,
@@ -588,7 +588,7 @@ def test_samples_in_order_are_one_token_a_call(saved, tmp_path):
     assert run(saved, tmp_path, count=3, **how | {"batch_size": 3})["samples.jsonl"] == lines
     run(saved, tmp_path, trace=str(tmp_path / "t"), **how)
     states = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
-    left = [sum(lam is not None for _, lam in cells) for cells in states]
+    left = [sum(lam is not None for _, lam, *_ in cells) for cells in states]
     assert left == list(range(27, -1, -1))
 
 
