@@ -36,6 +36,8 @@ import torch
 from launch import Refused, atomic, read_json, run, write_text
 
 FORMAT = "soft-masked-mdlm/1"
+PARTS = {"kind": str, "config": dict, "step": int, "model": dict, "tokenizer": dict, "ema": dict,
+         "optimizer": dict, "data": dict, "metrics": dict}
 
 # -------------------------------------------------------------------------------------------------
 # ours
@@ -325,12 +327,16 @@ def check_config(ckpt, path):
 
     This is checked before a model is built: 1e7 layers, or a length of 1e9, would take all memory.
     """
-    config = ckpt["config"]
+    ids = {"tokenizer's " + name: ckpt["tokenizer"].get(name) for name in ("mask_id", "bos", "eos")}
+    config = ckpt["config"] | ids
     allowed = {name: [size] for name, size in sizes(ckpt["model"]).items()}
     V, D = allowed["vocab_size"][0], allowed["n_embd"][0]
+    drop = config.get("dropout", 0)
     allowed |= {"n_head": range(1, D + 1), "length": range(1, 2**20), "mask_id": range(V),
                 "k": [None] if config.get("k") is None else range(1, V + 1),
+                "dropout": [drop] if 0 <= drop < 1 else [0, 1],
                 "time_conditioning": [False, True], "soft_mask": ["sm.raw_s" in ckpt["model"]]}
+    allowed |= dict.fromkeys(ids, range(V))
     for name, values in allowed.items():
         if config.get(name) not in values:
             limits = " to ".join(dict.fromkeys((str(values[0]), str(values[-1]))))
@@ -351,10 +357,12 @@ def load(path):
         raise Refused(f"no checkpoint at {path or '(no path given)'}: give the path of a file")
     try:
         ckpt = interpret(path)
+        found = {name: part for name, part in ckpt.items() if part is not None}
         needed = ["kind", "config", "step", "model"] + ["tokenizer"] * (ckpt.get("kind") == "mdlm")
-        missing = [part for part in needed if ckpt.get(part) is None]
-        if ckpt["format"] != FORMAT or missing:
-            found = ", ".join(missing) or ckpt["format"]
+        odd = [name for name, kind in PARTS.items()
+               if not isinstance(found.get(name), kind) and name in [*found, *needed]]
+        if ckpt["format"] != FORMAT or odd:
+            found = ", ".join(odd) or ckpt["format"]
             raise Refused(f"{path} is not a whole checkpoint of format {FORMAT}: {found}")
         if ckpt["kind"] == "mdlm":
             check_config(ckpt, path)

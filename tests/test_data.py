@@ -62,7 +62,7 @@ def test_rows_are_the_recorded_blocks(tmp_path):
     gpt2 = {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257,
             "bos": golden["bos"], "eos": golden["eos"]}
     ids.tofile(tmp_path / "val.bin")
-    val = {"tokens": len(ids), "sha256": ""}
+    val = {"tokens": len(ids), "bytes": 0, "sha256": ""}
     meta = {"format": data.FORMAT, "tokenizer": gpt2, "val": val}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     tokens, _ = open_split(tmp_path, "val")
@@ -256,6 +256,7 @@ def test_empty_cut_or_foreign_data_is_refused(tmp_path):
     refused("11 bytes for", open_split, tmp_path, "train")
     old, other = meta.replace('"eos"', '"end"'), meta.replace("data/1", "data/9")
     odd = [meta.replace(*change) for change in (
+        ('"bytes"', '"size"'), ('"bytes": ', '"bytes": -'),
         ('"mask_id": 258', '"mask_id": null'), ('"bos": 256', '"bos": -3'), ("sha256", "sha1"),
         ('"eos": 257', '"eos": 258'), ('"vocab_size": 259', '"vocab_size": 1000000000'))]
     for foreign in "{", "[]", "[" * 10**5, '{"format": "other"}', old, other, *odd:
@@ -263,7 +264,7 @@ def test_empty_cut_or_foreign_data_is_refused(tmp_path):
         (tmp_path / "meta.json").write_text(foreign)
         refused("does not describe data", open_split, tmp_path, "val")
     (tmp_path / "val.bin").write_bytes(b"")
-    empty = {"tokens": 0, "sha256": ""}
+    empty = {"tokens": 0, "bytes": 0, "sha256": ""}
     (tmp_path / "meta.json").write_text(json.dumps(json.loads(meta) | {"val": empty}))
     refused("0 bytes", open_split, tmp_path, "val")
 

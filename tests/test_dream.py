@@ -383,6 +383,7 @@ def test_tokenizers_that_cannot_be_used_are_refused(tmp_path):
     refuses("added_tokens.json does not exist")
     (tmp_path / "added_tokens.json").write_text('{"<|mask|>": 300}')
     refuses("not a character of a byte-level")
-    for vocab in ('{"a": 0, "b": 0}', '{"a": -1}', '{"a": 1.0}', '{"a": 300}', '{"a": 1e99}'):
+    for vocab in ('{"a": 0, "b": 0}', '{"a": -1}', '{"a": 1.0}', '{"a": 300}', '{"a": 1e99}',
+                  '{}', '{"": 5}'):
         (tmp_path / "vocab.json").write_text(vocab)
         refuses("the ids of vocab.json and added_tokens.json are not whole numbers")
