@@ -46,8 +46,9 @@ def recorded(name):
 def decode(model, prompt, gen_len, steps, **settings):
     """x after every pass, (passes, B, L)."""
     seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
-    last = S.decode(model, x, MASK, steps, valid=valid, on_step=seen.append, **settings)
-    assert torch.equal(last, seen[-1])
+    last, nfe = S.decode(model, x, MASK, steps, valid=valid,
+                         on_step=lambda x, lam, guess: seen.append(x), **settings)
+    assert torch.equal(last, seen[-1]) and nfe.tolist() == (steps * (x == MASK).any(1)).tolist()
     return torch.stack(seen)
 
 
@@ -117,12 +118,12 @@ def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     h, wanted = torch.randn(30, 64, generator=gen()), torch.arange(30) % 4 == 1
     wanted[7:14] = False  # a chunk in which nothing is wanted
     look = lambda *wanted: S.look(model, h, soft(3), MASK, "topk_margin", *wanted)
-    x0, conf, mixed = look()
+    x0, conf, *rest = look()
     monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
     calls = spy(monkeypatch, model, "head")
     close = lambda got, want: torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    close(look(), (x0, conf, mixed))
-    close(look(wanted), (x0[wanted], conf[wanted], mixed))
+    close(look(), (x0, conf, *rest))
+    close(look(wanted), (x0[wanted], conf[wanted], *rest))
     assert [len(rows) for rows, in calls] == 2 * [7, 7, 7, 7, 2]
 
 
@@ -185,7 +186,7 @@ def test_decode_takes_any_backbone(model):
     other.net.trunk = lambda emb, t: (times.append(t.tolist()), trunk(emb, t))[1]
     x = torch.full((2, 12), 39)
     x[1, :6] = torch.arange(6)
-    got = S.decode(other.net, x, 39, 6, sm=other.sm)
+    got, _ = S.decode(other.net, x, 39, 6, sm=other.sm)
     assert not (got == 39).any() and torch.equal(got[1, :6], x[1, :6])
     assert times[0] == [1.0, 0.5] and times == sorted(times, reverse=True) and len(times) == 6
 
@@ -237,7 +238,8 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
 def test_a_bf16_model_decodes_through_fp32_logits(tiny_dream, monkeypatch):
     half = Dream.load(tiny_dream, dtype=torch.bfloat16)
     seen, propose = set(), S.propose
-    monkeypatch.setattr(S, "propose", lambda z, *a: (seen.add(z.dtype), propose(z, *a))[1])
+    monkeypatch.setattr(S, "propose", lambda z, *a, **how: (
+        seen.add(z.dtype), propose(z, *a, **how))[1])
     for schedule in ("none", "linear"):
         assert not (decode(half, PROMPT, 16, 8, sm=soft(3), schedule=schedule)[-1] == MASK).any()
         x = decode_blocks(half, PROMPT, 16, 8, 8, "dual", sm=soft(3), schedule=schedule)[-1]
@@ -287,7 +289,7 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
 def test_bad_settings_are_refused(model, talking_dream):
     """One of each kind; `block` decides about the decoder."""
     for settings, message in (
-            ({"steps": 17}, "steps 17 must be between 1 and gen_len 16"),
+            ({"steps": 17}, "steps 17 must be between 1 and 16, the number of masks"),
             ({"gen_len": 0}, "nothing to fill"), ({"temperature": float("nan")}, "temperature nan"),
             ({"algorithm": "confidence"}, "unknown algorithm 'confidence': use one of entropy"),
             ({"schedule": "cosine"}, "unknown schedule 'cosine'"), ({"top_p": 0.0}, "top_p 0.0"),
