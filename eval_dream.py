@@ -59,7 +59,7 @@ from launch import (
     write_text,
 )
 from plot import benchmarks
-from sample_dream import Decoding, answer, check, cut, feedback_label, load_for_decoding
+from sample_dream import OMEGA, Decoding, answer, check, cut, feedback_label, load_for_decoding
 
 TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
 STATS = ("n", "nfe", "tokens", "kept", "seconds")  # of `answer`, summed over the problems
@@ -233,10 +233,15 @@ def responder(cfg, tasks):
     return dream, tok.chat, feedback_label(cfg, sm)
 
 
+def settings_of(cell):
+    """The fields of a Config without an ω that is not given: older results stay valid."""
+    return {k: v for k, v in asdict(cell).items() if k not in OMEGA or v is not None}
+
+
 def cell_name(cell, data):
     """Path of a cell's files, without ending: a hash of all that shapes its answers is in it."""
     rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table")
-    shaping = {name: value for name, value in asdict(cell).items() if name not in rest}
+    shaping = {name: value for name, value in settings_of(cell).items() if name not in rest}
     files = []  # after more training the same folder is another model
     for folder in filter(os.path.isdir, (cell.model, cell.adapter)):
         for e in os.scandir(folder):
@@ -250,7 +255,7 @@ def group(cell, budget, kind, data, length):
 
     kind: what the feedback is called.   data: hash of the problems.   length: the task's own.
     """
-    shared = {k: v for k, v in asdict(cell).items() if k not in MAY_DIFFER}
+    shared = {k: v for k, v in settings_of(cell).items() if k not in MAY_DIFFER}
     shared |= {"budget": budget, "feedback": kind, "data": str(data)[:6], "FT": "-"}
     if cell.gen_len == length:
         shared["gen_len"] = 0  # so that tasks of different lengths share a row of the table
