@@ -222,8 +222,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         changes in these steps. In the released code it does not [code].
     generator: a torch.Generator on the CPU, or a list of n, one per sequence. With a list, a sample
         is the same in any batch.
-    on_step(x, lam, guess): called after every turn, with the ids (n, L). Where they are [MASK], lam
-        (n, L) is λ and guess (n, L) is the most likely token.
+    on_step(x, lam, guess, rows, h): called after every turn, with the ids (n, L). Where they are
+        [MASK], lam (n, L) is λ and guess (n, L) is the most likely token. rows (m,) are the masks
+        of the flat batch that stay, and h (m, D) are the hidden states that predict them.
     x: (L,) or (n, L) ids to start from. All but [MASK] stays as it is (default: all [MASK]).
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
     Raises Refused for settings out of range. Checked against tests/oracles.py alg2.
@@ -255,9 +256,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     def pick(h, u):
         return sample_categorical(nucleus(net.head(h).softmax(-1), top_p), u)
 
-    def watch():
+    def watch(rows):
         if on_step:
-            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L))
+            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), rows, h[rows])
 
     silent = True if on_step else None  # None: no bar where there is no terminal
     for t, flips, u in tqdm(turns, "steps", steps, leave=False, disable=silent):
@@ -278,14 +279,14 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         else:
             emb[vanish] = table[mask_id]
         x[vanish] = mask_id
-        watch()
+        watch(stay)
     if masked.any():  # rare, but a tenth after 20 steps of remdm-loop. No nucleus here [code]
         left = rows(masked)
         t = torch.full((n,), T_END, device=device)                             # (n,)
         h = predict(model, emb, t, left, passes, fresh)                        # (nL, D)
         x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=V)
         nfe += masked.any(1) * passes
-        watch()
+        watch(left[:0])
     model.train(was_training)
     return x.view(n, L).cpu(), torch.from_numpy(nfe)
 
@@ -471,7 +472,8 @@ def main(cfg):
         make = functools.partial(generate_in_order, **{name: how[name] for name in names})
     path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl" if world > 1 else cfg.out
     done, steps = existing_indices(path, settings, cfg.seed), []
-    watch = show(tok, mask_id) if cfg.show else trace(tok, mask_id, steps) if cfg.trace else None
+    watch = show(tok, mask_id) if cfg.show else None
+    watch = trace(tok, model, steps) if cfg.trace else watch
     todo = [i for i in range(rank, cfg.count, world) if i not in done or watch]
     if cfg.compile:
         model.net.trunk = torch.compile(model.net.trunk, mode="reduce-overhead")

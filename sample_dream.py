@@ -327,8 +327,9 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
         generators.
     feedback: h (N, D) → how masks look next (N, D), λ (N,), likeliest tokens (N,), in place of sm.
     passes: network calls in each step, each with the feedback of the one before.
-    on_step(x, lam, guess): follows every step, all (B, L). At masks, lam is λ before the schedule,
-        and guess the likeliest token, both of the prediction that is fed back.
+    on_step(x, lam, guess, rows, h): follows every step, the first three (B, L). At masks, lam is λ
+        before the schedule, and guess the likeliest token, both of the prediction that is fed back.
+        h (N, D) are its hidden states, at the positions rows (N,) that were masked before.
     Returns (B, L) ids without any mask, and nfe (B,), the network calls that each sequence needed.
     With a list of generators, or at temperature 0, a sequence does not depend on the rest of its
     batch. Raises Refused for settings that cannot be run. Checked against
@@ -377,7 +378,7 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
         if on_step:
             seen = torch.zeros(x.shape, device=x.device), x             # (B, L), (B, L)
             new = (v.masked_scatter(masked, n).where(left, v) for v, n in zip(seen, soft[1:]))
-            on_step(x, *(new if soft else seen))
+            on_step(x, *(new if soft else seen), rows, h)
         masked = left
     return x, nfe.cpu()
 

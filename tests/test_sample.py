@@ -280,7 +280,7 @@ def test_decoding_in_order_is_its_loop(order):
             seen, how = [], dict(x=x, soft=soft, passes=passes)
             ids, nfe = sample.generate_in_order(
                 model, 3, steps, order, top_p, generators(3, steps), **how,
-                on_step=lambda x, lam, guess: seen.append([x, lam, guess]))  # noqa: B023
+                on_step=lambda *state: seen.append(state[:3]))  # noqa: B023
             for i, g in enumerate(generators(3, steps)):
                 with torch.no_grad():
                     expected, states = oracles.in_order(predict, net.table, x, MASK, steps, order,
@@ -394,7 +394,7 @@ def calls_of(model, **how):
     net.trunk, net.head = watched_trunk, watched_head
     try:
         ids, nfe = generate(model, 1, generator=generators(1), **how,
-                            on_step=lambda *state: states.append([v[0].clone() for v in state]))
+                            on_step=lambda *state: states.append([v[0].clone() for v in state[:3]]))
     finally:
         del net.trunk, net.head
     assert nfe.item() == len(calls) == len(states)
@@ -491,7 +491,7 @@ def test_kept_tokens_are_never_touched():
     keep, states = x != MASK, []
     for sampler, soft in WAYS:
         ids, _ = generate(model_of(), 3, 30, sampler, generator=data.rng(7), x=x, soft=soft,
-                          on_step=lambda y, lam, guess: states.append(y[keep].clone()), eta=0.3)
+                          on_step=lambda y, *_: states.append(y[keep].clone()), eta=0.3)
         assert torch.equal(ids[keep], x[keep]) and (ids < MASK).all()
     assert len(states) >= 5 * len(WAYS) and all(torch.equal(y, x[keep]) for y in states)
     full, calls = generate(model_of(), 1, 5, generator=data.rng(7), x=torch.arange(10))
@@ -588,7 +588,7 @@ def test_samples_in_order_are_one_token_a_call(saved, tmp_path):
     assert run(saved, tmp_path, count=3, **how | {"batch_size": 3})["samples.jsonl"] == lines
     run(saved, tmp_path, trace=str(tmp_path / "t"), **how)
     states = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
-    left = [sum(lam is not None for _, lam in cells) for cells in states]
+    left = [sum(lam is not None for _, lam, *_ in cells) for cells in states]
     assert left == list(range(27, -1, -1))
 
 

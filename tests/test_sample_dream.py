@@ -53,7 +53,7 @@ def decode(model, prompt, gen_len, steps, **settings):
     """x after every pass, (passes, B, L)."""
     seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
     last, nfe = S.decode(model, x, MASK, steps, valid=valid,
-                         on_step=lambda x, lam, guess: seen.append(x), **settings)
+                         on_step=lambda x, *_: seen.append(x), **settings)
     assert torch.equal(last, seen[-1]) and nfe.tolist() == (steps * (x == MASK).any(1)).tolist()
     return torch.stack(seen)
 
