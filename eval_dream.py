@@ -67,7 +67,7 @@ PROMPT_TOKENS = 1024                               # longer prompts lose their b
 
 # Results that are averaged may differ in these fields of Config, and in these of the training.
 MAY_DIFFER = set("""seed adapter out timeout confirm_run_unsafe_code nfe blocks data table task
-                    steps soft schedule switch""".split())
+                    steps soft schedule switch omega_s omega_a omega_b""".split())
 TRAINING_MAY_DIFFER = set("""seed model out resume overwrite tiny device checkpointing chunk
                              log_every save_every eval_every""".split())
 ONLY_WITH_SM = {"p_sm", "k", "eta_sm", "omega_s", "omega_a", "omega_b"}  # no meaning without SM
@@ -233,15 +233,11 @@ def responder(cfg, tasks):
     return dream, tok.chat, feedback_label(cfg, sm)
 
 
-def settings_of(cell):
-    """The fields of a Config without an ω that is not given: older results stay valid."""
-    return {k: v for k, v in asdict(cell).items() if k not in OMEGA or v is not None}
-
-
 def cell_name(cell, data):
     """Path of a cell's files, without ending: a hash of all that shapes its answers is in it."""
     rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table")
-    shaping = {name: value for name, value in settings_of(cell).items() if name not in rest}
+    rest += tuple(name for name in OMEGA if getattr(cell, name) is None)  # older answers stay valid
+    shaping = {name: value for name, value in asdict(cell).items() if name not in rest}
     files = []  # after more training the same folder is another model
     for folder in filter(os.path.isdir, (cell.model, cell.adapter)):
         for e in os.scandir(folder):
@@ -255,7 +251,7 @@ def group(cell, budget, kind, data, length):
 
     kind: what the feedback is called.   data: hash of the problems.   length: the task's own.
     """
-    shared = {k: v for k, v in settings_of(cell).items() if k not in MAY_DIFFER}
+    shared = {k: v for k, v in asdict(cell).items() if k not in MAY_DIFFER}
     shared |= {"budget": budget, "feedback": kind, "data": str(data)[:6], "FT": "-"}
     if cell.gen_len == length:
         shared["gen_len"] = 0  # so that tasks of different lengths share a row of the table
