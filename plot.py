@@ -109,7 +109,8 @@ METRICS = {
     "ppl": ("PPL ↓", ".2f", ("seed", "repeats", "ema")),
 }
 ALIKE, OF_MODELS = ("L", "n", "tokenizer", "text"), ("top_p", "dtype")
-IN_A_ROW = ("step", "prompt", "infill", "passes", "fresh", "every", "omega_s", "omega_a", "omega_b")
+IN_A_ROW = ("step", "prompt", "infill", "given", "passes", "fresh", "every",
+            "omega_s", "omega_a", "omega_b")
 IN_A_CELL = ("sampler", "eta", "t_on", "t_off", "alpha_on", "ema")
 COST = ("updates", "passes", "loss tokens")
 

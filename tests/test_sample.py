@@ -618,10 +618,33 @@ def test_ranks_write_their_own_shards(saved, tmp_path, monkeypatch):
 def test_prompt_and_infill_stay_as_given(saved, tmp_path):
     lines = run(saved, tmp_path, prompt="def f(x):", count=3, sampler="remdm-cap", eta=0.5)
     assert all(line["ids"][:10] == [256, *b"def f(x):"] for line in lines["samples.jsonl"])
-    lines = run(saved, tmp_path, infill="a = ___; b = ___!", length=20)["samples.jsonl"]
+    lines = run(saved, tmp_path, infill="a\\n= ___; b = ___!", length=20)["samples.jsonl"]
     ids = lines[-1]["ids"]
-    assert ids[:5] == [256, *b"a = "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
+    assert ids[:5] == [256, *b"a\n= "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
     assert bytes(ids[9:15]) == b"; b = " and len(lines) == 4  # gaps of 4 and 3
+
+
+@pytest.mark.parametrize("how", [{}, dict(sampler="remdm-cap", eta=0.5), dict(order="entropy")])
+def test_a_puzzle_is_filled_where_it_has_dots(saved, tmp_path, how):
+    given = "12..3.......................5"
+    [line] = run(saved, tmp_path, given=given, steps=None, **how)["samples.jsonl"]
+    ids = line["ids"]
+    assert [ids[0], *ids[-2:]] == [256, 257, 257] and len(ids) == 32
+    assert all(c == "." or ids[1 + i] == ord(c) for i, c in enumerate(given))
+    assert line["settings"]["given"] == given and ("order" not in how or line["nfe"] == 25)
+
+
+def test_a_smaller_last_batch_has_the_shape_of_the_others_if_compiled(saved, tmp_path, monkeypatch):
+    shapes = []
+
+    def watched(trunk, **how):
+        return lambda emb, t: (shapes.append(len(emb)), trunk(emb, t))[1]
+    monkeypatch.setattr(torch, "compile", watched)
+    for how in (dict(batch_size=3), dict(batch_size=9), dict(batch_size=3, order="random")):
+        shapes.clear()
+        plain = run(saved, tmp_path / f"plain{how}", count=5, **how)
+        assert run(saved, tmp_path / f"{how}", count=5, compile=True, **how) == plain
+        assert set(shapes) == {min(5, how["batch_size"])}
 
 
 def test_show_on_the_command_line(saved, tmp_path, capsys):
@@ -637,6 +660,10 @@ def test_bad_input_is_refused_and_leaves_nothing(saved, tmp_path):
                          (dict(infill="x" * 30 + "___"), "30 tokens"),
                          (dict(length=33), "length=33"), (dict(length=2), "length=2"),
                          (dict(count=0), "count=0"), (dict(batch_size=0), "batch_size=0"),
+                         (dict(given="1.3"), "has 3 characters, not one token each: ..; length 32"),
+                         (dict(given="é." + 27 * "1"), "not one token each: .'é'.; length 32 take"),
+                         (dict(given=29 * "1"), "with dots"),
+                         (dict(given=29 * ".", prompt="a"), "--given stands alone"),
                          (dict(order="any"), "order=any is none of random, entropy"),
                          (dict(order="random", eta=0.1), "--eta belongs to the samplers that"),
                          (dict(order="random", fresh=True), "--fresh belongs"),
