@@ -685,7 +685,7 @@ def test_a_file_of_something_else_is_not_appended_to(saved, tmp_path):
 
 
 def test_the_vocabulary_must_be_the_checkpoints(saved, tmp_path):
-    other, model = str(tmp_path / "other.pt"), model_of(vocab_size=60, mask_id=59, length=32)
+    other, model = str(tmp_path / "other.pt"), model_of(vocab_size=300, mask_id=299, length=32)
     checkpoint.save(other, kind="mdlm", config=vars(model.cfg), step=0, seed=0,
                     model=model.state_dict(), tokenizer=checkpoint.load(saved)["tokenizer"])
     with pytest.raises(Refused, match="bytes has 258 ids"):
