@@ -37,9 +37,8 @@ import numpy as np
 import tiktoken
 import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-from tqdm import tqdm
 
-from launch import Refused, Size, atomic, lock, read_json, run
+from launch import Refused, Size, atomic, join_values, lock, progress, read_json, run
 
 FORMAT = "soft-masked-mdlm-data/1"
 
@@ -225,7 +224,7 @@ def read_file(path):
 def documents(paths):
     """The stream of all files, with a progress bar that counts bytes of file."""
     size, done = sum(path.stat().st_size for path in paths), 0
-    with tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
+    with progress(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
         for path in paths:
             for text, last, position in read_file(path):
                 yield text, last
@@ -309,7 +308,8 @@ def openwebtext(hub, revision):
         raise Refused(f"openwebtext cannot be loaded ({type(e).__name__}: {e}): try "
                       f"--revision=refs/convert/parquet, or fetch its parquet files otherwise: "
                       f"python data.py FOLDER --val_docs=100000 --out=data/owt")
-    return ((record["text"], True) for record in tqdm(corpus, desc="tokenizing", unit="doc"))
+    records = progress(corpus, desc="tokenizing", unit="doc")
+    return ((record["text"], True) for record in records)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -454,9 +454,16 @@ def prepare_stdlib(dir="data/stdlib"):
     main(Config(**{**PRESETS["stdlib"], "out": str(dir)}))
 
 
+def with_source(argv):
+    """The words of a command line, with `--source=PATH…` for its PATH…"""
+    argv = join_values(Config, argv)
+    paths = [word for word in argv if not word.startswith("-")]
+    if not paths or len(paths) == 1 and paths[0] in PRESETS:
+        return argv
+    source = f"--source={os.pathsep.join(paths)}"
+    return [source, *(word for word in argv if word.startswith("-"))]
+
+
 if __name__ == "__main__":
-    words = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
-    flags = [arg for arg in sys.argv[1:] if arg.startswith("-")]
-    if words and not (len(words) == 1 and words[0] in PRESETS):  # PATH… becomes --source=PATH…
-        sys.argv[1:] = [f"--source={os.pathsep.join(words)}", *flags]
+    sys.argv[1:] = with_source(sys.argv[1:])
     run(main, Config, PRESETS)

@@ -39,12 +39,11 @@ from pathlib import Path
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import checkpoint
 import data
 from data import rng
-from launch import Refused, append_jsonl, machine, read_jsonl, run, write_text
+from launch import Refused, append_jsonl, machine, progress, read_jsonl, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 
@@ -120,8 +119,8 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     parts = []
     model.eval()
     mine = torch.arange(n).split(batch_size)[rank::world]
-    # None: tqdm is silent if it does not write to a terminal
-    for index in tqdm(mine, "held-out rows", leave=False, disable=True if rank else None):
+    # None: the bar is silent if it does not write to a terminal
+    for index in progress(mine, "held-out rows", leave=False, disable=True if rank else None):
         x0 = rows[index]                                                             # (b, L)
         part = torch.zeros(3, len(index), dtype=torch.float64)                       # (3, b)
         for r, t in enumerate(times[:, index]):                                      # (b,)
@@ -382,7 +381,7 @@ def score_with_lm(texts, scorer="gpt2-large", cache=None, batch_size=8, device="
     if todo:
         tok, lm = load_lm(scorer, device)
     starts = range(0, len(todo), batch_size)
-    for start in tqdm(starts, f"scoring {len(todo)} texts", disable=not todo):
+    for start in progress(starts, f"scoring {len(todo)} texts", disable=not todo):
         new_keys, new_texts = zip(*todo[start:start + batch_size])
         scores = score_batch(new_texts, tok, lm, scorer, device)
         for key, nats, n, feature in zip(new_keys, *scores):

@@ -25,11 +25,19 @@ from itertools import zip_longest
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from arms import with_omega
 from data import rng, tokenizer
-from launch import Refused, append_jsonl, machine, read_jsonl, run, write_text
+from launch import (
+    Refused,
+    append_jsonl,
+    line_breaks,
+    machine,
+    progress,
+    read_jsonl,
+    run,
+    write_text,
+)
 from mdlm import MDLM, in_chunks
 from show import show, trace
 
@@ -257,7 +265,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             on_step(x.view(n, L), lam.view(n, L), guess.view(n, L))
 
     silent = True if on_step else None  # None: no bar where there is no terminal
-    for t, flips, u in tqdm(turns, "steps", steps, leave=False, disable=silent):
+    for t, flips, u in progress(turns, "steps", steps, leave=False, disable=silent):
         live = t > T_END                                                       # (n,)
         appear, vanish = rows(masked & flips), rows(~masked & flips)
         waiting, stay = rows(masked & live[:, None]), rows(masked & ~flips & live[:, None])
@@ -313,8 +321,8 @@ class Config:
     omega_s: float | None = None
     omega_a: float | None = None  # (default for a binary model: the paper's start)
     omega_b: float | None = None  # (the same)
-    prompt: str = ""            # text that the sample starts with
-    infill: str = ""            # text with ___ where some is missing
+    prompt: str = ""            # text that the sample starts with; \n is a line break
+    infill: str = ""            # text with ___ where some is missing; the same
     seed: int = 1
     out: str = "samples.jsonl"  # appended to. A sample that it already holds is not made again
     show: bool = False          # watch the first sequence of every batch
@@ -350,10 +358,10 @@ def starting_ids(prompt, infill, tok, special, L):
     return torch.tensor(ids)
 
 
-def existing_indices(path, settings, seed):
-    """Indices of the samples in `path` that have these settings and this seed."""
+def existing_texts(path, settings, seed):
+    """{index: text} of the samples in `path` that have these settings and this seed."""
     try:
-        return {line["index"] for line in read_jsonl(path, repair=True)
+        return {line["index"]: line["text"] for line in read_jsonl(path, repair=True)
                 if (line["settings"], line["seed"]) == (settings, seed)}
     except (Refused, KeyError, TypeError):
         raise Refused(f"{path} holds something else than samples: choose another --out")
@@ -382,7 +390,8 @@ def main(cfg):
     mask_id, L = model.mask_id, model.cfg.length if cfg.length is None else cfg.length
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     check(cfg, model, tok, L)
-    x = starting_ids(cfg.prompt, cfg.infill, tok, model.info["tokenizer"], L)
+    x = starting_ids(line_breaks(cfg.prompt), line_breaks(cfg.infill), tok,
+                     model.info["tokenizer"], L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
     how |= {"steps": L if cfg.steps is None else cfg.steps,
             "soft": cfg.soft and model.sm is not None,
@@ -397,13 +406,15 @@ def main(cfg):
     settings |= {"step": model.info["step"], "tokenizer": tok.name, "length": L,
                  "dtype": str(dtype or torch.float32).removeprefix("torch.")}
     path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl" if world > 1 else cfg.out
-    done, steps = existing_indices(path, settings, cfg.seed), []
+    texts, steps = existing_texts(path, settings, cfg.seed), []
+    done = set(texts)
     watch = show(tok, mask_id) if cfg.show else trace(tok, mask_id, steps) if cfg.trace else None
     todo = [i for i in range(rank, cfg.count, world) if i not in done or watch]
     if cfg.compile:
         model.net.trunk = torch.compile(model.net.trunk, mode="reduce-overhead")
     batches = range(0, len(todo), cfg.batch_size)
-    for start in tqdm(batches, f"{len(todo)} samples", disable=rank > 0 or cfg.show):
+    silent = rank > 0 or cfg.show or not todo
+    for start in progress(batches, f"{len(todo)} samples", disable=silent):
         batch = todo[start:start + cfg.batch_size]
         generators = [rng("sample", cfg.seed, i) for i in batch]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
@@ -412,10 +423,11 @@ def main(cfg):
         lines = [{"ids": row, "text": tok.decode(row), "nfe": calls, "seed": cfg.seed, "index": i,
                   "settings": settings} for row, calls, i in zip(ids.tolist(), nfe.tolist(), batch)]
         append_jsonl(path, *(line for line in lines if line["index"] not in done))
-        if start == rank == 0 and not cfg.show:
-            print(lines[0]["text"])
+        texts |= {line["index"]: line["text"] for line in lines}
     if cfg.trace and rank == 0:
         write_text(cfg.trace, "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in steps))
+    if rank == 0:
+        print(texts[0])
     print(f"{path}: {len(todo)} samples made, {len(done)} were there")
 
 

@@ -26,11 +26,10 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import dora
 from dream import Dream, Tokenizer, load_adapter, soft_mask_file
-from launch import Refused, machine, run
+from launch import Refused, line_breaks, machine, progress, run
 from mdlm import in_chunks
 from softmask import SoftMask, time_gain
 
@@ -62,10 +61,11 @@ class Decoding:
 
 @dataclass
 class Config(Decoding):
+    # In the three texts \n is a line break.
     prompt: str = ""                # one user turn
     raw: bool = False               # the prompt is text to continue, without the chat template
     chat: bool = False              # user turns from stdin, one a line
-    infill: str = ""                # text with one ___ for the model to write; \n is a new line
+    infill: str = ""                # text with one ___ for the model to write
     stop: str = ""                  # the response ends before any of these, separated by |
     show: bool = True               # on a terminal: draw the text as it fills
 
@@ -462,23 +462,35 @@ def turn(cfg, model, tok, sm, ids, until, shown_from):
 
     total = cfg.steps or cfg.gen_len + ids.count(model.cfg.mask_token_id)
     total = None if cfg.threshold else total
-    with tqdm(total=total, unit="pass", leave=False, disable=drawn) as bar:
+    with progress(total=total, unit="pass", leave=False, disable=drawn) as bar:
         return answer(model, tok, sm, ids, cfg, until, watch)
+
+
+def typed_turns():
+    """The lines of stdin that are not empty. Somebody who types them sees a sign."""
+    sign = "> " if sys.stdin.isatty() else ""
+    while True:
+        print(sign, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line
 
 
 def main(cfg):
     if sum(map(bool, (cfg.prompt, cfg.chat, cfg.infill))) != 1:
         raise Refused("nothing to do: give one of --prompt=…, --chat, --infill=…")
-    before, gap, after = cfg.infill.replace("\\n", "\n").partition("___")
+    before, gap, after = line_breaks(cfg.infill).partition("___")
     if cfg.infill and (not gap or "___" in after or cfg.block):
         raise Refused("--infill needs exactly one ___ where the model shall write, and --block=0")
     model, tok, sm = load_for_decoding(cfg)
     label = feedback_label(cfg, sm) + (f", ω_s = {sm.omega[0].item():.3g}" if sm else "")
-    until = [stop for stop in cfg.stop.replace("\\n", "\n").split("|") if stop]
+    until = [stop for stop in line_breaks(cfg.stop).split("|") if stop]
     if not cfg.raw and not gap:
         until.append("<|im_end|>")
     messages = []
-    for prompt in filter(str.strip, sys.stdin) if cfg.chat else [cfg.prompt]:
+    for prompt in typed_turns() if cfg.chat else [line_breaks(cfg.prompt)]:
         messages.append({"role": "user", "content": prompt.removesuffix("\n")})
         if gap:
             ids = tok.encode(before) + cfg.gen_len * [model.cfg.mask_token_id] + tok.encode(after)

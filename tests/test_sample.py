@@ -502,6 +502,9 @@ def test_show_draws_confidence_and_tokens(monkeypatch):
     assert "↵" in first and "\x1b\x1b" not in first and first.count("\n") == 2
     step(x, torch.zeros(1, 5), x)
     assert "\x1b[2F\x1b[J" in sys.stdout.getvalue()[len(first):]      # redrawn in place
+    sys.stdout.truncate(0)
+    show(tok, tok.n_vocab, pause=0)(torch.tensor([list(b"abcdefghijkl")]), *torch.zeros(2, 1, 12))
+    assert "j" in sys.stdout.getvalue() and "d" not in sys.stdout.getvalue()  # the end is in view
 
 
 def test_show_prints_a_few_plain_lines_where_there_is_no_terminal(capsys):
@@ -566,6 +569,13 @@ def test_ranks_write_their_own_shards(saved, tmp_path, monkeypatch):
     indices = [[line["index"] for line in shards[f"samples.{rank}.jsonl"]] for rank in range(2)]
     assert indices == [[0, 2, 4], [1, 3]]
     assert sorted(sum(shards.values(), []), key=lambda line: line["index"]) == whole
+
+
+def test_the_text_is_printed_when_it_is_made_and_when_it_was_there(saved, tmp_path, capsys):
+    for watched in False, False, True:
+        [line] = run(saved, tmp_path, show=watched, prompt="a\\nb")["samples.jsonl"]
+        assert line["text"] + "\n" in capsys.readouterr().out
+        assert line["ids"][1:4] == list(b"a\nb")
 
 
 def test_prompt_and_infill_stay_as_given(saved, tmp_path):
