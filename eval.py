@@ -23,6 +23,7 @@ Not here: generation (sample.py), tables and figures (plot.py).
 
 import base64
 import contextlib
+import functools
 import glob
 import hashlib
 import importlib.metadata
@@ -32,7 +33,6 @@ import os
 import platform
 import re
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -66,7 +66,7 @@ class Config:
     against: str = ""               # another checkpoint, measured on the same masks
     dtype: str = "auto"             # bfloat16 where the GPU has it [code], else float32
     # entropy, gen_ppl, mauve
-    samples: str = "samples.jsonl"  # of sample.py; a pattern reads the shards of one run together
+    samples: str = "samples.jsonl"  # of sample.py; shards NAME.RANK.jsonl of a run are one file
     length: int = 1024              # tokens of a held-out row, where --samples= is empty
     scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
     scale: float = 5.0              # of MAUVE, App. B.1
@@ -165,24 +165,21 @@ def held_out_rows(cfg, special, L):
     counts: {documents, tokens, bytes} of the whole text.
     Raises Refused if the data has another tokenizer.
     """
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
-        if cfg.metric == "zero_shot":
-            tok = data.tokenizer(special["name"], cfg.tokenizer_dir)
-            path = os.path.join(tmp, "val.bin")
-            end = data.encode(data.documents(data.find_files(cfg.text)), path, tok)[-1]
-            counts = dict(zip(("documents", "tokens", "bytes"), end))
-            tokens = np.memmap(path, np.uint16, "r")
-            tokens.tokenizer = data.describe(tok)
-        else:
-            tokens, meta = data.open_split(cfg.data, "val")
-            counts = meta["val"]
-        if tokens.tokenizer != special:
-            raise Refused(f"{cfg.text or cfg.data} holds tokens of {tokens.tokenizer}, "
-                          f"{cfg.checkpoint} was trained on those of {special}: prepare the text "
-                          f"again with --tokenizer={special['name']}")
-        n = data.n_rows(tokens, L)
-        take = min(cfg.rows or n, n)
-        return data.rows(tokens, torch.arange(take) * n // take, L), counts
+    if cfg.metric == "zero_shot":
+        tok = data.tokenizer(special["name"], cfg.tokenizer_dir)
+        theirs = data.describe(tok)
+        whole, counts = data.text_rows(data.documents(data.find_files(cfg.text)), tok, L)
+        n, pick = len(whole), whole.__getitem__
+    else:
+        tokens, meta = data.open_split(cfg.data, "val")
+        theirs, counts, n = tokens.tokenizer, meta["val"], data.n_rows(tokens, L)
+        pick = functools.partial(data.rows, tokens, L=L)
+    if theirs != special:
+        raise Refused(f"{cfg.text or cfg.data} holds tokens of {theirs}, {cfg.checkpoint} was "
+                      f"trained on those of {special}: prepare the text again with "
+                      f"--tokenizer={special['name']}")
+    take = min(cfg.rows or n, n)
+    return pick(torch.arange(take) * n // take), counts
 
 
 def load_other(cfg, special, L):
@@ -253,11 +250,13 @@ def is_sample(line):
 def read_samples(pattern):
     """(samples, settings): the lines of all files, and what they were made with.
 
+    pattern: of files. If NAME.jsonl is not there, it is NAME.RANK.jsonl, as torchrun leaves them.
     Of two samples with the same seed and index, one counts.
     Raises Refused for files that hold something else, and for samples of different settings.
     """
     samples, settings = {}, None
-    for path in sorted(glob.glob(pattern)):
+    shards = pattern.removesuffix(".jsonl") + ".[0-9]*.jsonl"
+    for path in sorted(glob.glob(pattern) or glob.glob(shards)):
         for line in read_jsonl(path):
             if not is_sample(line):
                 raise Refused(f"{path} is no file of samples: a line has two ids or more, text, "
@@ -514,7 +513,7 @@ def write_result(cfg, stem, values, settings):
     source = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer, "mauve": cfg.data}
     of = os.path.basename(source.get(cfg.metric, "").rstrip("/")).split(".")[0]
     below = "below-" + re.sub(r"\W+", "-", cfg.against) if cfg.against else ""
-    parts = stem.rstrip("."), cfg.metric, of, below, "json"
+    parts = stem.rstrip("./"), cfg.metric, of, below, "json"
     path = cfg.out or ".".join(part for part in parts if part)
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}

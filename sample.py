@@ -64,12 +64,11 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
     to 1 − alpha_on before t_on, then constant to t_off, then to 0.
     """
     remask, eta = 0.0, (SAMPLERS.get(sampler) if eta is None else eta)
-    in_range = sampler in SAMPLERS and 0 <= eta <= 1
-    if not (in_range and 0 < t_off < t_on < 1 and 0 < alpha_on < 1):
-        raise Refused(
-            f"sampler={sampler}, eta={eta}, t_on={t_on}, t_off={t_off}, alpha_on={alpha_on}: the "
-            f"sampler must be one of {', '.join(SAMPLERS)}, eta in [0, 1], "
-            f"0 < t_off < t_on < 1 and 0 < alpha_on < 1")
+    if sampler not in SAMPLERS:
+        raise Refused(f"sampler={sampler} is none of {', '.join(SAMPLERS)}")
+    if not (0 <= eta <= 1 and 0 < t_off < t_on < 1 and 0 < alpha_on < 1):
+        raise Refused(f"eta={eta}, t_on={t_on}, t_off={t_off}, alpha_on={alpha_on}: eta must be in "
+                      f"[0, 1], 0 < t_off < t_on < 1 and 0 < alpha_on < 1")
     if sampler == "remdm-loop":
         if t_off < t <= t_on:  # the plateau: as many tokens appear as vanish
             return min(1.0, eta * alpha_on / (1 - alpha_on)), eta

@@ -12,6 +12,7 @@ import runpy
 import sys
 import tracemalloc
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -165,7 +166,8 @@ def test_every_format_gives_the_same_tokens(tmp_path):
     (tmp_path / "d" / "README.md").write_text("is not part of the corpus")
     out = str(tmp_path / "out")
     for name in "a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "d":
-        main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2))
+        main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2,
+                    overwrite=True))
         train, val = (open_split(out, split)[0].tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
 
@@ -236,10 +238,36 @@ def test_command_line_takes_several_paths(tmp_path, monkeypatch):
     for i, text in enumerate(TEXTS):
         (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
     monkeypatch.chdir(tmp_path)
-    words = ["0.txt", "2.txt", "--tokenizer=bytes", "--val_docs=1", "--out=both"]
+    words = ["0.txt", "2.txt", "--tokenizer", "bytes", "--val_docs=1", "--out", "both"]
     monkeypatch.setattr(sys, "argv", ["data.py", *words])
     runpy.run_path(data.__file__, run_name="__main__")
     assert open_split("both", "val")[0].tolist() == ids_of([TEXTS[2]])
+
+
+def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
+    tokens, meta = open_split(prepared(tmp_path, val_docs=1), "train")
+    rows, counts = data.text_rows(stream(TEXTS[:-1]), BYTES, 12)
+    assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 12)), 12))
+    assert counts.items() <= meta["train"].items() and counts["documents"] == 4
+    for nothing in [], [""]:
+        refused("tokens do not fill one row", data.text_rows, stream(nothing), BYTES, 12)
+
+
+def test_data_of_another_source_are_kept_and_short_held_out_texts_named(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in "own.txt", "own.jsonl":
+        Path(name).write_text(jsonl(TEXTS))
+    for _ in range(2):
+        main(Config(source="own.txt", tokenizer="bytes"))
+    assert "noisy bounds" in capsys.readouterr().out
+    other = Config(source="own.jsonl", tokenizer="bytes")
+    refused("data/own holds the text of own.txt: give another --out, or --overw", main, other)
+    assert json.loads(Path("data/own/meta.json").read_text())["source"] == "own.txt"
+    main(replace(other, overwrite=True, val_docs=1))
+    assert open_split("data/own", "val")[0].tolist() == ids_of(TEXTS[-1:])
+    refused("own.txt is a file.*`python data.py own.txt`, then give data/own$",
+            open_split, "own.txt", "train")
 
 
 # bad input --------------------------------------------------------------------------------------
@@ -290,7 +318,7 @@ def test_a_vocabulary_beyond_uint16_is_refused(tmp_path):
 
 def test_a_split_without_training_text_is_refused(tmp_path):
     for texts, val_docs, message in [
-            ([], None, "0 documents"), ([""], None, "1 of 1"), (["one"], 1, "1 of 1 documents"),
+            ([], None, "no text"), ([""], None, "no text"), (["one"], 1, "1 of 1 documents"),
             (["a", "b"], 2, "2 of 2"), (["a", "b"], 0, "nothing out"), (["a"], -3, "nothing")]:
         refused(message, prepare, stream(texts), tmp_path, BYTES, val_docs)
         assert os.listdir(tmp_path) == [".lock"]
@@ -308,7 +336,8 @@ def test_a_broken_source_leaves_the_old_data_alone(tmp_path):
         "i.jsonl.gz": damaged, "j.jsonl": b"[" * 10**5, "k.jsonl": b'{"text": "\xff"}\n'}
     for name, content in broken.items():
         (tmp_path / name).write_bytes(content)
-        cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes")
+        cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes",
+                     overwrite=True)
         refused(f"{name} cannot be read", main, cfg)
         assert contents(tmp_path / "out") == before
 

@@ -487,6 +487,7 @@ def test_a_result_says_what_training_cost(world):
 
 
 def test_shards_are_read_together(tmp_path):
+    """By a pattern, or by the name that torchrun was given."""
     pattern = str(tmp_path / "s.*.jsonl")
     samples_file(tmp_path / "s.0.jsonl", n=2)
     samples_file(tmp_path / "s.1.jsonl", n=2, start=2)
@@ -494,6 +495,8 @@ def test_shards_are_read_together(tmp_path):
     assert [s["index"] for s in samples] == [0, 1, 2, 3] and settings["sampler"] == "mdlm"
     samples_file(tmp_path / "s.1.jsonl", n=4)  # the same again counts once
     assert len(evaluation.read_samples(pattern)[0]) == 4
+    samples_file(tmp_path / "s.trace.jsonl", n=5)  # no shard
+    assert len(evaluation.read_samples(str(tmp_path / "s.jsonl"))[0]) == 4
 
 
 # bad input ---------------------------------------------------------------------------------------

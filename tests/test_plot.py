@@ -270,8 +270,14 @@ def test_figures_are_drawn(logs, traced, tmp_path):
     assert colors == {"binary": "C0", "sm": "C1"}
     assert [line.get_color() for line in right.lines] == ["C1"]
     assert len(plot.ablation(logs).axes[0].get_yticks()) == 2
-    cells = plot.trajectory(traced.trace).axes[0].texts
-    assert len(cells) == len(read_jsonl(traced.trace)) * 12
+    ax, _ = plot.trajectory(traced.trace).axes
+    cells = ax.texts
+    assert ax.get_ylabel() == "network call"
+    steps = read_jsonl(traced.trace)
+    assert len(plot.trajectory(steps).axes[0].texts) == len(cells)
+    log(tmp_path / "q" / "log.jsonl", {"step": 1, "loss": 2.0, "omega_s": 0.1})
+    assert plot.runs(f"{tmp_path}/q/log.jsonl").axes[0].get_ylabel() == "loss in training"
+    assert len(cells) == len(steps) * 12
     for kind in "png", "svg":
         plot.main(plot.Config(trajectory=traced.trace, out=str(tmp_path / f"f.{kind}")))
         assert (tmp_path / f"f.{kind}").stat().st_size > 1000

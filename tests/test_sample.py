@@ -18,6 +18,8 @@ import checkpoint
 import data
 import oracles
 import sample
+from conftest import refused
+from dream import Tokenizer
 from launch import Refused
 from mdlm import MDLM, ModelConfig
 from sample import (
@@ -479,6 +481,8 @@ def test_settings_out_of_range_are_refused():
                 dict(eta=2.0), dict(t_on=0.04), dict(t_off=0.0), dict(alpha_on=1.0)):
         with pytest.raises(Refused, match="{}={}".format(*list(how.items())[0])):
             generate(model_of(), **{"n": 1, "steps": 2, "generator": data.rng(0)} | how)
+    refused("^sampler=remdm is none of mdlm, remdm-cap, remdm-loop$", generate, model_of(), 1, 2,
+            "remdm")
 
 
 # ---- App. C.5
@@ -604,6 +608,7 @@ def test_bad_input_is_refused_and_leaves_nothing(saved, tmp_path):
         with pytest.raises(Refused, match=message):
             run(saved, tmp_path, **how)
     assert not list(tmp_path.iterdir())
+    refused("holds an MDLM, not a Dream: `python sample.py --checkpoint=", Tokenizer, saved)
 
 
 def test_a_file_of_something_else_is_not_appended_to(saved, tmp_path):
