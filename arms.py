@@ -4,13 +4,14 @@
     constant   λ is the same for every mask, and is not learned: is it the entropy that matters?
     renorm     the mix at the length of the [MASK] embedding: is it the length that matters?
     slerp      the mix on the sphere: from the direction of [MASK] towards that of the guess
+    permuted   the paper's mix, given to another mask: is it the content that matters?
 
 A new gate overrides `strength`, a new mix overrides `mix`; one more line in ARMS gives it a name
 for `train.py --arm=…`. Training, decoding and checkpoints of an MDLM need no other change, because
 they ask SoftMask for nothing else. Compare the `mix_norm` and `lam_sd` of the logs before comparing
 the losses.
 
-The three are discussed in arXiv 2601.07351 and 2608.06529. The definitions here are [ours].
+The first three are discussed in arXiv 2601.07351 and 2608.06529. The definitions are [ours].
 
 `with_omega` gives feedback to a model that was not trained with it.
 
@@ -62,7 +63,18 @@ class Slerp(SoftMask):
         return (m.norm() * mixed).to(table.dtype)                                  # (N, D)
 
 
-ARMS = {"": SoftMask, "constant": Constant, "renorm": Renorm, "slerp": Slerp}
+class Permuted(SoftMask):
+    """A placebo: of N masks, each gets the mix of the one N/2 further on, mostly in another row.
+
+    So a sample depends on the rest of its batch, and a mask that is alone keeps its own mix.
+    """
+
+    def mix(self, table, lam, ids, pi):
+        mixed = super().mix(table, lam, ids, pi)                                   # (N, D)
+        return mixed.roll(len(mixed) // 2, 0)                                      # (N, D)
+
+
+ARMS = {"": SoftMask, "constant": Constant, "renorm": Renorm, "slerp": Slerp, "permuted": Permuted}
 
 
 def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):

@@ -6,6 +6,12 @@ A bound on the perplexity of held-out text:
     python eval.py ppl --checkpoint=out/last.pt --data=data/owt
     python eval.py zero_shot --checkpoint=out/last.pt --text=wikitext.txt  # of another text
 
+The same by times t and by what is fed back: where soft-masking pays, and whether its content does.
+An adapter of finetune_dream.py is measured on the dialogues that its run held out:
+
+    python eval.py feedback --checkpoint=out/last.pt --data=data/owt
+    python eval.py feedback --checkpoint=out/dream/best
+
 Three opinions on samples: how varied their tokens are (low where a sample repeats itself), how
 likely GPT-2 large finds them, and how far they are from held-out text:
 
@@ -33,7 +39,7 @@ import os
 import platform
 import re
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
 import numpy as np
@@ -42,24 +48,37 @@ import torch.nn.functional as F
 
 import checkpoint
 import data
+import finetune_dream as dream
 from data import rng
-from launch import Refused, append_jsonl, machine, progress, read_jsonl, run, write_text
-from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
+from dream import load_adapter
+from launch import (
+    Refused,
+    append_jsonl,
+    machine,
+    progress,
+    read_json,
+    read_jsonl,
+    run,
+    write_text,
+)
+from mdlm import ALPHA_FLOOR, MDLM, TwoPass, corrupt, sample_times
+from softmask import SoftMask
 
 
 @dataclass
 class Config:
-    metric: str = ""                # the first word: ppl, zero_shot, entropy, sudoku, …
+    metric: str = ""                # the first word: ppl, zero_shot, feedback, entropy, sudoku, …
     out: str = ""                   # result (default: beside the input, NAME.METRIC.OF-WHAT.json)
     label: str = ""                 # row of the table, such as 1M+100k (default: the checkpoint)
     device: str = "auto"            # cuda, else mps, else cpu
     batch_size: int = 8             # changes the speed and no result
     seed: int = 1                   # of masks and times; of MAUVE's reference rows and clusters
     tokenizer_dir: str = ""         # GPT-2's vocabulary, for machines without a network
-    # ppl, zero_shot
-    checkpoint: str = ""            # anything that `python checkpoint.py` can describe
+    # ppl, zero_shot, feedback
+    checkpoint: str = ""            # anything that `python checkpoint.py` can describe; for
+                                    # feedback also a folder of finetune_dream.py, best or last
     ema: bool = True                # take its averaged backbone
-    data: str = "data/owt"          # ppl measures its val.bin; MAUVE compares with it
+    data: str = "data/owt"          # ppl, feedback measure its val.bin; MAUVE compares with it
     text: str = ""                  # zero_shot measures these files, read as data.py reads them
     rows: int = 0                   # so many rows, evenly spaced (default: all; of "Data": half)
     repeats: int = 1                # draws of times and masks per row
@@ -73,7 +92,9 @@ class Config:
 
 
 PRESETS = {name: {"metric": name}
-           for name in ("ppl", "zero_shot", "entropy", "sudoku", "gen_ppl", "mauve")}
+           for name in ("ppl", "zero_shot", "feedback", "entropy", "sudoku", "gen_ppl", "mauve")}
+FEEDBACKS = "none", "own", "permuted", "truth"  # see `bound_by_feedback`
+BINS = 10                                       # of t, as wide as each other
 
 
 def mean_and_se(total, count):
@@ -93,6 +114,27 @@ def mean_and_se(total, count):
 # held-out text
 
 
+def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
+    """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): all rows, each with `repeats` times.
+
+    The arguments are those of `bound`. The times of all rows together are one stratified sample,
+    and so are those of each row. They are dealt out to the rows at random. Masks are keyed by the
+    row, so batch_size and world do not change them.
+    """
+    n = len(rows)
+    deal = torch.randperm(n, generator=rng("deal", seed))
+    times = sample_times(n * repeats, rng("times", seed), low=max(floor, 1e-6))       # (repeats·n,)
+    times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
+    mine = torch.arange(n).split(batch_size)[rank::world]
+    # None: the bar is silent if it does not write to a terminal
+    for index in progress(mine, "held-out rows", leave=False, disable=True if rank else None):
+        for r, t in enumerate(times[:, index]):                                      # (b,)
+            xt = torch.cat([
+                corrupt(x[None], s[None], mask_id, rng("masks", seed, r, int(i)), floor)
+                for i, x, s in zip(index, rows[index], t)])                          # (b, L)
+            yield index, rows[index], xt, t
+
+
 @torch.no_grad()
 def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
           floor=ALPHA_FLOOR):
@@ -107,32 +149,21 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     masks the cross-entropy without the weight 1/t, in nats, and the number of masks.
     Raises Refused where the bound is not a number.
 
-    The times of all rows together are one stratified sample, and so are those of each row. They
-    are dealt out to the rows at random. Masks are keyed by the row, so batch_size and world do not
-    change the result. With one seed, feedback on and off see the same masks: their difference is
-    much surer than either number.
+    With one seed, feedback on and off see the same masks (`corrupted`): their difference is much
+    surer than either number.
     """
-    n, device, was_training = len(rows), next(model.parameters()).device, model.training
-    deal = torch.randperm(n, generator=rng("deal", seed))
-    times = sample_times(n * repeats, rng("times", seed), low=max(floor, 1e-6))       # (repeats·n,)
-    times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
-    parts = []
+    device, was_training = next(model.parameters()).device, model.training
+    total = torch.zeros(3, len(rows), dtype=torch.float64)                           # (3, n)
+    mine = torch.zeros(len(rows), dtype=torch.bool)                                  # (n,)
     model.eval()
-    mine = torch.arange(n).split(batch_size)[rank::world]
-    # None: the bar is silent if it does not write to a terminal
-    for index in progress(mine, "held-out rows", leave=False, disable=True if rank else None):
-        x0 = rows[index]                                                             # (b, L)
-        part = torch.zeros(3, len(index), dtype=torch.float64)                       # (3, b)
-        for r, t in enumerate(times[:, index]):                                      # (b,)
-            xt = torch.cat([
-                corrupt(x[None], s[None], model.cfg.mask_id, rng("masks", seed, r, int(i)), floor)
-                for i, x, s in zip(index, x0, t)])                                   # (b, L)
-            nll = model(x0.to(device), xt.to(device), t.to(device), soft).cpu().double()  # (b,)
-            part += torch.stack((nll, nll * t, (xt == model.cfg.mask_id).sum(1))) / repeats
-        parts.append(part)
+    how = dict(repeats=repeats, batch_size=batch_size, rank=rank, world=world, floor=floor)
+    for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, **how):
+        nll = model(x0.to(device), xt.to(device), t.to(device), soft).cpu().double()  # (b,)
+        masked = (xt == model.cfg.mask_id).sum(1)                                    # (b,)
+        total[:, index] += torch.stack((nll, nll * t, masked)) / repeats
+        mine[index] = True
     model.train(was_training)
-    parts = parts or [torch.zeros(3, 0, dtype=torch.float64)]  # more ranks than batches
-    nll, ce, masked = torch.cat(parts, 1)                                            # (m,) each
+    nll, ce, masked = total[:, mine]                                                 # (m,) each
     if not nll.isfinite().all():
         raise Refused(f"the bound is not a number on {(~nll.isfinite()).sum()} of {len(nll)} "
                       f"rows: the weights are broken, or they do not bear this dtype")
@@ -230,6 +261,125 @@ def measure_bound(cfg):
                 "text": text, "dtype": str(dtype or torch.float32).removeprefix("torch."),
                 "training": training_of(cfg.checkpoint, model.info["step"])}
     write_result(cfg, cfg.checkpoint, values, settings)
+
+
+# -------------------------------------------------------------------------------------------------
+# what is fed back
+
+
+@torch.no_grad()
+def bound_by_feedback(model, x0, xt, t, other):
+    """The terms of Eq. 2 under four feedbacks: is it the content that helps?
+
+    none      plain masks, in one pass
+    own       what the model thinks of this mask, as in training
+    permuted  what it thinks of a mask in another text: as sure on average, but of other tokens
+    truth     the masked token itself, with H = 0 and the largest λ: all that feedback could do
+
+    model: TwoPass with a soft mask.   x0, xt: (B, L) ids.   t: (B,) times.
+    other: ids of other texts, masked at these times. The n-th mask of xt gets the feedback of the
+        n-th mask of other, counted over the batch. Where other has fewer, it starts again.
+    Returns (4, B) float64, nats per sequence. `none` and `own` are MDLM.forward, bit for bit.
+    """
+    net, sm, (B, L) = model.net, model.sm, xt.shape
+    rows, theirs = ((x == model.mask_id).flatten().nonzero().squeeze(1) for x in (xt, other))
+    tokens, plain = x0.flatten()[rows], F.embedding(xt, net.table)         # (N,), (B, L, D)
+
+    def after(mixed):
+        emb = plain.flatten(0, 1).index_copy(0, rows, mixed.to(plain.dtype)).view_as(plain)
+        return net.hidden(emb, rows, t)                                    # (N, D)
+
+    none = net.hidden(plain, rows, t)                                      # (N, D)
+    own = model.feedback(none)[0]                                          # (N, D)
+    h = net.hidden(F.embedding(other, net.table), theirs, t)               # (M, D)
+    at = torch.arange(len(rows), device=rows.device) % max(1, len(theirs))  # (N,)
+    permuted = model.feedback(h)[0][at]                                    # (N, D)
+    one = torch.ones(len(rows), 1, device=rows.device)                     # (N, 1)
+    truth = sm.mix(net.table, sm.strength(0 * one[:, 0]), tokens[:, None], one)       # (N, D)
+    hs = none, after(own), after(permuted), after(truth)
+    nll = torch.stack([model.cross_entropy(h, tokens) for h in hs])        # (4, N)
+    return (nll.new_zeros(4, B).index_add(1, rows // L, nll) / t).cpu().double()
+
+
+def feedback_on_text(cfg):
+    """A checkpoint on val.bin: terms (4, n), t (n,), tokens (n,), and the settings.
+
+    Without ALPHA_FLOOR: their means are the `unbiased` values of ppl, on the same masks.
+    """
+    device, dtype = machine(cfg.device, cfg.dtype)[2:]
+    model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
+    rows, _ = held_out_rows(cfg, model.info["tokenizer"], model.cfg.length)          # (n, L)
+    n, L = rows.shape
+    if model.sm is None or n < 2:
+        raise Refused(f"{cfg.checkpoint} on {n} rows: to compare feedbacks, give a model with soft "
+                      f"masks, and two rows")
+    parts, how = [], dict(repeats=cfg.repeats, batch_size=cfg.batch_size, floor=0.0)
+    for index, x0, xt, t in corrupted(rows, model.mask_id, cfg.seed, **how):
+        masked = xt == model.mask_id                                                 # (b, L)
+        other = rows[(index + 1) % n].masked_fill(masked, model.mask_id)             # (b, L)
+        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+            terms = bound_by_feedback(model, *(v.to(device) for v in (x0, xt, t, other)))
+        parts.append((terms, t, torch.full_like(t, L)))
+    terms, t, tokens = (torch.cat(part, -1) for part in zip(*parts))
+    return terms, t, tokens, {"step": model.info["step"], "L": L, "n": n}
+
+
+def feedback_on_dialogues(cfg):
+    """The same of an adapter, on the dialogues that its run held out. Responses are masked.
+
+    The model and the dialogues are those of its finetune.json.
+    """
+    made = read_json(os.path.join(cfg.checkpoint, "finetune.json"))
+    names = [f.name for f in fields(dream.Config) if f.name in made]
+    run_cfg, device = dream.Config(**{name: made[name] for name in names}), machine(cfg.device)[2]
+    tok, net = dream.Tokenizer(run_cfg.model), dream.Dream.load(run_cfg.model, device)
+    omega, mask_id = load_adapter(net, cfg.checkpoint), net.cfg.mask_token_id
+    held_out = (dream.read_hub if run_cfg.data in dream.HUB else dream.read_lines)(run_cfg)[1]
+    val = dream.encode_all(*held_out, run_cfg, tok, mask_id, True)[0][:cfg.rows or None]
+    n = len(val)
+    if omega is None or n < 2:
+        raise Refused(f"{cfg.checkpoint} on {n} held-out dialogues: to compare feedbacks, give an "
+                      f"adapter with ω, of a run that held out two")
+    model = TwoPass(net, SoftMask(**omega).to(device), mask_id)
+    x0s = [dream.pad_with_eos(ids, net.cfg.pad_token_id, rng("n_end", cfg.seed, i))[None]
+           for i, (ids, _) in enumerate(val)]                                        # (1, L) each
+    times, parts = sample_times(n * cfg.repeats, rng("times", cfg.seed), low=1e-6), []
+    for j, t in enumerate(
+            progress(times[:, None], "held-out dialogues", leave=False, disable=None)):
+        i, mine = j % n, (j + 1) % n                                                 # t: (1,)
+        x0, prompt = x0s[i], val[i][1]
+        xt = corrupt(x0, t, mask_id, rng("masks", cfg.seed, j), 0.0)                 # (1, L)
+        xt[:, :prompt] = x0[:, :prompt]
+        other = dream.mask_response(x0s[mine], val[mine][1], t, mask_id, rng("other", cfg.seed, j))
+        terms = bound_by_feedback(model, *(v.to(device) for v in (x0, xt, t, other)))
+        parts.append((terms, t, torch.full_like(t, x0.shape[1] - prompt)))
+    terms, t, tokens = (torch.cat(part, -1) for part in zip(*parts))
+    return terms, t, tokens, {"model": run_cfg.model, "dialogues": run_cfg.data, "n": n}
+
+
+def measure_feedback(cfg):
+    """Eq. 2 by bins of t under four feedbacks, in nats per token that may be masked.
+
+    The gain of a feedback is what it lies below none, on the same masks.
+    """
+    folder = os.path.exists(os.path.join(cfg.checkpoint, "adapter_config.json"))
+    measured = feedback_on_dialogues if folder else feedback_on_text
+    terms, t, tokens, settings = measured(cfg)                             # (4, n), (n,), (n,)
+    if not terms.isfinite().all():
+        raise Refused(f"the bound of {cfg.checkpoint} is not a number: the weights are broken, or "
+                      f"they do not bear this dtype")
+    which, values = (t * BINS).long().clamp_max(BINS - 1), {}              # (n,)
+    for name in ["all", *range(BINS)]:
+        at = which == name if name != "all" else which >= 0                # (n,)
+        if not at.any():
+            continue
+        row = {"t": t[at].mean().item(), "draws": int(at.sum())}
+        row |= {f: mean_and_se(term, tokens[at])[0] for f, term in zip(FEEDBACKS, terms[:, at])}
+        for feedback, term in zip(FEEDBACKS[1:], terms[1:, at]):
+            gain = mean_and_se(terms[0, at] - term, tokens[at])
+            row |= dict(zip((f"{feedback}_gain", f"{feedback}_gain_se"), gain))
+        values[f"{name / BINS:.1f} to {(name + 1) / BINS:.1f}" if name != "all" else name] = row
+    write_result(cfg, cfg.checkpoint.rstrip("/"), values, settings)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -510,14 +660,16 @@ def write_result(cfg, stem, values, settings):
         except importlib.metadata.PackageNotFoundError:
             pass
     # The name says on what or with what it was measured, so that two results are two files.
-    source = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer, "mauve": cfg.data}
+    source = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer, "mauve": cfg.data,
+              "feedback": settings.get("dialogues", cfg.data)}
     of = os.path.basename(source.get(cfg.metric, "").rstrip("/")).split(".")[0]
     below = "below-" + re.sub(r"\W+", "-", cfg.against) if cfg.against else ""
     parts = stem.rstrip("./"), cfg.metric, of, below, "json"
     path = cfg.out or ".".join(part for part in parts if part)
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
-    rows = values.items() if cfg.metric in ("ppl", "zero_shot") else [(cfg.metric, values)]
+    by_row = cfg.metric in ("ppl", "zero_shot", "feedback")
+    rows = values.items() if by_row else [(cfg.metric, values)]
     for name, row in rows:
         print(f"{name}: " + ", ".join(f"{key} {value:.4f}" for key, value in row.items()))
     write_text(path, json.dumps(result, indent=2))
@@ -525,7 +677,7 @@ def write_result(cfg, stem, values, settings):
 
 
 def main(cfg):
-    verbs = dict.fromkeys(("ppl", "zero_shot"), measure_bound)
+    verbs = dict.fromkeys(("ppl", "zero_shot"), measure_bound) | {"feedback": measure_feedback}
     verbs |= dict.fromkeys(("entropy", "sudoku", "gen_ppl", "mauve"), measure_samples)
     if cfg.metric not in verbs:
         raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(verbs)}")

@@ -5,6 +5,7 @@
     python plot.py --bounds="runs/*.json"       # those of `eval.py ppl --against=…`
     python plot.py --logs="out/*/log.jsonl"     # where ω, λ and the speed of each run ended
     python plot.py --benchmarks=out/answers     # eval_dream.py's results, as in Table 3
+    python plot.py --feedback=last.feedback.owt.json    # eval.py feedback; --out=x.png draws it
 
     python plot.py --runs="out/binary-*/log.jsonl,out/sm-*/log.jsonl"    # Fig. 3; -1, -2 are seeds
     python plot.py --throughput=out/answers     # Fig. 4, from eval_dream.py --blocks=16,32,48
@@ -42,6 +43,7 @@ class Config:
     bounds: str = ""         # pattern of results of `eval.py ppl`, best with --against
     logs: str = ""           # pattern of train.py's logs
     benchmarks: str = ""     # folder of eval_dream.py's results
+    feedback: str = ""       # a result of `eval.py feedback`: a table, or a figure if out is one
     # figures
     runs: str = ""           # pattern of train.py's logs
     throughput: str = ""     # folder of eval_dream.py's results with block lengths
@@ -278,6 +280,27 @@ def logs(patterns):
                           "numbers")
         rows.append(dict(zip(columns, cells)))
     return markdown(rows, columns, text=2)
+
+
+def feedback_rows(path):
+    """{bin of t: values} of a result of `eval.py feedback`, the whole of it under "all"."""
+    try:
+        rows = read_json(path)["values"]
+        assert rows["all"]["own_gain"] is not None
+        return rows
+    except (Refused, KeyError, TypeError, AssertionError):
+        raise Refused(f"{path} is not a result of `eval.py feedback`: make one first")
+
+
+def feedback(path):
+    """The bound under four feedbacks, and how far each lies below none, a row per bin of t."""
+    columns = ["t", "none (nats)", "own, below none (± SE)", "permuted", "truth"]
+    rows = []
+    for name, row in feedback_rows(path).items():
+        gains = [f"{row[kind + '_gain']:+.4f} ± {row[kind + '_gain_se']:.4f}"
+                 for kind in ("own", "permuted", "truth")]
+        rows.append(dict(zip(columns, (name, f"{row['none']:.4f}", *gains))))
+    return markdown(rows, columns)
 
 
 def dream_results(folder):
@@ -560,6 +583,24 @@ def trajectory(path):
     return fig
 
 
+def feedback_figure(path):
+    """Where on the way SM pays, and whether its content does: gains of three feedbacks over t.
+
+    Bands are one standard error on both sides. What lies below the line at 0 does harm.
+    """
+    rows = [row for name, row in feedback_rows(path).items() if name != "all"]
+    fig, [ax] = figure(1, width=6)
+    t = [row["t"] for row in rows]
+    for kind in "own", "permuted", "truth":
+        gain, se = (np.array([row[kind + end] for row in rows]) for end in ("_gain", "_gain_se"))
+        [line] = ax.plot(t, gain, "o-", label=kind)
+        ax.fill_between(t, gain - se, gain + se, color=line.get_color(), alpha=0.25, lw=0)
+    ax.axhline(0, color="gray", lw=0.8)
+    ax.set(xlabel="t, the share of masks", ylabel="nats per token below no feedback")
+    ax.legend()
+    return fig
+
+
 def throughput_series(folder):
     """{label: [(block, tokens/s, score or None)]}, by block, from results of eval_dream.py.
 
@@ -616,31 +657,32 @@ def curves(path):
     return fig
 
 
-TABLES = {f.__name__: f for f in (table, bounds, logs, benchmarks)}
+TABLES = {f.__name__: f for f in (table, bounds, logs, benchmarks, feedback)}
 FIGURES = {f.__name__: f for f in (
     runs, throughput, ablation, overhead, trajectory, learned, frontier, curves)}
+FIGURES |= {"feedback": feedback_figure}
 
 
 def main(cfg):
-    wanted = [name for name in (*TABLES, *FIGURES) if getattr(cfg, name)]
+    known = dict.fromkeys((*TABLES, *FIGURES))
+    wanted = [name for name in known if getattr(cfg, name)]
     if len(wanted) != 1:
-        known = ", --".join((*TABLES, *FIGURES))
-        raise Refused(f"{len(wanted)} things to plot: give one of --{known}")
+        raise Refused(f"{len(wanted)} things to plot: give one of --{', --'.join(known)}")
     name, source = wanted[0], getattr(cfg, wanted[0])
-    out = cfg.out or ("plot.png" if name in FIGURES else "")
+    out = cfg.out or ("" if name in TABLES else "plot.png")
     kind = os.path.splitext(out)[1].removeprefix(".")
-    if kind not in (("png", "pdf", "svg") if name in FIGURES else ("md", "")):
-        raise Refused(f"--out={out} must end in .png, .pdf or .svg, or in .md if it is a table")
-    if name in FIGURES:
+    if kind in ("png", "pdf", "svg") and name in FIGURES:
         fig = FIGURES[name](source)
         with atomic(out) as tmp:
             fig.savefig(tmp, format=kind)
         print(f"wrote {out}")
-    else:
+    elif kind in ("md", "") and name in TABLES:
         text = TABLES[name](source)
         print(text)
         if out:
             write_text(out, text + "\n")
+    else:
+        raise Refused(f"--out={out} must end in .png, .pdf or .svg, or in .md if it is a table")
 
 
 if __name__ == "__main__":

@@ -12,11 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from arms import ARMS, Constant, Renorm, Slerp
+from arms import ARMS, Constant, Permuted, Renorm, Slerp
 from data import rng
 from launch import Refused
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 from sample import generate
+from softmask import SoftMask
 
 MASK, V, D = 5, 6, 8
 
@@ -52,6 +53,15 @@ def test_renorm_is_the_convex_mix_at_the_length_of_mask():
     for row, lam, g in zip(mixed.double(), lams, guesses):
         convex = (1 - lam) * m + lam * g
         torch.testing.assert_close(row, m.norm() * convex / convex.norm(), rtol=1e-5, atol=1e-5)
+
+
+def test_permuted_gives_every_mask_the_mix_of_another():
+    omega = dict(omega_s=0.8, omega_a=1.0, omega_b=-2.0)
+    logits, table = rows()
+    own = SoftMask(MASK, **omega)
+    other = Permuted(MASK, **omega)
+    mixed = other.mix(table, *other(logits))
+    torch.testing.assert_close(mixed, own.mix(table, *own(logits))[[4, 5, 6, 0, 1, 2, 3]])
 
 
 def test_slerp_walks_along_the_great_circle():

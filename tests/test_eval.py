@@ -19,6 +19,8 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import eval as evaluation
+import finetune_dream
+from conftest import refused
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score_with_lm, sudoku, val_ppl
 from launch import Refused, from_cli
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
@@ -138,6 +140,64 @@ def test_bits_per_byte_counts_what_the_rows_hold():
     """1,000 tokens for 4,000 bytes: L positions are paid for, L − 2 of them carry text."""
     counts = {"tokens": 1000, "bytes": 4000}
     assert evaluation.bits_per_byte(math.log(2), 12, counts) == pytest.approx(12 / 10 / 4)
+
+
+# what is fed back --------------------------------------------------------------------------------
+
+
+def test_feedbacks_are_what_they_are_called():
+    """None and own are the loss itself; of one text twice, permuted is own; truth shows x0."""
+    model = model_of(omega_s=1 - 1e-6, omega_b=-9.0).eval()
+    x0, t = rows_of(1).expand(3, -1), torch.tensor([0.2, 0.5, 1.0])
+    xt = torch.where(rows_of(3, V=2, seed=1) == 0, 258, x0)
+    terms = evaluation.bound_by_feedback(model, x0, xt, t, xt)
+    with torch.no_grad():
+        off, on = (model(x0, xt, t, soft).double() for soft in (False, True))
+        masked = (xt == 258).flatten().nonzero()[:, 0]
+        h = model.net.hidden(F.embedding(x0, model.net.table), masked, t)
+        shown = model.cross_entropy(h, x0.flatten()[masked]).sum()
+    assert torch.equal(terms[0], off) and torch.equal(terms[1], on)
+    assert torch.equal(terms[2], on) and not torch.equal(on, off)
+    torch.testing.assert_close((terms[3] * t).sum(), shown.double(), rtol=1e-4, atol=0)
+
+
+def test_feedback_by_bins_of_t_adds_up_to_the_bound(world):
+    found = {}
+    for metric in "feedback", "ppl":
+        evaluation.main(Config(metric, "f.json", checkpoint="last.pt", data="data", device="cpu",
+                               repeats=2))
+        found[metric] = json.loads(Path("f.json").read_text())["values"]
+    values, ppl = found.values()
+    whole = values.pop("all")
+    assert [whole["none"], whole["own"]] == pytest.approx(
+        [ppl[name]["unbiased_nats"] for name in ("binary", "soft")])
+    for name in "own", "permuted", "truth_gain":
+        mean = sum(row["draws"] * row[name] for row in values.values()) / whole["draws"]
+        assert mean == pytest.approx(whole[name])
+    assert all(float(name[:3]) <= row["t"] <= float(name[-3:]) for name, row in values.items())
+    save("binary.pt", model_of(soft_mask=False))
+    refused("give a model with soft masks, and two rows", evaluation.main,
+            Config("feedback", checkpoint="binary.pt", data="data", device="cpu"))
+
+
+def test_feedback_of_an_adapter_is_measured_on_responses(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    finetune_dream.finetune(from_cli(
+        finetune_dream.Config, ["tiny", "--steps=1", "--device=cpu"], finetune_dream.PRESETS))
+    asked = []
+
+    def spy(model, x0, xt, t, other):
+        asked.append((x0, xt))
+        return torch.full((4, 1), 2.0 * x0.shape[1], dtype=torch.float64)
+    monkeypatch.setattr(evaluation, "bound_by_feedback", spy)
+    evaluation.main(Config("feedback", checkpoint="out/tiny_dream/last", rows=9, device="cpu"))
+    found = json.loads(Path("out/tiny_dream/last.feedback.dialogues.json").read_text())["values"]
+    assert found["all"]["draws"] == len(asked) == 9 and found["all"]["own"] > 2
+    tok = finetune_dream.Tokenizer("out/tiny_dream/model")
+    for x0, xt in asked:
+        assert ((xt == x0) | (xt == 261)).all()
+        before = tok.decode(x0[(xt == 261).cumsum(1) == 0].tolist())
+        assert "<|im_start|>assistant\n" in before
 
 
 # samples -----------------------------------------------------------------------------------------
@@ -525,9 +585,6 @@ def test_what_cannot_be_scored_is_refused(lm, monkeypatch):
     def missing(name):
         raise OSError(f"{name} is not a local folder\nand more")
 
-    def refused(message, function, *args):
-        with pytest.raises(Refused, match=message):
-            function(*args)
     for text in "", "a":
         refused("fewer than two tokens", score_with_lm, ["longenough", text])
     lm.config = types.SimpleNamespace(max_position_embeddings=5)

@@ -18,8 +18,9 @@ LAYERS = [
     {"softmask", "dora", "launch"},
     {"arms", "checkpoint", "data", "show"},
     {"mdlm", "dream"},                            # models
-    {"sample", "eval", "sample_dream", "plot"},   # verbs
-    {"train", "finetune_dream", "eval_dream"},    # verbs that use other verbs
+    {"sample", "sample_dream", "finetune_dream", "plot"},   # verbs
+    {"eval"},                                     # and those that use other verbs
+    {"train", "eval_dream"},
     {"bench"},
 ]
 FILES = sorted(set().union(*LAYERS))

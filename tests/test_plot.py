@@ -155,6 +155,26 @@ def test_bounds_are_averaged_over_seeds(tmp_path):
         "| SM | 1,400 | 2 | 7.500 ± 0.707 | 0.1500 | +0.0300 ± 0.0141; ± 0.0075 |"]
 
 
+def test_feedback_is_a_table_or_a_figure(tmp_path, capsys):
+    gains = {"own": 0.25, "permuted": -0.5, "truth": 1.0}
+    row = {"t": 0.5, "none": 2.0} | {f"{kind}_gain": gain for kind, gain in gains.items()}
+    row |= {f"{kind}_gain_se": 0.125 for kind in gains}
+    path = tmp_path / "f.json"
+    path.write_text(json.dumps({"values": {"all": row, "0.4 to 0.5": row | {"t": 0.45}}}))
+    plot.main(plot.Config(feedback=str(path)))
+    assert capsys.readouterr().out.splitlines()[2:] == [
+        f"| {name} | 2.0000 | +0.2500 ± 0.1250 | -0.5000 ± 0.1250 | +1.0000 ± 0.1250 |"
+        for name in ("all", "0.4 to 0.5")]
+    result_file(path, 1.0, "ppl")
+    refused("not a result of `eval.py feedback`", plot.feedback, str(path))
+    pytest.importorskip("matplotlib", reason="would draw the gains over t")
+    path.write_text(json.dumps({"values": {"all": row, "0.4 to 0.5": row | {"t": 0.45}}}))
+    plot.main(plot.Config(feedback=str(path), out=str(tmp_path / "f.svg")))
+    lines = plot.feedback_figure(str(path)).axes[0].lines
+    assert [line.get_xydata().tolist() for line in lines[:3]] == [
+        [[0.45, gain]] for gain in gains.values()]
+
+
 def test_where_runs_ended(tmp_path):
     line = {"step": 500, "lam": 0.0, "tokens_per_s": 2000, "seconds": 60}
     omega = [{"omega_s": s, "omega_a": 1.0, "omega_b": -2.5, "lam": 0.25} for s in (0.001, 0.5)]

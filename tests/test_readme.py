@@ -110,14 +110,15 @@ def reads(script, cfg):
     if script == "sample" or script == "checkpoint":
         return {cfg.checkpoint}
     if script == "eval":
-        text = {"ppl": f"{cfg.data}/val.bin", "zero_shot": cfg.text, "mauve": f"{cfg.data}/val.bin"}
+        text = dict.fromkeys(("ppl", "feedback", "mauve"), f"{cfg.data}/val.bin")
+        text["zero_shot"] = cfg.text
         of = cfg.checkpoint or cfg.samples or f"{cfg.data}/val.bin"
         return {of, text.get(cfg.metric, "")} - {""}
     if script == "plot":
         patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation, cfg.learned,
                              cfg.frontier))
         folder = f"{cfg.throughput}/*.json" if cfg.throughput else ""
-        files = cfg.trajectory, cfg.overhead, cfg.curves
+        files = cfg.trajectory, cfg.overhead, cfg.curves, cfg.feedback
         return {*patterns.split(","), folder, *files} - {""}
     if script == "finetune_dream":
         return {cfg.model}

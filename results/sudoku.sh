@@ -1,0 +1,59 @@
+#!/usr/bin/env bash
+# Every training run of the Sudoku evidence (results/README.md), by name. Each takes one core. A run
+# that is finished is skipped, and one that was stopped goes on where it was saved.
+#
+#     bash results/sudoku.sh sm-1
+#     bash results/sudoku.sh list | xargs -P2 -n1 bash results/sudoku.sh     # all, two at a time
+#     STEPS=12000 bash results/sudoku.sh sm-1                                # longer
+#
+# A run leaves out/sudoku/NAME, and in results/sudoku its bound on all held-out grids and its log.
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1
+out=${OUT:-out/sudoku}; mkdir -p "$out" results/sudoku
+
+if [ "$1" = list ]; then
+    for seed in 1 2 3 4 5; do echo sm-$seed; echo binary-$seed; done
+    for seed in 1 2 3 4 5; do echo deep-$seed; echo tied-$seed; done
+    for seed in 1 2 3 4 5; do echo cont-sm-$seed; echo cont-binary-$seed; done
+    for seed in 1 2 3; do echo permuted-$seed deepsm-$seed; done | xargs -n1
+    for seed in 1 2 3; do
+        echo k1-$seed k6-$seed kV-$seed p05-$seed p10-$seed ours-$seed
+        echo constant1-$seed constant3-$seed constant5-$seed renorm-$seed slerp-$seed
+    done | xargs -n1
+    exit
+fi
+
+name=$1 seed=${1##*-} run=train.py
+[ -e data/sudoku/meta.json ] || python data.py sudoku
+model="owt --data=data/sudoku --n_head=8 --n_embd=128 --n_cond=32 --length=39 --dropout=0"
+model="$model --batch_size=32 --micro_batch=32 --eta_bb=1e-3 --warmup=200 --ema=0.995"
+model="$model --steps=${STEPS:-6000} --log_every=50 --eval_every=500 --eval_rows=512"
+two="--n_layer=2 --keep_every=500"
+case $name in
+    sm-*)        flags="$two" ;;
+    binary-*)    flags="$two --p_sm=0" ;;
+    deep-*)      flags="--n_layer=4 --keep_every=500 --p_sm=0" ;;
+    deepsm-*)    flags="--n_layer=4 --keep_every=500" ;;
+    tied-*)      flags="$two" run="results/tied.py train.py" ;;
+    permuted-*)  flags="$two --arm=permuted" ;;
+    cont-*)      flags="$two --init_from=$out/binary-$seed/last.pt --steps=4000"
+                 case $name in cont-binary-*) flags="$flags --p_sm=0" ;; esac ;;
+    k1-*)        flags="$two --k=1" ;;
+    k6-*)        flags="$two --k=6" ;;
+    kV-*)        flags="$two --k=none" ;;
+    p05-*)       flags="$two --p_sm=0.5" ;;
+    p10-*)       flags="$two --p_sm=1" ;;
+    ours-*)      flags="$two --omega_s=0.5 --omega_a=1 --omega_b=-2.8" ;;
+    constant*-*) share=${name#constant}; flags="$two --arm=constant --omega_s=0.${share%-*}" ;;
+    renorm-*)    flags="$two --arm=renorm" ;;
+    slerp-*)     flags="$two --arm=slerp" ;;
+    *) echo "no run of this name: $name (list names them)" >&2; exit 2 ;;
+esac
+# Other rows than those on which the binary model was trained: another seed.
+case $name in cont-*) seed=1$seed ;; esac
+python $run $model $flags --seed="$seed" --out_dir="$out/$name" --resume=auto >> "$out/$name.out" 2>&1
+last=$(ls -v "$out/$name"/step-*.pt | tail -1)
+python ${run/train.py/eval.py} ppl --checkpoint="$last" --data=data/sudoku --repeats=2 \
+    --batch_size=50 --label="$name" --out="results/sudoku/$name.json" >> "$out/$name.out" 2>&1
+cp "$out/$name/log.jsonl" "results/sudoku/$name.log.jsonl"
