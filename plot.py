@@ -118,6 +118,8 @@ def entries(path):
     try:
         result = read_json(path)
         values, evaluation = result["values"], result["evaluation"]
+        if result["metric"] == "feedback":  # --feedback shows it
+            return []
         settings = evaluation | result["settings"] | {"references": values.get("references")}
         label = evaluation["label"] or settings["checkpoint"]
         if result["metric"] in ("ppl", "zero_shot"):
