@@ -18,8 +18,9 @@ LAYERS = [
     {"softmask", "dora", "launch"},
     {"arms", "checkpoint", "data", "show"},
     {"mdlm", "dream"},                            # models
-    {"sample", "sample_dream", "finetune_dream", "plot"},   # verbs
-    {"eval"},                                     # and those that use other verbs
+    {"sample_dream", "finetune_dream", "plot"},   # verbs
+    {"sample"},                                   # and those that use other verbs
+    {"eval"},
     {"train", "eval_dream"},
     {"bench"},
 ]
