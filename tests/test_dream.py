@@ -255,6 +255,15 @@ def test_authors_adapter_folder(dream, tiny_dream, recorded, adapter):
     assert 0.99 < SoftMask(**omega).omega[0].item() < 1
 
 
+def test_mixes_of_forks_are_read_as_what_they_are(tiny_dream, adapter):
+    read = lambda omega: load_adapter(Dream.load(tiny_dream), adapter(omega))
+    omega = THEIRS | {"interpolation": "linear", "transparency_alg": "lerp_renorm"}
+    assert read(omega)["arm"] == "renorm"
+    assert read(THEIRS | {"transparency_alg": "slerp_euclid_mean"})["arm"] == "slerp"
+    assert read(OURS | {"arm": "constant"})["arm"] == "constant"
+    assert read({"transparency_alg": "none", "mixture_temp": 1.0}) is None
+
+
 def test_other_adapters_are_refused(dream, tiny_dream, folder, adapter):
     for changes, message in (
             (dict(use_dora=False), "use_dora = False, only True"),
@@ -279,7 +288,10 @@ def test_other_soft_masks_are_refused(dream, adapter):
             (OURS | {"k": 1.5}, "k = 1.5"), (OURS | {"k": "3"}, "not a soft mask"),
             (OURS | {"omega_s": 1.7}, "<= omega_s < 1"), (OURS | {"omega_c": 0.5}, "omega_c"),
             ({n: v for n, v in OURS.items() if n != "omega_b"}, "'omega_b' is missing"),
-            (THEIRS | {"transparency_alg": "mixinputs_with_mean"}, "'mixinputs_with_mean' is mi"),
+            (THEIRS | {"transparency_alg": "slerp_sm"}, "'slerp_sm' is missing, or not known"),
+            (THEIRS | {"interpolation": "spherical"}, "interpolation = 'spherical', only 'linear'"),
+            (THEIRS | {"fixed_lambda": 0.3}, "fixed_lambda = 0.3, only None"),
+            (OURS | {"arm": "sphere"}, "'sphere' is missing, or not known here"),
             (THEIRS | {"transparency_scheduling": "linear"}, "decode with --schedule=linear"),
             ({n: v for n, v in THEIRS.items() if n != "mixinputs_k"}, "'mixinputs_k' is missing")):
         refused(message, load_adapter, dream, adapter(values))

@@ -47,7 +47,7 @@ def decode(model, prompt, gen_len, steps, **settings):
     """x after every pass, (passes, B, L)."""
     seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
     last, nfe = S.decode(model, x, MASK, steps, valid=valid,
-                         on_step=lambda x, lam, guess: seen.append(x), **settings)
+                         on_step=lambda x, *_: seen.append(x), **settings)
     assert torch.equal(last, seen[-1]) and nfe.tolist() == (steps * (x == MASK).any(1)).tolist()
     return torch.stack(seen)
 
@@ -367,6 +367,30 @@ def test_merged_and_unmerged_adapter_decode_alike(talking_dream, tmp_path):
     assert not torch.equal(runs["merged"], runs["binary"])
 
 
+def test_feedback_by_an_omega_given_at_decoding(talking_dream, tmp_path):
+    """Without an adapter, over an adapter's, and as the arm that the adapter has."""
+    how = dict(omega_s=0.4, omega_a=2.0, omega_b=-2.5)
+
+    def load(**flags):
+        cfg = S.Decoding(model=talking_dream, **flags)
+        model, _, sm = S.load_for_decoding(cfg)
+        return decode(model, PROMPT, 16, 16, sm=sm), S.feedback_label(cfg, sm), sm
+    history, label, sm = load(**how)
+    assert label == "SM k=3, omega_s=0.4, omega_a=2, omega_b=-2.5"
+    model = Dream.load(talking_dream)
+    want = SoftMask(MASK, 3, **how)
+    assert torch.equal(history, decode(model, PROMPT, 16, 16, sm=want))
+    assert not torch.equal(history, load()[0])
+    folder = adapter(tmp_path, model, 1)
+    assert load(adapter=folder, omega_b=-1.5)[2].omega[2].item() == pytest.approx(-1.5)
+    file = tmp_path / "softmask.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"arm": "slerp"}))
+    assert load(adapter=folder, omega_s=0.5)[1] == "SM k=1, slerp, omega_s=0.5"
+    for flags, message in (({"omega_a": 2.0}, "give --omega_s"), ({"omega_s": 1.5}, "omega_s < 1"),
+                           ({"adapter": folder, "schedule": "linear"}, "trained with slerp")):
+        refused(message, load, **flags)
+
+
 def test_the_closing_line_says_what_fed_the_masks(talking_dream, tmp_path, capsys):
     folder = adapter(tmp_path, Dream.load(talking_dream), 3)
     for k, flags, want in ((3, {}, "SM k=3"), (0, {}, "SM off"),
@@ -388,6 +412,7 @@ def test_command_line_prompts_chats_and_infills(talking_dream, capsys, monkeypat
     assert "8 tokens" in err and "NFE 8" in err
     assert out == go(prompt="hello", temperature=0.0, show=False).out
     assert out != go(prompt="hello", temperature=0.0, raw=True).out
+    assert go(prompt="a\\nb", temperature=0.0).out == go(prompt="a\nb", temperature=0.0).out
     stopped = go(prompt="hello", temperature=0.0, stop=f"zzz|{out[2]}").out
     assert stopped.rstrip("\n") == out[:-1].split(out[2])[0]
     filled = go(infill="def f():\\n    ___ # end").out
