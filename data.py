@@ -449,9 +449,15 @@ def main(cfg):
               f"compare with published ones")
 
 
-def prepare_stdlib(dir="data/stdlib"):
-    """Make what the quickstart trains on: about 12 MB that every machine has."""
-    main(Config(**{**PRESETS["stdlib"], "out": str(dir)}))
+def prepare_preset(out):
+    """Make the corpus of the preset whose folder this is, if it needs no download and is not there.
+
+    out: data/sudoku or data/stdlib. Every machine can make both of them.
+    """
+    preset = next((p for p in PRESETS.values() if p["out"] == out), {})
+    there = os.path.exists(os.path.join(out, "meta.json"))
+    if preset.get("source") in ("sudoku", "stdlib") and not there:
+        main(Config(**preset))
 
 
 if __name__ == "__main__":
