@@ -25,6 +25,7 @@ import hashlib
 import itertools
 import json
 import lzma
+import math
 import os
 import re
 import shutil
@@ -260,6 +261,9 @@ def stdlib_files():
     names = [name for name in names if not left_out & set(name.split("/"))]
     names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
     return [root / name for name in names]
+
+
+SUDOKU_NATS = math.log(28_200_960)  # entropy of a grid drawn uniformly, by the count below
 
 
 def sudoku_grids():

@@ -129,6 +129,7 @@ def entries(path):
             row, measured, budget = ("data", "", label), settings["checkpoint"], ""
         else:
             unmasking = "ReMDM" if settings["sampler"].startswith("remdm") else "standard"
+            unmasking = settings.get("order", unmasking)
             row = unmasking, "soft" if settings["soft"] else "binary", label
             measured = evaluation["samples"]
             budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())

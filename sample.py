@@ -4,6 +4,7 @@
     whether a token appears or vanishes    step_probs, schedule_flips     needs no network
     which token appears                    nucleus, sample_categorical    needs its prediction
     Alg. 2                                 generate
+    Alg. 2, so many tokens a step          generate_in_order
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
@@ -13,10 +14,11 @@ The last command makes one cell of Tables 1 and 2. Each sample is one JSON line 
 --out: ids, text, nfe, seed, index, settings. A command that was stopped goes on when it is given
 again. Under torchrun each rank makes its share, in a file of its own: samples.RANK.jsonl.
 
-Not here: training, metrics (eval.py), drawing (show.py). Dream reveals a fixed number of tokens in
-each step and has a sampler of its own (sample_dream.py).
+Not here: training, metrics (eval.py), drawing (show.py), decoding by confidence itself, which is
+written for any backbone (sample_dream.py).
 """
 
+import functools
 import json
 import os
 from dataclasses import dataclass
@@ -31,6 +33,7 @@ from arms import with_omega
 from data import rng, tokenizer
 from launch import Refused, append_jsonl, machine, read_jsonl, run, write_text
 from mdlm import MDLM, in_chunks
+from sample_dream import decode
 from show import show, trace
 
 T_END = 1e-5  # time of the last step, not quite 0 [code]
@@ -287,8 +290,38 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     return x.view(n, L).cpu(), torch.from_numpy(nfe)
 
 
+def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
+                      soft=True, passes=1):
+    """Alg. 2 with a number of tokens a step that is fixed. Only *which* positions come next differs
+
+    order: "entropy", the surest first (§2.2), or "random", its control.
+    steps: T, at most the number of masks. With as many, it is exactly one token a step.
+    generator: a list of n, one per sequence. A sample is the same in any batch.
+    Others, and what is returned: see `generate`. Raises Refused for settings out of range. Checked
+    against tests/oracles.py in_order.
+
+    The entropy is that of `nucleus`: where it leaves a single token, it is 0.
+    """
+    def choose(logits, u):
+        probs = nucleus(logits.softmax(-1), top_p)                             # (m, V)
+        return probs, sample_categorical(probs, u)
+
+    check_settings(model, n, steps, top_p, soft, passes, False)
+    was_training = model.training
+    model.eval()  # no dropout
+    x = torch.full((n, model.cfg.length), model.mask_id) if x is None else x.expand(n, -1)
+    ids, nfe = decode(model.net, x.to(model.net.table.device), model.mask_id, steps,
+                      model.sm if soft else None, on_step=on_step, algorithm=order,
+                      generator=generator, even=True, passes=passes, choose=choose)
+    model.train(was_training)
+    return ids.cpu(), nfe
+
+
 # -------------------------------------------------------------------------------------------------
 # the command
+
+
+ORDERS = "", "random", "entropy"
 
 
 @dataclass
@@ -298,7 +331,9 @@ class Config:
     count: int = 1              # samples (torchrun would take --n as one of its own flags)
     batch_size: int = 16        # sequences at a time, which changes no sample
     length: int | None = None   # L (default: the model's)
-    steps: int | None = None    # T (default: L)
+    steps: int | None = None    # T (default: L, with --order one step for each mask)
+    order: str = ""             # "": by the coins of sampler. entropy: the surest tokens first, as
+                                # many in each step. random: as many, at any positions
     sampler: str = "mdlm"       # App. B.1: remdm-cap for T < L, remdm-loop for T >= L
     eta: float | None = None    # P[re-mask] at most (default: remdm-cap 0.04, remdm-loop 0.02)
     t_on: float = 0.55          # remdm-loop re-masks from this time
@@ -368,6 +403,12 @@ def check(cfg, model, tok, L):
     if tok.n_vocab != model.mask_id:
         raise Refused(f"{tok.name} has {tok.n_vocab} ids, but {model.mask_id} come before the "
                       f"[MASK] of {cfg.checkpoint}: the two do not belong together")
+    if cfg.order not in ORDERS:
+        raise Refused(f"--order={cfg.order} is none of {', '.join(filter(None, ORDERS))}")
+    for name in ("sampler", "eta", "t_on", "t_off", "alpha_on", "fresh", "every"):
+        if cfg.order and getattr(cfg, name) != getattr(Config, name):
+            raise Refused(f"--{name} belongs to the samplers that flip coins, and --order="
+                          f"{cfg.order} flips none: leave out one of them")
     same_file = os.path.realpath(cfg.trace) == os.path.realpath(cfg.out)
     if cfg.trace and (cfg.count > 1 or cfg.show or same_file):
         raise Refused(f"--trace={cfg.trace} follows one sample, into a file of its own: leave out "
@@ -384,11 +425,13 @@ def main(cfg):
     check(cfg, model, tok, L)
     x = starting_ids(cfg.prompt, cfg.infill, tok, model.info["tokenizer"], L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
-    how |= {"steps": L if cfg.steps is None else cfg.steps,
+    n_steps = int((x == mask_id).sum()) if cfg.order else L
+    how |= {"steps": n_steps if cfg.steps is None else cfg.steps,
             "soft": cfg.soft and model.sm is not None,
             "eta": SAMPLERS.get(cfg.sampler) if cfg.eta is None else cfg.eta}
     # Defaults are not written, so that older files of samples, without these flags, stay valid.
-    loops = {"passes": cfg.passes, "fresh": cfg.fresh, "every": cfg.every or bool(cfg.trace)}
+    loops = {"passes": cfg.passes, "fresh": cfg.fresh, "order": cfg.order,
+             "every": cfg.every or bool(cfg.trace) and not cfg.order}
     how |= {name: v for name, v in loops.items() if v != getattr(Config, name)}
     given = {name: getattr(cfg, name) for name in ("checkpoint", "ema", "prompt", "infill")}
     given |= {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b")
@@ -396,6 +439,10 @@ def main(cfg):
     settings = how | given
     settings |= {"step": model.info["step"], "tokenizer": tok.name, "length": L,
                  "dtype": str(dtype or torch.float32).removeprefix("torch.")}
+    make = functools.partial(generate, **how)
+    if cfg.order:
+        names = how.keys() & {"steps", "order", "top_p", "soft", "passes"}
+        make = functools.partial(generate_in_order, **{name: how[name] for name in names})
     path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl" if world > 1 else cfg.out
     done, steps = existing_indices(path, settings, cfg.seed), []
     watch = show(tok, mask_id) if cfg.show else trace(tok, mask_id, steps) if cfg.trace else None
@@ -407,8 +454,8 @@ def main(cfg):
         batch = todo[start:start + cfg.batch_size]
         generators = [rng("sample", cfg.seed, i) for i in batch]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            ids, nfe = generate(model, len(batch), generator=generators, x=x,
-                                on_step=watch if rank == 0 else None, **how)
+            ids, nfe = make(model, len(batch), generator=generators, x=x,
+                            on_step=watch if rank == 0 else None)
         lines = [{"ids": row, "text": tok.decode(row), "nfe": calls, "seed": cfg.seed, "index": i,
                   "settings": settings} for row, calls, i in zip(ids.tolist(), nfe.tolist(), batch)]
         append_jsonl(path, *(line for line in lines if line["index"] not in done))

@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Decoding with Dream: fill a masked response, some tokens per pass, with soft-masked feedback.
+"""Decoding by confidence: fill the masks, some tokens per pass, with soft-masked feedback.
 
     §2.2 conditional generation   pad_prompts       a response of [MASK]s behind each prompt
     §2.2 unmasking strategies     propose, reveal   the surest tokens first, so many a pass
     App. A, Alg. 2; App. C.9      decode            the whole response at once
     App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values
 
-Dream counts tokens where MDLM flips coins (sample.py), so the two samplers share soft-masking and
-nothing else. Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only
-inside `in_chunks`.
+This counts tokens where the samplers of sample.py flip coins. The command is Dream's. `decode`
+takes any backbone, and an MDLM is decoded by it with `sample.py --order=entropy`. Tensors with a
+vocabulary axis are (n, V), a row per masked position, and exist only inside `in_chunks`.
 
 Not here: training, benchmarks (eval_dream.py), re-masking (Dream never takes a token back).
 
@@ -34,7 +34,8 @@ from launch import Refused, machine, run
 from mdlm import in_chunks
 from softmask import SoftMask, time_gain
 
-ALGORITHMS = ("entropy", "maskgit_plus", "topk_margin", "origin")  # Dream's names
+# Dream's names. The last one is ours: the control of the others.
+ALGORITHMS = "entropy", "maskgit_plus", "topk_margin", "origin", "random"
 
 
 @dataclass
@@ -46,7 +47,7 @@ class Decoding:
     gen_len: int = 256              # L, tokens of the response
     steps: int = 0                  # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
     algorithm: str = "entropy"      # first come low entropy, high p (maskgit_plus), a large
-                                    # topk_margin, or any (origin)
+                                    # topk_margin, any by a coin (origin), any so many (random)
     temperature: float = 0.1        # App. B.2; 0: argmax
     top_p: float = 0.9              # App. B.2; Dream's rule, see `filtered`
     top_k: int = 0                  # 0: off, as the authors pass it; the hub's own is 50 [code]
@@ -81,7 +82,7 @@ def check(gen_len, steps, algorithm="entropy", temperature=0.0, top_p=1.0, top_k
     for wrong, sentence in (
         (gen_len < 1, f"gen_len {gen_len} leaves nothing to fill: it must be at least 1"),
         (not 1 <= steps <= gen_len,
-         f"steps {steps} must be between 1 and gen_len {gen_len}, a token for each step"),
+         f"steps {steps} must be between 1 and {gen_len}, the number of masks to fill"),
         (algorithm not in ALGORITHMS,
          f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}"),
         (not 0 <= temperature < math.inf,
@@ -133,33 +134,45 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
     return logits.softmax(-1)
 
 
+def multinomial(p, generator):
+    # In float64, as fp32 noise cuts the tail; where the generator is, as MPS has no float64.
+    drawn = torch.multinomial(p.to(generator.device, torch.float64), 1, generator=generator)
+    return drawn[:, 0].to(p.device)
+
+
 def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0,
-            generator=None):
+            generator=None, u=None, choose=None):
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
     logits: (n, V) fp32.   never: a token that is replaced by the best other one (default: none).
-    generator: for draws.   Returns x0 (n,) and conf (n,), of which the highest goes first.
+    generator: for draws.
+    u: (n, 2) float64 in [0, 1), the draws of each row, made before (default: none).
+    choose: another filter and draw than Dream's, (logits, u (n,)) → p (n, V), x0 (n,).
+    Returns x0 (n,) and conf (n,), of which the highest goes first.
 
     Both come from the filtered probabilities, so temperature and top-p also decide the order
     [code]. Raises Refused for a draw without a generator.
     """
-    if generator is None and (temperature > 0 or algorithm == "origin"):
+    chance = algorithm in ("origin", "random")
+    if generator is None and (temperature > 0 or chance and u is None):
         raise Refused(f"temperature {temperature} and {algorithm} make draws: give "
                       f"generator=torch.Generator(…) to key them")
-    p = filtered(logits, temperature, top_p, top_k)                     # (n, V)
-    if temperature > 0:
-        # In float64, as fp32 noise cuts the tail; where the generator is, as MPS has no float64.
-        drawn = torch.multinomial(p.to(generator.device, torch.float64), 1, generator=generator)
-        x0 = drawn[:, 0].to(p.device)                                   # (n,)
+    if choose:
+        p, x0 = choose(logits, u[:, 0])                                 # (n, V), (n,)
     else:
-        x0 = p.argmax(-1)                                               # (n,)
+        p = filtered(logits, temperature, top_p, top_k)                 # (n, V)
+        x0 = p.argmax(-1) if temperature == 0 else multinomial(p, generator)     # (n,)
     if algorithm == "entropy":
+        # A row that the filter leaves a single token has −H = 0 exactly. With App. B.2's settings
+        # these are many, and among them `reveal` goes from left to right.
         conf = (p * (p + 1e-10).log()).sum(-1)                          # (n,)  −H, guarded [code]
     elif algorithm == "maskgit_plus":
         conf = p.gather(-1, x0[:, None])[:, 0]
     elif algorithm == "topk_margin":
         conf = -p.topk(2).values.diff()[:, 0]
-    else:  # origin: chance
+    elif u is not None:
+        conf = u[:, 1].to(p.device, torch.float32)
+    else:
         conf = torch.rand(len(x0), generator=generator, device=generator.device).to(p.device)
     if never is not None:
         first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
@@ -167,27 +180,42 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     return x0, conf
 
 
-def look(net, h, sm, never, algorithm, wanted=None, **pick):
+def feedback(net, sm, logits):
+    """How masks look next (n, D), λ (n,) and the likeliest tokens (n,)                  Alg. 2 l.6
+
+    logits: (n, V), without temperature and top-p [code].   sm: SoftMask, or None: returns ().
+    """
+    if sm is None:
+        return ()
+    lam, ids, pi = sm(logits)                                           # (n,), (n, k), (n, k)
+    guess = pi.argmax(-1) if ids is None else ids[:, 0]                 # (n,)
+    return sm.mix(net.table, lam, ids, pi), lam, guess
+
+
+def look(net, h, sm, never, algorithm, wanted=None, u=None, **pick):
     """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
-    h: (N, D) hidden states.   never, algorithm, pick: arguments of `propose`.
+    h: (N, D) hidden states.   never, algorithm, u (N, 2), pick: arguments of `propose`.
     wanted: (N,) bool, the masks that can be revealed (default: all).
-    Returns x0 and conf of these, and, with an sm, how all N masks look next (N, D): from the logits
-    themselves, without temperature and top-p [code].
+    Returns x0 and conf of these, and, with an sm, what `feedback` says of all N masks.
     """
-    def rows(h, wanted=None):
+    V = len(net.table)
+
+    def rows(h, u=None):
         logits = net.head(h)                                            # (n, V)
-        if wanted is None:
-            found = propose(logits, never, algorithm, **pick)           # (n,), (n,)
-        else:  # a proposal costs more than the logits: only for the wanted rows, the others get 0
-            found = propose(logits[wanted], never, algorithm, **pick)
-            found = tuple(v.new_zeros(len(h)).masked_scatter(wanted, v) for v in found)
-        return (*found, sm.mix(net.table, *sm(logits))) if sm else found
+        found = propose(logits, never, algorithm, u=u, **pick)          # (n,), (n,)
+        return *found, *feedback(net, sm, logits)
+
+    def few(h, wanted):  # a proposal costs more than the logits: the other rows get 0
+        logits = net.head(h)                                            # (n, V)
+        found = propose(logits[wanted], never, algorithm, **pick)
+        found = (v.new_zeros(len(h)).masked_scatter(wanted, v) for v in found)
+        return *found, *feedback(net, sm, logits)
 
     if wanted is None:
-        return in_chunks(rows, h, V=len(net.table))
-    x0, conf, *mixed = in_chunks(rows, h, wanted, V=len(net.table))
-    return x0[wanted], conf[wanted], *mixed
+        return in_chunks(rows, h, *[] if u is None else [u], V=V)
+    x0, conf, *soft = in_chunks(few, h, wanted, V=V)
+    return x0[wanted], conf[wanted], *soft
 
 
 def reveal_count(masked, t, s, last):
@@ -199,21 +227,25 @@ def reveal_count(masked, t, s, last):
     return masked if last else (masked * (1 - s / t)).long()
 
 
-def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algorithm="entropy"):
+def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algorithm="entropy",
+           count=None):
     """x with some of its masks replaced by their proposals                          Alg. 2 l.5
 
     x, masked: (B, L).   x0, conf: (N,) for the masks, row-major.   t, s: times before and after.
     threshold: instead of a count, the surest mask of each sequence and all that are as sure as
-    this (Fast-dLLM). A proposal can be [MASK] itself; such a position stays masked [code].
+    this (Fast-dLLM).   count: (B,), how many (default: Dream's `reveal_count`).
+    A proposal can be [MASK] itself; such a position stays masked [code].
     """
     score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)  # (B, L)
+    # Equals go from left to right. The authors' topk leaves their order open [code].
     rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)
     if threshold is not None:
         chosen = (rank == 0) | (score >= threshold)                     # (B, L)
     elif algorithm == "origin":
         chosen = score < (1.0 if last else 1 - s / t)                   # a coin each, as Eq. 1
     else:
-        chosen = rank < reveal_count(masked.sum(-1), t, s, last)[:, None]
+        count = reveal_count(masked.sum(-1), t, s, last) if count is None else count     # (B,)
+        chosen = rank < count[:, None]
     return torch.where(masked & chosen, x.masked_scatter(masked, x0), x)
 
 
@@ -258,45 +290,88 @@ def faded(plain, soft, schedule, switch, left, start):
     return mixed.to(soft.dtype)
 
 
+def draws(generators, masked):
+    """Numbers for each mask (N, 2) float64 in [0, 1), row-major, or None without a list.
+
+    generators: a list with one CPU generator for each sequence of masked (B, L). Each draws 2 L
+    numbers, whatever is masked, so that a sequence is the same in any batch.
+    """
+    if not isinstance(generators, list):
+        return None
+    where = "cpu" if masked.device.type == "mps" else masked.device  # MPS has no float64
+    L = masked.shape[1]
+    u = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
+    return torch.stack(u).to(where)[masked.to(where)]
+
+
 @torch.no_grad()
 def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=0.5, on_step=None,
-           algorithm="entropy", **pick):
-    """Fill the masks of x in `steps` passes                                             Alg. 2
+           algorithm="entropy", generator=None, even=False, passes=1, **pick):
+    """Fill the masks of x in `steps` steps                                              Alg. 2
 
     net: a backbone with table, hidden and head.   x: (B, L) ids.
     sm: SoftMask, or None for binary feedback.
     valid: (B, L), False on padding, for a backbone that takes it (default: there is none).
-    schedule, switch: see `time_gain`.   algorithm; pick: temperature, top_p, top_k, generator: see
-    `propose`.   on_step(x) follows every pass.
-    Returns (B, L) ids without any mask. At temperature 0 a sequence does not depend on the rest of
-    its batch. Raises Refused for settings that cannot be run. Checked against
-    tests/oracles.py slow_decode.
+    schedule, switch: see `time_gain`.
+    algorithm; pick: temperature, top_p, top_k, or choose: see `propose`.
+    generator: one for Dream's draws, or a list with one per sequence, for `choose` and `random`.
+    even: each step reveals its share of what is left, rounded up. So with as many steps as masks
+        it is exactly one token a step [ours] (default: Dream's `reveal_count`). Needs a list of
+        generators.
+    passes: network calls in each step, each with the feedback of the one before.
+    on_step(x, lam, guess): follows every step, all (B, L). At masks, lam is λ before the schedule,
+        and guess the likeliest token, both of the prediction that is fed back.
+    Returns (B, L) ids without any mask, and nfe (B,), the network calls that each sequence needed.
+    With a list of generators, or at temperature 0, a sequence does not depend on the rest of its
+    batch. Raises Refused for settings that cannot be run. Checked against
+    tests/oracles.py slow_decode and tests/oracles.py in_order.
     """
     masked = x == mask_id                                               # (B, L)
     start = masked.sum(-1)                                              # (B,)
     check(int(start.max()), steps, algorithm, schedule=schedule, switch=switch, **pick)
     context = {} if valid is None else {"valid": valid}
+    pick |= {} if isinstance(generator, list) else {"generator": generator}
     times = torch.linspace(1, 1e-3, steps + 1)
     emb = F.embedding(x, net.table)                                     # (B, L, D)  plain masks
+    nfe = torch.zeros_like(start)                                       # (B,)
+
+    def fed(mixed, left):
+        """The next input: x, with soft masks where it is masked still."""
+        plain = F.embedding(x, net.table)                               # (B, L, D)
+        mixed = plain.masked_scatter(masked[..., None], mixed)          # (B, L, D)
+        mixed = faded(net.table[mask_id], mixed, schedule, switch, left, start)
+        return torch.where(left[..., None], mixed, plain)               # (B, L, D)          l.6
+
     for i in range(steps):
         last = i == steps - 1
         rows = masked.flatten().nonzero().squeeze(1)                    # (N,)
-        h = net.hidden(emb, rows, masked.float().mean(-1), **context)   # (N, D)             l.3
+        t = masked.float().mean(-1)                                     # (B,)  the share of masks
+        for _ in range(passes - 1):
+            h = net.hidden(emb, rows, t, **context)                     # (N, D)             l.3
+            mixed = in_chunks(lambda h: feedback(net, sm, net.head(h)), h, V=len(net.table))[0]
+            emb = fed(mixed, masked)
+        h = net.hidden(emb, rows, t, **context)                         # (N, D)             l.3
+        nfe += passes * masked.any(-1)
         # Where the model predicts [MASK], the last step takes the best real token [ours]: it has
         # to make an end, while the original leaves masks in its answers.
         never = mask_id if last else None
-        x0, conf, *soft = look(net, h, sm, never, algorithm, **pick)    # (N,), (N,)    l.4, l.6
-        x = reveal(x, masked, x0, conf, times[i], times[i + 1], last, algorithm=algorithm)    # l.5
+        u = draws(generator, masked)                                    # (N, 2)
+        x0, conf, *soft = look(net, h, sm, never, algorithm, u=u, **pick)    # (N,), (N,)    l.4
+        count = -(-masked.sum(-1) // (steps - i)) if even else None     # (B,)  rounded up
+        if even:
+            # From masks alone a DiT says the same of every position. Chance chooses one, not
+            # rounding, which differs from batch to batch [ours].
+            blank = masked.all(-1, keepdim=True).expand_as(masked)[masked]       # (N,)
+            conf = torch.where(blank, u[:, 1].to(conf), conf)           # (N,)
+        x = reveal(x, masked, x0, conf, times[i], times[i + 1], last, None, algorithm, count)  # l.5
         left = x == mask_id                                             # (B, L)
-        emb = F.embedding(x, net.table)                                 # (B, L, D)
-        if sm:
-            mixed = emb.masked_scatter(masked[..., None], *soft)        # (B, L, D)
-            mixed = faded(net.table[mask_id], mixed, schedule, switch, left, start)
-            emb = torch.where(left[..., None], mixed, emb)              # (B, L, D)          l.6
-        masked = left
+        emb = fed(soft[0], left) if sm else F.embedding(x, net.table)   # (B, L, D)
         if on_step:
-            on_step(x)
-    return x
+            seen = torch.zeros(x.shape, device=x.device), x             # (B, L), (B, L)
+            new = (v.masked_scatter(masked, n).where(left, v) for v, n in zip(seen, soft[1:]))
+            on_step(x, *(new if sm else seen))
+        masked = left
+    return x, nfe.cpu()
 
 
 @torch.no_grad()
@@ -305,7 +380,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
                   **pick):
     """Fill the last gen_len positions, block after block from the left    App. B.2, Fast-dLLM
 
-    model: Dream.   x, valid: from `pad_prompts`.   Others, and what is returned: see `decode`.
+    model: Dream.   x, valid: from `pad_prompts`.   Others: see `decode`.   on_step(x) follows
+    every pass.   Returns (B, L) ids without any mask.
     steps: passes, shared by the blocks; with a threshold their number depends on the text.
 
     A block begins with a pass over everything. It reveals the block's first token whatever its
@@ -351,12 +427,12 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             h = model.before(h, asked[:, part].flatten().nonzero().squeeze(1))          # (N, D)
             # A pass that has to reveal something takes a real token, not [MASK].
             never = mask_id if first or last or threshold is not None else None
-            x0, conf, *soft_now = look(model, h, sm, never, algorithm, open_[asked], **pick)
+            x0, conf, *now = look(model, h, sm, never, algorithm, open_[asked], **pick)
             step = (times[i], times[i + 1], first or last) if threshold is None else ()
             x = reveal(x, open_, x0, conf, *step, threshold=threshold, algorithm=algorithm)
             left = x == mask_id                                         # (B, L)
             if sm:
-                new = soft.masked_scatter(masked[..., None], *soft_now)         # (B, L, D)
+                new = soft.masked_scatter(masked[..., None], now[0])    # (B, L, D)
                 new = faded(model.table[mask_id], new, schedule, switch, left, start)
                 # A sequence whose block is full waits for the others and changes no more.
                 again = left & masked & open_.any(1, keepdim=True)      # (B, L)
@@ -415,7 +491,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     before the end token, seconds}. The draws are keyed by seed and prompt: an answer does not
     depend on what was asked before.
     """
-    def count(x):
+    def count(x, *feedback):
         stats["nfe"] += 1
         if on_step:
             on_step(x)
@@ -434,7 +510,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
         x = decode_blocks(model, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
                           **settings)
     else:
-        x = decode(model, x, mask_id, steps, **settings)
+        x, _ = decode(model, x, mask_id, steps, **settings)
     before = ids + cfg.gen_len * [mask_id]
     new = [after for after, was in zip(x[0].tolist(), before) if was == mask_id]
     kept = new[:new.index(eos)] if eos in new else new

@@ -32,10 +32,10 @@ import checkpoint
 import data
 import launch
 from data import rng
-from eval import bits_per_byte, val_ppl
+from eval import bits_per_byte, sudoku, val_ppl
 from launch import Count, Positive, Rate, Refused, Share, Size
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, corrupt, sample_times
-from sample import generate
+from sample import generate, generate_in_order
 from show import show
 
 
@@ -209,29 +209,54 @@ def check_init(ckpt, cfg, special):
 # what a first run shows
 
 
+def count_right(cfg, model, tok, n=256):
+    """How many of n sampled Sudokus are right: in two orders, with feedback and without."""
+    print(f"\nwhole grids right, of {n} (± standard error), one token a call\n"
+          f"{'':26}with feedback       without")
+    for order, text in (("random", "at random places"), ("entropy", "the surest place first")):
+        shares = []
+        for soft in (True, False) if model.sm else (False,):
+            generators = [rng(cfg.seed, "grids", i) for i in range(n)]
+            ids, _ = generate_in_order(model, n, cfg.length, order, top_p=1.0, soft=soft,
+                                       generator=generators)
+            found = sudoku([tok.decode(row) for row in ids.tolist()])
+            shares.append(f"{found['right']:6.2f} ± {found['right_se']:.2f}")
+        print(f"  {text:24}{'   '.join(shares)}", flush=True)
+
+
+def print_omega(cfg):
+    """About ten lines of the log: how ω got to where it is."""
+    print("\n  update     ω_s     ω_a   ω_b   mean λ")
+    lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"), skip_broken=True)
+    for i in sorted({*range(0, len(lines), max(1, len(lines) // 10)), len(lines) - 1}):
+        row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
+        print(row.format(**lines[i]))
+
+
 def demonstrate(cfg, model, bounds, held_out, meta):
-    """That feedback helps this very model, how ω got there, and a text appearing.
+    """That feedback helps this very model, how ω got there, and a sample appearing.
 
     model: the average.   bounds: {name: nats per token}.   held_out: (n, L).   meta: of the data.
     """
-    generator, device = rng(cfg.seed, "demonstrate"), model.net.table.device
-    print(f"\nheld-out bound, {len(held_out)} rows, in bits per byte (one model, the same masks)")
+    tok = data.tokenizer(meta["tokenizer"]["name"])
+    grids = sudoku([tok.decode(held_out[0].tolist())])["right"] == 1
+    unit = f"nats per grid (the entropy is {data.SUDOKU_NATS:.2f})" if grids else "bits per byte"
+    print(f"\nheld-out bound, {len(held_out)} rows, in {unit}; one model, the same masks")
     for name, text in (("val_soft", "with feedback"), ("val_plain", "without")):
         if name in bounds:
-            print(f"  {text:15}{bits_per_byte(bounds[name], cfg.length, meta['val']):.4f}")
+            per_byte = bits_per_byte(bounds[name], cfg.length, meta["val"])
+            print(f"  {text:15}{bounds[name] * cfg.length if grids else per_byte:.4f}")
     if model.sm:
-        t = sample_times(len(held_out), generator)                                   # (n,)
-        xt = corrupt(held_out, t, cfg.mask_id, generator)                            # (n, L)
-        with torch.no_grad():
-            model(held_out.to(device), xt.to(device), t.to(device), soft=True)
-        print(f"  mean λ on these rows: {model.lam:.3f}\n\n  update     ω_s     ω_a   ω_b   mean λ")
-        lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"), skip_broken=True)
-        for line in lines[::max(1, len(lines) // 10)] + lines[-1:]:
-            print("  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}".format(**line))
-    print(f"\none sample of {cfg.length} tokens, as many steps")
-    tok = data.tokenizer(meta["tokenizer"]["name"])
-    ids, nfe = generate(model, 1, cfg.length, generator=generator, on_step=show(tok, cfg.mask_id))
-    print(f"\n{tok.decode(ids[0].tolist())}\n\n{nfe.item()} network calls. "
+        print_omega(cfg)
+    if grids:
+        count_right(cfg, model, tok)
+    print(f"\none sample of {cfg.length} tokens; green: masks, the greener the larger λ")
+    make = generate
+    if grids:
+        make = functools.partial(generate_in_order, order="entropy", top_p=1.0)
+    ids, _ = make(model, 1, cfg.length, generator=[rng(cfg.seed, "demonstrate")],
+                  on_step=show(tok, cfg.mask_id))
+    print(f"\n{tok.decode(ids[0].tolist())}\n"
           f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")
 
 

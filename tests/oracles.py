@@ -5,6 +5,7 @@
     nucleus      App. B.1                 checks sample.nucleus
     draw                                  checks sample.sample_categorical
     alg2         Alg. 2                   checks sample.generate
+    in_order     §2.2, Alg. 2             checks sample.generate_in_order, sample_dream.decode
     alg1         Alg. 1, App. B.1         checks train.train
     slow_forward                          checks dream.Dream
     dense_dream_nll  Alg. 1 l.5-8         checks finetune_dream.TwoPassDream
@@ -133,6 +134,30 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     for l in left:  # no nucleus at the end [code]
         x[l] = logits[l].argmax()
     return x, calls + passes
+
+
+def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=None, passes=1):
+    """Alg. 2 with ⌈masks / steps left⌉ tokens a step: ids (L,), and x after each step.
+
+    order: "entropy", the surest first, or "random".   Others: as in `alg2`.
+    """
+    seen, states, x = None, [], x.clone()
+    for left in range(steps, 0, -1):
+        u = torch.rand(len(x), 2, dtype=torch.float64, generator=generator)
+        masks = (x == mask_id).nonzero()[:, 0].tolist()
+        for _ in range(passes):
+            emb = table[x].clone()
+            for l in masks:
+                if soft and seen is not None:
+                    emb[l] = soft_mask(seen[l], table, mask_id, **soft)
+            seen = predict(emb, len(masks) / len(x))                                   # l.3, l.6
+        p = {l: nucleus(softmax(seen[l]), top_p) for l in masks}
+        chance = order == "random" or len(masks) == len(x)  # from masks alone all are equal
+        value = {l: u[l, 1] if chance else minus_entropy(p[l]) for l in masks}
+        for l in sorted(masks, key=lambda l: -value[l])[:math.ceil(len(masks) / left)]:  # l.4-5
+            x[l] = draw(p[l], u[l, 0].item())
+        states.append(x.clone())
+    return x, states
 
 
 # -------------------------------------------------------------------------------------------------

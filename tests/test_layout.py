@@ -18,8 +18,8 @@ LAYERS = [
     {"softmask", "dora", "launch"},
     {"arms", "checkpoint", "data", "show"},
     {"mdlm", "dream"},                            # models
-    {"sample", "sample_dream", "finetune_dream", "plot"},   # verbs
-    {"eval"},                                     # and those that use other verbs
+    {"sample_dream", "finetune_dream", "plot"},   # verbs
+    {"sample", "eval"},                           # and those that use other verbs
     {"train", "eval_dream"},
     {"bench"},
 ]

@@ -268,6 +268,37 @@ def test_more_passes_plain_starts_and_every_step_are_alg_2_as_well():
     assert len({str(ids) for ids in said.values()}) > 12
 
 
+@pytest.mark.parametrize("order", ["entropy", "random"])
+def test_decoding_in_order_is_its_loop(order):
+    """Every state, in one batch and in others; with as many steps as masks, one token a call."""
+    given = torch.full((10,), MASK).index_fill(0, torch.tensor([0, 4]), 2)
+    for model, soft, passes in ((model_of(), True, 1), (model_of(k=None), True, 2),
+                                (model_of(time_conditioning=True), False, 1)):
+        net, omega = model.eval().net, oracles.omega(model.sm) if soft else None
+        predict = lambda emb, t: net.head(net.trunk(emb[None], torch.tensor([t]))[0])  # noqa: B023
+        for x, steps, top_p in ((torch.full((10,), MASK), 10, 1.0), (given, 8, 0.7), (given, 3, 1)):
+            seen, how = [], dict(x=x, soft=soft, passes=passes)
+            ids, nfe = sample.generate_in_order(
+                model, 3, steps, order, top_p, generators(3, steps), **how,
+                on_step=lambda x, lam, guess: seen.append([x, lam, guess]))  # noqa: B023
+            for i, g in enumerate(generators(3, steps)):
+                with torch.no_grad():
+                    expected, states = oracles.in_order(predict, net.table, x, MASK, steps, order,
+                                                        top_p, g, omega, passes)
+                assert [row[i].tolist() for row, _, _ in seen] == [s.tolist() for s in states]
+                assert ids[i].tolist() == expected.tolist() and nfe[i] == steps * passes
+            for row, lam, guess in seen:
+                assert ((lam > 0) == (row == MASK)).all() if soft else not lam.any()
+                assert ((guess == row) == (row != MASK)).all() if soft else (guess == row).all()
+            own = [generators(3, steps)[i] for i in (2, 0)]
+            some, _ = sample.generate_in_order(model, 2, steps, order, top_p, own, **how)
+            assert some.tolist() == ids[[2, 0]].tolist()
+    said = [sample.generate_in_order(model_of(scale=0.5), 8, 5, order, 1.0, generators(8),
+                                     soft=soft, passes=passes)[0].tolist()
+            for soft, passes in ((False, 1), (True, 1), (True, 2))]
+    assert said[0] != said[1] != said[2] != said[0]
+
+
 def test_feedback_without_training_by_an_omega_given_at_decoding(saved, tmp_path):
     """A binary checkpoint with some ω is the same weights with that ω."""
     binary = str(tmp_path / "binary.pt")
@@ -545,6 +576,18 @@ def test_samples_file_says_what_and_how(saved, tmp_path):
         "top_p": 0.9, "soft": True, "prompt": "", "infill": "", "dtype": "float32"}
 
 
+def test_samples_in_order_are_one_token_a_call(saved, tmp_path):
+    how = dict(order="entropy", steps=None, prompt="def", passes=2, batch_size=2)
+    lines = run(saved, tmp_path, count=3, **how)["samples.jsonl"]
+    assert [line["nfe"] for line in lines] == 3 * [2 * 28]
+    assert lines[0]["settings"]["order"] == "entropy" and lines[0]["settings"]["steps"] == 28
+    assert run(saved, tmp_path, count=3, **how | {"batch_size": 3})["samples.jsonl"] == lines
+    run(saved, tmp_path, trace=str(tmp_path / "t"), **how)
+    states = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
+    left = [sum(lam is not None for _, lam in cells) for cells in states]
+    assert left == list(range(27, -1, -1))
+
+
 def test_the_same_command_goes_on_where_it_was(saved, tmp_path):
     whole = run(saved, tmp_path / "whole", count=5, batch_size=3)["samples.jsonl"]
     run(saved, tmp_path, count=2)
@@ -590,6 +633,11 @@ def test_bad_input_is_refused_and_leaves_nothing(saved, tmp_path):
                          (dict(infill="x" * 30 + "___"), "30 tokens"),
                          (dict(length=33), "length=33"), (dict(length=2), "length=2"),
                          (dict(count=0), "count=0"), (dict(batch_size=0), "batch_size=0"),
+                         (dict(order="any"), "order=any is none of random, entropy"),
+                         (dict(order="random", eta=0.1), "--eta belongs to the samplers that"),
+                         (dict(order="random", fresh=True), "--fresh belongs"),
+                         (dict(order="entropy", steps=33), "between 1 and 32, the number of mas"),
+                         (dict(order="entropy", passes=2, soft=False), "about feedback, and there"),
                          (dict(trace="t", count=2), "--trace=t follows one sample")):
         with pytest.raises(Refused, match=message):
             run(saved, tmp_path, **how)

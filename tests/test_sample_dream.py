@@ -52,8 +52,9 @@ def recorded(name):
 def decode(model, prompt, gen_len, steps, **settings):
     """x after every pass, (passes, B, L)."""
     seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
-    last = S.decode(model, x, MASK, steps, valid=valid, on_step=seen.append, **settings)
-    assert torch.equal(last, seen[-1])
+    last, nfe = S.decode(model, x, MASK, steps, valid=valid,
+                         on_step=lambda x, lam, guess: seen.append(x), **settings)
+    assert torch.equal(last, seen[-1]) and nfe.tolist() == (steps * (x == MASK).any(1)).tolist()
     return torch.stack(seen)
 
 
@@ -144,7 +145,7 @@ def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     for got, want in zip(look(), at_once, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     some = S.look(model, h, soft(3), MASK, "topk_margin", wanted)
-    for got, want in zip(some, (at_once[0][wanted], at_once[1][wanted], at_once[2]), strict=True):
+    for got, want in zip(some, (*(v[wanted] for v in at_once[:2]), *at_once[2:]), strict=True):
         torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     assert rows == 2 * [7, 7, 7, 7, 2]
 
@@ -226,7 +227,7 @@ def test_decode_takes_any_backbone(model):
     other.net.trunk = lambda emb, t: (times.append(t.tolist()), trunk(emb, t))[1]
     x = torch.full((2, 12), 39)
     x[1, :6] = torch.arange(6)
-    got = S.decode(other.net, x, 39, 6, sm=other.sm)
+    got, _ = S.decode(other.net, x, 39, 6, sm=other.sm)
     assert not (got == 39).any() and torch.equal(got[1, :6], x[1, :6])
     assert times[0] == [1.0, 0.5] and times == sorted(times, reverse=True) and len(times) == 6
 
@@ -299,7 +300,8 @@ def test_draws_are_keyed_by_the_generator(model):
 def test_a_bf16_model_decodes_through_fp32_logits(tiny_dream, monkeypatch):
     half = Dream.load(tiny_dream, dtype=torch.bfloat16)
     seen, propose = set(), S.propose
-    monkeypatch.setattr(S, "propose", lambda z, *a: (seen.add(z.dtype), propose(z, *a))[1])
+    monkeypatch.setattr(S, "propose", lambda z, *a, **how: (
+        seen.add(z.dtype), propose(z, *a, **how))[1])
     for schedule in ("none", "linear"):
         assert not (decode(half, PROMPT, 16, 8, sm=soft(3), schedule=schedule)[-1] == MASK).any()
         x = decode_blocks(half, PROMPT, 16, 8, 8, "dual", sm=soft(3), schedule=schedule)[-1]
@@ -371,7 +373,7 @@ def test_the_number_of_passes(model):
 
 
 @pytest.mark.parametrize("settings, message", [
-    ({"steps": 17}, "steps 17 must be between 1 and gen_len 16"),
+    ({"steps": 17}, "steps 17 must be between 1 and 16, the number of masks"),
     ({"gen_len": 0}, "nothing to fill"),
     ({"algorithm": "confidence"}, "unknown algorithm 'confidence': use one of entropy"),
     ({"schedule": "cosine"}, "unknown schedule 'cosine'"),
