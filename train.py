@@ -2,7 +2,7 @@
 """Train a soft-masked MDLM: the loop of Alg. 1, from one CPU to many nodes.  §3.2, Alg. 1, App. B.1
 
     python train.py quickstart                    # 6×6 Sudoku: minutes on two CPU cores, no network
-    python train.py stdlib                        # the same with text: the source of Python's library
+    python train.py stdlib                        # text: the source code of Python itself
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
     torchrun --nproc_per_node=8 train.py continue --init_from=mdlm.ckpt       # 100k updates more
