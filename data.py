@@ -20,6 +20,7 @@ after a stop.
 """
 
 import collections
+import functools
 import gzip
 import hashlib
 import itertools
@@ -266,6 +267,7 @@ def stdlib_files():
 SUDOKU_NATS = math.log(28_200_960)  # entropy of a grid drawn uniformly, by the count below
 
 
+@functools.cache
 def sudoku_grids():
     """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0.
 
