@@ -311,8 +311,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     model.eval()  # no dropout
     x = torch.full((n, model.cfg.length), model.mask_id) if x is None else x.expand(n, -1)
     ids, nfe = decode(model.net, x.to(model.net.table.device), model.mask_id, steps,
-                      model.sm if soft else None, on_step=on_step, algorithm=order,
-                      generator=generator, even=True, passes=passes, choose=choose)
+                      on_step=on_step, algorithm=order, generator=generator, even=True,
+                      feedback=model.feedback if soft and model.sm else None, passes=passes,
+                      choose=choose)
     model.train(was_training)
     return ids.cpu(), nfe
 

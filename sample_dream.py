@@ -180,7 +180,7 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     return x0, conf
 
 
-def feedback(net, sm, logits):
+def soft_masks(net, sm, logits):
     """How masks look next (n, D), λ (n,) and the likeliest tokens (n,)                  Alg. 2 l.6
 
     logits: (n, V), without temperature and top-p [code].   sm: SoftMask, or None: returns ().
@@ -197,20 +197,20 @@ def look(net, h, sm, never, algorithm, wanted=None, u=None, **pick):
 
     h: (N, D) hidden states.   never, algorithm, u (N, 2), pick: arguments of `propose`.
     wanted: (N,) bool, the masks that can be revealed (default: all).
-    Returns x0 and conf of these, and, with an sm, what `feedback` says of all N masks.
+    Returns x0 and conf of these, and, with an sm, the `soft_masks` of all N.
     """
     V = len(net.table)
 
     def rows(h, u=None):
         logits = net.head(h)                                            # (n, V)
         found = propose(logits, never, algorithm, u=u, **pick)          # (n,), (n,)
-        return *found, *feedback(net, sm, logits)
+        return *found, *soft_masks(net, sm, logits)
 
     def few(h, wanted):  # a proposal costs more than the logits: the other rows get 0
         logits = net.head(h)                                            # (n, V)
         found = propose(logits[wanted], never, algorithm, **pick)
         found = (v.new_zeros(len(h)).masked_scatter(wanted, v) for v in found)
-        return *found, *feedback(net, sm, logits)
+        return *found, *soft_masks(net, sm, logits)
 
     if wanted is None:
         return in_chunks(rows, h, *[] if u is None else [u], V=V)
@@ -306,7 +306,7 @@ def draws(generators, masked):
 
 @torch.no_grad()
 def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=0.5, on_step=None,
-           algorithm="entropy", generator=None, even=False, passes=1, **pick):
+           algorithm="entropy", generator=None, even=False, feedback=None, passes=1, **pick):
     """Fill the masks of x in `steps` steps                                              Alg. 2
 
     net: a backbone with table, hidden and head.   x: (B, L) ids.
@@ -318,6 +318,7 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
     even: each step reveals its share of what is left, rounded up. So with as many steps as masks
         it is exactly one token a step [ours] (default: Dream's `reveal_count`). Needs a list of
         generators.
+    feedback: h (N, D) → how masks look next (N, D), λ (N,), likeliest tokens (N,), in place of sm.
     passes: network calls in each step, each with the feedback of the one before.
     on_step(x, lam, guess): follows every step, all (B, L). At masks, lam is λ before the schedule,
         and guess the likeliest token, both of the prediction that is fed back.
@@ -348,8 +349,7 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
         t = masked.float().mean(-1)                                     # (B,)  the share of masks
         for _ in range(passes - 1):
             h = net.hidden(emb, rows, t, **context)                     # (N, D)             l.3
-            mixed = in_chunks(lambda h: feedback(net, sm, net.head(h)), h, V=len(net.table))[0]
-            emb = fed(mixed, masked)
+            emb = fed(feedback(h)[0], masked)
         h = net.hidden(emb, rows, t, **context)                         # (N, D)             l.3
         nfe += passes * masked.any(-1)
         # Where the model predicts [MASK], the last step takes the best real token [ours]: it has
@@ -365,11 +365,12 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
             conf = torch.where(blank, u[:, 1].to(conf), conf)           # (N,)
         x = reveal(x, masked, x0, conf, times[i], times[i + 1], last, None, algorithm, count)  # l.5
         left = x == mask_id                                             # (B, L)
-        emb = fed(soft[0], left) if sm else F.embedding(x, net.table)   # (B, L, D)
+        soft = feedback(h) if feedback else soft                        # (N, D), (N,), (N,)
+        emb = fed(soft[0], left) if soft else F.embedding(x, net.table)          # (B, L, D)
         if on_step:
             seen = torch.zeros(x.shape, device=x.device), x             # (B, L), (B, L)
             new = (v.masked_scatter(masked, n).where(left, v) for v, n in zip(seen, soft[1:]))
-            on_step(x, *(new if sm else seen))
+            on_step(x, *(new if soft else seen))
         masked = left
     return x, nfe.cpu()
 

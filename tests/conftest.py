@@ -4,19 +4,22 @@ import contextlib
 import importlib
 import json
 import os
+import signal
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(__file__)))  # plain `pytest` finds the scripts
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)  # plain `pytest` finds the scripts
 
 import dora  # noqa: E402
 from checkpoint import write_safetensors  # noqa: E402
 from launch import Refused, from_cli  # noqa: E402
 
-GOLDEN = os.path.join(os.path.dirname(__file__), "golden")
+GOLDEN = os.path.join(ROOT, "tests", "golden")
 torch.set_num_threads(1)  # models here are tiny: more threads only wait for each other
 
 
@@ -24,6 +27,43 @@ def refused(message, function, *args, **kwargs):
     """Asserts that the call is refused in such a sentence."""
     with pytest.raises(Refused, match=message):
         function(*args, **kwargs)
+
+
+def torchrun(script, *flags, ranks=2, **how):
+    """The finished run of a script in so many processes of this machine."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
+    return subprocess.run([*command, f"--nproc_per_node={ranks}", str(script), *flags], cwd=ROOT,
+                          env=env, capture_output=True, text=True, timeout=120, **how)
+
+
+def gen(seed=0):
+    return torch.Generator().manual_seed(seed)
+
+
+class Killed(BaseException):
+    """Nothing catches it, as if the process were gone."""
+
+
+def kill():
+    raise Killed
+
+
+def sigterm():
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def spy(monkeypatch, module, name, at=None, then=None):
+    """A list of the arguments of all calls. Before call number `at`, then() is called."""
+    calls, whole = [], getattr(module, name)
+
+    def call(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == at:
+            then()
+        return whole(*args, **kwargs)
+    monkeypatch.setattr(module, name, call)
+    return calls
 
 
 def configure(script, words):

@@ -19,7 +19,8 @@ LAYERS = [
     {"arms", "checkpoint", "data", "show"},
     {"mdlm", "dream"},                            # models
     {"sample_dream", "finetune_dream", "plot"},   # verbs
-    {"sample", "eval"},                           # and those that use other verbs
+    {"sample"},                                   # and those that use other verbs
+    {"eval"},
     {"train", "eval_dream"},
     {"bench"},
 ]
