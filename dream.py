@@ -32,9 +32,9 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
-from checkpoint import read_safetensors
+from arms import ARMS
+from checkpoint import MIXES, read_safetensors
 from launch import Refused, read_json
-from softmask import SoftMask
 
 # -------------------------------------------------------------------------------------------------
 # the model
@@ -340,7 +340,7 @@ def soft_mask_file(folder):
 
 
 def read_omega(cfg, folder):
-    """The arguments of an adapter's SoftMask; None for a folder without one.
+    """The arguments of an adapter's SoftMask, and its arm if it has one; None for binary masks.
 
     softmask.json counts more than transparency_config.json, whose numbers are rounded to bf16.
     Raises Refused for what is not a soft mask of this model, or has a setting that means
@@ -350,6 +350,12 @@ def read_omega(cfg, folder):
     if path is None:
         return None
     raw = read_json(path)
+    if raw.get("transparency_alg") == "none":
+        return None
+    # Settings of forks. With other values, the same ω belongs to another mix.
+    for name, want in {"interpolation": "linear", "fixed_lambda": None}.items():
+        if raw.get(name, want) != want:
+            raise Refused(f"{path} has {name} = {raw[name]!r}, only {want!r} is implemented")
     try:
         if path.endswith("softmask.json"):
             for name in ("mask_id", "k", "omega_s", "omega_a", "omega_b"):
@@ -357,13 +363,14 @@ def read_omega(cfg, folder):
                     raise KeyError(name)
             sm = {"tau": 1.0} | raw
         else:
-            k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
-            sm = dict(mask_id=cfg.mask_token_id, k=k[raw["transparency_alg"]],
+            mix, k = raw["transparency_alg"], raw["mixinputs_k"]
+            sm = {"arm": MIXES[mix]} if MIXES[mix] else {}
+            sm |= dict(mask_id=cfg.mask_token_id, k=None if mix == "mixinputs_with_temp" else k,
                       tau=raw["mixture_temp"], omega_s=raw["transparency_scale"],
                       omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
         if sm["omega_s"] == 1:  # rounded up: bf16 has no number between 0.998 and 1
             sm["omega_s"] = 1 - 1e-6
-        SoftMask(**sm)
+        ARMS[sm.get("arm", "")](**{name: v for name, v in sm.items() if name != "arm"})
     except KeyError as e:
         raise Refused(f"{path} is not a soft mask: {e} is missing, or not known here")
     except (TypeError, ValueError) as e:

@@ -59,7 +59,7 @@ from launch import (
     write_text,
 )
 from plot import benchmarks
-from sample_dream import Decoding, answer, check, cut, feedback_label, load_for_decoding
+from sample_dream import OMEGA, Decoding, answer, check, cut, feedback_label, load_for_decoding
 
 TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
 STATS = ("n", "nfe", "tokens", "kept", "seconds")  # of `answer`, summed over the problems
@@ -67,7 +67,7 @@ PROMPT_TOKENS = 1024                               # longer prompts lose their b
 
 # Results that are averaged may differ in these fields of Config, and in these of the training.
 MAY_DIFFER = set("""seed adapter out timeout confirm_run_unsafe_code nfe blocks data table task
-                    steps soft schedule switch""".split())
+                    steps soft schedule switch omega_s omega_a omega_b""".split())
 TRAINING_MAY_DIFFER = set("""seed model out resume overwrite tiny device checkpointing chunk
                              log_every save_every eval_every""".split())
 ONLY_WITH_SM = {"p_sm", "k", "eta_sm", "omega_s", "omega_a", "omega_b"}  # no meaning without SM
@@ -236,6 +236,7 @@ def responder(cfg, tasks):
 def cell_name(cell, data):
     """Path of a cell's files, without ending: a hash of all that shapes its answers is in it."""
     rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table")
+    rest += tuple(name for name in OMEGA if getattr(cell, name) is None)  # older answers stay valid
     shaping = {name: value for name, value in asdict(cell).items() if name not in rest}
     files = []  # after more training the same folder is another model
     for folder in filter(os.path.isdir, (cell.model, cell.adapter)):

@@ -12,6 +12,7 @@
     python plot.py --ablation="out/*/log.jsonl" # Fig. 5
     python plot.py --overhead=bench.json        # Fig. 6, from bench.py --parts=overhead
     python plot.py --trajectory=trace.jsonl     # Fig. 7, from sample.py --trace=trace.jsonl
+    python plot.py --trajectory=on.jsonl,off.jsonl --out=trace.html   # pages to step through
     python plot.py --learned="out/*/log.jsonl"  # Fig. 8, also from finetune_dream.py's logs
     python plot.py --frontier="runs/*.json"     # Fig. 9, from eval.py's results
     python plot.py --curves=bench.json          # cost over sizes, from bench.py --json=bench.json
@@ -23,16 +24,18 @@ Not here: any measurement. Every number comes from JSON that another script has 
 
 import contextlib
 import glob
+import json
 import math
 import os
 import re
 import statistics
 from dataclasses import dataclass
 from fractions import Fraction
+from pathlib import Path
 
 import numpy as np
 
-from launch import Refused, atomic, read_json, read_jsonl, run, write_text
+from launch import Count, Refused, atomic, read_json, read_jsonl, run, write_text
 
 
 @dataclass
@@ -49,11 +52,13 @@ class Config:
     throughput: str = ""     # folder of eval_dream.py's results with block lengths
     ablation: str = ""       # pattern of train.py's logs
     overhead: str = ""       # file of bench.py --json
-    trajectory: str = ""     # file of sample.py --trace
+    trajectory: str = ""     # file of sample.py --trace; a page shows those of a pattern
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py
     frontier: str = ""       # pattern of eval.py's results
     curves: str = ""         # file of bench.py --json
-    out: str = ""            # .png, .pdf or .svg (default: plot.png), or .md of a table
+    out: str = ""            # .png, .pdf or .svg (default: plot.png), .md of a table, .html of
+                             # trajectories
+    columns: Count = 0       # of a page: a square grid so wide follows the first token, as Sudoku's
 
 
 def files(patterns):
@@ -104,7 +109,8 @@ METRICS = {
     "ppl": ("PPL ↓", ".2f", ("seed", "repeats", "ema")),
 }
 ALIKE, OF_MODELS = ("L", "n", "tokenizer", "text"), ("top_p", "dtype")
-IN_A_ROW = ("step", "prompt", "infill", "passes", "fresh", "every", "omega_s", "omega_a", "omega_b")
+IN_A_ROW = ("step", "prompt", "infill", "given", "passes", "fresh", "every",
+            "omega_s", "omega_a", "omega_b")
 IN_A_CELL = ("sampler", "eta", "t_on", "t_off", "alpha_on", "ema")
 COST = ("updates", "passes", "loss tokens")
 
@@ -551,26 +557,57 @@ def overhead(path):
     return fig
 
 
-def trajectory(path):
-    """A sample appearing, a row per step.                                        App. C.5, Fig. 7
+def read_trace(path):
+    """The steps of a file of sample.py --trace: lists of cells, as show.trace makes them.
 
-    Green cells are masks, deeper green is a larger λ, and they hold the top guess. Bold is text.
+    Raises Refused for a file without a step, and for another file.
     """
     steps = read_jsonl(path)
     if not steps:
         raise Refused(f"{path} is empty: make it again with sample.py --trace={path}")
     try:
-        strength = [[math.nan if lam is None else lam for _, lam in step] for step in steps]
-        fig, [ax] = figure(1, width=0.55 * len(steps[0]) + 1, height=0.3 * len(steps) + 1)
-        image = ax.imshow(strength, cmap="Greens", vmin=0, aspect="auto")
-        dark = 0.6 * image.norm.vmax
-        for i, step in enumerate(steps):
-            for j, (text, lam) in enumerate(step):
-                color = "white" if lam is not None and lam > dark else "black"
-                ax.text(j, i, "␣" if text == " " else text, ha="center", va="center", size=8,
-                        weight="bold" if lam is None else "normal", color=color, parse_math=False)
-    except (TypeError, ValueError, IndexError):
+        for step in steps:
+            for text, lam, *rest in step:
+                numbers = [lam or 0.0, *rest[:1], *(share for _, share in (rest[1:] or [[]])[0])]
+                words = [text, *(word for word, _ in (rest[1:] or [[]])[0])]
+                assert all(isinstance(word, str) for word in words) and math.isfinite(sum(numbers))
+            assert 0 < len(step) == len(steps[0])
+        return steps
+    except (TypeError, ValueError, AssertionError):
         raise Refused(f"{path} is no trajectory: make one with sample.py --trace={path}")
+
+
+def trajectory_page(patterns, columns):
+    """A page that goes through traces step by step, side by side: HTML that needs no network.
+
+    columns: with a number, the columns² cells after the first one are a grid. Else 0.
+    """
+    traces = [{"name": name_of(path), "steps": read_trace(path)} for path in files(patterns)]
+    cells = min(len(trace["steps"][0]) for trace in traces)
+    if columns**2 >= cells:
+        raise Refused(f"--columns={columns} needs {columns**2} cells after the first, and a trace "
+                      f"has {cells}: give a smaller number, or 0 for no grid")
+    values = json.dumps({"columns": columns, "traces": traces})
+    template = Path(__file__).with_name("trajectory.html").read_text(encoding="utf-8")
+    # A token may be </script>. Without <, no text of a sample can end the element that holds it.
+    return template.replace(">TRACES<", f">{values.replace('<', chr(92) + 'u003c')}<")
+
+
+def trajectory(path):
+    """A sample appearing, a row per step.                                        App. C.5, Fig. 7
+
+    Green cells are masks, deeper green is a larger λ, and they hold the top guess. Bold is text.
+    """
+    steps = read_trace(path)
+    strength = [[math.nan if lam is None else lam for _, lam, *_ in step] for step in steps]
+    fig, [ax] = figure(1, width=0.55 * len(steps[0]) + 1, height=0.3 * len(steps) + 1)
+    image = ax.imshow(strength, cmap="Greens", vmin=0, aspect="auto")
+    dark = 0.6 * image.norm.vmax
+    for i, step in enumerate(steps):
+        for j, (text, lam, *_) in enumerate(step):
+            color = "white" if lam is not None and lam > dark else "black"
+            ax.text(j, i, "␣" if text == " " else text, ha="center", va="center", size=8,
+                    weight="bold" if lam is None else "normal", color=color, parse_math=False)
     ax.set(xlabel="position", ylabel="step", xticks=[])
     fig.colorbar(image, label="strength λ")
     return fig
@@ -669,13 +706,17 @@ def main(cfg):
         with atomic(out) as tmp:
             fig.savefig(tmp, format=kind)
         print(f"wrote {out}")
+    elif kind == "html" and name == "trajectory":
+        write_text(out, trajectory_page(source, cfg.columns))
+        print(f"wrote {out}")
     elif kind in ("md", "") and name in TABLES:
         text = TABLES[name](source)
         print(text)
         if out:
             write_text(out, text + "\n")
     else:
-        raise Refused(f"--out={out} must end in .png, .pdf or .svg, or in .md if it is a table")
+        raise Refused(f"--out={out} must end in .png, .pdf or .svg, or in .md if it is a table, "
+                      f"or in .html if it is a trajectory")
 
 
 if __name__ == "__main__":

@@ -222,8 +222,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         changes in these steps. In the released code it does not [code].
     generator: a torch.Generator on the CPU, or a list of n, one per sequence. With a list, a sample
         is the same in any batch.
-    on_step(x, lam, guess): called after every turn, with the ids (n, L). Where they are [MASK], lam
-        (n, L) is λ and guess (n, L) is the most likely token.
+    on_step(x, lam, guess, rows, h): called after every turn, with the ids (n, L). Where they are
+        [MASK], lam (n, L) is λ and guess (n, L) is the most likely token. rows (m,) are the masks
+        of the flat batch that stay, and h (m, D) are the hidden states that predict them.
     x: (L,) or (n, L) ids to start from. All but [MASK] stays as it is (default: all [MASK]).
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
     Raises Refused for settings out of range. Checked against tests/oracles.py alg2.
@@ -255,9 +256,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     def pick(h, u):
         return sample_categorical(nucleus(net.head(h).softmax(-1), top_p), u)
 
-    def watch():
+    def watch(rows):
         if on_step:
-            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L))
+            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), rows, h[rows])
 
     silent = True if on_step else None  # None: no bar where there is no terminal
     for t, flips, u in tqdm(turns, "steps", steps, leave=False, disable=silent):
@@ -278,14 +279,14 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         else:
             emb[vanish] = table[mask_id]
         x[vanish] = mask_id
-        watch()
+        watch(stay)
     if masked.any():  # rare, but a tenth after 20 steps of remdm-loop. No nucleus here [code]
         left = rows(masked)
         t = torch.full((n,), T_END, device=device)                             # (n,)
         h = predict(model, emb, t, left, passes, fresh)                        # (nL, D)
         x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=V)
         nfe += masked.any(1) * passes
-        watch()
+        watch(left[:0])
     model.train(was_training)
     return x.view(n, L).cpu(), torch.from_numpy(nfe)
 
@@ -349,8 +350,10 @@ class Config:
     omega_s: float | None = None
     omega_a: float | None = None  # (default for a binary model: the paper's start)
     omega_b: float | None = None  # (the same)
+    # In these texts, the two characters \n are a line break.
     prompt: str = ""            # text that the sample starts with
     infill: str = ""            # text with ___ where some is missing
+    given: str = ""             # a puzzle: one character a token, and a dot for each to be filled
     seed: int = 1
     out: str = "samples.jsonl"  # appended to. A sample that it already holds is not made again
     show: bool = False          # watch the first sequence of every batch
@@ -386,6 +389,23 @@ def starting_ids(prompt, infill, tok, special, L):
     return torch.tensor(ids)
 
 
+def puzzle_ids(given, tok, special, L):
+    """The row (L,) of a document with a mask for each dot: BOS, the document, EOS, EOS.
+
+    given: L − 3 characters, of one token each. The ends are known, too: a row of training is BOS,
+    L − 2 tokens of the text and EOS, and in the text each document ends with EOS (data.rows). So a
+    6×6 Sudoku has 36 characters in L = 39.
+    special: {name: id}.   Raises Refused for other characters, and for another number of them.
+    """
+    ids = [tok.encode_ordinary(character) for character in given]
+    unknown = sorted({c for c, tokens in zip(given, ids) if len(tokens) != 1})
+    if len(given) != L - 3 or unknown or "." not in given:
+        raise Refused(f"--given={given!r} has {len(given)} characters, not one token each: "
+                      f"{unknown}; length {L} takes {L - 3}, with dots for what is to be filled")
+    cells = [special["mask_id"] if c == "." else token for c, [token] in zip(given, ids)]
+    return torch.tensor([special["bos"], *cells, special["eos"], special["eos"]])
+
+
 def existing_indices(path, settings, seed):
     """Indices of the samples in `path` that have these settings and this seed."""
     try:
@@ -410,6 +430,8 @@ def check(cfg, model, tok, L):
         if cfg.order and getattr(cfg, name) != getattr(Config, name):
             raise Refused(f"--{name} belongs to the samplers that flip coins, and --order="
                           f"{cfg.order} flips none: leave out one of them")
+    if cfg.given and (cfg.prompt or cfg.infill):
+        raise Refused("--given stands alone: leave out --prompt and --infill")
     same_file = os.path.realpath(cfg.trace) == os.path.realpath(cfg.out)
     if cfg.trace and (cfg.count > 1 or cfg.show or same_file):
         raise Refused(f"--trace={cfg.trace} follows one sample, into a file of its own: leave out "
@@ -424,7 +446,11 @@ def main(cfg):
     mask_id, L = model.mask_id, model.cfg.length if cfg.length is None else cfg.length
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     check(cfg, model, tok, L)
-    x = starting_ids(cfg.prompt, cfg.infill, tok, model.info["tokenizer"], L)
+    special, texts = model.info["tokenizer"], (cfg.prompt, cfg.infill)
+    if cfg.given:
+        x = puzzle_ids(cfg.given, tok, special, L)
+    else:
+        x = starting_ids(*(text.replace("\\n", "\n") for text in texts), tok, special, L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
     n_steps = int((x == mask_id).sum()) if cfg.order else L
     how |= {"steps": n_steps if cfg.steps is None else cfg.steps,
@@ -435,8 +461,8 @@ def main(cfg):
              "every": cfg.every or bool(cfg.trace) and not cfg.order}
     how |= {name: v for name, v in loops.items() if v != getattr(Config, name)}
     given = {name: getattr(cfg, name) for name in ("checkpoint", "ema", "prompt", "infill")}
-    given |= {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b")
-              if getattr(cfg, name) is not None}
+    given |= {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b", "given")
+              if getattr(cfg, name) not in (None, "")}
     settings = how | given
     settings |= {"step": model.info["step"], "tokenizer": tok.name, "length": L,
                  "dtype": str(dtype or torch.float32).removeprefix("torch.")}
@@ -446,16 +472,20 @@ def main(cfg):
         make = functools.partial(generate_in_order, **{name: how[name] for name in names})
     path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl" if world > 1 else cfg.out
     done, steps = existing_indices(path, settings, cfg.seed), []
-    watch = show(tok, mask_id) if cfg.show else trace(tok, mask_id, steps) if cfg.trace else None
+    watch = show(tok, mask_id) if cfg.show else None
+    watch = trace(tok, model, steps) if cfg.trace else watch
     todo = [i for i in range(rank, cfg.count, world) if i not in done or watch]
     if cfg.compile:
         model.net.trunk = torch.compile(model.net.trunk, mode="reduce-overhead")
     batches = range(0, len(todo), cfg.batch_size)
     for start in tqdm(batches, f"{len(todo)} samples", disable=rank > 0 or cfg.show):
         batch = todo[start:start + cfg.batch_size]
-        generators = [rng("sample", cfg.seed, i) for i in batch]
+        # A compiled trunk would be compiled again for a smaller batch. So the last one repeats its
+        # last sample, which costs less, and `zip` leaves the copies out.
+        copies = min(len(todo), cfg.batch_size) - len(batch) if cfg.compile else 0
+        generators = [rng("sample", cfg.seed, i) for i in batch + copies * batch[-1:]]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            ids, nfe = make(model, len(batch), generator=generators, x=x,
+            ids, nfe = make(model, len(generators), generator=generators, x=x,
                             on_step=watch if rank == 0 else None)
         lines = [{"ids": row, "text": tok.decode(row), "nfe": calls, "seed": cfg.seed, "index": i,
                   "settings": settings} for row, calls, i in zip(ids.tolist(), nfe.tolist(), batch)]

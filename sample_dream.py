@@ -29,6 +29,7 @@ import torch.nn.functional as F
 from tqdm import tqdm
 
 import dora
+from arms import ARMS, with_omega
 from dream import Dream, Tokenizer, load_adapter, soft_mask_file
 from launch import Refused, machine, run
 from mdlm import in_chunks
@@ -36,6 +37,7 @@ from softmask import SoftMask, time_gain
 
 # Dream's names. The last one is ours: the control of the others.
 ALGORITHMS = "entropy", "maskgit_plus", "topk_margin", "origin", "random"
+OMEGA = "omega_s", "omega_a", "omega_b"
 
 
 @dataclass
@@ -56,6 +58,10 @@ class Decoding:
     block: int = 0                  # Fast-dLLM's block length; 0: the whole response at once
     cache: str = "prefix"           # with block: none, prefix, dual
     threshold: float | None = None  # with block: reveal all tokens that are as sure as this, not n
+    # Another ω than the adapter's. A model without SM then decodes with feedback, with k = 3.
+    omega_s: float | None = None
+    omega_a: float | None = None    # (default for a model without SM: the paper's start)
+    omega_b: float | None = None    # (the same)
     seed: int = 0
     device: str = "auto"            # cuda > mps > cpu
     dtype: str = "auto"             # auto: as stored; or float32, bfloat16
@@ -63,10 +69,11 @@ class Decoding:
 
 @dataclass
 class Config(Decoding):
+    # In these texts, the two characters \n are a line break.
     prompt: str = ""                # one user turn
     raw: bool = False               # the prompt is text to continue, without the chat template
     chat: bool = False              # user turns from stdin, one a line
-    infill: str = ""                # text with one ___ for the model to write; \n is a new line
+    infill: str = ""                # text with one ___ for the model to write
     stop: str = ""                  # the response ends before any of these, separated by |
     show: bool = True               # on a terminal: draw the text as it fills
 
@@ -320,8 +327,9 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
         generators.
     feedback: h (N, D) → how masks look next (N, D), λ (N,), likeliest tokens (N,), in place of sm.
     passes: network calls in each step, each with the feedback of the one before.
-    on_step(x, lam, guess): follows every step, all (B, L). At masks, lam is λ before the schedule,
-        and guess the likeliest token, both of the prediction that is fed back.
+    on_step(x, lam, guess, rows, h): follows every step, the first three (B, L). At masks, lam is λ
+        before the schedule, and guess the likeliest token, both of the prediction that is fed back.
+        h (N, D) are its hidden states, at the positions rows (N,) that were masked before.
     Returns (B, L) ids without any mask, and nfe (B,), the network calls that each sequence needed.
     With a list of generators, or at temperature 0, a sequence does not depend on the rest of its
     batch. Raises Refused for settings that cannot be run. Checked against
@@ -370,7 +378,7 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
         if on_step:
             seen = torch.zeros(x.shape, device=x.device), x             # (B, L), (B, L)
             new = (v.masked_scatter(masked, n).where(left, v) for v, n in zip(seen, soft[1:]))
-            on_step(x, *(new if soft else seen))
+            on_step(x, *(new if soft else seen), rows, h)
         masked = left
     return x, nfe.cpu()
 
@@ -455,6 +463,8 @@ def load_for_decoding(cfg):
     Raises Refused for bad settings before anything large is read.
     """
     check(**asdict(cfg) | {"steps": cfg.steps or cfg.gen_len})
+    given = {name: getattr(cfg, name) for name in OMEGA}
+    with_omega(SoftMask(0), 0, **given)  # refuses what is out of range
     dtypes = {"auto": None, "float32": torch.float32, "bfloat16": torch.bfloat16}
     device = machine(cfg.device)[2]
     if cfg.dtype not in dtypes:
@@ -463,9 +473,14 @@ def load_for_decoding(cfg):
         raise Refused("no model: add --model=DIR")
     tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtypes[cfg.dtype])
     omega = load_adapter(model, cfg.adapter) if cfg.adapter else None
+    sm = ARMS[omega.pop("arm", "")](**omega) if omega else None
+    sm = with_omega(sm, model.cfg.mask_token_id, **given)
+    if cfg.schedule != "none" and sm and type(sm).mix is not SoftMask.mix:
+        raise Refused(f"schedule {cfg.schedule} needs a mix that is linear in λ, and {cfg.adapter} "
+                      f"was trained with {type(sm).__name__.lower()}: use --schedule=none")
     if cfg.merge:
         dora.merge_(model)
-    return model, tok, SoftMask(**omega).to(device) if omega and cfg.soft else None
+    return model, tok, sm.to(device) if sm and cfg.soft else None
 
 
 def feedback_label(cfg, sm):
@@ -473,7 +488,10 @@ def feedback_label(cfg, sm):
     if sm:
         switch = f" {cfg.switch}" if "stepwise" in cfg.schedule else ""
         schedule = f", {cfg.schedule}{switch}" if cfg.schedule != "none" else ""
-        return f"SM k={sm.k or '|V|'}{schedule}"
+        arm = f", {type(sm).__name__.lower()}" if type(sm) is not SoftMask else ""
+        given = "".join(f", {name}={getattr(cfg, name):g}" for name in OMEGA
+                        if getattr(cfg, name) is not None)
+        return f"SM k={sm.k or '|V|'}{arm}{given}{schedule}"
     return "SM off" if cfg.adapter and soft_mask_file(cfg.adapter) else "binary"
 
 
@@ -546,12 +564,14 @@ def turn(cfg, model, tok, sm, ids, until, shown_from):
 def main(cfg):
     if sum(map(bool, (cfg.prompt, cfg.chat, cfg.infill))) != 1:
         raise Refused("nothing to do: give one of --prompt=…, --chat, --infill=…")
-    before, gap, after = cfg.infill.replace("\\n", "\n").partition("___")
+    cfg = replace(cfg, **{name: getattr(cfg, name).replace("\\n", "\n")
+                          for name in ("prompt", "infill", "stop")})
+    before, gap, after = cfg.infill.partition("___")
     if cfg.infill and (not gap or "___" in after or cfg.block):
         raise Refused("--infill needs exactly one ___ where the model shall write, and --block=0")
     model, tok, sm = load_for_decoding(cfg)
     label = feedback_label(cfg, sm) + (f", ω_s = {sm.omega[0].item():.3g}" if sm else "")
-    until = [stop for stop in cfg.stop.replace("\\n", "\n").split("|") if stop]
+    until = [stop for stop in cfg.stop.split("|") if stop]
     if not cfg.raw and not gap:
         until.append("<|im_end|>")
     messages = []

@@ -2,11 +2,12 @@
 """A sample while it is made, on a terminal or in a file.                                   App. C.5
 
     generate(model, 1, steps, on_step=show(tok, mask_id))          # drawn in place, λ in green
-    generate(model, 1, steps, on_step=trace(tok, mask_id, steps))  # a list of states, for plot.py
+    generate(model, 1, steps, on_step=trace(tok, model, states))   # a list of states, for plot.py
 
-`show` and `trace` return functions of (x, lam, guess), each (n, L). x are the token ids. Where they
-are [MASK], lam is the strength of the feedback and guess is the most likely token. Only the first
-sequence is followed.
+`show` and `trace` return functions of (x, lam, guess, rows, h). x (n, L) are the token ids. Where
+they are [MASK], lam is the strength of the feedback and guess is the most likely token. rows (m,)
+are the masks of the flat batch that were predicted, from h (m, D). Only the first sequence is
+followed.
 
 Not here: decoding (sample.py), figures (plot.py).
 """
@@ -14,6 +15,8 @@ Not here: decoding (sample.py), figures (plot.py).
 import shutil
 import sys
 import time
+
+import torch
 
 
 def cell_text(tok, mask_id):
@@ -29,19 +32,40 @@ def cell_text(tok, mask_id):
     return text_of
 
 
-def trace(tok, mask_id, steps):
-    """An `on_step` that appends the cells of the first sequence to the list `steps`.
+def trace(tok, model, states):
+    """An `on_step` that appends the cells of the first sequence to the list `states`.
 
-    A cell is [text, λ] with the most likely token at a mask, and [text, None] elsewhere.
+    model: TwoPass.
+    A cell is [text, None] for a token. For a mask it is [guess, λ, −H in nats, [[text, share], …]].
+    These are the k guesses that SM mixes, with their shares π. Without SM they are three, and of
+    k = |V| the five largest.
     """
-    text_of = cell_text(tok, mask_id)
+    text_of, sm = cell_text(tok, model.mask_id), model.sm
+    k, tau = (sm.k or 5, 1 if sm.k else sm.tau) if sm else (3, 1)
 
-    def on_step(x, lam, guess):
+    def prediction(h):
+        logp = (model.net.head(h) / tau).log_softmax(-1)                           # (m, V)
+        shares, ids = logp.exp().topk(k)                                           # (m, k)
+        shares = shares if sm and sm.k is None else shares / shares.sum(-1, keepdim=True)
+        neg_entropy = (logp.exp() * logp.clamp_min(-100)).sum(-1)                  # (m,)
+        return neg_entropy.tolist(), ids.tolist(), shares.tolist()
+
+    @torch.no_grad()
+    def on_step(x, lam, guess, rows, h):
+        L = x.shape[1]
+        mine = rows < L                                                            # (m,)
+        predicted = dict(zip(rows[mine].tolist(), zip(*prediction(h[mine]))))
         cells = []
-        for token, strength, top in zip(x[0].tolist(), lam[0].tolist(), guess[0].tolist()):
-            masked = token == mask_id
-            cells.append([text_of(top), round(strength, 4)] if masked else [text_of(token), None])
-        steps.append(cells)
+        for i, (token, strength, top) in enumerate(zip(x[0].tolist(), lam[0].tolist(),
+                                                       guess[0].tolist())):
+            if token != model.mask_id:
+                cells.append([text_of(token), None])
+                continue
+            # A token that was just taken back was certain.
+            neg_entropy, ids, shares = predicted.get(i, (0.0, [top], [1.0]))
+            mixed = [[text_of(j), round(share, 4)] for j, share in zip(ids, shares)]
+            cells.append([mixed[0][0], round(strength, 4), round(neg_entropy, 4), mixed])
+        states.append(cells)
     return on_step
 
 
@@ -89,7 +113,7 @@ def show(tok, mask_id, pause=0.05):
     drawn = 0         # lines of the last picture
     next_share = 0.0  # share of tokens at which the next plain line is due
 
-    def on_step(x, lam, guess):
+    def on_step(x, lam, guess, *_):
         nonlocal drawn, next_share
         x, lam, guess = x[0].tolist(), lam[0].tolist(), guess[0].tolist()
         if not sys.stdout.isatty():

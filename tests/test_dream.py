@@ -272,6 +272,16 @@ def test_dense_and_saturated_heads_are_read(dream, adapter):
     assert F.softplus(sm.raw_tau).item() == pytest.approx(1.25, abs=1e-5)
 
 
+def test_mixes_of_forks_are_read_as_what_they_are(dream, tiny_dream, adapter):
+    omega = THEIRS | {"interpolation": "linear", "transparency_alg": "lerp_renorm"}
+    assert load_adapter(dream, adapter(omega))["arm"] == "renorm"
+    for omega, arm in ((THEIRS | {"transparency_alg": "slerp_euclid_mean"}, "slerp"),
+                       (OURS | {"arm": "constant"}, "constant")):
+        assert load_adapter(Dream.load(tiny_dream), adapter(omega))["arm"] == arm
+    binary = adapter({"transparency_alg": "none", "mixture_temp": 1.0})
+    assert load_adapter(Dream.load(tiny_dream), binary) is None
+
+
 def test_other_adapters_are_refused(dream, tiny_dream, adapter):
     for changes, message in (
             (dict(use_dora=False), "use_dora = False, only True"),
@@ -298,6 +308,10 @@ def test_other_soft_masks_are_refused(dream, adapter):
             ({n: v for n, v in OURS.items() if n != "omega_b"}, "'omega_b' is missing"),
             ([OURS], "softmask.json holds no JSON object"),
             (THEIRS | {"transparency_alg": "mixinputs_with_mean"}, "'mixinputs_with_mean' is mi"),
+            (THEIRS | {"transparency_alg": "slerp_sm"}, "'slerp_sm' is missing, or not known"),
+            (THEIRS | {"interpolation": "spherical"}, "interpolation = 'spherical', only 'linear'"),
+            (THEIRS | {"fixed_lambda": 0.3}, "fixed_lambda = 0.3, only None"),
+            (OURS | {"arm": "sphere"}, "'sphere' is missing, or not known here"),
             (THEIRS | {"transparency_scheduling": "linear"}, "decode with --schedule=linear"),
             ({n: v for n, v in THEIRS.items() if n != "mixinputs_k"}, "'mixinputs_k' is missing")):
         refused(message, load_adapter, dream, adapter(values))

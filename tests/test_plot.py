@@ -2,10 +2,13 @@
 """plot.py: what it reads out of logs, traces and results, and how tables are laid out."""
 
 import dataclasses
+import html
 import importlib
 import json
 import math
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
 
@@ -17,6 +20,7 @@ import plot
 import sample
 import train
 from launch import Refused, read_jsonl
+from mdlm import MDLM
 from show import cell_text
 
 
@@ -271,10 +275,27 @@ def test_trace_follows_the_sample(traced):
     text_of = cell_text(data.tokenizer("bytes"), -1)
     assert "".join(cell for cell, _ in steps[-1]) == "".join(map(text_of, line["ids"]))
     assert line["text"] and all(lam is None for _, lam in steps[-1])
-    assert any(lam is not None for _, lam in steps[0])
-    assert all(0 < lam < 0.51 for step in steps for _, lam in step if lam is not None)
+    omega_s, omega_a, omega_b = (w.item() for w in MDLM.load(traced.checkpoint).sm.omega)
+    masks = [cell for step in steps for cell in step if cell[1] is not None]
+    assert len(masks) > 12
+    for guess, lam, neg_entropy, mixed in masks:
+        gate = omega_s / (1 + math.exp(-omega_a * (neg_entropy - omega_b)))
+        assert lam == pytest.approx(gate, abs=1e-4) and guess == mixed[0][0]
+        shares = [share for _, share in mixed]
+        assert len(shares) == 3 and sum(shares) == pytest.approx(1, abs=2e-4)
+        assert shares == sorted(shares, reverse=True)
     for before, after in zip(steps, steps[1:]):
         assert all(new == old for old, new in zip(before, after) if old[1] is None)
+
+
+def test_trace_of_an_order_and_without_feedback_has_the_guesses_too(traced, tmp_path):
+    path, kinds = tmp_path / "t.jsonl", ({"order": "entropy"}, {"soft": False})
+    for kind in kinds:
+        sample.main(dataclasses.replace(traced, trace=str(path), out=str(tmp_path / "s.jsonl"),
+                                        **kind))
+        masks = [cell for step in read_jsonl(path) for cell in step if cell[1] is not None]
+        assert masks and all(mixed[0][0] == guess for guess, _, _, mixed in masks)
+        assert all((lam > 0) == ("order" in kind) for _, lam, _, _ in masks)
 
 
 def test_trace_is_of_one_sample(traced):
@@ -298,6 +319,65 @@ def test_figures_are_drawn(logs, traced, tmp_path):
     log(tmp_path / "a.jsonl", {"step": 1})
     refused("is no trajectory", plot.trajectory, str(tmp_path / "a.jsonl"))
     refused("is empty", plot.trajectory, str(tmp_path / "nowhere.jsonl"))
+
+
+EVIL = "</script><b>&"
+
+
+@pytest.fixture
+def page(tmp_path):
+    """Two traces of 2 × 2 cells after the first one. In the second step a token has appeared."""
+    mask = lambda lam: ["a", lam, -0.5, [["a", 0.75], [EVIL, 0.25]]]
+    for name, lam in ("off", 0.0), ("on", 0.5):
+        log(tmp_path / f"{name}.jsonl", [["x", None], *[mask(lam)] * 4],
+            [["x", None], *[mask(lam)] * 3, [EVIL, None]])
+    plot.main(plot.Config(trajectory=f"{tmp_path}/*.jsonl", columns=2, out=f"{tmp_path}/t.html"))
+    return tmp_path / "t.html"
+
+
+def test_a_page_holds_its_traces_and_no_text_of_theirs_as_html(page):
+    text = page.read_text()
+    assert EVIL not in text and text.count("</script>") == 2 and "http" not in text.replace(
+        "http-equiv", "")
+    held = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])
+    assert held == {"columns": 2, "traces": [
+        {"name": name, "steps": read_jsonl(page.parent / f"{name}.jsonl")}
+        for name in ("off", "on")]}
+    source = str(page.parent / "on.jsonl")
+    refused("smaller number, or 0", plot.trajectory_page, source, 3)
+    for cell in ["a"], ["a", 0.5, -1.0, [["b"]]], [1, None], ["a", "b"]:
+        log(page.parent / "bad.jsonl", [cell])
+        refused("is no trajectory", plot.trajectory_page, str(page.parent / "bad.jsonl"), 0)
+
+
+def test_a_page_can_be_stepped_through_in_a_browser(page):
+    """The right key, then the focus on the last cell of the first trace."""
+    names = "chromium", "chromium-browser", "google-chrome"
+    browser = next(filter(None, map(shutil.which, names)), None)
+    if not browser:
+        pytest.skip("no Chromium: would press keys on the page, and read its cells")
+    keys = """<script>
+        const at = () => traces.flatMap(t => t.buttons.map(b => [b.textContent, b.className]));
+        const first = at();
+        document.dispatchEvent(new KeyboardEvent("keydown", {key: "ArrowRight"}));
+        traces[0].buttons[3].dispatchEvent(new FocusEvent("focus"));
+        const about = traces[1].about.innerText, green = b => getComputedStyle(b).backgroundColor;
+        const on = traces[1].buttons.map(green), off = traces[0].buttons.map(green);
+        document.body.replaceChildren(JSON.stringify([first, at(), about, on, off]));
+        </script>"""
+    page.write_text(page.read_text() + keys)
+    flags = ("--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-sync "
+             "--disable-background-networking --disable-component-update --dump-dom").split()
+    dom = subprocess.run([browser, *flags, f"--user-data-dir={page.parent}/user", page.as_uri()],
+                         capture_output=True, text=True, timeout=120).stdout
+    body = html.unescape(re.search(r"<body>(.*)</body>", dom, re.S)[1])
+    first, then, about, on, off = json.loads(body)
+    assert [text for text, _ in first] == ["x", "a", "a", "a", "a"] * 2
+    assert [text for text, _ in then] == ["x", "a", "a", "a", EVIL] * 2
+    assert then[3][1].split() == ["mask", "picked"] and then[4][1].split() == ["token", "new"]
+    assert about.split() == ["position", "3:", "mask,", "guess", "a", "−H", "−0.500", "nats,", "λ",
+                             "0.500", "a", "0.750", EVIL, "0.250"]
+    assert on[0] == on[4] == off[0] and on[1] != off[1]
 
 
 def test_learned_parameters_are_drawn_with_the_gate_that_they_make(logs, tmp_path):

@@ -164,7 +164,7 @@ def test_readme_stays_short():
 
 
 def test_links_within_the_project_lead_somewhere():
-    for name in PAGES:
+    for name in (*PAGES, "RECIPES.md"):
         anchors = {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-")
                    for title in re.findall(r"^#+ (.*)$", page(name), re.M)}
         for link in re.findall(r"\]\(([^)]+)\)", page(name)):

@@ -281,7 +281,7 @@ def test_decoding_in_order_is_its_loop(order):
             seen, how = [], dict(x=x, soft=soft, passes=passes)
             ids, nfe = sample.generate_in_order(
                 model, 3, steps, order, top_p, generators(3, steps), **how,
-                on_step=lambda x, lam, guess: seen.append([x, lam, guess]))  # noqa: B023
+                on_step=lambda *state: seen.append(state[:3]))  # noqa: B023
             for i, g in enumerate(generators(3, steps)):
                 with torch.no_grad():
                     expected, states = oracles.in_order(predict, net.table, x, MASK, steps, order,
@@ -395,7 +395,7 @@ def calls_of(model, **how):
     net.trunk, net.head = watched_trunk, watched_head
     try:
         ids, nfe = generate(model, 1, generator=generators(1), **how,
-                            on_step=lambda *state: states.append([v[0].clone() for v in state]))
+                            on_step=lambda *state: states.append([v[0].clone() for v in state[:3]]))
     finally:
         del net.trunk, net.head
     assert nfe.item() == len(calls) == len(states)
@@ -492,7 +492,7 @@ def test_kept_tokens_are_never_touched():
     keep, states = x != MASK, []
     for sampler, soft in WAYS:
         ids, _ = generate(model_of(), 3, 30, sampler, generator=data.rng(7), x=x, soft=soft,
-                          on_step=lambda y, lam, guess: states.append(y[keep].clone()), eta=0.3)
+                          on_step=lambda y, *_: states.append(y[keep].clone()), eta=0.3)
         assert torch.equal(ids[keep], x[keep]) and (ids < MASK).all()
     assert len(states) >= 5 * len(WAYS) and all(torch.equal(y, x[keep]) for y in states)
     full, calls = generate(model_of(), 1, 5, generator=data.rng(7), x=torch.arange(10))
@@ -601,7 +601,7 @@ def test_samples_in_order_are_one_token_a_call(saved, tmp_path):
     assert run(saved, tmp_path, count=3, **how | {"batch_size": 3})["samples.jsonl"] == lines
     run(saved, tmp_path, trace=str(tmp_path / "t"), **how)
     states = [json.loads(line) for line in (tmp_path / "t").read_text().splitlines()]
-    left = [sum(lam is not None for _, lam in cells) for cells in states]
+    left = [sum(lam is not None for _, lam, *_ in cells) for cells in states]
     assert left == list(range(27, -1, -1))
 
 
@@ -631,10 +631,33 @@ def test_ranks_write_their_own_shards(saved, tmp_path, monkeypatch):
 def test_prompt_and_infill_stay_as_given(saved, tmp_path):
     lines = run(saved, tmp_path, prompt="def f(x):", count=3, sampler="remdm-cap", eta=0.5)
     assert all(line["ids"][:10] == [256, *b"def f(x):"] for line in lines["samples.jsonl"])
-    lines = run(saved, tmp_path, infill="a = ___; b = ___!", length=20)["samples.jsonl"]
+    lines = run(saved, tmp_path, infill="a\\n= ___; b = ___!", length=20)["samples.jsonl"]
     ids = lines[-1]["ids"]
-    assert ids[:5] == [256, *b"a = "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
+    assert ids[:5] == [256, *b"a\n= "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
     assert bytes(ids[9:15]) == b"; b = " and len(lines) == 4  # gaps of 4 and 3
+
+
+@pytest.mark.parametrize("how", [{}, dict(sampler="remdm-cap", eta=0.5), dict(order="entropy")])
+def test_a_puzzle_is_filled_where_it_has_dots(saved, tmp_path, how):
+    given = "12..3.......................5"
+    [line] = run(saved, tmp_path, given=given, steps=None, **how)["samples.jsonl"]
+    ids = line["ids"]
+    assert [ids[0], *ids[-2:]] == [256, 257, 257] and len(ids) == 32
+    assert all(c == "." or ids[1 + i] == ord(c) for i, c in enumerate(given))
+    assert line["settings"]["given"] == given and ("order" not in how or line["nfe"] == 25)
+
+
+def test_a_smaller_last_batch_has_the_shape_of_the_others_if_compiled(saved, tmp_path, monkeypatch):
+    shapes = []
+
+    def watched(trunk, **how):
+        return lambda emb, t: (shapes.append(len(emb)), trunk(emb, t))[1]
+    monkeypatch.setattr(torch, "compile", watched)
+    for how in (dict(batch_size=3), dict(batch_size=9), dict(batch_size=3, order="random")):
+        shapes.clear()
+        plain = run(saved, tmp_path / f"plain{how}", count=5, **how)
+        assert run(saved, tmp_path / f"{how}", count=5, compile=True, **how) == plain
+        assert set(shapes) == {min(5, how["batch_size"])}
 
 
 def test_show_on_the_command_line(saved, tmp_path, capsys):
@@ -650,6 +673,10 @@ def test_bad_input_is_refused_and_leaves_nothing(saved, tmp_path):
                          (dict(infill="x" * 30 + "___"), "30 tokens"),
                          (dict(length=33), "length=33"), (dict(length=2), "length=2"),
                          (dict(count=0), "count=0"), (dict(batch_size=0), "batch_size=0"),
+                         (dict(given="1.3"), "has 3 characters, not one token each: ..; length 32"),
+                         (dict(given="é." + 27 * "1"), "not one token each: .'é'.; length 32 take"),
+                         (dict(given=29 * "1"), "with dots"),
+                         (dict(given=29 * ".", prompt="a"), "--given stands alone"),
                          (dict(order="any"), "order=any is none of random, entropy"),
                          (dict(order="random", eta=0.1), "--eta belongs to the samplers that"),
                          (dict(order="random", fresh=True), "--fresh belongs"),

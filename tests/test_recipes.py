@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: MIT
+"""RECIPES.md: its blocks run as they stand, on stubs with the interfaces of the models."""
+
+import contextlib
+import re
+import types
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+import sample_dream
+from mdlm import TwoPass
+from softmask import SoftMask
+
+V, D, MASK = 12, 6, 9
+RECIPES = types.SimpleNamespace(torch=torch, contextlib=contextlib)
+for block in re.findall(r"```python\n(.*?)```",
+                        (Path(__file__).parents[1] / "RECIPES.md").read_text(), re.S):
+    exec(block, vars(RECIPES))
+
+
+def soft_mask(on=True, k=3):
+    sm = SoftMask(MASK, k, omega_s=0.9, omega_b=-1.5)
+    if not on:
+        sm.raw_s.data.fill_(-1e3)
+    return sm
+
+
+class Embed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Parameter(torch.randn(V, D))
+
+    def forward(self, ids):
+        return self.embedding[ids]
+
+
+class Hub(nn.Module):
+    """A stub of LLaDA and Dream: ids or embeddings, positions that see each other, .logits."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.emb, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+        self.get_input_embeddings = lambda: self.emb
+
+    def forward(self, input_ids=None, inputs_embeds=None):
+        h = self.emb(input_ids) if inputs_embeds is None else inputs_embeds
+        self.seen = h
+        return types.SimpleNamespace(logits=self.head(h + (h @ h.mT).softmax(-1) @ h))
+
+
+class Ids(nn.Module):
+    """A stub of BD3LM's and SEDD's backbones: ids and a noise level, and no embeddings."""
+
+    def __init__(self, of_scores=False):
+        super().__init__()
+        torch.manual_seed(1)
+        self.vocab_embed, self.head, self.of_scores = Embed(), nn.Linear(D, V), of_scores
+
+    def forward(self, ids, sigma):
+        self.seen = h = self.vocab_embed(ids)
+        if self.of_scores:  # scaled by the noise, and 0 for the token that is there
+            scores = self.head(h + (h @ h.mT).softmax(-1) @ h) - sigma[:, None, None]
+            return scores.scatter(-1, ids[..., None], 0.0)
+        n = ids.shape[1] // 2  # the noisy half also sees the clean one
+        return self.head(h[:, :n] + (h[:, :n] @ h.mT).softmax(-1) @ h)
+
+
+def test_mask_among_the_top_k_feeds_nothing_back():
+    table, logits = torch.randn(V, D), torch.zeros(1, V)
+    logits[0, MASK], logits[0, 2] = 9.0, 5.0
+    sm = soft_mask(k=1)
+    torch.testing.assert_close(sm.mix(table, *sm(logits))[0], table[MASK])
+    assert sm(logits)[0] > 0.5
+    lam, ids, _ = sm(RECIPES.without_mask(logits, MASK))
+    assert ids.tolist() == [[2]] and 0 < lam < 0.9 and logits[0, MASK] == 9
+
+
+def block_wise(step, x, block=4):
+    """LLaDA's loop: in each block, the surest mask appears in each step."""
+    logits = None
+    for start in range(4, 12, block):
+        for _ in range(block):
+            logits = step(x, logits)
+            p, token = RECIPES.without_mask(logits, MASK).softmax(-1).max(-1)
+            masked = x == MASK
+            masked[:, start + block:] = False
+            at = p.masked_fill(~masked, -1).argmax(-1, keepdim=True)
+            x = x.scatter(1, at, token.gather(1, at))
+    return x, logits
+
+
+def test_llada_block_after_block():
+    model, x = Hub(), torch.tensor([[1, 5, 3, 7] + 8 * [MASK]])
+    plain, logits = block_wise(lambda x, _: model(input_ids=x).logits, x)
+    off, same = block_wise(lambda x, last: RECIPES.llada_step(model, x, soft_mask(False), last), x)
+    assert torch.equal(plain, off) and torch.equal(logits, same) and not (off == MASK).any()
+    first = RECIPES.llada_step(model, x, soft_mask())
+    assert not torch.equal(RECIPES.llada_step(model, x, soft_mask(), first), first)
+    assert torch.equal(model.seen[:, :4], model.emb(x[:, :4]))
+    assert not torch.isclose(model.seen[:, 4:], model.emb(x[:, 4:])).all(-1).any()  # later blocks
+
+
+def test_dream_shifts_before_it_feeds_back():
+    model, x = Hub(), torch.tensor([[1, 5, MASK, 7, MASK, MASK]])
+    first, own = RECIPES.dream_step(model, x, None), model(input_ids=x).logits
+    assert torch.equal(first[:, 1:], own[:, :-1])
+    assert torch.equal(RECIPES.dream_step(model, x, soft_mask(False), first), first)
+    sm = soft_mask(k=1)
+    assert not torch.equal(RECIPES.dream_step(model, x, sm, first), first)
+    for i in 2, 4, 5:  # a mix of [MASK] and the guess that stands one place to the left
+        lam, guess = sm(own[:, i - 1])[0], own[0, i - 1].argmax()
+        expected = torch.lerp(model.emb.weight[MASK], model.emb.weight[guess], lam)
+        torch.testing.assert_close(model.seen[0, i], expected)
+
+
+def test_bd3lm_softens_the_noisy_half_alone():
+    net, sigma = Ids(), torch.zeros(2)
+    x0 = torch.randint(9, (2, 5), generator=torch.Generator().manual_seed(0))
+    xt = x0.masked_fill(torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 1]]).bool(), MASK)
+    own = net(torch.cat((xt, x0), 1), sigma)
+    logits = RECIPES.bd3lm_feedback(net, xt, x0, sigma, MASK)
+    off, on = (RECIPES.bd3lm_second_pass(net, xt, x0, sigma, soft_mask(on), logits)
+               for on in (False, True))
+    assert torch.equal(off, own) and not torch.equal(on, own)
+    assert torch.equal(net.seen[:, 5:], net.vocab_embed(x0))
+    assert ((net.seen[:, :5] != net.vocab_embed(xt)).any(-1) == (xt == MASK)).all()
+    done = RECIPES.bd3lm_second_pass(net, x0, x0, sigma, soft_mask(), logits[:0])  # into the cache
+    assert torch.equal(done, net(torch.cat((x0, x0), 1), sigma))
+    with pytest.raises(ValueError, match="rows of logits"):
+        RECIPES.bd3lm_second_pass(net, xt, x0, sigma, soft_mask(), logits[1:])
+    assert torch.equal(net(torch.cat((xt, x0), 1), sigma), own)  # the hook is gone
+
+
+def test_sedd_scores_become_probabilities_first():
+    model, x = Ids(of_scores=True), torch.tensor([[1, MASK, 4, MASK]])
+    sm, seen = soft_mask(), []
+    for noise in 0.5, 5.0:
+        sigma = torch.tensor([noise])
+        own = model(x, sigma)
+        assert torch.equal(RECIPES.sedd_second_pass(model, x, sigma, soft_mask(False), own), own)
+        assert not torch.equal(RECIPES.sedd_second_pass(model, x, sigma, sm, own), own)
+        seen.append(model.seen)
+    torch.testing.assert_close(*seen)  # p does not know the noise, which scales all scores alike
+    left_in = [sm(model(x, torch.tensor([noise]))[0, 1:2])[0].item() for noise in (0.5, 5.0)]
+    assert abs(left_in[0] - left_in[1]) > 0.1
+
+
+def test_modern_bert_is_a_backbone():
+    transformers = pytest.importorskip(
+        "transformers", reason="would train and decode a random ModernBertForMaskedLM")
+    torch.manual_seed(0)
+    bert = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(
+        vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=2, pad_token_id=0,
+        num_attention_heads=2, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2))
+    net, x0 = RECIPES.Encoder(bert.eval()), torch.randint(3, 9, (2, 6))
+    xt = torch.where(torch.arange(6) % 2 == 0, MASK, x0)
+    own = F.cross_entropy(bert(input_ids=xt).logits[xt == MASK], x0[xt == MASK], reduction="none")
+    off, plain, on = (TwoPass(net, soft_mask(on), MASK).token_nll(x0, xt, None, soft)[0]
+                      for on, soft in ((False, True), (True, False), (True, True)))
+    assert torch.equal(plain, own) and torch.equal(off, own) and not torch.equal(on, own)
+    two = TwoPass(net, soft_mask(), MASK)
+    two.token_nll(x0, xt, None, True)[0].sum().backward()
+    assert two.sm.raw_s.grad != 0 and 0 < two.lam < 0.9
+    ids, _ = sample_dream.decode(net, xt, MASK, 3, two.sm)
+    assert torch.equal(ids[:, 1::2], x0[:, 1::2])
