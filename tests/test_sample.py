@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -32,7 +33,7 @@ from sample import (
     schedule_flips,
     step_probs,
 )
-from show import show
+from show import cell_text, frame, show
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden", "sampler_transitions.npz")
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, n_cond=8, vocab_size=12, mask_id=11, length=10,
@@ -544,6 +545,18 @@ def test_show_draws_confidence_and_tokens(monkeypatch):
     sys.stdout.truncate(0)
     show(tok, tok.n_vocab, pause=0)(torch.tensor([list(b"abcdefghijkl")]), *torch.zeros(2, 1, 12))
     assert "j" in sys.stdout.getvalue() and "d" not in sys.stdout.getvalue()  # the end is in view
+
+
+def test_show_draws_a_sudoku_as_a_grid():
+    tok = data.tokenizer("bytes")
+    digits = [ord(c) for c in "123456" * 6]
+    x = [256, *digits, 257, 257]
+    x[8] = 258                                                        # row 2, column 2
+    lines = frame(x, [1.0] * 39, x[:8] + [ord("5")] + x[9:], 258, cell_text(tok, 258), 80)
+    assert len(lines) == 8 and lines[2] == lines[5] == ""             # room between the boxes
+    cells = ["".join(re.findall(r"m (.) ", line)) for line in lines]
+    assert cells == ["123456", "153456", "", "123456", "123456", "", "123456", "123456"]
+    assert lines[1].count("48;2;") == 1 and lines[1].count(" \x1b[0m  ") == 2
 
 
 def test_show_prints_a_few_plain_lines_where_there_is_no_terminal(capsys):
