@@ -395,6 +395,7 @@ class Config:
     checkpoint: str = ""  # the file or folder to describe
     out: str = ""         # also convert it: NAME.safetensors or FOLDER/ hold the EMA weights, and
                           # any other name is a checkpoint of our format
+    bf16: bool = False    # NAME.safetensors: the backbone in bfloat16, half the size. ω stays fp32
 
 
 def main(cfg):
@@ -418,6 +419,9 @@ def main(cfg):
     elif cfg.out.endswith(".safetensors"):
         rest = {k: v for k, v in ckpt.items() if k not in ("model", "ema", "optimizer")}
         weights = ckpt["model"] | (ckpt.get("ema") or {})
+        if cfg.bf16:
+            weights = {name: t if name.startswith("sm.") else t.bfloat16()
+                       for name, t in weights.items()}
         write_safetensors(cfg.out, weights, {FORMAT: json.dumps(rest)})
     elif cfg.out:
         save(cfg.out, **{k: v for k, v in ckpt.items() if k not in ("format", "git", "versions")})

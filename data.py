@@ -20,11 +20,13 @@ after a stop.
 """
 
 import collections
+import functools
 import gzip
 import hashlib
 import itertools
 import json
 import lzma
+import math
 import os
 import re
 import shutil
@@ -262,6 +264,10 @@ def stdlib_files():
     return [root / name for name in names]
 
 
+SUDOKU_NATS = math.log(28_200_960)  # entropy of a grid drawn uniformly, by the count below
+
+
+@functools.cache
 def sudoku_grids():
     """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0.
 
@@ -449,9 +455,15 @@ def main(cfg):
               f"compare with published ones")
 
 
-def prepare_stdlib(dir="data/stdlib"):
-    """Make what the quickstart trains on: about 12 MB that every machine has."""
-    main(Config(**{**PRESETS["stdlib"], "out": str(dir)}))
+def prepare_preset(out):
+    """Make the corpus of the preset whose folder this is, if it needs no download and is not there.
+
+    out: data/sudoku or data/stdlib. Every machine can make both of them.
+    """
+    preset = next((p for p in PRESETS.values() if p["out"] == out), {})
+    there = os.path.exists(os.path.join(out, "meta.json"))
+    if preset.get("source") in ("sudoku", "stdlib") and not there:
+        main(Config(**preset))
 
 
 if __name__ == "__main__":

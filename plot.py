@@ -185,8 +185,8 @@ def read_cells(pattern):
 
 
 def place_of_row(row):
-    """Standard before ReMDM before the data, binary before soft."""
-    return ("", "standard", "ReMDM", "data").index(row[0]), row[1]
+    """Standard, in an order, ReMDM, the data; binary before soft."""
+    return ("", "standard", "random", "entropy", "ReMDM", "data").index(row[0]), row[1]
 
 
 def short(number):

@@ -400,8 +400,9 @@ def puzzle_ids(given, tok, special, L):
     ids = [tok.encode_ordinary(character) for character in given]
     unknown = sorted({c for c, tokens in zip(given, ids) if len(tokens) != 1})
     if len(given) != L - 3 or unknown or "." not in given:
-        raise Refused(f"--given={given!r} has {len(given)} characters, not one token each: "
-                      f"{unknown}; length {L} takes {L - 3}, with dots for what is to be filled")
+        found = f"{''.join(unknown)!r} is not" if unknown else f"it has {len(given)}"
+        raise Refused(f"--given={given!r} must have {L - 3} characters in length {L}, one token "
+                      f"each, and dots for what is to be filled: {found}")
     cells = [special["mask_id"] if c == "." else token for c, [token] in zip(given, ids)]
     return torch.tensor([special["bos"], *cells, special["eos"], special["eos"]])
 

@@ -204,9 +204,10 @@ NEEDS = {"openwebtext": "datasets", "gen_ppl": "transformers", "mauve": "mauve",
 def cut_short(script, words):
     """The words, with flags behind them that make the command small, and the reader's own files."""
     if script == "train":
-        data = [] if "quickstart" in words or "--data=data/novels" in words else ["--data=data/owt"]
+        own = {"quickstart", "stdlib", "--data=data/novels"} & set(words)
+        data = [] if own else ["--data=data/owt"]
         return [*words, *data, *SMALL, *["--steps=3"] * ("--resume" in words),
-                *["--overwrite"] * (not {"--resume", "quickstart"} & set(words))]
+                *["--overwrite"] * (not {"--resume", "quickstart", "stdlib"} & set(words))]
     if script == "sample" and "--count=5000" in words:
         return [*words, "--device=cpu", "--count=2", "--steps=4"]
     if "--model=Dream-v0-Instruct-7B" in words:
@@ -233,6 +234,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(question) + "\n")
     library = importlib.import_module("data").stdlib_files()
     monkeypatch.setattr("data.stdlib_files", lambda: library[:60])
+    monkeypatch.setitem(importlib.import_module("data").PRESETS["sudoku"], "grids", 300)
     start("data", ["novels.jsonl", "--val_docs=9", "--tokenizer=bytes", "--out=data/owt"])
     start("train", ["--out_dir=pretrained", "--p_sm=0", "--data=data/owt", *SMALL])
     os.rename("pretrained/last.pt", "mdlm.ckpt")
@@ -251,7 +253,7 @@ def test_commands_of_the_readme_run(folder, capsys):
                 start(script, small)
         else:
             start(script, small)
-    runs = {"novels", "owt", "binary", "continue", "quickstart", "tiny_dream"}
+    runs = {"novels", "owt", "binary", "continue", "quickstart", "stdlib", "tiny_dream"}
     assert runs <= {*os.listdir("out")}
 
 

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from sample import (
     schedule_flips,
     step_probs,
 )
-from show import show
+from show import cell_text, frame, show
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden", "sampler_transitions.npz")
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, n_cond=8, vocab_size=12, mask_id=11, length=10,
@@ -539,6 +540,18 @@ def test_show_draws_confidence_and_tokens(monkeypatch):
     assert "\x1b[2F\x1b[J" in sys.stdout.getvalue()[len(first):]      # redrawn in place
 
 
+def test_show_draws_a_sudoku_as_a_grid():
+    tok = data.tokenizer("bytes")
+    digits = [ord(c) for c in "123456" * 6]
+    x = [256, *digits, 257, 257]
+    x[8] = 258                                                        # row 2, column 2
+    lines = frame(x, [1.0] * 39, x[:8] + [ord("5")] + x[9:], 258, cell_text(tok, 258), 80)
+    assert len(lines) == 8 and lines[2] == lines[5] == ""             # room between the boxes
+    cells = ["".join(re.findall(r"m (.) ", line)) for line in lines]
+    assert cells == ["123456", "153456", "", "123456", "123456", "", "123456", "123456"]
+    assert lines[1].count("48;2;") == 1 and lines[1].count(" \x1b[0m  ") == 2
+
+
 def test_show_prints_a_few_plain_lines_where_there_is_no_terminal(capsys):
     tok = data.tokenizer("bytes")
     step = show(tok, tok.n_vocab)
@@ -660,9 +673,9 @@ def test_bad_input_is_refused_and_leaves_nothing(saved, tmp_path):
                          (dict(infill="x" * 30 + "___"), "30 tokens"),
                          (dict(length=33), "length=33"), (dict(length=2), "length=2"),
                          (dict(count=0), "count=0"), (dict(batch_size=0), "batch_size=0"),
-                         (dict(given="1.3"), "has 3 characters, not one token each: ..; length 32"),
-                         (dict(given="é." + 27 * "1"), "not one token each: .'é'.; length 32 take"),
-                         (dict(given=29 * "1"), "with dots"),
+                         (dict(given="1.3"), "must have 29 characters in length 32, .* it has 3$"),
+                         (dict(given="é." + 27 * "1"), "one token each, .*: 'é' is not"),
+                         (dict(given=29 * "1"), "and dots for"),
                          (dict(given=29 * ".", prompt="a"), "--given stands alone"),
                          (dict(order="any"), "order=any is none of random, entropy"),
                          (dict(order="random", eta=0.1), "--eta belongs to the samplers that"),
