@@ -118,7 +118,7 @@ def reads(script, cfg):
         patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation, cfg.learned,
                              cfg.frontier))
         folder = f"{cfg.throughput}/*.json" if cfg.throughput else ""
-        files = cfg.trajectory, cfg.overhead, cfg.curves, cfg.feedback
+        files = cfg.trajectory, cfg.overhead, cfg.curves, cfg.feedback, cfg.anatomy
         return {*patterns.split(","), folder, *files} - {""}
     if script == "finetune_dream":
         return {cfg.model}
