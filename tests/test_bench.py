@@ -7,10 +7,10 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import time
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -18,16 +18,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bench
 from bench import PRESETS, Config, interleaved, main, peak
-from conftest import configure, refused
+from conftest import ROOT, configure, refused, torchrun
 from data import rng
 from mdlm import corrupt
 from train import flops_per_token
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-
-
 # -------------------------------------------------------------------------------------------------
 # measuring
 
@@ -206,9 +203,7 @@ def test_bad_input_is_refused():
 def test_scaling_runs_on_two_processes(tmp_path):
     out = tmp_path / "scaling.json"
     flags = [f"--{name}={value}" for name, value in QUICK.items()]
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    subprocess.run([*torchrun, "bench.py", "scaling", *flags, f"--json={out}"], cwd=ROOT,
-                   check=True, capture_output=True, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    torchrun("bench.py", "scaling", *flags, f"--json={out}", check=True)
     rows = json.loads(out.read_text())["scaling"]
     assert list(rows) == ["1 process, batch 2", "strong: 2 × 1", "weak: 2 × 2"]
 
@@ -251,16 +246,12 @@ def test_gpu_sh_gives_flags_that_exist_and_repeats_no_block(tmp_path):
 
 def test_gpu_sh_runs_every_test_that_needs_cuda():
     """Its -k names them all, so that none is left out because of its name."""
-    with open(os.path.join(ROOT, "results", "gpu.sh")) as f:
-        words = re.search(r'-k "(.*?)"', f.read())[1].split(" or ")
+    words = re.search(r'-k "(.*?)"', Path(ROOT, "results", "gpu.sh").read_text())[1].split(" or ")
     names = []
-    for file in sorted(os.listdir(os.path.join(ROOT, "tests"))):
-        if file.startswith("test_"):
-            with open(os.path.join(ROOT, "tests", file), encoding="utf-8") as f:
-                nodes = ast.walk(ast.parse(f.read()))
-            for node in nodes:
-                marks = " ".join(map(ast.unparse, getattr(node, "decorator_list", [])))
-                if "skipif(not torch.cuda" in marks:
-                    names.append(node.name)
+    for file in Path(ROOT, "tests").glob("test_*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            marks = " ".join(map(ast.unparse, getattr(node, "decorator_list", [])))
+            if "skipif(not torch.cuda" in marks:
+                names.append(node.name)
     assert len(names) > 3
     assert not [name for name in names if not any(word in name for word in words)]
