@@ -99,7 +99,7 @@ def test_dream_has_its_real_size():
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs CUDA: would check the same on it"))])
 def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypatch):
-    """The compiled trunk is the eager one up to rounding, in one graph, and 50 updates make no
+    """The compiled trunk is the eager one up to rounding, in one graph, and 25 updates make no
     other. Names in checkpoints stay."""
     if device == "cpu":  # C++ takes two minutes to build; the graphs are the same without it
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
@@ -112,12 +112,12 @@ def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypa
     step(True)
     warm, sizes = graphs["unique_graphs"], set()
     x0 = torch.zeros(cfg.batch, cfg.length, dtype=torch.long)
-    for i in range(50):
-        t = torch.full((cfg.batch,), (i + 1) / 50)
+    for i in range(25):
+        t = torch.full((cfg.batch,), (i + 1) / 25)
         xt = corrupt(x0, t, model.mask_id, rng(i))
         sizes.add((xt == model.mask_id).sum().item())
         step(i % 5 > 0, xt.to(device))
-    assert warm > 0 and len(sizes) > 20
+    assert warm > 0 and len(sizes) > 10
     assert graphs["unique_graphs"] == warm and not breaks and list(model.state_dict()) == names
     model.eval()
     emb = model.net.table.detach()[torch.arange(cfg.batch * cfg.length, device=device) % 99]

@@ -95,7 +95,7 @@ def config(tmp_path):
 
 
 @pytest.fixture
-def judge(config, tmp_path):
+def judge(harness, config, tmp_path):
     """(task name, [(row, raw answer)]) -> [right?], as the harness finds"""
     def judge_all(task, pairs):
         cfg = config(task, data=data(tmp_path, [row for row, _ in pairs]))

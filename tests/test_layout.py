@@ -17,9 +17,9 @@ LAYERS = [
     {"softmask", "dora", "launch"},
     {"arms", "checkpoint", "data", "show"},
     {"mdlm", "dream"},                            # models
-    {"sample_dream", "finetune_dream", "plot"},   # verbs
+    {"sample_dream", "finetune_dream"},           # verbs
     {"sample"},                                   # and those that use other verbs
-    {"eval"},
+    {"eval", "plot"},
     {"train", "eval_dream"},
     {"bench"},
 ]

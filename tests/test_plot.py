@@ -13,7 +13,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import checkpoint
 import data
 import eval as evaluation
 import plot
@@ -21,7 +23,7 @@ import sample
 import train
 from conftest import ROOT, refused
 from launch import read_jsonl
-from mdlm import MDLM
+from mdlm import MDLM, ModelConfig
 from show import cell_text
 
 
@@ -274,7 +276,11 @@ def test_figures_are_drawn(logs, page, tmp_path, monkeypatch):
     assert [line.get_color() for line in right.lines] == ["C1"]
     assert len(plot.ablation(logs).axes[0].get_yticks()) == 2
     trace = str(page.parent / "on.jsonl")
-    assert len(plot.trajectory(trace).axes[0].texts) == 2 * 5
+    ax, _ = plot.trajectory(trace).axes
+    assert ax.get_ylabel() == "network call" and len(ax.texts) == 2 * 5
+    assert len(plot.trajectory(read_jsonl(trace)).axes[0].texts) == 2 * 5
+    log(tmp_path / "q" / "log.jsonl", {"step": 1, "loss": 2.0, "omega_s": 0.1})
+    assert plot.runs(f"{tmp_path}/q/log.jsonl").axes[0].get_ylabel() == "loss in training"
     for kind in "png", "svg":
         plot.main(plot.Config(trajectory=trace, out=str(tmp_path / f"f.{kind}")))
         assert (tmp_path / f"f.{kind}").stat().st_size > 1000
@@ -396,3 +402,32 @@ def test_overhead_stacks_what_a_sample_spends(tmp_path):
     assert [text.get_text() for text in ax.get_legend().texts] == ["trunk", "rest", "topk"]
     path.write_text(json.dumps({"overhead": {"binary": {}}}))
     refused("run bench.py --parts=overhead", plot.overhead, str(path))
+
+
+def test_the_anatomy_is_that_of_both_algorithms(tmp_path, monkeypatch):
+    """Its cells and losses are those of MDLM.forward, and what it ends with is a whole text."""
+    torch.manual_seed(0)
+    model, bytes_ = MDLM(ModelConfig(
+        n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=259, mask_id=258, length=39,
+        omega_s=0.5, omega_b=-5.0)), data.describe(data.tokenizer("bytes"))
+    torch.nn.init.normal_(model.net.output_layer.linear.weight)
+    saved = dict(kind="mdlm", step=1, seed=1, tokenizer=bytes_)
+    binary = MDLM(dataclasses.replace(model.cfg, soft_mask=False))
+    for name, of in ("sm.pt", model), ("off.pt", binary):
+        checkpoint.save(tmp_path / name, config=vars(of.cfg), model=of.state_dict(), **saved)
+    grid = "123456456123231564564231312645645312"
+    monkeypatch.setattr(data, "sudoku", lambda n, split: [(grid, True)])
+    found = plot.two_passes_and_a_loop(str(tmp_path / "sm.pt"))
+    x0 = torch.tensor([[256, *map(ord, grid), 257, 257]])
+    masked = [cell[1] is not None for cell in found["passes"][0]]
+    xt = x0.masked_fill(torch.tensor([[False, *masked, False, False]]), model.mask_id)
+    with torch.no_grad():
+        losses = [model.eval()(x0, xt, torch.ones(1), soft).item() for soft in (False, True)]
+    assert [sum(nll) for nll in found["nll"]] == pytest.approx(losses) and 9 < sum(masked) < 36
+    assert found["passes"][0] != found["passes"][1]
+    assert not any(cell[1] for cell in found["calls"][-1])
+    refused("soft masks: False", plot.anatomy, str(tmp_path / "off.pt"))
+    pytest.importorskip("matplotlib", reason="would draw it")
+    words = [text.get_text() for text in plot.anatomy(str(tmp_path / "sm.pt")).axes[0].texts]
+    assert sum(word.startswith("−log p") for word in words) == max(
+        sum(masked[i:i + 6]) for i in range(0, 36, 6))
