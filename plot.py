@@ -133,6 +133,8 @@ def entries(path):
     try:
         result = read_json(path)
         values, evaluation = result["values"], result["evaluation"]
+        if result["metric"] == "feedback":  # --feedback shows it
+            return []
         settings = evaluation | result["settings"] | {"references": values.get("references")}
         label = evaluation["label"] or settings["checkpoint"]
         if result["metric"] in ("ppl", "zero_shot"):
@@ -416,7 +418,7 @@ def figure(panels, width=5, height=4):
 
 
 OMEGA = {"omega_s": "ω_s", "omega_a": "ω_a (1/nat)", "omega_b": "ω_b (nats)"}
-AXES = {"ppl": "held-out perplexity (bound)", **OMEGA, "tau": "τ"}
+AXES = {"ppl": "held-out perplexity (bound)", "loss": "loss in training", **OMEGA, "tau": "τ"}
 
 
 def points_of(line):
@@ -427,7 +429,8 @@ def points_of(line):
     """
     dream = line.keys() & {"val_soft_ce", "val_binary"}
     nats = math.nan if dream else line.get("val_soft", line.get("val_plain", math.nan))
-    values = {name: line.get(name, math.nan) for name in (*OMEGA, "tau")} | {"ppl": math.exp(nats)}
+    values = {name: line.get(name, math.nan) for name in (*OMEGA, "tau", "loss")}
+    values |= {"ppl": math.exp(nats)}
     return {quantity: value for quantity, value in values.items() if math.isfinite(value)}
 
 
@@ -473,10 +476,16 @@ def draw_over_updates(ax, series, quantity):
 
 
 def runs(patterns):
-    """Left: held-out perplexity over updates. Right: ω_s.                                 Fig. 3"""
-    series = log_series(patterns, "ppl")
+    """Left: held-out perplexity over updates. Right: ω_s.                                 Fig. 3
+
+    Where no run has measured it, as in the quickstart, the loss in training stands at the left.
+    """
+    try:
+        left, series = "ppl", log_series(patterns, "ppl")
+    except Refused:
+        left, series = "loss", log_series(patterns, "loss")
     fig, axes = figure(2)
-    for ax, quantity in zip(axes, ("ppl", "omega_s")):
+    for ax, quantity in zip(axes, (left, "omega_s")):
         draw_over_updates(ax, series, quantity)
     axes[1].set_ylim(0, None)
     axes[0].legend()
@@ -567,11 +576,11 @@ def overhead(path):
 
 
 def read_trace(path):
-    """The steps of a file of sample.py --trace: lists of cells, as show.trace makes them.
+    """The steps of a file of sample.py --trace, or the list that show.trace fills: lists of cells.
 
     Raises Refused for a file without a step, and for another file.
     """
-    steps = read_jsonl(path)
+    steps = path if isinstance(path, list) else read_jsonl(path)
     if not steps:
         raise Refused(f"{path} is empty: make it again with sample.py --trace={path}")
     try:
@@ -603,8 +612,9 @@ def trajectory_page(patterns, columns):
 
 
 def trajectory(path):
-    """A sample appearing, a row per step.                                        App. C.5, Fig. 7
+    """A sample appearing, a row per network call.                                App. C.5, Fig. 7
 
+    path: a file, or the list that show.trace fills.
     Green cells are masks, deeper green is a larger λ, and they hold the top guess. Bold is text.
     """
     steps = read_trace(path)
@@ -617,7 +627,7 @@ def trajectory(path):
             color = "white" if lam is not None and lam > dark else "black"
             ax.text(j, i, "␣" if text == " " else text, ha="center", va="center", size=8,
                     weight="bold" if lam is None else "normal", color=color, parse_math=False)
-    ax.set(xlabel="position", ylabel="step", xticks=[])
+    ax.set(xlabel="position", ylabel="network call", xticks=[])
     fig.colorbar(image, label="strength λ")
     return fig
 

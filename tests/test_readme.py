@@ -14,10 +14,9 @@ from fnmatch import fnmatch
 
 import pytest
 
-from conftest import configure
+from conftest import ROOT, configure
 from launch import Refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ("README.md", "REPRODUCE.md")
 OF_OTHERS = {"pip", "hf"}
 
@@ -146,6 +145,15 @@ def test_reproduce_reads_what_is_there_and_writes_nothing_twice():
             made[file] = script, words
 
 
+def test_git_ignores_what_the_commands_write():
+    patterns = page(".gitignore").split()
+    patterns = [(p if p[0] == "/" else f"*/{p}") + "*" * p.endswith("/") for p in patterns]
+    for name in PAGES:
+        for script, words, ranks in ours(name):
+            for file in writes(script, configure(script, words)[1], ranks):
+                assert any(fnmatch(f"/{file}", pattern) for pattern in patterns), file
+
+
 def test_reproduce_fetches_the_problems_of_every_task():
     [fetch] = blocks("REPRODUCE.md", "python")
     scope = {}
@@ -213,7 +221,7 @@ def cut_short(script, words):
     if "--model=Dream-v0-Instruct-7B" in words:
         words = ["--model=out/tiny_dream/model", "--data=out/tiny_dream/dialogues.jsonl",
                  *[word for word in words if not word.startswith(("--model", "--data"))]]
-    return [*words, *CUT_SHORT.get(script, [])]
+    return [*words, *CUT_SHORT.get(script, []), *["--overwrite"] * ("openwebtext" in words)]
 
 
 def start(script, words):
