@@ -365,7 +365,8 @@ def feedback_on_dialogues(cfg):
 def measure_feedback(cfg):
     """Eq. 2 by bins of t under four feedbacks, in nats per token that may be masked.
 
-    The gain of a feedback is what it lies below none, on the same masks.
+    The gain of a feedback is what it lies below none, on the same masks. Its error is over draws,
+    so more --repeats of few rows make it too small.
     """
     folder = os.path.exists(os.path.join(cfg.checkpoint, "adapter_config.json"))
     measured = feedback_on_dialogues if folder else feedback_on_text

@@ -10,8 +10,7 @@ import re
 import sys
 
 import oracles
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+from conftest import ROOT
 
 # A file imports only from the lines above its own.
 LAYERS = [

@@ -14,10 +14,9 @@ from fnmatch import fnmatch
 
 import pytest
 
-from conftest import configure
+from conftest import ROOT, configure
 from launch import Refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ("README.md", "REPRODUCE.md")
 OF_OTHERS = {"pip", "hf"}
 
