@@ -73,18 +73,33 @@ def frame(x, lam, guess, mask_id, text_of, width):
     """The lines of one picture. A token is bold. A mask shows its guess on green, deeper with λ.
 
     x, lam, guess: lists of length L.   width: characters in a line.   Returns a list of strings.
+    Six by six digits are drawn as a Sudoku.
     """
-    lines, used = [""], 0
+    cells, styles = [], []
     for token, strength, top in zip(x, lam, guess):
-        masked = token == mask_id
-        cell = text_of(top if masked else token)[:width]
+        masked, pale = token == mask_id, int(220 * (1 - strength))
+        cells.append(text_of(top if masked else token)[:width])
+        styles.append(f"48;2;{pale};{100 + pale * 2 // 3};{pale};38;2;0;0;0" if masked else "1")
+    if len(cells) == 39 and set(cells[1:37]) <= set("123456·"):  # behind BOS, and two EOS follow
+        return grid_lines(cells[1:37], styles[1:37])
+    lines, used = [""], 0
+    for cell, style in zip(cells, styles):
         if used + len(cell) > width:
             lines.append("")
             used = 0
-        pale = int(220 * (1 - strength))
-        style = f"48;2;{pale};{100 + pale * 2 // 3};{pale};38;2;0;0;0" if masked else "1"
         lines[-1] += f"\x1b[{style}m{cell}\x1b[0m"
         used += len(cell)
+    return lines
+
+
+def grid_lines(cells, styles):
+    """The lines of a 6×6 Sudoku, with room between its boxes of 2×3.   cells, styles: 36 each."""
+    lines = []
+    for i in range(0, 36, 3):  # three cells of a box
+        if i % 6 == 0:
+            lines += [""] * (i in (12, 24)) + [""]
+        three = zip(cells[i:i + 3], styles[i:i + 3])
+        lines[-1] += "".join(f"\x1b[{style}m {cell} \x1b[0m" for cell, style in three) + "  "
     return lines
 
 
@@ -108,7 +123,7 @@ def show(tok, mask_id, pause=0.05):
                 next_share = min(1, visible + 0.25)
             return
         width, height = shutil.get_terminal_size()
-        lines = frame(x, lam, guess, mask_id, text_of, width)[:height - 1]
+        lines = frame(x, lam, guess, mask_id, text_of, width)[1 - max(2, height):]
         # Go back to the start of the last picture, and clear it.
         back = f"\x1b[{drawn}F\x1b[J" if drawn else ""
         print(back + "\n".join(lines), flush=True)

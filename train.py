@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Train a soft-masked MDLM: the loop of Alg. 1, from one CPU to many nodes.  §3.2, Alg. 1, App. B.1
 
-    python train.py quickstart                          # minutes on two CPU cores, no downloads
+    python train.py quickstart                    # 6×6 Sudoku: minutes on two CPU cores, no network
+    python train.py stdlib                        # text: the source code of Python itself
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
     torchrun --nproc_per_node=8 train.py continue --init_from=mdlm.ckpt       # 100k updates more
@@ -31,10 +32,10 @@ import checkpoint
 import data
 import launch
 from data import rng
-from eval import bits_per_byte, val_ppl
+from eval import bits_per_byte, sudoku, val_ppl
 from launch import Count, Positive, Rate, Refused, Share, Size
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, corrupt, sample_times
-from sample import generate
+from sample import generate, generate_in_order
 from show import show
 
 
@@ -74,16 +75,28 @@ class Config(ModelConfig):
     peak_flops: Annotated[float, 0, 1e20] = 0.0  # of one device, for MFU (default: by its name)
 
 
-# The quickstart is a demonstration, not the paper's start [ours]. At byte level entropies stay near
-# 2 nats: the paper's ω_b would hold λ shut, and ω_s would need a thousand updates to leave 1e-6. It
-# starts where small runs drift to.
 PRESETS = {
+    # 6×6 Sudoku, whose entropy is known, from the paper's ω. With four heads, some seeds stay for
+    # thousands of updates on the plateau where only the digits' frequencies are known.
     "quickstart": dict(
-        data="data/stdlib", out_dir="out/quickstart", overwrite=True, show=True,
+        data="data/sudoku", out_dir="out/quickstart", overwrite=True, show=True,
+        n_layer=2, n_head=8, n_embd=128, n_cond=32, length=39, dropout=0.0,
+        steps=3500, batch_size=32, micro_batch=32, eta_bb=1e-3, warmup=200, ema=0.995,
+        log_every=50, eval_every=0, eval_rows=2000, save_every=500, keep_every=0),
+    # Text of a machine's own. In so few updates, at the entropies of bytes, the paper's ω_b would
+    # hold λ shut, and ω_s would hardly leave 1e-6: ω starts where small runs drift to [ours].
+    "stdlib": dict(
+        data="data/stdlib", out_dir="out/stdlib", overwrite=True, show=True,
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
         omega_s=0.5, omega_a=1.0, omega_b=-2.8,
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
         log_every=50, eval_every=0, eval_rows=256, save_every=500, keep_every=0),
+    # Some MB of one's own text on two CPU cores, in about an hour. ω starts as above.
+    "small": dict(
+        out_dir="out/small", n_layer=4, n_head=4, n_embd=256, length=128,
+        omega_s=0.5, omega_a=1.0, omega_b=-2.8,
+        steps=10_000, batch_size=8, micro_batch=8, eta_bb=1e-3, warmup=200, ema=0.999,
+        eval_every=500, keep_every=0),
     "owt": {},
     "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),  # as released
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
@@ -202,29 +215,54 @@ def check_init(ckpt, cfg, special):
 # what a first run shows
 
 
+def count_right(cfg, model, tok, n=256):
+    """How many of n sampled Sudokus are right: in two orders, with feedback and without."""
+    print(f"\nwhole grids right, of {n} (± standard error), one token a call\n"
+          f"{'':26}with feedback       without")
+    for order, text in (("random", "at random places"), ("entropy", "the surest place first")):
+        shares = []
+        for soft in (True, False) if model.sm else (False,):
+            generators = [rng(cfg.seed, "grids", i) for i in range(n)]
+            ids, _ = generate_in_order(model, n, cfg.length, order, top_p=1.0, soft=soft,
+                                       generator=generators)
+            found = sudoku([tok.decode(row) for row in ids.tolist()])
+            shares.append(f"{found['right']:6.2f} ± {found['right_se']:.2f}")
+        print(f"  {text:24}{'   '.join(shares)}", flush=True)
+
+
+def print_omega(cfg):
+    """About ten lines of the log: how ω got to where it is."""
+    print("\n  update     ω_s     ω_a   ω_b   mean λ")
+    lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"), skip_broken=True)
+    for i in sorted({*range(0, len(lines), max(1, len(lines) // 10)), len(lines) - 1}):
+        row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
+        print(row.format(**lines[i]))
+
+
 def demonstrate(cfg, model, bounds, held_out, meta):
-    """That feedback helps this very model, how ω got there, and a text appearing.
+    """That feedback helps this very model, how ω got there, and a sample appearing.
 
     model: the average.   bounds: {name: nats per token}.   held_out: (n, L).   meta: of the data.
     """
-    generator, device = rng(cfg.seed, "demonstrate"), model.net.table.device
-    print(f"\nheld-out bound, {len(held_out)} rows, in bits per byte (one model, the same masks)")
+    tok = data.tokenizer(meta["tokenizer"]["name"])
+    grids = sudoku([tok.decode(held_out[0].tolist())])["right"] == 1
+    unit = f"nats per grid (the entropy is {data.SUDOKU_NATS:.2f})" if grids else "bits per byte"
+    print(f"\nheld-out bound, {len(held_out)} rows, in {unit}; one model, the same masks")
     for name, text in (("val_soft", "with feedback"), ("val_plain", "without")):
         if name in bounds:
-            print(f"  {text:15}{bits_per_byte(bounds[name], cfg.length, meta['val']):.4f}")
+            per_byte = bits_per_byte(bounds[name], cfg.length, meta["val"])
+            print(f"  {text:15}{bounds[name] * cfg.length if grids else per_byte:.4f}")
     if model.sm:
-        t = sample_times(len(held_out), generator)                                   # (n,)
-        xt = corrupt(held_out, t, cfg.mask_id, generator)                            # (n, L)
-        with torch.no_grad():
-            model(held_out.to(device), xt.to(device), t.to(device), soft=True)
-        print(f"  mean λ on these rows: {model.lam:.3f}\n\n  update     ω_s     ω_a   ω_b   mean λ")
-        lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"), skip_broken=True)
-        for line in lines[::max(1, len(lines) // 10)] + lines[-1:]:
-            print("  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}".format(**line))
-    print(f"\none sample of {cfg.length} tokens, as many steps")
-    tok = data.tokenizer(meta["tokenizer"]["name"])
-    ids, nfe = generate(model, 1, cfg.length, generator=generator, on_step=show(tok, cfg.mask_id))
-    print(f"\n{tok.decode(ids[0].tolist())}\n\n{nfe.item()} network calls. "
+        print_omega(cfg)
+    if grids:
+        count_right(cfg, model, tok)
+    print(f"\none sample of {cfg.length} tokens; green: masks, the greener the larger λ")
+    make = generate
+    if grids:
+        make = functools.partial(generate_in_order, order="entropy", top_p=1.0)
+    ids, _ = make(model, 1, cfg.length, generator=[rng(cfg.seed, "demonstrate")],
+                  on_step=show(tok, cfg.mask_id))
+    print(f"\n{tok.decode(ids[0].tolist())}\n"
           f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")
 
 
@@ -241,9 +279,8 @@ def train(cfg):
     rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     launch.join(world, device)
     master = rank == 0
-    own = PRESETS["quickstart"]["data"]
-    if master and cfg.data == own and not os.path.exists(os.path.join(own, "meta.json")):
-        data.prepare_stdlib(own)
+    if master:
+        data.prepare_preset(cfg.data)
     if world > 1:
         dist.barrier()
     tokens, meta = data.open_split(cfg.data, "train")
@@ -445,7 +482,7 @@ def train(cfg):
             if done == cfg.steps:
                 save_step()
         model.train()
-        for step in range(start, cfg.steps):
+        for step in log.updates():
             norm = update(step)
             done = step + 1
             # The maximum over ranks: all stop after the same update.
@@ -454,14 +491,15 @@ def train(cfg):
             if due(cfg.eval_every) and not stop:
                 with log.pause():
                     metrics = {"step": done, **evaluate()}
-            if due(cfg.log_every) or due(cfg.save_every) or end or metrics.get("step") == done:
+            logged = due(cfg.log_every) or due(cfg.save_every) or done == 1  # 1: soon a first line
+            if logged or end or metrics.get("step") == done:
                 log.write(describe(*log.collect(done, norm)))  # refuses a nan, before the save
             if due(cfg.save_every) or end:
                 save_last()
             if due(cfg.keep_every) or done == cfg.steps:
                 save_step()
             log.print()
-            if end:
+            if stop:
                 break
 
     if cfg.show and done == cfg.steps:
@@ -471,7 +509,8 @@ def train(cfg):
     if done < cfg.steps:
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
-    launch.leave(world, "", 0)
+    complete = f"{last} has made all {cfg.steps:,} updates: more --steps go on"
+    launch.leave(world, complete if start == cfg.steps else "", 0)
     return model, ema
 
 

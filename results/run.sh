@@ -31,9 +31,9 @@ model="$model --save_every=500"
 scratch="$model --steps=10000 --eval_every=500 --keep_every=500"
 cont="$model --steps=2000 --eval_every=200 --keep_every=200"
 cont="$cont --init_from=$out/scratch-binary-1/last.pt"
-stdlib="quickstart --data=${STDLIB:-data/stdlib} --dtype=bfloat16 --overwrite=False --show=False"
+stdlib="stdlib --data=${STDLIB:-data/stdlib} --dtype=bfloat16 --overwrite=False --show=False"
 stdlib="$stdlib --eval_every=200"
-ours="--omega_s=0.5 --omega_a=1.0 --omega_b=-2.8"                     # as in train.py's quickstart
+ours="--omega_s=0.5 --omega_a=1.0 --omega_b=-2.8"                     # as in train.py stdlib
 
 case $1 in
     scratch-binary-*) flags="$scratch --p_sm=0" ;;

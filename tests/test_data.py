@@ -8,10 +8,10 @@ import json
 import lzma
 import os
 import random
-import runpy
 import sys
 import tracemalloc
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +21,7 @@ import tiktoken
 import torch
 
 import data
-from conftest import refused
+from conftest import Killed, kill, refused, spy
 from data import Config, main, open_split, prepare
 from launch import Refused
 
@@ -122,9 +122,6 @@ def test_a_long_text_is_cut_between_words():
             assert "".join(parts) == text and len(parts) > 2
             assert list(lasts) == [False] * (len(parts) - 1) + [True]
             assert list(itertools.chain(*map(words, parts))) == words(text)
-
-
-def test_parts_are_bounded_for_every_text_and_short_texts_stay_whole():
     for text in "a\nb" * 1000, "one line of words, " * 200, "no_breaks" * 500, " " * 4000:
         parts, _ = zip(*data.split_long_texts([(text, True)], size=100))
         assert "".join(parts) == text and max(map(len, parts)) <= 200
@@ -135,6 +132,7 @@ def test_parts_are_bounded_for_every_text_and_short_texts_stay_whole():
 
 
 def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
+    """By default one percent of the documents, or the last tenth of the only one."""
     prepared(tmp_path, val_docs=2)
     for split, texts in ("train", TEXTS[:3]), ("val", TEXTS[3:]):
         tokens, meta = open_split(tmp_path, split)
@@ -143,9 +141,6 @@ def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
         assert meta[split] == {"documents": len(texts), "tokens": len(tokens),
                                "bytes": sum(len(t.encode()) for t in texts), "sha256": sha256}
         assert meta["tokenizer"] == tokens.tokenizer == data.describe(BYTES)
-
-
-def test_default_holds_out_one_percent_or_the_last_tenth_of_one_document(tmp_path):
     for n, held_out in (2, 1), (99, 1), (350, 3):
         meta = prepare(stream(["abc"] * n), tmp_path, BYTES)
         assert [meta[split]["documents"] for split in ("train", "val")] == [n - held_out, held_out]
@@ -165,7 +160,8 @@ def test_every_format_gives_the_same_tokens(tmp_path):
     (tmp_path / "d" / "README.md").write_text("is not part of the corpus")
     out = str(tmp_path / "out")
     for name in "a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "d":
-        main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2))
+        main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2,
+                    overwrite=True))
         train, val = (open_split(out, split)[0].tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
 
@@ -184,12 +180,6 @@ def test_parquet_is_read_with_pyarrow(tmp_path):
     (folder / "cut.parquet").write_bytes((folder / "no_text.parquet").read_bytes()[:-5])
     for name in "no_text.parquet", "cut.parquet":
         refused(f"{name} cannot be read", list, data.documents([folder / name]))
-
-
-def test_without_pyarrow_parquet_names_it(tmp_path, monkeypatch):
-    (tmp_path / "x.parquet").write_bytes(b"PAR1")
-    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    refused("pip install pyarrow", list, data.documents([tmp_path / "x.parquet"]))
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
@@ -213,17 +203,15 @@ def test_stdlib_is_python_without_its_tests_and_held_out_files_are_mixed():
 
 
 def test_openwebtext_comes_through_datasets_or_names_the_way_out(tmp_path, monkeypatch, capsys):
-    def load_dataset(*args, **kwargs):
-        asked.append((args, kwargs))
-        if kwargs["revision"]:
+    def load_dataset(path, split, revision):
+        if revision:
             raise RuntimeError("Dataset scripts are no longer supported")
+        assert (path, split) == ("Skylion007/openwebtext", "train")
         return [{"text": text} for text in TEXTS]
-    asked = []
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
     assert data.PRESETS["openwebtext"]["val_docs"] == 100_000
     changes = {"tokenizer": "bytes", "val_docs": 2, "out": str(tmp_path)}
     main(Config(**{**data.PRESETS["openwebtext"], **changes}))
-    assert asked == [(("Skylion007/openwebtext",), {"split": "train", "revision": None})]
     assert open_split(tmp_path, "val")[1]["val"]["documents"] == 2
     assert "not the whole of OpenWebText" in capsys.readouterr().out
     refused("no longer supported.*refs/convert/parquet.*--val_docs=100000",
@@ -232,34 +220,51 @@ def test_openwebtext_comes_through_datasets_or_names_the_way_out(tmp_path, monke
     refused("pip install datasets", data.openwebtext, "hub", None)
 
 
-def test_command_line_takes_several_paths(tmp_path, monkeypatch):
-    for i, text in enumerate(TEXTS):
-        (tmp_path / f"{i}.txt").write_text(text, encoding="utf-8")
+def test_the_command_line_takes_several_paths_and_values_after_a_space():
+    words = ["0.txt", "--tokenizer", "bytes", "2.txt", "--overwrite", "3.txt"]
+    source = os.pathsep.join(("0.txt", "2.txt", "3.txt"))
+    assert data.with_source(words) == [f"--source={source}", "--tokenizer=bytes", "--overwrite"]
+
+
+def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
+    tokens, meta = open_split(prepared(tmp_path, val_docs=1), "train")
+    rows, counts = data.text_rows(stream(TEXTS[:-1]), BYTES, 12)
+    assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 12)), 12))
+    assert counts.items() <= meta["train"].items() and counts["documents"] == 4
+    for nothing in [], [""]:
+        refused("tokens do not fill one row", data.text_rows, stream(nothing), BYTES, 12)
+
+
+def test_data_of_another_source_are_kept_and_short_held_out_texts_named(
+        tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    words = ["0.txt", "2.txt", "--tokenizer=bytes", "--val_docs=1", "--out=both"]
-    monkeypatch.setattr(sys, "argv", ["data.py", *words])
-    runpy.run_path(data.__file__, run_name="__main__")
-    assert open_split("both", "val")[0].tolist() == ids_of([TEXTS[2]])
+    for name in "own.txt", "own.jsonl":
+        Path(name).write_text(jsonl(TEXTS))
+    for _ in range(2):
+        main(Config(source="own.txt", tokenizer="bytes"))
+    assert "noisy bounds" in capsys.readouterr().out
+    other = Config(source="own.jsonl", tokenizer="bytes")
+    refused("data/own holds the text of own.txt: give another --out, or --overw", main, other)
+    assert json.loads(Path("data/own/meta.json").read_text())["source"] == "own.txt"
+    main(replace(other, overwrite=True, val_docs=1))
+    assert open_split("data/own", "val")[0].tolist() == ids_of(TEXTS[-1:])
+    refused("own.txt is a file.*`python data.py own.txt`, then give data/own$",
+            open_split, "own.txt", "train")
 
 
 # bad input --------------------------------------------------------------------------------------
 
 
-def test_missing_data_names_the_command_that_makes_it(tmp_path):
+def test_empty_cut_or_foreign_data_is_refused(tmp_path):
     refused("python data.py PATH --out=", open_split, tmp_path, "train")
     refused("`python data.py openwebtext`", open_split, "data/owt", "nowhere")
-
-
-def test_empty_cut_or_foreign_data_is_refused(tmp_path):
     meta = (prepared(tmp_path) / "meta.json").read_text()
     os.truncate(tmp_path / "train.bin", 11)
     refused("11 bytes for", open_split, tmp_path, "train")
-    old, other = meta.replace('"eos"', '"end"'), meta.replace("data/1", "data/9")
     odd = [meta.replace(*change) for change in (
-        ('"bytes"', '"size"'), ('"bytes": ', '"bytes": -'),
-        ('"mask_id": 258', '"mask_id": null'), ('"bos": 256', '"bos": -3'), ("sha256", "sha1"),
+        ('"eos"', '"end"'), ("data/1", "data/9"), ('"mask_id": 258', '"mask_id": null'),
         ('"eos": 257', '"eos": 258'), ('"vocab_size": 259', '"vocab_size": 1000000000'))]
-    for foreign in "{", "[]", "[" * 10**5, '{"format": "other"}', old, other, *odd:
+    for foreign in "{", "[]", *odd:
         assert foreign != meta
         (tmp_path / "meta.json").write_text(foreign)
         refused("does not describe data", open_split, tmp_path, "val")
@@ -279,59 +284,47 @@ def test_ids_outside_the_vocabulary_and_too_few_tokens_are_refused(tmp_path):
     refused("token id 258 .* the ids of bytes end at 257", data.rows, tokens, [1], 12)
     refused("do not fill one row of length 1,024", data.n_rows, tokens, 1024)
 
-
-def test_a_vocabulary_beyond_uint16_is_refused(tmp_path):
     def encode(last_id):
         big = tiktoken.Encoding("big", pat_str=".", special_tokens={"<|e|>": last_id},
                                 mergeable_ranks={bytes([i]): i for i in range(256)})
         data.encode(stream(["abc"]), tmp_path / "x", big)
-    encode(65534)  # with [MASK] 65,536 ids
+    encode(65534)  # with [MASK] 65,536 ids, all that uint16 has
     refused("65,537 ids", encode, 65535)
 
 
 def test_a_split_without_training_text_is_refused(tmp_path):
-    for texts, val_docs, message in [
-            ([], None, "0 documents"), ([""], None, "1 of 1"), (["one"], 1, "1 of 1 documents"),
-            (["a", "b"], 2, "2 of 2"), (["a", "b"], 0, "nothing out"), (["a"], -3, "nothing")]:
+    for texts, val_docs, message in [([], None, "no text"), ([""], None, "no text"),
+                                     (["a", "b"], 2, "2 of 2"), (["a", "b"], 0, "nothing out")]:
         refused(message, prepare, stream(texts), tmp_path, BYTES, val_docs)
         assert os.listdir(tmp_path) == [".lock"]
 
 
-def test_a_broken_source_leaves_the_old_data_alone(tmp_path):
+def test_a_broken_source_leaves_the_old_data_alone(tmp_path, monkeypatch):
     before = contents(prepared(tmp_path / "out"))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
     lines = jsonl(TEXTS).encode()
     damaged = bytearray(gzip.compress(lines))
     damaged[30] ^= 255
-    broken = {
-        "a.jsonl": b'{"text": "fine"}\n{"text": 3}\n', "b.jsonl": b'{"txt": "x"}\n',
-        "c.jsonl": b"no json\n", "d.jsonl": b"[1]\n", "e.txt": b"caf\xe9", "h.txt.gz": b"not gzip",
-        "f.jsonl.gz": gzip.compress(lines)[:-9], "g.jsonl.xz": lzma.compress(lines)[:-9],
-        "i.jsonl.gz": damaged, "j.jsonl": b"[" * 10**5, "k.jsonl": b'{"text": "\xff"}\n'}
-    for name, content in broken.items():
+    for name, content in {
+            "a.jsonl": b'{"text": "fine"}\n{"text": 3}\n', "b.jsonl": b'{"txt": "x"}\n',
+            "c.jsonl": b"no json\n", "d.jsonl": b"[" * 10**5, "e.jsonl": b'{"text": "\xff"}\n',
+            "f.txt": b"caf\xe9", "g.txt.gz": b"not gzip", "h.jsonl.gz": damaged,
+            "i.jsonl.gz": gzip.compress(lines)[:-9], "j.jsonl.xz": lzma.compress(lines)[:-9],
+            "k.parquet": b"PAR1"}.items():
         (tmp_path / name).write_bytes(content)
-        cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes")
-        refused(f"{name} cannot be read", main, cfg)
+        cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes",
+                     overwrite=True)
+        refused(f"{name} cannot be read|pip install pyarrow", main, cfg)
         assert contents(tmp_path / "out") == before
 
 
 def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch):
     """The process ends when one, or two, of the three files have their names."""
-    class End(BaseException):
-        pass
-
-    def replace_or_end(source, path):
-        if len(renamed) == allowed:
-            raise End
-        renamed.append(path)
-        replace(source, path)
-    replace = os.replace
-    for allowed in 1, 2:
+    for renamed in 1, 2:
         prepared(tmp_path, [text.upper() for text in TEXTS])
-        renamed = []
-        with monkeypatch.context() as patch, pytest.raises(End):
-            patch.setattr(os, "replace", replace_or_end)
+        with monkeypatch.context() as patch, pytest.raises(Killed):
+            spy(patch, os, "replace", renamed + 1, kill)
             prepared(tmp_path)
-        assert len(renamed) == allowed
         for split in "train", "val":
             refused("with a meta.json", open_split, tmp_path, split)
     prepared(tmp_path)

@@ -14,14 +14,10 @@ import torch.nn.functional as F
 import dora
 from causal_to_dream import convert
 from checkpoint import write_safetensors
-from conftest import GOLDEN, digest, recorded_adapter, refused
+from conftest import GOLDEN, digest, gen, recorded_adapter, refused
 from dream import Dream, DreamConfig, Tokenizer, byte_characters, load_adapter, rope
 from oracles import slow_forward
 from softmask import SoftMask
-
-
-def gen(seed=0):
-    return torch.Generator().manual_seed(seed)
 
 
 @pytest.fixture
@@ -161,10 +157,8 @@ def test_weights_are_the_mapped_files(folder, dream):
     assert not any(p.requires_grad for p in dream.parameters()) and not dream.training
     one_file(folder, dream.state_dict())
     again = Dream.load(folder)
-    starts = {p.untyped_storage().data_ptr() for p in again.parameters()}
-    assert len(starts) == 1 and len({p.data_ptr() for p in again.parameters()}) > 1
-    for name, t in dream.state_dict().items():
-        assert torch.equal(again.state_dict()[name], t)
+    assert len({p.untyped_storage().data_ptr() for p in again.parameters()}) == 1
+    assert all(torch.equal(again.state_dict()[name], t) for name, t in dream.state_dict().items())
 
 
 def test_causal_model_in_dreams_layout(dream, tmp_path):
@@ -185,19 +179,16 @@ def test_causal_model_in_dreams_layout(dream, tmp_path):
 
 def edited(folder, **changes):
     config = json.loads((folder / "config.json").read_text()) | changes
-    kept = {k: v for k, v in config.items() if v != "gone"}
-    (folder / "config.json").write_text(json.dumps(kept))
+    (folder / "config.json").write_text(json.dumps(config))
 
 
 def test_a_config_that_does_not_fit_is_refused(folder):
     whole = (folder / "config.json").read_text()
     for changes, message in (
             (dict(tie_word_embeddings=True), "tie_word_embeddings = True, only False"),
-            (dict(mask_token_id="gone"), "mask_token_id = None, which must be a number"),
+            (dict(mask_token_id=None), "mask_token_id = None, which must be a number"),
             (dict(eos_token_id=200), "eos_token_id = 200, .* from 0 to 200"),
-            (dict(hidden_size=-1), "hidden_size = -1, "), (dict(vocab_size=0), "vocab_size = 0"),
             (dict(rms_norm_eps=math.nan), "rms_norm_eps = nan"),
-            (dict(num_attention_heads=64, num_key_value_heads=32), "64 heads and 32 groups"),
             (dict(num_key_value_heads=3), "4 heads and 3 groups"),
             (dict(num_hidden_layers=10**9), r"layers.10.input.* is missing .* and \(64,\) by"),
             (dict(num_hidden_layers=2), r"layers.2.input_layernorm.* is \(64,\) .* missing by"),
@@ -209,21 +200,18 @@ def test_a_config_that_does_not_fit_is_refused(folder):
 
 def test_broken_folders_are_refused(folder, dream):
     shard = folder / "model-00002-of-00003.safetensors"
-    index = folder / "model.safetensors.index.json"
     shard.write_bytes(shard.read_bytes()[:1000])
     refused("00002-of-00003.safetensors is truncated", Dream.load, folder)
     shard.unlink()
     refused("00002-of-00003.safetensors does not exist", Dream.load, folder)
-    for text, message in (("{}", "has no weight_map"), ('{"weight_map": {"a": ""}}', "weight_map"),
-                          ('{"weight_map": {"a": 5}}', "weight_map"), ("{", "is not JSON")):
-        index.write_text(text)
-        refused("index.json .*" + message, Dream.load, folder)
+    for text in "{}", '{"weight_map": {"a": 5}}':
+        (folder / "model.safetensors.index.json").write_text(text)
+        refused("index.json .*weight_map", Dream.load, folder)
     refused("config.json does not exist", Dream.load, folder / "elsewhere")
     state = {name: t.clone() for name, t in dream.state_dict().items()}
-    for value in math.nan, -math.inf:
-        state["model.norm.weight"][7] = value
-        one_file(folder, state)
-        refused("model.norm.weight has values that are not finite numbers", Dream.load, folder)
+    state["model.norm.weight"][7] = -math.inf
+    one_file(folder, state)
+    refused("model.norm.weight has values that are not finite numbers", Dream.load, folder)
 
 
 # ---- adapters
@@ -257,57 +245,49 @@ def adapter(tiny_dream, tmp_path):
     return write
 
 
-def test_authors_adapter_folder(dream, recorded, adapter):
+def test_authors_adapter_folder(dream, tiny_dream, recorded, adapter):
     """DoRA as peft wrote it, ω as in the recorded transparency_config.json (bf16 values)."""
     sm = SoftMask(**load_adapter(dream, adapter(THEIRS | {"transparency_scale": 0.400390625})))
     assert sm.k == 1 and sm.mask_id == 194 and sm.omega[0].item() == pytest.approx(0.400390625)
     close(everywhere(dream, recorded["b/input_ids"])[:, ::6, ::8], recorded["b/logits"], 1e-5)
+    # bf16 has no number between 0.998 and 1
+    omega = load_adapter(Dream.load(tiny_dream), adapter(THEIRS | {"transparency_scale": 1.0}))
+    assert 0.99 < SoftMask(**omega).omega[0].item() < 1
 
 
-def test_dense_and_saturated_heads_are_read(dream, adapter):
-    omega = THEIRS | {"transparency_alg": "mixinputs_with_temp", "transparency_scale": 1.0,
-                      "mixture_temp": 1.25, "mixinputs_k": 3}
-    sm = SoftMask(**load_adapter(dream, adapter(omega)))  # bf16 has no number between 0.998 and 1
-    assert sm.k is None and 0.99 < sm.omega[0].item() < 1
-    assert F.softplus(sm.raw_tau).item() == pytest.approx(1.25, abs=1e-5)
-
-
-def test_mixes_of_forks_are_read_as_what_they_are(dream, tiny_dream, adapter):
+def test_mixes_of_forks_are_read_as_what_they_are(tiny_dream, adapter):
+    read = lambda omega: load_adapter(Dream.load(tiny_dream), adapter(omega))
     omega = THEIRS | {"interpolation": "linear", "transparency_alg": "lerp_renorm"}
-    assert load_adapter(dream, adapter(omega))["arm"] == "renorm"
-    for omega, arm in ((THEIRS | {"transparency_alg": "slerp_euclid_mean"}, "slerp"),
-                       (OURS | {"arm": "constant"}, "constant")):
-        assert load_adapter(Dream.load(tiny_dream), adapter(omega))["arm"] == arm
-    binary = adapter({"transparency_alg": "none", "mixture_temp": 1.0})
-    assert load_adapter(Dream.load(tiny_dream), binary) is None
+    assert read(omega)["arm"] == "renorm"
+    assert read(THEIRS | {"transparency_alg": "slerp_euclid_mean"})["arm"] == "slerp"
+    assert read(OURS | {"arm": "constant"})["arm"] == "constant"
+    assert read({"transparency_alg": "none", "mixture_temp": 1.0}) is None
 
 
-def test_other_adapters_are_refused(dream, tiny_dream, adapter):
+def test_other_adapters_are_refused(dream, tiny_dream, folder, adapter):
     for changes, message in (
             (dict(use_dora=False), "use_dora = False, only True"),
-            (dict(rank_pattern={"q_proj": 8}), "rank_pattern"),
             (dict(r=8), r"\(16, 64\), the model needs \(8, 64\)"),
             (dict(target_modules=["q_proj"]), "k_proj.lora_A.weight is .* nothing of this name"),
             (dict(target_modules="all-linear"), "a list of names, not 'all-linear'"),
             (dict(r="16"), "r = '16' must be a whole number from 1 to 64"),
-            (dict(r=10**9), "r = 1000000000 must be"), (dict(lora_alpha=math.nan), "alpha = nan"),
             (dict(lora_alpha="x"), "not an adapter of this model"),
             (dict(broken=True), "has values that are not finite numbers")):
         refused(message, load_adapter, Dream.load(tiny_dream), adapter(**changes))
     refused("config.json does not exist: give the folder", load_adapter, dream,
             str(adapter() / "adapter_model.safetensors"))
+    edited(folder, num_hidden_layers=2)
+    one_file(folder, {n: t for n, t in dream.state_dict().items() if "layers.2." not in n})
+    refused("not an adapter of this model.*layers.2", load_adapter, Dream.load(folder), adapter())
 
 
 def test_other_soft_masks_are_refused(dream, adapter):
     """No value is guessed: a field that means something else would change what the model says."""
     for values, message in (
             (OURS | {"mask_id": 3}, "mask_id = 3, k = 3: .* one with mask 194 and 200 tokens"),
-            (OURS | {"k": 999}, "k = 999: of another model"), (OURS | {"k": 1.5}, "k = 1.5"),
-            (OURS | {"k": "3"}, "not a soft mask"), (OURS | {"omega_s": 1.7}, "<= omega_s < 1"),
-            (OURS | {"omega_c": 0.5}, "omega_c"),
+            (OURS | {"k": 1.5}, "k = 1.5"), (OURS | {"k": "3"}, "not a soft mask"),
+            (OURS | {"omega_s": 1.7}, "<= omega_s < 1"), (OURS | {"omega_c": 0.5}, "omega_c"),
             ({n: v for n, v in OURS.items() if n != "omega_b"}, "'omega_b' is missing"),
-            ([OURS], "softmask.json holds no JSON object"),
-            (THEIRS | {"transparency_alg": "mixinputs_with_mean"}, "'mixinputs_with_mean' is mi"),
             (THEIRS | {"transparency_alg": "slerp_sm"}, "'slerp_sm' is missing, or not known"),
             (THEIRS | {"interpolation": "spherical"}, "interpolation = 'spherical', only 'linear'"),
             (THEIRS | {"fixed_lambda": 0.3}, "fixed_lambda = 0.3, only None"),
@@ -327,27 +307,21 @@ def test_fingerprint_is_of_the_weights_alone(tiny_dream, dream):
     assert dream.fingerprint() != own
 
 
-def test_adapter_of_another_model_is_refused(dream, folder, adapter):
-    edited(folder, num_hidden_layers=2)
-    one_file(folder, {n: t for n, t in dream.state_dict().items() if "layers.2." not in n})
-    refused("not an adapter of this model.*layers.2", load_adapter, Dream.load(folder), adapter())
-
-
 # ---- the tokenizer
 
 
-@pytest.fixture(scope="module")
-def recorded_tokenizer(tmp_path_factory):
+@pytest.fixture
+def recorded_tokenizer(tmp_path):
     """(Tokenizer, recordings), with all of the vocabulary that the recorded texts can need."""
-    folder = tmp_path_factory.mktemp("tokenizer")
     with gzip.open(os.path.join(GOLDEN, "dream_tokenizer.json.gz"), "rt", encoding="utf-8") as f:
         numbers = json.load(f)
     for name in ("vocab", "added_tokens"):
-        (folder / f"{name}.json").write_text(json.dumps(numbers[name]))
-    return Tokenizer(folder), numbers
+        (tmp_path / f"{name}.json").write_text(json.dumps(numbers[name]))
+    return Tokenizer(tmp_path), numbers
 
 
 def test_recorded_ids_and_chats(recorded_tokenizer):
+    """Markup in a text is text; two ways to write é are one; ids without a token give nothing."""
     tok, numbers = recorded_tokenizer
     assert len(numbers["cases"]) == 60 and tok.n_vocab == 151667
     for text, ids in numbers["cases"]:
@@ -357,12 +331,6 @@ def test_recorded_ids_and_chats(recorded_tokenizer):
         begin = "" if case["add_generation_prompt"] else "<|im_start|>assistant\n"
         assert tok.chat(case["messages"]) == case["text"] + begin
         assert tok.encode(case["text"], special=True) == case["ids"]
-
-
-def test_markup_accents_and_unused_ids(recorded_tokenizer):
-    """Markup in a text is text; two ways to write é are one; ids without a token give nothing."""
-    tok, numbers = recorded_tokenizer
-    assert tok.encode("<|im_end|>", special=True) == [151645]
     plain = tok.encode("<|im_end|>")
     assert 151645 not in plain and tok.decode(plain) == "<|im_end|>"
     assert tok.encode("cafe\u0301") == tok.encode("caf\u00e9")
@@ -390,14 +358,11 @@ def test_merges_alone_are_the_vocabulary(tmp_path):
 
 
 def test_tokenizers_that_cannot_be_used_are_refused(tmp_path):
-    def refuses(message):
-        refused(message, Tokenizer, tmp_path)
-    refuses("neither vocab.json nor merges.txt")
+    refused("neither vocab.json nor merges.txt", Tokenizer, tmp_path)
     (tmp_path / "merges.txt").write_bytes(b"a \xff\n")
-    refuses("added_tokens.json does not exist")
+    refused("added_tokens.json does not exist", Tokenizer, tmp_path)
     (tmp_path / "added_tokens.json").write_text('{"<|mask|>": 300}')
-    refuses("not a character of a byte-level")
-    for vocab in ('{"a": 0, "b": 0}', '{"a": -1}', '{"a": 1.0}', '{"a": 300}', '{"a": 1e99}',
-                  '{}', '{"": 5}'):
+    refused("not a character of a byte-level", Tokenizer, tmp_path)
+    for vocab in ('{"a": 0, "b": 0}', '{"a": -1}', '{"a": 1.0}', '{"a": 300}', '{"a": 1e99}'):
         (tmp_path / "vocab.json").write_text(vocab)
-        refuses("the ids of vocab.json and added_tokens.json are not whole numbers")
+        refused("the ids of vocab.json and added_tokens.json are not whole", Tokenizer, tmp_path)

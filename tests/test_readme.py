@@ -14,10 +14,9 @@ from fnmatch import fnmatch
 
 import pytest
 
-from conftest import configure
+from conftest import ROOT, configure
 from launch import Refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ("README.md", "REPRODUCE.md")
 OF_OTHERS = {"pip", "hf"}
 
@@ -49,8 +48,8 @@ def ours(name):
     found = []
     for words in commands(name):
         script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-        if script is None:
-            assert words[0] in OF_OTHERS or words == ["python", "-m", "pytest", "-q"], words
+        if script is None or words[:4] == ["python", "-m", "pytest", "-q"]:
+            assert words[0] in ("python", *OF_OTHERS), words
         else:
             launcher = [word for word in words[1:script] if not word.startswith("--")]
             assert words[0] in ("python", "torchrun") and not launcher, words
@@ -118,7 +117,7 @@ def reads(script, cfg):
         patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation, cfg.learned,
                              cfg.frontier))
         folder = f"{cfg.throughput}/*.json" if cfg.throughput else ""
-        files = cfg.trajectory, cfg.overhead, cfg.curves, cfg.feedback
+        files = cfg.trajectory, cfg.overhead, cfg.curves, cfg.feedback, cfg.anatomy
         return {*patterns.split(","), folder, *files} - {""}
     if script == "finetune_dream":
         return {cfg.model}
@@ -144,6 +143,15 @@ def test_reproduce_reads_what_is_there_and_writes_nothing_twice():
         for file in writes(script, cfg, ranks):
             assert file not in made, f"{script}.py {words} writes {file}, as {made[file]} does"
             made[file] = script, words
+
+
+def test_git_ignores_what_the_commands_write():
+    patterns = page(".gitignore").split()
+    patterns = [(p if p[0] == "/" else f"*/{p}") + "*" * p.endswith("/") for p in patterns]
+    for name in PAGES:
+        for script, words, ranks in ours(name):
+            for file in writes(script, configure(script, words)[1], ranks):
+                assert any(fnmatch(f"/{file}", pattern) for pattern in patterns), file
 
 
 def test_reproduce_fetches_the_problems_of_every_task():
@@ -204,15 +212,16 @@ NEEDS = {"openwebtext": "datasets", "gen_ppl": "transformers", "mauve": "mauve",
 def cut_short(script, words):
     """The words, with flags behind them that make the command small, and the reader's own files."""
     if script == "train":
-        data = [] if "quickstart" in words or "--data=data/novels" in words else ["--data=data/owt"]
+        own = {"quickstart", "stdlib", "--data=data/novels"} & set(words)
+        data = [] if own else ["--data=data/owt"]
         return [*words, *data, *SMALL, *["--steps=3"] * ("--resume" in words),
-                *["--overwrite"] * (not {"--resume", "quickstart"} & set(words))]
+                *["--overwrite"] * (not {"--resume", "quickstart", "stdlib"} & set(words))]
     if script == "sample" and "--count=5000" in words:
         return [*words, "--device=cpu", "--count=2", "--steps=4"]
     if "--model=Dream-v0-Instruct-7B" in words:
         words = ["--model=out/tiny_dream/model", "--data=out/tiny_dream/dialogues.jsonl",
                  *[word for word in words if not word.startswith(("--model", "--data"))]]
-    return [*words, *CUT_SHORT.get(script, [])]
+    return [*words, *CUT_SHORT.get(script, []), *["--overwrite"] * ("openwebtext" in words)]
 
 
 def start(script, words):
@@ -233,6 +242,7 @@ def folder(tmp_path, monkeypatch):
     (tmp_path / "gsm8k.jsonl").write_text(json.dumps(question) + "\n")
     library = importlib.import_module("data").stdlib_files()
     monkeypatch.setattr("data.stdlib_files", lambda: library[:60])
+    monkeypatch.setitem(importlib.import_module("data").PRESETS["sudoku"], "grids", 300)
     start("data", ["novels.jsonl", "--val_docs=9", "--tokenizer=bytes", "--out=data/owt"])
     start("train", ["--out_dir=pretrained", "--p_sm=0", "--data=data/owt", *SMALL])
     os.rename("pretrained/last.pt", "mdlm.ckpt")
@@ -251,7 +261,7 @@ def test_commands_of_the_readme_run(folder, capsys):
                 start(script, small)
         else:
             start(script, small)
-    runs = {"novels", "owt", "binary", "continue", "quickstart", "tiny_dream"}
+    runs = {"novels", "owt", "binary", "continue", "quickstart", "stdlib", "tiny_dream"}
     assert runs <= {*os.listdir("out")}
 
 

@@ -16,7 +16,8 @@ import torch
 
 import checkpoint
 import data
-from conftest import full_disk, refused
+from conftest import configure, full_disk, refused
+from dream import Tokenizer
 from train import Config, train
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
@@ -186,6 +187,28 @@ def test_a_model_that_does_not_fit_into_memory_is_said_in_a_sentence(flags):
     err = process.communicate(timeout=100)[1]
     assert process.returncode == 2 and err.count("\n") == 1
     assert err.startswith("train.py: not enough memory (")
+
+
+def test_files_of_odd_values_are_refused(flags, corpus, tmp_path):
+    train(Config(**flags | {"steps": 1}))
+    path, ckpt = str(tmp_path / "odd.pt"), checkpoint.load(f"{flags['out_dir']}/last.pt")
+    for part, value, said in (("config", ckpt["config"] | {"dropout": 7}, "dropout = 7, they need"),
+                              ("tokenizer", {}, "tokenizer's mask_id = None, they need 0 to 258"),
+                              ("tokenizer", 5, "not a whole checkpoint of .*: tokenizer"),
+                              ("ema", 5, "not a whole checkpoint of .*: ema")):
+        torch.save(ckpt | {part: value}, path)
+        refused(said, checkpoint.load, path)
+    with open(f"{corpus}/meta.json") as f:
+        meta = f.read()
+    for old, new in ('"bytes"', '"size"'), ('"bytes": ', '"bytes": -'), ('"bos": 256', '"bos": -3'):
+        (tmp_path / "meta.json").write_text(meta.replace(old, new))
+        (tmp_path / "val.bin").write_bytes(b"")
+        refused("does not describe data in the format", data.open_split, tmp_path, "val")
+    (tmp_path / "added_tokens.json").write_text('{"<|mask|>": 300}')
+    for vocabulary in '{}', '{"": 5}':
+        (tmp_path / "vocab.json").write_text(vocabulary)
+        refused("not whole numbers from 0 on, each once", Tokenizer, tmp_path)
+    refused("--batch=-1 must be at least 0", configure, "bench", ["--batch=-1"])
 
 
 def test_fewer_steps_than_were_made_are_refused(flags):

@@ -5,6 +5,7 @@ import itertools
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,6 +19,8 @@ import checkpoint
 import data
 import oracles
 import sample
+from conftest import refused
+from dream import Tokenizer
 from launch import Refused
 from mdlm import MDLM, ModelConfig
 from sample import (
@@ -30,7 +33,7 @@ from sample import (
     schedule_flips,
     step_probs,
 )
-from show import show
+from show import cell_text, frame, show
 
 GOLDEN = os.path.join(os.path.dirname(__file__), "golden", "sampler_transitions.npz")
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, n_cond=8, vocab_size=12, mask_id=11, length=10,
@@ -514,6 +517,8 @@ def test_settings_out_of_range_are_refused():
                 dict(eta=2.0), dict(t_on=0.04), dict(t_off=0.0), dict(alpha_on=1.0)):
         with pytest.raises(Refused, match="{}={}".format(*list(how.items())[0])):
             generate(model_of(), **{"n": 1, "steps": 2, "generator": data.rng(0)} | how)
+    refused("^sampler=remdm is none of mdlm, remdm-cap, remdm-loop$", generate, model_of(), 1, 2,
+            "remdm")
 
 
 # ---- App. C.5
@@ -537,6 +542,21 @@ def test_show_draws_confidence_and_tokens(monkeypatch):
     assert "↵" in first and "\x1b\x1b" not in first and first.count("\n") == 2
     step(x, torch.zeros(1, 5), x)
     assert "\x1b[2F\x1b[J" in sys.stdout.getvalue()[len(first):]      # redrawn in place
+    sys.stdout.truncate(0)
+    show(tok, tok.n_vocab, pause=0)(torch.tensor([list(b"abcdefghijkl")]), *torch.zeros(2, 1, 12))
+    assert "j" in sys.stdout.getvalue() and "d" not in sys.stdout.getvalue()  # the end is in view
+
+
+def test_show_draws_a_sudoku_as_a_grid():
+    tok = data.tokenizer("bytes")
+    digits = [ord(c) for c in "123456" * 6]
+    x = [256, *digits, 257, 257]
+    x[8] = 258                                                        # row 2, column 2
+    lines = frame(x, [1.0] * 39, x[:8] + [ord("5")] + x[9:], 258, cell_text(tok, 258), 80)
+    assert len(lines) == 8 and lines[2] == lines[5] == ""             # room between the boxes
+    cells = ["".join(re.findall(r"m (.) ", line)) for line in lines]
+    assert cells == ["123456", "153456", "", "123456", "123456", "", "123456", "123456"]
+    assert lines[1].count("48;2;") == 1 and lines[1].count(" \x1b[0m  ") == 2
 
 
 def test_show_prints_a_few_plain_lines_where_there_is_no_terminal(capsys):
@@ -615,6 +635,13 @@ def test_ranks_write_their_own_shards(saved, tmp_path, monkeypatch):
     assert sorted(sum(shards.values(), []), key=lambda line: line["index"]) == whole
 
 
+def test_the_text_is_printed_when_it_is_made_and_when_it_was_there(saved, tmp_path, capsys):
+    for watched in False, False, True:
+        [line] = run(saved, tmp_path, show=watched, prompt="a\\nb")["samples.jsonl"]
+        assert line["text"] + "\n" in capsys.readouterr().out
+        assert line["ids"][1:4] == list(b"a\nb")
+
+
 def test_prompt_and_infill_stay_as_given(saved, tmp_path):
     lines = run(saved, tmp_path, prompt="def f(x):", count=3, sampler="remdm-cap", eta=0.5)
     assert all(line["ids"][:10] == [256, *b"def f(x):"] for line in lines["samples.jsonl"])
@@ -660,9 +687,9 @@ def test_bad_input_is_refused_and_leaves_nothing(saved, tmp_path):
                          (dict(infill="x" * 30 + "___"), "30 tokens"),
                          (dict(length=33), "length=33"), (dict(length=2), "length=2"),
                          (dict(count=0), "count=0"), (dict(batch_size=0), "batch_size=0"),
-                         (dict(given="1.3"), "has 3 characters, not one token each: ..; length 32"),
-                         (dict(given="é." + 27 * "1"), "not one token each: .'é'.; length 32 take"),
-                         (dict(given=29 * "1"), "with dots"),
+                         (dict(given="1.3"), "must have 29 characters in length 32, .* it has 3$"),
+                         (dict(given="é." + 27 * "1"), "one token each, .*: 'é' is not"),
+                         (dict(given=29 * "1"), "and dots for"),
                          (dict(given=29 * ".", prompt="a"), "--given stands alone"),
                          (dict(order="any"), "order=any is none of random, entropy"),
                          (dict(order="random", eta=0.1), "--eta belongs to the samplers that"),
@@ -673,6 +700,7 @@ def test_bad_input_is_refused_and_leaves_nothing(saved, tmp_path):
         with pytest.raises(Refused, match=message):
             run(saved, tmp_path, **how)
     assert not list(tmp_path.iterdir())
+    refused("holds an MDLM, not a Dream: `python sample.py --checkpoint=", Tokenizer, saved)
 
 
 def test_a_file_of_something_else_is_not_appended_to(saved, tmp_path):

@@ -411,6 +411,7 @@ def test_command_line_prompts_chats_and_infills(talking_dream, capsys, monkeypat
     out, err = go(prompt="hello", temperature=0.0)
     assert "8 tokens" in err and "NFE 8" in err
     assert out == go(prompt="hello", temperature=0.0, show=False).out
+    assert go(prompt="a\\nb", temperature=0.0).out == go(prompt="a\nb", temperature=0.0).out
     assert out != go(prompt="hello", temperature=0.0, raw=True).out
     assert go(prompt="a\\nb", temperature=0.0).out == go(prompt="a\nb", temperature=0.0).out
     stopped = go(prompt="hello", temperature=0.0, stop=f"zzz|{out[2]}").out
@@ -422,9 +423,23 @@ def test_command_line_prompts_chats_and_infills(talking_dream, capsys, monkeypat
     seen, stats = [], {"n": 1, "nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}
     monkeypatch.setattr(S, "answer", lambda model, tok, sm, ids, *rest: (
         seen.append(tok.decode(ids)), ("hi", stats))[1])
-    assert go(chat=True).out == "hi\nhi\n"
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    chat = go(chat=True)
+    assert chat.out == "hi\nhi\n" and chat.err.startswith("> ") and chat.err.endswith("\n> ")
     more = "hi<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     assert seen[1] == seen[0] + more
+
+
+@pytest.mark.parametrize("block", [0, 4])
+def test_a_penalty_holds_the_end_token_back(block, talking_dream, monkeypatch):
+    """Of a model that finds the end token likelier by 100 nats than it does itself."""
+    head, tok = Dream.head, S.Tokenizer(talking_dream)
+    net = Dream.load(talking_dream)
+    more = 100.0 * F.one_hot(torch.tensor(net.cfg.eos_token_id), 200)
+    monkeypatch.setattr(Dream, "head", lambda self, h: head(self, h) + more)
+    for penalty, kept in (0.0, 0), (200.0, 8):
+        cfg = S.Decoding(gen_len=8, temperature=0.0, block=block, eos_penalty=penalty)
+        assert S.answer(net, tok, None, [1, 2], cfg)[1]["kept"] == kept
 
 
 def test_a_terminal_sees_the_text_fill(talking_dream, monkeypatch):

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: MIT
+"""The Sudoku language from end to end: the quickstart, its exact posterior, the shipped model.
+
+Not here: the grids themselves (test_data.py), counting the right ones (test_eval.py).
+"""
+
+import math
+import os
+import sys
+
+import numpy as np
+import torch
+
+import data
+import train
+from eval import bound, sudoku
+from mdlm import MDLM, ModelConfig
+from sample import generate_in_order
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, os.path.join(ROOT, "results"))
+
+from exact import Posterior, posterior  # noqa: E402
+from tied import Tied  # noqa: E402
+
+
+def small(**fields):
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=259, mask_id=258, length=39)
+    return ModelConfig(**sizes | fields)
+
+
+def exact():
+    model = MDLM(small(soft_mask=False)).eval()
+    model.net = Posterior(258, 256, 257)
+    return model
+
+
+def test_the_posterior_is_that_of_uniform_grids():
+    """The chain rule gives ln of the number of grids, in any order; a contradiction is uniform."""
+    grids = data.sudoku_grids().numpy()
+    [(text, _)] = data.sudoku(1, "test")
+    cells, nats = np.full(36, -1), 0
+    for at in torch.randperm(36, generator=data.rng("order")).tolist():
+        p = posterior(cells, grids)
+        np.testing.assert_allclose(p.sum(1), 1)
+        cells[at] = int(text[at]) - 1
+        nats -= math.log(p[at, cells[at]])
+    assert abs(nats - data.SUDOKU_NATS) < 1e-9
+    cells[:2] = 0
+    assert (posterior(cells, grids) == 1 / 6).all()
+
+
+def test_it_makes_no_mistake_one_token_a_call_and_its_bound_is_the_entropy():
+    model, tok = exact(), data.tokenizer("bytes")
+    for order in "random", "entropy":
+        generators = [data.rng("exact", i) for i in range(4)]
+        ids, nfe = generate_in_order(model, 4, 39, order, top_p=1.0, generator=generators)
+        assert sudoku([tok.decode(row) for row in ids.tolist()])["right"] == 1
+        assert nfe.tolist() == [39] * 4
+    texts = [text.encode() for text, _ in data.sudoku(200, "test")]
+    rows = torch.tensor([[256, *text, 257, 257] for text in texts])
+    nats = bound(model, rows, False, floor=0)[0]
+    error = nats.std() / math.sqrt(len(nats))
+    assert abs(nats.mean() - data.SUDOKU_NATS) < 3 * error < 5
+
+
+def test_tied_layers_read_their_own_hidden_states():
+    """At its start the map is 0, and the second pass repeats the first; then it does not."""
+    model = Tied(small(dropout=0.0))
+    torch.nn.init.normal_(model.net.output_layer.linear.weight, generator=data.rng(0))
+    x0 = torch.randint(256, (2, 39), generator=data.rng(1))
+    xt, t = torch.where(x0 % 2 == 0, 258, x0), torch.full((2,), 0.5)
+    plain = model(x0, xt, t, False)
+    assert torch.equal(model(x0, xt, t, True), plain)
+    torch.nn.init.normal_(model.net.again.weight, generator=data.rng(2))
+    changed = model(x0, xt, t, True)
+    assert not torch.equal(changed, plain)
+    changed.sum().backward()
+    assert model.net.again.weight.grad.abs().sum() > 0
+
+
+def test_the_quickstart_shows_the_entropy_omega_and_right_grids(tmp_path, monkeypatch, capsys):
+    """Cut short: what it prints, and that it starts where the paper does."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(data.PRESETS["sudoku"], "grids", 64)
+    monkeypatch.setattr(train.count_right, "__defaults__", (4,))
+    cut = dict(steps=2, n_layer=1, n_embd=16, n_head=2, eval_rows=4, device="cpu")
+    cfg = train.Config(**train.PRESETS["quickstart"] | cut)
+    assert (cfg.omega_s, cfg.omega_a, cfg.omega_b) == (1e-6, 10 / 1.5, -0.75)
+    train.train(cfg)
+    out = capsys.readouterr().out
+    for part in ("nats per grid (the entropy is 17.15)", "with feedback", "without", "ω_s",
+                 "whole grids right, of 4", "at random places", "the surest place first"):
+        assert part in out, part
+    made = os.stat("data/sudoku/train.bin").st_mtime_ns
+    data.prepare_preset("data/sudoku")  # there already
+    assert os.stat("data/sudoku/train.bin").st_mtime_ns == made
