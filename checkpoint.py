@@ -34,6 +34,7 @@ import numpy as np
 import torch
 
 from launch import Refused, atomic, read_json, run, write_text
+from softmask import SoftMask
 
 FORMAT = "soft-masked-mdlm/1"
 
@@ -342,13 +343,15 @@ def load(path):
     """Any checkpoint as the dict at the top of this file.
 
     path: ours, a Lightning .ckpt (MDLM's and the authors'), .safetensors, pytorch_model.bin, or a
-        folder that holds one of the last two, and config.json.
+        folder: of the hub, with one of the last two and config.json, or of a run, with last.pt.
     Raises Refused for a file that is none of them, or whose parts contradict each other.
     """
     if os.path.isdir(path):
-        path = next(filter(os.path.exists, (os.path.join(path, f) for f in HUB_FILES)), path)
+        files = [os.path.join(path, name) for name in (*HUB_FILES, "last.pt")]
+        path = next(filter(os.path.exists, files), path)
     if not os.path.isfile(path):
-        raise Refused(f"no checkpoint at {path or '(no path given)'}: give the path of a file")
+        raise Refused(f"no checkpoint at {path or '(no path given)'}: give the path of a file, or "
+                      f"of a folder with last.pt or {' or '.join(HUB_FILES)}")
     try:
         ckpt = interpret(path)
         needed = ["kind", "config", "step", "model"] + ["tokenizer"] * (ckpt.get("kind") == "mdlm")
@@ -410,11 +413,16 @@ def main(cfg):
               "the paper's.")
     for part in ("config", "tokenizer", "data", "git", "versions", "metrics"):
         print(f"  {part}: {ckpt.get(part)}")
-    omega = {name: t.item() for name, t in ckpt["model"].items() if name.startswith("sm.")}
-    print("  omega, raw:", omega)
+    raw = {name.removeprefix("sm."): t for name, t in ckpt["model"].items()
+           if name.startswith("sm.")}
+    if raw:
+        sm = SoftMask(0, k=None if "raw_tau" in raw else 1)
+        sm.load_state_dict(raw)
+        omega = dict(zip(("ω_s", "ω_a", "ω_b"), sm.omega), **({"τ": sm.tau} if not sm.k else {}))
+        print("  omega:", ", ".join(f"{name} {value:.4g}" for name, value in omega.items()))
     if cfg.out.endswith("/"):
         export(cfg.out, ckpt)
-        if omega:
+        if raw:
             print(f"ω is not in {cfg.out}, so the model there decodes with plain masks only")
     elif cfg.out.endswith(".safetensors"):
         rest = {k: v for k, v in ckpt.items() if k not in ("model", "ema", "optimizer")}

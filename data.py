@@ -4,7 +4,7 @@
 A corpus becomes two flat files of uint16 ids, with EOS after every document, and a description:
 
     train.bin    val.bin (the last documents)
-    meta.json    {format, tokenizer, train and val: documents, tokens, bytes, sha256}
+    meta.json    {format, tokenizer, source, train and val: documents, tokens, bytes, sha256}
 
 A row is BOS + L − 2 tokens of that stream + EOS, and rows do not overlap [code]. Perplexities of
 rows that are cut in another way do not compare.
@@ -32,6 +32,7 @@ import re
 import shutil
 import sys
 import sysconfig
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,9 +40,8 @@ import numpy as np
 import tiktoken
 import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
-from tqdm import tqdm
 
-from launch import Refused, Size, atomic, lock, read_json, run
+from launch import Refused, Size, atomic, join_values, lock, progress, read_json, run
 
 FORMAT = "soft-masked-mdlm-data/1"
 
@@ -99,6 +99,9 @@ def open_split(dir, split):
     Raises Refused when a file is missing, empty, or not what meta.json says.
     """
     path, meta_path = Path(dir, f"{split}.bin"), Path(dir, "meta.json")
+    if os.path.isfile(dir):
+        raise Refused(f"{dir} is a file, not a folder made by data.py: prepare it with `python "
+                      f"data.py {dir}`, then give {folder_of(str(dir))}")
     if not (path.is_file() and meta_path.is_file()):
         presets = [name for name, fields in PRESETS.items() if fields["out"] == str(dir)]
         source = presets[0] if presets else f"PATH --out={dir}"
@@ -156,6 +159,22 @@ def rows(tokens, index, L):
                       f"end at {special['mask_id'] - 1}: the file is damaged or of another "
                       f"tokenizer, prepare it again")
     return x
+
+
+def text_rows(docs, tok, L):
+    """Rows of a text that is not prepared.
+
+    docs: a stream of (text, is_last), such as [("A whole text.", True)].
+    Returns them (n, L) int64, and the {documents, tokens, bytes} of the text. Raises Refused for a
+    text that does not fill a row.
+    """
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
+        path = os.path.join(tmp, "tokens")
+        counts = dict(zip(("documents", "tokens", "bytes"), encode(docs, path, tok)[-1]))
+        n = n_rows(range(counts["tokens"]), L)
+        tokens = np.memmap(path, np.uint16, "r")
+        tokens.tokenizer = describe(tok)
+        return rows(tokens, range(n), L), counts
 
 
 KEYS = 1  # version of the keys below: a run that began with other draws cannot be resumed
@@ -227,7 +246,7 @@ def read_file(path):
 def documents(paths):
     """The stream of all files, with a progress bar that counts bytes of file."""
     size, done = sum(path.stat().st_size for path in paths), 0
-    with tqdm(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
+    with progress(total=size, unit="B", unit_scale=True, desc="tokenizing") as bar:
         for path in paths:
             for text, last, position in read_file(path):
                 yield text, last
@@ -315,7 +334,8 @@ def openwebtext(hub, revision):
         raise Refused(f"openwebtext cannot be loaded ({type(e).__name__}: {e}): try "
                       f"--revision=refs/convert/parquet, or fetch its parquet files otherwise: "
                       f"python data.py FOLDER --val_docs=100000 --out=data/owt")
-    return ((record["text"], True) for record in tqdm(corpus, desc="tokenizing", unit="doc"))
+    records = progress(corpus, desc="tokenizing", unit="doc")
+    return ((record["text"], True) for record in records)
 
 
 # -------------------------------------------------------------------------------------------------
@@ -376,12 +396,18 @@ def sha256_of(path):
     return digest.hexdigest()
 
 
-def prepare(docs, out, tok, val_docs=None):
+def folder_of(source):
+    """Where a source is prepared, unless --out says another folder: data/NAME of its first path."""
+    return os.path.join("data", Path(source.split(os.pathsep)[0]).name.split(".")[0])
+
+
+def prepare(docs, out, tok, val_docs=None, source=""):
     """Write train.bin, val.bin and meta.json into the folder `out`, all of them or none.
 
     docs: a stream of (text, is_last).
     val_docs: hold out the last that many documents (default: 1 %, at least 1, at most 10,000; of a
         corpus that is one document, the last tenth [ours]).
+    source: what meta.json says about where the text is from.
     Returns what meta.json holds. Raises Refused when nothing is left to train on.
     """
     if val_docs is not None and val_docs < 1:
@@ -390,6 +416,8 @@ def prepare(docs, out, tok, val_docs=None):
           atomic(f"{out}/train.bin") as train):
         ends = encode(docs, train, tok, keep=val_docs or 10_000)
         n, tokens, size = ends[-1]
+        if not size:
+            raise Refused(f"{source or 'the source'} holds no text: give another")
         held_out = val_docs or min(10_000, max(1, n // 100))
         cut = ends[-1 - held_out] if held_out < n else (n, tokens * 9 // 10, size * 9 // 10)
         if val_docs and held_out >= n or cut[1] == 0:
@@ -399,7 +427,7 @@ def prepare(docs, out, tok, val_docs=None):
             f.seek(2 * cut[1])
             shutil.copyfileobj(f, g)
             f.truncate(2 * cut[1])
-        meta = {"format": FORMAT, "tokenizer": describe(tok)}
+        meta = {"format": FORMAT, "tokenizer": describe(tok), "source": source}
         rest = [whole - part for whole, part in zip(ends[-1], cut)]
         for split, path, counts in ("train", train, cut), ("val", val, rest):
             numbers = zip(("documents", "tokens", "bytes"), counts)
@@ -420,6 +448,7 @@ class Config:
     val_docs: Size | None = None  # hold out the last that many documents (default: 1 %)
     grids: Size = 200_000        # of Sudoku, to train on
     hub: str = "Skylion007/openwebtext"  # where OpenWebText is, or a folder of the same layout
+    overwrite: bool = False      # replace data of another source
     revision: str | None = None  # of it: refs/convert/parquet while its main is a script
 
 
@@ -432,6 +461,12 @@ PRESETS = {
 
 
 def main(cfg):
+    out = cfg.out or folder_of(cfg.source)
+    meta_path = os.path.join(out, "meta.json")
+    there = read_json(meta_path).get("source") if os.path.exists(meta_path) else cfg.source
+    if there != cfg.source and not cfg.overwrite:
+        raise Refused(f"{out} holds the text of {there or 'an unknown source'}: give another "
+                      f"--out, or --overwrite")
     if cfg.source == "openwebtext":
         docs = openwebtext(cfg.hub, cfg.revision)
     elif cfg.source == "sudoku":
@@ -441,12 +476,14 @@ def main(cfg):
         docs = iter(train + val)
     else:
         docs = documents(stdlib_files() if cfg.source == "stdlib" else find_files(cfg.source))
-    first = Path(cfg.source.split(os.pathsep)[0])
-    out = cfg.out or os.path.join("data", first.name.split(".")[0])
-    meta = prepare(docs, out, tokenizer(cfg.tokenizer, cfg.tokenizer_dir), cfg.val_docs)
+    tok = tokenizer(cfg.tokenizer, cfg.tokenizer_dir)
+    meta = prepare(docs, out, tok, cfg.val_docs, cfg.source)
     for split in "train", "val":
         print("{}/{}.bin: {documents:,} documents, {tokens:,} tokens, sha256 {sha256}".format(
             out, split, **meta[split]))
+    if meta["val"]["tokens"] < 10_000:
+        print("So short a held-out text makes noisy bounds: hold out more with --val_docs, if "
+              "there are more documents")
     total = {unit: meta["train"][unit] + meta["val"][unit] for unit in OWT}
     if total == OWT:
         print("the whole of OpenWebText")
@@ -466,9 +503,16 @@ def prepare_preset(out):
         main(Config(**preset))
 
 
+def with_source(argv):
+    """The words of a command line, with `--source=PATH…` for its PATH…"""
+    argv = join_values(Config, argv)
+    paths = [word for word in argv if not word.startswith("-")]
+    if not paths or len(paths) == 1 and paths[0] in PRESETS:
+        return argv
+    source = f"--source={os.pathsep.join(paths)}"
+    return [source, *(word for word in argv if word.startswith("-"))]
+
+
 if __name__ == "__main__":
-    words = [arg for arg in sys.argv[1:] if not arg.startswith("-")]
-    flags = [arg for arg in sys.argv[1:] if arg.startswith("-")]
-    if words and not (len(words) == 1 and words[0] in PRESETS):  # PATH… becomes --source=PATH…
-        sys.argv[1:] = [f"--source={os.pathsep.join(words)}", *flags]
+    sys.argv[1:] = with_source(sys.argv[1:])
     run(main, Config, PRESETS)

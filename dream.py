@@ -34,6 +34,7 @@ from torch.utils.checkpoint import checkpoint
 import dora
 from arms import ARMS
 from checkpoint import MIXES, read_safetensors
+from checkpoint import load as load_checkpoint
 from launch import Refused, read_json
 
 # -------------------------------------------------------------------------------------------------
@@ -402,6 +403,14 @@ def byte_characters():
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
+def holds_mdlm(path):
+    """Whether somebody has given the model of the other scripts."""
+    try:
+        return load_checkpoint(path)["kind"] == "mdlm"
+    except Refused:
+        return False
+
+
 class Tokenizer:
     """The tokenizer in a model folder, by tiktoken: added_tokens.json, vocab.json or merges.txt.
 
@@ -419,6 +428,9 @@ class Tokenizer:
                 pairs = [line.split() for line in f if not line.startswith("#version")]
             tokens = [*to_byte, *("".join(pair) for pair in pairs if pair)]
             ids = {token: i for i, token in enumerate(tokens)}
+        elif holds_mdlm(folder):
+            raise Refused(f"{folder} holds an MDLM, not a Dream: "
+                          f"`python sample.py --checkpoint={folder}` samples it")
         else:
             raise Refused(f"{folder} has neither vocab.json nor merges.txt: fetch the "
                           f"tokenizer's files too")

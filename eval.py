@@ -29,6 +29,7 @@ Not here: generation (sample.py), tables and figures (plot.py).
 
 import base64
 import contextlib
+import functools
 import glob
 import hashlib
 import importlib.metadata
@@ -38,23 +39,35 @@ import os
 import platform
 import re
 import statistics
-import tempfile
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import checkpoint
 import data
 import finetune_dream as dream
 from data import rng
 from dream import load_adapter
-from launch import Refused, append_jsonl, machine, read_json, read_jsonl, run, write_text
+from launch import (
+    Count,
+    Refused,
+    Size,
+    append_jsonl,
+    machine,
+    progress,
+    read_json,
+    read_jsonl,
+    run,
+    write_text,
+)
 from mdlm import ALPHA_FLOOR, MDLM, TwoPass, corrupt, sample_times
 from softmask import SoftMask
+
+Length = Annotated[int, 3, 2**31]  # BOS, a token, EOS
 
 
 @dataclass
@@ -63,7 +76,7 @@ class Config:
     out: str = ""                   # result (default: beside the input, NAME.METRIC.OF-WHAT.json)
     label: str = ""                 # row of the table, such as 1M+100k (default: the checkpoint)
     device: str = "auto"            # cuda, else mps, else cpu
-    batch_size: int = 8             # changes the speed and no result
+    batch_size: Size = 8            # changes the speed and no result
     seed: int = 1                   # of masks and times; of MAUVE's reference rows and clusters
     tokenizer_dir: str = ""         # GPT-2's vocabulary, for machines without a network
     # ppl, zero_shot, feedback
@@ -72,13 +85,13 @@ class Config:
     ema: bool = True                # take its averaged backbone
     data: str = "data/owt"          # ppl, feedback measure its val.bin; MAUVE compares with it
     text: str = ""                  # zero_shot measures these files, read as data.py reads them
-    rows: int = 0                   # so many rows, evenly spaced (default: all; of "Data": half)
-    repeats: int = 1                # draws of times and masks per row
+    rows: Count = 0                   # so many rows, evenly spaced (default: all; of "Data": half)
+    repeats: Size = 1                # draws of times and masks per row
     against: str = ""               # another checkpoint, measured on the same masks
     dtype: str = "auto"             # bfloat16 where the GPU has it [code], else float32
     # entropy, gen_ppl, mauve
-    samples: str = "samples.jsonl"  # of sample.py; a pattern reads the shards of one run together
-    length: int = 1024              # tokens of a held-out row, where --samples= is empty
+    samples: str = "samples.jsonl"  # of sample.py; shards NAME.RANK.jsonl of a run are one file
+    length: Length = 1024           # tokens of a held-out row, where --samples= is empty
     scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
     scale: float = 5.0              # of MAUVE, App. B.1
 
@@ -118,8 +131,8 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     times = sample_times(n * repeats, rng("times", seed), low=max(floor, 1e-6))       # (repeats·n,)
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
-    # None: tqdm is silent if it does not write to a terminal
-    for index in tqdm(mine, "held-out rows", leave=False, disable=True if rank else None):
+    # None: the bar is silent if it does not write to a terminal
+    for index in progress(mine, "held-out rows", leave=False, disable=True if rank else None):
         for r, t in enumerate(times[:, index]):                                      # (b,)
             xt = torch.cat([
                 corrupt(x[None], s[None], mask_id, rng("masks", seed, r, int(i)), floor)
@@ -188,24 +201,21 @@ def held_out_rows(cfg, special, L):
     counts: {documents, tokens, bytes} of the whole text.
     Raises Refused if the data has another tokenizer.
     """
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as tmp:
-        if cfg.metric == "zero_shot":
-            tok = data.tokenizer(special["name"], cfg.tokenizer_dir)
-            path = os.path.join(tmp, "val.bin")
-            end = data.encode(data.documents(data.find_files(cfg.text)), path, tok)[-1]
-            counts = dict(zip(("documents", "tokens", "bytes"), end))
-            tokens = np.memmap(path, np.uint16, "r")
-            tokens.tokenizer = data.describe(tok)
-        else:
-            tokens, meta = data.open_split(cfg.data, "val")
-            counts = meta["val"]
-        if tokens.tokenizer != special:
-            raise Refused(f"{cfg.text or cfg.data} holds tokens of {tokens.tokenizer}, "
-                          f"{cfg.checkpoint} was trained on those of {special}: prepare the text "
-                          f"again with --tokenizer={special['name']}")
-        n = data.n_rows(tokens, L)
-        take = min(cfg.rows or n, n)
-        return data.rows(tokens, torch.arange(take) * n // take, L), counts
+    if cfg.metric == "zero_shot":
+        tok = data.tokenizer(special["name"], cfg.tokenizer_dir)
+        theirs = data.describe(tok)
+        whole, counts = data.text_rows(data.documents(data.find_files(cfg.text)), tok, L)
+        n, pick = len(whole), whole.__getitem__
+    else:
+        tokens, meta = data.open_split(cfg.data, "val")
+        theirs, counts, n = tokens.tokenizer, meta["val"], data.n_rows(tokens, L)
+        pick = functools.partial(data.rows, tokens, L=L)
+    if theirs != special:
+        raise Refused(f"{cfg.text or cfg.data} holds tokens of {theirs}, {cfg.checkpoint} was "
+                      f"trained on those of {special}: prepare the text again with "
+                      f"--tokenizer={special['name']}")
+    take = min(cfg.rows or n, n)
+    return pick(torch.arange(take) * n // take), counts
 
 
 def load_other(cfg, special, L):
@@ -339,7 +349,8 @@ def feedback_on_dialogues(cfg):
     x0s = [dream.pad_with_eos(ids, net.cfg.pad_token_id, rng("n_end", cfg.seed, i))[None]
            for i, (ids, _) in enumerate(val)]                                        # (1, L) each
     times, parts = sample_times(n * cfg.repeats, rng("times", cfg.seed), low=1e-6), []
-    for j, t in enumerate(tqdm(times[:, None], "held-out dialogues", leave=False, disable=None)):
+    for j, t in enumerate(
+            progress(times[:, None], "held-out dialogues", leave=False, disable=None)):
         i, mine = j % n, (j + 1) % n                                                 # t: (1,)
         x0, prompt = x0s[i], val[i][1]
         xt = corrupt(x0, t, mask_id, rng("masks", cfg.seed, j), 0.0)                 # (1, L)
@@ -354,7 +365,8 @@ def feedback_on_dialogues(cfg):
 def measure_feedback(cfg):
     """Eq. 2 by bins of t under four feedbacks, in nats per token that may be masked.
 
-    The gain of a feedback is what it lies below none, on the same masks.
+    The gain of a feedback is what it lies below none, on the same masks. Its error is over draws,
+    so more --repeats of few rows make it too small.
     """
     folder = os.path.exists(os.path.join(cfg.checkpoint, "adapter_config.json"))
     measured = feedback_on_dialogues if folder else feedback_on_text
@@ -394,11 +406,13 @@ def is_sample(line):
 def read_samples(pattern):
     """(samples, settings): the lines of all files, and what they were made with.
 
+    pattern: of files. If NAME.jsonl is not there, it is NAME.RANK.jsonl, as torchrun leaves them.
     Of two samples with the same seed and index, one counts.
     Raises Refused for files that hold something else, and for samples of different settings.
     """
     samples, settings = {}, None
-    for path in sorted(glob.glob(pattern)):
+    shards = pattern.removesuffix(".jsonl") + ".[0-9]*.jsonl"
+    for path in sorted(glob.glob(pattern) or glob.glob(shards)):
         for line in read_jsonl(path):
             if not is_sample(line):
                 raise Refused(f"{path} is no file of samples: a line has two ids or more, text, "
@@ -522,7 +536,7 @@ def score_with_lm(texts, scorer="gpt2-large", cache=None, batch_size=8, device="
     if todo:
         tok, lm = load_lm(scorer, device)
     starts = range(0, len(todo), batch_size)
-    for start in tqdm(starts, f"scoring {len(todo)} texts", disable=not todo):
+    for start in progress(starts, f"scoring {len(todo)} texts", disable=not todo):
         new_keys, new_texts = zip(*todo[start:start + batch_size])
         scores = score_batch(new_texts, tok, lm, scorer, device)
         for key, nats, n, feature in zip(new_keys, *scores):
@@ -656,7 +670,7 @@ def write_result(cfg, stem, values, settings):
               "feedback": settings.get("dialogues", cfg.data)}
     of = os.path.basename(source.get(cfg.metric, "").rstrip("/")).split(".")[0]
     below = "below-" + re.sub(r"\W+", "-", cfg.against) if cfg.against else ""
-    parts = stem.rstrip("."), cfg.metric, of, below, "json"
+    parts = stem.rstrip("./"), cfg.metric, of, below, "json"
     path = cfg.out or ".".join(part for part in parts if part)
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
@@ -673,9 +687,6 @@ def main(cfg):
     verbs |= dict.fromkeys(("entropy", "sudoku", "gen_ppl", "mauve"), measure_samples)
     if cfg.metric not in verbs:
         raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(verbs)}")
-    if min(cfg.batch_size, cfg.repeats, cfg.rows + 1, cfg.length - 2) < 1:
-        raise Refused(f"--batch_size={cfg.batch_size} --repeats={cfg.repeats} --rows={cfg.rows} "
-                      f"--length={cfg.length}: at least 1, 1, 0 and 3")
     verbs[cfg.metric](cfg)
 
 

@@ -44,7 +44,6 @@ from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 
 import torch
-from tqdm import tqdm
 
 from checkpoint import git_version
 from launch import (
@@ -53,6 +52,7 @@ from launch import (
     Refused,
     append_jsonl,
     check_ranges,
+    progress,
     read_json,
     read_jsonl,
     run,
@@ -289,7 +289,7 @@ def store(path, label, respond, cell):
     def respond_all(requests):
         done = read_jsonl(path, repair=True)
         left = requests[len(done):]
-        for request in tqdm(left, label, len(requests), initial=len(done), leave=False):
+        for request in progress(left, label, len(requests), initial=len(done), leave=False):
             text, stats = respond(request, cell)
             task_id = request.doc.get("task_id", len(done))
             done.append({"task_id": task_id, "response": text, **stats})

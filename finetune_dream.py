@@ -33,7 +33,6 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
-from tqdm import tqdm
 
 import checkpoint
 import data
@@ -41,7 +40,7 @@ import dora
 import launch
 from data import rng
 from dream import Dream, DreamConfig, Tokenizer
-from launch import Count, Negative, Positive, Rate, Refused, Share, Size, write_text
+from launch import Count, Negative, Positive, Rate, Refused, Share, Size, progress, write_text
 from mdlm import TwoPass
 from softmask import SoftMask
 
@@ -203,7 +202,7 @@ def why_dropped(ids, prompt_len, cfg, tok, mask_id):
 def encode_all(n, records, cfg, tok, mask_id, show):
     """[(ids, prompt length)] of the dialogues to keep, and {reason: how many} of the others."""
     kept, dropped = [], Counter()
-    for where, record in tqdm(records, total=n, desc="dialogues", disable=not show, delay=5):
+    for where, record in progress(records, total=n, desc="dialogues", disable=not show, delay=5):
         try:
             ids, prompt_len = encode_chat(conversation(record, where), tok)
             reason = why_dropped(ids, prompt_len, cfg, tok, mask_id)
@@ -594,15 +593,15 @@ def finetune(cfg):
             print(f"{len(train):,} dialogues, {sum(len(ids) for ids, _ in train):,} tokens, "
                   f"{len(val)} held out; dropped: {dropped}\n"
                   f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, "
-                  f"{device} × {world}, {dream.table.dtype}; updates {start:,} to {cfg.steps:,} of "
-                  f"{cfg.batch_size}")
+                  f"{device} × {world}, {dream.table.dtype}; updates {start:,} to {cfg.steps:,}, "
+                  f"{cfg.batch_size} dialogues each")
         if val and start and due(cfg.eval_every) and metrics.get("step") != done:
             metrics = evaluate()  # owed: the run was stopped when it was due
             log.write(metrics)
             log.print()
         if start:
             save_last()  # a kill between last.pt and last/ has left an older last/
-        for step in range(start, cfg.steps):
+        for step in log.updates():
             norm = update(step)
             done = step + 1
             # The maximum over ranks: all stop after the same update.
@@ -611,19 +610,21 @@ def finetune(cfg):
             if val and due(cfg.eval_every) and not stop:
                 with log.pause():
                     metrics = evaluate()
-            if due(cfg.log_every) or due(cfg.save_every) or end or metrics.get("step") == done:
+            logged = due(cfg.log_every) or due(cfg.save_every) or done == 1  # 1: soon a first line
+            if logged or end or metrics.get("step") == done:
                 log.write(describe(*log.collect(done, norm)))  # refuses a nan, before the save
             if due(cfg.save_every) or end:
                 save_last()
             log.print()
-            if end:
+            if stop:
                 break
 
     if stop:
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
-    launch.leave(world, f"python sample_dream.py --model={cfg.model} --adapter={adapter} "
+    complete = f"{last} has made all {cfg.steps:,} updates\n" if start == cfg.steps else ""
+    launch.leave(world, f"{complete}python sample_dream.py --model={cfg.model} --adapter={adapter} "
                         f"--prompt=…", 0)
     return model
 

@@ -9,7 +9,8 @@
     going on             goes_on, lock           whether to start or to resume, and alone
     files                atomic, write_text      a new file replaces the old one when it is whole
                          *_json, *_jsonl         JSON lines survive a kill
-    the log              Log                     a line on screen and in log.jsonl for each trainer
+    how far it is        progress, duration      a bar where somebody watches, a time in words
+                         Log                     what a trainer shows, and its log.jsonl
 
 Not here: models, checkpoints (checkpoint.py), text (data.py). This file is a module: every script
 of this project runs it.
@@ -17,6 +18,7 @@ of this project runs it.
 
 import contextlib
 import dataclasses
+import difflib
 import errno
 import glob
 import inspect
@@ -31,6 +33,7 @@ import typing
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 # -------------------------------------------------------------------------------------------------
 # the command line
@@ -63,11 +66,17 @@ def check_ranges(cfg):
                 raise Refused(f"--{name}={value} must be {limit}")
 
 
+def words_of(kind):
+    """{word: value} of the values of an annotation that are words, such as none and true."""
+    words = {}
+    for option in typing.get_args(kind) or (kind,):  # two options for `int | None`
+        words |= WORDS.get(option) or {word: word for word in typing.get_args(option)}
+    return words
+
+
 def parse_value(name, text, kind):
     """`--name=text` as `kind`, one of the annotations that our Config classes use."""
-    options, words = typing.get_args(kind) or (kind,), {}  # two options for `int | None`
-    for option in options:
-        words |= WORDS.get(option) or {word: word for word in typing.get_args(option)}
+    options, words = typing.get_args(kind) or (kind,), words_of(kind)
     if text.lower() in words:
         return words[text.lower()]
     if options[0] is bool:
@@ -88,8 +97,22 @@ def print_help(Config, presets):
         print(f"preset {name}: {fields}")
 
 
+def join_values(Config, argv):
+    """argv with `--key value` written `--key=value`. A flag takes only one of its words."""
+    kinds, joined = typing.get_type_hints(Config), []
+    for word in argv:
+        key = joined[-1].removeprefix("--") if joined and joined[-1][:2] == "--" else ""
+        kind = None if word.startswith("--") else kinds.get(key)
+        is_flag = bool in (kind, *typing.get_args(kind))
+        if kind and (not is_flag or word.lower() in words_of(kind)):
+            joined[-1] += f"={word}"
+        else:
+            joined.append(word)
+    return joined
+
+
 def from_cli(Config, argv=None, presets=None):
-    """A dataclass from `[preset] --key=value --flag …`.
+    """A dataclass from `[preset] --key=value --key value --flag …`.
 
     argv: list of words (default: the command line of this process).
     presets: {name: {field: value}}. The first word may name a preset. Flags override it.
@@ -105,11 +128,12 @@ def from_cli(Config, argv=None, presets=None):
             known = " or ".join(presets) or "only --key=value"
             raise Refused(f"unknown preset {argv[0]!r}: use {known}")
         values.update(presets[argv.pop(0)])
-    for arg in argv:
+    for arg in join_values(Config, argv):
         name, has_value, text = arg.removeprefix("--").partition("=")  # a value may hold = itself
         if not arg.startswith("--") or name not in kinds:
-            keys = ", ".join(sorted(kinds))
-            raise Refused(f"unknown argument {arg!r}: fields are --key=value with key in {keys}")
+            near = difflib.get_close_matches(name, kinds, 1)
+            meant = f"did you mean --{near[0]}? " if near else ""
+            raise Refused(f"unknown argument {arg!r}: {meant}--help shows every flag")
         if has_value:
             values[name] = parse_value(name, text, kinds[name])
         elif bool in (kinds[name], *typing.get_args(kinds[name])):
@@ -119,6 +143,11 @@ def from_cli(Config, argv=None, presets=None):
     cfg = Config(**values)
     check_ranges(cfg)
     return cfg
+
+
+def line_breaks(text):
+    r"""A text of the command line, with a line break for each \n, which is hard to type there."""
+    return text.replace("\\n", "\n")
 
 
 class Output(io.FileIO):
@@ -192,9 +221,11 @@ def machine(device="auto", dtype="auto"):
     count = {"cuda": torch.cuda.device_count(), "mps": int(torch.backends.mps.is_available()),
              "cpu": local + 1}
     kind = device if device != "auto" else next(name for name, n in count.items() if n)
-    if count.get(kind, 0) <= local:
+    if kind not in count:
+        raise Refused(f"--device={device}: use auto, {', '.join(count)}")
+    if count[kind] <= local:
         raise Refused(f"--device={device} for local process {local}, but this machine has "
-                      f"{count.get(kind, 0)} of it: use --device=cpu, or fewer processes")
+                      f"{count[kind]} of it: use --device=cpu, or fewer processes")
     if dtype not in ("auto", "bfloat16", "float16", "float32"):
         raise Refused(f"--dtype={dtype}: use auto, bfloat16 or float32")
     on_gpu = kind == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
@@ -417,15 +448,36 @@ def read_jsonl(path, repair=False, skip_broken=False):
 
 
 # -------------------------------------------------------------------------------------------------
-# the log
+# how far it is
+
+
+def progress(*args, **how):
+    """tqdm's bar on stderr. Where that is a file, it is drawn every half minute, not every tenth
+    of a second: a file keeps every picture."""
+    if not sys.stderr.isatty():
+        how = {"mininterval": 30, "maxinterval": 30} | how
+    return tqdm(*args, dynamic_ncols=True, **how)
+
+
+def duration(seconds):
+    """A time in words, in the largest unit of which there are two."""
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:,.1f} {name}"
+    return f"{seconds:.0f} s"
+
+
+SHOWN = "loss", "val_soft", "lam", "omega_s", "val_plain", "val_binary"  # on the bar
 
 
 class Log:
     """What a trainer reports while it runs: means since its last line, over all ranks.
 
     path: log.jsonl.   start: the updates made before this process began.   steps: those of the run.
-    master: True on the rank that writes and prints. The trainer adds up sums and makes a line:
+    master: True on the rank that writes and prints. Where stdout is a terminal, it prints a bar and
+    the latest numbers, else a line at a time. The trainer adds up sums and makes a line:
 
+        for step in log.updates():
         log.add(nll=nll.sum(), masks=n)                         # never waits for the device
         sums, updates, seconds, norm = log.collect(done, norm)  # waits once
         log.write({"step": done, "loss": sums["nll"] / …})
@@ -435,6 +487,7 @@ class Log:
     def __init__(self, path, start, steps, master):
         self.path, self.start, self.steps, self.master = path, start, steps, master
         self.done, self.sums, self.text = start, {}, ""
+        self.bar, self.latest = None, {}
         self.began = self.last = time.time()
 
     def begin(self):
@@ -443,6 +496,16 @@ class Log:
             lines = [v for v in read_jsonl(self.path, skip_broken=True) if isinstance(v, dict)]
             kept = [v for v in lines if v.get("step", math.inf) <= self.start]
             write_text(self.path, "".join(json.dumps(v) + "\n" for v in kept if self.start))
+
+    def updates(self):
+        """Yields the number of each update that is left to make, from 0. It draws the bar."""
+        drawn = self.master and sys.stdout.isatty()
+        how = "update {n:,} of {total:,} |{bar:10}| {desc}"  # its end is cut in a narrow terminal
+        with tqdm(range(self.start, self.steps), initial=self.start, total=self.steps,
+                  file=sys.stdout, disable=not drawn, dynamic_ncols=True, bar_format=how) as bar:
+            self.bar = bar if drawn else None
+            yield from bar
+        self.bar = None
 
     def add(self, **sums):
         """Add numbers, or 0-d tensors on any device, to the sums of these names."""
@@ -480,15 +543,23 @@ class Log:
             try:
                 append_jsonl(self.path, line)
             except Refused as refused:
-                print(f"log line lost: {refused}")
-        numbers = "  ".join(f"{k} {v:,.0f}" if v >= 1000 else f"{k} {v:.4g}"
-                            for k, v in line.items() if k not in ("step", "seconds"))
+                tqdm.write(f"log line lost: {refused}")  # above the bar
+        self.latest |= line  # a bound that is measured now and then stays on the bar
+        names = [name for name in line if name not in ("step", "seconds")]
+        if self.bar is not None:
+            names = [name for name in SHOWN if name in self.latest]
+        numbers = "  ".join(f"{name} {v:,.0f}" if v >= 1000 else f"{name} {v:.4g}"
+                            for name, v in zip(names, map(self.latest.get, names)))
         updates = max(1, self.done - self.start)
-        left = line["seconds"] / updates * (self.steps - self.done) / 60
-        self.text = f"update {self.done:,} of {self.steps:,}  {numbers}  {left:,.1f} min left"
+        left = duration(line["seconds"] / updates * (self.steps - self.done)) + " left"
+        self.text = f"update {self.done:,} of {self.steps:,}  {numbers}  {left}"
+        if self.bar is not None:
+            self.text = f"{left}  {numbers}"
 
     def print(self):
         """Print the line that was written last, once."""
-        if self.master and self.text:
+        if self.bar is not None and self.text:
+            self.bar.set_description_str(self.text)
+        elif self.master and self.text:
             print(self.text)
         self.text = ""

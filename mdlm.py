@@ -429,7 +429,8 @@ class MDLM(TwoPass):
         """
         ckpt = checkpoint.load(path)
         if ckpt["kind"] != "mdlm":
-            raise Refused(f"{path} holds a {ckpt['kind']}, not an MDLM")
+            raise Refused(f"{path} holds a {ckpt['kind']}, not an MDLM: sample_dream.py and "
+                          f"eval_dream.py take adapters of Dream")
         known = {f.name for f in dataclasses.fields(ModelConfig)}
         try:
             model = cls(ModelConfig(**{k: v for k, v in ckpt["config"].items() if k in known}))

@@ -16,10 +16,12 @@
     python plot.py --learned="out/*/log.jsonl"  # Fig. 8, also from finetune_dream.py's logs
     python plot.py --frontier="runs/*.json"     # Fig. 9, from eval.py's results
     python plot.py --curves=bench.json          # cost over sizes, from bench.py --json=bench.json
+    python plot.py --anatomy=sudoku.pt          # Alg. 1 and 2 on a row of a Sudoku, from a model
 
 Figures need matplotlib (pip install matplotlib), which nothing else in this project does.
 
-Not here: any measurement. Every number comes from JSON that another script has written.
+Not here: any measurement. Every number comes from JSON that another script has written. Only the
+anatomy looks into a model.
 """
 
 import contextlib
@@ -34,8 +36,14 @@ from fractions import Fraction
 from pathlib import Path
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 
+import data
 from launch import Count, Refused, atomic, read_json, read_jsonl, run, write_text
+from mdlm import MDLM, corrupt
+from sample import generate
+from show import trace
 
 
 @dataclass
@@ -56,6 +64,7 @@ class Config:
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py
     frontier: str = ""       # pattern of eval.py's results
     curves: str = ""         # file of bench.py --json
+    anatomy: str = ""        # a checkpoint of a model that was trained on `data.py sudoku`
     out: str = ""            # .png, .pdf or .svg (default: plot.png), .md of a table, .html of
                              # trajectories
     columns: Count = 0       # of a page: a square grid so wide follows the first token, as Sudoku's
@@ -124,6 +133,8 @@ def entries(path):
     try:
         result = read_json(path)
         values, evaluation = result["values"], result["evaluation"]
+        if result["metric"] == "feedback":  # --feedback shows it
+            return []
         settings = evaluation | result["settings"] | {"references": values.get("references")}
         label = evaluation["label"] or settings["checkpoint"]
         if result["metric"] in ("ppl", "zero_shot"):
@@ -407,7 +418,7 @@ def figure(panels, width=5, height=4):
 
 
 OMEGA = {"omega_s": "ω_s", "omega_a": "ω_a (1/nat)", "omega_b": "ω_b (nats)"}
-AXES = {"ppl": "held-out perplexity (bound)", **OMEGA, "tau": "τ"}
+AXES = {"ppl": "held-out perplexity (bound)", "loss": "loss in training", **OMEGA, "tau": "τ"}
 
 
 def points_of(line):
@@ -418,7 +429,8 @@ def points_of(line):
     """
     dream = line.keys() & {"val_soft_ce", "val_binary"}
     nats = math.nan if dream else line.get("val_soft", line.get("val_plain", math.nan))
-    values = {name: line.get(name, math.nan) for name in (*OMEGA, "tau")} | {"ppl": math.exp(nats)}
+    values = {name: line.get(name, math.nan) for name in (*OMEGA, "tau", "loss")}
+    values |= {"ppl": math.exp(nats)}
     return {quantity: value for quantity, value in values.items() if math.isfinite(value)}
 
 
@@ -464,10 +476,16 @@ def draw_over_updates(ax, series, quantity):
 
 
 def runs(patterns):
-    """Left: held-out perplexity over updates. Right: ω_s.                                 Fig. 3"""
-    series = log_series(patterns, "ppl")
+    """Left: held-out perplexity over updates. Right: ω_s.                                 Fig. 3
+
+    Where no run has measured it, as in the quickstart, the loss in training stands at the left.
+    """
+    try:
+        left, series = "ppl", log_series(patterns, "ppl")
+    except Refused:
+        left, series = "loss", log_series(patterns, "loss")
     fig, axes = figure(2)
-    for ax, quantity in zip(axes, ("ppl", "omega_s")):
+    for ax, quantity in zip(axes, (left, "omega_s")):
         draw_over_updates(ax, series, quantity)
     axes[1].set_ylim(0, None)
     axes[0].legend()
@@ -558,11 +576,11 @@ def overhead(path):
 
 
 def read_trace(path):
-    """The steps of a file of sample.py --trace: lists of cells, as show.trace makes them.
+    """The steps of a file of sample.py --trace, or the list that show.trace fills: lists of cells.
 
     Raises Refused for a file without a step, and for another file.
     """
-    steps = read_jsonl(path)
+    steps = path if isinstance(path, list) else read_jsonl(path)
     if not steps:
         raise Refused(f"{path} is empty: make it again with sample.py --trace={path}")
     try:
@@ -594,8 +612,9 @@ def trajectory_page(patterns, columns):
 
 
 def trajectory(path):
-    """A sample appearing, a row per step.                                        App. C.5, Fig. 7
+    """A sample appearing, a row per network call.                                App. C.5, Fig. 7
 
+    path: a file, or the list that show.trace fills.
     Green cells are masks, deeper green is a larger λ, and they hold the top guess. Bold is text.
     """
     steps = read_trace(path)
@@ -608,7 +627,7 @@ def trajectory(path):
             color = "white" if lam is not None and lam > dark else "black"
             ax.text(j, i, "␣" if text == " " else text, ha="center", va="center", size=8,
                     weight="bold" if lam is None else "normal", color=color, parse_math=False)
-    ax.set(xlabel="position", ylabel="step", xticks=[])
+    ax.set(xlabel="position", ylabel="network call", xticks=[])
     fig.colorbar(image, label="strength λ")
     return fig
 
@@ -687,9 +706,108 @@ def curves(path):
     return fig
 
 
+@torch.no_grad()
+def two_passes_and_a_loop(path, t=0.6):
+    """What a Sudoku model does with a held-out grid that is masked with probability t.
+
+    Returns a dict. x0: 36 digits. Of the network calls of Alg. 1 and Alg. 2, which both start from
+    the same x_t: passes, two lists of 36 cells (see show.trace), nll, two lists of 36 floats, 0
+    where there is no mask, and calls, a list of 36 cells for each network call.
+    Raises Refused for a model that cannot know Sudokus, or has no soft masks.
+    """
+    model = MDLM.load(path)
+    special, sm = model.info["tokenizer"], model.sm
+    if special["name"] != "bytes" or model.cfg.length != 39 or sm is None:
+        raise Refused(f"{path} reads {special['name']} in rows of {model.cfg.length}, soft masks: "
+                      f"{sm is not None}. The anatomy is that of an SM model of `data.py sudoku`")
+    [(text, _)] = data.sudoku(1, "val")
+    tok = data.tokenizer("bytes")
+    x0 = torch.tensor([special["bos"], *tok.encode_ordinary(text), *2 * [special["eos"]]])[None]
+    xt = corrupt(x0, torch.tensor([t]), model.mask_id, data.rng("anatomy"))                 # (1, L)
+    xt[:, [0, -2, -1]] = x0[:, [0, -2, -1]]
+    rows, emb = (xt[0] == model.mask_id).nonzero()[:, 0], F.embedding(xt, model.net.table)  # (N,)
+    passes, nll, calls = [], [], []
+    for _ in range(2):
+        h = model.net.hidden(emb, rows, torch.tensor([t]))                                  # (N, D)
+        mixed, lam, guess = model.feedback(h)                           # (N, D), (N,), (N,)
+        at = lambda values: torch.zeros(1, 39, dtype=values.dtype).index_copy(1, rows, values[None])
+        trace(tok, model, passes)(xt, at(lam), at(guess), rows, h)
+        nll.append(at(model.cross_entropy(h, x0[0, rows]))[0, 1:37].tolist())
+        emb = emb[0].index_copy(0, rows, mixed)[None]                                   # (1, L, D)
+    generate(model, 1, 36, generator=[data.rng("anatomy", 1)], x=xt, every=True,
+             on_step=trace(tok, model, calls))
+    passes, calls = ([cells[1:37] for cells in each] for each in (passes, calls))
+    return {"x0": text, "passes": passes, "nll": nll, "calls": calls}
+
+
+def anatomy(path):
+    """The two passes of Alg. 1 and the loop of Alg. 2, on the row of a Sudoku with the most masks.
+
+    A color is a digit, gray is [MASK]. A cell is split by the shares of the embeddings in it.
+    """
+    found = two_passes_and_a_loop(path)
+    first, second = found["passes"]
+    masks = [sum(cell[1] is not None for cell in first[i:i + 6]) for i in range(0, 36, 6)]
+    row = range(6 * masks.index(max(masks)), 6 * masks.index(max(masks)) + 6)
+    calls = [(f"call {n} sees", cells) for n, (before, cells) in
+             enumerate(zip([first, *found["calls"]], found["calls"]), 2)
+             if any((before[i][1] is None) != (cells[i][1] is None) for i in row)]
+    color = lambda word: "C" + word if word in "123456" else "white"
+
+    def token(word):
+        return [(1.0, color(word), word)]
+
+    def predicted(cell):
+        return token(cell[0]) if cell[1] is None else [(s, color(w), w) for w, s in cell[3]]
+
+    def seen(cell):
+        if cell[1] is None:
+            return token(cell[0])
+        guesses = [(cell[1] * share, c, word) for share, c, word in predicted(cell)]
+        return [(1 - cell[1], "lightgray", "M"), *guesses]
+
+    def plain(cell):
+        return token(cell[0]) if cell[1] is None else [(1.0, "lightgray", "M")]
+
+    def notes(text):
+        return [text(i) if first[i][1] is not None else "" for i in row]
+
+    lines = [("$x_0$", [token(found["x0"][i]) for i in row], []),
+             ("$x_t$, pass 1 sees", [plain(first[i]) for i in row], []),
+             ("pass 1 predicts", [predicted(first[i]) for i in row],
+              notes(lambda i: f"−H {first[i][2]:.2f}, λ {first[i][1]:.2f}".replace("-", "−"))),
+             ("pass 2 sees", [seen(first[i]) for i in row], []),
+             ("pass 2 predicts", [predicted(second[i]) for i in row],
+              notes(lambda i: "−log p {:.2f} → {:.2f}".format(*(n[i] for n in found["nll"]))))]
+    lines += [(name, [seen(cells[i]) for i in row], []) for name, cells in calls]
+    fig, [ax] = figure(1, width=9, height=0.6 * len(lines) + 0.6)
+    for i, (name, cells, below) in enumerate(lines):
+        y = -i if i < 5 else -i - 0.7
+        draw_cells(ax, y, cells, below)
+        ax.text(-0.15, y, name, ha="right", va="center")
+    ax.text(0, 0.5, "Alg. 1: two passes, and the loss of either", weight="bold")
+    ax.text(0, -5.1, "Alg. 2 from the same $x_t$: a line where a token has appeared", weight="bold")
+    ax.set(xlim=(-1.6, 6), ylim=(-len(lines) - 0.3, 0.9))
+    ax.axis("off")
+    return fig
+
+
+def draw_cells(ax, y, cells, below):
+    """Cells side by side at height y, each a list of (share, color, word), with texts below."""
+    for x, cell in enumerate(cells):
+        left = x
+        for share, color, word in cell:
+            ax.barh(y, 0.9 * share, 0.56, left, color=color, alpha=0.6, edgecolor="white")
+            if share > 0.12:
+                ax.text(left + 0.45 * share, y, word, ha="center", va="center", parse_math=False)
+            left += 0.9 * share
+    for x, text in enumerate(below):
+        ax.text(x + 0.45, y - 0.43, text, ha="center", va="center", size=7)
+
+
 TABLES = {f.__name__: f for f in (table, bounds, logs, benchmarks, feedback)}
 FIGURES = {f.__name__: f for f in (
-    runs, throughput, ablation, overhead, trajectory, learned, frontier, curves)}
+    runs, throughput, ablation, overhead, trajectory, learned, frontier, curves, anatomy)}
 FIGURES |= {"feedback": feedback_figure}
 
 

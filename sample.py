@@ -27,11 +27,19 @@ from itertools import zip_longest
 import numpy as np
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 from arms import with_omega
 from data import rng, tokenizer
-from launch import Refused, append_jsonl, machine, read_jsonl, run, write_text
+from launch import (
+    Refused,
+    append_jsonl,
+    line_breaks,
+    machine,
+    progress,
+    read_jsonl,
+    run,
+    write_text,
+)
 from mdlm import MDLM, in_chunks
 from sample_dream import decode
 from show import show, trace
@@ -59,12 +67,11 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
     to 1 − alpha_on before t_on, then constant to t_off, then to 0.
     """
     remask, eta = 0.0, (SAMPLERS.get(sampler) if eta is None else eta)
-    in_range = sampler in SAMPLERS and 0 <= eta <= 1
-    if not (in_range and 0 < t_off < t_on < 1 and 0 < alpha_on < 1):
-        raise Refused(
-            f"sampler={sampler}, eta={eta}, t_on={t_on}, t_off={t_off}, alpha_on={alpha_on}: the "
-            f"sampler must be one of {', '.join(SAMPLERS)}, eta in [0, 1], "
-            f"0 < t_off < t_on < 1 and 0 < alpha_on < 1")
+    if sampler not in SAMPLERS:
+        raise Refused(f"sampler={sampler} is none of {', '.join(SAMPLERS)}")
+    if not (0 <= eta <= 1 and 0 < t_off < t_on < 1 and 0 < alpha_on < 1):
+        raise Refused(f"eta={eta}, t_on={t_on}, t_off={t_off}, alpha_on={alpha_on}: eta must be in "
+                      f"[0, 1], 0 < t_off < t_on < 1 and 0 < alpha_on < 1")
     if sampler == "remdm-loop":
         if t_off < t <= t_on:  # the plateau: as many tokens appear as vanish
             return min(1.0, eta * alpha_on / (1 - alpha_on)), eta
@@ -261,7 +268,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), rows, h[rows])
 
     silent = True if on_step else None  # None: no bar where there is no terminal
-    for t, flips, u in tqdm(turns, "steps", steps, leave=False, disable=silent):
+    for t, flips, u in progress(turns, "steps", steps, leave=False, disable=silent):
         live = t > T_END                                                       # (n,)
         appear, vanish = rows(masked & flips), rows(~masked & flips)
         waiting, stay = rows(masked & live[:, None]), rows(masked & ~flips & live[:, None])
@@ -407,10 +414,10 @@ def puzzle_ids(given, tok, special, L):
     return torch.tensor([special["bos"], *cells, special["eos"], special["eos"]])
 
 
-def existing_indices(path, settings, seed):
-    """Indices of the samples in `path` that have these settings and this seed."""
+def existing_texts(path, settings, seed):
+    """{index: text} of the samples in `path` that have these settings and this seed."""
     try:
-        return {line["index"] for line in read_jsonl(path, repair=True)
+        return {line["index"]: line["text"] for line in read_jsonl(path, repair=True)
                 if (line["settings"], line["seed"]) == (settings, seed)}
     except (Refused, KeyError, TypeError):
         raise Refused(f"{path} holds something else than samples: choose another --out")
@@ -451,7 +458,7 @@ def main(cfg):
     if cfg.given:
         x = puzzle_ids(cfg.given, tok, special, L)
     else:
-        x = starting_ids(*(text.replace("\\n", "\n") for text in texts), tok, special, L)
+        x = starting_ids(*map(line_breaks, texts), tok, special, L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
     n_steps = int((x == mask_id).sum()) if cfg.order else L
     how |= {"steps": n_steps if cfg.steps is None else cfg.steps,
@@ -472,14 +479,16 @@ def main(cfg):
         names = how.keys() & {"steps", "order", "top_p", "soft", "passes"}
         make = functools.partial(generate_in_order, **{name: how[name] for name in names})
     path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl" if world > 1 else cfg.out
-    done, steps = existing_indices(path, settings, cfg.seed), []
+    found, steps = existing_texts(path, settings, cfg.seed), []
+    done = set(found)
     watch = show(tok, mask_id) if cfg.show else None
     watch = trace(tok, model, steps) if cfg.trace else watch
     todo = [i for i in range(rank, cfg.count, world) if i not in done or watch]
     if cfg.compile:
         model.net.trunk = torch.compile(model.net.trunk, mode="reduce-overhead")
     batches = range(0, len(todo), cfg.batch_size)
-    for start in tqdm(batches, f"{len(todo)} samples", disable=rank > 0 or cfg.show):
+    silent = rank > 0 or cfg.show or not todo
+    for start in progress(batches, f"{len(todo)} samples", disable=silent):
         batch = todo[start:start + cfg.batch_size]
         # A compiled trunk would be compiled again for a smaller batch. So the last one repeats its
         # last sample, which costs less, and `zip` leaves the copies out.
@@ -491,10 +500,11 @@ def main(cfg):
         lines = [{"ids": row, "text": tok.decode(row), "nfe": calls, "seed": cfg.seed, "index": i,
                   "settings": settings} for row, calls, i in zip(ids.tolist(), nfe.tolist(), batch)]
         append_jsonl(path, *(line for line in lines if line["index"] not in done))
-        if start == rank == 0 and not cfg.show:
-            print(lines[0]["text"])
+        found |= {line["index"]: line["text"] for line in lines}
     if cfg.trace and rank == 0:
         write_text(cfg.trace, "".join(json.dumps(s, ensure_ascii=False) + "\n" for s in steps))
+    if rank == 0:
+        print(found[0])
     print(f"{path}: {len(todo)} samples made, {len(done)} were there")
 
 

@@ -26,12 +26,11 @@ from dataclasses import asdict, dataclass, replace
 
 import torch
 import torch.nn.functional as F
-from tqdm import tqdm
 
 import dora
 from arms import ARMS, with_omega
 from dream import Dream, Tokenizer, load_adapter, soft_mask_file
-from launch import Refused, machine, run
+from launch import Refused, line_breaks, machine, progress, run
 from mdlm import in_chunks
 from softmask import SoftMask, time_gain
 
@@ -557,14 +556,26 @@ def turn(cfg, model, tok, sm, ids, until, shown_from):
 
     total = cfg.steps or cfg.gen_len + ids.count(model.cfg.mask_token_id)
     total = None if cfg.threshold else total
-    with tqdm(total=total, unit="pass", leave=False, disable=drawn) as bar:
+    with progress(total=total, unit="pass", leave=False, disable=drawn) as bar:
         return answer(model, tok, sm, ids, cfg, until, watch)
+
+
+def typed_turns():
+    """The lines of stdin that are not empty. Somebody who types them sees a sign."""
+    sign = "> " if sys.stdin.isatty() else ""
+    while True:
+        print(sign, end="", file=sys.stderr, flush=True)
+        line = sys.stdin.readline()
+        if not line:
+            return
+        if line.strip():
+            yield line
 
 
 def main(cfg):
     if sum(map(bool, (cfg.prompt, cfg.chat, cfg.infill))) != 1:
         raise Refused("nothing to do: give one of --prompt=…, --chat, --infill=…")
-    cfg = replace(cfg, **{name: getattr(cfg, name).replace("\\n", "\n")
+    cfg = replace(cfg, **{name: line_breaks(getattr(cfg, name))
                           for name in ("prompt", "infill", "stop")})
     before, gap, after = cfg.infill.partition("___")
     if cfg.infill and (not gap or "___" in after or cfg.block):
@@ -575,7 +586,7 @@ def main(cfg):
     if not cfg.raw and not gap:
         until.append("<|im_end|>")
     messages = []
-    for prompt in filter(str.strip, sys.stdin) if cfg.chat else [cfg.prompt]:
+    for prompt in typed_turns() if cfg.chat else [cfg.prompt]:
         messages.append({"role": "user", "content": prompt.removesuffix("\n")})
         if gap:
             ids = tok.encode(before) + cfg.gen_len * [model.cfg.mask_token_id] + tok.encode(after)

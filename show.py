@@ -123,7 +123,7 @@ def show(tok, mask_id, pause=0.05):
                 next_share = min(1, visible + 0.25)
             return
         width, height = shutil.get_terminal_size()
-        lines = frame(x, lam, guess, mask_id, text_of, width)[:height - 1]
+        lines = frame(x, lam, guess, mask_id, text_of, width)[1 - max(2, height):]
         # Go back to the start of the last picture, and clear it.
         back = f"\x1b[{drawn}F\x1b[J" if drawn else ""
         print(back + "\n".join(lines), flush=True)

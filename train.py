@@ -91,6 +91,12 @@ PRESETS = {
         omega_s=0.5, omega_a=1.0, omega_b=-2.8,
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
         log_every=50, eval_every=0, eval_rows=256, save_every=500, keep_every=0),
+    # Some MB of one's own text on two CPU cores, in about an hour. ω starts as above.
+    "small": dict(
+        out_dir="out/small", n_layer=4, n_head=4, n_embd=256, length=128,
+        omega_s=0.5, omega_a=1.0, omega_b=-2.8,
+        steps=10_000, batch_size=8, micro_batch=8, eta_bb=1e-3, warmup=200, ema=0.999,
+        eval_every=500, keep_every=0),
     "owt": {},
     "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),  # as released
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
@@ -481,7 +487,7 @@ def train(cfg):
             if done == cfg.steps:
                 save_step()
         model.train()
-        for step in range(start, cfg.steps):
+        for step in log.updates():
             norm = update(step)
             done = step + 1
             # The maximum over ranks: all stop after the same update.
@@ -490,14 +496,15 @@ def train(cfg):
             if due(cfg.eval_every) and not stop:
                 with log.pause():
                     metrics = {"step": done, **evaluate()}
-            if due(cfg.log_every) or due(cfg.save_every) or end or metrics.get("step") == done:
+            logged = due(cfg.log_every) or due(cfg.save_every) or done == 1  # 1: soon a first line
+            if logged or end or metrics.get("step") == done:
                 log.write(describe(*log.collect(done, norm)))  # refuses a nan, before the save
             if due(cfg.save_every) or end:
                 save_last()
             if due(cfg.keep_every) or done == cfg.steps:
                 save_step()
             log.print()
-            if end:
+            if stop:
                 break
 
     if cfg.show and done == cfg.steps:
@@ -507,7 +514,8 @@ def train(cfg):
     if done < cfg.steps:
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
-    launch.leave(world, "", 0)
+    complete = f"{last} has made all {cfg.steps:,} updates: more --steps go on"
+    launch.leave(world, complete if start == cfg.steps else "", 0)
     return model, ema
 
 

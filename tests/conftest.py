@@ -70,10 +70,7 @@ def configure(script, words):
     """A script and its Config, as its last lines make it from the words behind `x.py`."""
     module = importlib.import_module(script)
     presets = getattr(module, "PRESETS", None)
-    if script == "data" and words[0] not in presets:
-        paths = [word for word in words if not word.startswith("--")]
-        flags = [word for word in words if word.startswith("--")]
-        words = [f"--source={os.pathsep.join(paths)}", *flags]
+    words = module.with_source(words) if script == "data" else words
     return module, from_cli(module.Config, words, presets)
 
 

@@ -11,6 +11,7 @@ import random
 import sys
 import tracemalloc
 import types
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -159,7 +160,8 @@ def test_every_format_gives_the_same_tokens(tmp_path):
     (tmp_path / "d" / "README.md").write_text("is not part of the corpus")
     out = str(tmp_path / "out")
     for name in "a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "d":
-        main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2))
+        main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2,
+                    overwrite=True))
         train, val = (open_split(out, split)[0].tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
 
@@ -218,6 +220,38 @@ def test_openwebtext_comes_through_datasets_or_names_the_way_out(tmp_path, monke
     refused("pip install datasets", data.openwebtext, "hub", None)
 
 
+def test_the_command_line_takes_several_paths_and_values_after_a_space():
+    words = ["0.txt", "--tokenizer", "bytes", "2.txt", "--overwrite", "3.txt"]
+    source = os.pathsep.join(("0.txt", "2.txt", "3.txt"))
+    assert data.with_source(words) == [f"--source={source}", "--tokenizer=bytes", "--overwrite"]
+
+
+def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
+    tokens, meta = open_split(prepared(tmp_path, val_docs=1), "train")
+    rows, counts = data.text_rows(stream(TEXTS[:-1]), BYTES, 12)
+    assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 12)), 12))
+    assert counts.items() <= meta["train"].items() and counts["documents"] == 4
+    for nothing in [], [""]:
+        refused("tokens do not fill one row", data.text_rows, stream(nothing), BYTES, 12)
+
+
+def test_data_of_another_source_are_kept_and_short_held_out_texts_named(
+        tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    for name in "own.txt", "own.jsonl":
+        Path(name).write_text(jsonl(TEXTS))
+    for _ in range(2):
+        main(Config(source="own.txt", tokenizer="bytes"))
+    assert "noisy bounds" in capsys.readouterr().out
+    other = Config(source="own.jsonl", tokenizer="bytes")
+    refused("data/own holds the text of own.txt: give another --out, or --overw", main, other)
+    assert json.loads(Path("data/own/meta.json").read_text())["source"] == "own.txt"
+    main(replace(other, overwrite=True, val_docs=1))
+    assert open_split("data/own", "val")[0].tolist() == ids_of(TEXTS[-1:])
+    refused("own.txt is a file.*`python data.py own.txt`, then give data/own$",
+            open_split, "own.txt", "train")
+
+
 # bad input --------------------------------------------------------------------------------------
 
 
@@ -259,7 +293,7 @@ def test_ids_outside_the_vocabulary_and_too_few_tokens_are_refused(tmp_path):
 
 
 def test_a_split_without_training_text_is_refused(tmp_path):
-    for texts, val_docs, message in [([], None, "0 documents"), ([""], None, "1 of 1"),
+    for texts, val_docs, message in [([], None, "no text"), ([""], None, "no text"),
                                      (["a", "b"], 2, "2 of 2"), (["a", "b"], 0, "nothing out")]:
         refused(message, prepare, stream(texts), tmp_path, BYTES, val_docs)
         assert os.listdir(tmp_path) == [".lock"]
@@ -278,7 +312,8 @@ def test_a_broken_source_leaves_the_old_data_alone(tmp_path, monkeypatch):
             "i.jsonl.gz": gzip.compress(lines)[:-9], "j.jsonl.xz": lzma.compress(lines)[:-9],
             "k.parquet": b"PAR1"}.items():
         (tmp_path / name).write_bytes(content)
-        cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes")
+        cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes",
+                     overwrite=True)
         refused(f"{name} cannot be read|pip install pyarrow", main, cfg)
         assert contents(tmp_path / "out") == before
 

@@ -484,6 +484,14 @@ def test_a_result_says_what_training_cost(world):
     assert of("entropy") == {}
 
 
+def test_the_shards_of_torchrun_are_one_file(tmp_path):
+    for name, start in ("s.0", 0), ("s.1", 1), ("s.trace", 5):  # the last is no shard
+        samples_file(tmp_path / f"{name}.jsonl", n=2, start=start)  # one is there twice
+    for name in "s.jsonl", "s.[01].jsonl":
+        samples, _ = evaluation.read_samples(str(tmp_path / name))
+        assert [s["index"] for s in samples] == [0, 1, 2]
+
+
 # bad input ---------------------------------------------------------------------------------------
 
 
@@ -526,6 +534,7 @@ def test_bad_input_is_refused(world):
     ppl = "ppl", "--checkpoint=last.pt", "--data=data"
     for flag in "--rows=-1", "--device=cuda:99":
         refused(flag, main, *ppl, flag)
+    refused("^--length=2 must be at least 3$", main, *ppl, "--length=2")
     refused("'' is not something to measure", main)
     meta = json.loads(Path("data/meta.json").read_text())
     Path("data/meta.json").write_text(json.dumps(meta | {"tokenizer": GPT2}))

@@ -2,6 +2,7 @@
 """launch.py: flags, the machine, ranks, signals, files that survive, the log of both trainers."""
 
 import errno
+import io
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import time
 from dataclasses import dataclass
 from functools import partial
 from typing import Literal
@@ -51,11 +53,14 @@ def test_flags_become_typed_fields():
     assert from_cli(More, ["--perhaps", "--steps=2"]) == More(steps=2, perhaps=True)
     presets = {"quick": dict(steps=1, rate=0.5)}
     assert from_cli(Config, ["quick", "--steps=2"], presets) == Config(2, 0.5)
+    spaced = ["quick", "--steps", "2", "--fast", "--rate", "1", "--name", "-x", "--resume", "auto"]
+    assert from_cli(Config, spaced, presets) == Config(2, 1, "-x", True, resume="auto")
 
 
 def test_bad_flags_are_refused():
-    for argv, message in ((["--stepz=1"], "unknown argument '--stepz=1'.*steps"),
-                          (["--name=a", "stray"], "unknown argument 'stray'"),
+    for argv, message in ((["--stepz=1"], "'--stepz=1': did you mean --steps[?] --help shows"),
+                          (["--name=a", "stray"], "unknown argument 'stray': --help shows"),
+                          (["--fast", "stray"], "unknown argument 'stray': --help shows"),
                           (["--steps=1.5"], "--steps=1.5 is not of type int"),
                           (["--k=three"], "--k=three is not of type int"),
                           (["--fast=maybe"], "--fast=maybe is not true or false$"),
@@ -159,8 +164,8 @@ def test_machine_takes_what_is_there_and_refuses_what_is_not(monkeypatch, capsys
     for name, value in dict(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1).items():
         monkeypatch.setenv(name, str(value))
     assert launch.machine("cpu", "auto")[:2] == (3, 4)
-    for device, dtype, message in (("abacus", "auto", "--device=abacus for local process 1"),
-                                   ("cuda:9", "auto", "--device=cuda:9 .*--device=cpu"),
+    for device, dtype, message in (("abacus", "auto", "--device=abacus: use auto, cuda, "),
+                                   ("mps", "auto", "process 1, .* has 0 of it: use --device=cpu"),
                                    ("cpu", "int4", "--dtype=int4: use auto")):
         refused(message, launch.machine, device, dtype)
 
@@ -388,6 +393,39 @@ def test_log_sums_until_it_is_collected(tmp_path, capsys):
     assert out.startswith("update 8 of 10  loss 0.25  ") and out.count("\n") == 1
     line = json.loads((tmp_path / "log.jsonl").read_text())
     assert line["step"] == 8 and line["loss"] == 0.25 and line["seconds"] >= 0
+
+
+class Terminal(io.StringIO):
+    isatty = lambda self: True
+
+
+def test_a_terminal_has_a_bar_with_the_latest_numbers(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "stdout", Terminal())
+    log = Log(str(tmp_path / "log.jsonl"), 1, 1200, master=True)
+    updates = log.updates()
+    for step, bound in zip(updates, ({"val_soft": 2.0}, {})):
+        log.collect(step + 1, torch.tensor(1.0))
+        log.write({"step": step + 1, "loss": 0.5, "lr": 0.1} | bound)
+        log.print()
+    assert "\n" not in sys.stdout.getvalue()
+    *_, last = sys.stdout.getvalue().split("\r")
+    assert "of 1,200 |" in last and last.endswith("left  loss 0.5  val_soft 2")
+    assert len(read_jsonl(tmp_path / "log.jsonl")) == 2
+
+
+def test_a_file_gets_few_pictures_of_a_bar(monkeypatch):
+    for stream, pictures in ((io.StringIO(), 2), (Terminal(), 4)):
+        monkeypatch.setattr(sys, "stderr", stream)
+        for _ in launch.progress(range(3)):
+            time.sleep(0.11)
+        assert stream.getvalue().count("\r") <= pictures + 1 and "3/3" in stream.getvalue()
+    assert stream.getvalue().count("\r") >= 4
+
+
+def test_times_in_words():
+    words = "90 s", "3.0 min", "60.0 min", "2.5 h", "48.0 h", "237.5 days"
+    times = 90, 180, 3600, 9000, 172799, 342_000 * 60
+    assert tuple(map(launch.duration, times)) == words
 
 
 def test_log_refuses_what_is_not_a_number(tmp_path):

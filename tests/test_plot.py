@@ -13,14 +13,17 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
+import checkpoint
 import data
 import eval as evaluation
 import plot
 import sample
 import train
-from launch import Refused, read_jsonl
-from mdlm import MDLM
+from conftest import ROOT, refused
+from launch import read_jsonl
+from mdlm import MDLM, ModelConfig
 from show import cell_text
 
 
@@ -29,18 +32,7 @@ def log(path, *lines):
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
-def refused(message, function, *args):
-    with pytest.raises(Refused, match=message):
-        function(*args)
-
-
 # tables ------------------------------------------------------------------------------------------
-
-
-def test_a_missing_cell_is_empty():
-    rows = [{"run": "a", "PPL": "1"}, {"run": "b", "new": "2"}]
-    assert plot.markdown(rows, ["run", "PPL", "new"]) == (
-        "| run | PPL | new |\n|---|--:|--:|\n| a | 1 |  |\n| b |  | 2 |")
 
 
 def result_file(path, value, metric="gen_ppl", run=None, label="", **settings):
@@ -71,23 +63,27 @@ def test_table_lays_results_out_as_the_paper_does(tmp_path, capsys):
         "|  | gain |  | -20.41 | -26.93 |\n"
         "| ReMDM | binary | 1M | 42.53 | 28.62 |\n| ReMDM | soft | 1M | 29.62 | 16.72 |\n"
         "|  | gain |  | -12.91 | -11.90 |\n")
+    path = tmp_path / "mdlmTrue128.json"
+    for seed, value in (2, 39.71), (3, 39.81):  # means over runs; the last one is measured twice
+        result_file(tmp_path / f"{seed}.json", value, label="1M")
+    result_file(tmp_path / "4.json", 39.81, label="1M", run=str(tmp_path / "3.json"))
+    assert "| 39.71 ± 0.10 | 23.53 |" in plot.table(f"{tmp_path}/*.json")
 
 
 def test_table_has_what_training_cost_and_the_row_of_the_data(tmp_path):
     """As Table 1: iso-compute has the passes of binary, the data one value for all budgets."""
-    settings = {"step": 1_000_000, "training": {
+    cost = {"step": 1_000_000, "training": {
         "start": "", "passes": 1e6, "loss tokens": 1e6 * 512 * 512}}
     for T in 128, 1024:
-        result_file(tmp_path / f"b{T}.json", 60.02, label="1M", soft=False, steps=T, **settings)
+        result_file(tmp_path / f"b{T}.json", 60.02, label="1M", soft=False, steps=T, **cost)
     soft = {"step": 500_000, "training": {"start": "mdlm.ckpt", "passes": 9e5, "loss tokens": 999}}
     result_file(tmp_path / "s.json", 41.08, label="0.5M", **soft)
     result_file(tmp_path / "mdlm.json", 50.0, label="of others", soft=False, step=7)
-    of_data = {"sampler": "data", "soft": None, "steps": None, "checkpoint": "data/owt"}
-    result_file(tmp_path / "a.json", 14.8, **of_data)
-    lacks = json.loads((tmp_path / "a.json").read_text())
-    for key in "top_p", "soft", "steps", "dtype":
-        del lacks["settings"][key]
-    (tmp_path / "a.json").write_text(json.dumps(lacks))
+    settings = {"sampler": "data", "checkpoint": "data/owt", "tokenizer": "gpt2", "L": 1024,
+                "n": 5000}
+    found = {"metric": "gen_ppl", "values": {"gen_ppl": 14.8}, "settings": settings,
+             "evaluation": vars(evaluation.Config("gen_ppl"))}
+    (tmp_path / "a.json").write_text(json.dumps(found))
     assert plot.table(f"{tmp_path}/*.json").splitlines() == [
         "| unmasking | feedback | model | updates | passes | loss tokens "
         "| gen. PPL ↓ 1/8 | gen. PPL ↓ 1/1 |",
@@ -96,53 +92,32 @@ def test_table_has_what_training_cost_and_the_row_of_the_data(tmp_path):
         "| standard | binary | of others | 7 |  |  | 50.00 |  |",
         "| standard | soft | 0.5M | +500k | 900k | 999 | 41.08 |  |",
         "|  | gain |  |  |  |  | -8.92 |  |", "| data |  | data/owt |  |  |  | 14.80 | 14.80 |"]
-    only = plot.table(f"{tmp_path}/a.json").splitlines()
-    assert only == ["| unmasking | feedback | model | gen. PPL ↓ |", "|---|---|---|--:|",
-                    "| data |  | data/owt | 14.80 |"]
-    lacks["settings"]["L"] = 512
-    (tmp_path / "a.json").write_text(json.dumps(lacks))
-    refused(r"differ in L \(512, 1024\): .* one table", plot.table, f"{tmp_path}/*.json")
-
-
-def test_table_gives_mean_and_deviation_of_runs(tmp_path):
-    for seed, value in (1, 0.2), (2, 0.3), (3, 0.4):
-        result_file(tmp_path / f"{seed}.json", value, "mauve", label="1M+100k")
-    # measured twice, one run
-    result_file(tmp_path / "4.json", 0.4, "mauve", label="1M+100k", run=str(tmp_path / "3.json"))
-    assert "| standard | soft | 1M+100k | 0.300 ± 0.100 |" in plot.table(f"{tmp_path}/*.json")
-
-
-def test_table_of_perplexities(tmp_path):
-    result_file(tmp_path / "a.json", 23.21, "ppl", label="1M", soft=False)
-    result_file(tmp_path / "b.json", 21.47, "ppl", label="1M, soft", soft=True)
-    assert plot.table(f"{tmp_path}/*.json").splitlines()[2:] == [
-        "|  | binary | 1M | 23.21 |", "|  | soft | 1M, soft | 21.47 |", "|  | gain |  | -1.74 |"]
+    assert plot.table(f"{tmp_path}/a.json").splitlines() == [
+        "| unmasking | feedback | model | gen. PPL ↓ |", "|---|---|---|--:|",
+        "| data |  | data/owt | 14.80 |"]
 
 
 def test_results_that_do_not_compare_are_refused(tmp_path):
     """Neither in one table, nor as seeds of each other: such as two samplers, or two states."""
-    one, two = tmp_path / "a.json", tmp_path / "b.json"
+    one, two, pattern = tmp_path / "a.json", tmp_path / "b.json", f"{tmp_path}/*.json"
+    refused("no file matches", plot.table, pattern)
+    refused("has no results of eval_dream.py", plot.benchmarks, str(tmp_path))
     for place, key, a, b in [
             ("table", "n", 5000, 100), ("table", "L", 1024, 512), ("table", "top_p", 0.9, 1.0),
-            ("table", "tokenizer", "gpt2", "bytes"), ("row, --label", "ema", True, False),
             ("row, --label", "sampler", "remdm-loop", "remdm-cap"), ("row, --label", "step", 9, 7),
-            ("row, --label", "eta", 0.02, 0.1), ("row, --label", "passes", 2, None)]:
+            ("row, --label", "passes", 2, None)]:
         result_file(one, 1.0, label="1M", **{key: a})
         result_file(two, 2.0, label="1M", **{key: b})
         message = rf"a.json and .*b.json differ in {key} \({a}, {b}\): .* one {place}$"
-        refused(message, plot.table, f"{tmp_path}/*.json")
-
-
-def test_tables_of_nothing_of_nan_and_of_other_files_are_refused(tmp_path):
-    pattern = f"{tmp_path}/*.json"
-    refused("no file matches", plot.table, pattern)
-    refused("has no results of eval_dream.py", plot.benchmarks, str(tmp_path))
-    result_file(tmp_path / "a.json", math.nan)
+        refused(message, plot.table, pattern)
+    result_file(one, math.nan)
     refused("gen_ppl in .*a.json is nan", plot.table, pattern)
-    for foreign in "{}", "[]", "no json":
-        (tmp_path / "a.json").write_text(foreign)
-        refused("is not a result of eval.py", plot.table, pattern)
-        refused("is not a result of `eval.py ppl`", plot.bounds, pattern)
+    one.write_text("{}")
+    refused("is not a result of eval.py", plot.table, pattern)
+    refused("is not a result of `eval.py ppl`", plot.bounds, pattern)
+    refused("give one of --table, --bounds, --logs", plot.main, plot.Config(runs="a", curves="b"))
+    for given in {"runs": "a", "out": "x.md"}, {"table": "a", "out": "x.png"}:
+        refused(r"must end in .png, .pdf or .svg, or in .md", plot.main, plot.Config(**given))
 
 
 def test_bounds_are_averaged_over_seeds(tmp_path):
@@ -157,6 +132,10 @@ def test_bounds_are_averaged_over_seeds(tmp_path):
     assert plot.bounds(f"{tmp_path}/*.json").splitlines()[2:] == [
         "| binary | 2,000 | 1 | 9.500 |  |  |",
         "| SM | 1,400 | 2 | 7.500 ± 0.707 | 0.1500 | +0.0300 ± 0.0141; ± 0.0075 |"]
+    result_file(tmp_path / "c.json", 7.5, "ppl", label="soft", step=2000)
+    assert plot.table(f"{tmp_path}/[bc]*.json").splitlines()[2:] == [
+        "|  | binary | binary | 2k | 9.50 |", "|  | soft | soft | 2k | 7.50 |",
+        "|  | gain |  |  | -2.00 |"]
 
 
 def test_feedback_is_a_table_or_a_figure(tmp_path, capsys):
@@ -196,7 +175,7 @@ def test_where_runs_ended(tmp_path):
 
 
 def test_the_scripts_in_results_use_flags_that_exist():
-    folder = Path(plot.__file__).parent / "results"
+    folder = Path(ROOT, "results")
     commands = re.findall(r"python (\w+)\.py((?:.*\\\n)*.*)", (folder / "measure.sh").read_text())
     lines = (folder / "run.sh").read_text().splitlines()
     commands += [("train", line) for line in lines if not line.startswith("#")]
@@ -221,23 +200,20 @@ def logs(tmp_path):
     return f"{tmp_path}/*.jsonl,{tmp_path}/binary/log.jsonl"
 
 
-def test_runs_are_grouped_by_name_and_seed(logs):
-    found = plot.log_series(logs, "ppl")
+def test_runs_are_grouped_by_name_and_seed(logs, tmp_path):
+    """A log counts once, and Dream's has no bound."""
+    dream = {"step": 1, "val_soft": 4.0, "val_soft_ce": 2.0, "omega_s": 0.1, "tau": 0.9}
+    log(tmp_path / "dream-1231" / "log.jsonl", dream)
+    more = f"{logs},{tmp_path}/sm-1.jsonl,{tmp_path}/dream-1231/log.jsonl"
+    found = plot.log_series(more, "ppl")
     shown = ("ppl", "omega_s", "omega_a", "tau")
     assert {name: tuple(map(q.get, shown)) for name, q in found.items()} == {
         "sm": ({10: pytest.approx([8, 6])}, {5: [0.1, 0.3], 10: [0.2, 0.2]},
                {5: [4.0, 8.0], 10: [4.0, 8.0]}, {}),
         "binary": ({10: pytest.approx([4])}, {}, {}, {})}
-    assert list(plot.log_series(logs, "omega_s")) == ["sm"]  # of a binary run nothing is learned
-
-
-def test_a_log_counts_once_and_dreams_have_no_bound(logs, tmp_path):
-    dream = {"step": 1, "val_soft": 4.0, "val_soft_ce": 2.0, "omega_s": 0.1, "tau": 0.9}
-    log(tmp_path / "dream-1231" / "log.jsonl", dream)
-    more = f"{logs},{tmp_path}/sm-1.jsonl,{tmp_path}/dream-1231/log.jsonl"
-    assert plot.log_series(more, "ppl") == plot.log_series(logs, "ppl")
-    found = plot.log_series(more, "omega_s")["dream"]
-    assert (found["ppl"], found["omega_s"], found["tau"]) == ({}, {1: [0.1]}, {1: [0.9]})
+    found = plot.log_series(more, "omega_s")  # of a binary run nothing is learned
+    assert set(found) == {"sm", "dream"}
+    assert [found["dream"][name] for name in shown] == [{}, {1: [0.1]}, {}, {1: [0.9]}]
 
 
 def test_what_is_no_log_is_refused(tmp_path):
@@ -245,18 +221,15 @@ def test_what_is_no_log_is_refused(tmp_path):
     log(path, {"step": 1})
     for needed, name in ("ppl", "held-out perplexity"), ("omega_s", "ω_s"):
         refused(f"no log with {name}", plot.log_series, str(path), needed)
-    for line in ({"val_plain": 1.0}, {"step": 1, "val_plain": 1e4}, [1], 3,
-                 {"step": "x", "val_plain": 1.0}, {"step": None, "val_plain": 1.0}):
+    for line in {"val_plain": 1.0}, {"step": 1, "val_plain": 1e4}, [1]:
         log(path, line)
         refused("is no log of a run", plot.log_series, str(path), "ppl")
-    path.write_text("{\n")
-    refused("is not JSON", plot.log_series, str(path), "ppl")
 
 
-@pytest.fixture(scope="module")
-def traced(tmp_path_factory):
+@pytest.fixture
+def traced(tmp_path):
     """A small soft-masked model, trained for two updates, and the way of one sample."""
-    out = tmp_path_factory.mktemp("traced")
+    out = tmp_path
     texts = ("a small text " * 20, "another one " * 9)
     data.prepare(((text, True) for text in texts), out, data.tokenizer("bytes"), val_docs=1)
     train.train(train.Config(
@@ -286,39 +259,35 @@ def test_trace_follows_the_sample(traced):
         assert shares == sorted(shares, reverse=True)
     for before, after in zip(steps, steps[1:]):
         assert all(new == old for old, new in zip(before, after) if old[1] is None)
-
-
-def test_trace_of_an_order_and_without_feedback_has_the_guesses_too(traced, tmp_path):
-    path, kinds = tmp_path / "t.jsonl", ({"order": "entropy"}, {"soft": False})
-    for kind in kinds:
-        sample.main(dataclasses.replace(traced, trace=str(path), out=str(tmp_path / "s.jsonl"),
-                                        **kind))
-        masks = [cell for step in read_jsonl(path) for cell in step if cell[1] is not None]
+    refused("follows one sample, into a file of its own", sample.main,
+            dataclasses.replace(traced, count=2))
+    for kind in {"order": "entropy"}, {"soft": False}:  # guesses are there, too
+        sample.main(dataclasses.replace(traced, **kind))
+        masks = [cell for step in read_jsonl(traced.trace) for cell in step if cell[1] is not None]
         assert masks and all(mixed[0][0] == guess for guess, _, _, mixed in masks)
         assert all((lam > 0) == ("order" in kind) for _, lam, _, _ in masks)
 
 
-def test_trace_is_of_one_sample(traced):
-    for more in {"count": 2}, {"show": True}, {"out": "./t.jsonl"}:
-        cfg = sample.Config(checkpoint=traced.checkpoint, trace="t.jsonl", device="cpu", **more)
-        refused("follows one sample, into a file of its own", sample.main, cfg)
-
-
-def test_figures_are_drawn(logs, traced, tmp_path):
+def test_figures_are_drawn(logs, page, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="would draw Fig. 3, 5 and 7, and look into the axes")
     left, right = plot.runs(logs).axes
     colors = {line.get_label(): line.get_color() for line in left.lines}
     assert colors == {"binary": "C0", "sm": "C1"}
     assert [line.get_color() for line in right.lines] == ["C1"]
     assert len(plot.ablation(logs).axes[0].get_yticks()) == 2
-    cells = plot.trajectory(traced.trace).axes[0].texts
-    assert len(cells) == len(read_jsonl(traced.trace)) * 12
+    trace = str(page.parent / "on.jsonl")
+    ax, _ = plot.trajectory(trace).axes
+    assert ax.get_ylabel() == "network call" and len(ax.texts) == 2 * 5
+    assert len(plot.trajectory(read_jsonl(trace)).axes[0].texts) == 2 * 5
+    log(tmp_path / "q" / "log.jsonl", {"step": 1, "loss": 2.0, "omega_s": 0.1})
+    assert plot.runs(f"{tmp_path}/q/log.jsonl").axes[0].get_ylabel() == "loss in training"
     for kind in "png", "svg":
-        plot.main(plot.Config(trajectory=traced.trace, out=str(tmp_path / f"f.{kind}")))
+        plot.main(plot.Config(trajectory=trace, out=str(tmp_path / f"f.{kind}")))
         assert (tmp_path / f"f.{kind}").stat().st_size > 1000
     log(tmp_path / "a.jsonl", {"step": 1})
     refused("is no trajectory", plot.trajectory, str(tmp_path / "a.jsonl"))
-    refused("is empty", plot.trajectory, str(tmp_path / "nowhere.jsonl"))
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    refused("pip install matplotlib", plot.runs, logs)
 
 
 EVIL = "</script><b>&"
@@ -327,12 +296,12 @@ EVIL = "</script><b>&"
 @pytest.fixture
 def page(tmp_path):
     """Two traces of 2 × 2 cells after the first one. In the second step a token has appeared."""
-    mask = lambda lam: ["a", lam, -0.5, [["a", 0.75], [EVIL, 0.25]]]
+    folder, mask = tmp_path / "page", lambda lam: ["a", lam, -0.5, [["a", 0.75], [EVIL, 0.25]]]
     for name, lam in ("off", 0.0), ("on", 0.5):
-        log(tmp_path / f"{name}.jsonl", [["x", None], *[mask(lam)] * 4],
+        log(folder / f"{name}.jsonl", [["x", None], *[mask(lam)] * 4],
             [["x", None], *[mask(lam)] * 3, [EVIL, None]])
-    plot.main(plot.Config(trajectory=f"{tmp_path}/*.jsonl", columns=2, out=f"{tmp_path}/t.html"))
-    return tmp_path / "t.html"
+    plot.main(plot.Config(trajectory=f"{folder}/*.jsonl", columns=2, out=f"{folder}/t.html"))
+    return folder / "t.html"
 
 
 def test_a_page_holds_its_traces_and_no_text_of_theirs_as_html(page):
@@ -435,13 +404,30 @@ def test_overhead_stacks_what_a_sample_spends(tmp_path):
     refused("run bench.py --parts=overhead", plot.overhead, str(path))
 
 
-def test_without_matplotlib_one_sentence(logs, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    refused("pip install matplotlib", plot.runs, logs)
-
-
-def test_one_source_and_a_file_of_a_known_kind():
-    for given in {}, {"runs": "a", "curves": "b"}:
-        refused("give one of --table, --bounds, --logs, --bench", plot.main, plot.Config(**given))
-    for given in {"runs": "a", "out": "x.md"}, {"table": "a", "out": "x.png"}:
-        refused(r"must end in .png, .pdf or .svg, or in .md", plot.main, plot.Config(**given))
+def test_the_anatomy_is_that_of_both_algorithms(tmp_path, monkeypatch):
+    """Its cells and losses are those of MDLM.forward, and what it ends with is a whole text."""
+    torch.manual_seed(0)
+    model, bytes_ = MDLM(ModelConfig(
+        n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=259, mask_id=258, length=39,
+        omega_s=0.5, omega_b=-5.0)), data.describe(data.tokenizer("bytes"))
+    torch.nn.init.normal_(model.net.output_layer.linear.weight)
+    saved = dict(kind="mdlm", step=1, seed=1, tokenizer=bytes_)
+    binary = MDLM(dataclasses.replace(model.cfg, soft_mask=False))
+    for name, of in ("sm.pt", model), ("off.pt", binary):
+        checkpoint.save(tmp_path / name, config=vars(of.cfg), model=of.state_dict(), **saved)
+    grid = "123456456123231564564231312645645312"
+    monkeypatch.setattr(data, "sudoku", lambda n, split: [(grid, True)])
+    found = plot.two_passes_and_a_loop(str(tmp_path / "sm.pt"))
+    x0 = torch.tensor([[256, *map(ord, grid), 257, 257]])
+    masked = [cell[1] is not None for cell in found["passes"][0]]
+    xt = x0.masked_fill(torch.tensor([[False, *masked, False, False]]), model.mask_id)
+    with torch.no_grad():
+        losses = [model.eval()(x0, xt, torch.ones(1), soft).item() for soft in (False, True)]
+    assert [sum(nll) for nll in found["nll"]] == pytest.approx(losses) and 9 < sum(masked) < 36
+    assert found["passes"][0] != found["passes"][1]
+    assert not any(cell[1] for cell in found["calls"][-1])
+    refused("soft masks: False", plot.anatomy, str(tmp_path / "off.pt"))
+    pytest.importorskip("matplotlib", reason="would draw it")
+    words = [text.get_text() for text in plot.anatomy(str(tmp_path / "sm.pt")).axes[0].texts]
+    assert sum(word.startswith("−log p") for word in words) == max(
+        sum(masked[i:i + 6]) for i in range(0, 36, 6))

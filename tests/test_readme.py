@@ -14,10 +14,9 @@ from fnmatch import fnmatch
 
 import pytest
 
-from conftest import configure
+from conftest import ROOT, configure
 from launch import Refused
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 PAGES = ("README.md", "REPRODUCE.md")
 OF_OTHERS = {"pip", "hf"}
 
@@ -50,7 +49,7 @@ def ours(name):
     for words in commands(name):
         script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
         if script is None:
-            assert words[0] in OF_OTHERS or words == ["python", "-m", "pytest", "-q"], words
+            assert words[0] in OF_OTHERS or words[1:4] == ["-m", "pytest", "-q"], words
         else:
             launcher = [word for word in words[1:script] if not word.startswith("--")]
             assert words[0] in ("python", "torchrun") and not launcher, words
@@ -118,7 +117,7 @@ def reads(script, cfg):
         patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation, cfg.learned,
                              cfg.frontier))
         folder = f"{cfg.throughput}/*.json" if cfg.throughput else ""
-        files = cfg.trajectory, cfg.overhead, cfg.curves, cfg.feedback
+        files = cfg.trajectory, cfg.overhead, cfg.curves, cfg.feedback, cfg.anatomy
         return {*patterns.split(","), folder, *files} - {""}
     if script == "finetune_dream":
         return {cfg.model}
@@ -144,6 +143,15 @@ def test_reproduce_reads_what_is_there_and_writes_nothing_twice():
         for file in writes(script, cfg, ranks):
             assert file not in made, f"{script}.py {words} writes {file}, as {made[file]} does"
             made[file] = script, words
+
+
+def test_git_ignores_what_the_commands_write():
+    patterns = page(".gitignore").split()
+    patterns = [(p if p[0] == "/" else f"*/{p}") + "*" * p.endswith("/") for p in patterns]
+    for name in PAGES:
+        for script, words, ranks in ours(name):
+            for file in writes(script, configure(script, words)[1], ranks):
+                assert any(fnmatch(f"/{file}", pattern) for pattern in patterns), file
 
 
 def test_reproduce_fetches_the_problems_of_every_task():
@@ -213,7 +221,7 @@ def cut_short(script, words):
     if "--model=Dream-v0-Instruct-7B" in words:
         words = ["--model=out/tiny_dream/model", "--data=out/tiny_dream/dialogues.jsonl",
                  *[word for word in words if not word.startswith(("--model", "--data"))]]
-    return [*words, *CUT_SHORT.get(script, [])]
+    return [*words, *CUT_SHORT.get(script, []), *["--overwrite"] * ("openwebtext" in words)]
 
 
 def start(script, words):

@@ -19,6 +19,8 @@ import checkpoint
 import data
 import oracles
 import sample
+from conftest import refused
+from dream import Tokenizer
 from launch import Refused
 from mdlm import MDLM, ModelConfig
 from sample import (
@@ -515,6 +517,8 @@ def test_settings_out_of_range_are_refused():
                 dict(eta=2.0), dict(t_on=0.04), dict(t_off=0.0), dict(alpha_on=1.0)):
         with pytest.raises(Refused, match="{}={}".format(*list(how.items())[0])):
             generate(model_of(), **{"n": 1, "steps": 2, "generator": data.rng(0)} | how)
+    refused("^sampler=remdm is none of mdlm, remdm-cap, remdm-loop$", generate, model_of(), 1, 2,
+            "remdm")
 
 
 # ---- App. C.5
@@ -538,6 +542,9 @@ def test_show_draws_confidence_and_tokens(monkeypatch):
     assert "↵" in first and "\x1b\x1b" not in first and first.count("\n") == 2
     step(x, torch.zeros(1, 5), x)
     assert "\x1b[2F\x1b[J" in sys.stdout.getvalue()[len(first):]      # redrawn in place
+    sys.stdout.truncate(0)
+    show(tok, tok.n_vocab, pause=0)(torch.tensor([list(b"abcdefghijkl")]), *torch.zeros(2, 1, 12))
+    assert "j" in sys.stdout.getvalue() and "d" not in sys.stdout.getvalue()  # the end is in view
 
 
 def test_show_draws_a_sudoku_as_a_grid():
@@ -628,6 +635,13 @@ def test_ranks_write_their_own_shards(saved, tmp_path, monkeypatch):
     assert sorted(sum(shards.values(), []), key=lambda line: line["index"]) == whole
 
 
+def test_the_text_is_printed_when_it_is_made_and_when_it_was_there(saved, tmp_path, capsys):
+    for watched in False, False, True:
+        [line] = run(saved, tmp_path, show=watched, prompt="a\\nb")["samples.jsonl"]
+        assert line["text"] + "\n" in capsys.readouterr().out
+        assert line["ids"][1:4] == list(b"a\nb")
+
+
 def test_prompt_and_infill_stay_as_given(saved, tmp_path):
     lines = run(saved, tmp_path, prompt="def f(x):", count=3, sampler="remdm-cap", eta=0.5)
     assert all(line["ids"][:10] == [256, *b"def f(x):"] for line in lines["samples.jsonl"])
@@ -686,6 +700,7 @@ def test_bad_input_is_refused_and_leaves_nothing(saved, tmp_path):
         with pytest.raises(Refused, match=message):
             run(saved, tmp_path, **how)
     assert not list(tmp_path.iterdir())
+    refused("holds an MDLM, not a Dream: `python sample.py --checkpoint=", Tokenizer, saved)
 
 
 def test_a_file_of_something_else_is_not_appended_to(saved, tmp_path):

@@ -411,6 +411,7 @@ def test_command_line_prompts_chats_and_infills(talking_dream, capsys, monkeypat
     out, err = go(prompt="hello", temperature=0.0)
     assert "8 tokens" in err and "NFE 8" in err
     assert out == go(prompt="hello", temperature=0.0, show=False).out
+    assert go(prompt="a\\nb", temperature=0.0).out == go(prompt="a\nb", temperature=0.0).out
     assert out != go(prompt="hello", temperature=0.0, raw=True).out
     assert go(prompt="a\\nb", temperature=0.0).out == go(prompt="a\nb", temperature=0.0).out
     stopped = go(prompt="hello", temperature=0.0, stop=f"zzz|{out[2]}").out
@@ -422,7 +423,9 @@ def test_command_line_prompts_chats_and_infills(talking_dream, capsys, monkeypat
     seen, stats = [], {"n": 1, "nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}
     monkeypatch.setattr(S, "answer", lambda model, tok, sm, ids, *rest: (
         seen.append(tok.decode(ids)), ("hi", stats))[1])
-    assert go(chat=True).out == "hi\nhi\n"
+    monkeypatch.setattr(sys.stdin, "isatty", lambda: True)
+    chat = go(chat=True)
+    assert chat.out == "hi\nhi\n" and chat.err.startswith("> ") and chat.err.endswith("\n> ")
     more = "hi<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     assert seen[1] == seen[0] + more
 
