@@ -9,7 +9,6 @@ import json
 import os
 import re
 import shutil
-import shutil
 import subprocess
 from fnmatch import fnmatch
 
