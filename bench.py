@@ -46,7 +46,7 @@ import launch
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream, objective
-from launch import Refused, write_text
+from launch import Refused, progress, write_text
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 from sample import generate
 from sample_dream import decode, decode_blocks, pad_prompts
@@ -131,7 +131,9 @@ def interleaved(cases, repeats, device):
     Returns {name: {column of `timed`: median, "ratio": median}}. A ratio is taken within a turn, so
     whatever slows a whole turn cancels.
     """
-    turns = [{name: timed(fn, device) for name, fn in cases.items()} for _ in range(repeats + 1)]
+    silent = dist.is_initialized() and dist.get_rank() > 0
+    bar = progress(range(repeats + 1), f"turns of {len(cases)}", disable=silent, leave=False)
+    turns = [{name: timed(fn, device) for name, fn in cases.items()} for _ in bar]
     first, found = next(iter(cases)), {}
     for name in cases:
         mine = [turn[name] for turn in turns[1:]]
@@ -746,8 +748,10 @@ def main(cfg):
         print("  ".join(f"{key} {value}" for key, value in where.items()))
         print(f"MDLM {cfg.n_layer} × {cfg.n_embd}, V = {cfg.vocab_size:,}, L = {cfg.length}, "
               f"batch {cfg.batch}", flush=True)
-    for part in cfg.parts.split(","):
+    for i, part in enumerate(parts := cfg.parts.split(","), 1):
         start = time.time()
+        if rank == 0:
+            print(f"part {i} of {len(parts)}, {part} …", flush=True)
         found[part] = globals()["bench_" + part](cfg, device, dtype)
         if rank == 0:
             print(f"({part}: {time.time() - start:.0f} s)", flush=True)

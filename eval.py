@@ -41,6 +41,7 @@ import re
 import statistics
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 import torch
@@ -52,7 +53,9 @@ import finetune_dream as dream
 from data import rng
 from dream import load_adapter
 from launch import (
+    Count,
     Refused,
+    Size,
     append_jsonl,
     machine,
     progress,
@@ -64,6 +67,8 @@ from launch import (
 from mdlm import ALPHA_FLOOR, MDLM, TwoPass, corrupt, sample_times
 from softmask import SoftMask
 
+Length = Annotated[int, 3, 2**31]  # BOS, a token, EOS
+
 
 @dataclass
 class Config:
@@ -71,7 +76,7 @@ class Config:
     out: str = ""                   # result (default: beside the input, NAME.METRIC.OF-WHAT.json)
     label: str = ""                 # row of the table, such as 1M+100k (default: the checkpoint)
     device: str = "auto"            # cuda, else mps, else cpu
-    batch_size: int = 8             # changes the speed and no result
+    batch_size: Size = 8            # changes the speed and no result
     seed: int = 1                   # of masks and times; of MAUVE's reference rows and clusters
     tokenizer_dir: str = ""         # GPT-2's vocabulary, for machines without a network
     # ppl, zero_shot, feedback
@@ -80,13 +85,13 @@ class Config:
     ema: bool = True                # take its averaged backbone
     data: str = "data/owt"          # ppl, feedback measure its val.bin; MAUVE compares with it
     text: str = ""                  # zero_shot measures these files, read as data.py reads them
-    rows: int = 0                   # so many rows, evenly spaced (default: all; of "Data": half)
-    repeats: int = 1                # draws of times and masks per row
+    rows: Count = 0                   # so many rows, evenly spaced (default: all; of "Data": half)
+    repeats: Size = 1                # draws of times and masks per row
     against: str = ""               # another checkpoint, measured on the same masks
     dtype: str = "auto"             # bfloat16 where the GPU has it [code], else float32
     # entropy, gen_ppl, mauve
     samples: str = "samples.jsonl"  # of sample.py; shards NAME.RANK.jsonl of a run are one file
-    length: int = 1024              # tokens of a held-out row, where --samples= is empty
+    length: Length = 1024           # tokens of a held-out row, where --samples= is empty
     scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
     scale: float = 5.0              # of MAUVE, App. B.1
 
@@ -360,7 +365,8 @@ def feedback_on_dialogues(cfg):
 def measure_feedback(cfg):
     """Eq. 2 by bins of t under four feedbacks, in nats per token that may be masked.
 
-    The gain of a feedback is what it lies below none, on the same masks.
+    The gain of a feedback is what it lies below none, on the same masks. Its error is over draws,
+    so more --repeats of few rows make it too small.
     """
     folder = os.path.exists(os.path.join(cfg.checkpoint, "adapter_config.json"))
     measured = feedback_on_dialogues if folder else feedback_on_text
@@ -681,9 +687,6 @@ def main(cfg):
     verbs |= dict.fromkeys(("entropy", "sudoku", "gen_ppl", "mauve"), measure_samples)
     if cfg.metric not in verbs:
         raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(verbs)}")
-    if min(cfg.batch_size, cfg.repeats, cfg.rows + 1, cfg.length - 2) < 1:
-        raise Refused(f"--batch_size={cfg.batch_size} --repeats={cfg.repeats} --rows={cfg.rows} "
-                      f"--length={cfg.length}: at least 1, 1, 0 and 3")
     verbs[cfg.metric](cfg)
 
 

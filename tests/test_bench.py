@@ -169,6 +169,7 @@ def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     main(Config(**QUICK, parts=",".join(parts), json=str(out)))
     found = json.loads(out.read_text())
     assert set(found) == {"machine", "settings", *parts}
+    assert "part 7 of 7, dream …\n" in capsys.readouterr().out
     train = found["train"]
     binary, soft = train["binary"]["seconds"], train["SM, p_sm = 1"]["seconds"]
     expected = train["SM, p_sm = 0.8 (expected)"]["seconds"]

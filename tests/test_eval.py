@@ -534,6 +534,7 @@ def test_bad_input_is_refused(world):
     ppl = "ppl", "--checkpoint=last.pt", "--data=data"
     for flag in "--rows=-1", "--device=cuda:99":
         refused(flag, main, *ppl, flag)
+    refused("^--length=2 must be at least 3$", main, *ppl, "--length=2")
     refused("'' is not something to measure", main)
     meta = json.loads(Path("data/meta.json").read_text())
     Path("data/meta.json").write_text(json.dumps(meta | {"tokenizer": GPT2}))

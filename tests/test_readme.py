@@ -48,8 +48,8 @@ def ours(name):
     found = []
     for words in commands(name):
         script = next((i for i, word in enumerate(words) if word.endswith(".py")), None)
-        if script is None:
-            assert words[0] in OF_OTHERS or words == ["python", "-m", "pytest", "-q"], words
+        if script is None or words[:4] == ["python", "-m", "pytest", "-q"]:
+            assert words[0] in ("python", *OF_OTHERS), words
         else:
             launcher = [word for word in words[1:script] if not word.startswith("--")]
             assert words[0] in ("python", "torchrun") and not launcher, words
