@@ -215,16 +215,18 @@ def check_init(ckpt, cfg, special):
 # what a first run shows
 
 
-def count_right(cfg, model, tok, n=256):
-    """How many of n sampled Sudokus are right: in two orders, with feedback and without."""
+def count_right(cfg, model, tok, x, n=256):
+    """How many of n sampled Sudokus are right: in two orders, with feedback and without.
+
+    x: (L,) ids of an empty grid between its ends.
+    """
     print(f"\nwhole grids right, of {n} (± standard error), one token a call\n"
           f"{'':26}with feedback       without")
     for order, text in (("random", "at random places"), ("entropy", "the surest place first")):
         shares = []
         for soft in (True, False) if model.sm else (False,):
             generators = [rng(cfg.seed, "grids", i) for i in range(n)]
-            ids, _ = generate_in_order(model, n, cfg.length, order, top_p=1.0, soft=soft,
-                                       generator=generators)
+            ids, _ = generate_in_order(model, n, 36, order, 1.0, generators, x=x, soft=soft)
             found = sudoku([tok.decode(row) for row in ids.tolist()])
             shares.append(f"{found['right']:6.2f} ± {found['right_se']:.2f}")
         print(f"  {text:24}{'   '.join(shares)}", flush=True)
@@ -254,13 +256,16 @@ def demonstrate(cfg, model, bounds, held_out, meta):
             print(f"  {text:15}{bounds[name] * cfg.length if grids else per_byte:.4f}")
     if model.sm:
         print_omega(cfg)
+    x, make, steps = None, generate, cfg.length
     if grids:
-        count_right(cfg, model, tok)
-    print(f"\none sample of {cfg.length} tokens; green: masks, the greener the larger λ")
-    make = generate
-    if grids:
+        # The ends are given. From masks alone, a model without absolute positions predicts the same
+        # everywhere, so the first token could be a digit in the place of BOS.
+        x, steps = held_out[0].clone(), 36
+        x[1:37] = cfg.mask_id
         make = functools.partial(generate_in_order, order="entropy", top_p=1.0)
-    ids, _ = make(model, 1, cfg.length, generator=[rng(cfg.seed, "demonstrate")],
+        count_right(cfg, model, tok, x)
+    print("\none sample; green: masks, the greener the larger λ")
+    ids, _ = make(model, 1, steps, generator=[rng(cfg.seed, "demonstrate")], x=x,
                   on_step=show(tok, cfg.mask_id))
     print(f"\n{tok.decode(ids[0].tolist())}\n"
           f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")

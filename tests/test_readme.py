@@ -234,6 +234,8 @@ def start(script, words):
 def folder(tmp_path, monkeypatch):
     """What a reader has before the commands: texts, questions, OpenWebText, a pretrained MDLM."""
     monkeypatch.chdir(tmp_path)
+    os.mkdir("results")
+    shutil.copy(os.path.join(ROOT, "results", "sudoku.safetensors"), "results")
     words = [" ".join(str(i * j) for i in range(1, 90)) for j in range(1, 12)]
     lines = [json.dumps({"text": text}) + "\n" for text in words * 30]
     (tmp_path / "novels.jsonl").write_text("".join(lines))

@@ -595,7 +595,7 @@ def test_bad_input_is_refused_and_leaves_nothing(saved, tmp_path):
         (tmp_path / "samples.jsonl").write_text(text)
         refused("something else", run, saved, tmp_path)
         assert (tmp_path / "samples.jsonl").read_text() == text
-    other, model = str(tmp_path / "other.pt"), model_of(vocab_size=60, mask_id=59, length=32)
+    other, model = str(tmp_path / "other.pt"), model_of(vocab_size=300, mask_id=299, length=32)
     checkpoint.save(other, kind="mdlm", config=vars(model.cfg), step=0, seed=0,
                     model=model.state_dict(), tokenizer=checkpoint.load(saved)["tokenizer"])
     refused("bytes has 258 ids", run, other, tmp_path)
