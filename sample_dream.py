@@ -251,7 +251,8 @@ def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algori
     A proposal can be [MASK] itself; such a position stays masked [code].
     """
     score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)  # (B, L)
-    # Equals go from left to right. The authors' topk leaves their order open [code].
+    # Equals go from left to right. The authors' topk leaves their order open [code]. At
+    # the paper's temperature and top-p they are common: where one token is left, −H is exactly 0.
     rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)
     if threshold is not None:
         chosen = (rank == 0) | (score >= threshold)                     # (B, L)

@@ -277,7 +277,7 @@ def test_reference_answers_score_100_and_empty_ones_0(harness, config):
         assert best["n"] == len(rows) and best["right"] == "1" * len(rows), task
 
 
-def test_a_column_with_a_plus_is_plus_tests_or_says_that_it_is_not(config, judge, tmp_path):
+def test_a_column_with_a_plus_is_plus_tests_or_says_so_if_not(harness, config, judge, tmp_path):
     for task, row, label in (
             ("humaneval_instruct", SHIFT, "HumanEval"),
             ("humaneval_plus_instruct", HUMAN_PLUS, "HumanEval+"),
