@@ -237,11 +237,11 @@ def test_show_ends_with_bounds_omega_and_a_sample(tiny, capsys):
     cfg = replace(tiny, show=True, eval_rows=4, steps=2)
     train(cfg)
     out = capsys.readouterr().out
-    for text in "with feedback", "without", "mean λ on these rows", "100% ", "network calls":
+    for text in "with feedback", "without", "bits per byte", "mean λ", "100% ", "More: python":
         assert text in out
     train(beside(cfg, "binary", p_sm=0.0))
     out = capsys.readouterr().out
-    assert "with feedback" not in out and "without" in out and "network calls" in out
+    assert "with feedback" not in out and "without" in out and "100% " in out
 
 
 # ---- one run, however it is cut
@@ -451,6 +451,11 @@ def test_resume_of_another_run_is_refused(tiny, tmp_path, monkeypatch):
             pytest.raises(Refused, match="the random numbers of data.rng differ"):
         patch.setattr(data, "KEYS", data.KEYS + 1)
         train(replace(tiny, resume=True))
+    whole = checkpoint.load(file(tiny))
+    for part in "optimizer", "ema":
+        checkpoint.save(file(tiny), **whole | {part: {}})
+        with pytest.raises(Refused, match="last.pt is not whole"):
+            train(replace(tiny, resume=True))
     shutil.copy(file(tiny, "step-1.pt"), file(tiny))
     with pytest.raises(Refused, match="not written by a running train.py: start from its weights"):
         train(replace(tiny, resume=True))
