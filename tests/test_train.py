@@ -231,11 +231,11 @@ def test_show_ends_with_bounds_omega_and_a_sample(tiny, capsys):
     cfg = replace(tiny, show=True, eval_rows=4, steps=2)
     train(cfg)
     out = capsys.readouterr().out
-    for text in "with feedback", "without", "mean λ", "100% ", "one sample of":
+    for text in "with feedback", "without", "bits per byte", "mean λ", "100% ", "More: python":
         assert text in out
     train(beside(cfg, "binary", p_sm=0.0))
     out = capsys.readouterr().out
-    assert "with feedback" not in out and "without" in out and "one sample of" in out
+    assert "with feedback" not in out and "without" in out and "100% " in out
 
 
 # ---- one run, however it is cut
@@ -475,8 +475,13 @@ def test_another_run_and_weights_of_another_model_are_refused(tiny, tmp_path, mo
     with monkeypatch.context() as patch:
         patch.setattr(data, "KEYS", data.KEYS + 1)
         refused("the random numbers of data.rng differ", train, replace(tiny, resume=True))
+    whole = checkpoint.load(file(tiny))
+    for part in "optimizer", "ema":
+        checkpoint.save(file(tiny), **whole | {part: {}})
+        refused("last.pt is not whole", train, replace(tiny, resume=True))
+    checkpoint.save(file(tiny), **whole)
     other = tiny.out_dir + "-other.pt"
-    checkpoint.save(other, **checkpoint.load(file(tiny)) | {"tokenizer": {"name": "gpt2"}})
+    checkpoint.save(other, **whole | {"tokenizer": whole["tokenizer"] | {"name": "gpt2"}})
     for change, message in (
             (dict(n_head=4), r"n_head \(2 there, 4 here\)"),  # the shapes would fit
             (dict(init_from=other), r"tokenizer \(gpt2 there, bytes in")):
