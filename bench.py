@@ -46,7 +46,7 @@ import launch
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream, objective
-from launch import Refused, progress, write_text
+from launch import Count, Refused, progress, write_text
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 from sample import generate
 from sample_dream import decode, decode_blocks, pad_prompts
@@ -61,24 +61,24 @@ class Config:
     repeats: int = 5              # turns that count
     json: str = ""                # also write everything to this file
     # MDLM (default of every 0: as in the preset cpu or gpu, whatever the machine is)
-    n_layer: int = 0
-    n_head: int = 0
-    n_embd: int = 0
-    vocab_size: int = 0
-    length: int = 0               # L
-    batch: int = 0                # sequences per update
-    steps: int = 0                # T of a sequence that is sampled alone
-    many: int = 0                 # sequences that are sampled together
-    many_steps: int = 0           # and their T, smaller on a GPU because such a step takes long
+    n_layer: Count = 0
+    n_head: Count = 0
+    n_embd: Count = 0
+    vocab_size: Count = 0
+    length: Count = 0             # L
+    batch: Count = 0              # sequences per update
+    steps: Count = 0              # T of a sequence that is sampled alone
+    many: Count = 0               # sequences that are sampled together
+    many_steps: Count = 0         # and their T, smaller on a GPU because such a step takes long
     k: int | None = 3
     top_p: float = 0.9
     sharpness: float = 3.5        # standard deviation of the random logits
     # Dream
-    dream_layers: int = 0
-    dream_width: int = 0
-    dream_vocab: int = 0
-    dream_length: int = 0         # tokens of a dialogue, for finetuning
-    dream_answer: int = 0         # tokens of a prompt, and of its answer
+    dream_layers: Count = 0
+    dream_width: Count = 0
+    dream_vocab: Count = 0
+    dream_length: Count = 0       # tokens of a dialogue, for finetuning
+    dream_answer: Count = 0       # tokens of a prompt, and of its answer
     # the machine
     device: str = "auto"          # cuda, else mps, else cpu
     dtype: str = "auto"           # bfloat16 where the GPU has it, else float32

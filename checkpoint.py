@@ -37,6 +37,8 @@ from launch import Refused, atomic, read_json, run, write_text
 from softmask import SoftMask
 
 FORMAT = "soft-masked-mdlm/1"
+PARTS = {"kind": str, "config": dict, "step": int, "model": dict, "tokenizer": dict, "ema": dict,
+         "optimizer": dict, "data": dict, "metrics": dict}
 
 # -------------------------------------------------------------------------------------------------
 # ours
@@ -326,12 +328,16 @@ def check_config(ckpt, path):
 
     This is checked before a model is built: 1e7 layers, or a length of 1e9, would take all memory.
     """
-    config = ckpt["config"]
+    ids = {"tokenizer's " + name: ckpt["tokenizer"].get(name) for name in ("mask_id", "bos", "eos")}
+    config = ckpt["config"] | ids
     allowed = {name: [size] for name, size in sizes(ckpt["model"]).items()}
     V, D = allowed["vocab_size"][0], allowed["n_embd"][0]
+    drop = config.get("dropout", 0)
     allowed |= {"n_head": range(1, D + 1), "length": range(1, 2**20), "mask_id": range(V),
                 "k": [None] if config.get("k") is None else range(1, V + 1),
+                "dropout": [drop] if 0 <= drop < 1 else [0, 1],
                 "time_conditioning": [False, True], "soft_mask": ["sm.raw_s" in ckpt["model"]]}
+    allowed |= dict.fromkeys(ids, range(V))
     for name, values in allowed.items():
         if config.get(name) not in values:
             limits = " to ".join(dict.fromkeys((str(values[0]), str(values[-1]))))
@@ -354,10 +360,12 @@ def load(path):
                       f"of a folder with last.pt or {' or '.join(HUB_FILES)}")
     try:
         ckpt = interpret(path)
+        there = {name for name, part in ckpt.items() if part is not None}
         needed = ["kind", "config", "step", "model"] + ["tokenizer"] * (ckpt.get("kind") == "mdlm")
-        missing = [part for part in needed if ckpt.get(part) is None]
-        if ckpt["format"] != FORMAT or missing:
-            found = ", ".join(missing) or ckpt["format"]
+        odd = [name for name, kind in PARTS.items()
+               if name in there.union(needed) and not isinstance(ckpt.get(name), kind)]
+        if ckpt["format"] != FORMAT or odd:
+            found = ", ".join(odd) or ckpt["format"]
             raise Refused(f"{path} is not a whole checkpoint of format {FORMAT}: {found}")
         if ckpt["kind"] == "mdlm":
             check_config(ckpt, path)

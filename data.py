@@ -109,10 +109,11 @@ def open_split(dir, split):
                       f"`python data.py {source}`")
     try:
         meta = read_json(meta_path)
-        special, n = meta["tokenizer"], int(meta[split]["tokens"])
+        special, n, size = meta["tokenizer"], meta[split]["tokens"], meta[split]["bytes"]
         ids = range(special["mask_id"])
         known = (special["vocab_size"] == special["mask_id"] + 1 <= 2**16
                  and special["bos"] in ids and special["eos"] in ids
+                 and {type(n), type(size)} == {int} and min(n, size) >= 0
                  and {type(special["name"]), type(meta[split]["sha256"])} == {str})
     except Exception:  # it may hold anything
         known = False

@@ -437,9 +437,10 @@ class Tokenizer:
         self.special = read_json(os.path.join(folder, "added_tokens.json"))
         ids = {token: i for token, i in ids.items() if token not in self.special}
         known = [*ids.values(), *self.special.values()]
-        if not all(type(i) is int and 0 <= i < 2**31 for i in known) or len({*known}) < len(known):
+        whole = all(type(i) is int and 0 <= i < 2**31 for i in known) and ids
+        if not whole or len({*known}) < len(known) or "" in [*ids, *self.special]:
             raise Refused(f"{folder}: the ids of vocab.json and added_tokens.json are not whole "
-                          f"numbers from 0 on, each once: fetch both again")
+                          f"numbers from 0 on, each once, of tokens with text: fetch both again")
         try:
             ranks = {bytes(to_byte[c] for c in token): i for token, i in ids.items()}
         except KeyError as e:

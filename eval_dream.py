@@ -21,8 +21,8 @@ tests. It is "(base tests)" where the data has none, or where mbpp_instruct, as 
 the asserts of MBPP+'s problems. Rows of evalplus's own release need pip install evalplus.
 
 Code from a model is executed only after --confirm_run_unsafe_code, the harness's word. It runs
-with limits (tasks/benchmarks.py), but in no sandbox: use a container. Without the flag the answers
-are stored, and a second run with it scores them.
+with limits (tasks/benchmarks.py), which need Linux or macOS, but in no sandbox: use a container.
+Without the flag the answers are stored, and a second run with it scores them.
 
 Not here: decoding (sample_dream.py), figures and the table (plot.py), tasks that compare
 likelihoods.
@@ -233,10 +233,16 @@ def responder(cfg, tasks):
     return dream, tok.chat, feedback_label(cfg, sm)
 
 
+def unset(cell):
+    """Fields that older results do not have, where they change nothing: those stay valid."""
+    newer = *OMEGA, "eos_penalty"
+    return [name for name in newer if getattr(cell, name) == getattr(Decoding, name)]
+
+
 def cell_name(cell, data):
     """Path of a cell's files, without ending: a hash of all that shapes its answers is in it."""
     rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table")
-    rest += tuple(name for name in OMEGA if getattr(cell, name) is None)  # older answers stay valid
+    rest += tuple(unset(cell))
     shaping = {name: value for name, value in asdict(cell).items() if name not in rest}
     files = []  # after more training the same folder is another model
     for folder in filter(os.path.isdir, (cell.model, cell.adapter)):
@@ -251,7 +257,8 @@ def group(cell, budget, kind, data, length):
 
     kind: what the feedback is called.   data: hash of the problems.   length: the task's own.
     """
-    shared = {k: v for k, v in asdict(cell).items() if k not in MAY_DIFFER}
+    left_out = MAY_DIFFER | {*unset(cell)}
+    shared = {k: v for k, v in asdict(cell).items() if k not in left_out}
     shared |= {"budget": budget, "feedback": kind, "data": str(data)[:6], "FT": "-"}
     if cell.gen_len == length:
         shared["gen_len"] = 0  # so that tasks of different lengths share a row of the table

@@ -26,6 +26,7 @@ anatomy looks into a model.
 
 import contextlib
 import glob
+import html
 import json
 import math
 import os
@@ -611,6 +612,45 @@ def trajectory_page(patterns, columns):
     return template.replace(">TRACES<", f">{values.replace('<', chr(92) + 'u003c')}<")
 
 
+def grid_cells(step, columns):
+    """One picture of a Sudoku in SVG: a square for each cell, with room between the boxes."""
+    for i, (text, lam, *_) in enumerate(step[1:1 + columns**2]):
+        row, column = divmod(i, columns)
+        x, y = 8 + 34 * column + 6 * (column // 3), 8 + 34 * row + 6 * (row // 2)
+        pale = 0 if lam is None else int(220 * (1 - lam))
+        fill = "#fff" if lam is None else f"rgb({pale},{100 + pale * 2 // 3},{pale})"
+        weight = "bold" if lam is None else "normal"
+        color = "#fff" if lam is not None and lam > 0.6 else "#000"
+        yield (f'<rect x="{x}" y="{y}" width="32" height="32" rx="4" fill="{fill}"/>'
+               f'<text x="{x + 16}" y="{y + 22}" font-weight="{weight}" fill="{color}">'
+               f'{html.escape(text)}</text>')
+
+
+def grid_animation(path, columns):
+    """A Sudoku appearing, a picture per network call: an SVG that moves in a browser.
+
+    Green cells are masks, greener with a larger λ, and they hold the top guess. Bold is text.
+    """
+    steps = read_trace(path)
+    if columns != 6 or len(steps[0]) != 39:
+        raise Refused(f"--columns={columns}: only a Sudoku, 6 columns and 39 cells, is drawn so")
+    seconds = 0.35 * len(steps) + 4  # and four more for the last picture
+    parts = []
+    for i, step in enumerate(steps):
+        begin, end = 0.35 * i / seconds, 0.35 * (i + 1) / seconds
+        last = i == len(steps) - 1
+        # A viewer that does not move shows the last picture.
+        hidden = "" if last else ' visibility="hidden"'
+        values = "hidden;visible" + (";visible" if last else ";hidden")
+        parts.append(f'<g{hidden}><animate attributeName="visibility" calcMode="discrete" '
+                     f'values="{values}" keyTimes="0;{begin:.4f};{end:.4f}" dur="{seconds:.2f}s" '
+                     f'repeatCount="indefinite"/>{"".join(grid_cells(step, columns))}</g>')
+    return "\n".join([
+        '<svg xmlns="http://www.w3.org/2000/svg" width="224" height="230" font-family="monospace" '
+        'font-size="18" text-anchor="middle">',
+        '<rect width="224" height="230" rx="8" fill="#999"/>', *parts, "</svg>\n"])
+
+
 def trajectory(path):
     """A sample appearing, a row per network call.                                App. C.5, Fig. 7
 
@@ -819,7 +859,10 @@ def main(cfg):
     name, source = wanted[0], getattr(cfg, wanted[0])
     out = cfg.out or ("" if name in TABLES else "plot.png")
     kind = os.path.splitext(out)[1].removeprefix(".")
-    if kind in ("png", "pdf", "svg") and name in FIGURES:
+    if kind == "svg" and name == "trajectory" and cfg.columns:
+        write_text(out, grid_animation(source, cfg.columns))
+        print(f"wrote {out}")
+    elif kind in ("png", "pdf", "svg") and name in FIGURES:
         fig = FIGURES[name](source)
         with atomic(out) as tmp:
             fig.savefig(tmp, format=kind)

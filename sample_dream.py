@@ -52,6 +52,7 @@ class Decoding:
     temperature: float = 0.1        # App. B.2; 0: argmax
     top_p: float = 0.9              # App. B.2; Dream's rule, see `filtered`
     top_k: int = 0                  # 0: off, as the authors pass it; the hub's own is 50 [code]
+    eos_penalty: float = 0.0        # taken off the end token's logit: answers get longer [ours]
     schedule: str = "none"          # App. C.9: none, linear, stepwise, linear-late, stepwise-late
     switch: float = 0.5             # t', the share of masks at which the stepwise schedules switch
     block: int = 0                  # Fast-dLLM's block length; 0: the whole response at once
@@ -78,7 +79,8 @@ class Config(Decoding):
 
 
 def check(gen_len, steps, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0,
-          schedule="none", block=0, switch=0.5, cache="prefix", threshold=None, **others):
+          schedule="none", block=0, switch=0.5, cache="prefix", threshold=None, eos_penalty=0.0,
+          **others):
     """All that can be wrong with the settings themselves. Raises Refused."""
     try:
         time_gain(schedule, 1.0)
@@ -95,6 +97,8 @@ def check(gen_len, steps, algorithm="entropy", temperature=0.0, top_p=1.0, top_k
          f"temperature {temperature} must be at least 0, which is the argmax, and finite"),
         (not 0 < top_p <= 1, f"top_p {top_p} must be in (0, 1]; 1 is off"),
         (top_k < 0, f"top_k {top_k} must not be negative; 0 is off"),
+        (not 0 <= eos_penalty < math.inf,
+         f"eos_penalty {eos_penalty} must be at least 0, which is off, and finite"),
         (not 0 <= switch <= 1, f"switch {switch} must be in [0, 1]: it is a share of masks"),
         (cache not in ("none", "prefix", "dual"),
          f"unknown cache {cache!r}: use none, prefix or dual"),
@@ -147,13 +151,14 @@ def multinomial(p, generator):
 
 
 def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0,
-            generator=None, u=None, choose=None):
+            generator=None, u=None, choose=None, eos=None, eos_penalty=0.0):
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
     logits: (n, V) fp32.   never: a token that is replaced by the best other one (default: none).
     generator: for draws.
     u: (n, 2) float64 in [0, 1), the draws of each row, made before (default: none).
     choose: another filter and draw than Dream's, (logits, u (n,)) → p (n, V), x0 (n,).
+    eos, eos_penalty: a token, and what is taken off its logits. Feedback does not see it.
     Returns x0 (n,) and conf (n,), of which the highest goes first.
 
     Both come from the filtered probabilities, so temperature and top-p also decide the order
@@ -163,6 +168,9 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     if generator is None and (temperature > 0 or chance and u is None):
         raise Refused(f"temperature {temperature} and {algorithm} make draws: give "
                       f"generator=torch.Generator(…) to key them")
+    if eos_penalty:
+        logits = logits.clone()
+        logits[:, eos] -= eos_penalty
     if choose:
         p, x0 = choose(logits, u[:, 0])                                 # (n, V), (n,)
     else:
@@ -243,7 +251,8 @@ def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algori
     A proposal can be [MASK] itself; such a position stays masked [code].
     """
     score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)  # (B, L)
-    # Equals go from left to right. The authors' topk leaves their order open [code].
+    # Equals go from left to right. The authors' topk leaves their order open [code]. At
+    # the paper's temperature and top-p they are common: where one token is left, −H is exactly 0.
     rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)
     if threshold is not None:
         chosen = (rank == 0) | (score >= threshold)                     # (B, L)
@@ -319,7 +328,7 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
     sm: SoftMask, or None for binary feedback.
     valid: (B, L), False on padding, for a backbone that takes it (default: there is none).
     schedule, switch: see `time_gain`.
-    algorithm; pick: temperature, top_p, top_k, or choose: see `propose`.
+    algorithm; pick: temperature, top_p, top_k, eos, eos_penalty, or choose: see `propose`.
     generator: one for Dream's draws, or a list with one per sequence, for `choose` and `random`.
     even: each step reveals its share of what is left, rounded up. So with as many steps as masks
         it is exactly one token a step [ours] (default: Dream's `reveal_count`). Needs a list of
@@ -521,9 +530,10 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     generator.manual_seed(int.from_bytes(key, "big"))
     x, valid = pad_prompts(model.cfg, [ids], cfg.gen_len, device)
     steps = cfg.steps or cfg.gen_len + ids.count(mask_id)
-    names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k")
+    names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k",
+             "eos_penalty")
     settings = {name: getattr(cfg, name) for name in names}
-    settings |= {"sm": sm, "valid": valid, "generator": generator, "on_step": count}
+    settings |= {"sm": sm, "valid": valid, "generator": generator, "on_step": count, "eos": eos}
     if cfg.block:
         x = decode_blocks(model, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
                           **settings)

@@ -185,7 +185,7 @@ def check_resume(ckpt, cfg, source):
     different = [f"{name} ({there.get(name)} there, {value} here)"
                  for name, value in asdict(cfg).items()
                  if name not in MAY_DIFFER_ON_RESUME and there.get(name) != value]
-    if ckpt["data"]["sha256"] != source["sha256"]:
+    if ckpt["data"].get("sha256") != source["sha256"]:
         different.append("the data")
     if ckpt.get("keys", 1) != data.KEYS:
         different.append("the random numbers of data.rng")
@@ -194,6 +194,16 @@ def check_resume(ckpt, cfg, source):
                       f"or another --out_dir")
     if ckpt["step"] > cfg.steps:
         raise Refused(f"--steps={cfg.steps}, but {last} has made {ckpt['step']}: give more")
+
+
+@contextlib.contextmanager
+def refused_if_odd(path):
+    """Raises Refused when loading what is in `path` raises anything: a file may hold anything."""
+    try:
+        yield
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
+        raise Refused(f"{path} is not whole ({type(e).__name__}): take an earlier file with "
+                      f"--init_from=…, or start again with --overwrite")
 
 
 def check_init(ckpt, cfg, special):
@@ -215,16 +225,18 @@ def check_init(ckpt, cfg, special):
 # what a first run shows
 
 
-def count_right(cfg, model, tok, n=256):
-    """How many of n sampled Sudokus are right: in two orders, with feedback and without."""
+def count_right(cfg, model, tok, x, n=256):
+    """How many of n sampled Sudokus are right: in two orders, with feedback and without.
+
+    x: (L,) ids of an empty grid between its ends.
+    """
     print(f"\nwhole grids right, of {n} (± standard error), one token a call\n"
           f"{'':26}with feedback       without")
     for order, text in (("random", "at random places"), ("entropy", "the surest place first")):
         shares = []
         for soft in (True, False) if model.sm else (False,):
             generators = [rng(cfg.seed, "grids", i) for i in range(n)]
-            ids, _ = generate_in_order(model, n, cfg.length, order, top_p=1.0, soft=soft,
-                                       generator=generators)
+            ids, _ = generate_in_order(model, n, 36, order, 1.0, generators, x=x, soft=soft)
             found = sudoku([tok.decode(row) for row in ids.tolist()])
             shares.append(f"{found['right']:6.2f} ± {found['right_se']:.2f}")
         print(f"  {text:24}{'   '.join(shares)}", flush=True)
@@ -254,13 +266,16 @@ def demonstrate(cfg, model, bounds, held_out, meta):
             print(f"  {text:15}{bounds[name] * cfg.length if grids else per_byte:.4f}")
     if model.sm:
         print_omega(cfg)
+    x, make, steps = None, generate, cfg.length
     if grids:
-        count_right(cfg, model, tok)
-    print(f"\none sample of {cfg.length} tokens; green: masks, the greener the larger λ")
-    make = generate
-    if grids:
+        # The ends are given. From masks alone, a model without absolute positions predicts the same
+        # everywhere, so the first token could be a digit in the place of BOS.
+        x, steps = held_out[0].clone(), 36
+        x[1:37] = cfg.mask_id
         make = functools.partial(generate_in_order, order="entropy", top_p=1.0)
-    ids, _ = make(model, 1, cfg.length, generator=[rng(cfg.seed, "demonstrate")],
+        count_right(cfg, model, tok, x)
+    print("\none sample; green: masks, the greener the larger λ")
+    ids, _ = make(model, 1, steps, generator=[rng(cfg.seed, "demonstrate")], x=x,
                   on_step=show(tok, cfg.mask_id))
     print(f"\n{tok.decode(ids[0].tolist())}\n"
           f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")
@@ -308,7 +323,8 @@ def train(cfg):
     if going_on:
         ckpt = checkpoint.load(last)
         check_resume(ckpt, cfg, source)
-        model.load_state_dict(ckpt["model"])
+        with refused_if_odd(last):
+            model.load_state_dict(ckpt["model"])
         start, metrics = ckpt["step"], ckpt["metrics"]
     elif cfg.init_from:  # raw weights and a new optimizer [code]; ω is new if the file has none
         initial = checkpoint.load(cfg.init_from)
@@ -328,8 +344,9 @@ def train(cfg):
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0,  # [code]
                                   fused=device.type in ("cuda", "cpu"))
     if ckpt:
-        ema.net.load_state_dict({k.removeprefix("net."): t for k, t in ckpt["ema"].items()})
-        optimizer.load_state_dict(ckpt["optimizer"])
+        with refused_if_odd(last):
+            ema.net.load_state_dict({k.removeprefix("net."): t for k, t in ckpt["ema"].items()})
+            optimizer.load_state_dict(ckpt["optimizer"])
         del ckpt  # it is as large as the model and its optimizer
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
         # The method alone: compiling the module would rename its state_dict.

@@ -27,6 +27,7 @@ TINY = dict(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29
             omega_s=0.3)
 HUB = dict(n_blocks=2, n_heads=4, hidden_dim=32, cond_dim=16, vocab_size=30, model_length=8,
            dropout=0.1, time_conditioning=False, model_type="mdlm", architectures=["MDLM"])
+SPECIAL = {"name": "bytes", "vocab_size": 30, "mask_id": 29, "bos": 27, "eos": 28}
 THEIRS = {"raw_s": "raw_scale", "raw_a": "raw_steep", "raw_b": "raw_centre_neg"}
 
 
@@ -52,7 +53,7 @@ def logits_of(model):
 
 def our_file(path, model, **parts):
     save(str(path), **{"kind": "mdlm", "config": vars(model.cfg), "step": 7, "ema": None,
-                       "model": model.state_dict(), "tokenizer": {"name": "gpt2"}} | parts)
+                       "model": model.state_dict(), "tokenizer": SPECIAL} | parts)
     return str(path)
 
 
@@ -293,9 +294,8 @@ def test_an_exported_folder_is_the_published_layout_and_loads_as_the_average(tmp
     model, average = trained(), trained()
     for p in average.net.parameters():
         p.data += 0.1
-    special = {"name": "bytes", "vocab_size": 30, "mask_id": 29, "bos": 27, "eos": 28}
     ema = {"net." + k: t for k, t in average.net.state_dict().items()}
-    path = our_file(tmp_path / "last.pt", model, ema=ema, tokenizer=special)
+    path = our_file(tmp_path / "last.pt", model, ema=ema)
     assert same(MDLM.load(str(tmp_path)), MDLM.load(path))  # the folder of a run
     folder = f"{tmp_path}/hub/"
     checkpoint.main(checkpoint.Config(path, folder))
@@ -305,7 +305,7 @@ def test_an_exported_folder_is_the_published_layout_and_loads_as_the_average(tmp
     assert tensors.keys() == want.keys() and all(torch.equal(tensors[k], want[k]) for k in want)
     loaded = MDLM.load(folder)
     assert torch.equal(logits_of(loaded), logits_of(average))
-    assert loaded.sm is None and loaded.info["tokenizer"] == special
+    assert loaded.sm is None and loaded.info["tokenizer"] == SPECIAL
     # That class would take the last token for [MASK].
     for change in ({"config": vars(trained(mask_id=3).cfg)}, {"kind": "dream-adapter"}):
         our_file(path, model, **change)
@@ -342,7 +342,10 @@ def test_our_format_with_wrong_parts_is_refused(tmp_path):
             ({"format": "soft-masked-mdlm/99"}, "not a whole checkpoint of .*: .*/99"),
             ({"kind": "dream-adapter"}, "holds a dream-adapter, not an MDLM"),
             ({"model": less}, "fit its configuration: RuntimeError, Missing key.*linear.weight"),
-            ({"config": [1]}, "not a checkpoint"),
+            ({"config": [1]}, "not a whole checkpoint of .*: config"),
+            ({"ema": 5}, "not a whole checkpoint of .*: ema"),
+            ({"config": ckpt["config"] | {"dropout": 7}}, "dropout = 7, they need"),
+            ({"tokenizer": {}}, "tokenizer's mask_id = None, they need 0 to"),
             ({"model": nan}, "are not all numbers: its run diverged")):
         torch.save(ckpt | change, path)
         refused(message, MDLM.load, path)
@@ -364,13 +367,14 @@ def test_crippled_checkpoints_load_or_are_refused(tmp_path):
     model, path = trained(), str(tmp_path / "x.ckpt")
     whole = checkpoint.load_inert(training_file(path, model))
     ckpt = {name: whole[name] for name in ("state_dict", "ema", "global_step")}
-    for change in (dict(ema=None), dict(hyper_parameters=None), dict(global_step="x")):
+    for change in (dict(ema=None), dict(hyper_parameters=None)):
         torch.save(ckpt | change, path)
         assert same(MDLM.load(path, ema=False), model)
     few = {"backbone.vocab_embed.embedding": torch.ones(3, 4)}
     shadow = ckpt["ema"]["shadow_params"][1:]
     for change, message in ((dict(ema={"shadow_params": 3}), "not a checkpoint"),
                             (dict(hyper_parameters=[1]), "not a checkpoint"),
+                            (dict(global_step="x"), "not a whole checkpoint of .*: step"),
                             (dict(state_dict=few, ema=None), "not a checkpoint"),
                             (dict(ema={"shadow_params": shadow}), "29 tensors for 30 param")):
         torch.save(ckpt | change, path)

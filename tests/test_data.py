@@ -62,7 +62,7 @@ def test_rows_are_the_recorded_blocks(tmp_path):
     gpt2 = {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257,
             "bos": golden["bos"], "eos": golden["eos"]}
     ids.tofile(tmp_path / "val.bin")
-    val = {"tokens": len(ids), "sha256": ""}
+    val = {"tokens": len(ids), "bytes": 0, "sha256": ""}
     meta = {"format": data.FORMAT, "tokenizer": gpt2, "val": val}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     tokens, _ = open_split(tmp_path, "val")
@@ -262,14 +262,15 @@ def test_empty_cut_or_foreign_data_is_refused(tmp_path):
     os.truncate(tmp_path / "train.bin", 11)
     refused("11 bytes for", open_split, tmp_path, "train")
     odd = [meta.replace(*change) for change in (
-        ('"eos"', '"end"'), ("data/1", "data/9"), ('"mask_id": 258', '"mask_id": null'),
+        ('"eos"', '"end"'), ('"bytes": ', '"size": '), ('"bytes": ', '"bytes": -'),
+        ("data/1", "data/9"), ('"mask_id": 258', '"mask_id": null'),
         ('"eos": 257', '"eos": 258'), ('"vocab_size": 259', '"vocab_size": 1000000000'))]
     for foreign in "{", "[]", *odd:
         assert foreign != meta
         (tmp_path / "meta.json").write_text(foreign)
         refused("does not describe data", open_split, tmp_path, "val")
     (tmp_path / "val.bin").write_bytes(b"")
-    empty = {"tokens": 0, "sha256": ""}
+    empty = {"tokens": 0, "bytes": 0, "sha256": ""}
     (tmp_path / "meta.json").write_text(json.dumps(json.loads(meta) | {"val": empty}))
     refused("0 bytes", open_split, tmp_path, "val")
 

@@ -277,7 +277,7 @@ def test_reference_answers_score_100_and_empty_ones_0(harness, config):
         assert best["n"] == len(rows) and best["right"] == "1" * len(rows), task
 
 
-def test_a_column_with_a_plus_is_plus_tests_or_says_that_it_is_not(config, judge, tmp_path):
+def test_a_column_with_a_plus_is_plus_tests_or_says_so_if_not(harness, config, judge, tmp_path):
     for task, row, label in (
             ("humaneval_instruct", SHIFT, "HumanEval"),
             ("humaneval_plus_instruct", HUMAN_PLUS, "HumanEval+"),
@@ -381,11 +381,12 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
 def test_other_settings_or_another_adapter_are_other_answers(config, tmp_path):
     cfg, adapter = config("gsm8k_cot", model="empty"), str(tmp_path)
     flags = [{}, {"seed": 1}, {"steps": 3}, {"soft": False}, {"threshold": 0.5}, {"limit": 2},
-             {"device": "cpu"}, {"merge": False}, {"adapter": adapter}]
+             {"device": "cpu"}, {"merge": False}, {"adapter": adapter},
+             {"eos_penalty": 1.0}]
     names = [E.cell_name(replace(cfg, **f), "d") for f in flags] + [E.cell_name(cfg, "e")]
     (tmp_path / "adapter_model.safetensors").write_text("trained on")
     names.append(E.cell_name(replace(cfg, adapter=adapter), "d"))
-    assert len(set(names)) == len(names) == 11
+    assert len(set(names)) == len(names) == 12
     assert E.cell_name(replace(cfg, confirm_run_unsafe_code=False, timeout=1.0), "d") == names[0]
 
 
@@ -443,7 +444,7 @@ def test_the_table_is_table_3(results):
 
 def test_results_of_other_settings_or_training_are_other_rows_and_other_curves(results):
     """A field that is added to Config later keeps results apart, or it is in MAY_DIFFER."""
-    group = set(E.group(E.Config(), "1/1", "binary", "d", 768))
+    group = set(E.group(E.Config(eos_penalty=1.0), "1/1", "binary", "d", 768))
     assert {f.name for f in fields(E.Config)} - E.MAY_DIFFER == (
         group - {"budget", "feedback", "data", "FT"})
     base = {"data": "mix", "loss": "authors", "omega_s": 1e-6}

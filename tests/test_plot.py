@@ -11,6 +11,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from xml.etree import ElementTree
 
 import pytest
 import torch
@@ -288,6 +289,21 @@ def test_figures_are_drawn(logs, page, tmp_path, monkeypatch):
     refused("is no trajectory", plot.trajectory, str(tmp_path / "a.jsonl"))
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     refused("pip install matplotlib", plot.runs, logs)
+
+
+def test_a_grid_appears_picture_by_picture(tmp_path):
+    cells = [["<|bos|>", None], *([["<", 0.5, -1.0, [["<", 1.0]]]] * 36), ["", None], ["", None]]
+    steps = [cells, [*cells[:7], ["4", None], *cells[8:]]]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    out = tmp_path / "t.svg"
+    plot.main(plot.Config(trajectory=str(tmp_path / "t.jsonl"), columns=6, out=str(out)))
+    first, second = ElementTree.parse(out).getroot().findall("{*}g")
+    texts = [[text.text for text in picture.findall("{*}text")] for picture in (first, second)]
+    assert texts == [["<"] * 36, ["<"] * 6 + ["4"] + ["<"] * 29]
+    fills = [square.get("fill") for square in second.findall("{*}rect")]
+    assert fills == ["rgb(110,173,110)"] * 6 + ["#fff"] + ["rgb(110,173,110)"] * 29
+    assert first.get("visibility") == "hidden" and second.get("visibility") is None
+    refused("only a Sudoku", plot.grid_animation, steps, 5)
 
 
 EVIL = "</script><b>&"

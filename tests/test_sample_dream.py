@@ -430,6 +430,18 @@ def test_command_line_prompts_chats_and_infills(talking_dream, capsys, monkeypat
     assert seen[1] == seen[0] + more
 
 
+@pytest.mark.parametrize("block", [0, 4])
+def test_a_penalty_holds_the_end_token_back(block, talking_dream, monkeypatch):
+    """Of a model that finds the end token likelier by 100 nats than it does itself."""
+    head, tok = Dream.head, S.Tokenizer(talking_dream)
+    net = Dream.load(talking_dream)
+    more = 100.0 * F.one_hot(torch.tensor(net.cfg.eos_token_id), 200)
+    monkeypatch.setattr(Dream, "head", lambda self, h: head(self, h) + more)
+    for penalty, kept in (0.0, 0), (200.0, 8):
+        cfg = S.Decoding(gen_len=8, temperature=0.0, block=block, eos_penalty=penalty)
+        assert S.answer(net, tok, None, [1, 2], cfg)[1]["kept"] == kept
+
+
 def test_a_terminal_sees_the_text_fill(talking_dream, monkeypatch):
     class Terminal(io.StringIO):
         isatty = lambda self: True

@@ -1,0 +1,51 @@
+#!/usr/bin/env bash
+# How many grids each run of sudoku.sh gets right, cell by cell of results/README.md. A cell that is
+# there is skipped.
+#
+#     bash results/sudoku_samples.sh sm-1 binary-1     # runs that are finished
+#     bash results/sudoku_samples.sh shipped exact     # the model that comes along; the ceiling
+set -euo pipefail
+cd "$(dirname "$0")/.."
+export OMP_NUM_THREADS=1
+out=${OUT:-out/sudoku}; mkdir -p "$out" results/sudoku
+empty=....................................
+
+cell() {  # NAME of the cell, then flags of sample.py
+    local result=results/sudoku/$run.$1.json samples=$out/$run.$1.jsonl
+    [ -e "$result" ] && return
+    python $wrapper sample.py --checkpoint="$checkpoint" --given=$empty --top_p=1 \
+        --count="${COUNT:-1000}" --batch_size=250 --out="$samples" "${@:2}" > /dev/null 2>&1
+    python eval.py sudoku --samples="$samples" --label="$run" --out="$result" | head -1
+}
+
+for run in "$@"; do
+    wrapper="" checkpoint=$out/$run/step-${STEP:-6000}.pt feedback=""
+    case $run in
+        shipped) checkpoint=results/sudoku.safetensors feedback="on off" ;;
+        exact)   checkpoint=results/sudoku.safetensors wrapper=results/exact.py ;;
+        tied-*)  wrapper=results/tied.py feedback="on off" ;;
+        sm-*|deepsm-*|cont-sm-*|permuted-*) feedback="on off" ;;
+    esac
+    for soft in ${feedback:-off}; do
+        flag=--soft=$([ $soft = on ] && echo true || echo false)
+        for order in random entropy; do
+            for steps in 36 18; do
+                cell $order-$steps-$soft --order=$order --steps=$steps $flag
+            done
+        done
+        for steps in 5 10 20 39 156; do
+            cell mdlm-$steps-$soft --steps=$steps $flag
+        done
+        cell remdm-39-$soft --sampler=remdm-cap --steps=39 $flag
+    done
+    case $run in exact|tied-*) continue ;; esac
+    for given in 12 18 24; do
+        result=results/sudoku/$run.given-$given.json
+        [ -e $result ] || python results/puzzles.py --checkpoint="$checkpoint" --given=$given \
+            --count="${COUNT:-1000}" --out=$result
+    done
+    [ "$feedback" ] || continue
+    for passes in 2 4; do
+        cell random-36-passes$passes --order=random --steps=36 --passes=$passes
+    done
+done
