@@ -21,8 +21,8 @@ tests. It is "(base tests)" where the data has none, or where mbpp_instruct, as 
 the asserts of MBPP+'s problems. Rows of evalplus's own release need pip install evalplus.
 
 Code from a model is executed only after --confirm_run_unsafe_code, the harness's word. It runs
-with limits (tasks/benchmarks.py), but in no sandbox: use a container. Without the flag the answers
-are stored, and a second run with it scores them.
+with limits (tasks/benchmarks.py), which need Linux or macOS, but in no sandbox: use a container.
+Without the flag the answers are stored, and a second run with it scores them.
 
 Not here: decoding (sample_dream.py), figures and the table (plot.py), tasks that compare
 likelihoods.

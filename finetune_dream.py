@@ -100,7 +100,8 @@ class Config:
 
 
 PRESETS = {
-    # ω starts where feedback shows at once; from the paper's start it takes a thousand updates.
+    # ω starts where feedback shows at once. From the paper's start, ω_s needs hundreds of updates
+    # to be seen at all (results/README.md).
     "tiny": dict(model="out/tiny_dream/model", data="out/tiny_dream/dialogues.jsonl",
                  out="out/tiny_dream", steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5,
                  save_every=20, eval_every=20),

@@ -49,7 +49,7 @@ CPU_LOGITS = 52e6   # bytes of logits made at once on a CPU, so that its allocat
 @dataclass
 class ModelConfig:
     # the backbone, App. B.1
-    n_layer: Size = 12
+    n_layer: Annotated[int, 1, 1000] = 12
     n_head: Size = 12
     n_embd: Size = 768
     n_cond: Size = 128               # width of the time embedding, which adaLN reads [code]

@@ -185,7 +185,7 @@ def check_resume(ckpt, cfg, source):
     different = [f"{name} ({there.get(name)} there, {value} here)"
                  for name, value in asdict(cfg).items()
                  if name not in MAY_DIFFER_ON_RESUME and there.get(name) != value]
-    if ckpt["data"]["sha256"] != source["sha256"]:
+    if ckpt["data"].get("sha256") != source["sha256"]:
         different.append("the data")
     if ckpt.get("keys", 1) != data.KEYS:
         different.append("the random numbers of data.rng")
@@ -194,6 +194,16 @@ def check_resume(ckpt, cfg, source):
                       f"or another --out_dir")
     if ckpt["step"] > cfg.steps:
         raise Refused(f"--steps={cfg.steps}, but {last} has made {ckpt['step']}: give more")
+
+
+@contextlib.contextmanager
+def refused_if_odd(path):
+    """Raises Refused when loading what is in `path` raises anything: a file may hold anything."""
+    try:
+        yield
+    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
+        raise Refused(f"{path} is not whole ({type(e).__name__}): take an earlier file with "
+                      f"--init_from=…, or start again with --overwrite")
 
 
 def check_init(ckpt, cfg, special):
@@ -313,7 +323,8 @@ def train(cfg):
     if going_on:
         ckpt = checkpoint.load(last)
         check_resume(ckpt, cfg, source)
-        model.load_state_dict(ckpt["model"])
+        with refused_if_odd(last):
+            model.load_state_dict(ckpt["model"])
         start, metrics = ckpt["step"], ckpt["metrics"]
     elif cfg.init_from:  # raw weights and a new optimizer [code]; ω is new if the file has none
         initial = checkpoint.load(cfg.init_from)
@@ -333,8 +344,9 @@ def train(cfg):
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0,  # [code]
                                   fused=device.type in ("cuda", "cpu"))
     if ckpt:
-        ema.net.load_state_dict({k.removeprefix("net."): t for k, t in ckpt["ema"].items()})
-        optimizer.load_state_dict(ckpt["optimizer"])
+        with refused_if_odd(last):
+            ema.net.load_state_dict({k.removeprefix("net."): t for k, t in ckpt["ema"].items()})
+            optimizer.load_state_dict(ckpt["optimizer"])
         del ckpt  # it is as large as the model and its optimizer
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
         # The method alone: compiling the module would rename its state_dict.

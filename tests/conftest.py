@@ -29,12 +29,12 @@ def refused(message, function, *args, **kwargs):
         function(*args, **kwargs)
 
 
-def torchrun(script, *flags, ranks=2, **how):
+def torchrun(*words, ranks=2, check=False):
     """The finished run of a script in so many processes of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run([*command, f"--nproc_per_node={ranks}", str(script), *flags], cwd=ROOT,
-                          env=env, capture_output=True, text=True, timeout=120, **how)
+    return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=ROOT,
+                          env=env, capture_output=True, text=True, timeout=200, check=check)
 
 
 def gen(seed=0):

@@ -199,6 +199,7 @@ def test_bad_input_is_refused():
                          (dict(parts="scaling"), "under torchrun"),
                          (dict(repeats=0), "repeats=0"), (dict(length=2), "length=2")):
         refused(message, main, Config(**QUICK | how))
+    refused("--batch=-1 must be at least 0", configure, "bench", ["--batch=-1"])
 
 
 def test_scaling_runs_on_two_processes(tmp_path):

@@ -343,6 +343,9 @@ def test_our_format_with_wrong_parts_is_refused(tmp_path):
             ({"kind": "dream-adapter"}, "holds a dream-adapter, not an MDLM"),
             ({"model": less}, "fit its configuration: RuntimeError, Missing key.*linear.weight"),
             ({"config": [1]}, "not a whole checkpoint of .*: config"),
+            ({"ema": 5}, "not a whole checkpoint of .*: ema"),
+            ({"config": ckpt["config"] | {"dropout": 7}}, "dropout = 7, they need"),
+            ({"tokenizer": {}}, "tokenizer's mask_id = None, they need 0 to"),
             ({"model": nan}, "are not all numbers: its run diverged")):
         torch.save(ckpt | change, path)
         refused(message, MDLM.load, path)

@@ -262,7 +262,8 @@ def test_empty_cut_or_foreign_data_is_refused(tmp_path):
     os.truncate(tmp_path / "train.bin", 11)
     refused("11 bytes for", open_split, tmp_path, "train")
     odd = [meta.replace(*change) for change in (
-        ('"eos"', '"end"'), ("data/1", "data/9"), ('"mask_id": 258', '"mask_id": null'),
+        ('"eos"', '"end"'), ('"bytes": ', '"size": '), ('"bytes": ', '"bytes": -'),
+        ("data/1", "data/9"), ('"mask_id": 258', '"mask_id": null'),
         ('"eos": 257', '"eos": 258'), ('"vocab_size": 259', '"vocab_size": 1000000000'))]
     for foreign in "{", "[]", *odd:
         assert foreign != meta

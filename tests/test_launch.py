@@ -19,10 +19,8 @@ import pytest
 import torch
 
 import launch
-from conftest import full_disk, refused
+from conftest import ROOT, full_disk, refused, torchrun
 from launch import Log, append_jsonl, atomic, from_cli, read_json, read_jsonl, write_text
-
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 
 
 @dataclass
@@ -59,15 +57,12 @@ def test_flags_become_typed_fields():
 
 def test_bad_flags_are_refused():
     for argv, message in ((["--stepz=1"], "'--stepz=1': did you mean --steps[?] --help shows"),
-                          (["--name=a", "stray"], "unknown argument 'stray': --help shows"),
                           (["--fast", "stray"], "unknown argument 'stray': --help shows"),
                           (["--steps=1.5"], "--steps=1.5 is not of type int"),
-                          (["--k=three"], "--k=three is not of type int"),
                           (["--fast=maybe"], "--fast=maybe is not true or false$"),
                           (["--resume=maybe"], "--resume=maybe is not true or false or auto"),
                           (["--rate=inf"], "--rate=inf must be at most 1000000000.0"),
                           (["--rate=nan"], "--rate=nan must be at least 1e-06"),
-                          (["--k=0"], "--k=0 must be at least 1"),
                           (["--steps"], "--steps needs a value"),
                           (["fast"], "unknown preset 'fast'")):
         refused(message, from_cli, Config, argv, {"quick": {}})
@@ -105,19 +100,21 @@ def script(folder, body, *argv, **kwargs):
     return subprocess.Popen([sys.executable, str(path), *argv], stderr=subprocess.PIPE, **kwargs)
 
 
-def test_run_says_in_one_line_what_is_wrong(tmp_path):
-    for body, code, said in (
-            ("pass", 2, "--steps=0 must be at least 1"),
-            ("open('nowhere/x')", 2, "[Errno 2] No such file or directory: 'nowhere/x'"),
-            ("torch.empty(10**15)", 2, "not enough memory ("),
-            ("raise KeyboardInterrupt", 130, "stopped by Ctrl-C")):
-        argv = ["--steps=0"] if body == "pass" else []
-        process = script(tmp_path, body, *argv)
-        err = process.communicate(timeout=60)[1].decode()
-        assert err.startswith(f"x.py: {said}") and err.count("\n") == 1, err
-        assert process.returncode == code
-    process = script(tmp_path, "1 / 0")
-    assert b"Traceback" in process.communicate(timeout=60)[1] and process.returncode == 1
+def test_run_says_in_one_line_what_is_wrong(monkeypatch, capsys):
+    def ctrl_c(cfg):
+        raise KeyboardInterrupt
+    for main, flags, code, said in (
+            (print, ["--k=0"], 2, "--k=0 must be at least 1"),
+            (lambda cfg: open("no/x"), [], 2, "[Errno 2] No such file or directory: 'no/x'"),
+            (lambda cfg: torch.empty(10**15), [], 2, "not enough memory ("),
+            (ctrl_c, [], 130, "stopped by Ctrl-C")):
+        monkeypatch.setattr(sys, "argv", ["folder/x.py", *flags])
+        with pytest.raises(SystemExit) as stop:
+            launch.run(main, Config)
+        err = capsys.readouterr().err
+        assert err.startswith(f"x.py: {said}") and err.count("\n") == 1 and stop.value.code == code
+    with pytest.raises(ZeroDivisionError):  # a defect of the code keeps its traceback
+        launch.run(lambda cfg: 1 / 0, Config)
 
 
 def test_output_that_cannot_be_written_does_not_end_a_script(tmp_path):
@@ -144,11 +141,8 @@ def test_output_that_cannot_be_written_does_not_end_a_script(tmp_path):
 
 
 def test_under_torchrun_a_refusal_is_said_once(tmp_path):
-    body = "raise launch.Refused('no such thing')"
-    path = tmp_path / "x.py"
-    script(tmp_path, body).communicate(timeout=60)
-    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=3"]
-    done = subprocess.run([*run, str(path)], capture_output=True, text=True, timeout=100)
+    script(tmp_path, "raise launch.Refused('no such thing')").communicate(timeout=60)
+    done = torchrun(tmp_path / "x.py", ranks=3)
     assert done.returncode == 1 and done.stderr.count("x.py: no such thing\n") == 1
 
 
@@ -257,13 +251,20 @@ def test_one_process_at_a_time_has_the_lock_until_it_dies(tmp_path):
     assert sorted(os.listdir(folder)) == [".lock", "best", "mine.tmp"]
 
 
-def test_two_writers_of_one_file_leave_one_of_the_two(tmp_path):
-    path = tmp_path / "f"
+def test_a_file_is_whole_after_a_crash_and_of_one_of_two_writers(tmp_path):
+    path = tmp_path / "deep" / "f"
+    write_text(path, "old ω")
+    with pytest.raises(ZeroDivisionError):
+        with atomic(path) as tmp:
+            with open(tmp, "w") as f:
+                f.write("half")
+            raise ZeroDivisionError
+    assert path.read_text(encoding="utf-8") == "old ω" and os.listdir(path.parent) == ["f"]
     with atomic(path) as one, atomic(path) as two:
         for tmp, text in ((one, "one" * 1000), (two, "two")):
             with open(tmp, "w") as f:
                 f.write(text)
-    assert path.read_text() == "one" * 1000 and os.listdir(tmp_path) == ["f"]
+    assert path.read_text() == "one" * 1000 and os.listdir(path.parent) == ["f"]
 
 
 def test_links_are_followed_and_only_files_are_written(tmp_path):
@@ -292,17 +293,6 @@ def test_a_read_only_disk_is_refused(tmp_path, monkeypatch):
     refused("could not write .*Read-only file system", write_text, tmp_path / "f", "new")
     monkeypatch.undo()
     assert (tmp_path / "f").read_text() == "old"
-
-
-def test_a_crash_while_writing_keeps_the_old_file(tmp_path):
-    path = tmp_path / "deep" / "f"
-    write_text(path, "old ω")
-    with pytest.raises(ZeroDivisionError):
-        with atomic(path) as tmp:
-            with open(tmp, "w") as f:
-                f.write("half")
-            raise ZeroDivisionError
-    assert path.read_text(encoding="utf-8") == "old ω" and os.listdir(path.parent) == ["f"]
 
 
 def test_a_full_disk_is_refused_and_keeps_the_old_file(tmp_path):
@@ -409,7 +399,7 @@ def test_a_terminal_has_a_bar_with_the_latest_numbers(tmp_path, monkeypatch):
         log.print()
     assert "\n" not in sys.stdout.getvalue()
     *_, last = sys.stdout.getvalue().split("\r")
-    assert "of 1,200 |" in last and last.endswith("left  loss 0.5  val_soft 2")
+    assert "of 1,200 |" in last and last.rstrip().endswith("left  loss 0.5  val_soft 2")
     assert len(read_jsonl(tmp_path / "log.jsonl")) == 2
 
 

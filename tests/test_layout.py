@@ -89,6 +89,8 @@ def test_nothing_runs_at_import():
             docstring = isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
             main = isinstance(node, ast.If) and ast.unparse(node.test) == "__name__ == '__main__'"
             assert isinstance(node, plain) or docstring or main, f"{name}.py line {node.lineno}"
+            if main and name != "softmask":  # so a refusal is one line (test_launch.py)
+                assert re.match(r"(launch\.)?run\(", ast.unparse(node.body[-1])), name
 
 
 # ---- reading
