@@ -519,11 +519,11 @@ def train(cfg):
             if stop:
                 break
 
-    if cfg.show and done == cfg.steps:
+    if cfg.show and done == cfg.steps and not stop:
         bounds = evaluate()
         if master:
             demonstrate(cfg, ema, bounds, held_out, meta)
-    if done < cfg.steps:
+    if stop:  # in the last update, too: its evaluation may be owed
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
     complete = f"{last} has made all {cfg.steps:,} updates: more --steps go on"
