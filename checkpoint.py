@@ -410,6 +410,8 @@ class Config:
 
 
 def main(cfg):
+    if cfg.bf16 and not cfg.out.endswith(".safetensors"):
+        raise Refused(f"--bf16 is of a file NAME.safetensors, and --out={cfg.out} is none")
     ckpt = load(cfg.checkpoint)
     has = {name: "with" if ckpt.get(name) else "no" for name in ("ema", "optimizer")}
     n_params = sum(t.numel() for t in ckpt["model"].values())

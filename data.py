@@ -468,17 +468,19 @@ def main(cfg):
     if there != cfg.source and not cfg.overwrite:
         raise Refused(f"{out} holds the text of {there or 'an unknown source'}: give another "
                       f"--out, or --overwrite")
+    n_val = cfg.val_docs
     if cfg.source == "openwebtext":
         docs = openwebtext(cfg.hub, cfg.revision)
     elif cfg.source == "sudoku":
-        train, val = (list(sudoku(*part)) for part in ((cfg.grids, "train"), (cfg.val_docs, "val")))
+        n_val = cfg.val_docs or PRESETS["sudoku"]["val_docs"]
+        train, val = (list(sudoku(*part)) for part in ((cfg.grids, "train"), (n_val, "val")))
         shared = len(set(train) & set(val))
         print(f"{shared} of {len(val):,} held-out grids stand in the training text")
         docs = iter(train + val)
     else:
         docs = documents(stdlib_files() if cfg.source == "stdlib" else find_files(cfg.source))
     tok = tokenizer(cfg.tokenizer, cfg.tokenizer_dir)
-    meta = prepare(docs, out, tok, cfg.val_docs, cfg.source)
+    meta = prepare(docs, out, tok, n_val, cfg.source)
     for split in "train", "val":
         print("{}/{}.bin: {documents:,} documents, {tokens:,} tokens, sha256 {sha256}".format(
             out, split, **meta[split]))

@@ -9,7 +9,7 @@
 
     python plot.py --runs="out/binary-*/log.jsonl,out/sm-*/log.jsonl"    # Fig. 3; -1, -2 are seeds
     python plot.py --throughput=out/answers     # Fig. 4, from eval_dream.py --blocks=16,32,48
-    python plot.py --ablation="out/*/log.jsonl" # Fig. 5
+    python plot.py --ablation="runs/*.json"     # Fig. 5, from `eval.py ppl --against=…`
     python plot.py --overhead=bench.json        # Fig. 6, from bench.py --parts=overhead
     python plot.py --trajectory=trace.jsonl     # Fig. 7, from sample.py --trace=trace.jsonl
     python plot.py --trajectory=on.jsonl,off.jsonl --out=trace.html   # pages to step through
@@ -59,7 +59,7 @@ class Config:
     # figures
     runs: str = ""           # pattern of train.py's logs
     throughput: str = ""     # folder of eval_dream.py's results with block lengths
-    ablation: str = ""       # pattern of train.py's logs
+    ablation: str = ""       # pattern of results of `eval.py ppl --against`
     overhead: str = ""       # file of bench.py --json
     trajectory: str = ""     # file of sample.py --trace; a page shows those of a pattern
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py
@@ -68,6 +68,7 @@ class Config:
     anatomy: str = ""        # a checkpoint of a model that was trained on `data.py sudoku`
     out: str = ""            # .png, .pdf or .svg (default: plot.png), .md of a table, .html of
                              # trajectories
+    entropy: float = 0.0     # of --runs: nats per token that no bound can pass, drawn unless 0
     columns: Count = 0       # of a page: a square grid so wide follows the first token, as Sudoku's
 
 
@@ -86,7 +87,8 @@ def files(patterns):
 def name_of(path):
     """What a run is called: its file, or its folder if the file is log.jsonl."""
     folder, file = os.path.split(path)
-    return os.path.basename(folder) if file == "log.jsonl" else file.removesuffix(".jsonl")
+    name = os.path.basename(folder) if file == "log.jsonl" else file.removesuffix(".jsonl")
+    return name.removesuffix(".log")
 
 
 # -------------------------------------------------------------------------------------------------
@@ -242,15 +244,8 @@ def table(pattern):
     return markdown(lines, [*first, *cost, *headings.values()], text=3)
 
 
-def bounds(pattern):
-    """Results of `eval.py ppl`, a row per --label: PPL, and differences in nats per token.
-
-    A difference is that of the same rows and masks: with feedback and without, or of this model
-    and another (--against). All seeds are measured on the same rows, so more of them do not lower
-    the error over rows: it is the mean of theirs.
-    """
-    columns = ["model", "updates", "seeds", "PPL (± sd of seeds)", "feedback on, nats below off",
-               "nats below the other model (± sd of seeds; ± SE of rows)"]
+def bound_results(pattern):
+    """{(has SM, --label): [(updates, PPL, values)]} of results of `eval.py ppl`, one per seed."""
     groups = {}
     for path in files(pattern):
         try:
@@ -260,15 +255,35 @@ def bounds(pattern):
         except (Refused, KeyError, TypeError, AttributeError):
             raise Refused(f"{path} is not a result of `eval.py ppl`: correct the pattern")
         groups.setdefault(("soft" in values, label), []).append((step, ppl, values))
+    return groups
+
+
+def below_against(found):
+    """(nats per token below the other model, SE over rows of that difference), a pair per seed."""
+    below = [values["below_against"] for _, _, values in found if "below_against" in values]
+    return [(each["nats_per_token"], each["nats_per_token_se"]) for each in below]
+
+
+def bounds(pattern):
+    """Results of `eval.py ppl`, a row per --label: PPL, and differences in nats per token.
+
+    A difference is that of the same rows and masks: with feedback and without, or of this model
+    and another (--against). All seeds are measured on the same rows, so more of them do not lower
+    the error over rows: it is the mean of theirs. Student's t asks whether the mean of the seeds is
+    0.
+    """
+    columns = ["model", "updates", "seeds", "PPL (± sd of seeds)", "feedback on, nats below off",
+               "nats below the other model (± sd of seeds; ± SE of rows)", "t"]
     rows = []
-    for (_, label), found in sorted(groups.items(), key=lambda group: group[0]):
+    for (_, label), found in sorted(bound_results(pattern).items(), key=lambda group: group[0]):
         steps, ppls, values = zip(*found)
         gains = [v["gain"]["nats_per_token"] for v in values if "gain" in v]
-        below = [v["below_against"]["nats_per_token"] for v in values if "below_against" in v]
-        errors = [v["below_against"]["nats_per_token_se"] for v in values if "below_against" in v]
+        below, errors = zip(*below_against(found)) if below_against(found) else ((), ())
         gain = f"{statistics.mean(gains):.4f}" if gains else ""
         nats = f"{mean_sd(below, '+.4f')}; ± {statistics.mean(errors):.4f}" if below else ""
-        cells = label, f"{steps[0]:,}", str(len(found)), mean_sd(ppls, ".3f"), gain, nats
+        sd = statistics.stdev(below) if len(below) > 1 else 0.0
+        t = f"{statistics.mean(below) / sd * math.sqrt(len(below)):.1f}" if sd else ""
+        cells = label, f"{steps[0]:,}", str(len(found)), mean_sd(ppls, ".3f"), gain, nats, t
         rows.append(dict(zip(columns, cells)))
     return markdown(rows, columns)
 
@@ -401,6 +416,45 @@ def benchmarks(folder):
 # figures
 
 
+# [ours] Of Okabe and Ito. Readers who see few colors tell them apart.
+COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
+LINES = "-", "--", "-.", ":"
+# Parts of names that are methods: each has its color and its line in all figures.
+METHODS = {"binary": ("C0", "-"), "sm": ("C1", "-"), "own": ("C1", "-"), "tied": ("C2", "-."),
+           "permuted": ("C3", ":"), "deepsm": ("C4", "--"), "deep": ("C5", "--"),
+           "paper": ("C6", ":")}
+WORDS = {"sm": "SM", "tied": "layers twice, no vocabulary", "permuted": "SM, permuted feedback",
+         "deepsm": "SM, twice the layers", "deep": "binary, twice the layers",
+         "paper": "SM, the paper's start of ω", "p05": "p_sm = 0.5", "p10": "p_sm = 1",
+         "k1": "k = 1", "k5": "k = 5", "k6": "k = 6", "kV": "k = |V|",
+         "kV2": "k = |V|, two updates", "constant1": "λ = 0.1", "constant3": "λ = 0.3",
+         "constant5": "λ = 0.5", "ours": "SM, our start of ω", "cont": "continued"}
+
+
+def in_words(name):
+    """A name, with the parts that are short for something said in full."""
+    return re.sub(r"\w+", lambda part: WORDS.get(part[0], part[0]), name)
+
+
+def styles(names):
+    """{name: keywords of ax.plot}: label in words, color and line.
+
+    The words leave out what all names have in common, unless it is a method. Where a method has
+    several names, one has its line, and the next three another line in its color.
+    """
+    parts = {name: name.split("-") for name in names}
+    common = set.intersection(*map(set, parts.values())) - METHODS.keys()
+    found = {}
+    for name, words in parts.items():
+        methods = [METHODS[w] for w in re.findall(r"\w+", name.lower()) if w in METHODS]
+        color, line = methods[-1] if methods else (f"C{2 + len(found) % 5}", "-")
+        taken = [style["ls"] for style in found.values() if style["color"] == color]
+        line = next((each for each in (line, *LINES) if each not in taken), line)
+        words = ", ".join(word for word in words if word not in common) or name
+        found[name] = {"label": in_words(words), "color": color, "ls": line}
+    return found
+
+
 def figure(panels, width=5, height=4):
     """matplotlib's figure, which needs no screen, and its axes, at most three in a row."""
     try:
@@ -409,6 +463,7 @@ def figure(panels, width=5, height=4):
         raise Refused("plotting needs matplotlib: pip install matplotlib")
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
+    plt.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=COLORS)
     rows = -(-panels // 3)
     columns = -(-panels // rows)
     fig, axes = plt.subplots(rows, columns, squeeze=False, layout="constrained",
@@ -419,19 +474,22 @@ def figure(panels, width=5, height=4):
 
 
 OMEGA = {"omega_s": "ω_s", "omega_a": "ω_a (1/nat)", "omega_b": "ω_b (nats)"}
-AXES = {"ppl": "held-out perplexity (bound)", "loss": "loss in training", **OMEGA, "tau": "τ"}
+AXES = {"bound": "held-out bound (nats per token)", "share": "feedback on, nats below off",
+        "loss": "loss in training (nats per token)", **OMEGA, "tau": "τ"}
 
 
 def points_of(line):
     """What a line of a log adds to the figures: {quantity: value}.                      §4.1, Eq. 3
 
-    PPL is the bound with feedback where the model has it, else Eq. 2 itself. The held-out loss of
-    finetune_dream.py is no bound.
+    The bound is that with feedback where the model has it, else Eq. 2 itself. The share of feedback
+    is how far it lies below that of the same model without. The held-out loss of finetune_dream.py
+    is no bound.
     """
-    dream = line.keys() & {"val_soft_ce", "val_binary"}
-    nats = math.nan if dream else line.get("val_soft", line.get("val_plain", math.nan))
     values = {name: line.get(name, math.nan) for name in (*OMEGA, "tau", "loss")}
-    values |= {"ppl": math.exp(nats)}
+    if not line.keys() & {"val_soft_ce", "val_binary"}:
+        plain = line.get("val_plain", math.nan)
+        soft = line.get("val_soft", math.nan)
+        values |= {"bound": line.get("val_soft", plain), "share": plain - soft}
     return {quantity: value for quantity, value in values.items() if math.isfinite(value)}
 
 
@@ -449,7 +507,7 @@ def log_series(patterns, needed):
             for line in lines:
                 for quantity, value in points_of(line).items():
                     into[quantity].setdefault(int(line["step"]), []).append(value)
-        except (KeyError, TypeError, ValueError, AttributeError, OverflowError):
+        except (KeyError, TypeError, ValueError, AttributeError):
             raise Refused(f"{path} is no log of a run: each of its lines has a step and numbers")
     series = {label: quantities for label, quantities in series.items() if quantities[needed]}
     if not series:
@@ -458,38 +516,49 @@ def log_series(patterns, needed):
     return series
 
 
-def means_and_sds(groups):
-    """The means of the groups, and their standard deviations (0 for one value): two arrays."""
-    sds = [statistics.stdev(group) if len(group) > 1 else 0.0 for group in groups]
-    return np.array([statistics.mean(group) for group in groups]), np.array(sds)
+def over_updates(series, quantities, more=0):
+    """A figure with a panel for each quantity that a run has, and `more` empty ones.
+
+    Lines are means over seeds, as far as all seeds are, and bands one standard deviation on both
+    sides.
+    """
+    shown = [name for name in quantities if any(points[name] for points in series.values())]
+    fig, axes = figure(len(shown) + more)
+    for label, style in styles(series).items():
+        for ax, quantity in zip(axes, shown):
+            points = series[label][quantity]
+            seeds = max(map(len, points.values()), default=0)
+            steps = sorted(step for step in points if len(points[step]) == seeds)
+            mean = np.array([statistics.mean(points[step]) for step in steps])
+            sd = np.array([statistics.stdev(points[step]) if seeds > 1 else 0 for step in steps])
+            if steps:
+                ax.plot(steps, mean, **style | {"label": f"{style['label']} (n = {seeds})"})
+                ax.fill_between(steps, mean - sd, mean + sd, color=style["color"], alpha=0.2, lw=0)
+    for ax, quantity in zip(axes, shown):
+        ax.set(xlabel="updates", ylabel=AXES[quantity])
+        if quantity == "omega_s":
+            ax.set_ylim(0, None)
+    axes[0].legend()
+    return fig, axes
 
 
-def draw_over_updates(ax, series, quantity):
-    """Lines are means over seeds, bands one standard deviation on both sides."""
-    for i, (label, quantities) in enumerate(series.items()):
-        points = quantities[quantity]
-        steps = sorted(points)
-        mean, sd = means_and_sds([points[step] for step in steps])
-        if steps:  # a binary run has no ω: the same color in all panels needs C0, C1, …
-            ax.plot(steps, mean, label=label, color=f"C{i}")
-            ax.fill_between(steps, mean - sd, mean + sd, color=f"C{i}", alpha=0.25, lw=0)
-    ax.set(xlabel="updates", ylabel=AXES[quantity])
+def runs(patterns, entropy=0.0):
+    """The held-out bound over updates, the share of it that is feedback's, and ω_s.       Fig. 3
 
-
-def runs(patterns):
-    """Left: held-out perplexity over updates. Right: ω_s.                                 Fig. 3
-
-    Where no run has measured it, as in the quickstart, the loss in training stands at the left.
+    entropy: nats per token, a line that no bound can pass; 0 for none.
+    Where no run has measured a bound, as in the quickstart, the loss in training stands first.
     """
     try:
-        left, series = "ppl", log_series(patterns, "ppl")
+        first, series = "bound", log_series(patterns, "bound")
     except Refused:
-        left, series = "loss", log_series(patterns, "loss")
-    fig, axes = figure(2)
-    for ax, quantity in zip(axes, (left, "omega_s")):
-        draw_over_updates(ax, series, quantity)
-    axes[1].set_ylim(0, None)
-    axes[0].legend()
+        first, series = "loss", log_series(patterns, "loss")
+    fig, axes = over_updates(series, (first, "share", "omega_s"))
+    if first == "bound":
+        nats = lambda ppl: np.log(np.maximum(ppl, 1e-9))
+        axes[0].secondary_yaxis("right", functions=(np.exp, nats)).set_ylabel("perplexity")
+    if entropy:
+        axes[0].axhline(entropy, color="gray", lw=1, label="entropy of the data")
+        axes[0].legend()
     return fig
 
 
@@ -499,35 +568,36 @@ def learned(patterns):
     The gate is drawn at four updates, from the first to the last, the later the darker.
     """
     series = log_series(patterns, "omega_s")
-    panels = [*OMEGA, *["tau"] * any(quantities["tau"] for quantities in series.values())]
-    fig, axes = figure(len(panels) + 1)
-    for ax, quantity in zip(axes, panels):
-        draw_over_updates(ax, series, quantity)
+    fig, axes = over_updates(series, (*OMEGA, "tau"), more=1)
     neg_entropy = np.linspace(-8, 0, 161)
-    for i, quantities in enumerate(series.values()):
+    for label, style in styles(series).items():
+        quantities = series[label]
         steps = sorted(quantities["omega_s"])
         for part in range(4):
             step = steps[(len(steps) - 1) * part // 3]
             s, a, b = (statistics.mean(quantities[name][step]) for name in OMEGA)
             lam = s / (1 + np.exp(-a * (neg_entropy - b)))                               # (161,)
-            axes[-1].plot(neg_entropy, lam, color=f"C{i}", alpha=(part + 1) / 4)
+            axes[-1].plot(neg_entropy, lam, **style, alpha=(part + 1) / 4)
     axes[-1].set(xlabel="−H (nats)", ylabel="λ", ylim=(0, None))
-    axes[0].legend()
     return fig
 
 
-def ablation(patterns):
-    """The last held-out perplexity of every label, the best on top.              App. C.3, Fig. 5
+def ablation(pattern):
+    """How far each label lies below the model of --against, the best on top.     App. C.3, Fig. 5
 
-    A bar is one standard deviation over seeds.
+    A dot is a seed. A bar is one standard error over rows of the difference, on both sides: each
+    row has the same masks in both models.
     """
-    series = log_series(patterns, "ppl")
-    last = {label: q["ppl"][max(q["ppl"])] for label, q in series.items()}
-    labels = sorted(last, key=lambda label: -statistics.mean(last[label]))
-    fig, [ax] = figure(1, width=6, height=1 + 0.35 * len(labels))
-    mean, sd = means_and_sds([last[label] for label in labels])
-    ax.errorbar(mean, labels, xerr=sd, fmt="o")
-    ax.set(xlabel="held-out perplexity (bound)")
+    below = {in_words(label): pairs for (_, label), found in bound_results(pattern).items()
+             if (pairs := below_against(found))}
+    if not below:
+        raise Refused(f"{pattern!r} has no differences: run eval.py ppl with --against first")
+    fig, [ax] = figure(1, width=7, height=1 + 0.35 * len(below))
+    for label in sorted(below, key=lambda label: statistics.mean(dict(below[label]))):
+        nats, errors = zip(*below[label])
+        ax.errorbar(nats, [label] * len(nats), xerr=errors, fmt="o", color="C1", capsize=3)
+    ax.axvline(0, color="gray", lw=0.8)
+    ax.set(xlabel="held-out bound, nats per token below the other model")
     ax.grid(axis="x")
     return fig
 
@@ -539,13 +609,15 @@ def frontier(pattern):
     """
     cells, _ = read_cells(pattern)
     fig, [ax] = figure(1, width=7, height=5)
-    for row in sorted(cells, key=place_of_row):
+    rows = sorted(cells, key=place_of_row)
+    style = styles([" ".join(row).replace("soft", "SM") for row in rows])
+    for row, look in zip(rows, style.values()):
         mean = {column: statistics.mean(runs.values()) for column, runs in cells[row].items()}
         budgets = sorted((budget for metric, budget in mean if metric == "gen_ppl"),
                          key=lambda budget: Fraction(budget or 0))
         points = [(mean["entropy", budget], mean["gen_ppl", budget]) for budget in budgets]
         if points:
-            ax.plot(*zip(*points), "k*" if row[0] == "data" else "o-", label=" ".join(row))
+            ax.plot(*zip(*points), marker="*" if row[0] == "data" else "o", **look)
         for budget, point in zip(budgets, points):
             ax.annotate(budget, point, xytext=(3, 3), textcoords="offset points", size=8)
     if not ax.lines:
@@ -680,10 +752,10 @@ def feedback_figure(path):
     rows = [row for name, row in feedback_rows(path).items() if name != "all"]
     fig, [ax] = figure(1, width=6)
     t = [row["t"] for row in rows]
-    for kind in "own", "permuted", "truth":
+    for kind, style in styles(("own", "permuted", "truth")).items():
         gain, se = (np.array([row[kind + end] for row in rows]) for end in ("_gain", "_gain_se"))
-        [line] = ax.plot(t, gain, "o-", label=kind)
-        ax.fill_between(t, gain - se, gain + se, color=line.get_color(), alpha=0.25, lw=0)
+        ax.plot(t, gain, marker="o", **style | {"label": f"{kind} feedback"})
+        ax.fill_between(t, gain - se, gain + se, color=style["color"], alpha=0.2, lw=0)
     ax.axhline(0, color="gray", lw=0.8)
     ax.set(xlabel="t, the share of masks", ylabel="nats per token below no feedback")
     ax.legend()
@@ -719,11 +791,10 @@ def throughput(folder):
     """Left: tokens/s over block length. Right: score over tokens/s.            App. B.2, Fig. 4"""
     series = throughput_series(folder)
     fig, [speed, quality] = figure(2)
-    for label, points in series.items():
-        blocks, rates, _ = zip(*points)
-        speed.plot(blocks, rates, "o-", label=label)
-        scored = [(rate, score) for _, rate, score in points if score is not None]
-        quality.plot([rate for rate, _ in scored], [score for _, score in scored], "o-")
+    for label, style in styles(series).items():
+        blocks, rates, scores = zip(*series[label])
+        speed.plot(blocks, rates, marker="o", **style)
+        quality.plot(rates, np.array(scores, float), marker="o", **style)  # None becomes nan
     speed.set(xlabel="block length (tokens)", ylabel="tokens/s")
     quality.set(xlabel="tokens/s", ylabel="score (%)")
     speed.legend()
@@ -731,17 +802,25 @@ def throughput(folder):
 
 
 def curves(path):
-    """A panel for each size that bench.py has varied: seconds of an update or a sample."""
+    """A panel for each size that bench.py has varied: seconds of an update or a sample.
+
+    Both axes start at 0, so a cost that is in proportion to the size is a straight line. Sizes that
+    are no numbers, such as |V|, stand side by side, without a line.
+    """
     try:
         found = read_json(path)["curves"]
     except (Refused, KeyError):
         raise Refused(f"{path} has no curves: run bench.py --parts=curves --json={path} first")
     fig, axes = figure(len(found))
     for ax, (name, points) in zip(axes, found.items()):
-        sizes = [str(point["x"]) for point in points]
-        for case in [key for key in points[0] if key != "x"]:
-            ax.plot(sizes, [point[case] for point in points], "o-", label=case)
+        sizes = [point["x"] for point in points]
+        words = [str(size) for size in sizes if isinstance(size, str)]
+        for case, style in styles([key for key in points[0] if key != "x"]).items():
+            line = {"marker": "o", **style} | ({"ls": ""} if words else {})
+            ax.plot(list(map(str, sizes)) if words else sizes, [p[case] for p in points], **line)
         ax.set(title=name, xlabel=name.split()[-1], ylabel="seconds", ylim=(0, None))
+        if not words:
+            ax.set(xlim=(0, None))
         ax.legend()
     return fig
 
@@ -863,7 +942,7 @@ def main(cfg):
         write_text(out, grid_animation(source, cfg.columns))
         print(f"wrote {out}")
     elif kind in ("png", "pdf", "svg") and name in FIGURES:
-        fig = FIGURES[name](source)
+        fig = runs(source, cfg.entropy) if name == "runs" else FIGURES[name](source)
         with atomic(out) as tmp:
             fig.savefig(tmp, format=kind)
         print(f"wrote {out}")

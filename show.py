@@ -104,23 +104,24 @@ def grid_lines(cells, styles):
 
 
 def show(tok, mask_id, pause=0.05):
-    """An `on_step` that redraws the first sequence in place, or prints five lines to a file.
+    """An `on_step` that redraws the first sequence in place, or prints up to five lines of it.
 
     tok: tiktoken.Encoding.
     pause: seconds per picture. Without it a small model is too fast to watch.
     """
     text_of = cell_text(tok, mask_id)
-    drawn = 0         # lines of the last picture
-    next_share = 0.0  # share of tokens at which the next plain line is due
+    drawn = 0    # lines of the last picture
+    shown = -1   # quarters that were visible in the last plain line
 
     def on_step(x, lam, guess, *_):
-        nonlocal drawn, next_share
+        nonlocal drawn, shown
         x, lam, guess = x[0].tolist(), lam[0].tolist(), guess[0].tolist()
         if not sys.stdout.isatty():
             visible = 1 - x.count(mask_id) / len(x)
-            if visible >= next_share:
+            quarters = int(4 * visible)
+            if quarters > shown or quarters < shown - 1:  # or the next sequence begins
                 print(f"{visible:4.0%} " + "".join(map(text_of, x)), flush=True)
-                next_share = min(1, visible + 0.25)
+                shown = quarters
             return
         width, height = shutil.get_terminal_size()
         lines = frame(x, lam, guess, mask_id, text_of, width)[1 - max(2, height):]

@@ -235,23 +235,25 @@ def count_right(cfg, model, tok, x, n=256):
 
     x: (L,) ids of an empty grid between its ends.
     """
-    print(f"\nwhole grids right, of {n} (± standard error), one token a call\n"
-          f"{'':26}with feedback       without")
+    kinds = {True: "with feedback", False: "without"} if model.sm else {False: "without"}
+    print(f"\nwhole grids right, of {n} (± standard error), one token a call\n{'':26}"
+          + "".join(f"{kind:16}" for kind in kinds.values()))
     for order, text in (("random", "at random places"), ("entropy", "the surest place first")):
         shares = []
-        for soft in (True, False) if model.sm else (False,):
+        for soft in kinds:
             generators = [rng(cfg.seed, "grids", i) for i in range(n)]
             ids, _ = generate_in_order(model, n, 36, order, 1.0, generators, x=x, soft=soft)
             found = sudoku([tok.decode(row) for row in ids.tolist()])
-            shares.append(f"{found['right']:6.2f} ± {found['right_se']:.2f}")
-        print(f"  {text:24}{'   '.join(shares)}", flush=True)
+            shares.append(f"{found['right']:.2f} ± {found['right_se']:.2f}")
+        print(f"  {text:24}" + "".join(f"{share:16}" for share in shares), flush=True)
 
 
 def print_omega(cfg):
     """About ten lines of the log: how ω got to where it is."""
     print("\n  update     ω_s     ω_a   ω_b   mean λ")
     lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"), skip_broken=True)
-    for i in sorted({*range(0, len(lines), max(1, len(lines) // 10)), len(lines) - 1}):
+    lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
+    for i in sorted({*range(0, len(lines), max(1, len(lines) // 10)), *range(len(lines))[-1:]}):
         row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
         print(row.format(**lines[i]))
 
@@ -524,11 +526,11 @@ def train(cfg):
             if stop:
                 break
 
-    if cfg.show and done == cfg.steps:
+    if cfg.show and done == cfg.steps and not stop:
         bounds = evaluate()
         if master:
             demonstrate(cfg, ema, bounds, held_out, meta)
-    if done < cfg.steps:
+    if stop:  # in the last update, too: its evaluation may be owed
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
     complete = f"{last} has made all {cfg.steps:,} updates: more --steps go on"

@@ -4,9 +4,9 @@
     python results/exact.py sample.py --checkpoint=results/sudoku.safetensors --top_p=1 …
     python results/exact.py eval.py ppl --checkpoint=results/sudoku.safetensors --data=data/sudoku
 
-Any script of this project runs with it. From the checkpoint come the tokenizer and the settings. A
-sampler that reveals two tokens at once draws them independently, so even the exact posterior makes
-mistakes with it: the ceiling of every figure.
+sample.py (without ω) and eval.py run with it. From the checkpoint come the tokenizer and the
+settings. A sampler that reveals two tokens at once draws them independently, so even the exact
+posterior makes mistakes with it: the ceiling of every figure.
 """
 
 import os
@@ -56,7 +56,7 @@ class Posterior(nn.Module):
 
     def trunk(self, emb, t):
         logp = torch.full_like(emb, -torch.inf)                                 # (B, L, V)
-        for row, x in zip(logp, emb.argmax(-1).numpy()):
+        for row, x in zip(logp, emb.argmax(-1).cpu().numpy()):
             cells = np.where(x[1:37] < 256, x[1:37] - ord("1"), -1)             # (36,)
             p = torch.from_numpy(posterior(cells, self.grids))                  # (36, 6)
             row[1:37, ord("1"):ord("7")] = p.log()

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that results/README.md prints, from the runs of run.sh: thinned logs, bounds, samples,
-# their scores, tables and figures.
+# Everything that results/README.md prints of novels and Python, from the runs of run.sh: thinned
+# logs, bounds, samples and their scores. draw.sh makes tables and figures of them.
 #
 #     bash results/measure.sh            # makes only what is not there yet
 #
@@ -11,7 +11,7 @@ cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
 out=${OUT:-out/evidence} here=results
 novels=${DATA:-data/novels-bytes} stdlib=${STDLIB:-data/stdlib}
-mkdir -p $here/{logs,ppl,samples,figures}
+mkdir -p $here/{logs,ppl,samples}
 
 # ---- logs: every 100th update, numbers with 5 decimals
 
@@ -139,23 +139,5 @@ for model in scratch-{binary,sm}-1/step-10000; do
         done
     done
 done
-python sample.py --checkpoint="$out/scratch-sm-1/step-10000.pt" --length=24 --steps=16 \
-    --trace=$here/logs/trajectory.json --out="$out/samples/trajectory.jsonl"
 
-# ---- tables and figures
-
-for group in scratch cont stdlib; do
-    python plot.py --bounds="$here/ppl/$group-*.json"
-    echo
-done > $here/tables.md
-python plot.py --logs="$here/logs/*.jsonl" >> $here/tables.md
-python plot.py --table="$here/samples/*.json" --out=$here/samples.md
-
-continued="$here/logs/cont-binary-*.jsonl,$here/logs/cont-sm-*.jsonl,$here/logs/cont-paper-*.jsonl"
-for kind in png svg; do
-    python plot.py --runs="$here/logs/scratch-*-?.jsonl" --out=$here/figures/scratch.$kind
-    python plot.py --runs="$continued" --out=$here/figures/continuation.$kind
-    python plot.py --runs="$here/logs/stdlib-*.jsonl" --out=$here/figures/stdlib.$kind
-    python plot.py --ablation="$here/logs/cont-*-11.jsonl" --out=$here/figures/ablation.$kind
-    python plot.py --trajectory=$here/logs/trajectory.json --out=$here/figures/trajectory.$kind
-done
+bash $here/draw.sh

@@ -7,14 +7,15 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
+step=${STEP:+.step-$STEP}                     # the cells of another step have other names
 out=${OUT:-out/sudoku}; mkdir -p "$out" results/sudoku
 empty=....................................
 
 cell() {  # NAME of the cell, then flags of sample.py
-    local result=results/sudoku/$run.$1.json samples=$out/$run.$1.jsonl
+    local result=results/sudoku/$run.$1$step.json samples=$out/$run.$1$step.jsonl
     [ -e "$result" ] && return
     python $wrapper sample.py --checkpoint="$checkpoint" --given=$empty --top_p=1 \
-        --count="${COUNT:-1000}" --batch_size=250 --out="$samples" "${@:2}" > /dev/null 2>&1
+        --count="${COUNT:-1000}" --batch_size=250 --out="$samples" "${@:2}" > /dev/null
     python eval.py sudoku --samples="$samples" --label="$run" --out="$result" | head -1
 }
 
@@ -40,7 +41,7 @@ for run in "$@"; do
     done
     case $run in exact|tied-*) continue ;; esac
     for given in 12 18 24; do
-        result=results/sudoku/$run.given-$given.json
+        result=results/sudoku/$run.given-$given$step.json
         [ -e $result ] || python results/puzzles.py --checkpoint="$checkpoint" --given=$given \
             --count="${COUNT:-1000}" --out=$result
     done

@@ -5,7 +5,8 @@
 
 Where soft-masking mixes embeddings of guesses, this adds a learned linear map of the mask's own
 last hidden state to [MASK]: weight-tied layers of twice the depth, trained with the two passes of
-Alg. 1 and no gradient through the first. The map starts at 0. ω is there, and nothing reads it.
+Alg. 1 and no gradient through the first. The map starts at 0. ω stays where it starts. This is for
+one process, and for samplers without re-masking.
 """
 
 import os

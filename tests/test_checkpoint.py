@@ -395,3 +395,15 @@ def test_rope_parameters_of_transformers_5_are_read(tmp_path, tiny_dream):
                   rope | {"partial_rotary_factor": 0.5}):
         write(rope_parameters=other)
         refused("has rope_parameters = .*only rope_type 'default'", DreamConfig.read, tmp_path)
+
+
+def test_bf16_is_of_safetensors_and_leaves_omega(tmp_path):
+    model = MDLM(ModelConfig(**TINY))
+    path = our_file(tmp_path / "m.pt", model)
+    main = lambda out: checkpoint.main(checkpoint.Config(path, out, bf16=True))
+    refused("--bf16 is of a file", main, str(tmp_path / "half.pt"))
+    main(str(tmp_path / "half.safetensors"))
+    half = MDLM.load(str(tmp_path / "half.safetensors"))
+    for name, t in half.state_dict().items():
+        own = model.state_dict()[name]
+        assert torch.equal(t, own if name.startswith("sm.") else own.bfloat16().float())

@@ -131,8 +131,13 @@ def test_bounds_are_averaged_over_seeds(tmp_path):
                                     "settings": {"step": 1400}}))
     result_file(tmp_path / "binary.json", 9.5, "ppl", label="binary", soft=False, step=2000)
     assert plot.bounds(f"{tmp_path}/*.json").splitlines()[2:] == [
-        "| binary | 2,000 | 1 | 9.500 |  |  |",
-        "| SM | 1,400 | 2 | 7.500 ± 0.707 | 0.1500 | +0.0300 ± 0.0141; ± 0.0075 |"]
+        "| binary | 2,000 | 1 | 9.500 |  |  |  |",
+        "| SM | 1,400 | 2 | 7.500 ± 0.707 | 0.1500 | +0.0300 ± 0.0141; ± 0.0075 | 3.0 |"]
+    refused("run eval.py ppl with --against", plot.ablation, f"{tmp_path}/binary.json")
+    if importlib.util.find_spec("matplotlib"):
+        [ax] = plot.ablation(f"{tmp_path}/*.json").axes  # a dot for a seed, a bar for its error
+        assert ax.containers[0][0].get_xdata().tolist() == [0.02, 0.04]
+        assert ax.containers[0][2][0].get_segments()[1][:, 0] == pytest.approx([0.03, 0.05])
     result_file(tmp_path / "c.json", 7.5, "ppl", label="soft", step=2000)
     assert plot.table(f"{tmp_path}/[bc]*.json").splitlines()[2:] == [
         "|  | binary | binary | 2k | 9.50 |", "|  | soft | soft | 2k | 7.50 |",
@@ -159,6 +164,16 @@ def test_feedback_is_a_table_or_a_figure(tmp_path, capsys):
         [[0.45, gain]] for gain in gains.values()]
 
 
+def test_costs_are_drawn_over_sizes_as_they_are(tmp_path):
+    pytest.importorskip("matplotlib", reason="would draw the cost over sizes")
+    found = {name: [{"x": x, "SM": 2.0} for x in sizes]
+             for name, sizes in {"update over L": (64, 512), "update over k": (1, "|V|")}.items()}
+    (tmp_path / "bench.json").write_text(json.dumps({"curves": found}))
+    [L], [k] = (ax.lines for ax in plot.curves(str(tmp_path / "bench.json")).axes)
+    assert L.get_xdata().tolist() == [64, 512] and L.get_linestyle() == "-"
+    assert list(k.get_xdata()) == ["1", "|V|"] and k.get_linestyle() == "None"
+
+
 def test_where_runs_ended(tmp_path):
     line = {"step": 500, "lam": 0.0, "tokens_per_s": 2000, "seconds": 60}
     omega = [{"omega_s": s, "omega_a": 1.0, "omega_b": -2.5, "lam": 0.25} for s in (0.001, 0.5)]
@@ -177,7 +192,8 @@ def test_where_runs_ended(tmp_path):
 
 def test_the_scripts_in_results_use_flags_that_exist():
     folder = Path(ROOT, "results")
-    commands = re.findall(r"python (\w+)\.py((?:.*\\\n)*.*)", (folder / "measure.sh").read_text())
+    text = "".join((folder / name).read_text() for name in ("measure.sh", "draw.sh"))
+    commands = re.findall(r"python (\w+)\.py((?:.*\\\n)*.*)", text)
     lines = (folder / "run.sh").read_text().splitlines()
     commands += [("train", line) for line in lines if not line.startswith("#")]
     assert len(commands) > 20
@@ -206,25 +222,36 @@ def test_runs_are_grouped_by_name_and_seed(logs, tmp_path):
     dream = {"step": 1, "val_soft": 4.0, "val_soft_ce": 2.0, "omega_s": 0.1, "tau": 0.9}
     log(tmp_path / "dream-1231" / "log.jsonl", dream)
     more = f"{logs},{tmp_path}/sm-1.jsonl,{tmp_path}/dream-1231/log.jsonl"
-    found = plot.log_series(more, "ppl")
-    shown = ("ppl", "omega_s", "omega_a", "tau")
+    found = plot.log_series(more, "bound")
+    shown = ("bound", "share", "omega_s", "omega_a", "tau")
     assert {name: tuple(map(q.get, shown)) for name, q in found.items()} == {
-        "sm": ({10: pytest.approx([8, 6])}, {5: [0.1, 0.3], 10: [0.2, 0.2]},
-               {5: [4.0, 8.0], 10: [4.0, 8.0]}, {}),
-        "binary": ({10: pytest.approx([4])}, {}, {}, {})}
+        "sm": ({10: [math.log(8), math.log(6)]}, {10: pytest.approx([0.117783, 0.405465])},
+               {5: [0.1, 0.3], 10: [0.2, 0.2]}, {5: [4.0, 8.0], 10: [4.0, 8.0]}, {}),
+        "binary": ({10: [math.log(4)]}, {}, {}, {}, {})}
     found = plot.log_series(more, "omega_s")  # of a binary run nothing is learned
     assert set(found) == {"sm", "dream"}
-    assert [found["dream"][name] for name in shown] == [{}, {1: [0.1]}, {}, {1: [0.9]}]
+    assert [found["dream"][name] for name in shown] == [
+        {}, {}, {1: [0.1]}, {}, {1: [0.9]}]
 
 
 def test_what_is_no_log_is_refused(tmp_path):
     path = tmp_path / "a.jsonl"
     log(path, {"step": 1})
-    for needed, name in ("ppl", "held-out perplexity"), ("omega_s", "ω_s"):
+    for needed, name in ("bound", "held-out bound"), ("omega_s", "ω_s"):
         refused(f"no log with {name}", plot.log_series, str(path), needed)
-    for line in {"val_plain": 1.0}, {"step": 1, "val_plain": 1e4}, [1]:
+    for line in {"val_plain": 1.0}, {"step": 1, "val_plain": "2"}, [1]:
         log(path, line)
-        refused("is no log of a run", plot.log_series, str(path), "ppl")
+        refused("is no log of a run", plot.log_series, str(path), "bound")
+
+
+def test_a_method_looks_the_same_in_every_figure():
+    found = plot.styles(["scratch-binary", "scratch-sm", "scratch-sm-k1", "scratch-owt"])
+    assert [tuple(style.values()) for style in found.values()] == [
+        ("binary", "C0", "-"), ("SM", "C1", "-"), ("SM, k = 1", "C1", "--"), ("owt", "C5", "-")]
+    found = plot.styles(["MBPP, SM k=1, p ≥ 0.9", "sm"])
+    assert [tuple(style.values()) for style in found.values()] == [
+        ("MBPP, SM k=1, p ≥ 0.9", "C1", "-"), ("SM", "C1", "--")]
+    assert plot.styles(["owt"])["owt"]["label"] == "owt"
 
 
 @pytest.fixture
@@ -271,17 +298,18 @@ def test_trace_follows_the_sample(traced):
 
 def test_figures_are_drawn(logs, page, tmp_path, monkeypatch):
     pytest.importorskip("matplotlib", reason="would draw Fig. 3, 5 and 7, and look into the axes")
-    left, right = plot.runs(logs).axes
-    colors = {line.get_label(): line.get_color() for line in left.lines}
-    assert colors == {"binary": "C0", "sm": "C1"}
-    assert [line.get_color() for line in right.lines] == ["C1"]
-    assert len(plot.ablation(logs).axes[0].get_yticks()) == 2
+    log(tmp_path / "sm-2.log.jsonl", {"step": 20, "val_soft": 1.0})  # only one seed is there yet
+    bound, *others = plot.runs(f"{logs},{tmp_path}/sm-2.log.jsonl", entropy=0.25).axes
+    colors = {line.get_label(): line.get_color() for line in bound.lines}
+    assert colors == {"binary (n = 1)": "C0", "SM (n = 2)": "C1", "entropy of the data": "gray"}
+    assert [line.get_xdata().tolist() for line in bound.lines[:2]] == [[10], [10]]
+    assert [[line.get_color() for line in ax.lines] for ax in others] == [["C1"], ["C1"]]
     trace = str(page.parent / "on.jsonl")
     ax, _ = plot.trajectory(trace).axes
     assert ax.get_ylabel() == "network call" and len(ax.texts) == 2 * 5
     assert len(plot.trajectory(read_jsonl(trace)).axes[0].texts) == 2 * 5
     log(tmp_path / "q" / "log.jsonl", {"step": 1, "loss": 2.0, "omega_s": 0.1})
-    assert plot.runs(f"{tmp_path}/q/log.jsonl").axes[0].get_ylabel() == "loss in training"
+    assert plot.runs(f"{tmp_path}/q/log.jsonl").axes[0].get_ylabel().startswith("loss in")
     for kind in "png", "svg":
         plot.main(plot.Config(trajectory=trace, out=str(tmp_path / f"f.{kind}")))
         assert (tmp_path / f"f.{kind}").stat().st_size > 1000
@@ -394,7 +422,7 @@ def test_frontier_has_a_line_per_row_and_a_dot_per_budget(tmp_path):
                 sampler="data")
     [ax] = plot.frontier(f"{tmp_path}/*.json").axes
     soft, of_data = ax.lines
-    assert soft.get_label() == "standard soft 1M"
+    assert soft.get_label() == "standard SM 1M" and soft.get_color() == "C1"
     assert of_data.get_xydata().tolist() == [[5.44, 14.8]]
     assert soft.get_xydata().tolist() == [[pytest.approx(5.4333, abs=1e-4), 41.0], [5.3, 23.0]]
     assert [text.get_text() for text in ax.texts] == ["1/8", "1/1", ""]

@@ -14,6 +14,7 @@ import torch
 import data
 import train
 from eval import bound, sudoku
+from launch import append_jsonl
 from mdlm import MDLM, ModelConfig
 from sample import generate_in_order
 
@@ -108,3 +109,15 @@ def test_the_shipped_model_writes_as_many_right_grids_as_is_claimed():
     right = sudoku([tok.decode(row) for row in ids.tolist()])["right"]
     assert abs(right - 0.671) < 3 * math.sqrt(0.671 * 0.329 / 128)
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
+
+
+def test_a_run_without_feedback_and_a_line_without_omega_are_shown(tmp_path, capsys):
+    """Lines of an evaluation alone have no ω, and a binary model has one column."""
+    model, tok = MDLM(small(soft_mask=False)), data.tokenizer("bytes")
+    cfg = train.Config(out_dir=str(tmp_path), length=39)
+    train.count_right(cfg, model, tok, torch.tensor([256, *[258] * 36, 257, 257]), n=2)
+    assert "with feedback" not in capsys.readouterr().out
+    line = {"step": 7, "omega_s": 0.5, "omega_a": 1, "omega_b": -2, "lam": 0.25}
+    append_jsonl(tmp_path / "log.jsonl", {"step": 0, "val_soft": 1}, line)
+    train.print_omega(cfg)
+    assert capsys.readouterr().out.split()[-5:] == ["7", "0.500", "1.000", "-2.000", "0.250"]

@@ -325,9 +325,10 @@ def test_sigterm_saves_the_update_and_what_was_due_is_made_on_resume(tiny, monke
     assert stop.value.code == 128 + signal.SIGTERM and checkpoint.load(file(cut))["step"] == 2
     out = capsys.readouterr().out
     assert "stopped after update 2, saved in" in out and "--resume goes on" in out
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, pytest.raises(SystemExit) as stop:
         told(patch)
         train(cut)
+    assert stop.value.code == 128 + signal.SIGTERM
     assert list(bounds(cut)) == [2]  # the one of update 4 was prevented again
     train(cut)
     assert bounds(cut) == bounds(whole)
