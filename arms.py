@@ -66,8 +66,15 @@ class Slerp(SoftMask):
 class Permuted(SoftMask):
     """A placebo: of N masks, each gets the mix of the one N/2 further on, mostly in another row.
 
-    So a sample depends on the rest of its batch, and a mask that is alone keeps its own mix.
+    So a sample depends on the rest of its batch, and a mask that is alone keeps its own mix. Where
+    decoding makes the logits in several chunks, each chunk is permuted within itself. With k = None
+    training does so too, and small chunks would leave each mask its own mix: so k is needed.
     """
+
+    def __init__(self, mask_id, k=3, *omega, **others):
+        if k is None:
+            raise ValueError("the permuted arm with k=None depends on the size of chunks: give k")
+        super().__init__(mask_id, k, *omega, **others)
 
     def mix(self, table, lam, ids, pi):
         mixed = super().mix(table, lam, ids, pi)                                   # (N, D)
@@ -75,6 +82,11 @@ class Permuted(SoftMask):
 
 
 ARMS = {"": SoftMask, "constant": Constant, "renorm": Renorm, "slerp": Slerp, "permuted": Permuted}
+
+
+def soft_mask(arm="", **omega):
+    """The SoftMask of an adapter, from the arguments that dream.read_omega returns."""
+    return ARMS[arm](**omega)
 
 
 def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):

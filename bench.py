@@ -47,7 +47,7 @@ from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream, objective
 from launch import Count, Refused, progress, write_text
-from mdlm import MDLM, ModelConfig, corrupt, sample_times
+from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
 from sample import generate
 from sample_dream import decode, decode_blocks, pad_prompts
 from softmask import SoftMask
@@ -655,13 +655,13 @@ def decoding_table(cfg, device, dtype):
     x, _ = pad_prompts(dream.cfg, prompt, n, device)
 
     def run(feedback, cache):
-        how = dict(temperature=0.1, top_p=0.9, sm=feedback)
+        model, how = TwoPass(dream, feedback, mask_id), dict(temperature=0.1, top_p=0.9)
         on = "cpu" if device.type == "mps" else device  # MPS has no float64 to draw in
         how["generator"] = torch.Generator(on).manual_seed(0)
         if cache:
-            decode_blocks(dream, x, n, steps, block, cache, **how)
+            decode_blocks(model, x, n, steps, block, cache, **how)
         else:
-            decode(dream, x, mask_id, steps, **how)
+            decode(model, x, steps, **how)
     cases = {f"{'SM' if feedback else 'binary'}, {f'blocks, {cache}' if cache else 'at once'}":
              lambda feedback=feedback, cache=cache: run(feedback, cache)
              for cache in ("", "prefix", "dual") for feedback in (None, sm)}

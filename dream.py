@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
-from arms import ARMS
+from arms import soft_mask
 from checkpoint import MIXES, read_safetensors
 from checkpoint import load as load_checkpoint
 from launch import Refused, read_json
@@ -306,7 +306,7 @@ def check_numbers(state, folder):
 
 
 def load_adapter(model, folder):
-    """Attach the adapter in `folder`, in place. Returns the arguments of its SoftMask, or None.
+    """Attach the adapter in `folder`, in place. Returns the arguments of arms.soft_mask, or None.
 
     DoRA is read as peft writes it, ω by `read_omega`; None means that the adapter was trained with
     binary masks. Raises Refused for another kind of adapter, or another model's: finetune.json,
@@ -341,7 +341,7 @@ def soft_mask_file(folder):
 
 
 def read_omega(cfg, folder):
-    """The arguments of an adapter's SoftMask, and its arm if it has one; None for binary masks.
+    """The arguments of arms.soft_mask for an adapter, or None for binary masks.
 
     softmask.json counts more than transparency_config.json, whose numbers are rounded to bf16.
     Raises Refused for what is not a soft mask of this model, or has a setting that means
@@ -371,7 +371,7 @@ def read_omega(cfg, folder):
                       omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
         if sm["omega_s"] == 1:  # rounded up: bf16 has no number between 0.998 and 1
             sm["omega_s"] = 1 - 1e-6
-        ARMS[sm.get("arm", "")](**{name: v for name, v in sm.items() if name != "arm"})
+        soft_mask(**sm)
     except KeyError as e:
         raise Refused(f"{path} is not a soft mask: {e} is missing, or not known here")
     except (TypeError, ValueError) as e:

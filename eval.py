@@ -50,6 +50,7 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import finetune_dream as dream
+from arms import soft_mask
 from data import rng
 from dream import load_adapter
 from launch import (
@@ -65,7 +66,6 @@ from launch import (
     write_text,
 )
 from mdlm import ALPHA_FLOOR, MDLM, TwoPass, corrupt, sample_times
-from softmask import SoftMask
 
 Length = Annotated[int, 3, 2**31]  # BOS, a token, EOS
 
@@ -286,7 +286,7 @@ def bound_by_feedback(model, x0, xt, t, other):
         n-th mask of other, counted over the batch. Where other has fewer, it starts again.
     Returns (4, B) float64, nats per sequence. `none` and `own` are MDLM.forward, bit for bit.
     """
-    net, sm, (B, L) = model.net, model.sm, xt.shape
+    net, (B, L) = model.net, xt.shape
     rows, theirs = ((x == model.mask_id).flatten().nonzero().squeeze(1) for x in (xt, other))
     tokens, plain = x0.flatten()[rows], F.embedding(xt, net.table)         # (N,), (B, L, D)
 
@@ -299,8 +299,7 @@ def bound_by_feedback(model, x0, xt, t, other):
     h = net.hidden(F.embedding(other, net.table), theirs, t)               # (M, D)
     at = torch.arange(len(rows), device=rows.device) % max(1, len(theirs))  # (N,)
     permuted = model.feedback(h)[0][at]                                    # (N, D)
-    one = torch.ones(len(rows), 1, device=rows.device)                     # (N, 1)
-    truth = sm.mix(net.table, sm.strength(0 * one[:, 0]), tokens[:, None], one)       # (N, D)
+    truth = model.feedback_of_certain(tokens)[0]                           # (N, D)
     hs = none, after(own), after(permuted), after(truth)
     nll = torch.stack([model.cross_entropy(h, tokens) for h in hs])        # (4, N)
     return (nll.new_zeros(4, B).index_add(1, rows // L, nll) / t).cpu().double()
@@ -345,7 +344,7 @@ def feedback_on_dialogues(cfg):
     if omega is None or n < 2:
         raise Refused(f"{cfg.checkpoint} on {n} held-out dialogues: to compare feedbacks, give an "
                       f"adapter with ω, of a run that held out two")
-    model = TwoPass(net, SoftMask(**omega).to(device), mask_id)
+    model = TwoPass(net, soft_mask(**omega).to(device), mask_id)
     x0s = [dream.pad_with_eos(ids, net.cfg.pad_token_id, rng("n_end", cfg.seed, i))[None]
            for i, (ids, _) in enumerate(val)]                                        # (1, L) each
     times, parts = sample_times(n * cfg.repeats, rng("times", cfg.seed), low=1e-6), []

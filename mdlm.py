@@ -297,6 +297,7 @@ class TwoPass(nn.Module):
         super().__init__()
         self.net, self.sm, self.mask_id, self.two_updates = net, sm, mask_id, two_updates
         self.lam = self.lam_sd = self.mix_norm = torch.zeros(())
+        self.known = None, None
 
     def feedback(self, h):
         """What masked positions look like in the next pass                 Alg. 1 l.6-7, Alg. 2 l.6
@@ -307,6 +308,8 @@ class TwoPass(nn.Module):
         table, sm = self.net.table, self.sm
 
         def head(h):
+            if h is self.known[0]:
+                return self.known[1]
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
                 return self.net.head(h)                                        # (n, V)
 
@@ -324,6 +327,26 @@ class TwoPass(nn.Module):
         lam, ids, pi = in_chunks(lambda_and_topk, h, V=len(table), keeps=5 * self.two_updates)
         # One mix for all chunks, because each look into the table costs a dense (V, D) gradient.
         return sm.mix(table, lam, ids, pi), lam, ids[:, 0]                     # (n, D), (n,), (n,)
+
+    def feedback_of(self, h, logits):
+        """`feedback(h)` where logits = head(h) (n, V) are there: the head does not run again.
+
+        A subclass overrides `feedback(h)` alone, and is heard here too.
+        """
+        self.known = h, logits
+        try:
+            return self.feedback(h)
+        finally:
+            self.known = None, None
+
+    def feedback_of_certain(self, ids):
+        """`feedback` where the prediction is these very tokens: one-hot, H = 0, λ at its maximum.
+
+        ids: (m,).   Returns embeddings (m, D), λ (m,) and ids, like `feedback`.
+        """
+        zero = torch.zeros(len(ids), device=ids.device)                        # (m,)  −H
+        lam, one = self.sm.strength(zero), torch.ones_like(zero)[:, None]      # (m,), (m, 1)
+        return self.sm.mix(self.net.table, lam, ids[:, None], one), lam, ids
 
     @torch.no_grad()
     def note(self, mixed, lam):

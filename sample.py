@@ -112,19 +112,27 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
         masked ^= flips
 
 
+def one_each(generator, n):
+    """A list of n CPU generators: the list that is given, or new ones, with seeds from a generator.
+
+    generator: a torch.Generator, None for torch's own, or a list of n.
+    """
+    if isinstance(generator, list):
+        return generator
+    seeds = torch.randint(2**62, (n,), generator=generator).tolist()
+    return [torch.Generator().manual_seed(seed) for seed in seeds]
+
+
 def schedule_batch(free, steps, generator, every, **schedule):
     """`schedule_flips` of n sequences. In each turn, every sequence takes its own next step [ours].
 
     free: (n, L) bool.   every, schedule: as there.
-    generator: a torch.Generator, None for torch's own, or a list of n.
+    generator: see `one_each`.
     Yields (t, flips, u): (n,), (n, L), (n, L). A finished sequence has t = T_END and no flips.
     """
     n, L = free.shape
-    if not isinstance(generator, list):
-        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
-        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
     sequences = [schedule_flips(row, steps, g, every, **schedule)
-                 for row, g in zip(free, generator)]
+                 for row, g in zip(free, one_each(generator, n))]
     finished = T_END, np.zeros(L, bool), np.zeros(L)
     for turn in zip_longest(*sequences, fillvalue=finished):
         yield tuple(map(np.stack, zip(*turn)))
@@ -175,18 +183,6 @@ def sample_categorical(probs, u):
 
 # -------------------------------------------------------------------------------------------------
 # Alg. 2
-
-
-def remasked_feedback(model, ids):
-    """What a re-masked position looks like in the next pass                              Alg. 2 l.6
-
-    It was visible in this call, and what is visible is certain: the model predicts that very token
-    (SUBS [code]). So its feedback is one-hot, with H = 0 and λ at its maximum.
-    ids: (m,) the tokens before.   Returns embeddings (m, D), λ (m,) and ids, like TwoPass.feedback.
-    """
-    zero = torch.zeros(len(ids), device=ids.device)                            # (m,)  −H
-    lam, one = model.sm.strength(zero), torch.ones_like(zero)[:, None]         # (m,), (m, 1)
-    return model.sm.mix(model.net.table, lam, ids[:, None], one), lam, ids
 
 
 def check_settings(model, n, steps, top_p, soft, passes, fresh):
@@ -282,7 +278,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         emb[appear] = F.embedding(x[appear], table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-            emb[vanish], lam[vanish], guess[vanish] = remasked_feedback(model, x[vanish])
+            # What vanishes was visible in this call: the model predicts that very token, and is
+            # certain (SUBS [code]).
+            emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(x[vanish])
         else:
             emb[vanish] = table[mask_id]
         x[vanish] = mask_id
@@ -304,7 +302,6 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
     order: "entropy", the surest first (§2.2), or "random", its control.
     steps: T, at most the number of masks. With as many, it is exactly one token a step.
-    generator: a list of n, one per sequence. A sample is the same in any batch.
     Others, and what is returned: see `generate`. Raises Refused for settings out of range. Checked
     against tests/oracles.py in_order.
 
@@ -315,12 +312,13 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         return probs, sample_categorical(probs, u)
 
     check_settings(model, n, steps, top_p, soft, passes, False)
+    if order not in filter(None, ORDERS):
+        raise Refused(f"order={order!r} is none of {', '.join(filter(None, ORDERS))}")
     was_training = model.training
     model.eval()  # no dropout
     x = torch.full((n, model.cfg.length), model.mask_id) if x is None else x.expand(n, -1)
-    ids, nfe = decode(model.net, x.to(model.net.table.device), model.mask_id, steps,
-                      on_step=on_step, algorithm=order, generator=generator, even=True,
-                      feedback=model.feedback if soft and model.sm else None, passes=passes,
+    ids, nfe = decode(model, x.to(model.net.table.device), steps, on_step=on_step, algorithm=order,
+                      generator=one_each(generator, n), even=True, soft=soft, passes=passes,
                       choose=choose)
     model.train(was_training)
     return ids.cpu(), nfe

@@ -7,8 +7,9 @@
     App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values
 
 This counts tokens where the samplers of sample.py flip coins. The command is Dream's. `decode`
-takes any backbone, and an MDLM is decoded by it with `sample.py --order=entropy`. Tensors with a
-vocabulary axis are (n, V), a row per masked position, and exist only inside `in_chunks`.
+takes any backbone in a TwoPass, and an MDLM is decoded by it with `sample.py --order=entropy`.
+Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only inside
+`in_chunks`.
 
 Not here: training, benchmarks (eval_dream.py), re-masking (Dream never takes a token back).
 
@@ -28,10 +29,10 @@ import torch
 import torch.nn.functional as F
 
 import dora
-from arms import ARMS, with_omega
+from arms import soft_mask, with_omega
 from dream import Dream, Tokenizer, load_adapter, soft_mask_file
 from launch import Refused, line_breaks, machine, progress, run
-from mdlm import in_chunks
+from mdlm import TwoPass, in_chunks
 from softmask import SoftMask, time_gain
 
 # Dream's names. The last one is ours: the control of the others.
@@ -194,37 +195,27 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     return x0, conf
 
 
-def soft_masks(net, sm, logits):
-    """How masks look next (n, D), λ (n,) and the likeliest tokens (n,)                  Alg. 2 l.6
-
-    logits: (n, V), without temperature and top-p [code].   sm: SoftMask, or None: returns ().
-    """
-    if sm is None:
-        return ()
-    lam, ids, pi = sm(logits)                                           # (n,), (n, k), (n, k)
-    guess = pi.argmax(-1) if ids is None else ids[:, 0]                 # (n,)
-    return sm.mix(net.table, lam, ids, pi), lam, guess
-
-
-def look(net, h, sm, never, algorithm, wanted=None, u=None, **pick):
+def look(model, h, soft, never, algorithm, wanted=None, u=None, **pick):
     """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
-    h: (N, D) hidden states.   never, algorithm, u (N, 2), pick: arguments of `propose`.
+    model: TwoPass.   h: (N, D) hidden states.   soft: whether there is feedback.
+    never, algorithm, u (N, 2), pick: arguments of `propose`.
     wanted: (N,) bool, the masks that can be revealed (default: all).
-    Returns x0 and conf of these, and, with an sm, the `soft_masks` of all N.
+    Returns x0 and conf of these, and, if soft, TwoPass.feedback of all N. It comes from the logits
+    without temperature and top-p [code].
     """
-    V = len(net.table)
+    V = len(model.net.table)
 
     def rows(h, u=None):
-        logits = net.head(h)                                            # (n, V)
+        logits = model.net.head(h)                                      # (n, V)
         found = propose(logits, never, algorithm, u=u, **pick)          # (n,), (n,)
-        return *found, *soft_masks(net, sm, logits)
+        return *found, *(model.feedback_of(h, logits) if soft else ())
 
     def few(h, wanted):  # a proposal costs more than the logits: the other rows get 0
-        logits = net.head(h)                                            # (n, V)
+        logits = model.net.head(h)                                      # (n, V)
         found = propose(logits[wanted], never, algorithm, **pick)
         found = (v.new_zeros(len(h)).masked_scatter(wanted, v) for v in found)
-        return *found, *soft_masks(net, sm, logits)
+        return *found, *(model.feedback_of(h, logits) if soft else ())
 
     if wanted is None:
         return in_chunks(rows, h, *[] if u is None else [u], V=V)
@@ -305,27 +296,28 @@ def faded(plain, soft, schedule, switch, left, start):
     return mixed.to(soft.dtype)
 
 
-def draws(generators, masked):
+def draws(generators, masked, real):
     """Numbers for each mask (N, 2) float64 in [0, 1), row-major, or None without a list.
 
-    generators: a list with one CPU generator for each sequence of masked (B, L). Each draws 2 L
-    numbers, whatever is masked, so that a sequence is the same in any batch.
+    generators: a list with one CPU generator for each sequence of masked (B, L).
+    real: (B, L), False on padding. Each generator draws two numbers for each of these positions,
+    whatever is masked, so that a sequence is the same in any batch.
     """
     if not isinstance(generators, list):
         return None
     where = "cpu" if masked.device.type == "mps" else masked.device  # MPS has no float64
-    L = masked.shape[1]
-    u = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
-    return torch.stack(u).to(where)[masked.to(where)]
+    u = [torch.rand(n, 2, dtype=torch.float64, generator=g)
+         for n, g in zip(real.sum(-1).tolist(), generators)]
+    return torch.cat(u).to(where)[masked[real].to(where)]
 
 
 @torch.no_grad()
-def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=0.5, on_step=None,
-           algorithm="entropy", generator=None, even=False, feedback=None, passes=1, **pick):
+def decode(model, x, steps, valid=None, schedule="none", switch=0.5, on_step=None,
+           algorithm="entropy", generator=None, even=False, soft=True, passes=1, **pick):
     """Fill the masks of x in `steps` steps                                              Alg. 2
 
-    net: a backbone with table, hidden and head.   x: (B, L) ids.
-    sm: SoftMask, or None for binary feedback.
+    model: TwoPass around any backbone. Without a soft mask, its feedback is binary.
+    x: (B, L) ids.   soft: False decodes in binary.
     valid: (B, L), False on padding, for a backbone that takes it (default: there is none).
     schedule, switch: see `time_gain`.
     algorithm; pick: temperature, top_p, top_k, eos, eos_penalty, or choose: see `propose`.
@@ -333,7 +325,6 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
     even: each step reveals its share of what is left, rounded up. So with as many steps as masks
         it is exactly one token a step [ours] (default: Dream's `reveal_count`). Needs a list of
         generators.
-    feedback: h (N, D) → how masks look next (N, D), λ (N,), likeliest tokens (N,), in place of sm.
     passes: network calls in each step, each with the feedback of the one before.
     on_step(x, lam, guess, rows, h): follows every step, the first three (B, L). At masks, lam is λ
         before the schedule, and guess the likeliest token, both of the prediction that is fed back.
@@ -343,7 +334,11 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
     batch. Raises Refused for settings that cannot be run. Checked against
     tests/oracles.py slow_decode and tests/oracles.py in_order.
     """
+    net, mask_id, soft = model.net, model.mask_id, soft and model.sm is not None
+    if passes < 1 or passes > 1 and not soft:
+        raise Refused(f"passes={passes} must be at least 1, and without feedback no more than 1")
     masked = x == mask_id                                               # (B, L)
+    real = torch.ones_like(masked) if valid is None else valid          # (B, L)
     start = masked.sum(-1)                                              # (B,)
     check(int(start.max()), steps, algorithm, schedule=schedule, switch=switch, **pick)
     context = {} if valid is None else {"valid": valid}
@@ -365,14 +360,14 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
         t = masked.float().mean(-1)                                     # (B,)  the share of masks
         for _ in range(passes - 1):
             h = net.hidden(emb, rows, t, **context)                     # (N, D)             l.3
-            emb = fed(feedback(h)[0], masked)
+            emb = fed(model.feedback(h)[0], masked)
         h = net.hidden(emb, rows, t, **context)                         # (N, D)             l.3
         nfe += passes * masked.any(-1)
         # Where the model predicts [MASK], the last step takes the best real token [ours]: it has
         # to make an end, while the original leaves masks in its answers.
         never = mask_id if last else None
-        u = draws(generator, masked)                                    # (N, 2)
-        x0, conf, *soft = look(net, h, sm, never, algorithm, u=u, **pick)    # (N,), (N,)    l.4
+        u = draws(generator, masked, real)                              # (N, 2)
+        x0, conf, *now = look(model, h, soft, never, algorithm, u=u, **pick)             # l.4, l.6
         count = -(-masked.sum(-1) // (steps - i)) if even else None     # (B,)  rounded up
         if even:
             # From masks alone a DiT says the same of every position. Chance chooses one, not
@@ -381,24 +376,22 @@ def decode(net, x, mask_id, steps, sm=None, valid=None, schedule="none", switch=
             conf = torch.where(blank, u[:, 1].to(conf), conf)           # (N,)
         x = reveal(x, masked, x0, conf, times[i], times[i + 1], last, None, algorithm, count)  # l.5
         left = x == mask_id                                             # (B, L)
-        soft = feedback(h) if feedback else soft                        # (N, D), (N,), (N,)
-        emb = fed(soft[0], left) if soft else F.embedding(x, net.table)          # (B, L, D)
+        emb = fed(now[0], left) if soft else F.embedding(x, net.table)          # (B, L, D)
         if on_step:
             seen = torch.zeros(x.shape, device=x.device), x             # (B, L), (B, L)
-            new = (v.masked_scatter(masked, n).where(left, v) for v, n in zip(seen, soft[1:]))
+            new = (v.masked_scatter(masked, n).where(left, v) for v, n in zip(seen, now[1:]))
             on_step(x, *(new if soft else seen), rows, h)
         masked = left
     return x, nfe.cpu()
 
 
 @torch.no_grad()
-def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=None, sm=None,
-                  valid=None, schedule="none", switch=0.5, on_step=None, algorithm="entropy",
-                  **pick):
+def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=None, valid=None,
+                  schedule="none", switch=0.5, on_step=None, algorithm="entropy", **pick):
     """Fill the last gen_len positions, block after block from the left    App. B.2, Fast-dLLM
 
-    model: Dream.   x, valid: from `pad_prompts`.   Others: see `decode`.   on_step(x) follows
-    every pass.   Returns (B, L) ids without any mask.
+    model: TwoPass around a Dream.   x, valid: from `pad_prompts`.   Others: see `decode`.
+    on_step(x) follows every pass.   Returns (B, L) ids without any mask.
     steps: passes, shared by the blocks; with a threshold their number depends on the text.
 
     A block begins with a pass over everything. It reveals the block's first token whatever its
@@ -416,7 +409,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     masks after the block stand still together with their keys and values. Checked against
     tests/oracles.py slow_blocks.
     """
-    mask_id, (B, L) = model.cfg.mask_token_id, x.shape
+    net, mask_id, (B, L) = model.net, model.mask_id, x.shape
     if (x[:, :L - gen_len] == mask_id).any():
         raise Refused(f"the prompt contains the mask token {mask_id}: blocks fill a response "
                       f"only, use block 0 to infill")
@@ -425,7 +418,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     algorithm = algorithm if threshold is None else "maskgit_plus"
     times = torch.linspace(1, 1e-3, steps * block // gen_len + 1)       # of the steps of a block
     start, at = torch.full((B,), gen_len), torch.arange(L, device=x.device)
-    soft = model.table[mask_id].repeat(B, L, 1)                         # (B, L, D)  how masks look
+    soft = net.table[mask_id].repeat(B, L, 1)                           # (B, L, D)  how masks look
     frozen = None                                                       # keys and values
     for b in range(L - gen_len, L, block):
         for i in itertools.count():
@@ -436,21 +429,21 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             masked = (x == mask_id) & (at >= lo) & (at < hi)            # (B, L)  are predicted
             open_ = masked & (at >= b) & (at < end)                     # (B, L)  and can appear
             part = slice(lo, hi)                                        # what the model sees
-            emb = F.embedding(x[:, part], model.table)                  # (B, hi − lo, D)
+            emb = F.embedding(x[:, part], net.table)                    # (B, hi − lo, D)
             emb = torch.where(masked[:, part, None], soft[:, part], emb)
-            h, kv = model.trunk(emb, valid, frozen if lo else None, lo)         # (B, hi − lo, D)
+            h, kv = net.trunk(emb, valid, frozen if lo else None, lo)           # (B, hi − lo, D)
             frozen = kv if first else frozen                            # of all L positions
-            asked = masked if sm else open_    # feedback needs the logits of every mask
-            h = model.before(h, asked[:, part].flatten().nonzero().squeeze(1))          # (N, D)
+            asked = masked if model.sm else open_    # feedback needs the logits of every mask
+            h = net.before(h, asked[:, part].flatten().nonzero().squeeze(1))          # (N, D)
             # A pass that has to reveal something takes a real token, not [MASK].
             never = mask_id if first or last or threshold is not None else None
-            x0, conf, *now = look(model, h, sm, never, algorithm, open_[asked], **pick)
+            x0, conf, *now = look(model, h, bool(model.sm), never, algorithm, open_[asked], **pick)
             step = (times[i], times[i + 1], first or last) if threshold is None else ()
             x = reveal(x, open_, x0, conf, *step, threshold=threshold, algorithm=algorithm)
             left = x == mask_id                                         # (B, L)
-            if sm:
+            if model.sm:
                 new = soft.masked_scatter(masked[..., None], now[0])    # (B, L, D)
-                new = faded(model.table[mask_id], new, schedule, switch, left, start)
+                new = faded(net.table[mask_id], new, schedule, switch, left, start)
                 # A sequence whose block is full waits for the others and changes no more.
                 again = left & masked & open_.any(1, keepdim=True)      # (B, L)
                 soft = torch.where(again[..., None], new, soft)
@@ -481,7 +474,7 @@ def load_for_decoding(cfg):
         raise Refused("no model: add --model=DIR")
     tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtypes[cfg.dtype])
     omega = load_adapter(model, cfg.adapter) if cfg.adapter else None
-    sm = ARMS[omega.pop("arm", "")](**omega) if omega else None
+    sm = soft_mask(**omega) if omega else None
     sm = with_omega(sm, model.cfg.mask_token_id, **given)
     if cfg.schedule != "none" and sm and type(sm).mix is not SoftMask.mix:
         raise Refused(f"schedule {cfg.schedule} needs a mix that is linear in λ, and {cfg.adapter} "
@@ -529,16 +522,16 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(int.from_bytes(key, "big"))
     x, valid = pad_prompts(model.cfg, [ids], cfg.gen_len, device)
-    steps = cfg.steps or cfg.gen_len + ids.count(mask_id)
+    two, steps = TwoPass(model, sm, mask_id), cfg.steps or cfg.gen_len + ids.count(mask_id)
     names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k",
              "eos_penalty")
     settings = {name: getattr(cfg, name) for name in names}
-    settings |= {"sm": sm, "valid": valid, "generator": generator, "on_step": count, "eos": eos}
+    settings |= {"valid": valid, "generator": generator, "on_step": count, "eos": eos}
     if cfg.block:
-        x = decode_blocks(model, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
+        x = decode_blocks(two, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
                           **settings)
     else:
-        x, _ = decode(model, x, mask_id, steps, **settings)
+        x, _ = decode(two, x, steps, **settings)
     before = ids + cfg.gen_len * [mask_id]
     new = [after for after, was in zip(x[0].tolist(), before) if was == mask_id]
     kept = new[:new.index(eos)] if eos in new else new

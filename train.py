@@ -213,6 +213,11 @@ def check_init(ckpt, cfg, special):
     names = ("n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "mask_id", "time_conditioning")
     different = [f"{name} ({ckpt['config'][name]} there, {getattr(cfg, name)} here)"
                  for name in names if ckpt["config"].get(name) != getattr(cfg, name)]
+    if cfg.soft_mask and ckpt["config"].get("soft_mask"):
+        # Its ω was learned for this mix. With another one it would be a start without a meaning.
+        different += [f"{name} ({ckpt['config'][name]!r} there, {getattr(cfg, name)!r} here)"
+                      for name in ("arm", "k")
+                      if ckpt["config"].get(name, getattr(cfg, name)) != getattr(cfg, name)]
     tok = ckpt.get("tokenizer")
     if tok and tok["name"] != special["name"]:
         different.append(f"tokenizer ({tok['name']} there, {special['name']} in {cfg.data})")

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from arms import ARMS, Constant, Permuted, Renorm, Slerp
+from conftest import refused
 from data import rng
 from launch import Refused
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
@@ -101,6 +102,9 @@ def test_every_arm_trains_and_decodes():
     t = sample_times(4, rng("t"))
     xt = corrupt(x0, t, MASK, rng("q"))
     for arm, k in itertools.product(ARMS, (2, None)):
+        if arm == "permuted" and k is None:
+            refused("depends on the size of chunks: give k", MDLM, replace(small, k=k, arm=arm))
+            continue
         torch.manual_seed(0)
         model = MDLM(replace(small, k=k, arm=arm))
         with torch.no_grad():

@@ -22,6 +22,7 @@ import conftest
 import data
 import eval as evaluation
 import finetune_dream
+from arms import Slerp
 from conftest import Killed, kill, refused
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score_with_lm, sudoku, val_ppl
 from launch import from_cli
@@ -165,13 +166,17 @@ def test_feedback_of_an_adapter_is_measured_on_responses(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     finetune_dream.finetune(from_cli(
         finetune_dream.Config, ["tiny", "--steps=1", "--device=cpu"], finetune_dream.PRESETS))
-    asked = []
+    asked, models = [], []
 
     def spy(model, x0, xt, t, other):
         asked.append((x0, xt))
+        models.append(model)
         return torch.full((4, 1), 2.0 * x0.shape[1], dtype=torch.float64)
     monkeypatch.setattr(evaluation, "bound_by_feedback", spy)
+    file = Path("out/tiny_dream/last/softmask.json")
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"arm": "slerp"}))
     evaluation.main(Config("feedback", checkpoint="out/tiny_dream/last", rows=9, device="cpu"))
+    assert isinstance(models[0].sm, Slerp)
     found = json.loads(Path("out/tiny_dream/last.feedback.dialogues.json").read_text())["values"]
     assert found["all"]["draws"] == len(asked) == 9 and found["all"]["own"] > 2
     tok = finetune_dream.Tokenizer("out/tiny_dream/model")

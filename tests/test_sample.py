@@ -18,7 +18,7 @@ import checkpoint
 import data
 import oracles
 import sample
-from conftest import GOLDEN, refused, spy
+from conftest import GOLDEN, gen, refused, spy
 from dream import Tokenizer
 from mdlm import MDLM, ModelConfig
 from sample import (
@@ -285,6 +285,13 @@ def test_decoding_in_order_is_its_loop(order):
                                      soft=soft, passes=passes)[0].tolist()
             for soft, passes in ((False, 1), (True, 1), (True, 2))]
     assert said[0] != said[1] != said[2] != said[0]
+    model = model_of(scale=0.5)
+    keyed = [sample.generate_in_order(model, 2, 5, order, generator=gen(seed))[0].tolist()
+             for seed in (0, 0, 1)]
+    assert keyed[0] == keyed[1] != keyed[2]
+    sample.generate_in_order(model, 2, 5, order)  # torch's own generator
+    refused("order='origin' is none of random, entropy", sample.generate_in_order, model, 2, 5,
+            "origin")
     model = model_of(scale=0.5)  # whoever redefines the feedback of a model is heard
     plain = model.net.table[MASK].detach()
     model.feedback = lambda h: (plain.expand(len(h), -1), h.new_zeros(len(h)), h.new_zeros(len(h)))

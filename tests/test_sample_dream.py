@@ -43,19 +43,20 @@ def recorded(name):
     return torch.from_numpy(values.astype(np.int64) if values.dtype == np.int16 else values)
 
 
-def decode(model, prompt, gen_len, steps, **settings):
+def decode(model, prompt, gen_len, steps, sm=None, **settings):
     """x after every pass, (passes, B, L)."""
     seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
-    last, nfe = S.decode(model, x, MASK, steps, valid=valid,
+    last, nfe = S.decode(mdlm.TwoPass(model, sm, MASK), x, steps, valid=valid,
                          on_step=lambda x, *_: seen.append(x), **settings)
     assert torch.equal(last, seen[-1]) and nfe.tolist() == (steps * (x == MASK).any(1)).tolist()
     return torch.stack(seen)
 
 
-def decode_blocks(model, prompt, gen_len, *args, **settings):
+def decode_blocks(model, prompt, gen_len, *args, sm=None, **settings):
     """The same in blocks.   args: steps, block, cache, threshold."""
     seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
-    S.decode_blocks(model, x, gen_len, *args, valid=valid, on_step=seen.append, **settings)
+    S.decode_blocks(mdlm.TwoPass(model, sm, MASK), x, gen_len, *args, valid=valid,
+                    on_step=seen.append, **settings)
     return torch.stack(seen)
 
 
@@ -117,7 +118,8 @@ def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     """Of all vocabulary-wide tensors of a pass, none has more rows than a chunk."""
     h, wanted = torch.randn(30, 64, generator=gen()), torch.arange(30) % 4 == 1
     wanted[7:14] = False  # a chunk in which nothing is wanted
-    look = lambda *wanted: S.look(model, h, soft(3), MASK, "topk_margin", *wanted)
+    two = mdlm.TwoPass(model, soft(3), MASK)
+    look = lambda *wanted: S.look(two, h, True, MASK, "topk_margin", *wanted)
     x0, conf, *rest = look()
     monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
     calls = spy(monkeypatch, model, "head")
@@ -186,9 +188,32 @@ def test_decode_takes_any_backbone(model):
     other.net.trunk = lambda emb, t: (times.append(t.tolist()), trunk(emb, t))[1]
     x = torch.full((2, 12), 39)
     x[1, :6] = torch.arange(6)
-    got, _ = S.decode(other.net, x, 39, 6, sm=other.sm)
+    got, _ = S.decode(other, x, 6)
     assert not (got == 39).any() and torch.equal(got[1, :6], x[1, :6])
     assert times[0] == [1.0, 0.5] and times == sorted(times, reverse=True) and len(times) == 6
+
+
+def test_each_step_makes_so_many_passes_and_runs_the_head_once_for_the_last(model, monkeypatch):
+    """A longer way to the same feedback: two passes of one step are those of Alg. 1."""
+    two, (x, _) = mdlm.TwoPass(model, soft(3), MASK), S.pad_prompts(model.cfg, PROMPT, 16)
+    calls = spy(monkeypatch, model, "head")
+    got, nfe = S.decode(two, x, 1, passes=2)
+    assert nfe == 2 and [len(h) for h, in calls] == [16, 16]
+    h = model.hidden(F.embedding(x, model.table), (x == MASK).flatten().nonzero()[:, 0], None)
+    emb = F.embedding(x, model.table)
+    emb[x == MASK] = two.feedback(h)[0]
+    h = model.hidden(emb, (x == MASK).flatten().nonzero()[:, 0], None)
+    assert torch.equal(got[x == MASK], model.head(h).argmax(-1))
+    for passes, sm in ((2, None), (0, soft(3))):
+        refused(f"passes={passes} must be at least 1", S.decode, mdlm.TwoPass(model, sm, MASK), x,
+                4, passes=passes)
+
+
+def test_draws_of_a_sequence_do_not_depend_on_its_padding(model):
+    how = dict(algorithm="random", sm=soft(3))
+    both = decode(model, [TEXT, TEXT[:3]], 16, 8, generator=[gen(1), gen(2)], **how)
+    alone = decode(model, [TEXT[:3]], 16, 8, generator=[gen(2)], **how)
+    assert torch.equal(both[:, 1, -19:], alone[:, 0])
 
 
 def test_a_batch_equals_single_runs(model):

@@ -485,6 +485,8 @@ def test_another_run_and_weights_of_another_model_are_refused(tiny, tmp_path, mo
     checkpoint.save(other, **whole | {"tokenizer": whole["tokenizer"] | {"name": "gpt2"}})
     for change, message in (
             (dict(n_head=4), r"n_head \(2 there, 4 here\)"),  # the shapes would fit
+            (dict(arm="slerp"), r"arm \('' there, 'slerp' here\)"),
+            (dict(k=None), r"k \(3 there, None here\)"),
             (dict(init_from=other), r"tokenizer \(gpt2 there, bytes in")):
         cfg = beside(tiny, "2", **dict(init_from=file(tiny)) | change)
         refused("another model than this configuration: " + message, train, cfg)
