@@ -96,11 +96,13 @@ def test_probabilities_and_confidences_equal_the_recorded():
     logits = recorded("filter/logits")
     keys = {"entropy": "negent", "maskgit_plus": "prob", "topk_margin": "margin"}
     for name, temperature, top_p in (("t0.0_pNone_kNone", 0, 1), ("t0.1_p0.9_kNone", 0.1, 0.9)):
-        want = recorded(f"filter/{name}_filtered_probs")
-        torch.testing.assert_close(S.filtered(logits, temperature, top_p), want, atol=1e-6, rtol=0)
+        probs = recorded(f"filter/{name}_filtered_probs")
+        torch.testing.assert_close(S.filtered(logits, temperature, top_p), probs, atol=1e-6, rtol=0)
         for algorithm, key in keys.items():
             x0, conf = S.propose(logits, None, algorithm, temperature, top_p, 0, gen())
             want = recorded(f"filter/{name}_{key}_conf")
+            if temperature and key == "prob":  # of the drawn token: draws differ between torches
+                want = probs.gather(-1, x0[:, None])[:, 0]
             torch.testing.assert_close(conf, want, atol=1e-6, rtol=0)
             assert temperature or torch.equal(x0, recorded(f"filter/{name}_x0_seed0"))
 
@@ -294,12 +296,12 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
 
 
 def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
-    """Each cache with each head."""
+    """Each cache with each head. At this ω no two proposals are so close that rounding decides."""
     x, _ = S.pad_prompts(model.cfg, PROMPT, 16)
     heads, differs = itertools.cycle([(1, "none"), (3, "none"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
         (k, schedule), settings = next(heads), (block, cache, threshold)
-        sm = SoftMask(MASK, k, omega_s=0.9, omega_a=2.0, omega_b=-4.5)
+        sm = SoftMask(MASK, k, omega_s=0.9, omega_a=2.0, omega_b=-5.0)
         want = slow_blocks(model, x, 16, 16, *settings, sm, schedule)
         got = decode_blocks(model, PROMPT, 16, 16, *settings, sm=sm, schedule=schedule)
         assert torch.equal(got, want), (k, settings)
