@@ -405,13 +405,13 @@ def is_sample(line):
 def read_samples(pattern):
     """(samples, settings): the lines of all files, and what they were made with.
 
-    pattern: of files. If NAME.jsonl is not there, it is NAME.RANK.jsonl, as torchrun leaves them.
+    pattern: of files. NAME.jsonl is NAME.RANK.jsonl, too, as torchrun leaves them.
     Of two samples with the same seed and index, one counts.
     Raises Refused for files that hold something else, and for samples of different settings.
     """
     samples, settings = {}, None
     shards = pattern.removesuffix(".jsonl") + ".[0-9]*.jsonl"
-    for path in sorted(glob.glob(pattern) or glob.glob(shards)):
+    for path in sorted({*glob.glob(pattern), *glob.glob(shards)}):
         for line in read_jsonl(path):
             if not is_sample(line):
                 raise Refused(f"{path} is no file of samples: a line has two ids or more, text, "

@@ -135,9 +135,9 @@ def entries(path):
     """
     try:
         result = read_json(path)
-        values, evaluation = result["values"], result["evaluation"]
-        if result["metric"] == "feedback":  # --feedback shows it
+        if "group" in result or result["metric"] == "feedback":  # --benchmarks, --feedback show it
             return []
+        values, evaluation = result["values"], result["evaluation"]
         settings = evaluation | result["settings"] | {"references": values.get("references")}
         label = evaluation["label"] or settings["checkpoint"]
         if result["metric"] in ("ppl", "zero_shot"):

@@ -217,7 +217,6 @@ def time_gain(schedule, t, switch=0.5):
 
 def example():
     """One masked position in a vocabulary of five words, and the gate λ(−H), as bars of λ/ω_s."""
-    sys.stdout.reconfigure(errors="replace")  # not every terminal has Greek letters
     words = ["cat", "dog", "sat", "ran", "[MASK]"]
     table = torch.tensor([[1.0, 0.2], [0.8, 0.6], [-0.5, 1.0], [-0.9, 0.4], [0.0, -1.0]])  # (V, D)
     logits = torch.tensor([[2.0, 1.2, -0.5, -1.0, -torch.inf]])                            # (1, V)
@@ -225,6 +224,7 @@ def example():
     neg_entropy = -torch.special.entr(p).sum()
     print("p      ", "  ".join(f"{word} {v:.3f}" for word, v in zip(words, p)))
     print(f"−H(p)   {neg_entropy:.3f} nats")
+    print("bars    λ/ω_s at other entropies")
     starts = {"the paper's start": {}, "a trained ω": dict(omega_s=0.9, omega_a=3.0, omega_b=-1.0)}
     for name, omega in starts.items():
         sm = SoftMask(mask_id=4, k=3, **omega)
@@ -239,4 +239,5 @@ def example():
 
 
 if __name__ == "__main__":
+    sys.stdout.reconfigure(errors="replace")  # not every terminal has Greek letters
     example()

@@ -7,7 +7,10 @@ import importlib
 import json
 import os
 import re
+import subprocess
 import sys
+
+import pytest
 
 import oracles
 from conftest import ROOT
@@ -157,6 +160,17 @@ def test_oracles_and_what_they_check_name_each_other():
             for name in names:
                 thing = getattr(thing, name)
             assert f"tests/oracles.py {oracle}" in " ".join(thing.__doc__.split()), path
+
+
+def test_nothing_points_out_of_the_folder():
+    """No link is tracked, and no result names a folder of the machine that made it."""
+    if not os.path.isdir(os.path.join(ROOT, ".git")):
+        pytest.skip("no git: would look for links among the tracked files")
+    listed = subprocess.check_output(["git", "ls-files", "-s"], cwd=ROOT, text=True).splitlines()
+    assert len(listed) > 80 and not [line for line in listed if line.startswith("120000")]
+    for path in glob.glob(os.path.join(ROOT, "results", "**", "*.json"), recursive=True):
+        with open(path, encoding="utf-8") as f:
+            assert not re.search(r'"/\w', f.read()), path
 
 
 def test_readme_lists_every_file_and_is_finished():
