@@ -938,25 +938,24 @@ def main(cfg):
     name, source = wanted[0], getattr(cfg, wanted[0])
     out = cfg.out or ("" if name in TABLES else "plot.png")
     kind = os.path.splitext(out)[1].removeprefix(".")
-    if kind == "svg" and name == "trajectory" and cfg.columns:
-        write_text(out, grid_animation(source, cfg.columns))
-        print(f"wrote {out}")
-    elif kind in ("png", "pdf", "svg") and name in FIGURES:
-        fig = runs(source, cfg.entropy) if name == "runs" else FIGURES[name](source)
-        with atomic(out) as tmp:
-            fig.savefig(tmp, format=kind)
-        print(f"wrote {out}")
-    elif kind == "html" and name == "trajectory":
-        write_text(out, trajectory_page(source, cfg.columns))
-        print(f"wrote {out}")
-    elif kind in ("md", "") and name in TABLES:
+    if kind in ("md", "") and name in TABLES:
         text = TABLES[name](source)
         print(text)
         if out:
             write_text(out, text + "\n")
-    else:
+        return
+    drawn = name == "trajectory" and (kind == "html" or kind == "svg" and cfg.columns)
+    if not drawn and (kind not in ("png", "pdf", "svg") or name not in FIGURES):
         raise Refused(f"--out={out} must end in .png, .pdf or .svg, or in .md if it is a table, "
                       f"or in .html if it is a trajectory")
+    if drawn:
+        draw = trajectory_page if kind == "html" else grid_animation
+        write_text(out, draw(source, cfg.columns))
+    else:
+        fig = runs(source, cfg.entropy) if name == "runs" else FIGURES[name](source)
+        with atomic(out) as tmp:
+            fig.savefig(tmp, format=kind)
+    print(f"wrote {out}")
 
 
 if __name__ == "__main__":

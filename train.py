@@ -284,8 +284,9 @@ def demonstrate(cfg, model, bounds, held_out, meta):
     print("\none sample; green: masks, the greener the larger λ")
     ids, _ = make(model, 1, steps, generator=[rng(cfg.seed, "demonstrate")], x=x,
                   on_step=show(tok, cfg.mask_id))
+    more = f" --order=entropy --top_p=1 --given={36 * '.'}" if grids else ""
     print(f"\n{tok.decode(ids[0].tolist())}\n"
-          f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")
+          f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show{more}")
 
 
 # -------------------------------------------------------------------------------------------------

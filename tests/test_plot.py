@@ -319,6 +319,13 @@ def test_figures_are_drawn(logs, page, tmp_path, monkeypatch):
     refused("pip install matplotlib", plot.runs, logs)
 
 
+def test_the_page_of_the_shipped_model_is_made_from_the_template():
+    pages = [Path(ROOT, *at).read_text(encoding="utf-8").partition(">TRACES<")
+             for at in (["trajectory.html"], ["results", "trajectory.html"])]
+    (before, mark, after), (page, _, _) = pages
+    assert mark and page.startswith(before + ">{") and page.endswith("}<" + after)
+
+
 def test_a_grid_appears_picture_by_picture(tmp_path):
     cells = [["<|bos|>", None], *([["<", 0.5, -1.0, [["<", 1.0]]]] * 36), ["", None], ["", None]]
     steps = [cells, [*cells[:7], ["4", None], *cells[8:]]]
