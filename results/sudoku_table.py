@@ -5,10 +5,12 @@
 
 Nats per token are without the floor of α, with feedback where there is an SM model. The share of
 right grids is at one cell a call, 1,000 grids of each run; "off" is an SM model without feedback,
-which is a diagnosis and no baseline.
+which is a diagnosis and no baseline. The second table is of the logs, run by run: the first update
+with ω_s over 0.1, ω_s later, and the bound on 512 grids, with feedback where there is an SM model.
 """
 
 import glob
+import math
 import os
 import re
 import statistics
@@ -17,7 +19,7 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 from data import SUDOKU_NATS  # noqa: E402
-from launch import read_json  # noqa: E402
+from launch import read_json, read_jsonl  # noqa: E402
 
 CELLS = {"random-36-on": "random, on", "random-36-off": "random, off",
          "entropy-36-on": "surest first, on", "entropy-36-off": "surest first, off"}
@@ -30,11 +32,28 @@ def spread(values):
     return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
 
 
+def from_logs():
+    """The second table."""
+    at = 1500, 3000, 3500, 6000
+    heads = ["run", "ω_s > 0.1", "ω_s at 3,500", *(f"bound at {step:,}" for step in at)]
+    print("\n| " + " | ".join(heads) + " |\n|---" + "|--:" * (len(heads) - 1) + "|")
+    for path in sorted(glob.glob(f"{HERE}/sudoku/*.log.jsonl")):
+        log = {line["step"]: line for line in read_jsonl(path)}
+        first = [step for step, line in log.items() if line.get("omega_s", 0) > 0.1][:1]
+        omega = [f"{log[3500]['omega_s']:.2f}"] if first else [""]
+        bounds = [log[step].get("val_soft") or log[step]["val_plain"] if step in log else math.nan
+                  for step in at]
+        cells = [os.path.basename(path)[:-10], *(first or [""]), *omega,
+                 *("" if math.isnan(nats) else f"{nats:.3f}" for nats in bounds)]
+        print("| " + " | ".join(map(str, cells)) + " |")
+
+
 def main():
     found = {}
     for path in sorted(glob.glob(f"{HERE}/sudoku/*.json")):
         run, _, cell = os.path.basename(path).removesuffix(".json").partition(".")
         arm, _, seed = run.rpartition("-")
+        cell = cell.partition(".step-")[0]  # what sudoku_samples.sh adds where STEP is given
         if not re.fullmatch(r"\d+", seed) or cell and cell not in CELLS:
             continue
         result = read_json(path)
@@ -57,3 +76,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    from_logs()
