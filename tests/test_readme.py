@@ -214,7 +214,8 @@ def cut_short(script, words):
     if script == "train":
         own = {"quickstart", "stdlib", "--data=data/novels"} & set(words)
         data = [] if own else ["--data=data/owt"]
-        return [*words, *data, *SMALL, *["--steps=3"] * ("--resume" in words),
+        data += ["--length=39"] * ("quickstart" in words)  # a grid's: a line --given has its cells
+        return [*words, *SMALL, *data, *["--steps=3"] * ("--resume" in words),
                 *["--overwrite"] * (not {"--resume", "quickstart", "stdlib"} & set(words))]
     if script == "sample" and "--count=5000" in words:
         return [*words, "--device=cpu", "--count=2", "--steps=4"]
