@@ -14,19 +14,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import bench
 from bench import PRESETS, Config, interleaved, main, peak
 from conftest import ROOT, configure, refused, torchrun
 from data import rng
 from mdlm import corrupt
-from train import flops_per_token
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
-# -------------------------------------------------------------------------------------------------
-# measuring
+
+
+# measuring ---------------------------------------------------------------------------------------
 
 
 def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
@@ -39,30 +38,23 @@ def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
         calls.append(name)
         now[0] += seconds * (3 if (len(calls) - 1) // 2 % 2 else 1)
 
-    cases = {"a": lambda: case("a", 1.0), "b": lambda: case("b", 1.5)}
-    found = interleaved(cases, 4, CPU)
+    found = interleaved({"a": lambda: case("a", 1.0), "b": lambda: case("b", 1.5)}, 4, CPU)
     assert calls == ["a", "b"] * 5  # the first two do not count
-    assert found["a"]["ratio"] == 1 and found["b"]["ratio"] == pytest.approx(1.5)
-    assert found["a"]["seconds"] == pytest.approx(2.0)
-    assert found["a"]["cpu"] == pytest.approx(4.0)
-
-
-def test_peak_memory_is_what_was_held_at_once():
-    found = peak(bench.three_updates, Config(**QUICK), CPU, None, True)
-    assert 0 < found["before GB"] < found["peak GB"]
-    assert found["before GB"] < 1.5  # of a fresh process, whatever this one has held
+    assert found["a"] == {"seconds": 2.0, "cpu": 4.0, "ratio": 1.0}
+    assert found["b"]["ratio"] == pytest.approx(1.5)
 
 
 def end_abruptly(cfg, device):
     os._exit(3)
 
 
-def test_a_process_that_dies_is_a_sentence():
+def test_peak_memory_is_what_a_fresh_process_held_at_once():
+    found = peak(bench.three_updates, Config(**QUICK), CPU, None, True)
+    assert 0 < found["before GB"] < min(found["peak GB"], 1.5)  # whatever this one has held
     refused("memory was not measured", peak, end_abruptly, None, CPU)
 
 
-# -------------------------------------------------------------------------------------------------
-# what is measured
+# what is measured --------------------------------------------------------------------------------
 
 
 def test_hours_are_tokens_by_rate(capsys):
@@ -73,18 +65,6 @@ def test_hours_are_tokens_by_rate(capsys):
     assert hours == pytest.approx(1e5 * 16 * 1.8 / 8 / 3600)
 
 
-def test_flops_are_those_of_the_matrices():
-    from torch.utils.flop_counter import FlopCounterMode
-    cfg = Config(**QUICK)
-    model, L = bench.build(cfg, CPU, dropout=0.0), cfg.length
-    emb = model.net.table[torch.zeros(2, L, dtype=torch.long)].detach()
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        h = model.net.trunk(emb, torch.full((2,), 0.5))
-        model.net.head(h.flatten(0, 1)[:L])  # half of the rows
-    found = counter.get_total_flops()
-    assert flops_per_token(model.cfg, 0) / 3 * 2 * L == pytest.approx(found, rel=0.1)
-
-
 def test_dream_has_its_real_size():
     """7.6 billion parameters, as many as the released Dream-7B. Counted, not allocated."""
     cfg = Config(**PRESETS["gpu"])
@@ -92,15 +72,10 @@ def test_dream_has_its_real_size():
     assert sum(p.numel() for p in dream.parameters()) == 7_615_616_512
 
 
-# -------------------------------------------------------------------------------------------------
-# what the fast ways must not change
-
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
     not torch.cuda.is_available(), reason="needs CUDA: would check the same on it"))])
 def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypatch):
-    """The compiled trunk is the eager one up to rounding, in one graph, and 25 updates make no
-    other. Names in checkpoints stay."""
+    """One graph, and 25 updates make no other. Names in checkpoints stay."""
     if device == "cpu":  # C++ takes two minutes to build; the graphs are the same without it
         monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     counters, cfg = torch._dynamo.utils.counters, replace(Config(**QUICK), compile=True)
@@ -119,13 +94,6 @@ def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypa
         step(i % 5 > 0, xt.to(device))
     assert warm > 0 and len(sizes) > 10
     assert graphs["unique_graphs"] == warm and not breaks and list(model.state_dict()) == names
-    model.eval()
-    emb = model.net.table.detach()[torch.arange(cfg.batch * cfg.length, device=device) % 99]
-    emb = emb.view(cfg.batch, cfg.length, -1)                                  # (B, L, D)
-    t = torch.full((cfg.batch,), 0.5, device=device)
-    with torch.no_grad():
-        compiled, eager = model.net.trunk(emb, t), type(model.net).trunk(model.net, emb, t)
-    torch.testing.assert_close(compiled, eager, rtol=1e-4, atol=1e-5)
 
 
 def test_marks_change_nothing_and_go_away():
@@ -133,18 +101,17 @@ def test_marks_change_nothing_and_go_away():
 
     The update is that of train.py: all parameters move, ω with them.
     """
-    step, model = bench.training(Config(**QUICK), CPU, None)
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    other, plain = bench.training(Config(**QUICK), CPU, None)
+    (step, model), (other, plain) = (bench.training(Config(**QUICK), CPU, None) for _ in range(2))
     plain.load_state_dict(model.state_dict())
+    before = {name: p.detach().clone() for name, p in model.named_parameters()}
+    methods = lambda: (model.net.trunk, model.feedback, model.cross_entropy, model.sm.forward,
+                       model.sm.mix)
+    unmarked = methods()
     torch.manual_seed(3)
     other(True)
     other(True)
     torch.manual_seed(3)
     step(True)
-    methods = lambda: (model.net.trunk, model.feedback, model.cross_entropy, model.sm.forward,
-                       model.sm.mix)
-    unmarked = methods()
     with bench.watched(model, CPU, "the rest") as (mark, seconds):
         mark("the rest")
         step(True, mark=mark)
@@ -159,8 +126,7 @@ def test_marks_change_nothing_and_go_away():
         assert not torch.equal(p, before[name]) or name.startswith("net.sigma_map"), name
 
 
-# -------------------------------------------------------------------------------------------------
-# the commands
+# the commands ------------------------------------------------------------------------------------
 
 
 def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
@@ -169,20 +135,17 @@ def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     main(Config(**QUICK, parts=",".join(parts), json=str(out)))
     found = json.loads(out.read_text())
     assert set(found) == {"machine", "settings", *parts}
-    assert "part 7 of 7, dream …\n" in capsys.readouterr().out
-    train = found["train"]
-    binary, soft = train["binary"]["seconds"], train["SM, p_sm = 1"]["seconds"]
-    expected = train["SM, p_sm = 0.8 (expected)"]["seconds"]
-    assert expected == pytest.approx(0.2 * binary + 0.8 * soft)
+    seconds = {name: row["seconds"] for name, row in found["train"].items() if "SM" in name}
+    expected = 0.2 * found["train"]["binary"]["seconds"] + 0.8 * seconds["SM, p_sm = 1"]
+    assert seconds["SM, p_sm = 0.8 (expected)"] == pytest.approx(expected)
     assert [p["x"] for p in found["curves"]["update over L"]] == [8, 16, 32, 64]
     assert [p["x"] for p in found["curves"]["update over k"]] == [1, 3, 10, "|V|"]
     assert {len(rows) for rows in found["dream"].values()} == {4, 6}
-    binary, soft = found["overhead"]["binary"], found["overhead"]["SM"]
-    for row in binary, soft:
-        assert row["s/call"] == pytest.approx(row["seconds"] / row["calls"]) and row["calls"] <= 9
     common = {"the rest", "trunk", "draw: head, nucleus, token"}
-    assert set(binary["sections"]) == common
-    assert set(soft["sections"]) == common | {"SM: head", "SM: λ, top k", "SM: look-up"}
+    for name, more in ("binary", set()), ("SM", {"SM: head", "SM: λ, top k", "SM: look-up"}):
+        row = found["overhead"][name]
+        assert row["s/call"] == pytest.approx(row["seconds"] / row["calls"]) and row["calls"] <= 9
+        assert set(row["sections"]) == common | more
     for case in found["profile"].values():
         assert sum(row["%"] for row in case["sections"].values()) == pytest.approx(100)
 
@@ -196,10 +159,8 @@ def test_vocabulary_work_is_a_soft_update():
 
 def test_bad_input_is_refused():
     for how, message in ((dict(parts="train,speed"), "none of train"),
-                         (dict(parts="scaling"), "under torchrun"),
-                         (dict(repeats=0), "repeats=0"), (dict(length=2), "length=2")):
+                         (dict(parts="scaling"), "under torchrun"), (dict(length=2), "length=2")):
         refused(message, main, Config(**QUICK | how))
-    refused("--batch=-1 must be at least 0", configure, "bench", ["--batch=-1"])
 
 
 def test_scaling_runs_on_two_processes(tmp_path):
@@ -210,8 +171,8 @@ def test_scaling_runs_on_two_processes(tmp_path):
     assert list(rows) == ["1 process, batch 2", "strong: 2 × 1", "weak: 2 × 2"]
 
 
-# -------------------------------------------------------------------------------------------------
-# results/gpu.sh
+# results/gpu.sh ----------------------------------------------------------------------------------
+
 
 STAND_IN = """#!/bin/sh
 printf '%s\\n' "$*" >> commands
@@ -233,17 +194,16 @@ def test_gpu_sh_gives_flags_that_exist_and_repeats_no_block(tmp_path):
     shutil.copy(os.path.join(ROOT, "results", "gpu.sh"), tmp_path / "results")
     own = {"PYTHON": str(stand_in), "TEXT": "stdlib", "WORK": "work"}
     for size in "toy", "gpu":
-        out = tmp_path / size
+        env = os.environ | own | {"SIZE": size, "OUT": str(tmp_path / size)}
         for again in False, True:
             kept.write_text("")
             subprocess.run(["bash", "results/gpu.sh"], cwd=tmp_path, check=True,
-                           capture_output=True, env=os.environ | own | {"SIZE": size, "OUT": out})
+                           capture_output=True, env=env)
             commands = [line.split() for line in kept.read_text().splitlines()]
             assert len(commands) == 0 if again else len(commands) > 10
             for script, *words in commands:
                 if script != "-m":  # pytest
                     configure(script.removesuffix(".py"), words)
-        assert len(os.listdir(out)) <= 8
 
 
 def test_gpu_sh_runs_every_test_that_needs_cuda():

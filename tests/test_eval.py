@@ -62,13 +62,13 @@ class Spy(nn.Module):
         return (xt == 258).sum(1) / t if self.nll is None else torch.full((len(t),), self.nll)
 
 
-# the bound ---------------------------------------------------------------------------------------
-
-
 def test_bound_does_not_depend_on_batches_or_ranks():
     model, rows, how = model_of(omega_s=0.5), rows_of(21), dict(seed=5, repeats=2)
     whole, parts = (bound(model, rows, True, batch_size=size, **how) for size in (21, 4))
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
+    assert model.training and not whole[0].requires_grad  # it is left as it was
+    other = bound(model, rows, True, **how | {"seed": 6})
+    assert not torch.equal(other[2], whole[2])  # other masks
     shards = [val_ppl(model, rows, True, batch_size=4, rank=rank, world=3, **how)
               for rank in range(3)]
     total, tokens = map(sum, zip(*shards))
@@ -84,14 +84,6 @@ def test_measures_of_a_model_that_knows_nothing_or_is_broken():
     refused("not a number on 3 of 3 rows", val_ppl, Spy(nll=math.nan), rows_of(3), True)
 
 
-def test_feedback_is_measured_on_the_same_masks():
-    spies = [Spy() for _ in range(3)]
-    for spy, soft, seed in zip(spies, (True, False, True), (2, 2, 3)):
-        bound(spy, rows_of(9), soft, seed=seed, repeats=3)
-    on, off, other_seed = (spy.seen for spy in spies)
-    assert on == off != other_seed
-
-
 def test_times_are_stratified_over_rows_and_within_each():
     spy, n, repeats = Spy(), 10, 4
     bound(spy, torch.arange(n)[:, None].expand(n, 16), True, repeats=repeats)
@@ -103,28 +95,12 @@ def test_times_are_stratified_over_rows_and_within_each():
     assert first != sorted(first)  # a row's place in the text says nothing about its times
 
 
-def test_measuring_leaves_the_model_in_its_mode_and_drops_nothing_out():
-    model = model_of().train()
-    a, b = (bound(model, rows_of(4), True)[0] for _ in range(2))
-    assert model.training and torch.equal(a, b)
-    assert not bound(model.eval(), rows_of(4), True)[0].requires_grad and not model.training
-
-
 def test_standard_error_of_a_ratio():
     x = np.random.default_rng(0).normal(3, 1, 50)
     mean, se = mean_and_se(x * 7, np.full(50, 7))
     assert mean == pytest.approx(x.mean()) and se == pytest.approx(x.std(ddof=1) / 50**0.5)
     assert mean_and_se([2.0, 30.0], [1, 10])[0] == pytest.approx(32 / 11)
     assert math.isnan(mean_and_se([2.0], [1])[1])
-
-
-def test_bits_per_byte_counts_what_the_rows_hold():
-    """1,000 tokens for 4,000 bytes: L positions are paid for, L − 2 of them carry text."""
-    counts = {"tokens": 1000, "bytes": 4000}
-    assert evaluation.bits_per_byte(math.log(2), 12, counts) == pytest.approx(12 / 10 / 4)
-
-
-# what is fed back --------------------------------------------------------------------------------
 
 
 def test_feedbacks_are_what_they_are_called():
@@ -184,9 +160,6 @@ def test_feedback_of_an_adapter_is_measured_on_responses(tmp_path, monkeypatch):
         assert ((xt == x0) | (xt == 261)).all()
         before = tok.decode(x0[(xt == 261).cumsum(1) == 0].tolist())
         assert "<|im_start|>assistant\n" in before
-
-
-# samples -----------------------------------------------------------------------------------------
 
 
 def test_entropy_is_the_recorded_one():
@@ -316,25 +289,23 @@ def test_scores_equal_the_loss_of_transformers(tmp_path):
         np.testing.assert_allclose(s["feature"], last, rtol=1e-4, atol=1e-5)
 
 
-def stub_mauve(monkeypatch):
-    """{argument: value} of the last call."""
+@pytest.fixture
+def mauve(monkeypatch):
+    """{argument: value} of the last call of MAUVE."""
     got = {}
     compute = lambda **how: got.update(how) or types.SimpleNamespace(mauve=0.25)
     monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute))
     return got
 
 
-# results -----------------------------------------------------------------------------------------
+SETTINGS = {"checkpoint": "last.pt", "step": 9, "sampler": "mdlm", "steps": 4, "top_p": 0.9,
+            "soft": True, "tokenizer": "bytes"}
 
 
-def samples_file(path, n=4, seed=1, start=0, **changes):
-    settings = {"checkpoint": "last.pt", "step": 9, "sampler": "mdlm", "steps": 4, "top_p": 0.9,
-                "soft": True, "tokenizer": "bytes"} | changes
-    lines = []
-    for i in range(start, start + n):
-        text = "abcdefgh"[i:i + 6]
-        lines.append({"ids": list(text.encode()), "text": text, "nfe": 3 + i, "seed": seed,
-                      "index": i, "settings": settings})
+def samples_file(path, n=4, start=0, **changes):
+    texts = {i: "abcdefgh"[i:i + 6] for i in range(start, start + n)}
+    lines = [{"ids": list(text.encode()), "text": text, "nfe": 3 + i, "seed": 1, "index": i,
+              "settings": SETTINGS | changes} for i, text in texts.items()]
     Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
 
 
@@ -373,6 +344,7 @@ def test_ppl_of_a_checkpoint(world):
     main(*ppl, "--rows=5", "--label=tiny")
     found = json.loads(Path("last.pt.ppl.data.json").read_text())
     tokens, meta = data.open_split("data", "val")
+    text = meta["val"]
     n = data.n_rows(tokens, 16)
     rows = data.rows(tokens, [i * n // 5 for i in range(5)], 16)
     for name in "soft", "binary":
@@ -380,12 +352,13 @@ def test_ppl_of_a_checkpoint(world):
         nll, count = val_ppl(MDLM.load("last.pt"), rows, name == "soft", seed=1, repeats=2)
         assert got["nats_per_token"] == pytest.approx(nll / count, rel=1e-5)
         assert got["ppl"] == pytest.approx(math.exp(nll / count), rel=1e-5)
-        expected = evaluation.bits_per_byte(nll / count, 16, meta["val"])
+        # L positions are paid for, and L − 2 of them carry text
+        expected = nll / count / math.log(2) * 16 / 14 / (text["bytes"] / text["tokens"])
         assert got["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
     soft, binary, gain = (found["values"][k]["nats_per_token"] for k in ("soft", "binary", "gain"))
     assert gain == pytest.approx(binary - soft, abs=1e-9)
     assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5,
-                                 "text": meta["val"], "dtype": "float32", "training": {}}
+                                 "text": text, "dtype": "float32", "training": {}}
     assert found["evaluation"]["seed"] == 1 and {"python", "torch", "git"} <= set(found["versions"])
     assert result(*ppl, "--rows=5", "--ema=False")["values"] != found["values"]
     assert result(*ppl)["settings"]["n"] == n
@@ -415,42 +388,27 @@ def test_two_checkpoints_are_compared_on_the_same_masks(world):
             "--checkpoint=last.pt", "--against=gpt2.pt")
 
 
-def test_gen_ppl_and_mauve_share_their_scores(world, lm, monkeypatch):
-    got = stub_mauve(monkeypatch)
+def test_gen_ppl_and_mauve_share_their_scores(world, lm, mauve):
     main("gen_ppl", "--samples=samples.jsonl", "--scorer=x")
     found = json.loads(Path("samples.gen_ppl.x.json").read_text())
-    entropy = np.mean([math.log(len(set("abcdefgh"[i:i + 6]))) for i in range(4)])
+    texts = ["abcdef", "bcdefg", "cdefgh", "defgh"]
     assert found["values"].items() >= {
-        "gen_ppl": pytest.approx(gen_ppl(["abcdefgh"[i:i + 6] for i in range(4)], "x")[0]),
-        "entropy": pytest.approx(entropy), "nfe": 4.5,
+        "gen_ppl": pytest.approx(gen_ppl(texts, "x")[0]), "nfe": 4.5,
+        "entropy": pytest.approx(np.mean([math.log(len(text)) for text in texts])),
         "entropy_min": pytest.approx(math.log(5))}.items()
-    made = {"checkpoint", "step", "sampler", "steps", "top_p", "soft", "tokenizer"}
-    assert made < set(found["settings"])
-    assert found["settings"]["n"] == 4 and found["settings"]["seeds"] == [1]
+    assert found["settings"].items() >= (SETTINGS | {"n": 4, "seeds": [1]}).items()
     data.prepare(iter([("abcdefghij" * 9, True)] * 9), "letters", BYTES, val_docs=3)
     lm.batches.clear()
-    mauve = "mauve", "--samples=samples.jsonl", "--scorer=x", "--data=letters", "--scale=3"
-    values = result(*mauve, "--seed=7")["values"]
+    values = result("mauve", "--samples=samples.jsonl", "--scorer=x", "--data=letters",
+                    "--scale=3", "--seed=7")["values"]
     assert {"mauve": 0.25, "references": 4, "nfe": 4.5}.items() <= values.items()
     assert sum(shape[0] for shape in lm.batches) <= 4  # the references alone
-    assert (got["mauve_scaling_factor"], got["seed"]) == (3, 7)
-    assert got["p_features"].shape == got["q_features"].shape == (4, 5)
+    assert (mauve["mauve_scaling_factor"], mauve["seed"]) == (3, 7)
+    assert mauve["p_features"].shape == mauve["q_features"].shape == (4, 5)
 
 
-def test_mauve_compares_with_held_out_rows_of_the_same_length_at_random(world):
-    tokens, _ = data.open_split("data", "val")
-    rows = data.rows(tokens, range(data.n_rows(tokens, 6)), 6)
-    held_out = [BYTES.decode(row.tolist()) for row in rows]
-    draw = lambda seed: [row["text"] for row in evaluation.held_out_samples(
-        Config(data="data", seed=seed), 6, "bytes", 4)[0]]
-    drawn = [draw(seed) for seed in (1, 2, 1)]
-    assert drawn[0] == drawn[2] and len({*map(tuple, drawn), tuple(held_out[:4])}) == 3
-    assert all(len(set(texts)) == 4 and set(texts) <= set(held_out) for texts in drawn)
-
-
-def test_held_out_rows_stand_where_samples_do(world, lm, monkeypatch):
+def test_held_out_rows_stand_where_samples_do(world, lm, mauve):
     """The row "Data": rows of --length, half of all at most, and none of them is a reference."""
-    got = stub_mauve(monkeypatch)
     data.prepare(iter([("".join(c * 5 for c in "abcdefghijklmn"), True)] * 3), "letters", BYTES,
                  val_docs=1)
     tokens = data.open_split("letters", "val")[0]
@@ -469,8 +427,14 @@ def test_held_out_rows_stand_where_samples_do(world, lm, monkeypatch):
     main("mauve", *flags)
     found = json.loads(Path("letters/val.mauve.letters.json").read_text())
     assert (found["settings"]["n"], found["values"]["references"]) == (7, 7)
-    features = np.concatenate((got["p_features"], got["q_features"]))
+    features = np.concatenate((mauve["p_features"], mauve["q_features"]))
     assert len(np.unique(features.round(6), axis=0)) == 14
+    # MAUVE's references: as many rows, at random
+    drawn = [[row["ids"] for row in evaluation.held_out_samples(
+        Config(data="letters", seed=seed), 7, "bytes", 4)[0]] for seed in (1, 2, 1)]
+    assert drawn[0] == drawn[2] != drawn[1] and held_out[:4] not in drawn
+    assert all(len({*map(tuple, ids)}) == 4 for ids in drawn)
+    assert all(row in held_out for ids in drawn for row in ids)
 
 
 def test_a_result_says_what_training_cost(world):
@@ -489,32 +453,22 @@ def test_a_result_says_what_training_cost(world):
     assert of("entropy") == {}
 
 
-def test_the_shards_of_torchrun_are_one_file(tmp_path):
-    for name, start in ("s.0", 0), ("s.1", 1), ("s.trace", 5):  # the last is no shard
-        samples_file(tmp_path / f"{name}.jsonl", n=2, start=start)  # one is there twice
-    for name in "s.jsonl", "s.[01].jsonl":
-        samples, _ = evaluation.read_samples(str(tmp_path / name))
-        assert [s["index"] for s in samples] == [0, 1, 2]
-
-
-# bad input ---------------------------------------------------------------------------------------
-
-
 def test_samples_are_of_one_run(tmp_path):
-    path, read = tmp_path / "s.jsonl", lambda: evaluation.read_samples(str(tmp_path / "s*.jsonl"))
-    refused("no samples in", read)
+    """The shards of torchrun are one file. What was made twice counts once."""
+    read = lambda name: evaluation.read_samples(str(tmp_path / name))
+    refused("no samples in", read, "s*.jsonl")
     whole = {"ids": [1, 2], "text": "ab", "nfe": 1, "seed": 1, "index": 0, "settings": {}}
     for line in ({k: v for k, v in whole.items() if k != "seed"}, whole | {"ids": [1]},
                  whole | {"ids": ["a", "b"]}, whole | {"text": 5}, [1]):
-        path.write_text(json.dumps(line) + "\n")
-        refused("is no file of samples", read)
-    samples_file(path, n=2)
-    samples_file(tmp_path / "s2.jsonl", n=2, start=2)
-    samples_file(tmp_path / "s3.jsonl", n=4)  # the same again counts once
-    samples, settings = read()
-    assert [s["index"] for s in samples] == [0, 1, 2, 3] and settings["sampler"] == "mdlm"
-    samples_file(tmp_path / "s2.jsonl", n=2, top_p=1.0, steps=8)
-    refused("different steps, top_p", read)
+        (tmp_path / "s.0.jsonl").write_text(json.dumps(line) + "\n")
+        refused("is no file of samples", read, "s.jsonl")
+    for name, start in ("s.0", 0), ("s.1", 1), ("s.trace", 5):  # the last is no shard
+        samples_file(tmp_path / f"{name}.jsonl", n=2, start=start)
+    for name in "s.jsonl", "s.[01].jsonl":
+        samples, settings = read(name)
+        assert [s["index"] for s in samples] == [0, 1, 2] and settings["sampler"] == "mdlm"
+    samples_file(tmp_path / "s.1.jsonl", n=2, top_p=1.0, steps=8)
+    refused("different steps, top_p", read, "s.jsonl")
 
 
 def test_what_cannot_be_scored_is_refused(lm, monkeypatch):

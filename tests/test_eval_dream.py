@@ -37,23 +37,22 @@ SHIFT = {"task_id": "HumanEval/0", "entry_point": "back",
 TWICE = {"task_id": 1, "text": "Write a function to double.",
          "code": "def twice(x):\r\n    return 2 * x",
          "test_list": ["assert twice(1) == 2", "assert twice(0) == 0", "assert twice(-1) == -2"]}
-EXPORT = {"task_id": 2, "prompt": TWICE["text"], "code": TWICE["code"], "test": TWICE["test_list"]}
 SETUP = TWICE | {"task_id": 3, "test_setup_code": "two = 2",
                  "test_list": ["assert twice(1) == two"] * 3}
 BALANCED = {"task_id": 367, "prompt": "Write a function to check if a binary tree is balanced.",
             "test": ["assert is_tree_balanced(root) == False",
                      "assert is_tree_balanced(root1) == True",
-                     "assert is_tree_balanced(root2) == False"], "code": """class Node:
+                     "assert is_tree_balanced(root2) == False"],
+            "code": """class Node:
     def __init__(self, data):
-        self.data, self.left, self.right = data, None, None
+        self.left = self.right = None
 def height(n):
-    return 0 if n is None else 1 + max(height(n.left), height(n.right))
+    return 1 + max(height(n.left), height(n.right)) if n else 0
 def is_tree_balanced(n):
-    return n is None or (abs(height(n.left) - height(n.right)) <= 1 and
-                         is_tree_balanced(n.left) and is_tree_balanced(n.right))"""}
-PLUS = {"task_id": 4, "prompt": TWICE["text"], "code": TWICE["code"],
-        "test_list": TWICE["test_list"],
-        "test": "inputs = list(range(50))\nfor x in inputs:\n    assert twice(x) == x + x\n"}
+    return not n or (abs(height(n.left) - height(n.right)) <= 1 and
+                     is_tree_balanced(n.left) and is_tree_balanced(n.right))"""}
+PLUS = TWICE | {"task_id": 4, "test": "inputs = list(range(50))\nfor x in inputs:\n"
+                                      "    assert twice(x) == x + x\n"}
 HUMAN_PLUS = SHIFT | {"test": "def check(candidate):\n    inputs = [[[1, 2]], [[]]]\n"
                               "    for x, in inputs:\n        assert candidate(forth(x)) == x\n"}
 EVALPLUS = {"task_id": "Mbpp/2", "prompt": '"""\nDouble it.\nassert twice(1) == 2\n"""\n',
@@ -67,7 +66,7 @@ LATEX = {"problem": "What is it?", "answer": "\\left( 3, \\frac{\\pi}{2} \\right
          "solution": "So $\\boxed{1}$, no, "
                      "$x = \\boxed{\\left( 3, \\dfrac{\\pi}{2} \\right)}.$"}
 ROWS = {"humaneval_instruct": [SHIFT], "humaneval_plus_instruct": [HUMAN_PLUS],
-        "mbpp_instruct": [TWICE, EXPORT, SETUP, BALANCED], "mbpp_plus_instruct": [PLUS],
+        "mbpp_instruct": [TWICE, SETUP, BALANCED], "mbpp_plus_instruct": [PLUS],
         "gsm8k_cot": [WORDS], "math500": [LATEX]}
 CHAT = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}")
@@ -98,12 +97,10 @@ def config(tmp_path):
 def judge(harness, config, tmp_path):
     """(task name, [(row, raw answer)]) -> [right?], as the harness finds"""
     def judge_all(task, pairs):
-        cfg = config(task, data=data(tmp_path, [row for row, _ in pairs]))
-        lm_eval, loaded = E.load_tasks(cfg)
-
-        def respond(requests):
-            assert len(requests) == len(pairs)
-            return [E.cut(text, E.stop_strings(r)) for r, (_, text) in zip(requests, pairs)]
+        rows, texts = zip(*pairs)
+        lm_eval, loaded = E.load_tasks(config(task, data=data(tmp_path, rows)))
+        respond = lambda requests: [
+            E.cut(text, E.stop_strings(r)) for r, text in zip(requests, texts, strict=True)]
         out = E.ask(lm_eval, loaded, E.harness_model(respond, str), 0, True)
         return [c == "1" for c in E.verdicts(out, task)["right"]]
     return judge_all
@@ -155,9 +152,9 @@ def test_extracted_code_equals_the_recorded_and_follows_names():
             "def g():\n    return C"]
     others = ["B = 2", "def h():\n    return B", "for"]
     assert B.sanitize("\n".join(kept + others), "f") == "\n".join(kept)
-    talk, code = ["# talk"] * 99, ["def f():", "    return 1"]
-    assert B.sanitize("\n".join(talk[1:] + code), "f") == "\n".join(code)
-    assert B.sanitize("\n".join(talk + code), "f") == ""  # the first hundred lines count
+    code = "\ndef f():\n    return 1"  # the first hundred lines count
+    assert B.sanitize("\n".join(["# talk"] * 98) + code, "f") == code.strip()
+    assert B.sanitize("\n".join(["# talk"] * 99) + code, "f") == ""
 
 
 def test_the_last_box_and_what_counts_in_it():
@@ -381,8 +378,7 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
 def test_other_settings_or_another_adapter_are_other_answers(config, tmp_path):
     cfg, adapter = config("gsm8k_cot", model="empty"), str(tmp_path)
     flags = [{}, {"seed": 1}, {"steps": 3}, {"soft": False}, {"threshold": 0.5}, {"limit": 2},
-             {"device": "cpu"}, {"merge": False}, {"adapter": adapter},
-             {"eos_penalty": 1.0}]
+             {"device": "cpu"}, {"merge": False}, {"eos_penalty": 1.0}, {"adapter": adapter}]
     names = [E.cell_name(replace(cfg, **f), "d") for f in flags] + [E.cell_name(cfg, "e")]
     (tmp_path / "adapter_model.safetensors").write_text("trained on")
     names.append(E.cell_name(replace(cfg, adapter=adapter), "d"))
@@ -397,7 +393,6 @@ def test_other_settings_or_another_adapter_are_other_answers(config, tmp_path):
 def results(tmp_path, monkeypatch):
     """A function that records results with settings and an adapter's training, in one folder."""
     monkeypatch.setattr(E, "git_version", dict)
-    out = tmp_path / "results"
 
     def make(column, score, kind="binary", training=None, seed=0, budget="1/4", digest="d1",
              **flags):
@@ -406,15 +401,15 @@ def results(tmp_path, monkeypatch):
             values = {"seed": seed, "epochs": 1.0, "steps": 0, "p_sm": 0.5, "k": 1,
                       "out": flags["adapter"]}
             write_text(flags["adapter"] + "/finetune.json", json.dumps(values | training))
-        settings = {"model": "x/Dream-7B", "gen_len": 768, "seed": seed, "out": str(out)} | flags
-        cell = E.Config(**settings)
+        settings = {"model": "x/Dream-7B", "gen_len": 768, "seed": seed, "out": make.folder}
+        cell = E.Config(**settings | flags)
         length = 512 if cell.task.startswith("mbpp") else 768
         E.record(cell, budget, kind, column, digest, length, score=score,
                  **dict.fromkeys(E.STATS, 1))
 
-    make.folder = str(out)
+    make.folder = str(tmp_path / "results")
     make.table = lambda: [[c.strip() for c in line.split("|")[1:-1]]
-                          for line in plot.benchmarks(str(out)).split("\n")]
+                          for line in plot.benchmarks(make.folder).split("\n")]
     return make
 
 
@@ -423,21 +418,20 @@ def test_the_table_is_table_3(results):
     for seed, score in ((1, 20.0), (2, 30.0)):  # ω of a binary run means nothing
         results("MBPP", score, training={"p_sm": 0.0, "omega_s": seed}, seed=seed)
     for seed, score in ((1, 31.0), (2, 33.0)):
-        results("MBPP", score, "SM k=1", training={}, seed=seed, task="mbpp_instruct", gen_len=512)
-    results("HumanEval", 40.0, "SM k=1", training={}, seed=1)
-    results("GSM8K", None, "SM k=1", training={}, seed=1)
+        results("MBPP", score, "SM k=1", {}, seed, task="mbpp_instruct", gen_len=512)
+    results("HumanEval", 40.0, "SM k=1", {}, seed=1)
+    results("GSM8K", None, "SM k=1", {}, seed=1)
     # The gain is against the binary run of the same length, or else the only one.
-    results("MBPP", 29.0, "SM k=1", training={"epochs": 0.5})
+    results("MBPP", 29.0, "SM k=1", {"epochs": 0.5})
     table = results.table()
-    shown = [[cell for name, cell in zip(table[0], line) if name != "Settings"] for line in table]
-    assert shown == [
-        ["NFE budget", "Model", "FT", "Feedback", "HumanEval", "MBPP"], ["---"] * 4 + ["--:"] * 2,
-        ["1/4", "x/Dream-7B", "1.0 epochs", "binary", "", "25.0 ± 7.1"],
-        ["1/4", "x/Dream-7B", "0.5 epochs", "SM k=1", "", "29.0"],
-        ["1/4", "x/Dream-7B", "0.5 epochs", "Gain", "", "+4.0"],
-        ["1/4", "x/Dream-7B", "1.0 epochs", "SM k=1", "40.0", "32.0 ± 1.4"],
-        ["1/4", "x/Dream-7B", "1.0 epochs", "Gain", "", "+7.0"],
-        ["1/2", "x/Dream-7B", "-", "binary", "", "50.0"]]
+    assert table[0] == ["NFE budget", "Model", "FT", "Feedback", "HumanEval", "MBPP"]
+    assert [[line[0], *line[2:6]] for line in table[2:]] == [
+        ["1/4", "1.0 epochs", "binary", "", "25.0 ± 7.1"],
+        ["1/4", "0.5 epochs", "SM k=1", "", "29.0"],
+        ["1/4", "0.5 epochs", "Gain", "", "+4.0"],
+        ["1/4", "1.0 epochs", "SM k=1", "40.0", "32.0 ± 1.4"],
+        ["1/4", "1.0 epochs", "Gain", "", "+7.0"],
+        ["1/2", "-", "binary", "", "50.0"]]
     results("MBPP", 28.0, training={"p_sm": 0.0, "epochs": 0.5})
     assert sorted(line[5] for line in results.table() if line[3] == "Gain") == ["+1.0", "+7.0"]
 
@@ -447,19 +441,18 @@ def test_results_of_other_settings_or_training_are_other_rows_and_other_curves(r
     group = set(E.group(E.Config(eos_penalty=1.0), "1/1", "binary", "d", 768))
     assert {f.name for f in fields(E.Config)} - E.MAY_DIFFER == (
         group - {"budget", "feedback", "data", "FT"})
-    base = {"data": "mix", "loss": "authors", "omega_s": 1e-6}
-    for name, value in (("dtype", "float32"), ("temperature", 0.5), ("block", 32), ("limit", 3),
-                        ("model", "y/Dream-7B"), ("epochs", 0.5), ("k", 3), ("loss", "paper")):
-        flags, other = {"block": 64}, dict(base)
+    for flags, training in (
+            ({"dtype": "float32"}, {}), ({"block": 32}, {}), ({"model": "y/Dream-7B"}, {}),
+            ({}, {"epochs": 0.5}), ({}, {"k": 3}), ({}, {"loss": "paper"})):
+        base = {"data": "mix", "loss": "authors", "omega_s": 1e-6}
         for seed, score in ((1, 10.0), (2, 20.0)):
-            results("HumanEval", score, "SM k=1", base, seed=seed, **flags)
-        (other if name in ("epochs", "k", "loss") else flags)[name] = value
-        results("HumanEval", 40.0, "SM k=1", other, seed=1, **flags)
+            results("HumanEval", score, "SM k=1", base, seed, block=64)
+        results("HumanEval", 40.0, "SM k=1", base | training, 1, **{"block": 64} | flags)
         table = results.table()
-        assert sorted(line[4] for line in table[2:]) == ["15.0 ± 7.1", "40.0"], name
-        assert len({str(line[:4] + line[5:]) for line in table}) == 4, name
+        assert sorted(line[4] for line in table[2:]) == ["15.0 ± 7.1", "40.0"], (flags, training)
+        assert len({str(line[:4] + line[5:]) for line in table}) == 4, (flags, training)
         points = sum(plot.throughput_series(results.folder).values(), [])
-        assert sorted(score for _, _, score in points) == [15, 40], name
+        assert sorted(score for _, _, score in points) == [15, 40], (flags, training)
         shutil.rmtree(results.folder)
 
 
@@ -472,10 +465,9 @@ def test_feedback_other_problems_and_unknown_training_keep_results_apart(results
         (tmp_path / "results" / f"{len(line)}.json").write_text(line)
     table = results.table()
     assert table[0][4:] == ["MBPP (d1)", "MBPP (d2)", "Settings"]
-    assert [line[2:6] for line in table[2:]] == [
-        ["-", "binary", "10.0", "40.0"], ["yes", "SM off", "20.0", ""],
-        ["yes", "SM off", "30.0", ""]]
-    assert [line[6] for line in table[3:]] == ["FT adapter=a", "FT adapter=b"]
+    assert [line[2:] for line in table[2:]] == [
+        ["-", "binary", "10.0", "40.0", ""], ["yes", "SM off", "20.0", "", "FT adapter=a"],
+        ["yes", "SM off", "30.0", "", "FT adapter=b"]]
 
 
 # --- tasks of the harness ------------------------------------------------------------------------
@@ -507,14 +499,13 @@ def other(harness, config, tmp_path, monkeypatch):
     from lm_eval import tasks
     monkeypatch.setattr(tasks, "TaskManager",
                         functools.partial(tasks.TaskManager, include_defaults=False))
-    folder = tmp_path / "more"
-    folder.mkdir()
-    (folder / "rows.py").write_text(OTHER_ROWS)
 
     def make(name, kind="generate_until", metric="exact_match", rows="rows", **flags):
+        folder = str(tmp_path / "more")
         text = OTHER.format(name=name, kind=kind, metric=metric, rows=rows)
-        (folder / f"{name}.yaml").write_text(text)
-        return config(name, **{"data": str(folder), "model": "reference"} | flags)
+        write_text(f"{folder}/rows.py", OTHER_ROWS)
+        write_text(f"{folder}/{name}.yaml", text)
+        return config(name, **{"data": folder, "model": "reference"} | flags)
     return make
 
 

@@ -10,15 +10,18 @@ import os
 import re
 import shutil
 import subprocess
+import types
 from fnmatch import fnmatch
 
 import pytest
+import torch
 
 from conftest import ROOT, configure
 from launch import Refused
 
 PAGES = ("README.md", "REPRODUCE.md")
 OF_OTHERS = {"pip", "hf"}
+TASKS = {os.path.basename(path)[:-5] for path in glob.glob(os.path.join(ROOT, "tasks", "*.yaml"))}
 
 
 def page(name):
@@ -57,20 +60,20 @@ def ours(name):
     return found
 
 
-def test_every_command_parses_and_its_grid_is_possible():
-    for name in PAGES:
-        found = ours(name)
-        assert len(found) > 20
-        for script, words, _ in found:
-            module, cfg = configure(script, words)
-            if script == "eval_dream" and not cfg.table:  # blocks and budgets divide the length
-                task = page(f"tasks/{cfg.task.replace('_plus', '')}.yaml")
-                length = re.search(r"max_gen_toks: (\d+)", task)[1]
-                module.cells(cfg, int(length))
+def parsed(name):
+    """[(script, its Config, started by torchrun)]. Blocks and budgets divide a task's length."""
+    found = []
+    for script, words, ranks in ours(name):
+        module, cfg = configure(script, words)
+        if script == "eval_dream" and not cfg.table:
+            task = page(f"tasks/{cfg.task.replace('_plus', '')}.yaml")
+            module.cells(cfg, int(re.search(r"max_gen_toks: (\d+)", task)[1]))
+        found.append((script, cfg, ranks))
+    assert len(found) > 20
+    return found
 
 
-# -------------------------------------------------------------------------------------------------
-# what a command of REPRODUCE.md reads and writes
+# what a command reads and writes -----------------------------------------------------------------
 
 
 BROUGHT = {"mdlm.ckpt", "sm.ckpt", "lambada.jsonl"}  # the page says where to get them
@@ -82,9 +85,8 @@ def writes(script, cfg, ranks):
         return {f"{cfg.out}/train.bin", f"{cfg.out}/val.bin"}
     if script == "train":
         every = cfg.keep_every or cfg.steps
-        steps = {*range(every, cfg.steps + 1, every), cfg.steps}
-        return {f"{cfg.out_dir}/{file}" for file in
-                ("last.pt", "log.jsonl", *(f"step-{step}.pt" for step in steps))}
+        steps = [f"step-{step}.pt" for step in {*range(every, cfg.steps, every), cfg.steps}]
+        return {f"{cfg.out_dir}/{file}" for file in ("last.pt", "log.jsonl", *steps)}
     if script == "finetune_dream":
         return {f"{cfg.out}/{file}" for file in ("best", "last", "last.pt", "log.jsonl")}
     if script == "sample":
@@ -105,66 +107,57 @@ def writes(script, cfg, ranks):
 def reads(script, cfg):
     """Its files, folders and patterns of files."""
     if script == "train":
-        return {f"{cfg.data}/train.bin", cfg.init_from} - {""}
-    if script == "sample" or script == "checkpoint":
-        return {cfg.checkpoint}
-    if script == "eval":
+        found = [f"{cfg.data}/train.bin", cfg.init_from]
+    elif script in ("sample", "checkpoint"):
+        found = [cfg.checkpoint]
+    elif script == "eval":
         text = dict.fromkeys(("ppl", "feedback", "mauve"), f"{cfg.data}/val.bin")
         text["zero_shot"] = cfg.text
-        of = cfg.checkpoint or cfg.samples or f"{cfg.data}/val.bin"
-        return {of, text.get(cfg.metric, "")} - {""}
-    if script == "plot":
-        patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation, cfg.learned,
-                             cfg.frontier))
-        folder = f"{cfg.throughput}/*.json" if cfg.throughput else ""
-        files = cfg.trajectory, cfg.overhead, cfg.curves, cfg.feedback, cfg.anatomy
-        return {*patterns.split(","), folder, *files} - {""}
-    if script == "finetune_dream":
-        return {cfg.model}
-    if script == "eval_dream":
-        return {f"{cfg.out}/*.json"} if cfg.table else {cfg.model, cfg.adapter, cfg.data} - {""}
-    return {cfg.model, cfg.adapter} - {""} if script == "sample_dream" else set()
+        found = [cfg.checkpoint or cfg.samples or f"{cfg.data}/val.bin", text.get(cfg.metric)]
+    elif script == "plot":
+        found = [pattern for name, value in vars(cfg).items() if isinstance(value, str)
+                 for pattern in value.split(",") if name not in ("out", "throughput", "benchmarks")]
+        found += [f"{folder}/*.json" for folder in (cfg.throughput, cfg.benchmarks) if folder]
+    elif script == "eval_dream":
+        found = [f"{cfg.out}/*.json"] if cfg.table else [cfg.model, cfg.adapter, cfg.data]
+    else:
+        found = [getattr(cfg, name, "") for name in ("model", "adapter")]
+    return set(filter(None, found))
 
 
 def test_reproduce_reads_what_is_there_and_writes_nothing_twice():
-    tasks = glob.glob(os.path.join(ROOT, "tasks", "*.yaml"))
     made = dict.fromkeys(BROUGHT)  # file: the command that writes it
-    made |= {f"data/{os.path.basename(task)[:-5]}.jsonl": None for task in tasks}
+    made |= {f"data/{task}.jsonl": None for task in TASKS}
     for words in commands("REPRODUCE.md"):
         if words[0] == "hf":
             made[words[words.index("--local-dir") + 1]] = None
-    for script, words, ranks in ours("REPRODUCE.md"):
-        cfg = configure(script, words)[1]
-        for pattern in reads(script, cfg):
+    for command in parsed("REPRODUCE.md"):
+        for pattern in reads(*command[:2]):
             found = [file for file in made if fnmatch(file, pattern)]
-            assert found, f"{script}.py {words} reads {pattern}, which nothing before it writes"
-            if script == "eval":  # the shards of one run of sample.py, not of two
-                assert len({str(made[file]) for file in found}) == 1, (words, found)
-        for file in writes(script, cfg, ranks):
-            assert file not in made, f"{script}.py {words} writes {file}, as {made[file]} does"
-            made[file] = script, words
+            assert found, f"{command} reads {pattern}, which nothing before it writes"
+            if command[0] == "eval":  # the shards of one run of sample.py, not of two
+                assert len({str(made[file]) for file in found}) == 1, (command, found)
+        for file in writes(*command):
+            assert file not in made, f"{command} writes {file}, as {made[file]} does"
+            made[file] = command
 
 
-def test_git_ignores_what_the_commands_write():
+def test_every_command_parses_and_git_ignores_what_it_writes():
     patterns = page(".gitignore").split()
     patterns = [(p if p[0] == "/" else f"*/{p}") + "*" * p.endswith("/") for p in patterns]
-    for name in PAGES:
-        for script, words, ranks in ours(name):
-            for file in writes(script, configure(script, words)[1], ranks):
-                assert any(fnmatch(f"/{file}", pattern) for pattern in patterns), file
+    for file in {file for name in PAGES for command in parsed(name) for file in writes(*command)}:
+        assert any(fnmatch(f"/{file}", pattern) for pattern in patterns), file
 
 
 def test_reproduce_fetches_the_problems_of_every_task():
     [fetch] = blocks("REPRODUCE.md", "python")
+    compile(fetch, "REPRODUCE.md", "exec")
     scope = {}
     exec(fetch[fetch.index("SOURCES"):fetch.index("for ")], scope)
-    tasks = glob.glob(os.path.join(ROOT, "tasks", "*.yaml"))
-    assert set(scope["SOURCES"]) == {os.path.basename(task)[:-5] for task in tasks}
-    compile(fetch, "REPRODUCE.md", "exec")
+    assert set(scope["SOURCES"]) == TASKS
 
 
-# -------------------------------------------------------------------------------------------------
-# what the pages say about files and names
+# what the pages say about files and names --------------------------------------------------------
 
 
 def test_readme_stays_short():
@@ -183,22 +176,19 @@ def test_links_within_the_project_lead_somewhere():
 
 
 def test_the_paper_map_names_what_exists():
-    modules = {os.path.basename(path)[:-3] for path in glob.glob(os.path.join(ROOT, "*.py"))}
     [table] = re.findall(r"\| paper \| code \|.*?\n\n", page("README.md"), re.S)
     named = re.findall(r"`(\w+)\.(\w+)`|`\.(\w+)`", table)
     assert len(named) > 12
+    classes = {"SoftMask": "softmask", "MDLM": "mdlm"}
     owner = None
     for first, second, short in named:
-        if first in modules:
-            owner = importlib.import_module(first)
-        elif first:  # a class
-            where = {"SoftMask": "softmask", "MDLM": "mdlm"}[first]
-            owner = getattr(importlib.import_module(where), first)
+        if first:
+            owner = importlib.import_module(classes.get(first, first))
+            owner = getattr(owner, first) if first in classes else owner
         assert hasattr(owner, second or short), (first, second or short)
 
 
-# -------------------------------------------------------------------------------------------------
-# README's commands run
+# README's commands run ---------------------------------------------------------------------------
 
 
 SMALL = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=64 --batch_size=4 "
@@ -252,7 +242,7 @@ def folder(tmp_path, monkeypatch):
     return tmp_path
 
 
-def test_commands_of_the_readme_run(folder, capsys):
+def test_commands_of_the_readme_run(folder):
     for script, words, _ in ours("README.md"):
         print("$", script, *words)
         small = cut_short(script, words)
@@ -270,20 +260,17 @@ def test_commands_of_the_readme_run(folder, capsys):
 
 def test_the_lines_for_copiers_run():
     """The Python block, on stand-ins for what it takes for granted."""
-    import torch
     [block] = blocks("README.md", "python")
     emb, head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
 
-    class Model:
-        get_input_embeddings = lambda self: emb
+    def model(input_ids=None, inputs_embeds=None):
+        logits = head(emb(input_ids) if inputs_embeds is None else inputs_embeds)
+        return types.SimpleNamespace(logits=logits)
 
-        def __call__(self, input_ids=None, inputs_embeds=None):
-            logits = head(emb(input_ids) if inputs_embeds is None else inputs_embeds)
-            return type("Out", (), {"logits": logits})
-
+    model.get_input_embeddings = lambda: emb
     x0 = torch.arange(8).view(2, 4)
-    tokenizer = type("Tokenizer", (), {"mask_token_id": 8})
-    scope = {"torch": torch, "tokenizer": tokenizer, "model": Model(), "x0": x0,
+    tokenizer = types.SimpleNamespace(mask_token_id=8)
+    scope = {"torch": torch, "tokenizer": tokenizer, "model": model, "x0": x0,
              "x": x0.masked_fill(x0 % 2 == 0, 8),
              "cross_entropy": torch.nn.functional.cross_entropy}
     exec(block, scope)

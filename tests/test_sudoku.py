@@ -13,12 +13,13 @@ import torch
 
 import data
 import train
+from conftest import ROOT
 from eval import bound, sudoku
 from launch import append_jsonl
 from mdlm import MDLM, ModelConfig
 from sample import generate_in_order
 
-ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+MASKS = torch.tensor([256, *[258] * 36, 257, 257])  # a row without its grid
 sys.path.insert(0, os.path.join(ROOT, "results"))
 
 from exact import Posterior, posterior  # noqa: E402
@@ -28,12 +29,6 @@ from tied import Tied  # noqa: E402
 def small(**fields):
     sizes = dict(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=259, mask_id=258, length=39)
     return ModelConfig(**sizes | fields)
-
-
-def exact():
-    model = MDLM(small(soft_mask=False)).eval()
-    model.net = Posterior(258, 256, 257)
-    return model
 
 
 def test_the_posterior_is_that_of_uniform_grids():
@@ -52,7 +47,8 @@ def test_the_posterior_is_that_of_uniform_grids():
 
 
 def test_it_makes_no_mistake_one_token_a_call_and_its_bound_is_the_entropy():
-    model, tok = exact(), data.tokenizer("bytes")
+    model, tok = MDLM(small(soft_mask=False)).eval(), data.tokenizer("bytes")
+    model.net = Posterior(258, 256, 257)
     for order in "random", "entropy":
         generators = [data.rng("exact", i) for i in range(4)]
         ids, nfe = generate_in_order(model, 4, 39, order, top_p=1.0, generator=generators)
@@ -81,7 +77,10 @@ def test_tied_layers_read_their_own_hidden_states():
 
 
 def test_the_quickstart_shows_the_entropy_omega_and_right_grids(tmp_path, monkeypatch, capsys):
-    """Cut short: what it prints, and that it starts where the paper does."""
+    """Cut short: what it prints, and that it starts where the paper does.
+
+    Lines of an evaluation alone have no ω, and a binary model has one column.
+    """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(data.PRESETS["sudoku"], "grids", 64)
     monkeypatch.setattr(train.count_right, "__defaults__", (4,))
@@ -96,6 +95,12 @@ def test_the_quickstart_shows_the_entropy_omega_and_right_grids(tmp_path, monkey
     made = os.stat("data/sudoku/train.bin").st_mtime_ns
     data.prepare_preset("data/sudoku")  # there already
     assert os.stat("data/sudoku/train.bin").st_mtime_ns == made
+    train.count_right(cfg, MDLM(small(soft_mask=False)), data.tokenizer("bytes"), MASKS, n=2)
+    assert "with feedback" not in capsys.readouterr().out
+    line = {"step": 7, "omega_s": 0.5, "omega_a": 1, "omega_b": -2, "lam": 0.25}
+    append_jsonl(f"{cfg.out_dir}/log.jsonl", {"step": 6, "val_soft": 1}, line)
+    train.print_omega(cfg)
+    assert capsys.readouterr().out.split()[-5:] == ["7", "0.500", "1.000", "-2.000", "0.250"]
 
 
 def test_the_shipped_model_writes_as_many_right_grids_as_is_claimed():
@@ -103,21 +108,8 @@ def test_the_shipped_model_writes_as_many_right_grids_as_is_claimed():
     path = os.path.join(ROOT, "results", "sudoku.safetensors")
     assert os.path.getsize(path) < 2e6
     model, tok = MDLM.load(path), data.tokenizer("bytes")
-    x = torch.tensor([256, *[258] * 36, 257, 257])
     generators = [data.rng("sample", 1, i) for i in range(128)]  # as `sample.py --seed=1`
-    ids, _ = generate_in_order(model, 128, 36, "entropy", 1.0, generators, x=x)
+    ids, _ = generate_in_order(model, 128, 36, "entropy", 1.0, generators, x=MASKS)
     right = sudoku([tok.decode(row) for row in ids.tolist()])["right"]
     assert abs(right - 0.671) < 3 * math.sqrt(0.671 * 0.329 / 128)
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
-
-
-def test_a_run_without_feedback_and_a_line_without_omega_are_shown(tmp_path, capsys):
-    """Lines of an evaluation alone have no ω, and a binary model has one column."""
-    model, tok = MDLM(small(soft_mask=False)), data.tokenizer("bytes")
-    cfg = train.Config(out_dir=str(tmp_path), length=39)
-    train.count_right(cfg, model, tok, torch.tensor([256, *[258] * 36, 257, 257]), n=2)
-    assert "with feedback" not in capsys.readouterr().out
-    line = {"step": 7, "omega_s": 0.5, "omega_a": 1, "omega_b": -2, "lam": 0.25}
-    append_jsonl(tmp_path / "log.jsonl", {"step": 0, "val_soft": 1}, line)
-    train.print_omega(cfg)
-    assert capsys.readouterr().out.split()[-5:] == ["7", "0.500", "1.000", "-2.000", "0.250"]

@@ -3,10 +3,14 @@
 
     MDLM_WEIGHTS=mdlm-owt DREAM_WEIGHTS=Dream-v0-Instruct-7B python -m pytest tests/test_weights.py
 
+And AntiBERTy, whose weights come with its package (results/antiberty.py).
 Not here: what others have measured with them (REPRODUCE.md).
 """
 
+import importlib.util
 import os
+import re
+from importlib import metadata
 
 import pytest
 import torch
@@ -14,33 +18,41 @@ import torch.nn.functional as F
 
 import sample
 import sample_dream
+from conftest import ROOT, refused
 from dream import Dream, Tokenizer
-from launch import read_jsonl
+from launch import Refused, read_jsonl
 from mdlm import MDLM
+from softmask import SoftMask
 
-PATHS = {name: os.environ.get(name, "") for name in ("MDLM_WEIGHTS", "DREAM_WEIGHTS")}
+# Not `import`: the script has the name of the package.
+SPEC = importlib.util.spec_from_file_location(
+    "results_antiberty", os.path.join(ROOT, "results", "antiberty.py"))
+script = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(script)
 
 
-def needs(name):
-    reason = f"needs {name}, a path of released weights: would load them and write one text"
-    return pytest.mark.skipif(not PATHS[name], reason=reason)
+@pytest.fixture
+def path(request):
+    if not os.environ.get(request.param):
+        pytest.skip(f"needs {request.param}, a path of released weights: would load them and "
+                    "write one text")
+    return os.environ[request.param]
 
 
-@needs("MDLM_WEIGHTS")
-def test_mdlm(tmp_path):
-    model, out = MDLM.load(PATHS["MDLM_WEIGHTS"]), str(tmp_path / "samples.jsonl")
+@pytest.mark.parametrize("path", ["MDLM_WEIGHTS"], indirect=True)
+def test_mdlm(path, tmp_path):
+    model, out = MDLM.load(path), str(tmp_path / "samples.jsonl")
     x = torch.full((1, 8), model.mask_id)
     with torch.no_grad():
         h = model.net.trunk(F.embedding(x, model.net.table), torch.ones(1))
         assert model.net.head(h.flatten(0, 1)).softmax(-1).isfinite().all()
-    sample.main(sample.Config(checkpoint=PATHS["MDLM_WEIGHTS"], length=32, steps=8, out=out))
+    sample.main(sample.Config(checkpoint=path, length=32, steps=8, out=out))
     [line] = read_jsonl(out)
     assert len(line["ids"]) == 32 and model.mask_id not in line["ids"] and line["text"]
 
 
-@needs("DREAM_WEIGHTS")
-def test_dream(capsys):
-    path = PATHS["DREAM_WEIGHTS"]
+@pytest.mark.parametrize("path", ["DREAM_WEIGHTS"], indirect=True)
+def test_dream(path, capsys):
     net, ids = Dream.load(path), Tokenizer(path).encode("Hello")
     x, _ = sample_dream.pad_prompts(net.cfg, [ids], 4)
     with torch.no_grad():
@@ -50,3 +62,42 @@ def test_dream(capsys):
     del net
     sample_dream.main(sample_dream.Config(model=path, prompt="Say hello.", gen_len=16, show=False))
     assert "16 tokens" in capsys.readouterr().err
+
+
+def test_a_missing_package_is_named_with_its_command(monkeypatch):
+    def version(name):
+        raise metadata.PackageNotFoundError(name)
+    monkeypatch.setattr(metadata, "version", version)
+    refused("needs antiberty 0.1.3, found none: " + re.escape(script.PIP), script.load)
+
+
+@pytest.fixture(scope="module")
+def antiberty():
+    try:
+        return script.load()
+    except Refused as e:
+        pytest.skip(f"{e}. Would check λ = 0 bit for bit, and that feedback reaches the model")
+
+
+def test_no_feedback_is_antiberty_itself_bit_for_bit(antiberty):
+    model, tokenizer = antiberty
+    words = [script.corrupt(text, 0.5, (0, i)) for i, text in enumerate(script.antibodies(2, 0))]
+    read = tokenizer(words, padding=True, return_tensors="pt")
+    x, valid, table = read["input_ids"], read["attention_mask"], model.get_input_embeddings().weight
+    masked = x == tokenizer.mask_token_id
+    sm = SoftMask(tokenizer.mask_token_id)
+    sm.raw_s.data.fill_(-1e3)  # ω_s is then 0, and not only 1e-6
+    with torch.no_grad():
+        plain = model(x, attention_mask=valid).prediction_logits[masked]
+        first = script.predict(model, F.embedding(x, table), valid, masked)
+        second = script.predict(model, sm.embed(table, x, first), valid, masked)
+    assert sm.omega[0] == 0 and torch.equal(second, first)
+    torch.testing.assert_close(first[:, 5:], plain[:, 5:])
+
+
+def test_a_fixed_omega_reaches_antiberty(antiberty):
+    sm = SoftMask(antiberty[1].mask_token_id, omega_s=0.5, omega_b=-2.25)
+    texts, keys = script.antibodies(2, 0), [(0, 0), (0, 1)]
+    plain, soft = script.measure(*antiberty, texts, [0.9, 0.9], keys, [sm])  # (2, 3) each
+    assert (soft[:, 2] > 0.01).all() and (plain[:, 2] == 0).all()
+    assert soft.isfinite().all() and (soft[:, 0] != plain[:, 0]).all()
