@@ -49,7 +49,7 @@ def table(heads, rows):
 
 
 def read():
-    """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): [share]}), after all updates."""
+    """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): [share]}), at the end."""
     bounds, shares = {}, {}
     for path in sorted(glob.glob(f"{HERE}/sudoku/*.json")):
         run, _, cell = os.path.basename(path).removesuffix(".json").partition(".")
