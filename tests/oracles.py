@@ -77,7 +77,8 @@ def nucleus(p, top_p):
         if total > top_p and kept:
             break
         kept[i] = p[i]
-    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(p))]
+    total = sum(kept.values())
+    return [kept.get(i, 0.0) / total for i in range(len(p))]
 
 
 def draw(p, u):
