@@ -67,7 +67,7 @@ def steps_of(T):
 
 
 def test_step_probs_are_the_posterior_of_bayes():
-    """q(x_s | x_t, x_0) = q(x_t | x_s) q(x_s | x_0) / q(x_t | x_0), for all triples of 3 symbols."""
+    """q(x_s | x_t, x_0) = q(x_t | x_s) q(x_s | x_0) / q(x_t | x_0), for all of 3 symbols."""
     m, t, s = 2, 0.7, 0.45
     marginal = lambda a, b, keep: keep * (a == b) + (1 - keep) * (a == m)  # q(a | b)
     reveal, remask = step_probs(t, s)
