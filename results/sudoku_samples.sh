@@ -4,6 +4,7 @@
 #
 #     bash results/sudoku_samples.sh sm-1 binary-1     # runs that are finished
 #     bash results/sudoku_samples.sh shipped exact     # the model that comes along; the ceiling
+#     CELLS="*-36-*" bash results/sudoku_samples.sh sm-1        # some cells only
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
@@ -13,7 +14,7 @@ empty=....................................
 
 cell() {  # NAME of the cell, then flags of sample.py
     local result=results/sudoku/$run.$1$step.json samples=$out/$run.$1$step.jsonl
-    [ -e "$result" ] && return
+    [[ -e "$result" || $1 != ${CELLS:-*} ]] && return
     python $wrapper sample.py --checkpoint="$checkpoint" --given=$empty --top_p=1 \
         --count="${COUNT:-1000}" --batch_size=250 --out="$samples" "${@:2}" > /dev/null
     python eval.py sudoku --samples="$samples" --label="$run" --out="$result" | head -1
@@ -42,8 +43,8 @@ for run in "$@"; do
     case $run in exact|tied-*) continue ;; esac
     for given in 12 18 24; do
         result=results/sudoku/$run.given-$given$step.json
-        [ -e $result ] || python results/puzzles.py --checkpoint="$checkpoint" --given=$given \
-            --count="${COUNT:-1000}" --out=$result
+        [[ -e $result || given-$given != ${CELLS:-*} ]] || python results/puzzles.py \
+            --checkpoint="$checkpoint" --given=$given --count="${COUNT:-1000}" --out=$result
     done
     [ "$feedback" ] || continue
     for passes in 2 4; do

@@ -56,7 +56,8 @@ def test_flags_become_typed_fields():
 
 
 def test_bad_flags_are_refused():
-    for argv, message in ((["--stepz=1"], "'--stepz=1': did you mean --steps[?] --help shows"),
+    for argv, message in ((["-steps", "3"], "did you mean --steps[?]"),
+                          (["--stepz=1"], "'--stepz=1': did you mean --steps[?] --help shows"),
                           (["--fast", "stray"], "unknown argument 'stray': --help shows"),
                           (["--steps=1.5"], "--steps=1.5 is not of type int"),
                           (["--fast=maybe"], "--fast=maybe is not true or false$"),
