@@ -47,19 +47,15 @@ def recorded(name):
 
 
 def decode(model, prompt, gen_len, steps, sm=None, **settings):
-    """x after every pass, (passes, B, L)."""
+    """x after every pass, (passes, B, L). With `block`, block after block."""
     seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
-    last, nfe = S.decode(mdlm.TwoPass(model, sm, MASK), x, steps, valid=valid,
-                         on_step=lambda x, *_: seen.append(x), **settings)
-    assert torch.equal(last, seen[-1]) and nfe.tolist() == (steps * (x == MASK).any(1)).tolist()
-    return torch.stack(seen)
-
-
-def decode_blocks(model, prompt, gen_len, *args, sm=None, **settings):
-    """The same in blocks.   args: steps, block, cache, threshold."""
-    seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
-    S.decode_blocks(mdlm.TwoPass(model, sm, MASK), x, gen_len, *args, valid=valid,
-                    on_step=seen.append, **settings)
+    settings |= {"valid": valid, "on_step": lambda x, *_: seen.append(x)}
+    if "block" in settings:
+        S.decode_blocks(mdlm.TwoPass(model, sm, MASK), x, gen_len, steps, **settings)
+    else:
+        last, nfe = S.decode(mdlm.TwoPass(model, sm, MASK), x, steps, **settings)
+        assert torch.equal(last, seen[-1])
+        assert nfe.tolist() == (steps * (x == MASK).any(1)).tolist()
     return torch.stack(seen)
 
 
@@ -205,10 +201,10 @@ def test_a_batch_equals_single_runs(model):
 def test_a_batch_in_blocks_equals_single_runs(model):
     prompts = [TEXT, TEXT[3:], TEXT[1:7]]
     for cache, threshold in itertools.product(CACHES, (None, 0.15)):
-        settings = (16, 8, 8, cache, threshold)
-        together = decode_blocks(model, prompts, *settings, sm=soft(1))[-1]
+        settings = dict(block=8, cache=cache, threshold=threshold, sm=soft(1))
+        together = decode(model, prompts, 16, 8, **settings)[-1]
         for b, prompt in enumerate(prompts):
-            alone = decode_blocks(model, [prompt], *settings, sm=soft(1))[-1]
+            alone = decode(model, [prompt], 16, 8, **settings)[-1]
             assert torch.equal(together[b, -16:], alone[0, -16:])
 
 
@@ -222,40 +218,38 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
         assert not (history[-1] == MASK).any()
         for steps, threshold in ((16, None), (2, None), (16, 0.9)):
             for cache in CACHES:
-                x = decode_blocks(stubborn, PROMPT, 16, steps, 8, cache, threshold, **pick)[-1]
-                assert not (x == MASK).any()
+                blocks = dict(block=8, cache=cache, threshold=threshold)
+                assert not (decode(stubborn, PROMPT, 16, steps, **blocks, **pick)[-1] == MASK).any()
 
 
 def test_a_bf16_model_decodes_through_fp32_logits(tiny_dream, monkeypatch):
     half = Dream.load(tiny_dream, dtype=torch.bfloat16)
-    seen, propose = set(), S.propose
-    monkeypatch.setattr(S, "propose", lambda z, *a, **how: (
-        seen.add(z.dtype), propose(z, *a, **how))[1])
+    calls = spy(monkeypatch, S, "propose")
     for schedule in ("none", "linear"):
-        assert not (decode(half, PROMPT, 16, 8, sm=soft(3), schedule=schedule)[-1] == MASK).any()
-        x = decode_blocks(half, PROMPT, 16, 8, 8, "dual", sm=soft(3), schedule=schedule)[-1]
-        assert not (x == MASK).any()
-    assert seen == {torch.float32}
+        for blocks in ({}, dict(block=8, cache="dual")):
+            x = decode(half, PROMPT, 16, 8, sm=soft(3), schedule=schedule, **blocks)[-1]
+            assert not (x == MASK).any()
+    assert {logits.dtype for logits, *_ in calls} == {torch.float32}
 
 
 # ---- blocks
 
 
 def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
-    calls, trunk = [], model.trunk
-    monkeypatch.setattr(model, "trunk", lambda emb, valid=None, past=None, start=0: (
-        calls.append([start, emb.shape[1]]), trunk(emb, valid, past, start))[1])
+    calls = spy(monkeypatch, model, "trunk")
     for name in BLOCKS:
         kind, block, rule = name.split("_", 2)
         cache = {"nocache": "none"}.get(kind, kind)
         threshold = float(rule[3:]) if rule.startswith("thr") else None
         steps = 16 if threshold else int(rule.split("_s")[1])
         calls.clear()
-        got = decode_blocks(model, PROMPT, 16, steps, int(block[1:]), cache, threshold)
+        got = decode(model, PROMPT, 16, steps, block=int(block[1:]), cache=cache,
+                     threshold=threshold)
         assert torch.equal(got[:, 0], recorded(f"blocks/{name}_x")[1:]), name
+        seen = [[start, emb.shape[1]] for emb, _, _, start in calls]
         want = RECORDED[f"blocks/{name}_call"].tolist()
         # Recorded without a cache: the slices looked at. All 24 positions were computed.
-        assert calls == (want if cache != "none" else [[0, 24]] * len(want)), name
+        assert seen == (want if cache != "none" else [[0, 24]] * len(want)), name
     assert len(BLOCKS) == 15
 
 
@@ -264,12 +258,12 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     x, _ = S.pad_prompts(model.cfg, PROMPT, 16)
     heads, differs = itertools.cycle([(1, "none"), (3, "none"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
-        (k, schedule), settings = next(heads), (block, cache, threshold)
+        (k, schedule), blocks = next(heads), dict(block=block, cache=cache, threshold=threshold)
         sm = SoftMask(MASK, k, omega_s=0.9, omega_a=2.0, omega_b=-5.0)
-        want = slow_blocks(model, x, 16, 16, *settings, sm, schedule)
-        got = decode_blocks(model, PROMPT, 16, 16, *settings, sm=sm, schedule=schedule)
-        assert torch.equal(got, want), (k, settings)
-        binary = decode_blocks(model, PROMPT, 16, 16, *settings)
+        want = slow_blocks(model, x, 16, 16, sm=sm, schedule=schedule, **blocks)
+        got = decode(model, PROMPT, 16, 16, sm=sm, schedule=schedule, **blocks)
+        assert torch.equal(got, want), (k, blocks)
+        binary = decode(model, PROMPT, 16, 16, **blocks)
         differs.append(not torch.equal(got[-1], binary[-1]))
     assert sum(differs) > 6
 
@@ -295,9 +289,8 @@ def test_bad_settings_are_refused(model, talking_dream):
             ({"block": 8, "prompt": [[1, MASK, 2]]}, "contains the mask token"),
             ({"block": 8, "prompt": [[]]}, "position 0 is masked"),
             ({"block": 0, "threshold": 0.5}, "works on blocks")):
-        decoder = decode_blocks if "block" in settings else decode
         usual = {"prompt": PROMPT, "gen_len": 16, "steps": 16}
-        refused(message, decoder, model, **usual | settings)
+        refused(message, decode, model, **usual | settings)
     for flags, message in (
             ({"prompt": "a", "chat": True}, "nothing to do"), ({"infill": "a"}, "exactly one ___"),
             ({"infill": "a ___ b", "block": 8}, "--block=0"), ({"prompt": "a", "model": ""}, "no"),
