@@ -65,7 +65,7 @@ def parsed(name):
     found = []
     for script, words, ranks in ours(name):
         module, cfg = configure(script, words)
-        if script == "eval_dream" and not cfg.table:
+        if script == "eval_dream":
             task = page(f"tasks/{cfg.task.replace('_plus', '')}.yaml")
             module.cells(cfg, int(re.search(r"max_gen_toks: (\d+)", task)[1]))
         found.append((script, cfg, ranks))
@@ -119,7 +119,7 @@ def reads(script, cfg):
                  for pattern in value.split(",") if name not in ("out", "throughput", "benchmarks")]
         found += [f"{folder}/*.json" for folder in (cfg.throughput, cfg.benchmarks) if folder]
     elif script == "eval_dream":
-        found = [f"{cfg.out}/*.json"] if cfg.table else [cfg.model, cfg.adapter, cfg.data]
+        found = [cfg.model, cfg.adapter, cfg.data]
     else:
         found = [getattr(cfg, name, "") for name in ("model", "adapter")]
     return set(filter(None, found))
