@@ -29,12 +29,12 @@ def refused(message, function, *args, **kwargs):
         function(*args, **kwargs)
 
 
-def torchrun(*words, ranks=2, check=False):
+def torchrun(*words, ranks=2, cwd=ROOT, **how):
     """The finished run of a script in so many processes of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=ROOT,
-                          env=env, capture_output=True, text=True, timeout=200, check=check)
+    return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=cwd,
+                          env=env, capture_output=True, text=True, timeout=200, **how)
 
 
 def gen(seed=0):
