@@ -373,41 +373,34 @@ def test_a_killed_run_resumes_as_the_uninterrupted_one_and_its_adapter_follows(c
     assert logged(cfg.out) == logged(whole.out)
 
 
-@pytest.fixture
-def first_version(talking_dream, tmp_path):
-    """A run whose last.pt (update 2 of 4) was written when TwoPass.net was still called dream."""
+def test_a_run_of_the_first_version_goes_on_as_it_did(talking_dream, tmp_path):
+    """Its next two updates, recorded then: DoRA, ω and Adam's moments all came back.
+
+    last.pt (update 2 of 4) was written when TwoPass.net was still called dream.
+    """
     sums = [turns(f"{a} + {b} = ?", f"It is {a + b}.") for a in range(6) for b in range(5)]
     launch.append_jsonl(tmp_path / "chats.jsonl", *({"messages": messages} for messages in sums))
-    (tmp_path / "run").mkdir()
+    cfg = Config(model=talking_dream, data=str(tmp_path / "chats.jsonl"), out=str(tmp_path),
+                 steps=4, batch_size=4, r=2, alpha=2, eta_bb=1e-2, warmup=0.25, omega_s=0.3,
+                 omega_b=-2.5, n_val=3, device="cpu", resume=True)
     with gzip.open(os.path.join(conftest.GOLDEN, "adapter_last_v1.pt.gz")) as f:
-        (tmp_path / "run" / "last.pt").write_bytes(f.read())
-    return Config(model=talking_dream, data=str(tmp_path / "chats.jsonl"),
-                  out=str(tmp_path / "run"), steps=4, batch_size=4, r=2, alpha=2, eta_bb=1e-2,
-                  warmup=0.25, omega_s=0.3, omega_b=-2.5, n_val=3, device="cpu", resume=True)
-
-
-def test_a_run_of_the_first_version_goes_on_as_it_did(first_version):
-    """Its next two updates, recorded then: DoRA, ω and Adam's moments all came back."""
-    before = checkpoint.load(first_version.out + "/last.pt")
+        (tmp_path / "last.pt").write_bytes(f.read())
+    before = checkpoint.load(cfg.out + "/last.pt")
+    state = before["model"]
     assert before["step"] == 2 and before["config"]["chunk"] == 256
-    after = ft.trained(finetune(first_version))
+    for changed in (dict(list(state.items())[1:]), state | {"other": torch.zeros(1)},
+                    state | {min(state): torch.zeros(2, 2)}, dict(reversed(state.items()))):
+        checkpoint.save(cfg.out + "/last.pt", **before | {"model": changed})
+        refused("last.pt is not of the model that is trained here", finetune, cfg)
+    checkpoint.save(cfg.out + "/last.pt", **before)
+    after = ft.trained(finetune(cfg))
     want = np.load(os.path.join(conftest.GOLDEN, "adapter_next_v1.npz"))
     assert [name.removeprefix("net.") for name in after] == list(want)
-    for (name, p), old in zip(after.items(), before["model"].values(), strict=True):
+    for (name, p), old in zip(after.items(), state.values(), strict=True):
         new = torch.from_numpy(want[name.removeprefix("net.")])
         torch.testing.assert_close(p.detach(), new, rtol=0, atol=2e-6)
         assert (new - old).abs().max() > 1e-4
-    assert list(checkpoint.load(first_version.out + "/last.pt")["model"]) == list(after)
-
-
-def test_a_last_pt_with_other_parameters_is_refused(first_version):
-    path = first_version.out + "/last.pt"
-    whole = checkpoint.load(path)
-    state = whole["model"]
-    for changed in (dict(list(state.items())[1:]), state | {"other": torch.zeros(1)},
-                    state | {min(state): torch.zeros(2, 2)}, dict(reversed(state.items()))):
-        checkpoint.save(path, **whole | {"model": changed})
-        refused("last.pt is not of the model that is trained here", finetune, first_version)
+    assert list(checkpoint.load(cfg.out + "/last.pt")["model"]) == list(after)
 
 
 def test_sigterm_saves_and_leaves_and_what_is_owed_is_done(cfg):
@@ -532,11 +525,8 @@ def test_validation_is_the_same_every_time_and_best_is_kept(cfg):
 
 def test_bad_input_is_refused(cfg, tmp_path):
     (tmp_path / "d.jsonl").write_text("[" * 10**5)
-    refused("d.jsonl line 1 is not JSON", finetune, replace(cfg, data=str(tmp_path / "d.jsonl")))
-    for messages, message in ((turns("hello", "x")[:1], "here has no assistant turn"),
-                              ([{"role": "assistant"}], 'here is not {"messages"')):
-        refused(message, ft.conversation, {"messages": messages}, "here")
     for changes, message in (
+            (dict(data=str(tmp_path / "d.jsonl")), "d.jsonl line 1 is not JSON"),
             (dict(model=""), "give --model"), (dict(data="no.jsonl"), "no.jsonl cannot be read"),
             (dict(loss="mean"), "--loss=mean must be authors or paper"),
             (dict(max_length=9), "no dialogue of .* is left .* dropped: 117 over 9 tokens"),
@@ -544,6 +534,9 @@ def test_bad_input_is_refused(cfg, tmp_path):
             (dict(omega_s=1.0), "omega_s < 1"), (dict(k=500), "--k=500 is more than the 264")):
         refused(message, finetune, replace(cfg, **changes))
     assert os.listdir(cfg.out) == [".lock"]
+    for messages, message in ((turns("hello", "x")[:1], "here has no assistant turn"),
+                              ([{"role": "assistant"}], 'here is not {"messages"')):
+        refused(message, ft.conversation, {"messages": messages}, "here")
     with pytest.raises(OSError):  # the sentence of launch.run, before a model is looked for
         finetune(replace(cfg, model="nowhere", out=cfg.data + "/out"))
 

@@ -4,7 +4,6 @@
 Not here: the loss (test_mdlm.py), flags, signals and the log by themselves (test_launch.py).
 """
 
-import json
 import math
 import os
 import shutil
@@ -24,24 +23,20 @@ import train as script
 from conftest import ROOT, full_disk, refused, sigterm, spy, torchrun
 from eval import val_ppl
 from mdlm import MDLM
-from train import Config, flops_per_token, train
+from train import Config, flops_per_token, train, update_ema
 
 
-def prepared(folder):
-    documents = data.documents(sorted(folder.glob("*.txt"), reverse=True))
-    data.prepare(documents, str(folder), data.tokenizer("bytes"), val_docs=1)
+def prepared(folder, *texts):
+    data.prepare(((text, True) for text in texts), str(folder), data.tokenizer("bytes"), val_docs=1)
     return str(folder)
 
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
     """A small prepared folder of bytes, in data.py's format."""
-    folder = tmp_path_factory.mktemp("corpus")
     text = "".join(f"{i} is {'odd' if i % 2 else 'even'}, {i * i} is its square. "
                    for i in range(600))
-    (folder / "text.txt").write_text(text)
-    (folder / "more.txt").write_text(text[:4000])
-    return prepared(folder)
+    return prepared(tmp_path_factory.mktemp("corpus"), text, text[:4000])
 
 
 @pytest.fixture
@@ -63,8 +58,7 @@ def file(cfg, name="last.pt"):
 
 
 def log(cfg):
-    with open(file(cfg, "log.jsonl")) as f:
-        return [json.loads(line) for line in f]
+    return launch.read_jsonl(file(cfg, "log.jsonl"))
 
 
 def bounds(cfg):
@@ -92,7 +86,7 @@ def at_start(cfg, seed):
 
 def test_six_updates_are_alg1_with_adamw(tiny):
     """All lines at once, against oracles.alg1."""
-    cfg = replace(tiny, dropout=0.0, p_sm=0.25, b_l=0.1, b_h=0.9, clip=0.3, ema=0.3, eta_bb=2e-3,
+    cfg = replace(tiny, dropout=0.0, p_sm=0.25, b_l=0.1, b_h=0.9, clip=0.3, ema=0.15, eta_bb=2e-3,
                   eta_sm=3e-2)
     model, ema = train(cfg)
     tokens = data.open_split(cfg.data, "train")[0]
@@ -123,6 +117,16 @@ def test_l2_every_row_once_in_an_epoch(tiny, monkeypatch):
     first, second = seen[:n], seen[n:]
     assert sorted(first) == list(range(n))
     assert len(set(second)) == len(second) >= n - 4 and first[:len(second)] != second
+
+
+def test_ema_warms_up():
+    ema, model = torch.nn.Linear(1, 1, bias=False), torch.nn.Linear(1, 1, bias=False)
+    shadow = ema.weight.item()
+    for n, w, d in ((1, 1.0, 2 / 11), (2, -2.0, 3 / 12), (3, 5.0, 4 / 13), (10**9, 7.0, 0.9999)):
+        model.weight.data.fill_(w)
+        update_ema(ema, model, n)
+        shadow = d * shadow + (1 - d) * w
+        assert ema.weight.item() == pytest.approx(shadow)
 
 
 def test_everything_learns_also_in_the_ablations(tiny):
@@ -365,12 +369,11 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny):
 
 def test_another_run_and_weights_of_another_model_are_refused(tiny, tmp_path, monkeypatch):
     train(replace(tiny, steps=1))
-    for i, text in enumerate(("other text " * 500, "held out " * 50)):
-        (tmp_path / f"{i}.txt").write_text(text)
+    other = prepared(tmp_path, "other text " * 500, "held out " * 50)
     for change, message in (
-            (dict(n_layer=1, seed=2), r"n_layer \(2 there, 1 here\), seed \(1 there, 2 here\)"),
-            (dict(data=prepared(tmp_path)), "cannot resume: the data differ"),
-            (dict(micro_batch=8), r"cannot resume: micro_batch \(")):
+            (dict(n_layer=1, micro_batch=8),
+             r"resume: n_layer \(2 there, 1 here\), micro_batch \(4 there, 8 here\) differ"),
+            (dict(data=other), "cannot resume: the data differ")):
         refused(message, train, replace(tiny, resume=True, **change))
     with monkeypatch.context() as patch:
         patch.setattr(data, "KEYS", data.KEYS + 1)
