@@ -83,7 +83,6 @@ class Config:
     device: str = "auto"          # cuda, else mps, else cpu
     dtype: str = "auto"           # bfloat16 where the GPU has it, else float32
     compile: bool | None = None   # the trunk (default: on CUDA)
-    peak_flops: float = 0.0       # of one device (default: known, or the matrix product's)
 
 
 PRESETS = {
@@ -225,15 +224,11 @@ def compile_trunk(model, mode=None):
     model.net.trunk = torch.compile(model.net.trunk, mode=mode, dynamic=False)
 
 
-def no_mark(name):
-    pass
-
-
 def training(cfg, device, dtype, ddp=False, **changes):
     """One update of train.py on random tokens, as a function, and the model that it updates.
 
-    changes: to ModelConfig.   Returns step(soft, xt=…, exchange=True, mark=no_mark) and the MDLM.
-    exchange: False leaves the gradients of this process alone.   mark: see `watched`.
+    changes: to ModelConfig.   Returns step(soft, xt=…, exchange=True, mark=None) and the MDLM.
+    exchange: False leaves the gradients of this process alone.   mark: see `sections_of`.
     """
     model = build(cfg, device, **changes)
     ema = copy.deepcopy(model.net).requires_grad_(False)
@@ -249,12 +244,13 @@ def training(cfg, device, dtype, ddp=False, **changes):
     masked = corrupt(x0, t, mask_id, generator).to(device)
     x0, t = x0.to(device), t.to(device)
 
-    def step(soft, xt=masked, exchange=True, mark=no_mark):
+    def step(soft, xt=masked, exchange=True, mark=None):
         with contextlib.nullcontext() if exchange or not ddp else net.no_sync():
             with torch.autocast(device.type, dtype, enabled=bool(dtype), cache_enabled=False):
                 nll = net(x0, xt, t, soft)                                     # (B,)
             (nll.sum() / x0.numel()).backward()
-        mark("clip, optimizer, EMA")
+        if mark:
+            mark("clip, optimizer, EMA")
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
@@ -262,9 +258,10 @@ def training(cfg, device, dtype, ddp=False, **changes):
     return step, model
 
 
-def sampling(cfg, device, dtype, model, n, steps, soft, on_step=None):
+def sampling(cfg, device, dtype, model, n, steps, soft, mark=None):
     """n samples (Alg. 2). Returns the mean number of network calls that a sequence needed."""
     generators = [rng("bench", i) for i in range(n)]
+    on_step = mark and (lambda *_: mark("the rest"))
     with torch.autocast(device.type, dtype, enabled=bool(dtype)):
         _, nfe = generate(model, n, steps, "mdlm", cfg.top_p, generators, on_step, soft=soft)
     return nfe.double().mean().item()
@@ -304,8 +301,7 @@ def bench_train(cfg, device, dtype):
     mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in ("seconds", "cpu", "ratio")}
     rate = flops / gauge["seconds"]
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    known = next((flops for part, flops in PEAK_FLOPS.items() if part in name), rate)
-    limit = cfg.peak_flops or known
+    limit = next((flops for part, flops in PEAK_FLOPS.items() if part in name), rate)
     rows = {"binary": binary, "SM, p_sm = 1": soft, "SM, p_sm = 0.8 (expected)": mixed}
     for row, p_sm in zip(rows.values(), (0, 1, 0.8)):
         row["tokens/s"] = cfg.batch * cfg.length / row["seconds"]
@@ -351,7 +347,7 @@ def bench_sample(cfg, device, dtype):
     def run(name):
         calls[name] = sampling(cfg, device, dtype, *cases[name])
 
-    found = interleaved({name: lambda name=name: run(name) for name in cases},
+    found = interleaved({name: partial(run, name) for name in cases},
                         max(2, cfg.repeats // 2), device)
     for name, (_, n, T, _) in cases.items():
         s = found[name]["seconds"]
@@ -376,7 +372,7 @@ def bench_curves(cfg, device, dtype):
     def sample(key, x):
         here = replace(cfg, **{key: x})
         model = build(here, device).eval()
-        return lambda soft: sampling(here, device, dtype, model, 1, here.steps, soft)
+        return partial(sampling, here, device, dtype, model, 1, here.steps)
 
     out = {}
     for name, make, key, values in (
@@ -389,20 +385,19 @@ def bench_curves(cfg, device, dtype):
         out[name] = []
         for x in values:
             fn = make(key, x)
-            cases = {"binary": lambda fn=fn: fn(False), "SM": lambda fn=fn: fn(True)}
+            cases = {"binary": partial(fn, False), "SM": partial(fn, True)}
             found = interleaved(cases, max(2, cfg.repeats // 2), device)
             seconds = {case: row["seconds"] for case, row in found.items()}
             out[name].append({"x": "|V|" if x is None else x} | seconds)
-        rows = {str(p["x"]): {case: p[case] for case in cases} for p in out[name]}
-        print_table(f"{name}, seconds", rows)
+        print_table(f"{name}, seconds", {str(point["x"]): {
+            case: point[case] for case in cases} for point in out[name]})
     return out
 
 
-@contextlib.contextmanager
-def watched(model, device, after_trunk):
-    """Lets a model say what it is working on. Yields mark and seconds.
+def sections_of(run, model, after_trunk, device):
+    """{section: seconds} of run(mark), which waits for the device between sections.
 
-    mark(name): from here on, time belongs to the section `name`.   seconds: {section: its sum}.
+    mark(name): from here on, time belongs to the section `name`.
     after_trunk: the section that follows the trunk.
     The model marks the trunk, the loss and the parts of the feedback. The backward of trunk, loss
     and feedback begins when the gradient of what they returned is ready.
@@ -432,18 +427,12 @@ def watched(model, device, after_trunk):
     model.sm.forward = begins("SM: λ, top k", model.sm.forward, "SM: head", backward=False)
     model.sm.mix = begins("SM: look-up", model.sm.mix, "SM: head", backward=False)
     model.cross_entropy = begins("head and loss", model.cross_entropy, "the rest")
-    yield mark, seconds
+    mark("the rest")
+    run(mark)
+    mark("")
     model.net.trunk = trunk
     # the methods of the classes are back
     del model.feedback, model.cross_entropy, model.sm.forward, model.sm.mix
-
-
-def sections_of(run, model, after_trunk, device):
-    """{section: seconds} of run(mark), which waits for the device between sections."""
-    with watched(model, device, after_trunk) as (mark, seconds):
-        mark("the rest")
-        run(mark)
-        mark("")
     del seconds[""]
     return seconds
 
@@ -454,13 +443,13 @@ def where_time_goes(title, run, model, after_trunk, device):
     The sections come from a run that waits for the device between them, the operations from
     torch.profiler. On CUDA, "gaps %" is the share of the time without any kernel.
     """
-    whole = interleaved({title: lambda: run(no_mark)}, 3, device)[title]["seconds"]
+    whole = interleaved({title: partial(run, None)}, 3, device)[title]["seconds"]
     seconds = sections_of(run, model, after_trunk, device)
     total = sum(seconds.values())
     rows = {name: {"seconds": s, "%": 100 * s / total} for name, s in seconds.items()}
     print_table(title, rows, f"{whole:.3g} s when nothing waits between sections")
     with profile() as prof:
-        run(no_mark)
+        run(None)
         synchronize(device)
     cuda, operations = device.type == "cuda", prof.key_averages()
     key = "self_device_time_total" if cuda else "self_cpu_time_total"
@@ -486,7 +475,7 @@ def bench_profile(cfg, device, dtype):
         step(soft, mark=mark)
 
     def sample(soft, mark):
-        sampling(cfg, device, dtype, sampler, 1, T, soft, lambda *_: mark("the rest"))
+        sampling(cfg, device, dtype, sampler, 1, T, soft, mark)
 
     for soft in (False, True):
         name = "SM" if soft else "binary"
@@ -508,10 +497,9 @@ def bench_overhead(cfg, device, dtype):
         compile_trunk(model, "reduce-overhead")
 
     def sample(name, mark):
-        watch = None if mark is no_mark else lambda *_: mark("the rest")
-        calls[name] = sampling(cfg, device, dtype, model, 1, cfg.steps, name == "SM", watch)
+        calls[name] = sampling(cfg, device, dtype, model, 1, cfg.steps, name == "SM", mark)
 
-    rows = interleaved({name: partial(sample, name, no_mark) for name in ("binary", "SM")},
+    rows = interleaved({name: partial(sample, name, None) for name in ("binary", "SM")},
                        max(2, cfg.repeats // 2), device)
     shares = {}
     for name, row in rows.items():
@@ -544,7 +532,7 @@ def bench_attention(cfg, device, dtype):
     for name, choice in choices.items():
         with contextlib.suppress(RuntimeError):  # this device, dtype or size has no such kernel
             both(choice)
-            cases[name] = lambda choice=choice: both(choice)
+            cases[name] = partial(both, choice)
     rows = interleaved(cases, cfg.repeats, device)
     print_table(f"attention of one layer, {' × '.join(map(str, shape))}", rows)
     return rows
@@ -612,8 +600,11 @@ def build_dream(cfg, device, dtype):
     return dream.eval(), SoftMask(V - 1, 1, omega_s=0.5).to(device)
 
 
-def finetuning(cfg, device, dtype):
-    """Returns step(soft, checkpointing), an update of finetune_dream.py on one random dialogue."""
+def finetuning_table(cfg, device, dtype):
+    """An update of finetune_dream.py on one random dialogue.
+
+    Its activations are all kept, or computed again (checkpointing).
+    """
     dream, sm = build_dream(cfg, device, dtype)
     mask_id = dream.cfg.mask_token_id
     dora.attach(dream, TARGETS, 16, 16, rng("bench"))
@@ -630,16 +621,10 @@ def finetuning(cfg, device, dtype):
         nn.utils.clip_grad_norm_(theta, 7.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-    return step
 
-
-def finetuning_table(cfg, device, dtype):
-    """An update on one dialogue, with all activations kept or computed again (checkpointing)."""
-    step = finetuning(cfg, device, dtype)
     cases = {f"{'SM' if soft else 'binary'}, {'checkpointing' if again else 'all kept'}":
-             (soft, again) for again in (False, True) for soft in (False, True)}
-    rows = interleaved({name: lambda case=case: step(*case) for name, case in cases.items()},
-                       cfg.repeats, device)
+             partial(step, soft, again) for again in (False, True) for soft in (False, True)}
+    rows = interleaved(cases, cfg.repeats, device)
     for row in rows.values():
         row["tokens/s"] = cfg.dream_length / row["seconds"]
     print_table(f"Dream: finetuning, 1 × {cfg.dream_length}", rows)
@@ -663,7 +648,7 @@ def decoding_table(cfg, device, dtype):
         else:
             decode(model, x, steps, **how)
     cases = {f"{'SM' if feedback else 'binary'}, {f'blocks, {cache}' if cache else 'at once'}":
-             lambda feedback=feedback, cache=cache: run(feedback, cache)
+             partial(run, feedback, cache)
              for cache in ("", "prefix", "dual") for feedback in (None, sm)}
     rows = interleaved(cases, max(2, cfg.repeats // 2), device)
     for row in rows.values():

@@ -123,7 +123,7 @@ def from_cli(Config, argv=None, presets=None):
         print_help(Config, presets)
         raise SystemExit(0)
     values, kinds = {}, typing.get_type_hints(Config)
-    if argv and not argv[0].startswith("--"):
+    if argv and not argv[0].startswith("-"):
         if argv[0] not in presets:
             known = " or ".join(presets) or "only --key=value"
             raise Refused(f"unknown preset {argv[0]!r}: use {known}")

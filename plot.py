@@ -1,22 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Every figure and every markdown table, from logs and results.     Tables 1-7, Fig. 3-9
 
-    python plot.py --table="runs/*.json"        # eval.py's results, as in Tables 1, 2, 4-7
-    python plot.py --bounds="runs/*.json"       # those of `eval.py ppl --against=…`
-    python plot.py --logs="out/*/log.jsonl"     # where ω, λ and the speed of each run ended
-    python plot.py --benchmarks=out/answers     # eval_dream.py's results, as in Table 3
-    python plot.py --feedback=last.feedback.owt.json    # eval.py feedback; --out=x.png draws it
+    python plot.py --table="runs/*.json"                    # eval.py's results, as in Table 1
+    python plot.py --runs="out/*/log.jsonl" --out=fig3.png  # held-out bounds of runs, as in Fig. 3
 
-    python plot.py --runs="out/binary-*/log.jsonl,out/sm-*/log.jsonl"    # Fig. 3; -1, -2 are seeds
-    python plot.py --throughput=out/answers     # Fig. 4, from eval_dream.py --blocks=16,32,48
-    python plot.py --ablation="runs/*.json"     # Fig. 5, from `eval.py ppl --against=…`
-    python plot.py --overhead=bench.json        # Fig. 6, from bench.py --parts=overhead
-    python plot.py --trajectory=trace.jsonl     # Fig. 7, from sample.py --trace=trace.jsonl
-    python plot.py --trajectory=on.jsonl,off.jsonl --out=trace.html   # pages to step through
-    python plot.py --learned="out/*/log.jsonl"  # Fig. 8, also from finetune_dream.py's logs
-    python plot.py --frontier="runs/*.json"     # Fig. 9, from eval.py's results
-    python plot.py --curves=bench.json          # cost over sizes, from bench.py --json=bench.json
-    python plot.py --anatomy=sudoku.pt          # Alg. 1 and 2 on a row of a Sudoku, from a model
+Each source below is a flag, and makes one table or one figure.
 
 Figures need matplotlib (pip install matplotlib), which nothing else in this project does.
 
@@ -27,6 +15,7 @@ anatomy looks into a model.
 import contextlib
 import glob
 import html
+import itertools
 import json
 import math
 import os
@@ -51,21 +40,21 @@ from show import trace
 class Config:
     """One source, and where to write. A pattern may be several, with commas between them."""
     # markdown tables
-    table: str = ""          # pattern of eval.py's results
+    table: str = ""          # pattern of eval.py's results: Tables 1, 2, 4-7
     bounds: str = ""         # pattern of results of `eval.py ppl`, best with --against
-    logs: str = ""           # pattern of train.py's logs
-    benchmarks: str = ""     # folder of eval_dream.py's results
+    logs: str = ""           # pattern of train.py's logs: where ω, λ and the speed ended
+    benchmarks: str = ""     # folder of eval_dream.py's results: Table 3
     feedback: str = ""       # a result of `eval.py feedback`: a table, or a figure if out is one
     # figures
-    runs: str = ""           # pattern of train.py's logs
-    throughput: str = ""     # folder of eval_dream.py's results with block lengths
-    ablation: str = ""       # pattern of results of `eval.py ppl --against`
-    overhead: str = ""       # file of bench.py --json
-    trajectory: str = ""     # file of sample.py --trace; a page shows those of a pattern
-    learned: str = ""        # pattern of logs of train.py or finetune_dream.py
-    frontier: str = ""       # pattern of eval.py's results
-    curves: str = ""         # file of bench.py --json
-    anatomy: str = ""        # a checkpoint of a model that was trained on `data.py sudoku`
+    runs: str = ""           # pattern of train.py's logs, -1, -2 of a name are seeds: Fig. 3
+    throughput: str = ""     # folder of results of eval_dream.py --blocks=16,32,48: Fig. 4
+    ablation: str = ""       # pattern of results of `eval.py ppl --against`: Fig. 5
+    overhead: str = ""       # file of bench.py --parts=overhead --json: Fig. 6
+    trajectory: str = ""     # file of sample.py --trace: Fig. 7. A page shows those of a pattern
+    learned: str = ""        # pattern of logs of train.py or finetune_dream.py: Fig. 8
+    frontier: str = ""       # pattern of eval.py's results: Fig. 9
+    curves: str = ""         # file of bench.py --json: cost over sizes
+    anatomy: str = ""        # an SM model of `data.py sudoku`: Alg. 1 and 2 on a row of a grid
     out: str = ""            # .png, .pdf or .svg (default: plot.png), .md of a table, .html of
                              # trajectories
     entropy: float = 0.0     # of --runs: nats per token that no bound can pass, drawn unless 0
@@ -82,6 +71,15 @@ def files(patterns):
         raise Refused(f"no file matches {patterns!r}: correct the pattern")
     return sorted(set(map(os.path.abspath, found)), key=lambda path: [
         int(part) if part.isdigit() else part for part in re.split(r"(\d+)", path)])
+
+
+@contextlib.contextmanager
+def reading(path, wrong):
+    """Raises Refused, "path wrong", if the block finds another file than it needs."""
+    try:
+        yield
+    except (Refused, LookupError, TypeError, ValueError, AttributeError, AssertionError):
+        raise Refused(f"{path} {wrong}")
 
 
 def name_of(path):
@@ -133,7 +131,7 @@ def entries(path):
     row: (unmasking, feedback, label).   column: (metric, name of the text or budget NFE/L, or "" of
     the data).   run: what was measured. If it was measured twice, a cell takes the later file.
     """
-    try:
+    with reading(path, "is not a result of eval.py: correct the pattern"):
         result = read_json(path)
         if "group" in result or result["metric"] == "feedback":  # --benchmarks, --feedback show it
             return []
@@ -155,8 +153,6 @@ def entries(path):
             budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
         return [(row, (metric, budget), measured, values[metric], settings)
                 for metric in METRICS if metric in values]
-    except (Refused, KeyError, TypeError, AttributeError):
-        raise Refused(f"{path} is not a result of eval.py: correct the pattern")
 
 
 def check_alike(one, other, fields, place):
@@ -245,23 +241,23 @@ def table(pattern):
 
 
 def bound_results(pattern):
-    """{(has SM, --label): [(updates, PPL, values)]} of results of `eval.py ppl`, one per seed."""
+    """{(has SM, --label): [result, one per seed]} of results of `eval.py ppl`.
+
+    A result: updates, ppl, and in nats per token gain (feedback on below off), below (this model
+    below that of --against) and its error over rows, se. They are None where not measured.
+    """
     groups = {}
     for path in files(pattern):
-        try:
+        with reading(path, "is not a result of `eval.py ppl`: correct the pattern"):
             result = read_json(path)
-            label, values = result["evaluation"]["label"], result["values"]
-            ppl, step = (values.get("soft") or values["binary"])["ppl"], result["settings"]["step"]
-        except (Refused, KeyError, TypeError, AttributeError):
-            raise Refused(f"{path} is not a result of `eval.py ppl`: correct the pattern")
-        groups.setdefault(("soft" in values, label), []).append((step, ppl, values))
+            values, label = result["values"], result["evaluation"]["label"]
+            below = values.get("below_against", {})
+            groups.setdefault(("soft" in values, label), []).append({
+                "updates": result["settings"]["step"],
+                "ppl": (values.get("soft") or values["binary"])["ppl"],
+                "gain": values.get("gain", {}).get("nats_per_token"),
+                "below": below.get("nats_per_token"), "se": below.get("nats_per_token_se")})
     return groups
-
-
-def below_against(found):
-    """(nats per token below the other model, SE over rows of that difference), a pair per seed."""
-    below = [values["below_against"] for _, _, values in found if "below_against" in values]
-    return [(each["nats_per_token"], each["nats_per_token_se"]) for each in below]
 
 
 def bounds(pattern):
@@ -276,14 +272,14 @@ def bounds(pattern):
                "nats below the other model (± sd of seeds; ± SE of rows)", "t"]
     rows = []
     for (_, label), found in sorted(bound_results(pattern).items(), key=lambda group: group[0]):
-        steps, ppls, values = zip(*found)
-        gains = [v["gain"]["nats_per_token"] for v in values if "gain" in v]
-        below, errors = zip(*below_against(found)) if below_against(found) else ((), ())
+        ppls, gains, below, errors = ([result[key] for result in found if result[key] is not None]
+                                      for key in ("ppl", "gain", "below", "se"))
         gain = f"{statistics.mean(gains):.4f}" if gains else ""
         nats = f"{mean_sd(below, '+.4f')}; ± {statistics.mean(errors):.4f}" if below else ""
         sd = statistics.stdev(below) if len(below) > 1 else 0.0
         t = f"{statistics.mean(below) / sd * math.sqrt(len(below)):.1f}" if sd else ""
-        cells = label, f"{steps[0]:,}", str(len(found)), mean_sd(ppls, ".3f"), gain, nats, t
+        updates = f"{found[0]['updates']:,}"
+        cells = label, updates, str(len(found)), mean_sd(ppls, ".3f"), gain, nats, t
         rows.append(dict(zip(columns, cells)))
     return markdown(rows, columns)
 
@@ -297,7 +293,7 @@ def logs(patterns):
                "minutes"]
     rows = []
     for path in files(patterns):
-        try:
+        with reading(path, "is no log of train.py: each of its lines has a step and numbers"):
             # a continuation also logs the bound at update 0, before it has a speed
             lines = [line for line in read_jsonl(path) if "tokens_per_s" in line]
             last, speed = lines[-1], statistics.median(line["tokens_per_s"] for line in lines)
@@ -309,21 +305,16 @@ def logs(patterns):
                     takeoff = f"{steps[0]:,}" if steps else "never"
             cells = (name_of(path), omega, f"{last['step']:,}", f"{last['lam']:.3f}", takeoff,
                      f"{speed:,.0f}", f"{last['seconds'] / 60:.0f}")
-        except (LookupError, TypeError, ValueError):
-            raise Refused(f"{path} is no log of train.py: each of its lines has a step and "
-                          "numbers")
         rows.append(dict(zip(columns, cells)))
     return markdown(rows, columns, text=2)
 
 
 def feedback_rows(path):
     """{bin of t: values} of a result of `eval.py feedback`, the whole of it under "all"."""
-    try:
+    with reading(path, "is not a result of `eval.py feedback`: make one first"):
         rows = read_json(path)["values"]
-        assert rows["all"]["own_gain"] is not None
+        assert "own_gain" in rows["all"]
         return rows
-    except (Refused, KeyError, TypeError, AssertionError):
-        raise Refused(f"{path} is not a result of `eval.py feedback`: make one first")
 
 
 def feedback(path):
@@ -352,10 +343,6 @@ def differing(groups):
     return [key for key in keys if len({str(g[key]) for g in groups if key in g}) > 1]
 
 
-def is_soft(group):
-    return group["feedback"].startswith("SM k")
-
-
 def place(group):
     """What a run with SM and the binary run that it is compared with have in common, sortable."""
     first = ("budget", "block", "threshold")
@@ -372,7 +359,8 @@ def binary_of(group, rows):
     base = [(other, scores) for other, scores in rows if other["feedback"] == "binary"
             and other["FT"] != "-" and place(other) == place(group)]
     alike = [scores for other, scores in base if other["FT"] == group["FT"] or len(base) == 1]
-    return alike[0] if is_soft(group) and group["FT"] != "-" and len(alike) == 1 else {}
+    soft = group["feedback"].startswith("SM k")
+    return alike[0] if soft and group["FT"] != "-" and len(alike) == 1 else {}
 
 
 def benchmarks(folder):
@@ -391,7 +379,7 @@ def benchmarks(folder):
             _, scores = groups.setdefault(str(sorted(group.items())), (group, {}))
             scores.setdefault(task, []).append(result["score"])
     found = sorted(groups.values(), key=lambda row: (
-        place(row[0]), is_soft(row[0]), row[0]["FT"] != "-", str(row[0])))
+        place(row[0]), row[0]["feedback"].startswith("SM k"), row[0]["FT"] != "-", str(row[0])))
     tasks = sorted({task for _, scores in found for task in scores})
     names = [name for name, _ in tasks]
     heading = {task: task[0] + f" ({task[1]})" * (names.count(task[0]) > 1) for task in tasks}
@@ -503,12 +491,10 @@ def log_series(patterns, needed):
     for path in files(patterns):
         label, lines = re.sub(r"-\d+$", "", name_of(path)), read_jsonl(path)
         into = series.setdefault(label, {quantity: {} for quantity in AXES})
-        try:
+        with reading(path, "is no log of a run: each of its lines has a step and numbers"):
             for line in lines:
                 for quantity, value in points_of(line).items():
                     into[quantity].setdefault(int(line["step"]), []).append(value)
-        except (KeyError, TypeError, ValueError, AttributeError):
-            raise Refused(f"{path} is no log of a run: each of its lines has a step and numbers")
     series = {label: quantities for label, quantities in series.items() if quantities[needed]}
     if not series:
         raise Refused(f"no log with {AXES[needed]} matches {patterns!r}: train.py logs bounds with "
@@ -589,7 +575,7 @@ def ablation(pattern):
     row has the same masks in both models.
     """
     below = {in_words(label): pairs for (_, label), found in bound_results(pattern).items()
-             if (pairs := below_against(found))}
+             if (pairs := [(r["below"], r["se"]) for r in found if r["below"] is not None])}
     if not below:
         raise Refused(f"{pattern!r} has no differences: run eval.py ppl with --against first")
     fig, [ax] = figure(1, width=7, height=1 + 0.35 * len(below))
@@ -629,13 +615,11 @@ def frontier(pattern):
 
 def overhead(path):
     """What a sample costs, binary and with SM, by what the time is spent on.    App. C.4, Fig. 6"""
-    try:
+    with reading(path, f"has no overhead: run bench.py --parts=overhead --json={path} first"):
         cases = read_json(path)["overhead"]
         names = [f"{case}: {row['calls']:,.0f} calls\n{1000 * row['s/call']:.3g} ms a call"
                  for case, row in cases.items()]
         sections = dict.fromkeys(name for row in cases.values() for name in row["sections"])
-    except (Refused, KeyError, TypeError, ValueError, AttributeError):
-        raise Refused(f"{path} has no overhead: run bench.py --parts=overhead --json={path} first")
     fig, [ax] = figure(1, width=9, height=2.5)
     left = np.zeros(len(cases))
     for section in sections:
@@ -654,18 +638,13 @@ def read_trace(path):
     Raises Refused for a file without a step, and for another file.
     """
     steps = path if isinstance(path, list) else read_jsonl(path)
-    if not steps:
-        raise Refused(f"{path} is empty: make it again with sample.py --trace={path}")
-    try:
-        for step in steps:
-            for text, lam, *rest in step:
-                numbers = [lam or 0.0, *rest[:1], *(share for _, share in (rest[1:] or [[]])[0])]
-                words = [text, *(word for word, _ in (rest[1:] or [[]])[0])]
-                assert all(isinstance(word, str) for word in words) and math.isfinite(sum(numbers))
-            assert 0 < len(step) == len(steps[0])
-        return steps
-    except (TypeError, ValueError, AssertionError):
-        raise Refused(f"{path} is no trajectory: make one with sample.py --trace={path}")
+    with reading(path, f"is no trajectory: make one with sample.py --trace={path}"):
+        for text, lam, *rest in itertools.chain(*steps):
+            neg_entropy, mixed = rest or (0.0, [])
+            for word, number in [(text, lam or 0.0), (text, neg_entropy), *mixed]:
+                assert isinstance(word, str) and math.isfinite(number)
+        assert len({len(step) for step in steps}) == 1 and steps[0]
+    return steps
 
 
 def trajectory_page(patterns, columns):
@@ -807,17 +786,16 @@ def curves(path):
     Both axes start at 0, so a cost that is in proportion to the size is a straight line. Sizes that
     are no numbers, such as |V|, stand side by side, without a line.
     """
-    try:
+    with reading(path, f"has no curves: run bench.py --parts=curves --json={path} first"):
         found = read_json(path)["curves"]
-    except (Refused, KeyError):
-        raise Refused(f"{path} has no curves: run bench.py --parts=curves --json={path} first")
     fig, axes = figure(len(found))
     for ax, (name, points) in zip(axes, found.items()):
         sizes = [point["x"] for point in points]
-        words = [str(size) for size in sizes if isinstance(size, str)]
+        words = any(isinstance(size, str) for size in sizes)
+        sizes = list(map(str, sizes)) if words else sizes
         for case, style in styles([key for key in points[0] if key != "x"]).items():
-            line = {"marker": "o", **style} | ({"ls": ""} if words else {})
-            ax.plot(list(map(str, sizes)) if words else sizes, [p[case] for p in points], **line)
+            line = style | {"ls": ""} if words else style
+            ax.plot(sizes, [point[case] for point in points], marker="o", **line)
         ax.set(title=name, xlabel=name.split()[-1], ylabel="seconds", ylim=(0, None))
         if not words:
             ax.set(xlim=(0, None))
@@ -871,39 +849,24 @@ def anatomy(path):
     calls = [(f"call {n} sees", cells) for n, (before, cells) in
              enumerate(zip([first, *found["calls"]], found["calls"]), 2)
              if any((before[i][1] is None) != (cells[i][1] is None) for i in row)]
-    color = lambda word: "C" + word if word in "123456" else "white"
-
-    def token(word):
-        return [(1.0, color(word), word)]
-
-    def predicted(cell):
-        return token(cell[0]) if cell[1] is None else [(s, color(w), w) for w, s in cell[3]]
-
-    def seen(cell):
-        if cell[1] is None:
-            return token(cell[0])
-        guesses = [(cell[1] * share, c, word) for share, c, word in predicted(cell)]
-        return [(1 - cell[1], "lightgray", "M"), *guesses]
-
-    def plain(cell):
-        return token(cell[0]) if cell[1] is None else [(1.0, "lightgray", "M")]
-
-    def notes(text):
-        return [text(i) if first[i][1] is not None else "" for i in row]
-
-    lines = [("$x_0$", [token(found["x0"][i]) for i in row], []),
-             ("$x_t$, pass 1 sees", [plain(first[i]) for i in row], []),
-             ("pass 1 predicts", [predicted(first[i]) for i in row],
-              notes(lambda i: f"−H {first[i][2]:.2f}, λ {first[i][1]:.2f}".replace("-", "−"))),
-             ("pass 2 sees", [seen(first[i]) for i in row], []),
-             ("pass 2 predicts", [predicted(second[i]) for i in row],
-              notes(lambda i: "−log p {:.2f} → {:.2f}".format(*(n[i] for n in found["nll"]))))]
-    lines += [(name, [seen(cells[i]) for i in row], []) for name, cells in calls]
+    none = lambda i: ""
+    # A line: its name, its cells, the share of the guesses in masks (None: λ), notes below.
+    lines = [("$x_0$", [[digit, None] for digit in found["x0"]], 0.0, none),
+             ("$x_t$, pass 1 sees", first, 0.0, none),
+             ("pass 1 predicts", first, 1.0,
+              lambda i: f"−H {first[i][2]:.2f}, λ {first[i][1]:.2f}".replace("-", "−")),
+             ("pass 2 sees", first, None, none),
+             ("pass 2 predicts", second, 1.0,
+              lambda i: "−log p {:.2f} → {:.2f}".format(*(nll[i] for nll in found["nll"])))]
+    lines += [(name, cells, None, none) for name, cells in calls]
     fig, [ax] = figure(1, width=9, height=0.6 * len(lines) + 0.6)
-    for i, (name, cells, below) in enumerate(lines):
-        y = -i if i < 5 else -i - 0.7
-        draw_cells(ax, y, cells, below)
+    for n, (name, cells, share, note) in enumerate(lines):
+        y = -n if n < 5 else -n - 0.7
         ax.text(-0.15, y, name, ha="right", va="center")
+        for x, i in enumerate(row):
+            draw_cell(ax, x, y, cells[i], share)
+            if first[i][1] is not None:
+                ax.text(x + 0.45, y - 0.43, note(i), ha="center", va="center", size=7)
     ax.text(0, 0.5, "Alg. 1: two passes, and the loss of either", weight="bold")
     ax.text(0, -5.1, "Alg. 2 from the same $x_t$: a line where a token has appeared", weight="bold")
     ax.set(xlim=(-1.6, 6), ylim=(-len(lines) - 0.3, 0.9))
@@ -911,17 +874,17 @@ def anatomy(path):
     return fig
 
 
-def draw_cells(ax, y, cells, below):
-    """Cells side by side at height y, each a list of (share, color, word), with texts below."""
-    for x, cell in enumerate(cells):
-        left = x
-        for share, color, word in cell:
-            ax.barh(y, 0.9 * share, 0.56, left, color=color, alpha=0.6, edgecolor="white")
-            if share > 0.12:
-                ax.text(left + 0.45 * share, y, word, ha="center", va="center", parse_math=False)
-            left += 0.9 * share
-    for x, text in enumerate(below):
-        ax.text(x + 0.45, y - 0.43, text, ha="center", va="center", size=7)
+def draw_cell(ax, x, y, cell, share):
+    """One cell of a trace. A token fills it. In a mask the guesses fill `share` of it (None: λ)."""
+    text, lam, _, mixed = cell if cell[1] is not None else (cell[0], 1.0, 0.0, [[cell[0], 1.0]])
+    share = lam if share is None or cell[1] is None else share
+    for word, part in [["M", 1 - share], *([word, share * part] for word, part in mixed)]:
+        color = "lightgray" if word == "M" else "C" + word if word in "123456" else "white"
+        if part:
+            ax.barh(y, 0.9 * part, 0.56, x, color=color, alpha=0.6, edgecolor="white")
+        if part > 0.12:
+            ax.text(x + 0.45 * part, y, word, ha="center", va="center", parse_math=False)
+        x += 0.9 * part
 
 
 TABLES = {f.__name__: f for f in (table, bounds, logs, benchmarks, feedback)}

@@ -43,8 +43,8 @@ for run in "$@"; do
     case $run in exact|tied-*) continue ;; esac
     for given in 12 18 24; do
         result=results/sudoku/$run.given-$given$step.json
-        [[ -e $result || given-$given != ${CELLS:-*} ]] || python results/puzzles.py --checkpoint="$checkpoint" --given=$given \
-            --count="${COUNT:-1000}" --out=$result
+        [[ -e $result || given-$given != ${CELLS:-*} ]] || python results/puzzles.py \
+            --checkpoint="$checkpoint" --given=$given --count="${COUNT:-1000}" --out=$result
     done
     [ "$feedback" ] || continue
     for passes in 2 4; do

@@ -1,16 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The table of the Sudoku runs: means over seeds ± their standard deviation, from results/sudoku.
+"""The tables of the Sudoku runs: means over seeds ± their standard deviation, from results/sudoku.
 
     python results/sudoku_table.py > results/sudoku/table.md
 
-Nats per token are without the floor of α, with feedback where there is an SM model. The share of
-right grids is at one cell a call, 1,000 grids of each run; "off" is an SM model without feedback,
-which is a diagnosis and no baseline. The second table is of the logs, run by run: the first update
-with ω_s over 0.1, ω_s later, and the bound on 512 grids, with feedback where there is an SM model.
+Nats per token are without the floor of α, on all held-out grids. "off" is an SM model without
+feedback, which is a diagnosis and no baseline. Shares are whole grids right of 1,000 from each
+run, in percent. What is after a number of updates is from the logs, on 512 grids.
 """
 
 import glob
-import math
 import os
 import re
 import statistics
@@ -21,59 +19,116 @@ sys.path.insert(0, os.path.dirname(HERE))
 from data import SUDOKU_NATS  # noqa: E402
 from launch import read_json, read_jsonl  # noqa: E402
 
-CELLS = {"random-36-on": "random, on", "random-36-off": "random, off",
-         "entropy-36-on": "surest first, on", "entropy-36-off": "surest first, off"}
+ARMS = {"exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": "binary, twice as deep",
+        "tied": "tied", "permuted": "SM, permuted"}
+CELLS = {
+    "One or two cells a call": {
+        "random-36": "any, one", "random-18": "any, two", "entropy-36": "surest, one",
+        "entropy-18": "surest, two"},
+    "Ancestral, T steps, and ReMDM": {
+        "mdlm-5": "5", "mdlm-10": "10", "mdlm-20": "20", "mdlm-39": "39", "mdlm-156": "156",
+        "remdm-39": "ReMDM 39"},
+    "Any cell next, several passes a cell": {
+        "random-36-passes2": "2", "random-36-passes4": "4"},
+    "Puzzles, the surest cell next, by cells that are given": {
+        "given-12": "12", "given-18": "18", "given-24": "24"}}
 
 
-def spread(values):
-    """mean ± standard deviation; a single value alone; nothing."""
-    if len(values) < 2:
-        return "".join(f"{value:.3f}" for value in values)
-    return f"{statistics.fmean(values):.3f} ± {statistics.stdev(values):.3f}"
+def spread(values, form=".3f"):
+    """mean ± standard deviation (number of values); nothing where there is none."""
+    if not values:
+        return ""
+    error = f" ± {statistics.stdev(values):{form}}" if len(values) > 1 else ""
+    return f"{statistics.fmean(values):{form}}{error} ({len(values)})"
 
 
-def from_logs():
-    """The second table."""
-    at = 1500, 3000, 3500, 6000
-    heads = ["run", "ω_s > 0.1", "ω_s at 3,500", *(f"bound at {step:,}" for step in at)]
+def table(heads, rows):
     print("\n| " + " | ".join(heads) + " |\n|---" + "|--:" * (len(heads) - 1) + "|")
-    for path in sorted(glob.glob(f"{HERE}/sudoku/*.log.jsonl")):
-        log = {line["step"]: line for line in read_jsonl(path)}
-        first = [step for step, line in log.items() if line.get("omega_s", 0) > 0.1][:1]
-        omega = [f"{log[3500]['omega_s']:.2f}"] if first else [""]
-        bounds = [log[step].get("val_soft") or log[step]["val_plain"] if step in log else math.nan
-                  for step in at]
-        cells = [os.path.basename(path)[:-10], *(first or [""]), *omega,
-                 *("" if math.isnan(nats) else f"{nats:.3f}" for nats in bounds)]
-        print("| " + " | ".join(map(str, cells)) + " |")
+    for row in rows:
+        print("| " + " | ".join(row) + " |")
+
+
+def read():
+    """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): [share]}), at the end."""
+    bounds, shares = {}, {}
+    for path in sorted(glob.glob(f"{HERE}/sudoku/*.json")):
+        run, _, cell = os.path.basename(path).removesuffix(".json").partition(".")
+        arm, _, seed = run.partition("-")
+        if arm not in ARMS or ".step-" in cell:
+            continue
+        result = read_json(path)
+        if cell.startswith("given"):
+            for kind in result.keys() & {"soft", "binary"}:
+                right = result[kind]["right"]
+                shares.setdefault((arm, cell, kind == "soft"), []).append(right)
+        elif cell:
+            cell, soft = re.fullmatch(r"(.*?)(-on|-off)?", cell).groups()
+            shares.setdefault((arm, cell, soft != "-off"), []).append(result["values"]["right"])
+        else:
+            kinds = result["values"].keys() & {"soft", "binary"}
+            bounds[arm, seed] = {kind: result["values"][kind]["unbiased_nats"] for kind in kinds}
+    return bounds, shares
+
+
+def at_updates(run, step):
+    """Nats per token of the log after so many updates, or None."""
+    for line in read_jsonl(f"{HERE}/sudoku/{run}.log.jsonl"):
+        if line["step"] == step and "val_plain" in line:
+            return line.get("val_soft", line["val_plain"])
 
 
 def main():
-    found = {}
-    for path in sorted(glob.glob(f"{HERE}/sudoku/*.json")):
-        run, _, cell = os.path.basename(path).removesuffix(".json").partition(".")
-        arm, _, seed = run.rpartition("-")
-        cell = cell.partition(".step-")[0]  # what sudoku_samples.sh adds where STEP is given
-        if not re.fullmatch(r"\d+", seed) or cell and cell not in CELLS:
-            continue
-        result = read_json(path)
-        row = found.setdefault((arm, result["settings"]["step"]), {})
-        row.setdefault("seeds", set()).add(seed)
-        if cell:
-            row.setdefault(cell, []).append(result["values"]["right"])
-            continue
-        for kind in result["values"].keys() & {"soft", "binary"}:
-            row.setdefault(kind, []).append(result["values"][kind]["unbiased_nats"])
-    heads = ["arm", "updates", "seeds", "bound", "bound off", "gap", *CELLS.values()]
-    print("| " + " | ".join(heads) + " |\n|---" + "|--:" * (len(heads) - 1) + "|")
-    for (arm, step), row in sorted(found.items(), key=lambda item: (-item[0][1], item[0][0])):
-        on, off = row.get("soft") or row.get("binary", []), row.get("binary", [])
-        gap = [nats - SUDOKU_NATS / 39 for nats in on]
-        cells = [arm, f"{step:,}", ", ".join(sorted(row["seeds"])), spread(on),
-                 spread(off) if "soft" in row else "", spread(gap)]
-        print("| " + " | ".join(cells + [spread(row.get(cell, [])) for cell in CELLS]) + " |")
+    bounds, shares = read()
+    rows = []
+    for arm, name in ARMS.items():
+        own = [kinds for (other, _), kinds in bounds.items() if other == arm]
+        on = [kinds.get("soft", kinds["binary"]) for kinds in own]
+        off = [kinds["binary"] for kinds in own if "soft" in kinds]
+        # Of the same seed, which has the same rows, times and masks
+        gain = [kinds.get("soft", kinds["binary"]) - bounds["sm", seed]["soft"]
+                for (other, seed), kinds in bounds.items()
+                if other == arm != "sm" and ("sm", seed) in bounds]
+        if own:
+            gap = [nats - SUDOKU_NATS / 39 for nats in on]
+            rows.append([name, spread(on), spread(off), spread(gap), spread(gain)])
+    table(["after 6,000 updates", "nats per token", "off", "above the entropy", "above SM"], rows)
+
+    seconds = {}
+    for layers in 2, 4:
+        timed = read_json(f"{HERE}/bench/sudoku-{layers}.json")["train"]
+        for kind in "binary", "SM, p_sm = 0.8 (expected)":
+            seconds[kind[:2], layers] = timed[kind]["seconds"]
+    cost = {"binary": seconds["bi", 2], "sm": seconds["SM", 2], "tied": seconds["SM", 2],
+            "deep": seconds["bi", 4]}
+    rows = []
+    for arm, each in cost.items():
+        row = [ARMS[arm], f"{1000 * each:.1f}"]
+        for budget in "binary", "sm":
+            step = int(6000 * cost[budget] / each) // 500 * 500
+            found = [at_updates(f"{arm}-{seed}", step) for seed in range(1, 6)
+                     if (arm, str(seed)) in bounds]
+            row += [f"{step:,}", spread([nats for nats in found if nats])]
+        rows.append(row)
+    table(["equal seconds", "ms an update", "updates", "nats, in the time of 6,000 binary ones",
+           "updates", "nats, in the time of 6,000 of SM"], rows)
+
+    for title, cells in CELLS.items():
+        rows = []
+        for arm, name in ARMS.items():
+            for soft, text in (True, ""), (False, ", off" if arm == "sm" else ""):
+                row = [[100 * x for x in shares.get((arm, cell, soft), [])] for cell in cells]
+                if any(row):
+                    rows.append([name + text, *(spread(found, ".1f") for found in row)])
+        table([title, *cells.values()], rows)
+
+    rows = []
+    for path in sorted(glob.glob(f"{HERE}/sudoku/sm-*.log.jsonl")):
+        log = {line["step"]: line for line in read_jsonl(path) if "omega_s" in line}
+        first = next(step for step, line in log.items() if line["omega_s"] > 0.1)
+        rows.append([os.path.basename(path)[:-10], f"{first:,}",
+                     *(f"{log[step]['omega_s']:.2f}" for step in (1000, 2000, 3500, 6000))])
+    table(["run", "ω_s > 0.1 after", *(f"ω_s at {s:,}" for s in (1000, 2000, 3500, 6000))], rows)
 
 
 if __name__ == "__main__":
     main()
-    from_logs()

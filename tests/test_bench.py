@@ -145,13 +145,10 @@ def test_marks_change_nothing_and_go_away():
     methods = lambda: (model.net.trunk, model.feedback, model.cross_entropy, model.sm.forward,
                        model.sm.mix)
     unmarked = methods()
-    with bench.watched(model, CPU, "the rest") as (mark, seconds):
-        mark("the rest")
-        step(True, mark=mark)
-        mark("")
+    seconds = bench.sections_of(lambda mark: step(True, mark=mark), model, "the rest", CPU)
     made = ("trunk", "SM: head", "head and loss")
     parts = {f"{name}, backward" for name in made} | {"SM: λ, top k", "SM: look-up"}
-    assert set(seconds) == {"", "the rest", "clip, optimizer, EMA", *made, *parts}
+    assert set(seconds) == {"the rest", "clip, optimizer, EMA", *made, *parts}
     assert methods() == unmarked
     for (name, p), q in zip(model.named_parameters(), plain.parameters()):
         assert torch.equal(p, q) and p.isfinite().all()

@@ -53,7 +53,8 @@ def test_flags_become_typed_fields():
 
 
 def test_bad_flags_are_refused():
-    for word, message in (("--stepz=1", "'--stepz=1': did you mean --steps[?] --help shows"),
+    for word, message in (("-steps", "did you mean --steps[?]"),
+                          ("--stepz=1", "'--stepz=1': did you mean --steps[?] --help shows"),
                           ("--steps=1.5", "--steps=1.5 is not of type int"),
                           ("--resume=maybe", "--resume=maybe is not true or false or auto"),
                           ("--clip=inf", "--clip=inf must be at most 1000000000.0"),
