@@ -83,8 +83,8 @@ class Config:
     ema: bool = True                # take its averaged backbone
     data: str = "data/owt"          # ppl, feedback measure its val.bin; MAUVE compares with it
     text: str = ""                  # zero_shot measures these files, read as data.py reads them
-    rows: Count = 0                   # so many rows, evenly spaced (default: all; of "Data": half)
-    repeats: Size = 1                # draws of times and masks per row
+    rows: Count = 0                 # so many rows, evenly spaced (default: all; of "Data": half)
+    repeats: Size = 1               # draws of times and masks per row
     against: str = ""               # another checkpoint, measured on the same masks
     dtype: str = "auto"             # bfloat16 where the GPU has it [code], else float32
     # entropy, gen_ppl, mauve

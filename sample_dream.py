@@ -270,15 +270,16 @@ def pad_prompts(cfg, prompt, gen_len, device="cpu"):
     return torch.tensor(x, device=device), None if valid.all() else valid.to(device)
 
 
-def faded(plain, soft, schedule, switch, left, start):
+def faded(plain, mixed, masked, schedule, switch, left, start):
     """Soft masks turned down to where the schedule stands                             App. C.9
 
-    plain: (D,) the embedding of [MASK].   soft: (B, L, D) soft masks with the full λ.
+    plain: (D,) the embedding of [MASK].   mixed: (N, D) with the full λ, at masked (B, L).
     left: (B, L) masks that are left of start: (B,). Each sequence has its own time, so that it
     does not depend on the rest of its batch [ours].
     Returns (B, L, D). The mix is linear in λ, so a share of λ is this share of the way from
     [MASK] to the full mix.
     """
+    soft = plain.repeat(*masked.shape, 1).masked_scatter(masked[..., None], mixed)  # (B, L, D)
     if schedule == "none":
         return soft
     # Python floats: the switch is strict, so 8/16 must be exactly 0.5. A prompt may have no mask.
@@ -342,10 +343,8 @@ def decode(model, x, steps, valid=None, schedule="none", switch=0.5, on_step=Non
 
     def fed(mixed, left):
         """The next input: x, with soft masks where it is masked still."""
-        plain = F.embedding(x, net.table)                               # (B, L, D)
-        mixed = plain.masked_scatter(masked[..., None], mixed)          # (B, L, D)
-        mixed = faded(net.table[mask_id], mixed, schedule, switch, left, start)
-        return torch.where(left[..., None], mixed, plain)               # (B, L, D)          l.6
+        masks = faded(net.table[mask_id], mixed, masked, schedule, switch, left, start)
+        return torch.where(left[..., None], masks, F.embedding(x, net.table))   # (B, L, D)  l.6
 
     for i in range(steps):
         last = i == steps - 1
@@ -435,8 +434,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             x = reveal(x, open_, x0, conf, *step, threshold=threshold, algorithm=algorithm)
             left = x == mask_id                                         # (B, L)
             if model.sm:
-                new = soft.masked_scatter(masked[..., None], now[0])    # (B, L, D)
-                new = faded(net.table[mask_id], new, schedule, switch, left, start)
+                plain = net.table[mask_id]                              # (D,)
+                new = faded(plain, now[0], masked, schedule, switch, left, start)
                 # A sequence whose block is full waits for the others and changes no more.
                 again = left & masked & open_.any(1, keepdim=True)      # (B, L)
                 soft = torch.where(again[..., None], new, soft)

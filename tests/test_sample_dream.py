@@ -288,6 +288,7 @@ def test_bad_settings_are_refused(model, talking_dream):
             ({"block": 8, "cache": "double"}, "unknown cache 'double'"),
             ({"block": 8, "prompt": [[1, MASK, 2]]}, "contains the mask token"),
             ({"block": 8, "prompt": [[]]}, "position 0 is masked"),
+            ({"prompt": [[1], [MASK]]}, "position 0 is masked"),
             ({"block": 0, "threshold": 0.5}, "works on blocks")):
         usual = {"prompt": PROMPT, "gen_len": 16, "steps": 16}
         refused(message, decode, model, **usual | settings)
