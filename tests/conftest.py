@@ -29,12 +29,12 @@ def refused(message, function, *args, **kwargs):
         function(*args, **kwargs)
 
 
-def torchrun(*words, ranks=2, check=False):
+def torchrun(*words, ranks=2, cwd=ROOT, **how):
     """The finished run of a script in so many processes of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=ROOT,
-                          env=env, capture_output=True, text=True, timeout=200, check=check)
+    return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=cwd,
+                          env=env, capture_output=True, text=True, timeout=200, **how)
 
 
 def gen(seed=0):
@@ -95,15 +95,13 @@ def tiny_dream(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny_dream")
     with open(os.path.join(GOLDEN, "dream_tiny.json")) as f:
         (folder / "config.json").write_text(f.read())
-    arrays, shards = np.load(os.path.join(GOLDEN, "dream_tiny.npz")), {1: {}, 2: {}, 3: {}}
+    arrays, weight_map = np.load(os.path.join(GOLDEN, "dream_tiny.npz")), {}
     for name in arrays:
-        first = "embed" in name or "layers.0" in name
-        shards[3 if "lm_head" in name else 1 if first else 2][name] = torch.from_numpy(arrays[name])
-    weight_map = {}
-    for number, shard in shards.items():
-        file = f"model-0000{number}-of-00003.safetensors"
-        write_safetensors(folder / file, shard, {"format": "pt"})
-        weight_map |= dict.fromkeys(shard, file)
+        shard = 3 if "lm_head" in name else 1 if "embed" in name or "layers.0" in name else 2
+        weight_map[name] = f"model-0000{shard}-of-00003.safetensors"
+    for file in set(weight_map.values()):
+        inside = {n: torch.from_numpy(arrays[n]) for n, its in weight_map.items() if its == file}
+        write_safetensors(folder / file, inside, {"format": "pt"})
     index = json.dumps({"metadata": {}, "weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(index)
     return str(folder)

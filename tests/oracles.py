@@ -77,7 +77,8 @@ def nucleus(p, top_p):
         if total > top_p and kept:
             break
         kept[i] = p[i]
-    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(p))]
+    total = sum(kept.values())
+    return [kept.get(i, 0.0) / total for i in range(len(p))]
 
 
 def draw(p, u):
@@ -212,44 +213,38 @@ def alg1(model, batch, rng, cfg, mask_id):
 
 
 def slow_forward(state, cfg, x):
-    """Qwen2.5 without a causal mask, one position and one head at a time, in float64.
+    """Qwen2.5 without a causal mask, one head at a time, in float64. RoPE by complex numbers.
 
     state: {name: tensor}.   cfg: DreamConfig.   x: (L,) ids.   Returns logits (L, V).
     """
     w = {name.removeprefix("model."): t.double() for name, t in state.items()}
     d, group = cfg.head_dim, cfg.num_attention_heads // cfg.num_key_value_heads
+    pair = torch.arange(d // 2).double()                                # i, with i + d/2
+    angles = torch.outer(torch.arange(len(x)), cfg.rope_theta ** (-2 * pair / d))      # (L, d/2)
 
-    def norm(v, name):
-        return v / (v.square().mean() + cfg.rms_norm_eps).sqrt() * w[name + ".weight"]
+    def norm(h, name):
+        return h / (h.square().mean(1, keepdim=True) + cfg.rms_norm_eps).sqrt() * w[name]
 
-    def linear(name, v):
-        return w[name + ".weight"] @ v + w.get(name + ".bias", 0)
+    def linear(h, name):
+        return h @ w[name + ".weight"].T + w.get(name + ".bias", 0)
 
-    def turned(v, position):
-        out = v.clone()
-        for i in range(d // 2):
-            a = position * cfg.rope_theta ** (-2 * i / d)
-            out[i] = v[i] * math.cos(a) - v[i + d // 2] * math.sin(a)
-            out[i + d // 2] = v[i + d // 2] * math.cos(a) + v[i] * math.sin(a)
-        return out
+    def turned(v):
+        z = torch.complex(*v.split(d // 2, 1)) * torch.polar(torch.ones_like(angles), angles)
+        return torch.cat([z.real, z.imag], 1)                           # (L, d)
 
-    h = [w["embed_tokens.weight"][i] for i in x]
+    h = w["embed_tokens.weight"][x]                                     # (L, D)
     for n in range(cfg.num_hidden_layers):
-        p = f"layers.{n}."
-        normed = [norm(v, p + "input_layernorm") for v in h]
-        q, k, v = ([linear(f"{p}self_attn.{c}_proj", u).split(d) for u in normed] for c in "qkv")
-        for i in range(len(h)):
-            heads = []
-            for a in range(cfg.num_attention_heads):
-                keys = [turned(k[j][a // group], j) for j in range(len(x))]
-                scores = torch.stack([turned(q[i][a], i) @ key for key in keys])
-                share = (scores / d ** 0.5).softmax(0)
-                heads.append(sum(s * v[j][a // group] for j, s in enumerate(share)))
-            u = h[i] + linear(p + "self_attn.o_proj", torch.cat(heads))
-            m = norm(u, p + "post_attention_layernorm")
-            gate = F.silu(linear(p + "mlp.gate_proj", m))
-            h[i] = u + linear(p + "mlp.down_proj", gate * linear(p + "mlp.up_proj", m))
-    return torch.stack([w["lm_head.weight"] @ norm(v, "norm") for v in h])
+        p, heads = f"layers.{n}.", []
+        u = norm(h, p + "input_layernorm.weight")
+        q, k, v = (linear(u, f"{p}self_attn.{c}_proj").split(d, 1) for c in "qkv")     # (L, d) each
+        for a in range(cfg.num_attention_heads):
+            scores = turned(q[a]) @ turned(k[a // group]).T / d ** 0.5  # (L, L)
+            heads.append(scores.softmax(1) @ v[a // group])
+        h = h + linear(torch.cat(heads, 1), p + "self_attn.o_proj")
+        m = norm(h, p + "post_attention_layernorm.weight")
+        gate = F.silu(linear(m, p + "mlp.gate_proj"))
+        h = h + linear(gate * linear(m, p + "mlp.up_proj"), p + "mlp.down_proj")
+    return norm(h, "norm.weight") @ w["lm_head.weight"].T
 
 
 def dense_dream_nll(dream, sm, x0, xt, soft):

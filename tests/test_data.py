@@ -8,6 +8,7 @@ import json
 import lzma
 import os
 import random
+import re
 import sys
 import tracemalloc
 import types
@@ -73,18 +74,14 @@ def test_rows_are_the_recorded_blocks(tmp_path):
     assert data.rows(tokens, [1], L).dtype == torch.int64
 
 
-def test_order_is_a_permutation_of_its_epoch():
-    epochs = [data.order(1000, epoch, seed=1) for epoch in (0, 1, 0)]
-    assert epochs[0].sort().values.tolist() == list(range(1000))
-    assert torch.equal(epochs[0], epochs[2]) and not torch.equal(epochs[0], epochs[1])
-    assert not torch.equal(epochs[0], data.order(1000, 0, seed=2))
-
-
-def test_rng_is_named_by_its_whole_key():
+def test_draws_are_named_by_their_whole_key_and_an_order_is_a_permutation():
     draw = lambda *key: tuple(torch.rand(3, generator=data.rng(*key)).tolist())
     assert draw("t", 1) == draw("t", 1)
     keys = ("t", 1), ("q", 1), ("t", 2), ("t", 1, 0), ("t", "1")
     assert len({draw(*key) for key in keys}) == 5
+    orders = [data.order(1000, *key).tolist() for key in ((0, 1), (1, 1), (0, 2))]
+    assert len({*map(tuple, orders)}) == 3 and orders[0] == data.order(1000, 0, 1).tolist()
+    assert sorted(orders[0]) == list(range(1000))
 
 
 # tokenizers -------------------------------------------------------------------------------------
@@ -169,17 +166,13 @@ def test_every_format_gives_the_same_tokens(tmp_path):
 def test_parquet_is_read_with_pyarrow(tmp_path):
     pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: would read parquet")
     from pyarrow.parquet import write_table
-    folder = tmp_path / "plain_text"
-    folder.mkdir()
     for i in range(2):
         table = pyarrow.table({"id": [1, 2], "text": [f"{i} one", f"{i} two"]})
-        write_table(table, folder / f"train-0000{i}-of-00002.parquet")
+        write_table(table, tmp_path / f"train-0000{i}-of-00002.parquet")
     expected = [("0 one", True), ("0 two", True), ("1 one", True), ("1 two", True)]
     assert list(data.documents(data.find_files(str(tmp_path)))) == expected
-    write_table(pyarrow.table({"id": [1]}), folder / "no_text.parquet")
-    (folder / "cut.parquet").write_bytes((folder / "no_text.parquet").read_bytes()[:-5])
-    for name in "no_text.parquet", "cut.parquet":
-        refused(f"{name} cannot be read", list, data.documents([folder / name]))
+    write_table(pyarrow.table({"id": [1]}), tmp_path / "no_text.parquet")
+    refused("no_text.parquet cannot be read", list, data.documents([tmp_path / "no_text.parquet"]))
 
 
 def test_memory_does_not_grow_with_the_corpus(tmp_path):
@@ -209,9 +202,9 @@ def test_openwebtext_comes_through_datasets_or_names_the_way_out(tmp_path, monke
         assert (path, split) == ("Skylion007/openwebtext", "train")
         return [{"text": text} for text in TEXTS]
     monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    assert data.PRESETS["openwebtext"]["val_docs"] == 100_000
-    changes = {"tokenizer": "bytes", "val_docs": 2, "out": str(tmp_path)}
-    main(Config(**{**data.PRESETS["openwebtext"], **changes}))
+    preset = Config(**data.PRESETS["openwebtext"])
+    assert preset.val_docs == 100_000
+    main(replace(preset, tokenizer="bytes", val_docs=2, out=str(tmp_path)))
     assert open_split(tmp_path, "val")[1]["val"]["documents"] == 2
     assert "not the whole of OpenWebText" in capsys.readouterr().out
     refused("no longer supported.*refs/convert/parquet.*--val_docs=100000",
@@ -261,17 +254,15 @@ def test_empty_cut_or_foreign_data_is_refused(tmp_path):
     meta = (prepared(tmp_path) / "meta.json").read_text()
     os.truncate(tmp_path / "train.bin", 11)
     refused("11 bytes for", open_split, tmp_path, "train")
-    odd = [meta.replace(*change) for change in (
-        ('"eos"', '"end"'), ('"bytes": ', '"size": '), ('"bytes": ', '"bytes": -'),
-        ("data/1", "data/9"), ('"mask_id": 258', '"mask_id": null'),
-        ('"eos": 257', '"eos": 258'), ('"vocab_size": 259', '"vocab_size": 1000000000'))]
-    for foreign in "{", "[]", *odd:
-        assert foreign != meta
-        (tmp_path / "meta.json").write_text(foreign)
+    for change in (
+            ('"eos"', '"end"'), ('"bytes": ', '"bytes": -'), ("data/1", "data/9"),
+            ('"mask_id": 258', '"mask_id": null'), ('"eos": 257', '"eos": 258'),
+            ('"vocab_size": 259', '"vocab_size": 1000000000'), (meta, "[]"), (meta, "{")):
+        assert meta.replace(*change) != meta
+        (tmp_path / "meta.json").write_text(meta.replace(*change))
         refused("does not describe data", open_split, tmp_path, "val")
     (tmp_path / "val.bin").write_bytes(b"")
-    empty = {"tokens": 0, "bytes": 0, "sha256": ""}
-    (tmp_path / "meta.json").write_text(json.dumps(json.loads(meta) | {"val": empty}))
+    (tmp_path / "meta.json").write_text(re.sub('"tokens": .*?,', '"tokens": 0,', meta))
     refused("0 bytes", open_split, tmp_path, "val")
 
 
@@ -294,8 +285,8 @@ def test_ids_outside_the_vocabulary_and_too_few_tokens_are_refused(tmp_path):
 
 
 def test_a_split_without_training_text_is_refused(tmp_path):
-    for texts, val_docs, message in [([], None, "no text"), ([""], None, "no text"),
-                                     (["a", "b"], 2, "2 of 2"), (["a", "b"], 0, "nothing out")]:
+    for texts, val_docs, message in [([""], None, "no text"), (["a", "b"], 2, "2 of 2"),
+                                     (["a", "b"], 0, "nothing out")]:
         refused(message, prepare, stream(texts), tmp_path, BYTES, val_docs)
         assert os.listdir(tmp_path) == [".lock"]
 
@@ -303,15 +294,13 @@ def test_a_split_without_training_text_is_refused(tmp_path):
 def test_a_broken_source_leaves_the_old_data_alone(tmp_path, monkeypatch):
     before = contents(prepared(tmp_path / "out"))
     monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
-    lines = jsonl(TEXTS).encode()
-    damaged = bytearray(gzip.compress(lines))
-    damaged[30] ^= 255
+    whole = gzip.compress(jsonl(TEXTS).encode())
+    damaged = whole[:30] + bytes([whole[30] ^ 255]) + whole[31:]
     for name, content in {
             "a.jsonl": b'{"text": "fine"}\n{"text": 3}\n', "b.jsonl": b'{"txt": "x"}\n',
-            "c.jsonl": b"no json\n", "d.jsonl": b"[" * 10**5, "e.jsonl": b'{"text": "\xff"}\n',
-            "f.txt": b"caf\xe9", "g.txt.gz": b"not gzip", "h.jsonl.gz": damaged,
-            "i.jsonl.gz": gzip.compress(lines)[:-9], "j.jsonl.xz": lzma.compress(lines)[:-9],
-            "k.parquet": b"PAR1"}.items():
+            "c.jsonl": b"no json\n", "d.jsonl": b"[" * 10**5, "e.txt": b"caf\xe9",
+            "f.jsonl.gz": damaged, "g.jsonl.gz": whole[:-9], "h.txt.xz": b"not xz",
+            "i.parquet": b"PAR1"}.items():
         (tmp_path / name).write_bytes(content)
         cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes",
                      overwrite=True)

@@ -53,39 +53,15 @@ def test_forward_is_the_slow_transformer(dream):
     close(everywhere(dream, x)[0].double(), want, 2e-5)
 
 
-def test_position_i_is_predicted_from_hidden_state_before_it(dream):
-    x = torch.randint(190, (2, 9), generator=gen(1))
-    mask = torch.rand(2, 9, generator=gen(2)) < 0.5
-    mask[:, 0] = False
-    h, rows = dream.trunk(embed(dream, x))[0], mask.flatten().nonzero().squeeze(1)
-    want = [dream.lm_head.weight @ h[b, i - 1] for b in range(2) for i in range(9) if mask[b, i]]
-    got = dream.head(dream.hidden(embed(dream, x), rows, t=None))
-    torch.testing.assert_close(got, torch.stack(want))
-    assert dream.head(dream.hidden(embed(dream, x), rows[:0])).shape == (0, 200)
-    for first in (0, 9):
-        refused("position 0", dream.hidden, embed(dream, x), torch.tensor([3, first]))
-
-
 @pytest.mark.parametrize("end", [12, 9], ids=["prefix cache", "dual cache"])
 def test_cached_call_replaces_its_positions(dream, end):
-    """Unchanged input: as the full call. Changed: only these positions are computed anew."""
+    """Unchanged input: as the full call. What new values do: the recorded runs of blocks."""
     start, x = 6, torch.randint(190, (2, 12), generator=gen(1))
     valid = torch.tensor([[True] * 12, [False] * 2 + [True] * 10])
     full, kv = dream.trunk(embed(dream, x), valid)
     context, part = dict(valid=valid, past=kv, start=start), embed(dream, x)[:, start:end]
     close(dream.trunk(part, **context)[0], full[:, start:end], 1e-5)
     close(dream.hidden(part, torch.tensor([1, 2]), **context), full[0, start:start + 2], 1e-5)
-
-    other = x.clone()
-    other[:, start:end] = (x[:, start:end] + 7) % 190
-    part, new = dream.trunk(embed(dream, other)[:, start:end], **context)
-    assert (part - full[:, start:end]).abs().max() > 0.1
-    outside = [i for i in range(12) if not start <= i < end]
-    for after, before in zip(new, kv):
-        assert all(torch.equal(a[:, outside], b[:, outside]) for a, b in zip(after, before))
-    # Keys and values of the first layer depend on their own position alone.
-    first = dream.trunk(embed(dream, other), valid)[1][0]
-    torch.testing.assert_close(new[0], first, rtol=0, atol=1e-5)
 
 
 def test_checkpointing_changes_no_gradient(dream):
@@ -108,9 +84,6 @@ def test_rotation_is_the_recorded_one_and_stays_fp32(tiny_dream, recorded):
     cos, sin = rope(torch.arange(24)[None], half.cfg)
     close(cos[0, :, 0], recorded["a/rope_cos"], 1e-6)
     close(sin[0, :, 0], recorded["a/rope_sin"], 1e-6)
-    cos, d = rope(torch.tensor([[4000]]), half.cfg)[0], half.cfg.head_dim
-    want = [math.cos(4000 * half.cfg.rope_theta ** (-2 * i / d)) for i in range(d // 2)]
-    close(cos[0, 0, 0, :d // 2].double(), torch.tensor(want, dtype=torch.float64), 1e-3)
 
 
 def test_bf16_is_near_fp32_and_its_logits_are_fp32(tiny_dream, dream):
@@ -125,21 +98,16 @@ def test_bf16_is_near_fp32_and_its_logits_are_fp32(tiny_dream, dream):
 # ---- recorded
 
 
-def test_recorded_logits(dream, recorded):
-    x = recorded["a/input_ids"]
-    for name, pos in (("logits", None), ("logits_posids", recorded["a/position_ids"])):
-        logits = everywhere(dream, x, pos=pos)
-        close(logits[:, ::4, ::8], recorded["a/" + name], 1e-5)
-        close(digest(logits), recorded["digest/a/" + name].numpy(), 1e-3)
-
-
-def test_recorded_logits_of_a_padded_batch(dream, recorded):
-    valid = recorded["a/pad_attention_mask_2d"].bool()
-    logits = everywhere(dream, recorded["a/pad_input_ids"], valid=valid)
-    assert logits.isfinite().all() and not valid.all()
-    close(digest(logits[valid]), recorded["digest/a/pad_logits"].numpy(), 1e-3)
-    seen = valid[:, ::4]
-    close(logits[:, ::4, ::8][seen], recorded["a/pad_logits"][seen], 1e-5)
+def test_recorded_logits_also_of_a_padded_batch(dream, recorded):
+    x, valid = recorded["a/input_ids"], recorded["a/pad_attention_mask_2d"].bool()
+    for name, ids, context in (
+            ("logits", x, {}), ("logits_posids", x, {"pos": recorded["a/position_ids"]}),
+            ("pad_logits", recorded["a/pad_input_ids"], {"valid": valid})):
+        logits, real = everywhere(dream, ids, **context), context.get("valid", x >= 0)
+        assert logits.isfinite().all()
+        close(digest(logits[real]), recorded["digest/a/" + name].numpy(), 1e-3)
+        seen = real[:, ::4]
+        close(logits[:, ::4, ::8][seen], recorded["a/" + name][seen], 1e-5)
 
 
 # ---- loading
@@ -268,7 +236,6 @@ def test_other_adapters_are_refused(dream, tiny_dream, folder, adapter):
     for changes, message in (
             (dict(use_dora=False), "use_dora = False, only True"),
             (dict(r=8), r"\(16, 64\), the model needs \(8, 64\)"),
-            (dict(target_modules=["q_proj"]), "k_proj.lora_A.weight is .* nothing of this name"),
             (dict(target_modules="all-linear"), "a list of names, not 'all-linear'"),
             (dict(r="16"), "r = '16' must be a whole number from 1 to 64"),
             (dict(lora_alpha="x"), "not an adapter of this model"),
@@ -286,14 +253,11 @@ def test_other_soft_masks_are_refused(dream, adapter):
     for values, message in (
             (OURS | {"mask_id": 3}, "mask_id = 3, k = 3: .* one with mask 194 and 200 tokens"),
             (OURS | {"k": 1.5}, "k = 1.5"), (OURS | {"k": "3"}, "not a soft mask"),
-            (OURS | {"omega_s": 1.7}, "<= omega_s < 1"), (OURS | {"omega_c": 0.5}, "omega_c"),
+            (OURS | {"omega_s": 1.7}, "<= omega_s < 1"),
             ({n: v for n, v in OURS.items() if n != "omega_b"}, "'omega_b' is missing"),
             (THEIRS | {"transparency_alg": "slerp_sm"}, "'slerp_sm' is missing, or not known"),
             (THEIRS | {"interpolation": "spherical"}, "interpolation = 'spherical', only 'linear'"),
-            (THEIRS | {"fixed_lambda": 0.3}, "fixed_lambda = 0.3, only None"),
-            (OURS | {"arm": "sphere"}, "'sphere' is missing, or not known here"),
-            (THEIRS | {"transparency_scheduling": "linear"}, "decode with --schedule=linear"),
-            ({n: v for n, v in THEIRS.items() if n != "mixinputs_k"}, "'mixinputs_k' is missing")):
+            (THEIRS | {"transparency_scheduling": "linear"}, "decode with --schedule=linear")):
         refused(message, load_adapter, dream, adapter(values))
 
 
@@ -339,21 +303,16 @@ def test_recorded_ids_and_chats(recorded_tokenizer):
 
 
 def test_merges_alone_are_the_vocabulary(tmp_path):
-    """Against byte pair encoding by hand: merge the earliest pair until none is left."""
-    pairs = [("l", "o"), ("lo", "w"), ("e", "r"), ("Ġ", "low"), ("n", "e"), ("ne", "w"),
-             ("Ġlow", "er"), ("w", "er")]
-    lines = "#version: 0.2\r\n" + "".join(f"{a} {b}\r\n" for a, b in pairs)
+    """The 256 bytes come first. Of two merges, the earlier goes first: "newer" is new, er."""
+    merges = ["l o", "lo w", "e r", "Ġ low", "n e", "ne w", "Ġlow er", "w er"]
+    lines = "#version: 0.2\r\n" + "".join(f"{pair}\r\n" for pair in merges)
     (tmp_path / "merges.txt").write_bytes(lines.encode())
     (tmp_path / "added_tokens.json").write_text('{"<|mask|>": 300}')
-    tok, to_char = Tokenizer(tmp_path), {b: c for c, b in byte_characters().items()}
-    ids = {c: i for i, c in enumerate(byte_characters())}
-    ids |= {a + b: 256 + i for i, (a, b) in enumerate(pairs)}
-    for word in ("low", " lower", "newer", "flow", "wer", " é"):
-        parts = [to_char[b] for b in word.encode()]
-        while known := set(zip(parts, parts[1:])) & set(pairs):
-            i = list(zip(parts, parts[1:])).index(min(known, key=pairs.index))
-            parts[i:i + 2] = [parts[i] + parts[i + 1]]
-        assert tok.encode(word) == [ids[p] for p in parts]
+    tok, bytes_ = Tokenizer(tmp_path), list(byte_characters())
+    ids = lambda *tokens: [bytes_.index(token) for token in tokens]
+    for word, want in (("low", [257]), (" lower", [262]), ("newer", [261, 258]), ("wer", [263]),
+                       ("flow", [*ids("f"), 257]), (" é", ids("Ġ", "Ã", "©"))):
+        assert tok.encode(word) == want
     assert tok.n_vocab == 301
 
 

@@ -187,22 +187,17 @@ def test_recorded_at_least_one_mask(recorded):
     assert (xt == 194).sum(1).tolist() == [1, 1]
 
 
-def test_response_is_the_last_assistant_turn(tiny):
-    tok = Tokenizer(tiny[0])
-    said = [("HUMAN", "a"), ("ASSISTANT", "b"), ("user", "c"), ("assistant", "d"), ("user", "e")]
-    messages = ft.conversation({"messages": [{"role": r, "content": c} for r, c in said]}, "here")
-    assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant"]
-    ids, prompt_len = ft.encode_chat(messages, tok)
-    assert tok.decode(ids) == tok.chat(messages[:-1]) + "d<|im_end|>\n"
-    assert ids[:prompt_len] == tok.encode(tok.chat(messages[:-1]), special=True)  # as in decoding
-
-
-def test_a_response_that_begins_with_a_line_break_is_seen_as_in_decoding(tmp_path):
+def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tmp_path):
+    """Also where a line break ends the prompt and another begins the response."""
     (tmp_path / "merges.txt").write_text("Ċ Ċ\n")
     (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 257, "<|im_end|>": 258}')
     tok = Tokenizer(tmp_path)
-    ids, prompt_len = ft.encode_chat(turns("a", "\nb"), tok)
-    assert ids[:prompt_len] == tok.encode(tok.chat(turns("a", "")[:1]), special=True)
+    said = [("HUMAN", "a"), ("ASSISTANT", "b"), ("user", "c"), ("assistant", "\nd"), ("user", "e")]
+    messages = ft.conversation({"messages": [{"role": r, "content": c} for r, c in said]}, "here")
+    assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant"]
+    ids, prompt_len = ft.encode_chat(messages, tok)
+    assert tok.decode(ids) == tok.chat(messages[:-1]) + "\nd<|im_end|>\n"
+    assert ids[:prompt_len] == tok.encode(tok.chat(messages[:-1]), special=True)
     assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # two breaks in one
 
 
@@ -237,9 +232,9 @@ class Rows(list):
 def test_paper_mixes(monkeypatch):
     """mix: Tulu 3 with 1% held out beside SmolTalk's own test part; coding: Ling-Coder."""
     rows = lambda name, n: Rows(f"{name} {i}" for i in range(n))
+    smoltalk = {"train": rows("smol", 500), "test": rows("smol-test", 20)}
     corpora = {"allenai/tulu-3-sft-mixture": rows("tulu", 1000),
-               "HuggingFaceTB/smoltalk": types.SimpleNamespace(select_columns=lambda names: {
-                   "train": rows("smol", 500), "test": rows("smol-test", 20)}),
+               "HuggingFaceTB/smoltalk": types.SimpleNamespace(select_columns=lambda _: smoltalk),
                "inclusionAI/Ling-Coder-SFT": rows("ling", 300)}
     fake = types.SimpleNamespace(load_dataset=lambda name, part=None, split=None: corpora[name],
                                  concatenate_datasets=lambda parts: Rows(sum(parts, [])))
@@ -249,8 +244,8 @@ def test_paper_mixes(monkeypatch):
     assert (n, n_val) == (len(train), len(val)) == (1200, 30) and not set(train) & set(val)
     assert {r.split()[0] for r in train} == {"tulu", "smol"}
     assert {r.split()[0] for r in val} == {"tulu", "smol-test"}
-    (n, train), (n_val, _) = ft.read_hub(Config(data="coding"))
-    assert (n, n_val) == (297, 3) and next(iter(train))[0] == "coding train 0"
+    (n, _), (n_val, _) = ft.read_hub(Config(data="coding"))
+    assert (n, n_val) == (297, 3)
     fake.load_dataset = lambda *args, **kwargs: open("no network")
     refused(r"fetched from the hub \(FileNotFoundError\)", ft.read_hub, Config(data="mix"))
     monkeypatch.setitem(sys.modules, "datasets", None)
@@ -350,21 +345,6 @@ def killed(cfg, module, name, call):
         finetune(cfg)
 
 
-def test_resumed_run_is_the_uninterrupted_one(cfg):
-    """Killed in update 3 after a save at 2, resumed: bit for bit, log included."""
-    cfg = replace(cfg, log_every=3)
-    whole = replace(cfg, out=cfg.out + "-whole")
-    finetune(whole)
-    killed(cfg, ft, "mask_response", 21)
-    assert parts(cfg.out)[0] == 2
-    with open(cfg.out + "/log.jsonl", "a") as f:
-        f.write('{"step": 3, "lo')  # as a kill leaves it
-    finetune(replace(cfg, resume="auto"))
-    (step, ours), (_, theirs) = parts(cfg.out), parts(whole.out)
-    assert step == 4 and all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
-    assert logged(cfg.out) == logged(whole.out)
-
-
 def adapter_is_of_the_checkpoint(folder):
     state = checkpoint.load(folder + "/last.pt")["model"]
     path = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
@@ -372,80 +352,77 @@ def adapter_is_of_the_checkpoint(folder):
     return saved.equal(state["net.model.layers.1.self_attn.v_proj.lora_B"])
 
 
-def test_the_adapter_is_never_newer_than_the_run_and_follows_it_on_resume(cfg):
-    cfg = replace(cfg, n_train=60, n_val=1, eval_every=100)
+def test_a_killed_run_resumes_as_the_uninterrupted_one_and_its_adapter_follows(cfg):
+    """Killed before a save, then between last.pt and last/: bit for bit, log included.
+
+    The adapter in last/ is never newer than last.pt.
+    """
+    cfg = replace(cfg, log_every=3)
+    whole = replace(cfg, out=cfg.out + "-whole")
+    finetune(whole)
     killed(cfg, checkpoint, "save", 2)
     assert parts(cfg.out)[0] == 2 and adapter_is_of_the_checkpoint(cfg.out)
-    killed(replace(cfg, resume=True), ft, "save_adapter", 3)  # after last/ at its start, best/
+    with open(cfg.out + "/log.jsonl", "a") as f:
+        f.write('{"step": 3, "lo')  # as a kill leaves it
+    cfg = replace(cfg, resume="auto")
+    killed(cfg, ft, "save_adapter", 3)  # after last/ at its start, and best/
     assert parts(cfg.out)[0] == 4 and not adapter_is_of_the_checkpoint(cfg.out)
-    finetune(replace(cfg, resume=True))
+    finetune(cfg)
     assert adapter_is_of_the_checkpoint(cfg.out)
+    assert all(map(torch.equal, parts(cfg.out)[1], parts(whole.out)[1]))
+    assert logged(cfg.out) == logged(whole.out)
 
 
-@pytest.fixture
-def first_version(talking_dream, tmp_path):
-    """A run whose last.pt (update 2 of 4) was written when TwoPass.net was still called dream."""
+def test_a_run_of_the_first_version_goes_on_as_it_did(talking_dream, tmp_path):
+    """Its next two updates, recorded then: DoRA, ω and Adam's moments all came back.
+
+    last.pt (update 2 of 4) was written when TwoPass.net was still called dream.
+    """
     sums = [turns(f"{a} + {b} = ?", f"It is {a + b}.") for a in range(6) for b in range(5)]
     launch.append_jsonl(tmp_path / "chats.jsonl", *({"messages": messages} for messages in sums))
-    (tmp_path / "run").mkdir()
+    cfg = Config(model=talking_dream, data=str(tmp_path / "chats.jsonl"), out=str(tmp_path),
+                 steps=4, batch_size=4, r=2, alpha=2, eta_bb=1e-2, warmup=0.25, omega_s=0.3,
+                 omega_b=-2.5, n_val=3, device="cpu", resume=True)
     with gzip.open(os.path.join(conftest.GOLDEN, "adapter_last_v1.pt.gz")) as f:
-        (tmp_path / "run" / "last.pt").write_bytes(f.read())
-    return Config(model=talking_dream, data=str(tmp_path / "chats.jsonl"),
-                  out=str(tmp_path / "run"), steps=4, batch_size=4, r=2, alpha=2, eta_bb=1e-2,
-                  warmup=0.25, omega_s=0.3, omega_b=-2.5, n_val=3, device="cpu", resume=True)
-
-
-def test_a_run_of_the_first_version_goes_on_as_it_did(first_version):
-    """Its next two updates, recorded then: DoRA, ω and Adam's moments all came back."""
-    before = checkpoint.load(first_version.out + "/last.pt")
+        (tmp_path / "last.pt").write_bytes(f.read())
+    before = checkpoint.load(cfg.out + "/last.pt")
+    state = before["model"]
     assert before["step"] == 2 and before["config"]["chunk"] == 256
-    after = ft.trained(finetune(first_version))
+    for changed in (dict(list(state.items())[1:]), state | {"other": torch.zeros(1)},
+                    state | {min(state): torch.zeros(2, 2)}, dict(reversed(state.items()))):
+        checkpoint.save(cfg.out + "/last.pt", **before | {"model": changed})
+        refused("last.pt is not of the model that is trained here", finetune, cfg)
+    checkpoint.save(cfg.out + "/last.pt", **before)
+    after = ft.trained(finetune(cfg))
     want = np.load(os.path.join(conftest.GOLDEN, "adapter_next_v1.npz"))
     assert [name.removeprefix("net.") for name in after] == list(want)
-    for (name, p), old in zip(after.items(), before["model"].values(), strict=True):
+    for (name, p), old in zip(after.items(), state.values(), strict=True):
         new = torch.from_numpy(want[name.removeprefix("net.")])
         torch.testing.assert_close(p.detach(), new, rtol=0, atol=2e-6)
         assert (new - old).abs().max() > 1e-4
-    assert list(checkpoint.load(first_version.out + "/last.pt")["model"]) == list(after)
+    assert list(checkpoint.load(cfg.out + "/last.pt")["model"]) == list(after)
 
 
-def test_a_last_pt_with_other_parameters_is_refused(first_version):
-    path = first_version.out + "/last.pt"
-    whole = checkpoint.load(path)
-    state = whole["model"]
-    for changed in (dict(list(state.items())[1:]), state | {"other": torch.zeros(1)},
-                    state | {min(state): torch.zeros(2, 2)}, dict(reversed(state.items()))):
-        checkpoint.save(path, **whole | {"model": changed})
-        refused("last.pt is not of the model that is trained here", finetune, first_version)
-
-
-def test_sigterm_saves_and_leaves_and_what_is_owed_is_done(cfg, monkeypatch):
+def test_sigterm_saves_and_leaves_and_what_is_owed_is_done(cfg):
     """Stopped in updates with an evaluation, the last one, too, which a resumed run makes."""
-    cfg = replace(cfg, eval_every=2)
+    cfg = replace(cfg, eval_every=2, resume="auto")
     whole = replace(cfg, out=cfg.out + "-whole")
     finetune(whole)
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        # Reading a corpus takes long, so there Ctrl-C just ends the run.
+        spy(patch, ft, "encode_all", 2, lambda: os.kill(os.getpid(), signal.SIGINT))
+        finetune(cfg)
     for done in 2, 4:
-        with monkeypatch.context() as patch, pytest.raises(SystemExit) as stopped:
+        with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
             # torchrun sends it again.
             spy(patch, torch.optim.AdamW, "step", 2, lambda: (sigterm(), sigterm()))
-            finetune(replace(cfg, resume="auto"))
+            finetune(cfg)
         assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == done
         assert not any(line["step"] == done and "val_soft" in line for line in logged(cfg.out))
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    finetune(replace(cfg, resume=True))
+    finetune(cfg)
     ours, theirs = ([(line["step"], line["val_soft"], line["best"]) for line in logged(out)
                      if "val_soft" in line] for out in (cfg.out, whole.out))
     assert ours == theirs and [step for step, *_ in ours] == [2, 4]
-
-
-def test_ctrl_c_while_dialogues_are_read_just_ends(cfg, monkeypatch):
-    """Reading a corpus takes long: the handlers that wait for an update come after it."""
-    handlers = [signal.getsignal(signal.SIGINT)]
-    note = lambda: handlers.append(signal.getsignal(signal.SIGINT))
-    spy(monkeypatch, ft, "encode_all", 2, note)
-    finetune(replace(cfg, steps=1))
-    note()
-    assert handlers == 3 * handlers[:1]
 
 
 def test_what_is_not_a_number_is_not_saved(cfg, monkeypatch):
@@ -548,11 +525,8 @@ def test_validation_is_the_same_every_time_and_best_is_kept(cfg):
 
 def test_bad_input_is_refused(cfg, tmp_path):
     (tmp_path / "d.jsonl").write_text("[" * 10**5)
-    refused("d.jsonl line 1 is not JSON", finetune, replace(cfg, data=str(tmp_path / "d.jsonl")))
-    for messages, message in ((turns("hello", "x")[:1], "here has no assistant turn"),
-                              ([{"role": "assistant"}], 'here is not {"messages"')):
-        refused(message, ft.conversation, {"messages": messages}, "here")
     for changes, message in (
+            (dict(data=str(tmp_path / "d.jsonl")), "d.jsonl line 1 is not JSON"),
             (dict(model=""), "give --model"), (dict(data="no.jsonl"), "no.jsonl cannot be read"),
             (dict(loss="mean"), "--loss=mean must be authors or paper"),
             (dict(max_length=9), "no dialogue of .* is left .* dropped: 117 over 9 tokens"),
@@ -560,6 +534,9 @@ def test_bad_input_is_refused(cfg, tmp_path):
             (dict(omega_s=1.0), "omega_s < 1"), (dict(k=500), "--k=500 is more than the 264")):
         refused(message, finetune, replace(cfg, **changes))
     assert os.listdir(cfg.out) == [".lock"]
+    for messages, message in ((turns("hello", "x")[:1], "here has no assistant turn"),
+                              ([{"role": "assistant"}], 'here is not {"messages"')):
+        refused(message, ft.conversation, {"messages": messages}, "here")
     with pytest.raises(OSError):  # the sentence of launch.run, before a model is looked for
         finetune(replace(cfg, model="nowhere", out=cfg.data + "/out"))
 

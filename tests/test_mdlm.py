@@ -52,19 +52,15 @@ def example(model, B=3, seed=0):
 # ---- §2.1 and Alg. 1 l.3-4
 
 
-def test_masked_share_is_one_minus_alpha():
-    t, g = torch.tensor([0.1, 0.5, 1.0]), torch.Generator().manual_seed(0)
-    xt = corrupt(torch.zeros(3, 200_000, dtype=torch.long), t, 9, g)
-    torch.testing.assert_close((xt == 9).float().mean(1), 0.999 * t, rtol=0, atol=5e-3)
-    assert ((xt == 9) | (xt == 0)).all()
+def test_a_few_tokens_are_left_at_t_1():
+    xt = corrupt(torch.zeros(1, 200_000), torch.ones(1), 9, torch.Generator().manual_seed(0))
+    assert (xt == 9).double().mean().item() == pytest.approx(0.999, abs=5e-4)
 
 
 def test_times_are_stratified_and_in_bounds():
     t = sample_times(64, torch.Generator().manual_seed(0), 0.2, 0.8)
     edges = torch.linspace(0.2, 0.8, 65)
     assert ((edges[:-1] <= t) & (t <= edges[1:] + 1e-6)).all()  # one in every slice
-    micro = sample_times(512, torch.Generator().manual_seed(0))[3::16]
-    assert abs(micro.mean() - 0.5) < 0.02  # strided micro-batches are stratified as well
 
 
 # ---- Eq. 2, Alg. 1
@@ -176,16 +172,12 @@ def test_vocabulary_tensors_fit_a_chunk_and_the_device_is_waited_for_once(k, mon
         assert 0 < watch.rows <= 5 and watch.waits == ["aten.nonzero.default"]
 
 
-def test_no_masks_cost_nothing():
-    model = recorded_model()
-    x0, _, t = example(model)
-    assert torch.equal(model(x0, x0, t, soft=True), torch.zeros(3))
-
-
-def test_omega_is_in_the_graph_of_a_binary_step():
+def test_omega_is_in_the_graph_of_a_binary_step_and_no_masks_cost_nothing():
     """Or DDP waits for its gradient, or applies a wrong one, when the coin says no."""
     model = recorded_model()
-    model(*example(model), soft=False).sum().backward()
+    x0, xt, t = example(model)
+    assert torch.equal(model(x0, x0, t, soft=True), torch.zeros(3))
+    model(x0, xt, t, soft=False).sum().backward()
     assert all(p.grad is not None and p.grad == 0 for p in model.sm.parameters())
 
 
@@ -194,10 +186,10 @@ def test_omega_is_in_the_graph_of_a_binary_step():
 
 def test_dropout_is_on_in_training_and_off_in_eval():
     model = recorded_model(dropout=0.5)
-    batch = example(model)
-    assert not torch.equal(model(*batch, soft=True), model(*batch, soft=True))
+    same = lambda: torch.equal(*(model(*example(model), soft=True) for _ in range(2)))
+    assert not same()
     model.eval()
-    assert torch.equal(model(*batch, soft=True), model(*batch, soft=True))
+    assert same()
 
 
 def test_bf16_autocast_stays_close_and_returns_fp32():
@@ -234,10 +226,11 @@ def test_recorded_weights_are_rebuilt(golden):
         np.testing.assert_allclose(rebuilt, golden[name], rtol=1e-12)
 
 
-def test_recorded_corruption_logits_and_nll(golden):
+def test_recorded_corruption_logits_and_nll(golden, monkeypatch):
     x0, xt, t = golden["x0"], golden["xt"], golden["t"]
-    masked = golden["u_mask"] < (1 - mdlm.ALPHA_FLOOR) * t[:, None]
-    assert torch.equal(torch.where(masked, 61, x0), xt)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "rand", lambda *shape, **_: golden["u_mask"])
+        assert torch.equal(corrupt(x0, t, 61, None), xt)
     masked = xt == 61
     for name, conditioned in (("raw_logits", False), ("raw_logits_timecond", True)):
         net = recorded_model(time_conditioning=conditioned).net

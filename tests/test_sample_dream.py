@@ -1,5 +1,6 @@
 """sample_dream.py against §2.2, Alg. 2 and Fast-dLLM: slow loops, then the recorded runs."""
 
+import copy
 import dataclasses
 import io
 import itertools
@@ -13,9 +14,11 @@ import torch
 import torch.nn.functional as F
 
 import dora
+import finetune_dream
+import launch
 import mdlm
 import sample_dream as S
-from checkpoint import write_safetensors
+from arms import Slerp
 from conftest import GOLDEN, gen, refused, spy
 from dream import Dream
 from oracles import dream_filter, slow_blocks, slow_decode, softmax
@@ -44,34 +47,23 @@ def recorded(name):
 
 
 def decode(model, prompt, gen_len, steps, sm=None, **settings):
-    """x after every pass, (passes, B, L)."""
+    """x after every pass, (passes, B, L). With `block`, block after block."""
     seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
-    last, nfe = S.decode(mdlm.TwoPass(model, sm, MASK), x, steps, valid=valid,
-                         on_step=lambda x, *_: seen.append(x), **settings)
-    assert torch.equal(last, seen[-1]) and nfe.tolist() == (steps * (x == MASK).any(1)).tolist()
+    settings |= {"valid": valid, "on_step": lambda x, *_: seen.append(x)}
+    if "block" in settings:
+        S.decode_blocks(mdlm.TwoPass(model, sm, MASK), x, gen_len, steps, **settings)
+    else:
+        last, nfe = S.decode(mdlm.TwoPass(model, sm, MASK), x, steps, **settings)
+        assert torch.equal(last, seen[-1])
+        assert nfe.tolist() == (steps * (x == MASK).any(1)).tolist()
     return torch.stack(seen)
 
 
-def decode_blocks(model, prompt, gen_len, *args, sm=None, **settings):
-    """The same in blocks.   args: steps, block, cache, threshold."""
-    seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
-    S.decode_blocks(mdlm.TwoPass(model, sm, MASK), x, gen_len, *args, valid=valid,
-                    on_step=seen.append, **settings)
-    return torch.stack(seen)
-
-
-class Loves(torch.nn.Module):
-    """A Dream that prefers one token everywhere, [MASK] for instance."""
-
-    def __init__(self, model, token):
-        super().__init__()
-        self.dream, self.token = model, token
-        for name in ("cfg", "table", "trunk", "before", "hidden"):
-            setattr(self, name, getattr(model, name))
-
-    def head(self, h):
-        loved = F.one_hot(torch.tensor(self.token), self.cfg.vocab_size)
-        return self.dream.head(h) + 100.0 * loved
+def loving(model, token):
+    """The same Dream, which finds one token, [MASK] for instance, likelier by 100 nats."""
+    other, more = copy.copy(model), 100.0 * F.one_hot(torch.tensor(token), model.cfg.vocab_size)
+    other.head = lambda h: model.head(h) + more
+    return other
 
 
 # ---- one step
@@ -133,6 +125,7 @@ def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
 
 def test_reveal_counts_equal_the_recorded():
     keys = [key for key in RECORDED if key.startswith("counts/")]
+    assert len(keys) == 13
     for key in keys:
         masked, steps = map(int, key[7:].split("_"))
         times, left, counts = torch.linspace(1, 1e-3, steps + 1), torch.tensor([masked]), []
@@ -140,7 +133,6 @@ def test_reveal_counts_equal_the_recorded():
             counts.append(int(S.reveal_count(left, times[i], times[i + 1], i == steps - 1)))
             left = left - counts[-1]
         assert counts == RECORDED[key].tolist() and left == 0, key
-    assert len(keys) == 13
 
 
 def test_origin_tosses_a_coin_for_each_token():
@@ -179,38 +171,6 @@ def test_decode_is_algorithm_2(model):
         assert len(got.flatten(1).unique(dim=0)) > 5 and not (got[-1] == MASK).any()
 
 
-def test_decode_takes_any_backbone(model):
-    """It asks for table, hidden and head, and tells the share of masks that is left as the time."""
-    torch.manual_seed(0)
-    cfg = mdlm.ModelConfig(n_layer=1, n_head=2, n_embd=32, n_cond=16, vocab_size=40, mask_id=39,
-                           time_conditioning=True, omega_s=0.5)
-    other, times = mdlm.MDLM(cfg).eval(), []
-    torch.nn.init.normal_(other.net.output_layer.linear.weight)
-    trunk = other.net.trunk
-    other.net.trunk = lambda emb, t: (times.append(t.tolist()), trunk(emb, t))[1]
-    x = torch.full((2, 12), 39)
-    x[1, :6] = torch.arange(6)
-    got, _ = S.decode(other, x, 6)
-    assert not (got == 39).any() and torch.equal(got[1, :6], x[1, :6])
-    assert times[0] == [1.0, 0.5] and times == sorted(times, reverse=True) and len(times) == 6
-
-
-def test_each_step_makes_so_many_passes_and_runs_the_head_once_for_the_last(model, monkeypatch):
-    """A longer way to the same feedback: two passes of one step are those of Alg. 1."""
-    two, (x, _) = mdlm.TwoPass(model, soft(3), MASK), S.pad_prompts(model.cfg, PROMPT, 16)
-    calls = spy(monkeypatch, model, "head")
-    got, nfe = S.decode(two, x, 1, passes=2)
-    assert nfe == 2 and [len(h) for h, in calls] == [16, 16]
-    h = model.hidden(F.embedding(x, model.table), (x == MASK).flatten().nonzero()[:, 0], None)
-    emb = F.embedding(x, model.table)
-    emb[x == MASK] = two.feedback(h)[0]
-    h = model.hidden(emb, (x == MASK).flatten().nonzero()[:, 0], None)
-    assert torch.equal(got[x == MASK], model.head(h).argmax(-1))
-    for passes, sm in ((2, None), (0, soft(3))):
-        refused(f"passes={passes} must be at least 1", S.decode, mdlm.TwoPass(model, sm, MASK), x,
-                4, passes=passes)
-
-
 def test_draws_of_a_sequence_do_not_depend_on_its_padding(model):
     how = dict(algorithm="random", sm=soft(3))
     both = decode(model, [TEXT, TEXT[:3]], 16, 8, generator=[gen(1), gen(2)], **how)
@@ -241,16 +201,16 @@ def test_a_batch_equals_single_runs(model):
 def test_a_batch_in_blocks_equals_single_runs(model):
     prompts = [TEXT, TEXT[3:], TEXT[1:7]]
     for cache, threshold in itertools.product(CACHES, (None, 0.15)):
-        settings = (16, 8, 8, cache, threshold)
-        together = decode_blocks(model, prompts, *settings, sm=soft(1))[-1]
+        settings = dict(block=8, cache=cache, threshold=threshold, sm=soft(1))
+        together = decode(model, prompts, 16, 8, **settings)[-1]
         for b, prompt in enumerate(prompts):
-            alone = decode_blocks(model, [prompt], *settings, sm=soft(1))[-1]
+            alone = decode(model, [prompt], 16, 8, **settings)[-1]
             assert torch.equal(together[b, -16:], alone[0, -16:])
 
 
 def test_no_mask_is_left_though_the_model_predicts_masks(model):
     """The original leaves all of these masks in its answer; with a threshold it never returns."""
-    stubborn = Loves(model, MASK)
+    stubborn = loving(model, MASK)
     for temperature in (0.0, 1.0):
         pick = dict(temperature=temperature, generator=gen())
         history = decode(stubborn, PROMPT, 16, 8, **pick)
@@ -258,40 +218,38 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
         assert not (history[-1] == MASK).any()
         for steps, threshold in ((16, None), (2, None), (16, 0.9)):
             for cache in CACHES:
-                x = decode_blocks(stubborn, PROMPT, 16, steps, 8, cache, threshold, **pick)[-1]
-                assert not (x == MASK).any()
+                blocks = dict(block=8, cache=cache, threshold=threshold)
+                assert not (decode(stubborn, PROMPT, 16, steps, **blocks, **pick)[-1] == MASK).any()
 
 
 def test_a_bf16_model_decodes_through_fp32_logits(tiny_dream, monkeypatch):
     half = Dream.load(tiny_dream, dtype=torch.bfloat16)
-    seen, propose = set(), S.propose
-    monkeypatch.setattr(S, "propose", lambda z, *a, **how: (
-        seen.add(z.dtype), propose(z, *a, **how))[1])
+    calls = spy(monkeypatch, S, "propose")
     for schedule in ("none", "linear"):
-        assert not (decode(half, PROMPT, 16, 8, sm=soft(3), schedule=schedule)[-1] == MASK).any()
-        x = decode_blocks(half, PROMPT, 16, 8, 8, "dual", sm=soft(3), schedule=schedule)[-1]
-        assert not (x == MASK).any()
-    assert seen == {torch.float32}
+        for blocks in ({}, dict(block=8, cache="dual")):
+            x = decode(half, PROMPT, 16, 8, sm=soft(3), schedule=schedule, **blocks)[-1]
+            assert not (x == MASK).any()
+    assert {logits.dtype for logits, *_ in calls} == {torch.float32}
 
 
 # ---- blocks
 
 
 def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
-    calls, trunk = [], model.trunk
-    monkeypatch.setattr(model, "trunk", lambda emb, valid=None, past=None, start=0: (
-        calls.append([start, emb.shape[1]]), trunk(emb, valid, past, start))[1])
+    calls = spy(monkeypatch, model, "trunk")
     for name in BLOCKS:
         kind, block, rule = name.split("_", 2)
         cache = {"nocache": "none"}.get(kind, kind)
         threshold = float(rule[3:]) if rule.startswith("thr") else None
         steps = 16 if threshold else int(rule.split("_s")[1])
         calls.clear()
-        got = decode_blocks(model, PROMPT, 16, steps, int(block[1:]), cache, threshold)
+        got = decode(model, PROMPT, 16, steps, block=int(block[1:]), cache=cache,
+                     threshold=threshold)
         assert torch.equal(got[:, 0], recorded(f"blocks/{name}_x")[1:]), name
+        seen = [[start, emb.shape[1]] for emb, _, _, start in calls]
         want = RECORDED[f"blocks/{name}_call"].tolist()
         # Recorded without a cache: the slices looked at. All 24 positions were computed.
-        assert calls == (want if cache != "none" else [[0, 24]] * len(want)), name
+        assert seen == (want if cache != "none" else [[0, 24]] * len(want)), name
     assert len(BLOCKS) == 15
 
 
@@ -300,12 +258,12 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     x, _ = S.pad_prompts(model.cfg, PROMPT, 16)
     heads, differs = itertools.cycle([(1, "none"), (3, "none"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
-        (k, schedule), settings = next(heads), (block, cache, threshold)
+        (k, schedule), blocks = next(heads), dict(block=block, cache=cache, threshold=threshold)
         sm = SoftMask(MASK, k, omega_s=0.9, omega_a=2.0, omega_b=-5.0)
-        want = slow_blocks(model, x, 16, 16, *settings, sm, schedule)
-        got = decode_blocks(model, PROMPT, 16, 16, *settings, sm=sm, schedule=schedule)
-        assert torch.equal(got, want), (k, settings)
-        binary = decode_blocks(model, PROMPT, 16, 16, *settings)
+        want = slow_blocks(model, x, 16, 16, sm=sm, schedule=schedule, **blocks)
+        got = decode(model, PROMPT, 16, 16, sm=sm, schedule=schedule, **blocks)
+        assert torch.equal(got, want), (k, blocks)
+        binary = decode(model, PROMPT, 16, 16, **blocks)
         differs.append(not torch.equal(got[-1], binary[-1]))
     assert sum(differs) > 6
 
@@ -317,21 +275,23 @@ def test_bad_settings_are_refused(model, talking_dream):
     """One of each kind; `block` decides about the decoder."""
     for settings, message in (
             ({"steps": 17}, "steps 17 must be between 1 and 16, the number of masks"),
-            ({"gen_len": 0}, "nothing to fill"), ({"temperature": float("nan")}, "temperature nan"),
+            ({"gen_len": 0}, "nothing to fill"), ({"temperature": float("nan")}, "temperature=nan"),
             ({"algorithm": "confidence"}, "unknown algorithm 'confidence': use one of entropy"),
-            ({"schedule": "cosine"}, "unknown schedule 'cosine'"), ({"top_p": 0.0}, "top_p 0.0"),
+            ({"schedule": "cosine"}, "unknown schedule 'cosine'"), ({"top_p": 0.0}, "top_p=0.0"),
             ({"temperature": 1.0}, "temperature 1.0 and entropy make draws: give generator"),
+            ({"passes": 0, "sm": soft(3)}, "passes=0 must be at least 1"),
+            ({"passes": 2}, "passes=2 .* without feedback no more than 1"),
             ({"gen_len": 600}, "608 tokens, the model takes 512"),
             ({"block": 32}, "gen_len 16 is not a multiple of block 32"),
             ({"steps": 6, "block": 4}, "steps 6 cannot be shared evenly by 4 blocks"),
-            ({"block": 8, "threshold": 1.5}, "threshold 1.5 must be in"),
+            ({"block": 8, "threshold": 1.5}, "threshold=1.5 must be at"),
             ({"block": 8, "cache": "double"}, "unknown cache 'double'"),
             ({"block": 8, "prompt": [[1, MASK, 2]]}, "contains the mask token"),
             ({"block": 8, "prompt": [[]]}, "position 0 is masked"),
+            ({"prompt": [[1], [MASK]]}, "position 0 is masked"),
             ({"block": 0, "threshold": 0.5}, "works on blocks")):
-        decoder = decode_blocks if "block" in settings else decode
         usual = {"prompt": PROMPT, "gen_len": 16, "steps": 16}
-        refused(message, decoder, model, **usual | settings)
+        refused(message, decode, model, **usual | settings)
     for flags, message in (
             ({"prompt": "a", "chat": True}, "nothing to do"), ({"infill": "a"}, "exactly one ___"),
             ({"infill": "a ___ b", "block": 8}, "--block=0"), ({"prompt": "a", "model": ""}, "no"),
@@ -345,7 +305,7 @@ def test_bad_settings_are_refused(model, talking_dream):
 def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(talking_dream):
     cfg = S.Decoding(model=talking_dream, gen_len=16, steps=4, temperature=0.0)
     model, tok, _ = S.load_for_decoding(cfg)
-    ask = lambda loved: S.answer(Loves(model, loved), tok, None, tok.encode("abc"), cfg)
+    ask = lambda loved: S.answer(loving(model, loved), tok, None, tok.encode("abc"), cfg)
     text, stats = ask(PAD)
     assert text == "" and stats.pop("seconds") > 0
     assert stats == {"n": 1, "nfe": 4, "tokens": 16, "kept": 0}
@@ -367,26 +327,25 @@ def test_an_answer_depends_on_seed_and_prompt_only(talking_dream):
     assert ask("abc") == first != ask("abc", seed=1)
 
 
-def adapter(folder, model, k):
-    targets = ["q_proj", "o_proj"]
-    dora.attach(model, targets, 4, 4, gen())
+@pytest.fixture
+def adapter(talking_dream, tmp_path):
+    """The folder of an adapter with k = 3."""
+    model, folder = Dream.load(talking_dream), str(tmp_path / "adapter")
+    dora.attach(model, finetune_dream.TARGETS, 4, 4, gen())
     for i, layer in enumerate(dora.layers(model).values()):
         layer.lora_B.data = 0.3 * torch.randn(layer.lora_B.shape, generator=gen(i))
-    write_safetensors(str(folder / "adapter_model.safetensors"), dora.adapter_state(model))
-    config = dict(peft_type="LORA", use_dora=True, r=4, lora_alpha=4, target_modules=targets)
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    (folder / "softmask.json").write_text(json.dumps({
-        "mask_id": MASK, "k": k, "omega_s": 0.9, "omega_a": 2.0, "omega_b": -4.5}))
-    return str(folder)
+    sm = SoftMask(MASK, 3, omega_s=0.9, omega_a=2.0, omega_b=-4.5)
+    finetune_dream.save_adapter(folder, model, sm, finetune_dream.Config(r=4, alpha=4))
+    return folder
 
 
-def test_merged_and_unmerged_adapter_decode_alike(talking_dream, tmp_path):
-    folder, runs = adapter(tmp_path, Dream.load(talking_dream), 3), {}
-    for name, flags in {"plain": {}, "merged": {"adapter": folder},
-                        "beside": {"adapter": folder, "merge": False},
-                        "binary": {"adapter": folder, "soft": False}}.items():
+def test_merged_and_unmerged_adapter_decode_alike(talking_dream, adapter):
+    runs = {}
+    for name, flags in {"plain": {}, "merged": {"adapter": adapter},
+                        "beside": {"adapter": adapter, "merge": False},
+                        "binary": {"adapter": adapter, "soft": False}}.items():
         model, _, sm = S.load_for_decoding(S.Decoding(model=talking_dream, **flags))
-        assert len(dora.layers(model)) == (6 if name == "beside" else 0)
+        assert len(dora.layers(model)) == (12 if name == "beside" else 0)
         assert (sm is None) == (name in ("plain", "binary"))
         runs[name] = decode(model, PROMPT, 16, 16, sm=sm)
     assert torch.equal(runs["merged"], runs["beside"])
@@ -394,53 +353,42 @@ def test_merged_and_unmerged_adapter_decode_alike(talking_dream, tmp_path):
     assert not torch.equal(runs["merged"], runs["binary"])
 
 
-def test_feedback_by_an_omega_given_at_decoding(talking_dream, tmp_path):
-    """Without an adapter, over an adapter's, and as the arm that the adapter has."""
-    how = dict(omega_s=0.4, omega_a=2.0, omega_b=-2.5)
-
-    def load(**flags):
-        cfg = S.Decoding(model=talking_dream, **flags)
-        model, _, sm = S.load_for_decoding(cfg)
-        return decode(model, PROMPT, 16, 16, sm=sm), S.feedback_label(cfg, sm), sm
-    history, label, sm = load(**how)
-    assert label == "SM k=3, omega_s=0.4, omega_a=2, omega_b=-2.5"
-    model = Dream.load(talking_dream)
-    want = SoftMask(MASK, 3, **how)
-    assert torch.equal(history, decode(model, PROMPT, 16, 16, sm=want))
-    assert not torch.equal(history, load()[0])
-    folder = adapter(tmp_path, model, 1)
-    assert load(adapter=folder, omega_b=-1.5)[2].omega[2].item() == pytest.approx(-1.5)
-    file = tmp_path / "softmask.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | {"arm": "slerp"}))
-    assert load(adapter=folder, omega_s=0.5)[1] == "SM k=1, slerp, omega_s=0.5"
-    for flags, message in (({"omega_a": 2.0}, "give --omega_s"), ({"omega_s": 1.5}, "omega_s < 1"),
-                           ({"adapter": folder, "schedule": "linear"}, "trained with slerp")):
-        refused(message, load, **flags)
+def test_feedback_by_an_omega_given_at_decoding(model, talking_dream, adapter):
+    """Without an adapter, and over an adapter's."""
+    omega = dict(omega_s=0.4, omega_a=2.0, omega_b=-2.5)
+    load = lambda **flags: S.load_for_decoding(S.Decoding(model=talking_dream, **flags))[2]
+    given, want = load(**omega), SoftMask(MASK, 3, **omega)
+    assert torch.equal(*(decode(model, PROMPT, 16, 16, sm=sm) for sm in (given, want)))
+    *others, omega_b = (w.item() for w in load(adapter=adapter, omega_b=-1.5).omega)
+    assert omega_b == pytest.approx(-1.5) and others == pytest.approx([0.9, 2.0], rel=1e-5)
+    refused("give --omega_s", load, omega_a=2.0)
+    refused("omega_s < 1", load, omega_s=1.5)
+    path = os.path.join(adapter, "softmask.json")
+    launch.write_text(path, json.dumps(launch.read_json(path) | {"arm": "slerp"}))
+    refused("trained with slerp", load, adapter=adapter, schedule="linear")
+    assert type(load(adapter=adapter, omega_s=0.5)) is Slerp
 
 
-def test_the_closing_line_says_what_fed_the_masks(talking_dream, tmp_path, capsys):
-    folder = adapter(tmp_path, Dream.load(talking_dream), 3)
-    for k, flags, want in ((3, {}, "SM k=3"), (0, {}, "SM off"),
-                           (None, {"schedule": "linear"}, "SM k=|V|, linear"),
-                           (1, {"schedule": "stepwise", "switch": 0.2}, "SM k=1, stepwise 0.2")):
-        cfg = S.Config(model=talking_dream, adapter=folder, prompt="x", gen_len=4, **flags)
-        assert S.feedback_label(cfg, None if k == 0 else soft(k)) == want
-    S.main(cfg)
-    assert capsys.readouterr().err.strip().endswith("; SM k=3, stepwise 0.2, ω_s = 0.9")
-    os.remove(tmp_path / "softmask.json")
-    assert S.feedback_label(cfg, None) == "binary"
+def test_feedback_has_a_name(adapter, tmp_path):
+    for sm, flags, want in (
+            (soft(3), {}, "SM k=3"), (None, {}, "SM off"), (None, {"adapter": ""}, "binary"),
+            (None, {"adapter": str(tmp_path)}, "binary"),
+            (soft(None), {"schedule": "linear"}, "SM k=|V|, linear"),
+            (soft(1), {"schedule": "stepwise", "switch": 0.2}, "SM k=1, stepwise 0.2"),
+            (Slerp(MASK, 1), {"omega_s": 0.5}, "SM k=1, slerp, omega_s=0.5")):
+        assert S.feedback_label(S.Decoding(**{"adapter": adapter} | flags), sm) == want
 
 
-def test_command_line_prompts_chats_and_infills(talking_dream, capsys, monkeypatch):
+def test_command_line_prompts_chats_and_infills(talking_dream, adapter, capsys, monkeypatch):
     def go(**flags):
         S.main(S.Config(model=talking_dream, gen_len=8, **flags))
         return capsys.readouterr()
     out, err = go(prompt="hello", temperature=0.0)
     assert "8 tokens" in err and "NFE 8" in err
+    assert go(prompt="hello", adapter=adapter).err.strip().endswith("; SM k=3, ω_s = 0.9")
     assert out == go(prompt="hello", temperature=0.0, show=False).out
     assert go(prompt="a\\nb", temperature=0.0).out == go(prompt="a\nb", temperature=0.0).out
     assert out != go(prompt="hello", temperature=0.0, raw=True).out
-    assert go(prompt="a\\nb", temperature=0.0).out == go(prompt="a\nb", temperature=0.0).out
     stopped = go(prompt="hello", temperature=0.0, stop=f"zzz|{out[2]}").out
     assert stopped.rstrip("\n") == out[:-1].split(out[2])[0]
     filled = go(infill="def f():\\n    ___ # end").out
@@ -458,24 +406,19 @@ def test_command_line_prompts_chats_and_infills(talking_dream, capsys, monkeypat
 
 
 @pytest.mark.parametrize("block", [0, 4])
-def test_a_penalty_holds_the_end_token_back(block, talking_dream, monkeypatch):
-    """Of a model that finds the end token likelier by 100 nats than it does itself."""
-    head, tok = Dream.head, S.Tokenizer(talking_dream)
-    net = Dream.load(talking_dream)
-    more = 100.0 * F.one_hot(torch.tensor(net.cfg.eos_token_id), 200)
-    monkeypatch.setattr(Dream, "head", lambda self, h: head(self, h) + more)
+def test_a_penalty_holds_the_end_token_back(block, model, talking_dream):
+    eager, tok = loving(model, model.cfg.eos_token_id), S.Tokenizer(talking_dream)
     for penalty, kept in (0.0, 0), (200.0, 8):
         cfg = S.Decoding(gen_len=8, temperature=0.0, block=block, eos_penalty=penalty)
-        assert S.answer(net, tok, None, [1, 2], cfg)[1]["kept"] == kept
+        assert S.answer(eager, tok, None, [1, 2], cfg)[1]["kept"] == kept
 
 
 def test_a_terminal_sees_the_text_fill(talking_dream, monkeypatch):
-    class Terminal(io.StringIO):
-        isatty = lambda self: True
-
-    monkeypatch.setattr(sys, "stdout", Terminal())
+    out = io.StringIO()
+    out.isatty = lambda: True
+    monkeypatch.setattr(sys, "stdout", out)
     S.main(S.Config(model=talking_dream, gen_len=8, prompt="hello", temperature=0.0))
-    frames = sys.stdout.getvalue().split("\x1b[H\x1b[J")[1:]
+    frames = out.getvalue().split("\x1b[H\x1b[J")[1:]
     assert [frame.count("░") for frame in frames] == [8, 7, 6, 5, 4, 3, 2, 0]  # 0, 1, …, 2
 
 
