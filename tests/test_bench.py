@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -19,7 +20,7 @@ import bench
 from bench import PRESETS, Config, interleaved, main, peak
 from conftest import ROOT, configure, refused, torchrun
 from data import rng
-from mdlm import corrupt
+from mdlm import MDLM, corrupt
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
@@ -126,10 +127,10 @@ def test_marks_change_nothing_and_go_away():
 # the commands ------------------------------------------------------------------------------------
 
 
-def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
+def test_every_part_runs_and_lands_in_the_json(tmp_path):
     out = tmp_path / "bench.json"
-    parts = ["train", "sample", "curves", "overhead", "profile", "attention", "dream"]
-    main(Config(**QUICK, parts=",".join(parts), json=str(out)))
+    parts = ["train", "sample", "curves", "overhead", "profile", "attention", "dream", "against"]
+    main(Config(**QUICK, parts=",".join(parts), against=ROOT, json=str(out)))
     found = json.loads(out.read_text())
     assert set(found) == {"machine", "settings", *parts}
     seconds = {name: row["seconds"] for name, row in found["train"].items() if "SM" in name}
@@ -143,6 +144,9 @@ def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
         row = found["overhead"][name]
         assert row["s/call"] == pytest.approx(row["seconds"] / row["calls"]) and row["calls"] <= 9
         assert set(row["sections"]) == common | more
+    assert set(found["against"]) == {f"{kind}, {how}" for kind in ("update", "sample")
+                                     for how in ("binary", "SM")} | {"commit"}
+    assert sys.modules["mdlm"].MDLM is MDLM  # the modules of the other checkout are away again
     for case in found["profile"].values():
         assert sum(row["%"] for row in case["sections"].values()) == pytest.approx(100)
 
@@ -156,7 +160,9 @@ def test_vocabulary_work_is_a_soft_update():
 
 def test_bad_input_is_refused():
     for how, message in ((dict(parts="train,speed"), "none of train"),
-                         (dict(parts="scaling"), "under torchrun"), (dict(length=2), "length=2")):
+                         (dict(parts="scaling"), "under torchrun"),
+                         (dict(parts="against", against="nowhere"), "--against=nowhere"),
+                         (dict(length=2), "length=2")):
         refused(message, main, Config(**QUICK | how))
 
 
