@@ -75,15 +75,6 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
           "U8": torch.uint8, "BOOL": torch.bool}
 
 
-def read_header(path):
-    """(header as a dict, offset of the data). Raises ValueError if it is no safetensors file."""
-    with open(path, "rb") as f:
-        n = int.from_bytes(f.read(8), "little")
-        if 8 + n > os.path.getsize(path):
-            raise ValueError("header longer than the file")
-        return json.loads(f.read(n)), 8 + n
-
-
 def read_safetensors(path, metadata=None):
     """{name: tensor}, memory-mapped: a tensor is read from disk when it is used.
 
@@ -92,9 +83,11 @@ def read_safetensors(path, metadata=None):
     Raises Refused when the file is not whole.
     """
     try:
-        header, offset = read_header(path)
+        with open(path, "rb") as f:
+            n = int.from_bytes(f.read(8), "little")
+            header = json.loads(f.read(min(n, os.path.getsize(path))))
         # Mode "c" is copy on write: torch wants memory that can be written.
-        data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=offset))
+        data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=8 + n))
         own = header.pop("__metadata__", {})
         tensors = {}
         for name, entry in header.items():

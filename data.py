@@ -389,14 +389,6 @@ def encode(docs, out, tok, keep=0):
     return ends
 
 
-def sha256_of(path):
-    digest = hashlib.sha256()
-    with open(path, "rb") as f:
-        while block := f.read(2**16):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def folder_of(source):
     """Where a source is prepared, unless --out says another folder: data/NAME of its first path."""
     return os.path.join("data", Path(source.split(os.pathsep)[0]).name.split(".")[0])
@@ -432,7 +424,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         rest = [whole - part for whole, part in zip(ends[-1], cut)]
         for split, path, counts in ("train", train, cut), ("val", val, rest):
             numbers = zip(("documents", "tokens", "bytes"), counts)
-            meta[split] = dict(numbers, sha256=sha256_of(path))
+            digest = hashlib.sha256(np.memmap(path, np.uint8, "r"))
+            meta[split] = dict(numbers, sha256=digest.hexdigest())
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
         # Three files are renamed now, meta.json last. If the process is killed in between, new and
         # old files must not pass for one corpus.

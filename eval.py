@@ -67,8 +67,6 @@ from launch import (
 )
 from mdlm import ALPHA_FLOOR, MDLM, TwoPass, corrupt, sample_times
 
-Length = Annotated[int, 3, 2**31]  # BOS, a token, EOS
-
 
 @dataclass
 class Config:
@@ -85,19 +83,17 @@ class Config:
     ema: bool = True                # take its averaged backbone
     data: str = "data/owt"          # ppl, feedback measure its val.bin; MAUVE compares with it
     text: str = ""                  # zero_shot measures these files, read as data.py reads them
-    rows: Count = 0                   # so many rows, evenly spaced (default: all; of "Data": half)
-    repeats: Size = 1                # draws of times and masks per row
+    rows: Count = 0                 # so many rows, evenly spaced (default: all; of "Data": half)
+    repeats: Size = 1               # draws of times and masks per row
     against: str = ""               # another checkpoint, measured on the same masks
     dtype: str = "auto"             # bfloat16 where the GPU has it [code], else float32
     # entropy, gen_ppl, mauve
     samples: str = "samples.jsonl"  # of sample.py; shards NAME.RANK.jsonl of a run are one file
-    length: Length = 1024           # tokens of a held-out row, where --samples= is empty
+    length: Annotated[int, 3, 2**31] = 1024  # tokens of a held-out row, where --samples= is empty
     scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
     scale: float = 5.0              # of MAUVE, App. B.1
 
 
-PRESETS = {name: {"metric": name}
-           for name in ("ppl", "zero_shot", "feedback", "entropy", "sudoku", "gen_ppl", "mauve")}
 FEEDBACKS = "none", "own", "permuted", "truth"  # see `bound_by_feedback`
 BINS = 10                                       # of t, as wide as each other
 
@@ -218,50 +214,43 @@ def held_out_rows(cfg, special, L):
     return pick(torch.arange(take) * n // take), counts
 
 
-def load_other(cfg, special, L):
-    """The model of --against, which must have the same tokenizer and length."""
-    other = MDLM.load(cfg.against, cfg.ema)
-    theirs = other.info["tokenizer"]
-    if theirs != special or other.cfg.length < L:
-        raise Refused(f"--against={cfg.against} has tokens of {theirs}, at most "
-                      f"{other.cfg.length}, {cfg.checkpoint} those of {special}, {L}: they cannot "
-                      "be compared")
-    return other
-
-
 def measure_bound(cfg):
     """ppl and zero_shot: a checkpoint on held-out text, with feedback and without."""
     device, dtype = machine(cfg.device, cfg.dtype)[2:]
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
     special, L = model.info["tokenizer"], model.cfg.length
     rows, text = held_out_rows(cfg, special, L)                                      # (n, L)
-    other = load_other(cfg, special, L).to(device) if cfg.against else None
+    if cfg.against:
+        other = MDLM.load(cfg.against, cfg.ema).to(device)
+        theirs = other.info["tokenizer"]
+        if theirs != special or other.cfg.length < L:
+            raise Refused(f"--against={cfg.against} has tokens of {theirs}, at most "
+                          f"{other.cfg.length}, {cfg.checkpoint} those of {special}, {L}: they "
+                          "cannot be compared")
     tokens = np.full(len(rows), L)                                                   # (n,)
 
     def measure(model, soft, **floor):
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             return bound(model, rows, soft, cfg.seed, cfg.repeats, cfg.batch_size, **floor)
 
+    def in_nats(total, name="nats_per_token"):
+        return dict(zip((name, name + "_se"), mean_and_se(total, tokens)))
+
     values, nll = {}, {}
     for name in ["soft", "binary"] if model.sm else ["binary"]:
         nll[name], ce, masked = measure(model, name == "soft")
-        nats, se = mean_and_se(nll[name], tokens)
-        values[name] = {
-            "nats_per_token": nats, "nats_per_token_se": se,
+        values[name] = in_nats(nll[name])
+        nats, se = values[name].values()
+        values[name] |= {
             "ppl": float(np.exp(nats)), "ppl_se": float(np.exp(nats) * se),
             "bits_per_byte": bits_per_byte(nats, L, text),
-            "ce_per_masked_token": float(ce.sum() / masked.sum())}
-        unbiased = mean_and_se(measure(model, name == "soft", floor=0.0)[0], tokens)
-        values[name] |= dict(zip(("unbiased_nats", "unbiased_nats_se"), unbiased))
-    differences = {}                                                                 # (n,) each
+            "ce_per_masked_token": float(ce.sum() / masked.sum()),
+            **in_nats(measure(model, name == "soft", floor=0.0)[0], "unbiased_nats")}
     if model.sm:
-        differences["gain"] = nll["binary"] - nll["soft"]
-    if other:
+        values["gain"] = in_nats(nll["binary"] - nll["soft"])
+    if cfg.against:
         ours = nll["soft" if model.sm else "binary"]
-        differences["below_against"] = measure(other, other.sm is not None)[0] - ours
-    for name, difference in differences.items():
-        nats, se = mean_and_se(difference, tokens)
-        values[name] = {"nats_per_token": nats, "nats_per_token_se": se}
+        values["below_against"] = in_nats(measure(other, other.sm is not None)[0] - ours)
     settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),
                 "text": text, "dtype": str(dtype or torch.float32).removeprefix("torch."),
                 "training": training_of(cfg.checkpoint, model.info["step"])}
@@ -306,7 +295,7 @@ def bound_by_feedback(model, x0, xt, t, other):
 
 
 def feedback_on_text(cfg):
-    """A checkpoint on val.bin: terms (4, n), t (n,), tokens (n,), and the settings.
+    """A checkpoint on val.bin: [(terms (4, b), t (b,), tokens (b,))], and the settings.
 
     Without ALPHA_FLOOR: their means are the `unbiased` values of ppl, on the same masks.
     """
@@ -324,8 +313,7 @@ def feedback_on_text(cfg):
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             terms = bound_by_feedback(model, *(v.to(device) for v in (x0, xt, t, other)))
         parts.append((terms, t, torch.full_like(t, L)))
-    terms, t, tokens = (torch.cat(part, -1) for part in zip(*parts))
-    return terms, t, tokens, {"step": model.info["step"], "L": L, "n": n}
+    return parts, {"step": model.info["step"], "L": L, "n": n}
 
 
 def feedback_on_dialogues(cfg):
@@ -357,8 +345,7 @@ def feedback_on_dialogues(cfg):
         other = dream.mask_response(x0s[mine], val[mine][1], t, mask_id, rng("other", cfg.seed, j))
         terms = bound_by_feedback(model, *(v.to(device) for v in (x0, xt, t, other)))
         parts.append((terms, t, torch.full_like(t, x0.shape[1] - prompt)))
-    terms, t, tokens = (torch.cat(part, -1) for part in zip(*parts))
-    return terms, t, tokens, {"model": run_cfg.model, "dialogues": run_cfg.data, "n": n}
+    return parts, {"model": run_cfg.model, "dialogues": run_cfg.data, "n": n}
 
 
 def measure_feedback(cfg):
@@ -368,8 +355,8 @@ def measure_feedback(cfg):
     so more --repeats of few rows make it too small.
     """
     folder = os.path.exists(os.path.join(cfg.checkpoint, "adapter_config.json"))
-    measured = feedback_on_dialogues if folder else feedback_on_text
-    terms, t, tokens, settings = measured(cfg)                             # (4, n), (n,), (n,)
+    parts, settings = (feedback_on_dialogues if folder else feedback_on_text)(cfg)
+    terms, t, tokens = (torch.cat(part, -1) for part in zip(*parts))       # (4, n), (n,), (n,)
     if not terms.isfinite().all():
         raise Refused(f"the bound of {cfg.checkpoint} is not a number: the weights are broken, or "
                       f"they do not bear this dtype")
@@ -380,9 +367,8 @@ def measure_feedback(cfg):
             continue
         row = {"t": t[at].mean().item(), "draws": int(at.sum())}
         row |= {f: mean_and_se(term, tokens[at])[0] for f, term in zip(FEEDBACKS, terms[:, at])}
-        for feedback, term in zip(FEEDBACKS[1:], terms[1:, at]):
-            gain = mean_and_se(terms[0, at] - term, tokens[at])
-            row |= dict(zip((f"{feedback}_gain", f"{feedback}_gain_se"), gain))
+        for f, term in zip(FEEDBACKS[1:], terms[1:, at]):
+            row[f + "_gain"], row[f + "_gain_se"] = mean_and_se(terms[0, at] - term, tokens[at])
         values[f"{name / BINS:.1f} to {(name + 1) / BINS:.1f}" if name != "all" else name] = row
     write_result(cfg, cfg.checkpoint.rstrip("/"), values, settings)
 
@@ -508,14 +494,6 @@ def score_batch(texts, tok, lm, scorer, device):
     return nats.tolist(), scored.sum(1).tolist(), list(features.numpy())
 
 
-def read_cache(path):
-    """{key: line} of the texts that are scored already."""
-    try:
-        return {line["key"]: line for line in read_jsonl(path, repair=True)}
-    except (Refused, KeyError, TypeError):
-        raise Refused(f"{path} holds something else than scores: move it away")
-
-
 def score_with_lm(texts, scorer="gpt2-large", cache=None, batch_size=8, device="cpu"):
     """What a causal LM makes of each text.                                                App. B.1
 
@@ -530,7 +508,10 @@ def score_with_lm(texts, scorer="gpt2-large", cache=None, batch_size=8, device="
     """
     names = [f"{scorer}\0{text}".encode(errors="replace") for text in texts]
     keys = [hashlib.blake2b(name, digest_size=12).hexdigest() for name in names]
-    done = read_cache(cache) if cache else {}
+    try:
+        done = {line["key"]: line for line in (read_jsonl(cache, repair=True) if cache else [])}
+    except (Refused, KeyError, TypeError):
+        raise Refused(f"{cache} holds something else than scores: move it away")
     todo = list({key: text for key, text in zip(keys, texts) if key not in done}.items())
     if todo:
         tok, lm = load_lm(scorer, device)
@@ -681,12 +662,16 @@ def write_result(cfg, stem, values, settings):
     print(f"written to {path}")
 
 
+VERBS = {"ppl": measure_bound, "zero_shot": measure_bound, "feedback": measure_feedback,
+         "entropy": measure_samples, "sudoku": measure_samples, "gen_ppl": measure_samples,
+         "mauve": measure_samples}
+PRESETS = {name: {"metric": name} for name in VERBS}
+
+
 def main(cfg):
-    verbs = dict.fromkeys(("ppl", "zero_shot"), measure_bound) | {"feedback": measure_feedback}
-    verbs |= dict.fromkeys(("entropy", "sudoku", "gen_ppl", "mauve"), measure_samples)
-    if cfg.metric not in verbs:
-        raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(verbs)}")
-    verbs[cfg.metric](cfg)
+    if cfg.metric not in VERBS:
+        raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(VERBS)}")
+    VERBS[cfg.metric](cfg)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ likelihoods.
     python eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
     python eval_dream.py --model=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9
     python eval_dream.py --model=reference --task=math500 --data=F    # reference answers; or empty
-    python eval_dream.py --table                                      # all results in --out
+    python plot.py --benchmarks=out/answers    # the table of all results, which every call prints
 """
 
 import hashlib
@@ -59,15 +59,15 @@ from launch import (
     write_text,
 )
 from plot import benchmarks
-from sample_dream import OMEGA, Decoding, answer, check, cut, feedback_label, load_for_decoding
+from sample_dream import Decoding, answer, check, cut, feedback_label, load_for_decoding
 
 TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
 STATS = ("n", "nfe", "tokens", "kept", "seconds")  # of `answer`, summed over the problems
 PROMPT_TOKENS = 1024                               # longer prompts lose their beginning [code]
 
 # Results that are averaged may differ in these fields of Config, and in these of the training.
-MAY_DIFFER = set("""seed adapter out timeout confirm_run_unsafe_code nfe blocks data table task
-                    steps soft schedule switch omega_s omega_a omega_b""".split())
+MAY_DIFFER = set("""seed adapter out timeout confirm_run_unsafe_code nfe blocks data task steps
+                    soft schedule switch omega_s omega_a omega_b""".split())
 TRAINING_MAY_DIFFER = set("""seed model out resume overwrite tiny device checkpointing chunk
                              log_every save_every eval_every""".split())
 ONLY_WITH_SM = {"p_sm", "k", "eta_sm", "omega_s", "omega_a", "omega_b"}  # no meaning without SM
@@ -84,7 +84,6 @@ class Config(Decoding):
     out: str = "out/answers"          # a .json and a .jsonl of answers for each cell of the grid
     confirm_run_unsafe_code: bool = False
     timeout: Positive = 30.0          # seconds for one program
-    table: bool = False               # only print what is in out
 
 
 # -------------------------------------------------------------------------------------------------
@@ -233,16 +232,9 @@ def responder(cfg, tasks):
     return dream, tok.chat, feedback_label(cfg, sm)
 
 
-def unset(cell):
-    """Fields that older results do not have, where they change nothing: those stay valid."""
-    newer = *OMEGA, "eos_penalty"
-    return [name for name in newer if getattr(cell, name) == getattr(Decoding, name)]
-
-
 def cell_name(cell, data):
     """Path of a cell's files, without ending: a hash of all that shapes its answers is in it."""
-    rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data", "table")
-    rest += tuple(unset(cell))
+    rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data")
     shaping = {name: value for name, value in asdict(cell).items() if name not in rest}
     files = []  # after more training the same folder is another model
     for folder in filter(os.path.isdir, (cell.model, cell.adapter)):
@@ -257,8 +249,7 @@ def group(cell, budget, kind, data, length):
 
     kind: what the feedback is called.   data: hash of the problems.   length: the task's own.
     """
-    left_out = MAY_DIFFER | {*unset(cell)}
-    shared = {k: v for k, v in asdict(cell).items() if k not in left_out}
+    shared = {k: v for k, v in asdict(cell).items() if k not in MAY_DIFFER}
     shared |= {"budget": budget, "feedback": kind, "data": str(data)[:6], "FT": "-"}
     if cell.gen_len == length:
         shared["gen_len"] = 0  # so that tasks of different lengths share a row of the table
@@ -349,7 +340,7 @@ def evaluate(cfg):
 
 
 def main(cfg):
-    for r in [] if cfg.table else evaluate(cfg):
+    for r in evaluate(cfg):
         score = "not scored" if r["score"] is None else f"{r['score']:.1f}%"
         if r["score"] is None and not cfg.confirm_run_unsafe_code:
             score += " without --confirm_run_unsafe_code"

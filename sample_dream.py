@@ -20,10 +20,10 @@ Not here: training, benchmarks (eval_dream.py), re-masking (Dream never takes a 
 
 import hashlib
 import itertools
-import math
 import sys
 import time
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Annotated
 
 import torch
 import torch.nn.functional as F
@@ -31,13 +31,14 @@ import torch.nn.functional as F
 import dora
 from arms import soft_mask, with_omega
 from dream import Dream, Tokenizer, load_adapter, soft_mask_file
-from launch import Refused, line_breaks, machine, progress, run
+from launch import Count, Refused, Share, check_ranges, line_breaks, machine, progress, run
 from mdlm import TwoPass, in_chunks
 from softmask import SoftMask, time_gain
 
 # Dream's names. The last one is ours: the control of the others.
 ALGORITHMS = "entropy", "maskgit_plus", "topk_margin", "origin", "random"
 OMEGA = "omega_s", "omega_a", "omega_b"
+AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # see launch.Share
 
 
 @dataclass
@@ -50,15 +51,15 @@ class Decoding:
     steps: int = 0                  # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
     algorithm: str = "entropy"      # first come low entropy, high p (maskgit_plus), a large
                                     # topk_margin, any by a coin (origin), any so many (random)
-    temperature: float = 0.1        # App. B.2; 0: argmax
-    top_p: float = 0.9              # App. B.2; Dream's rule, see `filtered`
-    top_k: int = 0                  # 0: off, as the authors pass it; the hub's own is 50 [code]
-    eos_penalty: float = 0.0        # taken off the end token's logit: answers get longer [ours]
+    temperature: AtLeast0 = 0.1     # App. B.2; 0: argmax
+    top_p: Probability = 0.9        # App. B.2; 1: off. Dream's rule, see `filtered`
+    top_k: Count = 0                # 0: off, as the authors pass it; the hub's own is 50 [code]
+    eos_penalty: AtLeast0 = 0.0     # taken off the end token's logit: answers get longer [ours]
     schedule: str = "none"          # App. C.9: none, linear, stepwise, linear-late, stepwise-late
-    switch: float = 0.5             # t', the share of masks at which the stepwise schedules switch
-    block: int = 0                  # Fast-dLLM's block length; 0: the whole response at once
+    switch: Share = 0.5             # t', the share of masks at which the stepwise schedules switch
+    block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: str = "prefix"           # with block: none, prefix, dual
-    threshold: float | None = None  # with block: reveal all tokens that are as sure as this, not n
+    threshold: Probability | None = None  # with block: reveal all tokens that are as sure, not n
     # Another ω than the adapter's. A model without SM then decodes with feedback, with k = 3.
     omega_s: float | None = None
     omega_a: float | None = None    # (default for a model without SM: the paper's start)
@@ -79,34 +80,26 @@ class Config(Decoding):
     show: bool = True               # on a terminal: draw the text as it fills
 
 
-def check(gen_len, steps, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0,
-          schedule="none", block=0, switch=0.5, cache="prefix", threshold=None, eos_penalty=0.0,
-          **others):
+def check(gen_len, steps, algorithm="entropy", schedule="none", block=0, cache="prefix",
+          threshold=None, **others):
     """All that can be wrong with the settings themselves. Raises Refused."""
+    ranged = {f.name: others[f.name] for f in fields(Decoding) if f.name in others}
+    check_ranges(Decoding(block=block, threshold=threshold, **ranged))
     try:
         time_gain(schedule, 1.0)
     except ValueError as e:
         raise Refused(str(e))
-    blocks = gen_len // block if block > 0 else 1
+    blocks = gen_len // block if block else 1
     for wrong, sentence in (
         (gen_len < 1, f"gen_len {gen_len} leaves nothing to fill: it must be at least 1"),
         (not 1 <= steps <= gen_len,
          f"steps {steps} must be between 1 and {gen_len}, the number of masks to fill"),
         (algorithm not in ALGORITHMS,
          f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}"),
-        (not 0 <= temperature < math.inf,
-         f"temperature {temperature} must be at least 0, which is the argmax, and finite"),
-        (not 0 < top_p <= 1, f"top_p {top_p} must be in (0, 1]; 1 is off"),
-        (top_k < 0, f"top_k {top_k} must not be negative; 0 is off"),
-        (not 0 <= eos_penalty < math.inf,
-         f"eos_penalty {eos_penalty} must be at least 0, which is off, and finite"),
-        (not 0 <= switch <= 1, f"switch {switch} must be in [0, 1]: it is a share of masks"),
         (cache not in ("none", "prefix", "dual"),
          f"unknown cache {cache!r}: use none, prefix or dual"),
-        (block < 0 or block and gen_len % block,
+        (block and gen_len % block,
          f"gen_len {gen_len} is not a multiple of block {block}: change one of them"),
-        (threshold is not None and not 0 < threshold <= 1,
-         f"threshold {threshold} must be in (0, 1]: it is a probability"),
         (threshold is not None and not block,
          f"threshold {threshold} works on blocks: add --block=32"),
         (threshold is None and steps % max(blocks, 1),
@@ -277,15 +270,16 @@ def pad_prompts(cfg, prompt, gen_len, device="cpu"):
     return torch.tensor(x, device=device), None if valid.all() else valid.to(device)
 
 
-def faded(plain, soft, schedule, switch, left, start):
+def faded(plain, mixed, masked, schedule, switch, left, start):
     """Soft masks turned down to where the schedule stands                             App. C.9
 
-    plain: (D,) the embedding of [MASK].   soft: (B, L, D) soft masks with the full λ.
+    plain: (D,) the embedding of [MASK].   mixed: (N, D) with the full λ, at masked (B, L).
     left: (B, L) masks that are left of start: (B,). Each sequence has its own time, so that it
     does not depend on the rest of its batch [ours].
     Returns (B, L, D). The mix is linear in λ, so a share of λ is this share of the way from
     [MASK] to the full mix.
     """
+    soft = plain.repeat(*masked.shape, 1).masked_scatter(masked[..., None], mixed)  # (B, L, D)
     if schedule == "none":
         return soft
     # Python floats: the switch is strict, so 8/16 must be exactly 0.5. A prompt may have no mask.
@@ -349,10 +343,8 @@ def decode(model, x, steps, valid=None, schedule="none", switch=0.5, on_step=Non
 
     def fed(mixed, left):
         """The next input: x, with soft masks where it is masked still."""
-        plain = F.embedding(x, net.table)                               # (B, L, D)
-        mixed = plain.masked_scatter(masked[..., None], mixed)          # (B, L, D)
-        mixed = faded(net.table[mask_id], mixed, schedule, switch, left, start)
-        return torch.where(left[..., None], mixed, plain)               # (B, L, D)          l.6
+        masks = faded(net.table[mask_id], mixed, masked, schedule, switch, left, start)
+        return torch.where(left[..., None], masks, F.embedding(x, net.table))   # (B, L, D)  l.6
 
     for i in range(steps):
         last = i == steps - 1
@@ -442,8 +434,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             x = reveal(x, open_, x0, conf, *step, threshold=threshold, algorithm=algorithm)
             left = x == mask_id                                         # (B, L)
             if model.sm:
-                new = soft.masked_scatter(masked[..., None], now[0])    # (B, L, D)
-                new = faded(net.table[mask_id], new, schedule, switch, left, start)
+                plain = net.table[mask_id]                              # (D,)
+                new = faded(plain, now[0], masked, schedule, switch, left, start)
                 # A sequence whose block is full waits for the others and changes no more.
                 again = left & masked & open_.any(1, keepdim=True)      # (B, L)
                 soft = torch.where(again[..., None], new, soft)

@@ -53,39 +53,15 @@ def test_forward_is_the_slow_transformer(dream):
     close(everywhere(dream, x)[0].double(), want, 2e-5)
 
 
-def test_position_i_is_predicted_from_hidden_state_before_it(dream):
-    x = torch.randint(190, (2, 9), generator=gen(1))
-    mask = torch.rand(2, 9, generator=gen(2)) < 0.5
-    mask[:, 0] = False
-    h, rows = dream.trunk(embed(dream, x))[0], mask.flatten().nonzero().squeeze(1)
-    want = [dream.lm_head.weight @ h[b, i - 1] for b in range(2) for i in range(9) if mask[b, i]]
-    got = dream.head(dream.hidden(embed(dream, x), rows, t=None))
-    torch.testing.assert_close(got, torch.stack(want))
-    assert dream.head(dream.hidden(embed(dream, x), rows[:0])).shape == (0, 200)
-    for first in (0, 9):
-        refused("position 0", dream.hidden, embed(dream, x), torch.tensor([3, first]))
-
-
 @pytest.mark.parametrize("end", [12, 9], ids=["prefix cache", "dual cache"])
 def test_cached_call_replaces_its_positions(dream, end):
-    """Unchanged input: as the full call. Changed: only these positions are computed anew."""
+    """Unchanged input: as the full call. What new values do: the recorded runs of blocks."""
     start, x = 6, torch.randint(190, (2, 12), generator=gen(1))
     valid = torch.tensor([[True] * 12, [False] * 2 + [True] * 10])
     full, kv = dream.trunk(embed(dream, x), valid)
     context, part = dict(valid=valid, past=kv, start=start), embed(dream, x)[:, start:end]
     close(dream.trunk(part, **context)[0], full[:, start:end], 1e-5)
     close(dream.hidden(part, torch.tensor([1, 2]), **context), full[0, start:start + 2], 1e-5)
-
-    other = x.clone()
-    other[:, start:end] = (x[:, start:end] + 7) % 190
-    part, new = dream.trunk(embed(dream, other)[:, start:end], **context)
-    assert (part - full[:, start:end]).abs().max() > 0.1
-    outside = [i for i in range(12) if not start <= i < end]
-    for after, before in zip(new, kv):
-        assert all(torch.equal(a[:, outside], b[:, outside]) for a, b in zip(after, before))
-    # Keys and values of the first layer depend on their own position alone.
-    first = dream.trunk(embed(dream, other), valid)[1][0]
-    torch.testing.assert_close(new[0], first, rtol=0, atol=1e-5)
 
 
 def test_checkpointing_changes_no_gradient(dream):

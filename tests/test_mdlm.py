@@ -52,19 +52,15 @@ def example(model, B=3, seed=0):
 # ---- §2.1 and Alg. 1 l.3-4
 
 
-def test_masked_share_is_one_minus_alpha():
-    t, g = torch.tensor([0.1, 0.5, 1.0]), torch.Generator().manual_seed(0)
-    xt = corrupt(torch.zeros(3, 200_000, dtype=torch.long), t, 9, g)
-    torch.testing.assert_close((xt == 9).float().mean(1), 0.999 * t, rtol=0, atol=5e-3)
-    assert ((xt == 9) | (xt == 0)).all()
+def test_a_few_tokens_are_left_at_t_1():
+    xt = corrupt(torch.zeros(1, 200_000), torch.ones(1), 9, torch.Generator().manual_seed(0))
+    assert (xt == 9).double().mean().item() == pytest.approx(0.999, abs=5e-4)
 
 
 def test_times_are_stratified_and_in_bounds():
     t = sample_times(64, torch.Generator().manual_seed(0), 0.2, 0.8)
     edges = torch.linspace(0.2, 0.8, 65)
     assert ((edges[:-1] <= t) & (t <= edges[1:] + 1e-6)).all()  # one in every slice
-    micro = sample_times(512, torch.Generator().manual_seed(0))[3::16]
-    assert abs(micro.mean() - 0.5) < 0.02  # strided micro-batches are stratified as well
 
 
 # ---- Eq. 2, Alg. 1
@@ -230,10 +226,11 @@ def test_recorded_weights_are_rebuilt(golden):
         np.testing.assert_allclose(rebuilt, golden[name], rtol=1e-12)
 
 
-def test_recorded_corruption_logits_and_nll(golden):
+def test_recorded_corruption_logits_and_nll(golden, monkeypatch):
     x0, xt, t = golden["x0"], golden["xt"], golden["t"]
-    masked = golden["u_mask"] < (1 - mdlm.ALPHA_FLOOR) * t[:, None]
-    assert torch.equal(torch.where(masked, 61, x0), xt)
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "rand", lambda *shape, **_: golden["u_mask"])
+        assert torch.equal(corrupt(x0, t, 61, None), xt)
     masked = xt == 61
     for name, conditioned in (("raw_logits", False), ("raw_logits_timecond", True)):
         net = recorded_model(time_conditioning=conditioned).net

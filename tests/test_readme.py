@@ -63,7 +63,7 @@ def test_every_command_parses_and_its_grid_is_possible():
         assert len(found) > 20
         for script, words, _ in found:
             module, cfg = configure(script, words)
-            if script == "eval_dream" and not cfg.table:  # blocks and budgets divide the length
+            if script == "eval_dream":  # blocks and budgets divide the length
                 task = page(f"tasks/{cfg.task.replace('_plus', '')}.yaml")
                 length = re.search(r"max_gen_toks: (\d+)", task)[1]
                 module.cells(cfg, int(length))
@@ -116,13 +116,14 @@ def reads(script, cfg):
     if script == "plot":
         patterns = ",".join((cfg.table, cfg.bounds, cfg.logs, cfg.runs, cfg.ablation, cfg.learned,
                              cfg.frontier))
-        folder = f"{cfg.throughput}/*.json" if cfg.throughput else ""
+        folder = cfg.throughput or cfg.benchmarks
+        folder = f"{folder}/*.json" if folder else ""
         files = cfg.trajectory, cfg.overhead, cfg.curves, cfg.feedback, cfg.anatomy
         return {*patterns.split(","), folder, *files} - {""}
     if script == "finetune_dream":
         return {cfg.model}
     if script == "eval_dream":
-        return {f"{cfg.out}/*.json"} if cfg.table else {cfg.model, cfg.adapter, cfg.data} - {""}
+        return {cfg.model, cfg.adapter, cfg.data} - {""}
     return {cfg.model, cfg.adapter} - {""} if script == "sample_dream" else set()
 
 

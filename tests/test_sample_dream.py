@@ -275,19 +275,20 @@ def test_bad_settings_are_refused(model, talking_dream):
     """One of each kind; `block` decides about the decoder."""
     for settings, message in (
             ({"steps": 17}, "steps 17 must be between 1 and 16, the number of masks"),
-            ({"gen_len": 0}, "nothing to fill"), ({"temperature": float("nan")}, "temperature nan"),
+            ({"gen_len": 0}, "nothing to fill"), ({"temperature": float("nan")}, "temperature=nan"),
             ({"algorithm": "confidence"}, "unknown algorithm 'confidence': use one of entropy"),
-            ({"schedule": "cosine"}, "unknown schedule 'cosine'"), ({"top_p": 0.0}, "top_p 0.0"),
+            ({"schedule": "cosine"}, "unknown schedule 'cosine'"), ({"top_p": 0.0}, "top_p=0.0"),
             ({"temperature": 1.0}, "temperature 1.0 and entropy make draws: give generator"),
             ({"passes": 0, "sm": soft(3)}, "passes=0 must be at least 1"),
             ({"passes": 2}, "passes=2 .* without feedback no more than 1"),
             ({"gen_len": 600}, "608 tokens, the model takes 512"),
             ({"block": 32}, "gen_len 16 is not a multiple of block 32"),
             ({"steps": 6, "block": 4}, "steps 6 cannot be shared evenly by 4 blocks"),
-            ({"block": 8, "threshold": 1.5}, "threshold 1.5 must be in"),
+            ({"block": 8, "threshold": 1.5}, "threshold=1.5 must be at"),
             ({"block": 8, "cache": "double"}, "unknown cache 'double'"),
             ({"block": 8, "prompt": [[1, MASK, 2]]}, "contains the mask token"),
             ({"block": 8, "prompt": [[]]}, "position 0 is masked"),
+            ({"prompt": [[1], [MASK]]}, "position 0 is masked"),
             ({"block": 0, "threshold": 0.5}, "works on blocks")):
         usual = {"prompt": PROMPT, "gen_len": 16, "steps": 16}
         refused(message, decode, model, **usual | settings)
