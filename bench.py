@@ -4,6 +4,7 @@
     python bench.py                                    # the paper's size on a GPU, `cpu` elsewhere
     python bench.py cpu --json=bench.json              # 8 blocks of 256 on a CPU: some minutes
     python bench.py cpu --parts=train,sample           # some of the functions bench_… below
+    python bench.py cpu --parts=against --against=../old --repeats=15  # an older checkout
     torchrun --nproc_per_node=2 bench.py scaling       # several processes, one model
 
 Machines are shared and clocks drift. So the cases of a table take turns, A B C A B C …, and are
@@ -21,11 +22,13 @@ runs all that needs a GPU.
 
 import contextlib
 import copy
+import importlib
 import json
 import multiprocessing
 import os
 import platform
 import statistics
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -56,9 +59,10 @@ from train import PEAK_FLOPS, flops_per_token, update_ema
 
 @dataclass
 class Config:
-    # what to measure: these, and only if they are named overhead, profile, attention and scaling
+    # what to measure: these, and only if named overhead, profile, attention, against and scaling
     parts: str = "train,memory,sample,curves,dream,vocabulary"
     repeats: int = 5              # turns that count
+    against: str = ""             # folder of another checkout, for the part of this name
     json: str = ""                # also write everything to this file
     # MDLM (default of every 0: as in the preset cpu or gpu, whatever the machine is)
     n_layer: Count = 0
@@ -538,6 +542,50 @@ def bench_attention(cfg, device, dtype):
     return rows
 
 
+def checkout(folder):
+    """The bench.py of another checkout, with the modules of that checkout."""
+    names = [file.removesuffix(".py") for file in os.listdir(folder) if file.endswith(".py")]
+    mine = {name: sys.modules.pop(name) for name in names if name in sys.modules}
+    sys.path.insert(0, os.path.abspath(folder))
+    try:
+        return importlib.import_module("bench")
+    finally:
+        sys.path.pop(0)
+        for name in names:
+            sys.modules.pop(name, None)
+        sys.modules.update(mine)
+
+
+def bench_against(cfg, device, dtype):
+    """Updates and samples, by another checkout and by this one: how much faster this one is.
+
+    Both run in this process and take turns. On a machine that is not idle, processor time is the
+    better measure.
+    """
+    modules = {"that": checkout(cfg.against), "this": sys.modules[__name__]}
+    rows = {}
+
+    def case(module, kind, soft):
+        torch.manual_seed(0)  # the same weights for both
+        if kind == "update":
+            return partial(module.training(cfg, device, dtype)[0], soft)
+        model = module.build(cfg, device).eval()
+        return partial(module.sampling, cfg, device, dtype, model, 1, cfg.steps, soft)
+
+    for kind in "update", "sample":
+        for soft in False, True:
+            found = interleaved({name: case(module, kind, soft) for name, module in
+                                 modules.items()}, cfg.repeats, device)
+            that, this = found.values()
+            rows[f"{kind}, {'SM' if soft else 'binary'}"] = {
+                "that s": that["seconds"], "this s": this["seconds"],
+                "faster": 1 / this["ratio"], "that cpu": that["cpu"], "this cpu": this["cpu"],
+                "faster, cpu": that["cpu"] / this["cpu"]}
+    commit = modules["that"].checkpoint.git_version().get("commit", "unknown")
+    print_table(f"this checkout against {commit[:7]}", rows)
+    return rows | {"commit": commit}
+
+
 def bench_scaling(cfg, device, dtype):
     """The same update by one process and by all, under torchrun.
 
@@ -703,6 +751,10 @@ def validate(cfg, world, device):
     for part in parts:
         if part not in known:
             raise Refused(f"--parts={part} is none of {', '.join(known)}")
+    there = bool(cfg.against) and os.path.isfile(os.path.join(cfg.against, "bench.py"))
+    if ("against" in parts) != there:
+        raise Refused(f"--against={cfg.against}, --parts={cfg.parts}: the part against needs "
+                      f"--against=FOLDER, a checkout with a bench.py")
     if (world > 1) != (parts == ["scaling"]):
         raise Refused(f"{world} processes, --parts={cfg.parts}: scaling runs alone and under "
                       f"torchrun, and nothing else does")

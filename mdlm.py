@@ -98,18 +98,20 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm with a gain and without a bias, always in fp32, also under autocast [code]."""
+    """LayerNorm with a gain and without a bias, then adaLN's shift and scale, (B | 1, 1, D).
+
+    Always in fp32, also under autocast [code].
+    """
 
     def __init__(self, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
 
-    def forward(self, x):
-        return F.layer_norm(x.float(), x.shape[-1:], self.weight)
-
-
-def modulate(x, shift, scale):
-    return x * (1 + scale) + shift
+    def forward(self, x, shift, scale):
+        gain, shift = self.weight * (1 + scale), shift.float()                 # 2 × (B | 1, 1, D)
+        if len(gain) == 1:  # The same for all: the norm does it, without a pass of its own.
+            return F.layer_norm(x.float(), x.shape[-1:], gain[0, 0], shift[0, 0])
+        return F.layer_norm(x.float(), x.shape[-1:]) * gain + shift            # (B, L, D)
 
 
 def adaLN(n_cond, n_out):
@@ -124,9 +126,11 @@ def adaLN(n_cond, n_out):
 
 
 def rotate(x, cos, sin):
-    """Rotary positions. They turn the pairs (i, i + d/2), not neighbours [code]."""
-    x1, x2 = x.chunk(2, dim=-1)                                                # (B, H, L, d/2)
-    return torch.cat((x1 * cos - x2 * sin, x2 * cos + x1 * sin), dim=-1)       # (B, H, L, d)
+    """Rotary positions. They turn the pairs (i, i + d/2), not neighbours [code].
+
+    x: (B, L, 2, H, d).   cos, sin: (L, 1, 1, d), of the angle, with a minus in the first half.
+    """
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)           # (B, L, 2, H, d)
 
 
 class VocabEmbed(nn.Module):
@@ -168,14 +172,14 @@ class Block(nn.Module):
         B, L, D = x.shape
         modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)        # 6 × (B | 1, 1, D)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
-        qkv = self.attn_qkv(modulate(self.norm1(x), shift1, scale1))           # (B, L, 3D)
-        q, k, v = qkv.view(B, L, 3, self.n_head, -1).permute(2, 0, 3, 1, 4)    # 3 × (B, H, L, d)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)                        # (B, H, L, d)
-        y = F.scaled_dot_product_attention(q, k, v)                            # (B, H, L, d)
+        qkv = self.attn_qkv(self.norm1(x, shift1, scale1))                     # (B, L, 3D)
+        qk, v = qkv.view(B, L, 3, self.n_head, -1).split((2, 1), dim=2)        # (B, L, 2|1, H, d)
+        q, k = rotate(qk, cos, sin).permute(2, 0, 3, 1, 4)                     # 2 × (B, H, L, d)
+        y = F.scaled_dot_product_attention(q, k, v.squeeze(2).transpose(1, 2))  # (B, H, L, d)
         y = self.attn_out(y.transpose(1, 2).reshape(B, L, D))                  # (B, L, D)
         # Dropout comes before the gate [code].
         x = x + gate1 * F.dropout(y, self.dropout, self.training)              # (B, L, D)
-        y = self.mlp(modulate(self.norm2(x), shift2, scale2))                  # (B, L, D)
+        y = self.mlp(self.norm2(x, shift2, scale2))                            # (B, L, D)
         return x + gate2 * F.dropout(y, self.dropout, self.training)           # (B, L, D)
 
 
@@ -228,13 +232,14 @@ class DiT(nn.Module):
         # Angles in fp32: bf16 would lose the phase of far positions.
         angles = position[:, None] * 10000 ** (-i / d)                         # (L, d/2)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else emb.dtype
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)              # (L, d/2)
+        angles = torch.cat((-angles, angles), dim=-1)[:, None, None]           # (L, 1, 1, d)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)              # (L, 1, 1, d)
         c, x = self.time_embedding(t), emb                                     # (B | 1, cond)
         for block in self.blocks:
             x = block(x, c, cos, sin)                                          # (B, L, D)
         modulation = self.output_layer.adaLN_modulation(c)[:, None]            # (B | 1, 1, 2D)
         shift, scale = modulation.chunk(2, dim=-1)                             # 2 × (B | 1, 1, D)
-        return modulate(self.output_layer.norm_final(x), shift, scale)         # (B, L, D)
+        return self.output_layer.norm_final(x, shift, scale)                   # (B, L, D)
 
     def hidden(self, emb, rows, t):
         return self.trunk(emb, t).flatten(0, 1)[rows]                          # (N, D)

@@ -152,9 +152,9 @@ def nucleus(probs, p):
     if p == 1:
         return probs
     V = probs.shape[1]
-    # On a CPU, sorting all of V costs as much as the network. So the 1,024 likeliest tokens come
-    # first: mostly they reach p. On CUDA, the host would have to wait to know whether they do.
-    for m in (V,) if probs.is_cuda else (min(1024, V), V):
+    # On a CPU, sorting all of V costs as much as the network. So the likeliest tokens come first:
+    # mostly a few reach p. On CUDA, the host would have to wait to know whether they do.
+    for m in (V,) if probs.is_cuda else (min(1024, V), min(8192, V), V):
         top, ids = probs.topk(m)                                               # (n, m)
         out = top.cumsum(-1) > p                                               # (n, m)
         if out[:, -1].all():

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 import time
 from dataclasses import replace
 from functools import partial
@@ -20,7 +21,7 @@ import bench
 from bench import PRESETS, Config, interleaved, main, peak
 from conftest import ROOT, configure, refused, torchrun
 from data import rng
-from mdlm import corrupt
+from mdlm import MDLM, corrupt
 from train import flops_per_token
 
 CPU = torch.device("cpu")
@@ -162,11 +163,11 @@ def test_marks_change_nothing_and_go_away():
 
 def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     out = tmp_path / "bench.json"
-    parts = ["train", "sample", "curves", "overhead", "profile", "attention", "dream"]
-    main(Config(**QUICK, parts=",".join(parts), json=str(out)))
+    parts = ["train", "sample", "curves", "overhead", "profile", "attention", "dream", "against"]
+    main(Config(**QUICK, parts=",".join(parts), against=ROOT, json=str(out)))
     found = json.loads(out.read_text())
     assert set(found) == {"machine", "settings", *parts}
-    assert "part 7 of 7, dream …\n" in capsys.readouterr().out
+    assert "part 7 of 8, dream …\n" in capsys.readouterr().out
     train = found["train"]
     binary, soft = train["binary"]["seconds"], train["SM, p_sm = 1"]["seconds"]
     expected = train["SM, p_sm = 0.8 (expected)"]["seconds"]
@@ -180,6 +181,9 @@ def test_every_part_runs_and_lands_in_the_json(tmp_path, capsys):
     common = {"the rest", "trunk", "draw: head, nucleus, token"}
     assert set(binary["sections"]) == common
     assert set(soft["sections"]) == common | {"SM: head", "SM: λ, top k", "SM: look-up"}
+    assert set(found["against"]) == {f"{kind}, {how}" for kind in ("update", "sample")
+                                     for how in ("binary", "SM")} | {"commit"}
+    assert sys.modules["mdlm"].MDLM is MDLM  # the modules of the other checkout are away again
     for case in found["profile"].values():
         assert sum(row["%"] for row in case["sections"].values()) == pytest.approx(100)
 
@@ -194,6 +198,7 @@ def test_vocabulary_work_is_a_soft_update():
 def test_bad_input_is_refused():
     for how, message in ((dict(parts="train,speed"), "none of train"),
                          (dict(parts="scaling"), "under torchrun"),
+                         (dict(parts="against", against="nowhere"), "--against=nowhere"),
                          (dict(repeats=0), "repeats=0"), (dict(length=2), "length=2")):
         refused(message, main, Config(**QUICK | how))
     refused("--batch=-1 must be at least 0", configure, "bench", ["--batch=-1"])
