@@ -641,10 +641,8 @@ def write_result(cfg, stem, values, settings):
     """
     versions = {"python": platform.python_version(), "git": checkpoint.git_version()}
     for package in "torch", "transformers", "mauve-text":
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            pass
     # The name says on what or with what it was measured, so that two results are two files.
     source = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer, "mauve": cfg.data,
               "feedback": settings.get("dialogues", cfg.data)}

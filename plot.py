@@ -221,8 +221,6 @@ def table(pattern):
     columns = sorted((c for c in columns if c[1] or c[0] not in with_budget), key=lambda c: (
         list(METRICS).index(c[0]), c[0] != "ppl" and Fraction(c[1] or 0), c[1]))
     headings = {column: f"{METRICS[column[0]][0]} {column[1]}".strip() for column in columns}
-    mean = {(row, column): statistics.mean(runs.values())
-            for row, found in cells.items() for column, runs in found.items()}
     first, lines = ("unmasking", "feedback", "model"), []
     for row in sorted(cells, key=place_of_row):
         lines.append(dict(zip(first, row)) | training_cells(settings[row]))
@@ -234,8 +232,8 @@ def table(pattern):
             base = max(bases, key=lambda base: (base[2] == row[2], base))
             lines.append({"feedback": "gain"})
             for column in cells[row].keys() & cells[base].keys():
-                gain = mean[row, column] - mean[base, column]
-                lines[-1][headings[column]] = f"{gain:+{METRICS[column[0]][1]}}"
+                ours, theirs = (statistics.mean(cells[r][column].values()) for r in (row, base))
+                lines[-1][headings[column]] = f"{ours - theirs:+{METRICS[column[0]][1]}}"
     cost = [name for name in COST if any(name in line for line in lines)]
     return markdown(lines, [*first, *cost, *headings.values()], text=3)
 
@@ -844,8 +842,8 @@ def anatomy(path):
     """
     found = two_passes_and_a_loop(path)
     first, second = found["passes"]
-    masks = [sum(cell[1] is not None for cell in first[i:i + 6]) for i in range(0, 36, 6)]
-    row = range(6 * masks.index(max(masks)), 6 * masks.index(max(masks)) + 6)
+    masks = lambda row: sum(first[i][1] is not None for i in row)
+    row = max((range(i, i + 6) for i in range(0, 36, 6)), key=masks)
     calls = [(f"call {n} sees", cells) for n, (before, cells) in
              enumerate(zip([first, *found["calls"]], found["calls"]), 2)
              if any((before[i][1] is None) != (cells[i][1] is None) for i in row)]

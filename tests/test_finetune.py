@@ -433,15 +433,6 @@ def test_what_is_not_a_number_is_not_saved(cfg, monkeypatch):
     assert step == 2 and all(t.isfinite().all() for t in tensors)
 
 
-def test_an_overwritten_run_is_gone_before_the_first_save(cfg):
-    finetune(replace(cfg, steps=2))
-    killed(replace(cfg, steps=2, overwrite=True), ft, "mask_response", 1)
-    refused("no checkpoint at", finetune, replace(cfg, steps=2, resume=True))
-    for name in "best", "last":
-        refused("adapter_config.json does not exist", load_adapter, Dream.load(cfg.model),
-                f"{cfg.out}/{name}")
-
-
 def test_two_ranks_are_one(cfg):
     finetune(cfg)
     settings = asdict(replace(cfg, out=cfg.out + "-two"))
@@ -549,6 +540,11 @@ def test_a_run_is_neither_overwritten_nor_mixed(cfg):
     refused(r"steps \(2 there, 4 here\)", finetune, replace(again, steps=4))
     with launch.lock(cfg.out):
         refused("another process", finetune, again)
+    killed(replace(cfg, overwrite=True), ft, "mask_response", 1)  # before its first save
+    refused("no checkpoint at", finetune, again)
+    for name in "best", "last":
+        refused("adapter_config.json does not exist", load_adapter, Dream.load(cfg.model),
+                f"{cfg.out}/{name}")
     checkpoint.save(cfg.out + "/last.pt", kind="other", config={}, model={}, step=0, seed=0)
     refused("last.pt holds a other, not a run of finetune_dream.py", finetune, again)
 

@@ -70,7 +70,7 @@ def test_help_is_the_commented_class(capsys):
         from_cli(Config, ["--help"], {"quick": dict(steps=1)})
     assert stop.value.code == 0
     out = capsys.readouterr().out
-    assert "preset quick" in out and "clip: Positive = 1.0             # of the norm" in out
+    assert "preset quick" in out and "# of the norm over θ and ω together" in out
     assert out.index("n_layer: ") < out.index("steps: ")  # of the parent
 
 
