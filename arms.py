@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Other gates and other mixes than the paper's, to compare it with. Also how to extend SoftMask.
+"""Other gates and mixes, to compare the paper's with. They also show how to extend SoftMask.
 
     constant   λ is the same for every mask, and is not learned: is it the entropy that matters?
     renorm     the mix at the length of the [MASK] embedding: is it the length that matters?
     slerp      the mix on the sphere: from the direction of [MASK] towards that of the guess
-    permuted   the paper's mix, given to another mask: is it the content that matters?
+    permuted   each mask gets the mix of another one: is it the content that matters?
 
-A new gate overrides `strength`, a new mix overrides `mix`; one more line in ARMS gives it a name
-for `train.py --arm=…`. Training, decoding and checkpoints of an MDLM need no other change, because
-they ask SoftMask for nothing else. Compare the `mix_norm` and `lam_sd` of the logs before comparing
-the losses.
+A new gate overrides `strength`, a new mix overrides `mix`. One more name in ARMS makes it known to
+`train.py --arm=…`. Training, decoding and checkpoints of an MDLM need no other change, because
+they ask SoftMask for nothing else. Before comparing losses, compare `mix_norm` and `lam_sd` in the
+logs.
 
 The first three are discussed in arXiv 2601.07351 and 2608.06529. The definitions are [ours].
 
@@ -26,7 +26,7 @@ from softmask import SoftMask
 
 
 class Constant(SoftMask):
-    """λ = ω_s for every mask, whatever the entropy. It stays at its start, which must be given."""
+    """λ = ω_s for every mask, whatever the entropy. It is not learned, so it must be given."""
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, **others):
         if omega_s < 1e-3:
@@ -56,7 +56,7 @@ class Slerp(SoftMask):
         g = super().mix(table, torch.ones_like(lam), ids, pi).float()              # (N, D)
         to, lam = F.normalize(g, dim=-1), lam[:, None]                             # (N, D), (N, 1)
         cos = (F.normalize(m, dim=0) * to).sum(-1, keepdim=True)                   # (N, 1)
-        # The derivative of acos is infinite at ±1: a guess that is [MASK] itself stays a hair away.
+        # The derivative of acos is infinite at ±1, where the guess is [MASK] itself: stay inside.
         theta = cos.clamp(-1 + 1e-6, 1 - 1e-6).acos()                              # (N, 1)
         from_mask = ((1 - lam) * theta).sin() * F.normalize(m, dim=0)              # (N, D)
         mixed = (from_mask + (lam * theta).sin() * to) / theta.sin()               # (N, D)
@@ -66,9 +66,9 @@ class Slerp(SoftMask):
 class Permuted(SoftMask):
     """A placebo: of N masks, each gets the mix of the one N/2 further on, mostly in another row.
 
-    So a sample depends on the rest of its batch, and a mask that is alone keeps its own mix. Where
-    decoding makes the logits in several chunks, each chunk is permuted within itself. With k = None
-    training does so too, and small chunks would leave each mask its own mix: so k is needed.
+    So a sample depends on the rest of its batch, and a single mask keeps its own mix. If decoding
+    makes the logits in several chunks, each chunk is permuted within itself. With k = None training
+    would do so too, and a chunk of one row would not be permuted at all: so k is needed.
     """
 
     def __init__(self, mask_id, k=3, *omega, **others):
@@ -92,8 +92,8 @@ def soft_mask(arm="", **omega):
 def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
     """A soft mask with this ω, for decoding without training [ours].
 
-    sm: the model's SoftMask, or None for a binary model. That gets k = 3, and the paper's start for
-        what is not given.
+    sm: the model's SoftMask, or None for a binary model, which gets k = 3, and the paper's start
+        for what is not given.
     Returns sm itself if no ω is given. Raises Refused for values out of range, and for a binary
     model without omega_s, where feedback would stay off.
     """

@@ -6,8 +6,8 @@ A corpus becomes two flat files of uint16 ids, with EOS after every document, an
     train.bin    val.bin (the last documents)
     meta.json    {format, tokenizer, source, train and val: documents, tokens, bytes, sha256}
 
-A row is BOS + L − 2 tokens of that stream + EOS, and rows do not overlap [code]. Perplexities of
-rows that are cut in another way do not compare.
+A row is BOS + L − 2 tokens of that stream + EOS, and rows do not overlap [code]. Perplexities on
+rows that are cut in another way cannot be compared with these.
 
     python data.py sudoku                                      # 6×6 grids, drawn uniformly
     python data.py stdlib                                      # Python's own library, as bytes
@@ -15,8 +15,8 @@ rows that are cut in another way do not compare.
     python data.py openwebtext                                 # needs `pip install datasets`
 
 Not here: a DataLoader, workers, shuffling state. A batch is a function of its number, so a run
-that resumes cannot see a row twice. Preparing data takes seconds to minutes, and starts again
-after a stop.
+that resumes sees no row twice in an epoch. Preparing data takes seconds to minutes, except for
+OpenWebText, and starts again after a stop.
 """
 
 import collections
@@ -45,10 +45,10 @@ from launch import Refused, Size, atomic, join_values, lock, progress, read_json
 
 FORMAT = "soft-masked-mdlm-data/1"
 
-# GPT-2 first splits a text into these words, so no token crosses from one word to the next.
+# GPT-2 first splits a text into these words. No token contains parts of two words.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
-# All of OpenWebText in GPT-2's tokens, with one EOS per document: nanoGPT reports these numbers.
+# All of OpenWebText, with one EOS per document, as nanoGPT reports it.
 OWT = {"documents": 8_013_769, "tokens": 9_040_017_095}
 
 
@@ -190,15 +190,15 @@ def rng(*key):
     """The generator of one draw, seeded by what the draw is for, such as rng(seed, "t", step).
 
     So a checkpoint has no random state to save, and ranks need not be kept in step. Torch's CPU
-    generator uses the low 32 bits of a seed: two keys make the same draws once in 2^32 pairs. Of
-    5,000 samples, two are then copies with a probability of 0.3 %; of the 16 million masks of the
-    paper's run some 30,000 pairs are alike, on other texts.
+    generator uses the low 32 bits of a seed: one in 2^32 pairs of keys makes the same draws. So of
+    5,000 samples, two are copies with a probability of 0.3 %. Of the 16 million micro-batches of
+    the paper's run, some 30,000 pairs have the same masks, on other texts.
     """
     return torch.Generator().manual_seed(seed_of(*key))
 
 
 def order(n, epoch, seed):
-    """The permutation of n rows in this epoch (n,). It is the same wherever it is computed."""
+    """The permutation (n,) of n rows in this epoch, the same on every rank and machine."""
     return torch.randperm(n, generator=rng("order", epoch, seed))
 
 
@@ -295,7 +295,7 @@ def sudoku_grids():
     exchanged, so there are 39,168 · 6! = 28,200,960 of them.
     """
     rows = list(itertools.permutations(range(6)))
-    # The rows that may stand in one grid with this one: they differ from it in every column.
+    # The rows that can be in one grid with this row: they differ from it in every column.
     fits = {row: {other for other in rows if all(a != b for a, b in zip(row, other))}
             for row in rows}
 
@@ -344,7 +344,7 @@ def openwebtext(hub, revision):
 
 
 def split_long_texts(docs, size=2**16):
-    """The same stream, in which no text is longer than 2 `size` characters.
+    """The same stream, in which no text is longer than 2 · size characters.
 
     A text is cut before white space that follows something else, where a word of GPT-2 always ends.
     So the tokens are those of the whole text. A text that has no such place in `size` characters is
@@ -368,8 +368,8 @@ def encode(docs, out, tok, keep=0):
     """Tokenize a stream into one flat uint16 file, with EOS after each document [code].
 
     docs: a stream of (text, is_last).   out: path of the file.
-    Returns (documents, tokens, bytes of text) so far, at the start of the corpus and at the end of
-    every document, the last keep + 1 of them. Raises Refused when an id may not fit 16 bits.
+    Returns (documents, tokens, bytes of text) so far: one at the start of the corpus, one after
+    each document, of which the last keep + 1 are kept. Raises Refused for ids of more than 16 bits.
     """
     if tok.n_vocab >= 2**16:
         raise Refused(f"{tok.name} and [MASK] have {tok.n_vocab + 1:,} ids, and uint16 has "
@@ -390,7 +390,7 @@ def encode(docs, out, tok, keep=0):
 
 
 def folder_of(source):
-    """Where a source is prepared, unless --out says another folder: data/NAME of its first path."""
+    """The folder for a source, unless --out names another: data/NAME of its first path."""
     return os.path.join("data", Path(source.split(os.pathsep)[0]).name.split(".")[0])
 
 
@@ -398,8 +398,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
     """Write train.bin, val.bin and meta.json into the folder `out`, all of them or none.
 
     docs: a stream of (text, is_last).
-    val_docs: hold out the last that many documents (default: 1 %, at least 1, at most 10,000; of a
-        corpus that is one document, the last tenth [ours]).
+    val_docs: documents to hold out, the last ones (default: 1 %, at least 1, at most 10,000; of a
+        corpus of one document, the last tenth [ours]).
     source: what meta.json says about where the text is from.
     Returns what meta.json holds. Raises Refused when nothing is left to train on.
     """
@@ -439,11 +439,11 @@ class Config:
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: str = "gpt2"      # or bytes
     tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json
-    val_docs: Size | None = None  # hold out the last that many documents (default: 1 %)
-    grids: Size = 200_000        # of Sudoku, to train on
+    val_docs: Size | None = None  # documents to hold out, the last ones (default: about 1 %)
+    grids: Size = 200_000        # Sudokus to train on
     hub: str = "Skylion007/openwebtext"  # where OpenWebText is, or a folder of the same layout
+    revision: str | None = None  # of the hub: refs/convert/parquet while its main is a script
     overwrite: bool = False      # replace data of another source
-    revision: str | None = None  # of it: refs/convert/parquet while its main is a script
 
 
 PRESETS = {
@@ -489,9 +489,9 @@ def main(cfg):
 
 
 def prepare_preset(out):
-    """Make the corpus of the preset whose folder this is, if it needs no download and is not there.
+    """Make the corpus of the preset that has this folder, if it needs no download and is missing.
 
-    out: data/sudoku or data/stdlib. Every machine can make both of them.
+    out: data/sudoku or data/stdlib, which every machine can make. Nothing is done for others.
     """
     preset = next((p for p in PRESETS.values() if p["out"] == out), {})
     there = os.path.exists(os.path.join(out, "meta.json"))

@@ -13,8 +13,8 @@ two:
     h = model.hidden(F.embedding(x, model.table), rows)                 # (N, D)
     logits = model.head(h)                                              # (N, V)
 
-The modules have the published names, so no table of names can be wrong. Dream can predict [MASK]
-itself, and the few hundred unused ids above it: nothing here suppresses them [code].
+The modules have the published names, so weights load without a table of names. Dream can predict
+[MASK] itself, and the few hundred unused ids above it: nothing here suppresses them [code].
 
 Not here: decoding (sample_dream.py), training (finetune_dream.py), the maths of the adapter
 (dora.py).
@@ -95,9 +95,9 @@ class DreamConfig:
 def rope(pos, cfg):
     """The rotation of each position: (cos, sin), each (1 or B, L, 1, head_dim), fp32.
 
-    pos: (1 or B, L) int. The frequencies are computed here and never stored. Stored, they would
-    be rounded to bf16 with the rest of the model, and the angle would be off by more than half a
-    radian at position 500 (the released evaluation of finetuned models has this error).
+    pos: (1 or B, L) int. The frequencies are computed here. If they were stored, they would be
+    rounded to bf16 with the rest of the model, and angles would be off by more than half a radian
+    at position 500. The released evaluation of finetuned models has this error.
     """
     even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
     inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)            # (head_dim/2,)
@@ -127,7 +127,7 @@ class Attention(nn.Module):
         q = rotate(split(self.q_proj(x)), cos, sin)                     # (B, L, heads, head_dim)
         k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, groups, head_dim)
         v = split(self.v_proj(x))                                       # (B, L, groups, head_dim)
-        if past is not None:  # the new positions replace the old ones from start on
+        if past is not None:  # the new keys and values replace the old ones from start on
             end = start + x.shape[1]
             k, v = (torch.cat([old[:, :start], new, old[:, end:]], 1)
                     for old, new in zip(past, (k, v)))                  # (B, S, groups, head_dim)
@@ -164,7 +164,7 @@ class Layer(nn.Module):
 class Dream(nn.Module):
     """The transformer. Checked against tests/oracles.py slow_forward.
 
-    With `checkpointing` on, only one (B, L, D) per layer waits for the backward pass, which
+    With `checkpointing` on, each layer keeps only one (B, L, D) for the backward pass, which
     computes the rest again: a third more work, and 0.4 GB instead of 11 at 2,048 tokens (28
     layers, bf16).
     """
@@ -231,7 +231,7 @@ class Dream(nn.Module):
         return self.before(self.trunk(emb, valid, past, start)[0], rows)
 
     def head(self, h):
-        """Hidden states (n, D) → logits (n, V), multiplied in the weights' dtype [code], fp32.
+        """Hidden states (n, D) → logits (n, V), fp32. The product is in the weights' dtype [code].
 
         A loss in bf16 would round its gradients.
         """
@@ -240,7 +240,7 @@ class Dream(nn.Module):
     def fingerprint(self):
         """16 hex digits that tell these weights from others of the same shapes.
 
-        They do not depend on the dtype, so values are rounded to bf16, nor on an adapter.
+        They depend neither on the dtype, because values are rounded to bf16, nor on an adapter.
         """
         digest = hashlib.sha256()
         for name, p in self.named_parameters():
@@ -308,9 +308,9 @@ def check_numbers(state, folder):
 def load_adapter(model, folder):
     """Attach the adapter in `folder`, in place. Returns the arguments of arms.soft_mask, or None.
 
-    DoRA is read as peft writes it, ω by `read_omega`; None means that the adapter was trained with
-    binary masks. Raises Refused for another kind of adapter, or another model's: finetune.json,
-    if it is there, tells models of one shape apart.
+    DoRA is read as peft writes it, ω by `read_omega`. None: the adapter was trained with binary
+    masks. Raises Refused for another kind of adapter, or for one of another model. Two models of
+    the same shapes are told apart by finetune.json, if it is there.
     """
     cfg = read_json(os.path.join(folder, "adapter_config.json"))
     state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
@@ -343,7 +343,7 @@ def soft_mask_file(folder):
 def read_omega(cfg, folder):
     """The arguments of arms.soft_mask for an adapter, or None for binary masks.
 
-    softmask.json counts more than transparency_config.json, whose numbers are rounded to bf16.
+    softmask.json is preferred to transparency_config.json, whose numbers are rounded to bf16.
     Raises Refused for what is not a soft mask of this model, or has a setting that means
     something else here.
     """
@@ -369,7 +369,7 @@ def read_omega(cfg, folder):
             sm |= dict(mask_id=cfg.mask_token_id, k=None if mix == "mixinputs_with_temp" else k,
                       tau=raw["mixture_temp"], omega_s=raw["transparency_scale"],
                       omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
-        if sm["omega_s"] == 1:  # rounded up: bf16 has no number between 0.998 and 1
+        if sm["omega_s"] == 1:  # rounded up: in bf16, all above 0.998 becomes 1
             sm["omega_s"] = 1 - 1e-6
         soft_mask(**sm)
     except KeyError as e:
@@ -454,9 +454,9 @@ class Tokenizer:
     def encode(self, text, special=False):
         """The token ids of a text, a list.   special: <|im_end|> and the like become one token.
 
-        Only text from `chat` is encoded so: in a user's text they are ordinary characters.
+        A whole chat is encoded so, what its users typed too [code]. Else they are ordinary text.
         """
-        text = unicodedata.normalize("NFC", text)  # é is one character [code]
+        text = unicodedata.normalize("NFC", text)  # é becomes one character [code]
         allowed = "all" if special else set()
         return self.bpe.encode(text, allowed_special=allowed, disallowed_special=())
 

@@ -7,9 +7,9 @@
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
 
-The last answer of each dialogue is masked and predicted. Writes into `out`: best/ and last/,
+The last answer of each dialogue is masked and predicted. The folder `out` gets best/ and last/,
 adapter folders that sample_dream.py, peft and the authors' code read; last.pt to resume from;
-log.jsonl. Every draw is keyed by what it is for (data.rng), so a resumed run is the same run, and
+log.jsonl. Every draw is keyed by what it is for (data.rng). So a resumed run is the same run, and
 so is one on more GPUs.
 
 Not here: the two passes (mdlm.py), decoding (sample_dream.py), the maths of DoRA (dora.py) and of
@@ -48,7 +48,7 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
 ROLES = {"system": "system", "user": "user", "assistant": "assistant",
          "SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
-# Model and data are compared by their contents, so their paths may differ, too.
+# Model and data are compared by their contents, so their paths may differ.
 MAY_DIFFER_ON_RESUME = ("model", "data", "out", "resume", "overwrite", "checkpointing", "device",
                         "log_every", "save_every", "eval_every")
 FEEDBACK = "lam", "lam_sd", "mix_norm"  # what TwoPass says of a forward with feedback
@@ -84,7 +84,7 @@ class Config:
     # soft-masking
     p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
     coin: str = "update"        # who tosses for p_sm: each update, or each dialogue [code]
-    k: Size | None = 1          # as in the released configurations; none: all tokens (App. C.3)
+    k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Share = 1e-6       # the start is close to binary masking
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
@@ -93,7 +93,7 @@ class Config:
     # checkpointing 28.5 GB, or 44 where there is no flash attention, and a quarter less work.
     checkpointing: bool = True
     device: str = "auto"        # cuda, else mps, else cpu
-    dtype: str = "auto"         # of the frozen weights: as stored; or float32, bfloat16
+    dtype: str = "auto"         # of the frozen weights (auto: as stored): float32, bfloat16
     log_every: Size = 10
     save_every: Size = 100      # last.pt and last/, and a line in the log, for it to resume from
     eval_every: Size = 500      # and best/; the authors' 100 would take a third of the run's time
@@ -106,7 +106,7 @@ PRESETS = {
                  out="out/tiny_dream", steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5,
                  save_every=20, eval_every=20),
     "iso-update": {},
-    # Two passes each, in the time of the baseline's one.
+    # §4: half the updates, as one with feedback has two forward passes.
     "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
@@ -119,7 +119,7 @@ PRESETS = {
 def conversation(record, where):
     """The messages of a dict or JSON text up to the last answer, with the usual names of roles.
 
-    where: its name in the sentence of Refused.
+    where: how the sentence of Refused names this record.
     """
     try:
         record = json.loads(record) if isinstance(record, str) else record
@@ -153,7 +153,7 @@ def read_lines(cfg):
 
 
 def read_hub(cfg):
-    """The same of the paper's corpora. If one has no test part, 1% is held out (10% [code])."""
+    """The same of the paper's corpora. Without a test part, 1% is held out (10% [code])."""
     try:
         from datasets import concatenate_datasets, load_dataset
         whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
@@ -164,7 +164,7 @@ def read_hub(cfg):
     except ImportError:
         raise Refused(f"--data={cfg.data} comes from the hub: pip install datasets, or give a "
                       f".jsonl file")
-    except OSError as e:  # every error of a network is one
+    except OSError as e:  # all errors of a network are OSErrors
         raise Refused(f"--data={cfg.data} could not be fetched from the hub ({type(e).__name__}): "
                       f"try again, or give a .jsonl")
 
@@ -178,8 +178,8 @@ def read_hub(cfg):
 def encode_chat(messages, tok):
     """(ids, prompt length). The response ends with <|im_end|> and a line break.
 
-    Both are encoded apart, because decoding gives the prompt alone: a line break at the start of
-    a response never becomes one token with the line break at the end of the prompt.
+    Prompt and response are encoded apart, because decoding starts from the prompt alone: so a line
+    break at the start of a response never joins the one at the end of the prompt in one token.
     """
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
@@ -280,14 +280,14 @@ def objective(nll, t, kind, batch_size):
     nll: (N,) of its masks.   Returns 0-d.
     paper    1/t Σ over its masks, averaged over the batch                        Alg. 1 l.8, Eq. 2
     authors  1/t · mean over its masks, summed over the batch [code]. A long answer counts no more
-             than a short one. A small t counts twice, as it also means fewer masks. The gradient
-             that is clipped is batch_size times a mean.
+             than a short one. A small t counts more than in Eq. 2: its mean is over fewer masks.
+             The gradient that is clipped is batch_size times the mean of the dialogues'.
     """
     return nll.mean() / t if kind == "authors" else nll.sum() / t / batch_size
 
 
 def lr_at(step, steps, warmup):
-    """Factor on both learning rates before update `step`, counted from 0, where it is 0 [code]."""
+    """Factor on both learning rates after `step` updates: 0 at first [code], linear, cosine."""
     warm = math.ceil(warmup * steps)
     if step < warm:
         return step / warm
@@ -399,12 +399,12 @@ def check_resume(ckpt, cfg, source, last):
 
 @torch.no_grad()
 def restore(model, optimizer, ckpt, last):
-    """What was trained, back in place. last.pt does not hold the frozen 15 GB.
+    """Put the trained weights back in place. last.pt does not hold the frozen 15 GB.
 
     Raises Refused unless it holds all that is trained and nothing else, in the same order: the
     optimizer knows its parameters by their number.
     """
-    # The module that is net today was called dream in files of the first version.
+    # In files of the first version, the module `net` is called `dream`.
     state = {re.sub(r"^dream\.", "net.", name): t for name, t in ckpt["model"].items()}
     own = trained(model)
     here, there = ([(name, tuple(t.shape)) for name, t in ts.items()] for ts in (own, state))
@@ -500,7 +500,7 @@ def finetune(cfg):
         for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
             group["lr"] = eta * lr_at(step, cfg.steps, cfg.warmup)
         for i in range(accum):
-            j = i * world + rank                  # global number: who computes it changes nothing
+            j = i * world + rank          # counted over all ranks: who computes it changes nothing
             x0, prompt_len = dialogue(step, j)                                # (1, L)          l.2
             t = sample_time(cfg.b_l, cfg.b_h, rng(cfg.seed, "t", step, j))    #                 l.3
             q = rng(cfg.seed, "q", step, j)
@@ -514,7 +514,7 @@ def finetune(cfg):
                     tokens=x0.numel(), softs=softs[j])
             log.add(**{name: getattr(model, name) * softs[j] for name in FEEDBACK})
         if not any(softs):
-            # DDP needed the zero gradient of ω. Adam would still move ω by its momentum.
+            # The gradient of ω is 0, which DDP needed. Adam would still move ω by its momentum.
             for p in omega:
                 p.grad = None
         norm = nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
@@ -527,8 +527,8 @@ def finetune(cfg):
     def evaluate():
         """Loss and nats per mask of the held-out dialogues, with feedback and without.
 
-        The masks are the same every time. best/ keeps the adapter with the least loss, with
-        feedback on all of them [ours]: theirs tosses its coin here, too [code].
+        The masks are the same every time. best/ keeps the adapter with the least loss, measured
+        with feedback on every dialogue [ours]. The authors toss the coin here too [code].
         """
         out = {**metrics, "step": done}
         for soft in [True, False] if omega else [False]:
@@ -597,11 +597,11 @@ def finetune(cfg):
                   f"{device} × {world}, {dream.table.dtype}; updates {start:,} to {cfg.steps:,}, "
                   f"{cfg.batch_size} dialogues each")
         if val and start and due(cfg.eval_every) and metrics.get("step") != done:
-            metrics = evaluate()  # owed: the run was stopped when it was due
+            metrics = evaluate()  # it was due when the run was stopped
             log.write(metrics)
             log.print()
         if start:
-            save_last()  # a kill between last.pt and last/ has left an older last/
+            save_last()  # a kill between last.pt and last/ may have left an older last/
         for step in log.updates():
             norm = update(step)
             done = step + 1

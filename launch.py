@@ -98,7 +98,7 @@ def print_help(Config, presets):
 
 
 def join_values(Config, argv):
-    """argv with `--key value` written `--key=value`. A flag takes only one of its words."""
+    """argv with `--key value` written `--key=value`. A flag takes only a word that it knows."""
     kinds, joined = typing.get_type_hints(Config), []
     for word in argv:
         key = joined[-1].removeprefix("--") if joined and joined[-1][:2] == "--" else ""
@@ -151,7 +151,7 @@ def line_breaks(text):
 
 
 class Output(io.FileIO):
-    """stdout or stderr of a script. A reader that is gone, or a full disk, never ends a run."""
+    """stdout or stderr of a script. A closed pipe or a full disk does not end the run."""
 
     lost = None
 
@@ -159,7 +159,7 @@ class Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as e:
-            if e.errno not in (errno.EPIPE, errno.EIO):  # these two: nobody reads it any more
+            if e.errno not in (errno.EPIPE, errno.EIO):  # with these two, nobody reads it any more
                 Output.lost = e
             return len(data)
 
@@ -180,7 +180,7 @@ def run(main, Config, presets=None):
     """The last line of every script. Bad input gives one line on stderr instead of a traceback."""
     for name in "stdout", "stderr":
         stream = getattr(sys, name)
-        if stream and stream is getattr(sys, f"__{name}__"):  # not one that a test has put there
+        if stream and stream is getattr(sys, f"__{name}__"):  # a test may have put another there
             raw = io.BufferedWriter(Output(stream.fileno(), "w", closefd=False))
             # A terminal that cannot show ω shows a question mark.
             text = io.TextIOWrapper(raw, stream.encoding, "replace", line_buffering=True)
@@ -193,7 +193,7 @@ def run(main, Config, presets=None):
         if not said:
             raise
         if int(os.environ.get("LOCAL_RANK", 0)):
-            # torchrun ends this rank when rank 0 has said the same. So it is said once.
+            # Rank 0 says the same, and then torchrun ends this rank. So the user reads it once.
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             time.sleep(5)
         print(f"{script}: {said}", file=sys.stderr)
@@ -325,7 +325,7 @@ def goes_on(last, resume, overwrite):
 
 @contextlib.contextmanager
 def lock(folder):
-    """In this block, no other process gets the lock of the same folder.
+    """A block in which no other process gets the lock of the same folder.
 
     The kernel releases it when the process ends, also when it is killed. So whoever has the lock
     may remove the temporary files of `atomic` that are left. On a disk that cannot lock, nothing
@@ -452,15 +452,15 @@ def read_jsonl(path, repair=False, skip_broken=False):
 
 
 def progress(*args, **how):
-    """tqdm's bar on stderr. Where that is a file, it is drawn every half minute, not every tenth
-    of a second: a file keeps every picture."""
+    """tqdm's bar on stderr. A file keeps every picture, so there it is drawn every half minute,
+    not every tenth of a second."""
     if not sys.stderr.isatty():
         how = {"mininterval": 30, "maxinterval": 30} | how
     return tqdm(*args, dynamic_ncols=True, **how)
 
 
 def duration(seconds):
-    """A time in words, in the largest unit of which there are two."""
+    """A time in words, in the largest unit of which it has at least two."""
     for unit, name in ((86400, "days"), (3600, "h"), (60, "min")):
         if seconds >= 2 * unit:
             return f"{seconds / unit:,.1f} {name}"
@@ -474,14 +474,14 @@ class Log:
     """What a trainer reports while it runs: means since its last line, over all ranks.
 
     path: log.jsonl.   start: the updates made before this process began.   steps: those of the run.
-    master: True on the rank that writes and prints. Where stdout is a terminal, it prints a bar and
-    the latest numbers, else a line at a time. The trainer adds up sums and makes a line:
+    master: True on the rank that writes and prints. On a terminal it prints a bar with the latest
+    numbers, elsewhere a line at a time. The trainer adds up sums and makes a line:
 
         for step in log.updates():
-        log.add(nll=nll.sum(), masks=n)                         # never waits for the device
-        sums, updates, seconds, norm = log.collect(done, norm)  # waits once
-        log.write({"step": done, "loss": sums["nll"] / …})
-        log.print()
+            log.add(nll=nll.sum(), masks=n)                         # never waits for the device
+            sums, updates, seconds, norm = log.collect(done, norm)  # waits once
+            log.write({"step": done, "loss": sums["nll"] / …})
+            log.print()
     """
 
     def __init__(self, path, start, steps, master):
@@ -491,14 +491,14 @@ class Log:
         self.began = self.last = time.time()
 
     def begin(self):
-        """Remove from the file cut lines, and lines of updates that will be made again."""
+        """Remove broken lines from the file, and lines of updates that will be made again."""
         if self.master:
             lines = [v for v in read_jsonl(self.path, skip_broken=True) if isinstance(v, dict)]
             kept = [v for v in lines if v.get("step", math.inf) <= self.start]
             write_text(self.path, "".join(json.dumps(v) + "\n" for v in kept if self.start))
 
     def updates(self):
-        """Yields the number of each update that is left to make, from 0. It draws the bar."""
+        """Yields the numbers, from start on, of the updates left to make. It draws the bar."""
         drawn = self.master and sys.stdout.isatty()
         how = "update {n:,} of {total:,} |{bar:10}| {desc}"  # its end is cut in a narrow terminal
         with tqdm(range(self.start, self.steps), initial=self.start, total=self.steps,
@@ -544,7 +544,7 @@ class Log:
                 append_jsonl(self.path, line)
             except Refused as refused:
                 tqdm.write(f"log line lost: {refused}")  # above the bar
-        self.latest |= line  # a bound that is measured now and then stays on the bar
+        self.latest |= line  # numbers that not every line has stay on the bar
         names = [name for name in line if name not in ("step", "seconds")]
         if self.bar is not None:
             names = [name for name in SHOWN if name in self.latest]

@@ -2,10 +2,10 @@
 """Masked diffusion language model: the corruption, the network, and the two-pass soft-masked loss.
 
     Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
-    §2.1 marginal, l.4       corrupt         tokens become [MASK] with probability 1 − α_t
+    Alg. 1 l.4, §2.1         corrupt         tokens become [MASK] with probability 1 − α_t
     §2.1 g_θ, App. B.1       DiT             a bidirectional transformer, 169M in the paper
     Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
-    Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, over t
+    Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
 A backbone, for TwoPass and for sample_dream.decode, is three things. Soft-masking works between the
 first and the second:
@@ -24,7 +24,7 @@ Submodules and parameters have the names and the order of the released MDLM chec
 are not pretty, but the weights load without a translation table that could be wrong.
 
 Not here: the reverse process (sample.py), optimizers, DDP, EMA, files. This file is a module, and
-train.py runs it. Only dropout draws from a global generator.
+train.py runs it. Only initial weights and dropout come from torch's global generators.
 """
 
 import dataclasses
@@ -42,7 +42,7 @@ from arms import ARMS
 from launch import Count, Negative, Positive, Refused, Size
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
-BUDGET = 1e9        # bytes for the (n, V) tensors of a chunk, and for those kept for a backward
+BUDGET = 1e9        # bytes of a chunk's (n, V) tensors; also of those that wait for a backward
 CPU_LOGITS = 52e6   # bytes of logits made at once on a CPU, so that its allocator reuses one buffer
 
 
@@ -109,7 +109,7 @@ class LayerNorm(nn.Module):
 
     def forward(self, x, shift, scale):
         gain, shift = self.weight * (1 + scale), shift.float()                 # 2 × (B | 1, 1, D)
-        if len(gain) == 1:  # The same for all: the norm does it, without a pass of its own.
+        if len(gain) == 1:  # all sequences share it: layer_norm applies it, and saves a pass over x
             return F.layer_norm(x.float(), x.shape[-1:], gain[0, 0], shift[0, 0])
         return F.layer_norm(x.float(), x.shape[-1:]) * gain + shift            # (B, L, D)
 
@@ -289,8 +289,8 @@ class TwoPass(nn.Module):
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     mask_id: id of [MASK].   two_updates: the first pass gets gradients too (App. C.3).
-    After a forward without feedback the gradient of ω is an exact 0. Set it to None before the
-    optimizer's step, or Adam moves ω by its momentum (train.update does so).
+    After a forward without feedback the gradient of ω is exactly 0. Set it to None before the
+    optimizer's step, as train.py does. Otherwise Adam moves ω by its momentum.
     lam, lam_sd, mix_norm: three 0-d tensors for the log, from the last forward with feedback: the
         mean and the standard deviation of λ, and the mean length of the mixes, in units of the
         length of the [MASK] embedding.
@@ -330,13 +330,13 @@ class TwoPass(nn.Module):
         if sm.k is None:
             return in_chunks(dense_mix, h, V=len(table), keeps=5)
         lam, ids, pi = in_chunks(lambda_and_topk, h, V=len(table), keeps=5 * self.two_updates)
-        # One mix for all chunks, because each look into the table costs a dense (V, D) gradient.
+        # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
         return sm.mix(table, lam, ids, pi), lam, ids[:, 0]                     # (n, D), (n,), (n,)
 
     def feedback_of(self, h, logits):
-        """`feedback(h)` where logits = head(h) (n, V) are there: the head does not run again.
+        """`feedback(h)` when logits = head(h) (n, V) are known: the head does not run again.
 
-        A subclass overrides `feedback(h)` alone, and is heard here too.
+        It calls `feedback`, so a subclass has to override only that one.
         """
         self.known = h, logits
         try:
@@ -345,7 +345,7 @@ class TwoPass(nn.Module):
             self.known = None, None
 
     def feedback_of_certain(self, ids):
-        """`feedback` where the prediction is these very tokens: one-hot, H = 0, λ at its maximum.
+        """`feedback` of re-masked tokens. Each was predicted with p = 1: H = 0, λ at its maximum.
 
         ids: (m,).   Returns embeddings (m, D), λ (m,) and ids, like `feedback`.
         """
@@ -355,7 +355,7 @@ class TwoPass(nn.Module):
 
     @torch.no_grad()
     def note(self, mixed, lam):
-        """Keep what the log reports of a feedback.   mixed: (N, D).   lam: (N,)."""
+        """Keep lam, lam_sd and mix_norm for the log.   mixed: (N, D).   lam: (N,)."""
         n = max(1, len(lam))
         self.lam = lam.sum() / n
         self.lam_sd = ((lam - self.lam).square().sum() / n).sqrt()
@@ -384,7 +384,7 @@ class TwoPass(nn.Module):
         rows = masked.nonzero().squeeze(1)              # (N,)  the only wait for the device here
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
-            # Dropout stays on in pass 1 [code]. It has a graph only with two_updates.
+            # Pass 1 keeps dropout on [code]. It has a graph only with two_updates.
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):         # l.5
                 h = net.hidden(emb, rows, t)                                   # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
@@ -393,7 +393,7 @@ class TwoPass(nn.Module):
         h = net.hidden(emb, rows, t)                                           # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0.flatten()[rows])                        # (N,)            l.8
         if self.sm is not None:
-            # This puts ω into the graph of every step, with a gradient of 0. Without it, DDP would
+            # This adds 0 to the gradient of ω, so it is in the graph of every step. Else DDP would
             # wait for the gradient of ω after a step without SM, and would then apply a wrong one.
             nll = nll + 0 * sum(p for p in self.sm.parameters())
         return nll, rows
@@ -424,7 +424,7 @@ class MDLM(TwoPass):
         self.cfg = cfg
 
     def forward(self, x0, xt, t, soft):
-        """Cross-entropy of the masked tokens, over t                            Eq. 2, Alg. 1 l.5-8
+        """Cross-entropy of the masked tokens, times 1/t                         Eq. 2, Alg. 1 l.5-8
 
         x0, xt: (B, L) ids.   t: (B,) in (0, 1].
         soft: True for two passes (§3.2), False for the plain MDLM loss.
@@ -433,13 +433,13 @@ class MDLM(TwoPass):
 
         Its mean over t and x_t is an upper bound of −log p(x0) for a sampler that calls the network
         as this loss does, with T → ∞ and without a nucleus. With soft = True, such a sampler makes
-        both passes in every step, and starts from plain masks: the two passes are then one function
-        of x_t. For the sampler of Alg. 2 it is no bound. This sampler makes one pass, with the
-        feedback of the last step, and pass 1 is only a proxy of that feedback (§3.2).
+        both passes in every step, the first on plain masks: its prediction is then a function of
+        x_t alone. For the sampler of Alg. 2 it is no bound: that one makes a single pass, with the
+        feedback of the step before, and pass 1 of the loss is only a proxy of it (§3.2).
 
         ALPHA_FLOOR makes the mean too small by about 0.1 %: t stays above the floor, and 1 − α
-        below 1. The released code does the same, so that numbers compare [code]. `eval.bound` also
-        computes it without the floor.
+        below 1. The released code does the same, so numbers compare [code]. `eval.bound` can
+        compute it without the floor.
         """
         B, L = xt.shape
         nll, rows = self.token_nll(x0, xt, t, soft)                            # (N,), (N,)

@@ -10,9 +10,9 @@
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --sampler=remdm-loop
 
-The last command makes one cell of Tables 1 and 2. Each sample is one JSON line at the end of
---out: ids, text, nfe, seed, index, settings. A command that was stopped goes on when it is given
-again. Under torchrun each rank makes its share, in a file of its own: samples.RANK.jsonl.
+The last command makes the samples of one cell of Tables 1 and 2. Each sample is one JSON line at
+the end of --out: ids, text, nfe, seed, index, settings. The same command goes on after a stop.
+Under torchrun each rank makes its share, in a file of its own: samples.RANK.jsonl.
 
 Not here: training, metrics (eval.py), drawing (show.py), decoding by confidence itself, which is
 written for any backbone (sample_dream.py).
@@ -44,7 +44,7 @@ from mdlm import MDLM, in_chunks
 from sample_dream import decode
 from show import show, trace
 
-T_END = 1e-5  # time of the last step, not quite 0 [code]
+T_END = 1e-5  # time after the last step, not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 
 
@@ -87,7 +87,7 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
 
 
 def schedule_flips(free, steps, generator, every=False, **schedule):
-    """When each position of one sequence turns: this needs no network                         Eq. 1
+    """At which steps each position of one sequence turns: this needs no network               Eq. 1
 
     free: (L,) bool, True where the position may change.   steps: T.   schedule: for `step_probs`.
     every: yield the steps without a change too.
@@ -147,7 +147,7 @@ def nucleus(probs, p):
 
     probs: (n, V).   p: in (0, 1].   Returns (n, V). Checked against tests/oracles.py nucleus.
     The likeliest token is kept in any case. The token that crosses p is dropped [code]. The usual
-    rule, which Dream follows, keeps it, so Dream has another function.
+    rule keeps it. Dream follows that rule: see sample_dream.filtered.
     """
     if p == 1:
         return probs
@@ -197,7 +197,7 @@ def check_settings(model, n, steps, top_p, soft, passes, fresh):
 def predict(model, emb, t, waiting, passes, fresh):
     """The network in one step, called `passes` times                                     Alg. 2 l.3
 
-    emb: (n·L, D). Its rows `waiting` (m,), which are masked, are overwritten by new feedback.
+    emb: (n·L, D). Every call but the first overwrites its masked rows `waiting` (m,).
     t: (n,) times, fp32.   Returns h: (n·L, D).
     """
     if fresh:
@@ -278,14 +278,14 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         emb[appear] = F.embedding(x[appear], table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-            # What vanishes was visible in this call: the model predicts that very token, and is
-            # certain (SUBS [code]).
+            # A re-masked token was visible in this call. So the model predicts this very
+            # token, with p = 1 (SUBS [code]).
             emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(x[vanish])
         else:
             emb[vanish] = table[mask_id]
         x[vanish] = mask_id
         watch(stay)
-    if masked.any():  # rare, but a tenth after 20 steps of remdm-loop. No nucleus here [code]
+    if masked.any():  # rare, but a tenth of L after 20 steps of remdm-loop. No nucleus here [code]
         left = rows(masked)
         t = torch.full((n,), T_END, device=device)                             # (n,)
         h = predict(model, emb, t, left, passes, fresh)                        # (nL, D)
@@ -298,14 +298,14 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
                       soft=True, passes=1):
-    """Alg. 2 with a number of tokens a step that is fixed. Only *which* positions come next differs
+    """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
 
     order: "entropy", the surest first (§2.2), or "random", its control.
     steps: T, at most the number of masks. With as many, it is exactly one token a step.
     Others, and what is returned: see `generate`. Raises Refused for settings out of range. Checked
     against tests/oracles.py in_order.
 
-    The entropy is that of `nucleus`: where it leaves a single token, it is 0.
+    The entropy is taken after `nucleus`. Where only one token is left, it is 0.
     """
     def choose(logits, u):
         probs = nucleus(logits.softmax(-1), top_p)                             # (m, V)
@@ -339,13 +339,13 @@ class Config:
     batch_size: int = 16        # sequences at a time, which changes no sample
     length: int | None = None   # L (default: the model's)
     steps: int | None = None    # T (default: L, with --order one step for each mask)
-    order: str = ""             # "": by the coins of sampler. entropy: the surest tokens first, as
-                                # many in each step. random: as many, at any positions
+    order: str = ""             # "": the sampler flips coins. entropy: the surest tokens first, the
+                                # same number in each step. random: this number, at any positions
     sampler: str = "mdlm"       # App. B.1: remdm-cap for T < L, remdm-loop for T >= L
-    eta: float | None = None    # P[re-mask] at most (default: remdm-cap 0.04, remdm-loop 0.02)
-    t_on: float = 0.55          # remdm-loop re-masks from this time
-    t_off: float = 0.05         # to this time
-    alpha_on: float = 0.9       # and holds this share of tokens visible
+    eta: float | None = None    # P[re-mask] at most (default: the sampler's in App. B.1)
+    t_on: float = 0.55          # remdm-loop starts to re-mask at this time
+    t_off: float = 0.05         # and stops at this one
+    alpha_on: float = 0.9       # between them, this share of the tokens is visible
     top_p: float = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model in binary
     passes: int = 1             # network calls in each step, each with feedback of the one before
@@ -488,8 +488,8 @@ def main(cfg):
     silent = rank > 0 or cfg.show or not todo
     for start in progress(batches, f"{len(todo)} samples", disable=silent):
         batch = todo[start:start + cfg.batch_size]
-        # A compiled trunk would be compiled again for a smaller batch. So the last one repeats its
-        # last sample, which costs less, and `zip` leaves the copies out.
+        # A compiled trunk would be compiled again for a smaller batch. So the last batch is filled
+        # with copies of its last sample, which costs less, and `zip` leaves them out.
         copies = min(len(todo), cfg.batch_size) - len(batch) if cfg.compile else 0
         generators = [rng("sample", cfg.seed, i) for i in batch + copies * batch[-1:]]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):

@@ -2,14 +2,14 @@
 """Decoding by confidence: fill the masks, some tokens per pass, with soft-masked feedback.
 
     §2.2 conditional generation   pad_prompts       a response of [MASK]s behind each prompt
-    §2.2 unmasking strategies     propose, reveal   the surest tokens first, so many a pass
+    §2.2 unmasking strategies     propose, reveal   the surest tokens first, some in each pass
     App. A, Alg. 2; App. C.9      decode            the whole response at once
     App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values
 
-This counts tokens where the samplers of sample.py flip coins. The command is Dream's. `decode`
-takes any backbone in a TwoPass, and an MDLM is decoded by it with `sample.py --order=entropy`.
-Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only inside
-`in_chunks`.
+A step reveals a number of tokens here. In the samplers of sample.py, each token flips a coin. The
+command decodes Dream. `decode` takes any backbone in a TwoPass: `sample.py --order=entropy` decodes
+an MDLM by it. Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only
+inside `in_chunks`.
 
 Not here: training, benchmarks (eval_dream.py), re-masking (Dream never takes a token back).
 
@@ -35,7 +35,7 @@ from launch import Count, Refused, Share, check_ranges, line_breaks, machine, pr
 from mdlm import TwoPass, in_chunks
 from softmask import SoftMask, time_gain
 
-# Dream's names. The last one is ours: the control of the others.
+# Dream's names. The last one is [ours], to compare the others with.
 ALGORITHMS = "entropy", "maskgit_plus", "topk_margin", "origin", "random"
 OMEGA = "omega_s", "omega_a", "omega_b"
 AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # see launch.Share
@@ -45,12 +45,12 @@ AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # 
 class Decoding:
     model: str = ""                 # folder of a Dream or Dream-Coder model, as published
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
-    merge: bool = True              # fold DoRA into the weights; false: slower, same to rounding
+    merge: bool = True              # fold DoRA into the weights. false is slower, the rest rounding
     soft: bool = True               # false: binary feedback, even if the adapter has an ω
     gen_len: int = 256              # L, tokens of the response
     steps: int = 0                  # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
-    algorithm: str = "entropy"      # first come low entropy, high p (maskgit_plus), a large
-                                    # topk_margin, any by a coin (origin), any so many (random)
+    algorithm: str = "entropy"      # lowest first. Highest first: maskgit_plus (p), topk_margin.
+                                    # By chance: origin (a coin for each), random (a fixed number)
     temperature: AtLeast0 = 0.1     # App. B.2; 0: argmax
     top_p: Probability = 0.9        # App. B.2; 1: off. Dream's rule, see `filtered`
     top_k: Count = 0                # 0: off, as the authors pass it; the hub's own is 50 [code]
@@ -59,7 +59,7 @@ class Decoding:
     switch: Share = 0.5             # t', the share of masks at which the stepwise schedules switch
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: str = "prefix"           # with block: none, prefix, dual
-    threshold: Probability | None = None  # with block: reveal all tokens that are as sure, not n
+    threshold: Probability | None = None  # with block: reveal all tokens that are at least so sure
     # Another ω than the adapter's. A model without SM then decodes with feedback, with k = 3.
     omega_s: float | None = None
     omega_a: float | None = None    # (default for a model without SM: the paper's start)
@@ -139,7 +139,7 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
 
 
 def multinomial(p, generator):
-    # In float64, as fp32 noise cuts the tail; where the generator is, as MPS has no float64.
+    # In float64, as fp32 noise cuts the tail. On the generator's device, as MPS has no float64.
     drawn = torch.multinomial(p.to(generator.device, torch.float64), 1, generator=generator)
     return drawn[:, 0].to(p.device)
 
@@ -148,15 +148,15 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
             generator=None, u=None, choose=None, eos=None, eos_penalty=0.0):
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
-    logits: (n, V) fp32.   never: a token that is replaced by the best other one (default: none).
+    logits: (n, V) fp32.   never: a token that is not proposed, but the next best (default: none).
     generator: for draws.
     u: (n, 2) float64 in [0, 1), the draws of each row, made before (default: none).
     choose: another filter and draw than Dream's, (logits, u (n,)) → p (n, V), x0 (n,).
     eos, eos_penalty: a token, and what is taken off its logits. Feedback does not see it.
     Returns x0 (n,) and conf (n,), of which the highest goes first.
 
-    Both come from the filtered probabilities, so temperature and top-p also decide the order
-    [code]. Raises Refused for a draw without a generator.
+    Both come from the filtered probabilities: temperature and top-p also decide the order [code].
+    Raises Refused for a draw without a generator.
     """
     chance = algorithm in ("origin", "random")
     if generator is None and (temperature > 0 or chance and u is None):
@@ -171,8 +171,8 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
         p = filtered(logits, temperature, top_p, top_k)                 # (n, V)
         x0 = p.argmax(-1) if temperature == 0 else multinomial(p, generator)     # (n,)
     if algorithm == "entropy":
-        # A row that the filter leaves a single token has −H = 0 exactly. With App. B.2's settings
-        # these are many, and among them `reveal` goes from left to right.
+        # Where the filter leaves a single token, −H is exactly 0. With App. B.2's settings this is
+        # common, and among such rows `reveal` goes from left to right.
         conf = (p * (p + 1e-10).log()).sum(-1)                          # (n,)  −H, guarded [code]
     elif algorithm == "maskgit_plus":
         conf = p.gather(-1, x0[:, None])[:, 0]
@@ -204,7 +204,7 @@ def look(model, h, soft, never, algorithm, wanted=None, u=None, **pick):
         found = propose(logits, never, algorithm, u=u, **pick)          # (n,), (n,)
         return *found, *(model.feedback_of(h, logits) if soft else ())
 
-    def few(h, wanted):  # a proposal costs more than the logits: the other rows get 0
+    def few(h, wanted):  # a proposal costs more than its logits: unwanted rows get 0 instead
         logits = model.net.head(h)                                      # (n, V)
         found = propose(logits[wanted], never, algorithm, **pick)
         found = (v.new_zeros(len(h)).masked_scatter(wanted, v) for v in found)
@@ -219,8 +219,8 @@ def look(model, h, soft, never, algorithm, wanted=None, u=None, **pick):
 def reveal_count(masked, t, s, last):
     """How many of `masked` (B,) tokens a step from time t to s < t reveals       §2.2, n ≈ L/T
 
-    Returns (B,) int64, rounded down, so early steps reveal less and the last one takes what is
-    left: with T = L not one token each (App. B.2) but 0, 1, …, 1, 2 [code].
+    Returns (B,) int64. It is rounded down, and the last step takes what is left. So with T = L the
+    steps do not reveal one token each, as App. B.2 says, but 0, 1, …, 1, 2 [code].
     """
     return masked if last else (masked * (1 - s / t)).long()
 
@@ -230,13 +230,12 @@ def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algori
     """x with some of its masks replaced by their proposals                          Alg. 2 l.5
 
     x, masked: (B, L).   x0, conf: (N,) for the masks, row-major.   t, s: times before and after.
-    threshold: instead of a count, the surest mask of each sequence and all that are as sure as
-    this (Fast-dLLM).   count: (B,), how many (default: Dream's `reveal_count`).
-    A proposal can be [MASK] itself; such a position stays masked [code].
+    threshold: no count, but the surest mask of each sequence, and all whose conf is at least this
+    (Fast-dLLM).   count: (B,), how many (default: Dream's `reveal_count`).
+    A proposal can be [MASK] itself. Such a position stays masked [code].
     """
     score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)  # (B, L)
-    # Equals go from left to right. The authors' topk leaves their order open [code]. At
-    # the paper's temperature and top-p they are common: where one token is left, −H is exactly 0.
+    # Equal scores go from left to right [ours]. The authors' topk leaves their order open [code].
     rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)
     if threshold is not None:
         chosen = (rank == 0) | (score >= threshold)                     # (B, L)
@@ -271,18 +270,18 @@ def pad_prompts(cfg, prompt, gen_len, device="cpu"):
 
 
 def faded(plain, mixed, masked, schedule, switch, left, start):
-    """Soft masks turned down to where the schedule stands                             App. C.9
+    """Soft masks with λ turned down by the schedule                                   App. C.9
 
     plain: (D,) the embedding of [MASK].   mixed: (N, D) with the full λ, at masked (B, L).
-    left: (B, L) masks that are left of start: (B,). Each sequence has its own time, so that it
-    does not depend on the rest of its batch [ours].
-    Returns (B, L, D). The mix is linear in λ, so a share of λ is this share of the way from
-    [MASK] to the full mix.
+    left: (B, L), the masks that remain.   start: (B,), how many there were. Each sequence has its
+    own time, so that it does not depend on the rest of its batch [ours].
+    Returns (B, L, D). The mix is linear in λ. So a share of λ is this share of the way from [MASK]
+    to the full mix.
     """
     soft = plain.repeat(*masked.shape, 1).masked_scatter(masked[..., None], mixed)  # (B, L, D)
     if schedule == "none":
         return soft
-    # Python floats: the switch is strict, so 8/16 must be exactly 0.5. A prompt may have no mask.
+    # In Python's floats: the switch is strict, so 8/16 must be exactly 0.5. A row may have no mask.
     shares = [now / max(of, 1) for now, of in zip(left.sum(-1).tolist(), start.tolist())]
     gain = [time_gain(schedule, share, switch) for share in shares]
     gain = torch.tensor(gain, device=soft.device)                       # (B,)
@@ -316,13 +315,13 @@ def decode(model, x, steps, valid=None, schedule="none", switch=0.5, on_step=Non
     schedule, switch: see `time_gain`.
     algorithm; pick: temperature, top_p, top_k, eos, eos_penalty, or choose: see `propose`.
     generator: one for Dream's draws, or a list with one per sequence, for `choose` and `random`.
-    even: each step reveals its share of what is left, rounded up. So with as many steps as masks
-        it is exactly one token a step [ours] (default: Dream's `reveal_count`). Needs a list of
+    even: each step reveals its share of what is left, rounded up [ours]. So with as many steps as
+        masks it is exactly one token a step (default: Dream's `reveal_count`). Needs a list of
         generators.
     passes: network calls in each step, each with the feedback of the one before.
-    on_step(x, lam, guess, rows, h): follows every step, the first three (B, L). At masks, lam is λ
-        before the schedule, and guess the likeliest token, both of the prediction that is fed back.
-        h (N, D) are its hidden states, at the positions rows (N,) that were masked before.
+    on_step(x, lam, guess, rows, h): called after every step. x, lam and guess are (B, L). At masks,
+        lam is λ before the schedule, and guess the likeliest token, both of the prediction that is
+        fed back. h (N, D) are its hidden states, and rows (N,) the positions masked before.
     Returns (B, L) ids without any mask, and nfe (B,), the network calls that each sequence needed.
     With a list of generators, or at temperature 0, a sequence does not depend on the rest of its
     batch. Raises Refused for settings that cannot be run. Checked against
@@ -355,15 +354,15 @@ def decode(model, x, steps, valid=None, schedule="none", switch=0.5, on_step=Non
             emb = fed(model.feedback(h)[0], masked)
         h = net.hidden(emb, rows, t, **context)                         # (N, D)             l.3
         nfe += passes * masked.any(-1)
-        # Where the model predicts [MASK], the last step takes the best real token [ours]: it has
-        # to make an end, while the original leaves masks in its answers.
+        # Where the model predicts [MASK], the last step takes the best real token [ours]. The
+        # authors' code leaves masks in its answers.
         never = mask_id if last else None
         u = draws(generator, masked, real)                              # (N, 2)
         x0, conf, *now = look(model, h, soft, never, algorithm, u=u, **pick)             # l.4, l.6
         count = -(-masked.sum(-1) // (steps - i)) if even else None     # (B,)  rounded up
         if even:
-            # From masks alone a DiT says the same of every position. Chance chooses one, not
-            # rounding, which differs from batch to batch [ours].
+            # From masks alone, a DiT predicts the same at every position. So chance chooses one,
+            # not rounding errors, which differ from batch to batch [ours].
             blank = masked.all(-1, keepdim=True).expand_as(masked)[masked]       # (N,)
             conf = torch.where(blank, u[:, 1].to(conf), conf)           # (N,)
         x = reveal(x, masked, x0, conf, times[i], times[i + 1], last, None, algorithm, count)  # l.5
@@ -383,22 +382,22 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     """Fill the last gen_len positions, block after block from the left    App. B.2, Fast-dLLM
 
     model: TwoPass around a Dream.   x, valid: from `pad_prompts`.   Others: see `decode`.
-    on_step(x) follows every pass.   Returns (B, L) ids without any mask.
-    steps: passes, shared by the blocks; with a threshold their number depends on the text.
+    on_step(x): called after every pass.   Returns (B, L) ids without any mask.
+    steps: passes, shared by the blocks. With a threshold their number depends on the text.
 
     A block begins with a pass over everything. It reveals the block's first token whatever its
-    confidence [code]: later passes may begin there, and Dream reads a token off the hidden state
-    to its left. More passes follow until the block is full:
+    confidence [code]: later passes may start there, and Dream predicts a token from the hidden
+    state to its left. More passes follow until the block is full:
 
     cache     a later pass sees        and reuses, from the block's first pass, keys and values of
     none      everything               nothing
     prefix    the block and the rest   what is before the block
     dual      the block                what is before it, and what is after it, which goes stale
 
-    A block with a single step is filled by its first pass [ours]: the original leaves all but one
-    of its masks. The feedback is [ours], because theirs was not released: a mask looks as the last
-    pass that predicted it made it look. So feedback crosses block boundaries, and under `dual` the
-    masks after the block stand still together with their keys and values. Checked against
+    A block with a single step is filled by its first pass [ours]: Fast-dLLM leaves all but one of
+    its masks. The feedback is [ours], because theirs was not released: a mask has the feedback of
+    the last pass that predicted it. So feedback crosses block boundaries, and with `dual` the masks
+    after the block do not change, as their keys and values do not. Checked against
     tests/oracles.py slow_blocks.
     """
     net, mask_id, (B, L) = model.net, model.mask_id, x.shape
@@ -418,8 +417,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             whole = first or cache == "none"
             lo, hi = 0 if whole else b, L if whole or cache == "prefix" else b + block
             end = b + 1 if first and not last else b + block
-            masked = (x == mask_id) & (at >= lo) & (at < hi)            # (B, L)  are predicted
-            open_ = masked & (at >= b) & (at < end)                     # (B, L)  and can appear
+            masked = (x == mask_id) & (at >= lo) & (at < hi)            # (B, L)  in this pass
+            open_ = masked & (at >= b) & (at < end)                     # (B, L)  may be revealed
             part = slice(lo, hi)                                        # what the model sees
             emb = F.embedding(x[:, part], net.table)                    # (B, hi − lo, D)
             emb = torch.where(masked[:, part, None], soft[:, part], emb)
@@ -436,7 +435,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             if model.sm:
                 plain = net.table[mask_id]                              # (D,)
                 new = faded(plain, now[0], masked, schedule, switch, left, start)
-                # A sequence whose block is full waits for the others and changes no more.
+                # A sequence whose block is full waits for the others, and keeps its feedback.
                 again = left & masked & open_.any(1, keepdim=True)      # (B, L)
                 soft = torch.where(again[..., None], new, soft)
             if on_step:
@@ -477,7 +476,7 @@ def load_for_decoding(cfg):
 
 
 def feedback_label(cfg, sm):
-    """What the masks of a run were fed, in words, so that results of other feedback stay apart."""
+    """The feedback of a run in words, so that results with other feedback are not mixed with it."""
     if sm:
         switch = f" {cfg.switch}" if "stepwise" in cfg.schedule else ""
         schedule = f", {cfg.schedule}{switch}" if cfg.schedule != "none" else ""
@@ -489,7 +488,7 @@ def feedback_label(cfg, sm):
 
 
 def cut(text, until):
-    """The text before each of the strings, one after the other [code]."""
+    """The text, cut before the first of each of these strings, one after the other [code]."""
     for stop in until:
         text = text.split(stop)[0]
     return text
@@ -541,7 +540,7 @@ def picture(tok, ids, cfg):
 
 
 def turn(cfg, model, tok, sm, ids, until, shown_from):
-    """`answer` in sight of the user: a bar, or the text as it fills."""
+    """`answer`, while the user sees a bar, or the text as it fills."""
     drawn = cfg.show and sys.stdout.isatty()
 
     def watch(x):
@@ -556,7 +555,7 @@ def turn(cfg, model, tok, sm, ids, until, shown_from):
 
 
 def typed_turns():
-    """The lines of stdin that are not empty. Somebody who types them sees a sign."""
+    """The lines of stdin that are not empty. On a terminal, a sign asks for each."""
     sign = "> " if sys.stdin.isatty() else ""
     while True:
         print(sign, end="", file=sys.stderr, flush=True)

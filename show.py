@@ -22,7 +22,7 @@ import torch
 def cell_text(tok, mask_id):
     """A function from a token id to the text that stands for it.
 
-    This is a dot for [MASK], ↵ for the end of a line, and a dot for what cannot be printed.
+    A dot stands for [MASK] and for what cannot be printed, ↵ for the end of a line.
     """
     def text_of(token):
         if token == mask_id:
@@ -37,8 +37,8 @@ def trace(tok, model, states):
 
     model: TwoPass.
     A cell is [text, None] for a token. For a mask it is [guess, λ, −H in nats, [[text, share], …]].
-    These are the k guesses that SM mixes, with their shares π. Without SM they are three, and of
-    k = |V| the five largest.
+    The list has the k guesses that SM mixes, with their shares π. Without SM it has three guesses,
+    and with k = |V| the five largest.
     """
     text_of, sm = cell_text(tok, model.mask_id), model.sm
     k, tau = (sm.k or 5, 1 if sm.k else sm.tau) if sm else (3, 1)
@@ -61,7 +61,7 @@ def trace(tok, model, states):
             if token != model.mask_id:
                 cells.append([text_of(token), None])
                 continue
-            # A token that was just taken back was certain.
+            # A token that was just re-masked had p = 1.
             neg_entropy, ids, shares = predicted.get(i, (0.0, [top], [1.0]))
             mixed = [[text_of(j), round(share, 4)] for j, share in zip(ids, shares)]
             cells.append([mixed[0][0], round(strength, 4), round(neg_entropy, 4), mixed])
@@ -80,7 +80,7 @@ def frame(x, lam, guess, mask_id, text_of, width):
         masked, pale = token == mask_id, int(220 * (1 - strength))
         cells.append(text_of(top if masked else token)[:width])
         styles.append(f"48;2;{pale};{100 + pale * 2 // 3};{pale};38;2;0;0;0" if masked else "1")
-    if len(cells) == 39 and set(cells[1:37]) <= set("123456·"):  # behind BOS, and two EOS follow
+    if len(cells) == 39 and set(cells[1:37]) <= set("123456·"):  # between BOS and two EOS
         return grid_lines(cells[1:37], styles[1:37])
     lines, used = [""], 0
     for cell, style in zip(cells, styles):

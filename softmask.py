@@ -19,19 +19,19 @@ With any model that takes embeddings (Hugging Face's `inputs_embeds`):
 
 Train ω together with the model, at a learning rate near 1e-2, because it has far to go from the
 paper's start at ω_s ≈ 0 (App. B.2). Train with plain masks too, with probability 1 − p_sm: the
-first decoding step has no feedback (§3.2). After an update without feedback set the gradient of ω
-to None, or Adam moves ω by its momentum. Under DDP, ω must be in the graph of every update: add
-0 * sum(p.sum() for p in sm.parameters()) to the loss.
+first decoding step has no feedback (§3.2). In an update without feedback, set the gradient of ω to
+None before the optimizer's step, or Adam moves ω by its momentum. Under DDP, ω must be in the graph
+of every update: add 0 * sum(p.sum() for p in sm.parameters()) to the loss.
 
-Print λ, the first output of `sm(logits)`. Where it stays near 0, feedback is off, and no loss shows
-it: put ω_b near minus the entropy that your model has at its masks, in nats.
+Print λ, the first output of `sm(logits)`. If it stays near 0, feedback is off, and the loss cannot
+tell. Then start ω_b near minus the entropy, in nats, that your model has at its masks.
 
 Comments: no tag is the paper, [code] the authors' released code, [ours] a choice of this project.
 
 Not here: noise schedules, backbones, samplers, the two passes (mdlm.py). Nothing here detaches: the
 caller's `no_grad` decides whether the first pass gets gradients. A model that can predict [MASK]
-itself may have it among the k. To prevent this, set that logit to −inf first (MDLM does so, Dream
-does not [code]).
+itself may have it among the k. To prevent this, set that logit to −inf first. Here MDLM can never
+predict [MASK], and Dream can [code].
 """
 
 import sys
@@ -40,7 +40,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-EPS = 1e-6  # keeps every inverse below finite [code]
+EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 def softplus_inverse(y):
@@ -52,7 +52,7 @@ class SoftMask(nn.Module):
 
     mask_id: token id of [MASK].
     k: tokens in the mix. None mixes all of them, through a trainable temperature (App. C.3).
-    omega_s in [0, 1): amplitude; 0 starts at 1e-6 [code].   omega_a > 0: steepness, per nat.
+    omega_s in [0, 1): amplitude; 0 starts at EPS [code].   omega_a > 0: steepness, per nat.
     omega_b < 0: offset, nats.   tau > 0: the temperature for k = None, which starts at 1 [code].
     Raises ValueError outside these ranges, and without a mask_id.
 
@@ -60,7 +60,7 @@ class SoftMask(nn.Module):
 
     The parameters are raw: ω is a sigmoid or a softplus of them, and so the constraints of App. B.1
     always hold. They stay fp32 when the model around them is cast to another dtype (see `_apply`).
-    A float16 model is another matter: its logits overflow, and λ is then NaN. Use bfloat16.
+    In a float16 model logits can overflow, and λ is then NaN: use bfloat16.
     """
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):
@@ -75,7 +75,7 @@ class SoftMask(nn.Module):
                 f"k={k}")
         self.mask_id, self.k = mask_id, k
         scalar = lambda v: torch.tensor(float(v), dtype=torch.float32)
-        # The logit of 0 is −∞, so ω_s starts at 1e-6 at least [code].
+        # The logit of 0 is −∞, so ω_s starts at EPS or above [code].
         self.raw_s = nn.Parameter(torch.logit(scalar(omega_s).clamp(EPS, 1 - EPS)))
         self.raw_a = nn.Parameter(softplus_inverse(scalar(omega_a)))
         self.raw_b = nn.Parameter(softplus_inverse(scalar(-omega_b)))
@@ -96,7 +96,7 @@ class SoftMask(nn.Module):
     @property
     def omega(self):
         """(ω_s, ω_a, ω_b), constrained: three 0-d fp32 tensors                          App. B.1"""
-        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) passes by `_apply`
+        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) skips `_apply`
             raise ValueError(f"ω in {self.raw_s.dtype} would not learn: keep the parameters of "
                              f"SoftMask in float32")
         omega_a = F.softplus(self.raw_a) + EPS
@@ -118,9 +118,9 @@ class SoftMask(nn.Module):
         neg_entropy: (...) −H(p) in nats, at most 0.   Returns λ: (...) in [0, ω_s).
 
         For a confident model (−H near 0), λ is nearly ω_s. For an unsure one (−H far below ω_b), λ
-        is nearly 0, and the model sees a plain [MASK] again. So ω_s = 0 is binary masking (§3.3).
-        A new SoftMask starts close to it, but not at it: the gradient of raw_s is proportional to
-        ω_s, so that ω_s would stay at 0 for ever [code].
+        is nearly 0, and the model sees a plain [MASK] again. With ω_s = 0, every λ is 0: this is
+        binary masking (§3.3). A new SoftMask starts close to 0, but not at it (App. B.2): the
+        gradient of raw_s is proportional to ω_s, so an ω_s of 0 could never grow.
         """
         omega_s, omega_a, omega_b = self.omega
         return omega_s * torch.sigmoid(omega_a * (neg_entropy - omega_b))          # (...)
@@ -155,10 +155,10 @@ class SoftMask(nn.Module):
         lam (N,), ids (N, k) or None, pi (N, k) or (N, V): from `forward`.
         Returns (N, D) in the table's dtype.
 
-        A mix of one-hot vectors, embedded, is the mix of their rows in the table: one-hot vectors
-        are never made. Shares are rounded to the table's dtype. The bag computes
+        To embed a mix of one-hot vectors is to mix their rows of the table. So one-hot vectors are
+        never made. Shares are rounded to the table's dtype. `embedding_bag` computes
         (shares[..., None] * table[ids]).sum(1) without the tensor (N, k+1, D). [MASK] is one more
-        token of the bag, because each look into the table costs a dense (V, D) gradient.
+        token in the bag: a lookup of its own would cost one more dense (V, D) gradient.
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
@@ -187,7 +187,7 @@ class SoftMask(nn.Module):
             soft = self.mix(table, *self(logits.flatten(0, 1), gain))              # (B·L, D)
             return torch.where(masked[..., None], soft.view_as(plain), plain)      # (B, L, D)
         rows = masked.nonzero(as_tuple=True)                                       # 2 × (N,)
-        if len(logits) != len(rows[0]):  # a single row would silently serve all masks
+        if len(logits) != len(rows[0]):  # one row would be broadcast to all masks, without an error
             raise ValueError(f"{len(logits)} rows of logits for {len(rows[0])} positions with "
                              f"x == {self.mask_id}")
         return plain.index_put(rows, self.mix(table, *self(logits, gain)))         # (B, L, D)
@@ -203,8 +203,8 @@ def time_gain(schedule, t, switch=0.5):
     linear-late   1 − t                   binary → SM
     stepwise-late 1 if t <= switch        binary → SM
 
-    t: time left, from 1 (all masked) down to 0. The released code takes the share of the response
-        that is still masked.
+    t: time left, from 1 (all masked) down to 0. The released code uses the share of the response
+        that is still masked [code].
     switch: the time at which the stepwise schedules change.
     Returns a float in [0, 1]. Raises ValueError for an unknown schedule.
     """
@@ -216,7 +216,7 @@ def time_gain(schedule, t, switch=0.5):
 
 
 def example():
-    """One masked position in a vocabulary of five words, and the gate λ(−H), as bars of λ/ω_s."""
+    """Prints SM of one masked position, with five words, and the gate λ(−H) as bars of λ/ω_s."""
     words = ["cat", "dog", "sat", "ran", "[MASK]"]
     table = torch.tensor([[1.0, 0.2], [0.8, 0.6], [-0.5, 1.0], [-0.9, 0.4], [0.0, -1.0]])  # (V, D)
     logits = torch.tensor([[2.0, 1.2, -0.5, -1.0, -torch.inf]])                            # (1, V)

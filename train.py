@@ -8,13 +8,12 @@
     torchrun --nproc_per_node=8 train.py continue --init_from=mdlm.ckpt       # 100k updates more
     python train.py owt --data=data/novels --n_layer=6 --length=256 --resume  # any field of Config
 
-Every random number is a function of what it is for: (seed, "t", step), (seed, "q", step,
-micro-batch). So one process with 4 micro-batches and two with 2 make the same run. Ranks cannot
-disagree. A run that was stopped, or killed, goes on as if it had not been, and there is no random
-state to save.
+Every random number is a function of what it is for: (seed, "t", step), (seed, "q", step, j), with
+steps counted from 0, and micro-batches j over all ranks. So one process with 4 micro-batches and
+two with 2 make the same run. A run that was stopped, or killed, goes on as if it had not been.
+There is no random state to save. log.jsonl has a line for each line on screen.
 
-Not here: the model and its loss (mdlm.py), sampling (sample.py), metrics (eval.py). log.jsonl has a
-line to plot for every line on screen.
+Not here: the model and its loss (mdlm.py), sampling (sample.py), metrics (eval.py).
 """
 
 import contextlib
@@ -44,7 +43,7 @@ class Config(ModelConfig):
     """The model's fields (mdlm.ModelConfig; the data decide the vocabulary), and App. B.1."""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    init_from: str = ""            # weights to start from: what `python checkpoint.py` can describe
+    init_from: str = ""              # weights to start from: any file that checkpoint.py describes
     resume: bool | Literal["auto"] = False  # go on from out_dir/last.pt; auto: if it is there
     overwrite: bool = False          # start anew although out_dir holds a run
     seed: Count = 1
@@ -64,7 +63,7 @@ class Config(ModelConfig):
     # reporting
     log_every: Size = 10
     eval_every: Count = 10_000       # 0: never
-    eval_rows: Size = 512            # of val.bin, evenly spaced; eval.py does them all
+    eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
     keep_every: Count = 100_000      # step-N.pt, EMA and ω only; 0: only the last one
     show: bool = False               # end with the bound, ω over time, and one sample on screen
@@ -83,15 +82,15 @@ PRESETS = {
         n_layer=2, n_head=8, n_embd=128, n_cond=32, length=39, dropout=0.0,
         steps=3500, batch_size=32, micro_batch=32, eta_bb=1e-3, warmup=200, ema=0.995,
         log_every=50, eval_every=0, eval_rows=2000, save_every=500, keep_every=0),
-    # Text of a machine's own. In so few updates, at the entropies of bytes, the paper's ω_b would
-    # hold λ shut, and ω_s would hardly leave 1e-6: ω starts where small runs drift to [ours].
+    # Text that every machine has. Bytes have entropies at which the paper's ω_b keeps λ near 0, and
+    # in so few updates ω_s would hardly grow. So ω starts where small runs drift to [ours].
     "stdlib": dict(
         data="data/stdlib", out_dir="out/stdlib", overwrite=True, show=True,
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
         omega_s=0.5, omega_a=1.0, omega_b=-2.8,
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
         log_every=50, eval_every=0, eval_rows=256, save_every=500, keep_every=0),
-    # Some MB of one's own text on two CPU cores, in about an hour. ω starts as above.
+    # Some MB of your own text on two CPU cores. ω starts as above.
     "small": dict(
         out_dir="out/small", n_layer=4, n_head=4, n_embd=256, length=128,
         omega_s=0.5, omega_a=1.0, omega_b=-2.8,
@@ -125,16 +124,16 @@ MAY_DIFFER_ON_RESUME = {
 
 
 def lr_at(step, cfg):
-    """Factor on both learning rates before update `step`, from 0: linear from 0 [code], then 1."""
+    """Factor on both learning rates after `step` updates: 0 at first [code], linear, then 1."""
     return min(1.0, step / max(1, cfg.warmup))
 
 
 @torch.no_grad()
 def update_ema(ema, model, step, decay=0.9999):
-    """ema ← d ema + (1 − d) model, with d = min(decay, (1 + n)/(10 + n)) after update n [code]
+    """ema ← d ema + (1 − d) model, in place, with d = min(decay, (1 + step)/(10 + step)) [code]
 
-    ema, model: modules with the same parameters; in place. Without this warm-up, the average would
-    remember the random start for 1/(1 − decay) updates.
+    ema, model: modules with the same parameters.   step: updates made. Without this warm-up of d,
+    the average would remember the random start for 1/(1 − decay) updates.
     """
     d = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - d)
@@ -198,7 +197,7 @@ def check_resume(ckpt, cfg, source):
 
 @contextlib.contextmanager
 def refused_if_odd(path):
-    """Raises Refused when loading what is in `path` raises anything: a file may hold anything."""
+    """Raises Refused when this block cannot use the contents of `path`, which may be anything."""
     try:
         yield
     except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
@@ -259,7 +258,7 @@ def print_omega(cfg):
 
 
 def demonstrate(cfg, model, bounds, held_out, meta):
-    """That feedback helps this very model, how ω got there, and a sample appearing.
+    """Shows whether feedback helps this model, how ω got there, and a sample that appears.
 
     model: the average.   bounds: {name: nats per token}.   held_out: (n, L).   meta: of the data.
     """
@@ -357,7 +356,7 @@ def train(cfg):
             optimizer.load_state_dict(ckpt["optimizer"])
         del ckpt  # it is as large as the model and its optimizer
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
-        # The method alone: compiling the module would rename its state_dict.
+        # Only the method: a compiled module has other names in its state_dict.
         model.net.trunk = torch.compile(model.net.trunk)
     net = model
     if world > 1:
@@ -377,10 +376,10 @@ def train(cfg):
         return data.order(n, epoch, cfg.seed)                                        # (n,)
 
     def batch(step, j):
-        """x0 (b, L): sequences j, j + M, j + 2M, … of the update's M micro-batches.    Alg. 1 l.2
+        """x0 (b, L): sequences j, j + M, j + 2M, … of an update in M micro-batches.    Alg. 1 l.2
 
-        A function of its number, so that no row is seen twice in an epoch, whatever happens to the
-        run.
+        They are a function of step and j, so no row is seen twice in an epoch, whatever happens to
+        the run.
         """
         numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, accum * world)
         index = [permutation(i // n)[i % n] for i in numbers]
@@ -392,9 +391,9 @@ def train(cfg):
         return x.to(device)
 
     def autocast():
-        # cache_enabled: older torch (2.6 does, 2.13 does not) hands the casts of pass 1, made
-        # without a graph, to pass 2. The weights of pass 2 then have no gradient, and nothing says
-        # so.
+        # cache_enabled: with a cache, older torch (2.6 does, 2.13 does not) takes the bf16 weights
+        # of pass 1, which have no graph, for pass 2 too. Then they get no gradient, and nothing
+        # says so.
         return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
     def no_sync_until_last(i):
@@ -409,7 +408,7 @@ def train(cfg):
         for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
             group["lr"] = eta * lr_at(step, cfg)
         for i in range(accum):
-            j = i * world + rank               # global micro-batch: who computes it changes nothing
+            j = i * world + rank        # counted over all ranks: who computes it changes nothing
             x0 = batch(step, j)                                                # (b, L)          l.2
             # Strided: every micro-batch spans all times and has half of its tokens masked. In
             # slices, one rank would hold all of t ≈ 1, and twice the rows [ours].
@@ -421,14 +420,14 @@ def train(cfg):
             with no_sync_until_last(i):
                 with autocast():
                     nll = net(x0, xt, t, soft)                               # (b,)            l.5-8
-                # Divided by all tokens [code], not by the masked ones: the same on any devices.
+                # Divided by all tokens, not by the masked ones [code]: any devices give the same.
                 (nll.sum() / (accum * x0.numel())).backward()
             nll = nll.detach()
             log.add(nll=nll.sum(), ce=nll @ t, masks=masks, softs=soft)
             log.add(**{name: getattr(model, name) * soft for name in FEEDBACK})
         if not soft:
-            # DDP needed ω's gradient of 0 (TwoPass). Adam would still move ω by its momentum
-            # [ours].
+            # The gradient of ω is 0, which DDP needed (TwoPass). Adam would still move ω by its
+            # momentum [ours].
             for p in omega:
                 p.grad = None
         norm = torch.nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
@@ -439,7 +438,7 @@ def train(cfg):
 
     # ---- what is due now and then
     def evaluate():
-        """Nats per token with feedback and without: the EMA, on fixed rows, every rank a share."""
+        """Nats per token of the EMA on fixed rows, with feedback and without, over all ranks."""
         bounds = {}
         for soft in [True, False] if omega else [False]:
             with autocast():
@@ -489,13 +488,13 @@ def train(cfg):
     with alone, launch.signals() as caught:
         log.begin()
         if master and not start and os.path.exists(last):
-            # A --resume of this run, killed before its first save, must not find the old one.
+            # If this run is killed before its first save, --resume must not find the old run.
             os.remove(last)
         if master:
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
                   f"{dtype or 'float32'}; {n:,} rows of {cfg.length}, {cfg.batch_size} a step = "
                   f"{accum} × {world} × {cfg.micro_batch}; updates {start:,} to {cfg.steps:,}")
-        # A continuation begins with the bound of its start (Fig. 3): the best check that the
+        # A continuation first measures the bound where it starts (Fig. 3): the best check that the
         # weights were read correctly. A run that was stopped when an evaluation was due makes it
         # now.
         if due(cfg.eval_every) and metrics.get("step") != done and (done or cfg.init_from):
@@ -531,7 +530,7 @@ def train(cfg):
         bounds = evaluate()
         if master:
             demonstrate(cfg, ema, bounds, held_out, meta)
-    if stop:  # in the last update, too: its evaluation may be owed
+    if stop:  # also in the last update: its evaluation may still be due
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
     complete = f"{last} has made all {cfg.steps:,} updates: more --steps go on"
