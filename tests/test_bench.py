@@ -15,12 +15,15 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 from bench import PRESETS, Config, interleaved, main, peak
 from conftest import ROOT, configure, refused, torchrun
 from data import rng
 from mdlm import MDLM, corrupt
+from train import flops_per_token
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
@@ -64,6 +67,17 @@ def test_hours_are_tokens_by_rate(capsys):
     assert rows["from scratch, binary"]["1 device"] == pytest.approx(1e6 * 16 / 3600)
     hours = rows["continuation, SM 0.8"]["8 devices"]
     assert hours == pytest.approx(1e5 * 16 * 1.8 / 8 / 3600)
+
+
+def test_flops_are_those_of_the_matrices():
+    cfg = Config(**QUICK)
+    model, L = bench.build(cfg, CPU, dropout=0.0), cfg.length
+    emb = model.net.table[torch.zeros(2, L, dtype=torch.long)].detach()
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        h = model.net.trunk(emb, torch.full((2,), 0.5))
+        model.net.head(h.flatten(0, 1)[:L])  # half of the rows
+    found = counter.get_total_flops()
+    assert flops_per_token(model.cfg, 0) / 3 * 2 * L == pytest.approx(found, rel=0.1)
 
 
 def test_dream_has_its_real_size():
@@ -162,7 +176,7 @@ def test_bad_input_is_refused():
     for how, message in ((dict(parts="train,speed"), "none of train"),
                          (dict(parts="scaling"), "under torchrun"),
                          (dict(parts="against", against="nowhere"), "--against=nowhere"),
-                         (dict(length=2), "length=2")):
+                         (dict(repeats=0), "repeats=0"), (dict(length=2), "length=2")):
         refused(message, main, Config(**QUICK | how))
 
 

@@ -443,7 +443,8 @@ def test_results_of_other_settings_or_training_are_other_rows_and_other_curves(r
         group - {"budget", "feedback", "data", "FT"})
     for flags, training in (
             ({"dtype": "float32"}, {}), ({"block": 32}, {}), ({"model": "y/Dream-7B"}, {}),
-            ({}, {"epochs": 0.5}), ({}, {"k": 3}), ({}, {"loss": "paper"})):
+            ({"temperature": 0.5}, {}), ({"limit": 3}, {}), ({}, {"epochs": 0.5}),
+            ({}, {"k": 3}), ({}, {"loss": "paper"})):
         base = {"data": "mix", "loss": "authors", "omega_s": 1e-6}
         for seed, score in ((1, 10.0), (2, 20.0)):
             results("HumanEval", score, "SM k=1", base, seed, block=64)

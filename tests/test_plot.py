@@ -103,8 +103,9 @@ def test_results_that_do_not_compare_are_refused(tmp_path):
     refused("no file matches", plot.table, pattern)
     refused("has no results of eval_dream.py", plot.benchmarks, str(tmp_path))
     for place, key, a, b in [
-            ("table", "n", 5000, 100), ("table", "top_p", 0.9, 1.0), ("row, --label", "step", 9, 7),
-            ("row, --label", "sampler", "remdm-loop", "remdm-cap")]:
+            ("table", "n", 5000, 100), ("table", "L", 1024, 512), ("table", "top_p", 0.9, 1.0),
+            ("row, --label", "sampler", "remdm-loop", "remdm-cap"), ("row, --label", "step", 9, 7),
+            ("row, --label", "passes", 2, None)]:
         result_file(one, 1.0, label="1M", **{key: a})
         result_file(two, 2.0, label="1M", **{key: b})
         message = rf"a.json and .*b.json differ in {key} \({a}, {b}\): .* one {place}$"

@@ -193,7 +193,7 @@ def test_the_paper_map_names_what_exists():
 
 SMALL = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=64 --batch_size=4 "
          "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split()
-CUT_SHORT = {"sample": ["--device=cpu"], "eval": ["--device=cpu"],
+CUT_SHORT = {"sample": ["--device=cpu"], "eval": ["--device=cpu", "--rows=4"],
              "finetune_dream": ["--steps=2", "--device=cpu"]}
 NEEDS = {"openwebtext": "datasets", "gen_ppl": "transformers", "mauve": "mauve",
          "--runs=out/*/log.jsonl": "matplotlib", "--task=gsm8k_cot": "lm_eval"}
@@ -236,6 +236,7 @@ def folder(tmp_path, monkeypatch):
     library = importlib.import_module("data").stdlib_files()
     monkeypatch.setattr("data.stdlib_files", lambda: library[:60])
     monkeypatch.setitem(importlib.import_module("data").PRESETS["sudoku"], "grids", 300)
+    monkeypatch.setattr("train.count_right.__defaults__", (4,))
     start("data", ["novels.jsonl", "--val_docs=9", "--tokenizer=bytes", "--out=data/owt"])
     start("train", ["--out_dir=pretrained", "--p_sm=0", "--data=data/owt", *SMALL])
     os.rename("pretrained/last.pt", "mdlm.ckpt")
