@@ -40,7 +40,7 @@ class Constant(SoftMask):
 class Renorm(SoftMask):
     """The convex mix, stretched to the length of the [MASK] embedding m: |m| · mix / |mix|.
 
-    A convex mix of vectors in different directions is shorter than they are.
+    A convex mix of equally long vectors in different directions is shorter than they are.
     """
 
     def mix(self, table, lam, ids, pi):

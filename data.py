@@ -348,7 +348,7 @@ def split_long_texts(docs, size=2**16):
 
     A text is cut before white space that follows something else, where a word of GPT-2 always ends.
     So the tokens are those of the whole text. A text that has no such place in `size` characters is
-    cut all the same, between two of its characters.
+    cut too, between two of its characters.
     """
     rest = ""
     for text, last in docs:

@@ -95,7 +95,7 @@ class Config:
     device: str = "auto"        # cuda, else mps, else cpu
     dtype: str = "auto"         # of the frozen weights (auto: as stored): float32, bfloat16
     log_every: Size = 10
-    save_every: Size = 100      # last.pt and last/, and a line in the log, for it to resume from
+    save_every: Size = 100      # last.pt and last/, and a line in the log: a run resumes from these
     eval_every: Size = 500      # and best/; the authors' 100 would take a third of the run's time
 
 

@@ -292,8 +292,8 @@ def signals():
 
     def take(number, frame):
         caught.append(number)
-        # A second Ctrl-C ends the process. A second SIGTERM does not: torchrun sends several while
-        # the run is still saving.
+        # A second Ctrl-C ends the process. A second SIGTERM does not, because torchrun may send one
+        # while the run is still saving.
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
     known = signal.Signals.__members__  # Windows has no SIGHUP

@@ -443,7 +443,7 @@ class MDLM(TwoPass):
         """
         B, L = xt.shape
         nll, rows = self.token_nll(x0, xt, t, soft)                            # (N,), (N,)
-        return nll.new_zeros(B).index_add(0, rows // L, nll) / t               # (B,)
+        return nll.new_zeros(B).index_add(0, rows // L, nll) / t               # (B,)        l.8 1/t
 
     @classmethod
     def load(cls, path, ema=True):

@@ -4,7 +4,7 @@
     whether a token appears or vanishes    step_probs, schedule_flips     needs no network
     which token appears                    nucleus, sample_categorical    needs its prediction
     Alg. 2                                 generate
-    Alg. 2, so many tokens a step          generate_in_order
+    Alg. 2, equally many tokens a step     generate_in_order
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
@@ -62,7 +62,7 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
     Raises Refused for values out of range.
 
     The network decides *which* token appears, and the schedule alone decides *whether* one does. So
-    a sampler is nothing but this pair. A new sampler must take the masked share from t to s:
+    a sampler is just this pair. A new sampler must take the masked share from t to s:
     t (1 − reveal) + (1 − t) remask = s. The share of remdm-loop is not t but its own 1 − α: from 1
     to 1 − alpha_on before t_on, then constant to t_off, then to 0.
     """
@@ -146,7 +146,7 @@ def nucleus(probs, p):
     """The likeliest tokens, as long as their sum is at most p, renormalised                App. B.1
 
     probs: (n, V).   p: in (0, 1].   Returns (n, V). Checked against tests/oracles.py nucleus.
-    The likeliest token is kept in any case. The token that crosses p is dropped [code]. The usual
+    The likeliest token is always kept. The token that crosses p is dropped [code]. The usual
     rule keeps it. Dream follows that rule: see sample_dream.filtered.
     """
     if p == 1:
@@ -234,8 +234,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     In each turn every sequence takes its own next step, at its own time. The schedules are known in
     advance, so the host never waits for the device. A finished sequence stays in the batch, so that
-    shapes are static, as CUDA graphs need. The head is computed for positions that appear, and with
-    SM also for positions that stay masked.
+    shapes are static, as CUDA graphs need. The head is computed for positions that appear. What SM
+    costs more is the head, λ, the top k and a mix for positions that stay masked (App. C.4).
     """
     check_settings(model, n, steps, top_p, soft, passes, fresh)
     net, mask_id, table, was_training = model.net, model.mask_id, model.net.table, model.training

@@ -45,12 +45,12 @@ AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # 
 class Decoding:
     model: str = ""                 # folder of a Dream or Dream-Coder model, as published
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
-    merge: bool = True              # fold DoRA into the weights. false is slower, the rest rounding
+    merge: bool = True              # fold DoRA into the weights: faster, the same up to rounding
     soft: bool = True               # false: binary feedback, even if the adapter has an ω
     gen_len: int = 256              # L, tokens of the response
     steps: int = 0                  # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
-    algorithm: str = "entropy"      # lowest first. Highest first: maskgit_plus (p), topk_margin.
-                                    # By chance: origin (a coin for each), random (a fixed number)
+    algorithm: str = "entropy"      # lowest first. maskgit_plus (p), topk_margin: highest first.
+                                    # origin: each by a coin. random: a fixed number, by chance
     temperature: AtLeast0 = 0.1     # App. B.2; 0: argmax
     top_p: Probability = 0.9        # App. B.2; 1: off. Dream's rule, see `filtered`
     top_k: Count = 0                # 0: off, as the authors pass it; the hub's own is 50 [code]
@@ -148,7 +148,7 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
             generator=None, u=None, choose=None, eos=None, eos_penalty=0.0):
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
-    logits: (n, V) fp32.   never: a token that is not proposed, but the next best (default: none).
+    logits: (n, V) fp32.   never: a token not to propose, but the best other one (default: none).
     generator: for draws.
     u: (n, 2) float64 in [0, 1), the draws of each row, made before (default: none).
     choose: another filter and draw than Dream's, (logits, u (n,)) → p (n, V), x0 (n,).

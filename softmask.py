@@ -158,7 +158,7 @@ class SoftMask(nn.Module):
         To embed a mix of one-hot vectors is to mix their rows of the table. So one-hot vectors are
         never made. Shares are rounded to the table's dtype. `embedding_bag` computes
         (shares[..., None] * table[ids]).sum(1) without the tensor (N, k+1, D). [MASK] is one more
-        token in the bag: a lookup of its own would cost one more dense (V, D) gradient.
+        token in the bag: a lookup apart from it would cost one more dense (V, D) gradient.
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
@@ -216,7 +216,7 @@ def time_gain(schedule, t, switch=0.5):
 
 
 def example():
-    """Prints SM of one masked position, with five words, and the gate λ(−H) as bars of λ/ω_s."""
+    """Prints what SM makes of one mask, with five words, and the gate λ(−H) as bars of λ/ω_s."""
     words = ["cat", "dog", "sat", "ran", "[MASK]"]
     table = torch.tensor([[1.0, 0.2], [0.8, 0.6], [-0.5, 1.0], [-0.9, 0.4], [0.0, -1.0]])  # (V, D)
     logits = torch.tensor([[2.0, 1.2, -0.5, -1.0, -torch.inf]])                            # (1, V)

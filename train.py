@@ -9,9 +9,9 @@
     python train.py owt --data=data/novels --n_layer=6 --length=256 --resume  # any field of Config
 
 Every random number is a function of what it is for: (seed, "t", step), (seed, "q", step, j), with
-steps counted from 0, and micro-batches j over all ranks. So one process with 4 micro-batches and
-two with 2 make the same run. A run that was stopped, or killed, goes on as if it had not been.
-There is no random state to save. log.jsonl has a line for each line on screen.
+steps from 0 (update 17 of the log has step 16), and micro-batches j counted over all ranks. So one
+process with 4 micro-batches and two with 2 make the same run. A run that was stopped, or killed,
+goes on as if it had not been: there is no random state to save. log.jsonl has what is on screen.
 
 Not here: the model and its loss (mdlm.py), sampling (sample.py), metrics (eval.py).
 """
