@@ -98,7 +98,7 @@ def read_safetensors(path, metadata=None):
             tensors[name] = part.view(dtype).view(entry["shape"])
     except FileNotFoundError:
         raise Refused(f"{path} does not exist")
-    except (ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
+    except (OverflowError, ValueError, KeyError, TypeError, AttributeError, RuntimeError) as e:
         raise Refused(f"{path} is truncated or not a safetensors file ({type(e).__name__}): "
                       f"fetch it again")
     if metadata is not None:

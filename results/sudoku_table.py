@@ -115,7 +115,8 @@ def main():
     for title, cells in CELLS.items():
         rows = []
         for arm, name in ARMS.items():
-            for soft, text in (True, ""), (False, ", off" if arm == "sm" else ""):
+            off = ", off" if arm in ("sm", "tied", "permuted") else ""
+            for soft, text in (True, ""), (False, off):
                 row = [[100 * x for x in shares.get((arm, cell, soft), [])] for cell in cells]
                 if any(row):
                     rows.append([name + text, *(spread(found, ".1f") for found in row)])

@@ -22,6 +22,7 @@ from sample import generate_in_order
 MASKS = torch.tensor([256, *[258] * 36, 257, 257])  # a row without its grid
 sys.path.insert(0, os.path.join(ROOT, "results"))
 
+import sudoku_table  # noqa: E402
 from exact import Posterior, posterior  # noqa: E402
 from tied import Tied  # noqa: E402
 
@@ -113,3 +114,14 @@ def test_the_shipped_model_writes_as_many_right_grids_as_is_claimed():
     right = sudoku([tok.decode(row) for row in ids.tolist()])["right"]
     assert abs(right - 0.671) < 3 * math.sqrt(0.671 * 0.329 / 128)
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
+
+
+def test_the_table_names_the_rows_without_feedback(monkeypatch, capsys):
+    shares = {(arm, "mdlm-5", soft): [0.5] for arm in ("sm", "tied", "permuted", "deep")
+              for soft in (True, False)[arm == "deep":]}
+    monkeypatch.setattr(sudoku_table, "read", lambda: ({}, shares))
+    sudoku_table.main()
+    names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()
+             if "| 50.0 (1) |" in line]
+    assert names == ["SM", "SM, off", "binary, twice as deep", "tied", "tied, off", "SM, permuted",
+                     "SM, permuted, off"]
