@@ -198,6 +198,8 @@ def test_bf16_autocast_stays_close_and_returns_fp32():
     with torch.autocast("cpu", torch.bfloat16):
         nll = model(*batch, soft=True)
         assert model.net.head(torch.randn(2, 64)).dtype == torch.float32
+        inside = model.net.time_embedding(batch[2])
+    assert torch.equal(inside, model.net.time_embedding(batch[2]))
     assert nll.dtype == torch.float32
     torch.testing.assert_close(nll, model(*batch, soft=True), rtol=0.05, atol=0.05)
 

@@ -126,7 +126,8 @@ def test_full_logits_compile_in_one_graph_under_autocast_too(k):
     torch.testing.assert_close(whole(table, x, logits), expected)
     with torch.autocast("cpu", torch.bfloat16):
         half = sm.embed(table, x, logits.bfloat16())
-    torch.testing.assert_close(half, expected, rtol=0.05, atol=0.05)
+    # only what comes in is rounded, not the mix
+    torch.testing.assert_close(half, sm.embed(table, x, logits.bfloat16()))
     assert sm.embed(table.bfloat16(), x, logits).dtype == torch.bfloat16  # the table's dtype
     rows = logits.flatten(0, 1).bfloat16()
     for out, same in zip(sm(rows), sm(rows.float())):  # λ and π are fp32 for logits of any dtype
