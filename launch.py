@@ -63,6 +63,7 @@ def check_ranges(cfg):
             low, high = getattr(part, "__metadata__", (-math.inf, math.inf))
             if isinstance(value, (int, float)) and not low <= value <= high:
                 limit = f"at most {high}" if value > high else f"at least {low}"
+                limit = "a number" if math.isnan(value) else limit
                 raise Refused(f"--{name}={value} must be {limit}")
 
 

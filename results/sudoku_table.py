@@ -102,7 +102,7 @@ def main():
             "deep": seconds["bi", 4]}
     rows = []
     for arm, each in cost.items():
-        row = [ARMS[arm], f"{1000 * each:.1f}"]
+        row = [ARMS[arm] + ", timed as SM" * (arm == "tied"), f"{1000 * each:.1f}"]
         for budget in "binary", "sm":
             step = int(6000 * cost[budget] / each) // 500 * 500
             found = [at_updates(f"{arm}-{seed}", step) for seed in range(1, 6)
