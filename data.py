@@ -324,6 +324,18 @@ def sudoku(n, split):
     return (("".join(map(str, row)), True) for row in texts.tolist())
 
 
+def sudoku_puzzles(grids, given, mask_id):
+    """Grids of which `given` random cells are left, and their ends. All others become masks.
+
+    grids: (n, 39) ids.   given: 0 to 36.   Returns (n, 39).
+    """
+    x = grids.clone()                                                                # (n, 39)
+    for i, row in enumerate(x):
+        order = torch.randperm(36, generator=rng("puzzle", i))                       # (36,)
+        row[1 + order[given:]] = mask_id
+    return x
+
+
 def openwebtext(hub, revision):
     """The stream of OpenWebText from the hub. A download that broke goes on where it was."""
     try:

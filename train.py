@@ -229,22 +229,29 @@ def check_init(ckpt, cfg, special):
 # what a first run shows
 
 
-def count_right(cfg, model, tok, x, n=256):
-    """How many of n sampled Sudokus are right: in two orders, with feedback and without.
+# Training rarely shows an empty grid, which is the hardest start. So a puzzle is filled as well.
+SHOWN = (("at random places", "random", 0), ("the surest place first", "entropy", 0),
+         ("the same, 12 cells given", "entropy", 12))
 
-    x: (L,) ids of an empty grid between its ends.
+
+def count_right(cfg, model, tok, grids):
+    """How many Sudokus a model gets right: empty ones and puzzles, with feedback and without.
+
+    grids: (n, 39) ids, of which the puzzles are made.
     """
     kinds = {True: "with feedback", False: "without"} if model.sm else {False: "without"}
-    print(f"\nwhole grids right, of {n} (± standard error), one token a call\n{'':26}"
+    print(f"\nwhole grids right, of {len(grids)} (± standard error), one token a call\n{'':28}"
           + "".join(f"{kind:16}" for kind in kinds.values()))
-    for order, text in (("random", "at random places"), ("entropy", "the surest place first")):
+    for text, order, given in SHOWN:
+        x = data.sudoku_puzzles(grids, given, model.mask_id)                         # (n, 39)
         shares = []
         for soft in kinds:
-            generators = [rng(cfg.seed, "grids", i) for i in range(n)]
-            ids, _ = generate_in_order(model, n, 36, order, 1.0, generators, x=x, soft=soft)
+            generators = [rng(cfg.seed, "grids", i) for i in range(len(x))]
+            ids, _ = generate_in_order(model, len(x), 36 - given, order, 1.0, generators, x=x,
+                                       soft=soft)
             found = sudoku([tok.decode(row) for row in ids.tolist()])
             shares.append(f"{found['right']:.2f} ± {found['right_se']:.2f}")
-        print(f"  {text:24}" + "".join(f"{share:16}" for share in shares), flush=True)
+        print(f"  {text:26}" + "".join(f"{share:16}" for share in shares), flush=True)
 
 
 def print_omega(cfg):
@@ -274,16 +281,16 @@ def demonstrate(cfg, model, bounds, held_out, meta):
         print_omega(cfg)
     x, make, steps = None, generate, cfg.length
     if grids:
-        # The ends are given. From masks alone, a model without absolute positions predicts the same
-        # everywhere, so the first token could be a digit in the place of BOS.
-        x, steps = held_out[0].clone(), 36
-        x[1:37] = cfg.mask_id
+        # The ends are always given. From masks alone, a model without absolute positions predicts
+        # the same everywhere, so the first token could be a digit in the place of BOS.
+        count_right(cfg, model, tok, held_out[:256])
+        x = data.sudoku_puzzles(held_out[:1], 12, model.mask_id)[0]                  # (39,)
+        steps = 36 - 12
         make = functools.partial(generate_in_order, order="entropy", top_p=1.0)
-        count_right(cfg, model, tok, x)
     print("\none sample; green: masks, the greener the larger λ")
     ids, _ = make(model, 1, steps, generator=[rng(cfg.seed, "demonstrate")], x=x,
                   on_step=show(tok, cfg.mask_id))
-    more = f" --order=entropy --top_p=1 --given={36 * '.'}" if grids else ""
+    more = f" --order=entropy --top_p=1 --given=1..4{'.' * 26}5....6" if grids else ""
     print(f"\n{tok.decode(ids[0].tolist())}\n"
           f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show{more}")
 

@@ -34,10 +34,7 @@ def main(cfg):
     model, tok, shares = MDLM.load(cfg.checkpoint), data.tokenizer("bytes"), {}
     grids = torch.tensor([[256, *text.encode(), 257, 257]
                           for text, _ in list(data.sudoku(2000, "val"))[:cfg.count]])  # (n, 39)
-    x = grids.clone()
-    for i, row in enumerate(x):
-        order = torch.randperm(36, generator=data.rng("puzzle", i))                # (36,)
-        row[1 + order[cfg.given:]] = model.mask_id
+    x = data.sudoku_puzzles(grids, cfg.given, model.mask_id)                       # (n, 39)
     for soft in (True, False) if model.sm else (False,):
         generators = [data.rng("sample", 1, i) for i in range(cfg.count)]
         ids, _ = generate_in_order(model, cfg.count, 36 - cfg.given, "entropy", 1.0, generators,

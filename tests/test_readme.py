@@ -236,7 +236,6 @@ def folder(tmp_path, monkeypatch):
     library = importlib.import_module("data").stdlib_files()
     monkeypatch.setattr("data.stdlib_files", lambda: library[:60])
     monkeypatch.setitem(importlib.import_module("data").PRESETS["sudoku"], "grids", 300)
-    monkeypatch.setattr("train.count_right.__defaults__", (4,))
     start("data", ["novels.jsonl", "--val_docs=9", "--tokenizer=bytes", "--out=data/owt"])
     start("train", ["--out_dir=pretrained", "--p_sm=0", "--data=data/owt", *SMALL])
     os.rename("pretrained/last.pt", "mdlm.ckpt")

@@ -84,19 +84,19 @@ def test_the_quickstart_shows_the_entropy_omega_and_right_grids(tmp_path, monkey
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setitem(data.PRESETS["sudoku"], "grids", 64)
-    monkeypatch.setattr(train.count_right, "__defaults__", (4,))
     cut = dict(steps=2, n_layer=1, n_embd=16, n_head=2, eval_rows=4, device="cpu")
     cfg = train.Config(**train.PRESETS["quickstart"] | cut)
     assert (cfg.omega_s, cfg.omega_a, cfg.omega_b) == (1e-6, 10 / 1.5, -0.75)
     train.train(cfg)
     out = capsys.readouterr().out
     for part in ("nats per grid (the entropy is 17.15)", "with feedback", "without", "ω_s",
-                 "whole grids right, of 4", "at random places", "the surest place first"):
+                 "whole grids right, of 4", "at random places", "the surest", "12 cells given"):
         assert part in out, part
     made = os.stat("data/sudoku/train.bin").st_mtime_ns
     data.prepare_preset("data/sudoku")  # there already
     assert os.stat("data/sudoku/train.bin").st_mtime_ns == made
-    train.count_right(cfg, MDLM(small(soft_mask=False)), data.tokenizer("bytes"), MASKS, n=2)
+    grids = MASKS.clamp(max=257)[None]
+    train.count_right(cfg, MDLM(small(soft_mask=False)), data.tokenizer("bytes"), grids)
     assert "with feedback" not in capsys.readouterr().out
     line = {"step": 7, "omega_s": 0.5, "omega_a": 1, "omega_b": -2, "lam": 0.25}
     append_jsonl(f"{cfg.out_dir}/log.jsonl", {"step": 6, "val_soft": 1}, line)
@@ -125,3 +125,13 @@ def test_the_table_names_the_rows_without_feedback(monkeypatch, capsys):
              if "| 50.0 (1) |" in line]
     assert names == ["SM", "SM, off", "binary, twice as deep", "tied", "tied, off", "SM, permuted",
                      "SM, permuted, off"]
+
+
+def test_a_puzzle_keeps_the_given_cells_and_the_ends():
+    grids = torch.arange(78).view(2, 39)
+    for given in (0, 12, 36):
+        x = data.sudoku_puzzles(grids, given, 99)
+        kept = x == grids
+        assert kept.sum(1).tolist() == [given + 3] * 2 and kept[:, [0, 37, 38]].all()
+        assert (x[~kept] == 99).all()
+    assert not torch.equal(*(data.sudoku_puzzles(grids, 12, 99) == grids))
