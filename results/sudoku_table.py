@@ -19,8 +19,14 @@ sys.path.insert(0, os.path.dirname(HERE))
 from data import SUDOKU_NATS  # noqa: E402
 from launch import read_json, read_jsonl  # noqa: E402
 
-ARMS = {"exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": "binary, twice as deep",
-        "tied": "tied", "permuted": "SM, permuted"}
+ARMS = {
+    "exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": "binary, twice as deep",
+    "deepsm": "SM, twice as deep", "tied": "tied", "permuted": "SM, permuted", "k1": "SM, k = 1",
+    "k6": "SM, k = 6", "kV": "SM, k = |V|", "p05": "SM, p_sm = 0.5", "p10": "SM, p_sm = 1",
+    "ours": "SM, ω from 0.5, 1, −2.8", "constant1": "constant λ = 0.1",
+    "constant3": "constant λ = 0.3", "constant5": "constant λ = 0.5",
+    "renorm": "SM, mix on the sphere", "slerp": "SM, slerp",
+    "cont-binary": "binary", "cont-sm": "SM"}
 CELLS = {
     "One or two cells a call": {
         "random-36": "any, one", "random-18": "any, two", "entropy-36": "surest, one",
@@ -43,6 +49,8 @@ def spread(values, form=".3f"):
 
 
 def table(heads, rows):
+    if not rows:
+        return
     print("\n| " + " | ".join(heads) + " |\n|---" + "|--:" * (len(heads) - 1) + "|")
     for row in rows:
         print("| " + " | ".join(row) + " |")
@@ -53,7 +61,7 @@ def read():
     bounds, shares = {}, {}
     for path in sorted(glob.glob(f"{HERE}/sudoku/*.json")):
         run, _, cell = os.path.basename(path).removesuffix(".json").partition(".")
-        arm, _, seed = run.partition("-")
+        arm, _, seed = run.rpartition("-") if "-" in run else (run, "", "")
         if arm not in ARMS or ".step-" in cell:
             continue
         result = read_json(path)
@@ -77,21 +85,31 @@ def at_updates(run, step):
             return line.get("val_soft", line["val_plain"])
 
 
+def bounds_table(title, bounds, arms, base):
+    """A row per arm: its bound with feedback and without, and how far it is above two others.
+
+    base: an arm to compare with, in pairs of a seed, which have the same rows, times and masks.
+    """
+    rows = []
+    for arm in arms:
+        own = {seed: kinds for (other, seed), kinds in bounds.items() if other == arm}
+        on = {seed: kinds.get("soft", kinds["binary"]) for seed, kinds in own.items()}
+        off = [kinds["binary"] for kinds in own.values() if "soft" in kinds]
+        gap = [nats - SUDOKU_NATS / 39 for nats in on.values()]
+        above = [nats - min(bounds[base, seed].values()) for seed, nats in on.items()
+                 if arm != base and (base, seed) in bounds]
+        if own:
+            rows.append([ARMS[arm], *map(spread, (list(on.values()), off, gap, above))])
+    heads = [title, "nats per token", "off", "above the entropy", f"above {ARMS[base]}"]
+    table(heads, rows)
+
+
 def main():
     bounds, shares = read()
-    rows = []
-    for arm, name in ARMS.items():
-        own = [kinds for (other, _), kinds in bounds.items() if other == arm]
-        on = [kinds.get("soft", kinds["binary"]) for kinds in own]
-        off = [kinds["binary"] for kinds in own if "soft" in kinds]
-        # Of the same seed, which has the same rows, times and masks
-        gain = [kinds.get("soft", kinds["binary"]) - bounds["sm", seed]["soft"]
-                for (other, seed), kinds in bounds.items()
-                if other == arm != "sm" and ("sm", seed) in bounds]
-        if own:
-            gap = [nats - SUDOKU_NATS / 39 for nats in on]
-            rows.append([name, spread(on), spread(off), spread(gap), spread(gain)])
-    table(["after 6,000 updates", "nats per token", "off", "above the entropy", "above SM"], rows)
+    continued = [arm for arm in ARMS if arm.startswith("cont-")]
+    scratch = [arm for arm in ARMS if arm not in continued]
+    bounds_table("after 6,000 updates", bounds, scratch, "sm")
+    bounds_table("6,000 binary updates, then 4,000", bounds, continued, "cont-binary")
 
     seconds = {}
     for layers in 2, 4:
@@ -99,7 +117,7 @@ def main():
         for kind in "binary", "SM, p_sm = 0.8 (expected)":
             seconds[kind[:2], layers] = timed[kind]["seconds"]
     cost = {"binary": seconds["bi", 2], "sm": seconds["SM", 2], "tied": seconds["SM", 2],
-            "deep": seconds["bi", 4]}
+            "deep": seconds["bi", 4], "deepsm": seconds["SM", 4]}
     rows = []
     for arm, each in cost.items():
         row = [ARMS[arm] + ", timed as SM" * (arm == "tied"), f"{1000 * each:.1f}"]
@@ -108,16 +126,17 @@ def main():
             found = [at_updates(f"{arm}-{seed}", step) for seed in range(1, 6)
                      if (arm, str(seed)) in bounds]
             row += [f"{step:,}", spread([nats for nats in found if nats])]
-        rows.append(row)
+        if any(row[3::2]):
+            rows.append(row)
     table(["equal seconds", "ms an update", "updates", "nats, in the time of 6,000 binary ones",
            "updates", "nats, in the time of 6,000 of SM"], rows)
 
     for title, cells in CELLS.items():
         rows = []
         for arm, name in ARMS.items():
-            off = ", off" if arm in ("sm", "tied", "permuted") else ""
-            for soft, text in (True, ""), (False, off):
-                row = [[100 * x for x in shares.get((arm, cell, soft), [])] for cell in cells]
+            on, off = ([[100 * x for x in shares.get((arm, cell, soft), [])] for cell in cells]
+                       for soft in (True, False))
+            for row, text in (on, ""), (off, ", off" * any(on)):
                 if any(row):
                     rows.append([name + text, *(spread(found, ".1f") for found in row)])
         table([title, *cells.values()], rows)
