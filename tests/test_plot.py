@@ -135,6 +135,8 @@ def test_other_files_than_wanted_are_refused(tmp_path):
     for cell in ["a"], ["a", 0.5, -1.0, [["b"]]], [1, None], ["a", "b"]:
         log(tmp_path / "a", [cell])
         refused("no trajectory", plot.trajectory_page, path, 0)
+    log(tmp_path / "a", [["a", None]], [["a", None]] * 2)  # steps of one cell and of two
+    refused("no trajectory", plot.trajectory_page, path, 0)
 
 
 def test_bounds_are_averaged_over_seeds(tmp_path):
