@@ -100,7 +100,7 @@ class Config:
 
 
 PRESETS = {
-    # ω starts where feedback shows at once. From the paper's start, ω_s needs hundreds of updates
+    # ω starts where feedback shows at once. From the paper's start, ω_s needs about 1,000 updates
     # to be seen at all (results/README.md).
     "tiny": dict(model="out/tiny_dream/model", data="out/tiny_dream/dialogues.jsonl",
                  out="out/tiny_dream", steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5,

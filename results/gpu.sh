@@ -19,7 +19,7 @@ if [ "$size" = toy ]; then
     updates=64 more=16 rows=16 count=2 steps=16 device=cpu
 else
     out=${OUT:-results/bench} work=${WORK:-out/gpu} bench=gpu
-    # 25M parameters, 98M bytes of input: some epochs of 10 to 50 MB of text
+    # 29M parameters, 98M bytes of input: some epochs of 10 to 50 MB of text
     model="--n_layer=8 --n_head=8 --n_embd=512 --n_cond=128 --length=256 --device=cuda"
     model="$model --batch_size=64 --micro_batch=64 --warmup=200 --log_every=50 --save_every=1000"
     updates=6000 more=2000 rows=2048 count=128 steps=256 device=cuda
