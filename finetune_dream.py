@@ -464,7 +464,9 @@ def finetune(cfg):
     train, val, dropped, digest = load_dialogues(cfg, tok, mask_id, master)
     source = {"dialogues": digest, "base": dream.fingerprint()}
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-    cfg = replace(cfg, steps=cfg.steps or by_epochs)
+    # finetune.json says what was asked for. An epoch has other numbers of updates for other seeds,
+    # because of the filters. With those in it, eval_dream.py would not average the seeds.
+    asked, cfg = cfg, replace(cfg, steps=cfg.steps or by_epochs)
     start, metrics = 0, {}
     if going_on:
         ckpt = checkpoint.load(last)
@@ -548,7 +550,7 @@ def finetune(cfg):
         if score < out.get("best", math.inf):
             out["best"] = score
             if master:
-                save_adapter(os.path.join(cfg.out, "best"), dream, sm, cfg)
+                save_adapter(os.path.join(cfg.out, "best"), dream, sm, asked)
         return out
 
     def describe(sums, updates, seconds, norm):
@@ -572,7 +574,7 @@ def finetune(cfg):
             checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done,
                             seed=cfg.seed, keys=data.KEYS, metrics=metrics, data=source,
                             model=weights, optimizer=optimizer.state_dict())
-            save_adapter(os.path.join(cfg.out, "last"), dream, sm, cfg)
+            save_adapter(os.path.join(cfg.out, "last"), dream, sm, asked)
 
     def due(every):
         return done % every == 0 or done == cfg.steps

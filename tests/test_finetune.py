@@ -18,6 +18,7 @@ import torch.nn.functional as F
 import checkpoint
 import conftest
 import dora
+import eval_dream
 import finetune_dream as ft
 import launch
 import mdlm
@@ -469,6 +470,19 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
     with open(data, "a") as f:
         f.write(json.dumps({"messages": turns("hello", "something else")}) + "\n")
     refused(r"cannot resume: dialogues \(\w{16} there, \w{16} here\)", finetune, cfg)
+
+
+def test_seeds_whose_filters_leave_unlike_numbers_are_averaged(cfg):
+    """An epoch has other updates then, but their results are of one row of Table 3."""
+    updates, groups = set(), []
+    for seed in 1, 2:
+        run = replace(cfg, steps=0, seed=seed, n_train=12, max_length=76, batch_size=1,
+                      out=f"{cfg.out}-{seed}")
+        finetune(run)
+        updates.add(checkpoint.load(f"{run.out}/last.pt")["step"])
+        answers = eval_dream.Config(adapter=f"{run.out}/best", seed=seed)
+        groups.append(eval_dream.group(answers, "1/1", "SM k=1", "", 256))
+    assert len(updates) == 2 and groups[0] == groups[1] and groups[0]["FT"] == "1.0 epochs"
 
 
 def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
