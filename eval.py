@@ -144,8 +144,8 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     model: MDLM, which is in eval mode meanwhile.   rows: (n, L) ids, on the CPU.
     soft: with feedback, in two passes.   repeats: draws of t and x_t per row.
     rank, world: this process takes every world-th batch, in all m of the n rows.
-    floor: of times and of α. The default is the published convention, about 0.1 % too small; with 0
-        the expectation is the bound itself (tests/test_bound.py enumerates both).
+    floor: of times and of α. The default is the published convention, 0.1 to 0.3 % too small; with
+        0 the expectation is the bound itself (tests/test_bound.py enumerates both).
     Returns three (m,) float64 tensors, means over the repeats: the bound in nats, and for the same
     masks the cross-entropy without the weight 1/t, in nats, and the number of masks.
     Raises Refused where the bound is not a number.

@@ -247,6 +247,7 @@ class DiT(nn.Module):
     def head(self, h):
         """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code].
 
+        Under bf16 autocast, the product rounds their values to bf16 [code].
         [MASK] has a bias of −1e6, so that its p and its gradient are 0. Writing −inf into the
         logits would cost one more pass over an (n, V) tensor.
         """
@@ -437,9 +438,9 @@ class MDLM(TwoPass):
         x_t alone. For the sampler of Alg. 2 it is no bound: that one makes a single pass, with the
         feedback of the step before, and pass 1 of the loss is only a proxy of it (§3.2).
 
-        ALPHA_FLOOR makes the mean too small by about 0.1 %: t stays above the floor, and 1 − α
-        below 1. The released code does the same, so numbers compare [code]. `eval.bound` can
-        compute it without the floor.
+        ALPHA_FLOOR makes the mean too small by 0.1 to 0.3 %: t stays above the floor, and 1 − α
+        below 1, where a token costs most. The released code does the same, so numbers compare
+        [code]. `eval.bound` can compute it without the floor.
         """
         B, L = xt.shape
         nll, rows = self.token_nll(x0, xt, t, soft)                            # (N,), (N,)
