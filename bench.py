@@ -49,7 +49,7 @@ import launch
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream, objective
-from launch import Count, Refused, progress, write_text
+from launch import Count, Refused, Share, Size, progress, write_text
 from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
 from sample import generate
 from sample_dream import decode, decode_blocks, pad_prompts
@@ -74,6 +74,8 @@ class Config:
     steps: Count = 0              # T of a sequence that is sampled alone
     many: Count = 0               # sequences that are sampled together
     many_steps: Count = 0         # and their T, smaller on a GPU because such a step takes long
+    n_cond: Size = 128
+    dropout: Share = 0.1          # in training
     k: int | None = 3
     top_p: float = 0.9
     sharpness: float = 3.5        # standard deviation of the random logits
@@ -205,7 +207,7 @@ def print_table(title, rows, note=""):
 
 def build(cfg, device, **changes):
     """A random MDLM whose feedback is as strong as after training.   changes: to ModelConfig."""
-    names = ("n_layer", "n_head", "n_embd", "vocab_size", "length", "k")
+    names = ("n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "length", "dropout", "k")
     sizes = {name: getattr(cfg, name) for name in names} | changes
     mask_id = sizes["vocab_size"] - 1
     model = MDLM(ModelConfig(**sizes, mask_id=mask_id, omega_s=0.5, omega_a=1.0, omega_b=-5.0))

@@ -71,7 +71,8 @@ def test_hours_are_tokens_by_rate(capsys):
 
 def test_flops_are_those_of_the_matrices():
     cfg = Config(**QUICK)
-    model, L = bench.build(cfg, CPU, dropout=0.0), cfg.length
+    model, L = bench.build(replace(cfg, dropout=0.0, n_cond=8), CPU), cfg.length
+    assert model.cfg.n_cond == 8
     emb = model.net.table[torch.zeros(2, L, dtype=torch.long)].detach()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         h = model.net.trunk(emb, torch.full((2,), 0.5))
