@@ -200,7 +200,8 @@ def cells(cfg, length):
     blocks = (cfg.blocks or str(cfg.block)).split(",")
     for budget, block in itertools.product(cfg.nfe.split(","), blocks):
         try:
-            steps, block = Fraction(budget) * L, int(block)
+            budget, block = Fraction(budget), int(block)
+            steps = budget * L
         except (ValueError, ZeroDivisionError):
             raise Refused(f"nfe {budget!r} and block {block!r} must be numbers: "
                           "--nfe=1/4,1/2,1/1 --blocks=16,32")
@@ -209,7 +210,7 @@ def cells(cfg, length):
                           "choose a divisor")
         cell = replace(cfg, gen_len=L, steps=int(steps), block=block)
         check(**asdict(cell))
-        grid.append((budget, cell))
+        grid.append(("{}/{}".format(*budget.as_integer_ratio()), cell))
     return grid
 
 
@@ -232,12 +233,17 @@ def responder(cfg, tasks):
     return dream, tok.chat, feedback_label(cfg, sm)
 
 
-def cell_name(cell, data):
-    """Path of a cell's files, without ending: a hash of all that shapes its answers is in it."""
+def cell_name(cell, data, contents=True):
+    """Path of a cell's files, without ending: a hash of all that shapes its answers is in it.
+
+    contents: also what the folders of model and adapter hold. A result's name goes without, so that
+        the result of an adapter after more training replaces the one before. With two names, the
+        table would take them for two seeds.
+    """
     rest = ("out", "timeout", "confirm_run_unsafe_code", "nfe", "blocks", "data")
     shaping = {name: value for name, value in asdict(cell).items() if name not in rest}
     files = []  # after more training the same folder is another model
-    for folder in filter(os.path.isdir, (cell.model, cell.adapter)):
+    for folder in filter(os.path.isdir, (cell.model, cell.adapter) if contents else ()):
         for e in os.scandir(folder):
             files.append((e.path, e.stat().st_size, e.stat().st_mtime_ns))
     digest = hashlib.sha256(repr((shaping, sorted(files), data)).encode()).hexdigest()
@@ -275,7 +281,7 @@ def record(cell, budget, kind, column, data, length, **result):
               "group": group(cell, budget, kind, data, length), "git": git_version(),
               "torch": torch.__version__, "python": sys.version.split()[0],
               "machine": torch.cuda.get_device_name() if gpu else platform.machine()}
-    write_text(cell_name(cell, data) + ".json", json.dumps(result, indent=1))
+    write_text(cell_name(cell, data, contents=False) + ".json", json.dumps(result, indent=1))
     return result
 
 
@@ -312,6 +318,8 @@ def evaluate(cfg):
     The answers of a cell are in a file that is named by everything that shapes them. So the same
     command goes on where it was stopped, and another one never takes answers that are not its own.
     """
+    # One name for one folder, or two results of it would count as seeds.
+    cfg = replace(cfg, model=cfg.model.rstrip("/"), adapter=cfg.adapter.rstrip("/"))
     lm_eval, loaded = load_tasks(cfg)
     tasks, results = loaded["tasks"], []
     docs = [doc for task in tasks.values() for doc in task.eval_docs]

@@ -488,7 +488,7 @@ class Log:
     def __init__(self, path, start, steps, master):
         self.path, self.start, self.steps, self.master = path, start, steps, master
         self.done, self.sums, self.text = start, {}, ""
-        self.bar, self.latest = None, {}
+        self.bar, self.latest, self.before = None, {}, 0.0
         self.began = self.last = time.time()
 
     def begin(self):
@@ -497,6 +497,8 @@ class Log:
             lines = [v for v in read_jsonl(self.path, skip_broken=True) if isinstance(v, dict)]
             kept = [v for v in lines if v.get("step", math.inf) <= self.start]
             write_text(self.path, "".join(json.dumps(v) + "\n" for v in kept if self.start))
+            if kept and self.start:  # the seconds of a run that was stopped go on
+                self.before = kept[-1].get("seconds", 0.0)
 
     def updates(self):
         """Yields the numbers, from start on, of the updates left to make. It draws the bar."""
@@ -539,7 +541,8 @@ class Log:
 
     def write(self, line):
         """Append a dict to log.jsonl. A full disk loses this line, but does not end the run."""
-        line = {**line, "seconds": time.time() - self.began}
+        seconds = time.time() - self.began
+        line = {**line, "seconds": self.before + seconds}
         if self.master:
             try:
                 append_jsonl(self.path, line)
@@ -552,7 +555,7 @@ class Log:
         numbers = "  ".join(f"{name} {v:,.0f}" if v >= 1000 else f"{name} {v:.4g}"
                             for name, v in zip(names, map(self.latest.get, names)))
         updates = max(1, self.done - self.start)
-        left = duration(line["seconds"] / updates * (self.steps - self.done)) + " left"
+        left = duration(seconds / updates * (self.steps - self.done)) + " left"
         self.text = f"update {self.done:,} of {self.steps:,}  {numbers}  {left}"
         if self.bar is not None:
             self.text = f"{left}  {numbers}"

@@ -460,6 +460,9 @@ class MDLM(TwoPass):
         if ckpt["kind"] != "mdlm":
             raise Refused(f"{path} holds a {ckpt['kind']}, not an MDLM: sample_dream.py and "
                           f"eval_dream.py take adapters of Dream")
+        if not (ema or ckpt.get("ema")):
+            raise Refused(f"{path} holds one set of weights, which in step-N.pt and in published "
+                          f"files is the average: --ema=False needs both, as in last.pt")
         known = {f.name for f in dataclasses.fields(ModelConfig)}
         try:
             model = cls(ModelConfig(**{k: v for k, v in ckpt["config"].items() if k in known}))

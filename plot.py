@@ -137,6 +137,8 @@ def entries(path):
             return []
         values, evaluation = result["values"], result["evaluation"]
         settings = evaluation | result["settings"] | {"references": values.get("references")}
+        cost = {k: v for k, v in settings.get("training", {}).items() if k != "start"}
+        settings |= {"cost of training": cost} if cost else {}
         label = evaluation["label"] or settings["checkpoint"]
         if result["metric"] in ("ppl", "zero_shot"):
             feedback = "soft" if "soft" in values else "binary"
@@ -180,6 +182,9 @@ def read_cells(pattern):
             for field in ALIKE + METRICS[metric][2] + OF_MODELS * (row[0] != "data"):
                 check_alike(first.setdefault((compared, field), made), made, [field], "table")
             check_alike(first.setdefault(row, made), made, IN_A_ROW, "row, --label")
+            # Not where a checkpoint is gone. An SM model without feedback is no binary model.
+            if cost := settings.keys() & {"cost of training"}:
+                check_alike(first.setdefault((row, "cost"), made), made, cost, "row, --label")
             check_alike(first.setdefault((row, column), made), made, IN_A_CELL, "row, --label")
             cells.setdefault(row, {}).setdefault(column, {})[measured] = value
     return cells, {row: first[row][1] for row in cells}
@@ -244,17 +249,27 @@ def bound_results(pattern):
     A result: updates, ppl, and in nats per token gain (feedback on below off), below (this model
     below that of --against) and its error over rows, se. They are None where not measured.
     """
-    groups = {}
+    groups, first = {}, {}
     for path in files(pattern):
         with reading(path, "is not a result of `eval.py ppl`: correct the pattern"):
             result = read_json(path)
-            values, label = result["values"], result["evaluation"]["label"]
+            values, settings = result["values"], result["evaluation"] | result["settings"]
+            measured = result["evaluation"]["checkpoint"]
+            row = "soft" in values, settings["label"] or measured
             below = values.get("below_against", {})
-            groups.setdefault(("soft" in values, label), []).append({
-                "updates": result["settings"]["step"],
-                "ppl": (values.get("soft") or values["binary"])["ppl"],
-                "gain": values.get("gain", {}).get("nats_per_token"),
-                "below": below.get("nats_per_token"), "se": below.get("nats_per_token_se")})
+            found = {"updates": settings["step"],
+                     "ppl": (values.get("soft") or values["binary"])["ppl"],
+                     "gain": values.get("gain", {}).get("nats_per_token"),
+                     "below": below.get("nats_per_token"), "se": below.get("nats_per_token_se")}
+        made = path, settings
+        fields = ALIKE + METRICS["ppl"][2] + OF_MODELS
+        check_alike(first.setdefault("table", made), made, fields, "table")
+        check_alike(first.setdefault(row, made), made, ["step"], "row, --label")
+        other, _ = first.setdefault((row, measured), made)
+        if other != path:
+            raise Refused(f"{other} and {path} are both of {measured}, which is one seed: "
+                          "give one of them")
+        groups.setdefault(row, []).append(found)
     return groups
 
 
@@ -500,6 +515,12 @@ def log_series(patterns, needed):
     return series
 
 
+def common_steps(points):
+    """The updates that all seeds have, in order. Of Dream, the last one differs by the filters."""
+    seeds = max(map(len, points.values()), default=0)
+    return sorted(step for step in points if len(points[step]) == seeds)
+
+
 def over_updates(series, quantities, more=0):
     """A figure with a panel for each quantity that a run has, and `more` empty ones.
 
@@ -511,8 +532,7 @@ def over_updates(series, quantities, more=0):
     for label, style in styles(series).items():
         for ax, quantity in zip(axes, shown):
             points = series[label][quantity]
-            seeds = max(map(len, points.values()), default=0)
-            steps = sorted(step for step in points if len(points[step]) == seeds)
+            seeds, steps = max(map(len, points.values()), default=0), common_steps(points)
             mean = np.array([statistics.mean(points[step]) for step in steps])
             sd = np.array([statistics.stdev(points[step]) if seeds > 1 else 0 for step in steps])
             if steps:
@@ -556,7 +576,7 @@ def learned(patterns):
     neg_entropy = np.linspace(-8, 0, 161)
     for label, style in styles(series).items():
         quantities = series[label]
-        steps = sorted(quantities["omega_s"])
+        steps = common_steps(quantities["omega_s"])
         for part in range(4):
             step = steps[(len(steps) - 1) * part // 3]
             s, a, b = (statistics.mean(quantities[name][step]) for name in OMEGA)
@@ -750,10 +770,10 @@ def throughput_series(folder):
         raise Refused(f"{folder} has no results with a block length: run eval_dream.py with "
                       f"--blocks=16,32,… first")
     named = "block", "feedback", "threshold", "budget"
-    differ = [key for key in differing([r["group"] for r in results]) if key not in named]
+    groups = [r["group"] | {"machine": r["machine"]} for r in results]  # two have two speeds
+    differ = [key for key in differing(groups) if key not in named]
     series = {}
-    for r in results:
-        group = r["group"]
+    for r, group in zip(results, groups):
         budget = f"p ≥ {group['threshold']}" if group["threshold"] else f"NFE {group['budget']}"
         rest = [f"{key}={group[key]}" for key in differ if key in group]
         label = ", ".join([r["column"], group["feedback"], budget, *rest])

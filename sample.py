@@ -19,6 +19,7 @@ written for any backbone (sample_dream.py).
 """
 
 import functools
+import hashlib
 import json
 import os
 from dataclasses import dataclass
@@ -412,11 +413,20 @@ def puzzle_ids(given, tok, special, L):
     return torch.tensor([special["bos"], *cells, special["eos"], special["eos"]])
 
 
+def digest(model):
+    """A hash of the weights. Another run may have the same path and the same step."""
+    found = hashlib.sha256()
+    for tensor in model.state_dict().values():
+        found.update(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
+    return found.hexdigest()[:12]
+
+
 def existing_texts(path, settings, seed):
     """{index: text} of the samples in `path` that have these settings and this seed."""
+    known = {"weights": settings["weights"]}  # older files of samples do not name them
     try:
         return {line["index"]: line["text"] for line in read_jsonl(path, repair=True)
-                if (line["settings"], line["seed"]) == (settings, seed)}
+                if (known | line["settings"], line["seed"]) == (settings, seed)}
     except (Refused, KeyError, TypeError):
         raise Refused(f"{path} holds something else than samples: choose another --out")
 
@@ -469,7 +479,7 @@ def main(cfg):
     given = {name: getattr(cfg, name) for name in ("checkpoint", "ema", "prompt", "infill")}
     given |= {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b", "given")
               if getattr(cfg, name) not in (None, "")}
-    settings = how | given
+    settings = how | given | {"weights": digest(model)}
     settings |= {"step": model.info["step"], "tokenizer": tok.name, "length": L,
                  "dtype": str(dtype or torch.float32).removeprefix("torch.")}
     make = functools.partial(generate, **how)

@@ -19,6 +19,7 @@ Not here: the model and its loss (mdlm.py), sampling (sample.py), metrics (eval.
 import contextlib
 import copy
 import functools
+import glob
 import os
 from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
@@ -340,6 +341,9 @@ def train(cfg):
         with refused_if_odd(last):
             model.load_state_dict(ckpt["model"])
         start, metrics = ckpt["step"], ckpt["metrics"]
+        # Its files go on to say where it began, whatever the flags are now.
+        names = "init_from", "omega_s", "omega_a", "omega_b"
+        cfg = replace(cfg, **{name: ckpt["config"][name] for name in names})
     elif cfg.init_from:  # raw weights and a new optimizer [code]; ω is new if the file has none
         initial = checkpoint.load(cfg.init_from)
         check_init(initial, cfg, meta["tokenizer"])
@@ -495,8 +499,10 @@ def train(cfg):
     with alone, launch.signals() as caught:
         log.begin()
         if master and not start and os.path.exists(last):
-            # If this run is killed before its first save, --resume must not find the old run.
-            os.remove(last)
+            # If this run is killed before its first save, --resume must not find the old run. Nor
+            # must anyone take a step-N.pt of it that this run has not reached.
+            for path in [last, *glob.glob(os.path.join(glob.escape(cfg.out_dir), "step-*.pt"))]:
+                os.remove(path)
         if master:
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
                   f"{dtype or 'float32'}; {n:,} rows of {cfg.length}, {cfg.batch_size} a step = "

@@ -356,7 +356,9 @@ def test_crippled_checkpoints_load_or_are_refused(tmp_path):
     ckpt = {name: whole[name] for name in ("state_dict", "ema", "global_step")}
     for change in (dict(ema=None), dict(hyper_parameters=None)):
         torch.save(ckpt | change, path)
-        assert same(MDLM.load(path, ema=False), model)
+        assert same(MDLM.load(path, ema="ema" in change), model)
+    torch.save(ckpt | dict(ema=None), path)
+    refused("holds one set of weights", MDLM.load, path, ema=False)
     few = {"backbone.vocab_embed.embedding": torch.ones(3, 4)}
     shadow = ckpt["ema"]["shadow_params"][1:]
     for change, message in ((dict(hyper_parameters=[1]), "not a checkpoint"),

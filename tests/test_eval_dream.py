@@ -383,6 +383,11 @@ def test_other_settings_or_another_adapter_are_other_answers(config, tmp_path):
     (tmp_path / "adapter_model.safetensors").write_text("trained on")
     names.append(E.cell_name(replace(cfg, adapter=adapter), "d"))
     assert len(set(names)) == len(names) == 12
+    cell = replace(cfg, adapter=adapter)
+    before = E.cell_name(cell, "d", contents=False)
+    (tmp_path / "adapter_model.safetensors").write_text("trained on still")
+    assert E.cell_name(cell, "d", contents=False) == before  # its result replaces the older one
+    assert E.cells(replace(cfg, gen_len=8, nfe="0.25"), 8)[0][0] == "1/4"
     assert E.cell_name(replace(cfg, confirm_run_unsafe_code=False, timeout=1.0), "d") == names[0]
 
 
@@ -455,6 +460,14 @@ def test_results_of_other_settings_or_training_are_other_rows_and_other_curves(r
         points = sum(plot.throughput_series(results.folder).values(), [])
         assert sorted(score for _, _, score in points) == [15, 40], (flags, training)
         shutil.rmtree(results.folder)
+
+
+def test_machines_are_other_curves(results, monkeypatch):
+    for machine in "x", "y":
+        monkeypatch.setattr(E.platform, "machine", lambda name=machine: name)
+        results("HumanEval", 10.0, "SM k=1", {}, block=64)
+    assert sorted(plot.throughput_series(results.folder)) == [
+        f"HumanEval, SM k=1, NFE 1/4, machine={machine}" for machine in "xy"]
 
 
 def test_feedback_other_problems_and_unknown_training_keep_results_apart(results, tmp_path):

@@ -309,6 +309,11 @@ def test_log_begins_where_the_run_goes_on(tmp_path):
         assert path.read_text() == text
         Log(str(path), start, 9, master=True).begin()
         assert read_jsonl(path) == kept
+    path.write_text('{"step": 2, "seconds": 60}\n')
+    log = Log(str(path), 2, 9, master=True)
+    log.begin()
+    log.write({"step": 3})  # its time is that of the whole run
+    assert 60 < read_jsonl(path)[1]["seconds"] < 90
 
 
 def test_log_sums_until_it_is_collected(tmp_path, capsys):

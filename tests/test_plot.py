@@ -110,6 +110,9 @@ def test_results_that_do_not_compare_are_refused(tmp_path):
         result_file(two, 2.0, label="1M", **{key: b})
         message = rf"a.json and .*b.json differ in {key} \({a}, {b}\): .* one {place}$"
         refused(message, plot.table, pattern)
+    for path, passes in (one, 9.0), (two, 16.2):  # a binary model, and one with SM that is off
+        result_file(path, 1.0, label="1M", soft=False, training={"start": "", "passes": passes})
+    refused("differ in cost of training", plot.table, pattern)
     result_file(one, math.nan)
     refused("gen_ppl in .*a.json is nan", plot.table, pattern)
     refused("give one of --table, --bounds, --logs", plot.main, plot.Config(runs="a", curves="b"))
@@ -155,6 +158,18 @@ def test_bounds_are_averaged_over_seeds(tmp_path):
         ["", "binary", "binary", "2k", "9.50"], ["", "soft", "soft", "2k", "7.50"],
         ["", "gain", "", "", "-2.00"]]
     refused("run eval.py ppl with --against", plot.ablation, f"{tmp_path}/binary.json")
+    both = f"{tmp_path}/2.json,{tmp_path}/x.json"
+    for more, message in ({"n": 9}, r"differ in n \(5000, 9\)"), ({"step": 9}, "differ in step"):
+        result_file(tmp_path / "x.json", values | {"soft": {"ppl": 1}}, "ppl", label="SM",
+                    **{"step": 1400} | more)
+        refused(message, plot.bounds, both)
+    result_file(tmp_path / "x.json", values, "ppl", label="soft", step=2000)
+    twice = (tmp_path / "x.json").read_text().replace("x.json", "soft.json")
+    (tmp_path / "x.json").write_text(twice)  # such as one with --against, and one without
+    refused("soft.json and .*x.json are both of .*soft.json", plot.bounds, f"{tmp_path}/[sx]*.json")
+    result_file(tmp_path / "x.json", values, "ppl", step=1)  # no label: that of the checkpoint
+    assert cells(plot.bounds(f"{tmp_path}/x.json"), 2)[0][0] == f"{tmp_path}/x.json"
+    (tmp_path / "x.json").unlink()
     drawing()
     [ax] = plot.ablation(f"{tmp_path}/*.json").axes  # a dot for a seed, a bar for its error
     assert ax.containers[0][0].get_xdata().tolist() == [0.02, 0.04]
@@ -265,6 +280,8 @@ def test_figures_are_drawn(logs, page, tmp_path, monkeypatch):
 def test_learned_parameters_are_drawn_with_the_gate_that_they_make(logs, tmp_path):
     """Fig. 8: four panels, five where k = |V|. The last one is Eq. 3 of the logged ω."""
     drawing()
+    with open(tmp_path / "sm-2.jsonl", "a") as f:  # an update that the other seed does not have
+        f.write('{"step": 11, "omega_s": 0.9, "omega_a": 9, "omega_b": -9}\n')
     panels = plot.learned(logs).axes
     assert [ax.get_ylabel() for ax in panels] == ["ω_s", "ω_a (1/nat)", "ω_b (nats)", "λ"]
     assert panels[1].lines[0].get_xydata().tolist() == [[5, 6], [10, 6]]  # means over two seeds

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import checkpoint
 import data
+import eval as evaluation
 import oracles
 import sample
 from conftest import GOLDEN, gen, refused, spy
@@ -374,7 +375,8 @@ def test_samples_file_says_what_and_how(run, saved):
     assert line["settings"] == {
         "checkpoint": saved, "step": 7, "ema": True, "tokenizer": "bytes", "length": 32, "steps": 8,
         "sampler": "remdm-cap", "eta": 0.04, "t_on": 0.55, "t_off": 0.05, "alpha_on": 0.9,
-        "top_p": 0.9, "soft": True, "prompt": "", "infill": "", "dtype": "float32"}
+        "top_p": 0.9, "soft": True, "prompt": "", "infill": "", "dtype": "float32",
+        "weights": sample.digest(MDLM.load(saved))}
 
 
 def test_the_same_command_goes_on_where_it_was(run, tmp_path):
@@ -387,6 +389,19 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
             assert run(count=5) == whole
     other = run(count=1, seed=2)
     assert other[:5] == whole and other[5]["seed"] == 2 and other[5]["ids"] != whole[0]["ids"]
+
+
+def test_a_model_trained_anew_is_not_taken_for_the_one_before(run, saved, tmp_path):
+    path, out = str(tmp_path / "x.pt"), tmp_path / "samples.jsonl"
+    ckpt = checkpoint.load(saved)
+    for scale in 1, 3:  # the path and the step stay
+        checkpoint.save(path, **ckpt | {"model": {k: scale * t for k, t in ckpt["model"].items()}})
+        lines = run(checkpoint=path)
+    assert len(lines) == 2 and lines[0]["ids"] != lines[1]["ids"]
+    refused("mixes samples of different weights", evaluation.read_samples, str(out))
+    del lines[1]["settings"]["weights"]  # as in files of before
+    out.write_text(json.dumps(lines[1]) + "\n")
+    assert run(checkpoint=path) == lines[1:]
 
 
 def test_ranks_write_their_own_shards(run, monkeypatch):

@@ -308,6 +308,8 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     first = log(cfg)[0]
     assert first["step"] == 0 and first["val_plain"] == pytest.approx(known, rel=1e-6)
     assert list(bounds(cfg)) == [0, 3, 6]
+    train(replace(cfg, init_from="", steps=7, resume=True))  # a continuation stays one
+    assert checkpoint.load(file(cfg))["config"]["init_from"] == cfg.init_from
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
@@ -347,6 +349,8 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny):
     assert checkpoint.load(file(tiny))["step"] == 2
     with open(file(tiny, "log.jsonl"), "a") as f:
         f.write("not a line of ours\n\n")
+    train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
+    assert sorted(f for f in os.listdir(tiny.out_dir) if "step" in f) == ["step-1.pt"]
     train(replace(tiny, overwrite=True, steps=2))
     assert [line["step"] for line in log(tiny)] == [1, 2]
     ckpt = checkpoint.load(file(tiny))
