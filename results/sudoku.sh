@@ -17,6 +17,7 @@ if [ "$1" = list ]; then
     for seed in 1 2 3 4 5; do echo deep-$seed; echo tied-$seed; done
     for seed in 1 2 3 4 5; do echo cont-sm-$seed; echo cont-binary-$seed; done
     for seed in 1 2 3; do echo permuted-$seed deepsm-$seed; done | xargs -n1
+    echo cont-ours-2; echo cont-ours-3   # not planned: where the paper's ω did not take off
     for seed in 1 2 3; do
         echo k1-$seed k6-$seed kV-$seed p05-$seed p10-$seed ours-$seed
         echo constant1-$seed constant3-$seed constant5-$seed renorm-$seed slerp-$seed
@@ -38,7 +39,10 @@ case $name in
     tied-*)      flags="$two" run="results/tied.py train.py" ;;
     permuted-*)  flags="$two --arm=permuted" ;;
     cont-*)      flags="$two --init_from=$out/binary-$seed/last.pt --steps=4000"
-                 case $name in cont-binary-*) flags="$flags --p_sm=0" ;; esac ;;
+                 case $name in
+                     cont-binary-*) flags="$flags --p_sm=0" ;;
+                     cont-ours-*) flags="$flags --omega_s=0.5 --omega_a=1 --omega_b=-2.8" ;;
+                 esac ;;
     k1-*)        flags="$two --k=1" ;;
     k6-*)        flags="$two --k=6" ;;
     kV-*)        flags="$two --k=none" ;;
