@@ -343,7 +343,8 @@ def train(cfg):
         start, metrics = ckpt["step"], ckpt["metrics"]
         # Its files go on to say where it began, whatever the flags are now.
         names = "init_from", "omega_s", "omega_a", "omega_b"
-        cfg = replace(cfg, **{name: ckpt["config"][name] for name in names})
+        was = ckpt["config"]
+        cfg = replace(cfg, **{name: was[name] for name in names if name in was})
     elif cfg.init_from:  # raw weights and a new optimizer [code]; ω is new if the file has none
         initial = checkpoint.load(cfg.init_from)
         check_init(initial, cfg, meta["tokenizer"])
