@@ -5,7 +5,7 @@
 #     bash results/gpu.sh train        # one of tests, train, sample, dream, learn: 9 minutes
 #     SIZE=toy bash results/gpu.sh     # the same commands on a CPU, about 2 minutes
 # Results go to $OUT (default: results/bench): gpu.log has what was printed, gpu-*.json the numbers,
-# gpu-learn.tar.gz logs and bounds, gpu-samples.jsonl texts, which eval.py scores on any machine.
+# gpu-learn.tar.gz logs and bounds, gpu-samples-NAME.jsonl texts, which eval.py scores on any machine.
 # Text to learn from: $TEXT, what data.py takes (default: Python's own library).
 # A block that was stopped starts again, except for the runs of `learn`, which go on in $WORK.
 set -euo pipefail
@@ -69,7 +69,7 @@ measure() {  # name, updates, the run it is compared with: bounds on held-out ro
     run eval.py ppl --checkpoint="$work/$1/step-$2.pt" $against --data="$work/data" --rows=$rows \
         --batch_size=32 --device=$device --label="$1" --out="$work/$1.ppl.json"
     run sample.py --checkpoint="$work/$1/step-$2.pt" --count=$count --batch_size=$count \
-        --steps=$steps --device=$device --out="$out/gpu-samples.jsonl"
+        --steps=$steps --device=$device --out="$out/gpu-samples-$1.jsonl"
 }
 
 learn() {  # the paper's ω; continuations start from the binary run and see other batches
