@@ -350,6 +350,8 @@ def train(cfg):
         check_init(initial, cfg, meta["tokenizer"])
         ours = model.state_dict()
         model.load_state_dict(ours | {k: t for k, t in initial["model"].items() if k in ours})
+        if master and "sm.raw_s" in initial["model"].keys() & ours.keys():
+            print(f"ω goes on from {cfg.init_from}: --omega_s, _a and _b are not used")
         del initial
     model.to(device)
     # The EMA is a second backbone around the same ω: the average that is published and evaluated

@@ -310,6 +310,10 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     assert list(bounds(cfg)) == [0, 3, 6]
     train(replace(cfg, init_from="", steps=7, resume=True))  # a continuation stays one
     assert checkpoint.load(file(cfg))["config"]["init_from"] == cfg.init_from
+    again = beside(tiny, "again", init_from=file(cfg), omega_s=0.3, steps=1)
+    assert "ω goes on from" not in capsys.readouterr().out
+    assert train(again)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)
+    assert "ω goes on from" in capsys.readouterr().out
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
