@@ -503,9 +503,13 @@ def train(cfg):
         log.begin()
         if master and not start and os.path.exists(last):
             # If this run is killed before its first save, --resume must not find the old run. Nor
-            # must anyone take a step-N.pt of it that this run has not reached.
-            for path in [last, *glob.glob(os.path.join(glob.escape(cfg.out_dir), "step-*.pt"))]:
-                os.remove(path)
+            # must anyone take a step-N.pt of it that this run has not reached. The file that it
+            # starts from stays.
+            os.remove(last)
+            kept = os.path.realpath(cfg.init_from)
+            for path in glob.glob(os.path.join(glob.escape(cfg.out_dir), "step-*.pt")):
+                if os.path.realpath(path) != kept:
+                    os.remove(path)
         if master:
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
                   f"{dtype or 'float32'}; {n:,} rows of {cfg.length}, {cfg.batch_size} a step = "

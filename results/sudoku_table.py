@@ -96,8 +96,9 @@ def bounds_table(title, bounds, arms, base):
         on = {seed: kinds.get("soft", kinds["binary"]) for seed, kinds in own.items()}
         off = [kinds["binary"] for kinds in own.values() if "soft" in kinds]
         gap = [nats - SUDOKU_NATS / 39 for nats in on.values()]
-        above = [nats - min(bounds[base, seed].values()) for seed, nats in on.items()
-                 if arm != base and (base, seed) in bounds]
+        other = {seed: kinds for (one, seed), kinds in bounds.items() if one == base != arm}
+        above = [nats - other[seed].get("soft", other[seed]["binary"])
+                 for seed, nats in on.items() if seed in other]
         if own:
             rows.append([ARMS[arm], *map(spread, (list(on.values()), off, gap, above))])
     heads = [title, "nats per token", "off", "above the entropy", f"above {ARMS[base]}"]

@@ -355,6 +355,8 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny):
         f.write("not a line of ours\n\n")
     train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
     assert sorted(f for f in os.listdir(tiny.out_dir) if "step" in f) == ["step-1.pt"]
+    train(replace(tiny, overwrite=True, steps=2, init_from=file(tiny, "step-1.pt")))
+    assert os.path.exists(file(tiny, "step-1.pt"))  # where this run started
     train(replace(tiny, overwrite=True, steps=2))
     assert [line["step"] for line in log(tiny)] == [1, 2]
     ckpt = checkpoint.load(file(tiny))
