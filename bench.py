@@ -565,6 +565,9 @@ def bench_against(cfg, device, dtype):
     better measure.
     """
     modules = {"that": checkout(cfg.against), "this": sys.modules[__name__]}
+    if missing := {"build", "training", "sampling"} - vars(modules["that"]).keys():
+        raise Refused(f"the bench.py of {cfg.against} has no {' and no '.join(sorted(missing))}: "
+                      f"check out a later commit there")
     rows = {}
 
     def case(module, kind, soft):

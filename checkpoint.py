@@ -347,7 +347,11 @@ def load(path):
     """
     if os.path.isdir(path):
         files = [os.path.join(path, name) for name in (*HUB_FILES, "last.pt")]
-        path = next(filter(os.path.exists, files), path)
+        there = list(filter(os.path.exists, files))
+        if files[-1] in there[1:]:
+            raise Refused(f"{path} is a run's folder with an export in it: give one of the files, "
+                          f"{' or '.join(there)}")
+        path = there[0] if there else path
     if not os.path.isfile(path):
         raise Refused(f"no checkpoint at {path or '(no path given)'}: give the path of a file, or "
                       f"of a folder with last.pt or {' or '.join(HUB_FILES)}")

@@ -327,7 +327,11 @@ def feedback_on_dialogues(cfg):
     tok, net = dream.Tokenizer(run_cfg.model), dream.Dream.load(run_cfg.model, device)
     omega, mask_id = load_adapter(net, cfg.checkpoint), net.cfg.mask_token_id
     held_out = (dream.read_hub if run_cfg.data in dream.HUB else dream.read_lines)(run_cfg)[1]
-    val = dream.encode_all(*held_out, run_cfg, tok, mask_id, True)[0][:cfg.rows or None]
+    val = dream.encode_all(*held_out, run_cfg, tok, mask_id, True)[0]
+    if made.get("held_out") not in (None, dream.digest_of(val)):  # older runs did not say it
+        raise Refused(f"{run_cfg.data} has changed since {cfg.checkpoint} was trained: some of the "
+                      f"dialogues to measure may be among those it learned. Bring the file back")
+    val = val[:cfg.rows or None]
     n = len(val)
     if omega is None or n < 2:
         raise Refused(f"{cfg.checkpoint} on {n} held-out dialogues: to compare feedbacks, give an "
@@ -644,11 +648,14 @@ def write_result(cfg, stem, values, settings):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     # The name says on what or with what it was measured, so that two results are two files.
-    source = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer, "mauve": cfg.data,
-              "feedback": settings.get("dialogues", cfg.data)}
+    source = {"ppl": cfg.data, "zero_shot": cfg.text.replace("/", "-"), "gen_ppl": cfg.scorer,
+              "mauve": cfg.data, "feedback": settings.get("dialogues", cfg.data)}
     of = os.path.basename(source.get(cfg.metric, "").rstrip("/")).split(".")[0]
+    flags = [f"{name}-{getattr(cfg, name)}"
+             for name in ("seed", "rows", "repeats", "ema", "dtype", "length", "scale")
+             if getattr(cfg, name) != getattr(Config, name)]
     below = "below-" + re.sub(r"\W+", "-", cfg.against) if cfg.against else ""
-    parts = stem.rstrip("./"), cfg.metric, of, below, "json"
+    parts = stem.rstrip("./"), cfg.metric, of, *flags, below, "json"
     path = cfg.out or ".".join(part for part in parts if part)
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}

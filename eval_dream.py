@@ -68,8 +68,8 @@ PROMPT_TOKENS = 1024                               # longer prompts lose their b
 # Results that are averaged may differ in these fields of Config, and in these of the training.
 MAY_DIFFER = set("""seed adapter out timeout confirm_run_unsafe_code nfe blocks data task steps
                     soft schedule switch omega_s omega_a omega_b""".split())
-TRAINING_MAY_DIFFER = set("""seed model out resume overwrite tiny device checkpointing chunk
-                             log_every save_every eval_every""".split())
+TRAINING_MAY_DIFFER = set("""seed held_out model out resume overwrite tiny device checkpointing
+                             chunk log_every save_every eval_every""".split())
 ONLY_WITH_SM = {"p_sm", "k", "eta_sm", "omega_s", "omega_a", "omega_b"}  # no meaning without SM
 
 

@@ -218,17 +218,22 @@ def encode_all(n, records, cfg, tok, mask_id, show):
     return kept, dropped
 
 
+def digest_of(dialogues):
+    """16 hex digits of a list of (ids, prompt length)."""
+    digest = hashlib.sha256()
+    for ids, prompt_len in dialogues:
+        digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
+    return digest.hexdigest()[:16]
+
+
 def load_dialogues(cfg, tok, mask_id, show):
-    """(train, val, what was dropped in words, digest of all that was kept)."""
+    """(train, val, what was dropped in words)."""
     read = read_hub if cfg.data in HUB else read_lines
     (train, dropped), (val, _) = (encode_all(*part, cfg, tok, mask_id, show) for part in read(cfg))
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "none"
     if not train:
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
-    digest = hashlib.sha256()
-    for ids, prompt_len in train + val:
-        digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
-    return train, val, dropped, digest.hexdigest()[:16]
+    return train, val, dropped
 
 
 def pad_with_eos(ids, eos, generator):
@@ -312,9 +317,13 @@ def soft_mask_files(sm):
             transparency_scheduling="none")}
 
 
-def save_adapter(folder, dream, sm, cfg):
-    """An adapter folder: DoRA as peft has it, ω as we and as the authors write it, and cfg."""
-    files = {"finetune.json": asdict(cfg) | {"base": dream.fingerprint()},
+def save_adapter(folder, dream, sm, cfg, val=()):
+    """An adapter folder: DoRA as peft has it, ω as we and as the authors write it, and cfg.
+
+    val: the dialogues that were held out. Their digest tells whether they are still the same.
+    """
+    known = {"base": dream.fingerprint(), "held_out": digest_of(val)}
+    files = {"finetune.json": asdict(cfg) | known,
              "adapter_config.json": dict(
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
@@ -461,8 +470,8 @@ def finetune(cfg):
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
 
     # ---- the dialogues
-    train, val, dropped, digest = load_dialogues(cfg, tok, mask_id, master)
-    source = {"dialogues": digest, "base": dream.fingerprint()}
+    train, val, dropped = load_dialogues(cfg, tok, mask_id, master)
+    source = {"dialogues": digest_of(train + val), "base": dream.fingerprint()}
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
     # finetune.json says what was asked for. An epoch has other numbers of updates for other seeds,
     # because of the filters. With those in it, eval_dream.py would not average the seeds.
@@ -550,7 +559,7 @@ def finetune(cfg):
         if score < out.get("best", math.inf):
             out["best"] = score
             if master:
-                save_adapter(os.path.join(cfg.out, "best"), dream, sm, asked)
+                save_adapter(os.path.join(cfg.out, "best"), dream, sm, asked, val)
         return out
 
     def describe(sums, updates, seconds, norm):
@@ -574,7 +583,7 @@ def finetune(cfg):
             checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done,
                             seed=cfg.seed, keys=data.KEYS, metrics=metrics, data=source,
                             model=weights, optimizer=optimizer.state_dict())
-            save_adapter(os.path.join(cfg.out, "last"), dream, sm, asked)
+            save_adapter(os.path.join(cfg.out, "last"), dream, sm, asked, val)
 
     def due(every):
         return done % every == 0 or done == cfg.steps

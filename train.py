@@ -352,6 +352,9 @@ def train(cfg):
         model.load_state_dict(ours | {k: t for k, t in initial["model"].items() if k in ours})
         if master and "sm.raw_s" in initial["model"].keys() & ours.keys():
             print(f"ω goes on from {cfg.init_from}: --omega_s, _a and _b are not used")
+        if master and not initial.get("ema"):
+            print(f"{cfg.init_from} has one set of weights, in step-N.pt and in published files "
+                  f"the average: θ starts from it, not from raw weights as in the paper")
         del initial
     model.to(device)
     # The EMA is a second backbone around the same ω: the average that is published and evaluated

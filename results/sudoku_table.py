@@ -145,8 +145,8 @@ def main():
     rows = []
     for path in sorted(glob.glob(f"{HERE}/sudoku/sm-*.log.jsonl")):
         log = {line["step"]: line for line in read_jsonl(path) if "omega_s" in line}
-        first = next(step for step, line in log.items() if line["omega_s"] > 0.1)
-        rows.append([os.path.basename(path)[:-10], f"{first:,}",
+        first = next((f"{step:,}" for step, line in log.items() if line["omega_s"] > 0.1), "never")
+        rows.append([os.path.basename(path)[:-10], first,
                      *(f"{log[step]['omega_s']:.2f}" for step in (1000, 2000, 3500, 6000))])
     table(["run", "ω_s > 0.1 after", *(f"ω_s at {s:,}" for s in (1000, 2000, 3500, 6000))], rows)
 

@@ -173,7 +173,10 @@ def test_vocabulary_work_is_a_soft_update():
     assert model.sm.raw_s.grad != 0
 
 
-def test_bad_input_is_refused():
+def test_bad_input_is_refused(tmp_path):
+    (tmp_path / "bench.py").write_text("def build(cfg, device): pass\n")
+    refused("has no sampling and no training: check out a later", main,
+            Config(**QUICK, parts="against", against=str(tmp_path)))
     for how, message in ((dict(parts="train,speed"), "none of train"),
                          (dict(parts="scaling"), "under torchrun"),
                          (dict(parts="against", against="nowhere"), "--against=nowhere"),

@@ -298,6 +298,8 @@ def test_an_exported_folder_is_the_published_layout_and_loads_as_the_average(tmp
     assert tensors.keys() == want.keys() and all(torch.equal(tensors[k], want[k]) for k in want)
     loaded = MDLM.load(folder)
     assert torch.equal(logits_of(loaded), logits_of(average))
+    checkpoint.main(checkpoint.Config(path, f"{tmp_path}/"))
+    refused("is a run's folder with an export in it", load, str(tmp_path))
     assert loaded.sm is None and loaded.info["tokenizer"] == SPECIAL
     # That class would take the last token for [MASK].
     for change in ({"config": vars(trained(mask_id=3).cfg)}, {"kind": "dream-adapter"}):

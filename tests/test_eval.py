@@ -25,7 +25,7 @@ import finetune_dream
 from arms import Slerp
 from conftest import Killed, kill, refused
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score_with_lm, sudoku, val_ppl
-from launch import from_cli
+from launch import from_cli, write_text
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
 
 ROOT = Path(evaluation.__file__).parent
@@ -153,13 +153,17 @@ def test_feedback_of_an_adapter_is_measured_on_responses(tmp_path, monkeypatch):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"arm": "slerp"}))
     evaluation.main(Config("feedback", checkpoint="out/tiny_dream/last", rows=9, device="cpu"))
     assert isinstance(models[0].sm, Slerp)
-    found = json.loads(Path("out/tiny_dream/last.feedback.dialogues.json").read_text())["values"]
+    found = json.loads(Path("out/tiny_dream/last.feedback.dialogues.rows-9.json").read_text())["values"]
     assert found["all"]["draws"] == len(asked) == 9 and found["all"]["own"] > 2
     tok = finetune_dream.Tokenizer("out/tiny_dream/model")
     for x0, xt in asked:
         assert ((xt == x0) | (xt == 261)).all()
         before = tok.decode(x0[(xt == 261).cumsum(1) == 0].tolist())
         assert "<|im_start|>assistant\n" in before
+    with open("out/tiny_dream/dialogues.jsonl", "a+") as f:  # with one more, others are held out
+        f.write(next(iter(Path(f.name).open())))
+    refused("dialogues.jsonl has changed since out/tiny_dream/last was trained", evaluation.main,
+            Config("feedback", checkpoint="out/tiny_dream/last", device="cpu"))
 
 
 def test_entropy_is_the_recorded_one():
@@ -342,7 +346,7 @@ def test_ppl_of_a_checkpoint(world):
     """EMA is the default, and the rows are spread over the text."""
     ppl = "ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2"
     main(*ppl, "--rows=5", "--label=tiny")
-    found = json.loads(Path("last.pt.ppl.data.json").read_text())
+    found = json.loads(Path("last.pt.ppl.data.rows-5.repeats-2.json").read_text())
     tokens, meta = data.open_split("data", "val")
     text = meta["val"]
     n = data.n_rows(tokens, 16)
@@ -362,8 +366,9 @@ def test_ppl_of_a_checkpoint(world):
     assert found["evaluation"]["seed"] == 1 and {"python", "torch", "git"} <= set(found["versions"])
     assert result(*ppl, "--rows=5", "--ema=False")["values"] != found["values"]
     assert result(*ppl)["settings"]["n"] == n
-    Path("other.txt").write_text("some other text\n" * 30)
-    zero_shot = result("zero_shot", "--checkpoint=last.pt", "--text=other.txt")["settings"]
+    write_text("a/other.txt", "some other text\n" * 30)
+    main("zero_shot", "--checkpoint=last.pt", "--text=a/other.txt")
+    zero_shot = json.loads(Path("last.pt.zero_shot.a-other.json").read_text())["settings"]
     assert zero_shot["n"] == (16 * 30 + 1) // 14 and zero_shot["text"]["bytes"] == 480
 
 
@@ -425,7 +430,7 @@ def test_held_out_rows_stand_where_samples_do(world, lm, mauve):
     expected = np.mean([evaluation.entropy(row["ids"]) for row in rows])
     assert values["entropy"] == pytest.approx(expected) and values["nfe"] == 0
     main("mauve", *flags)
-    found = json.loads(Path("letters/val.mauve.letters.json").read_text())
+    found = json.loads(Path("letters/val.mauve.letters.length-7.json").read_text())
     assert (found["settings"]["n"], found["values"]["references"]) == (7, 7)
     features = np.concatenate((mauve["p_features"], mauve["q_features"]))
     assert len(np.unique(features.round(6), axis=0)) == 14

@@ -313,7 +313,8 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     again = beside(tiny, "again", init_from=file(cfg), omega_s=0.3, steps=1)
     assert "ω goes on from" not in capsys.readouterr().out
     assert train(again)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)
-    assert "ω goes on from" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "ω goes on from" in said and "has one set of weights" not in said
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
@@ -339,7 +340,7 @@ def test_bad_values_are_refused(tiny):
         assert not os.path.exists(tiny.out_dir)  # a wrong flag never starts a run
 
 
-def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny):
+def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny, capsys):
     train(replace(tiny, steps=2))
     refused("already holds a run: --resume", train, tiny)
     refused("--steps=1, but .*last.pt has made 2: give more", train,
@@ -357,6 +358,7 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny):
     assert sorted(f for f in os.listdir(tiny.out_dir) if "step" in f) == ["step-1.pt"]
     train(replace(tiny, overwrite=True, steps=2, init_from=file(tiny, "step-1.pt")))
     assert os.path.exists(file(tiny, "step-1.pt"))  # where this run started
+    assert "step-1.pt has one set of weights, in step-N.pt" in capsys.readouterr().out
     train(replace(tiny, overwrite=True, steps=2))
     assert [line["step"] for line in log(tiny)] == [1, 2]
     ckpt = checkpoint.load(file(tiny))
