@@ -224,6 +224,14 @@ def test_a_file_is_whole_after_a_crash_and_of_one_of_two_writers(tmp_path):
     assert path.read_text() == "one" * 1000 and os.listdir(path.parent) == ["f"]
 
 
+def test_a_file_is_on_the_disk_before_it_takes_its_name(tmp_path, monkeypatch):
+    calls, replace = [], os.replace
+    monkeypatch.setattr(os, "fsync", lambda file: calls.append("fsync"))
+    monkeypatch.setattr(os, "replace", lambda *paths: calls.append("replace") or replace(*paths))
+    write_text(tmp_path / "f", "text")
+    assert calls == ["fsync", "replace"]
+
+
 def test_links_are_followed_and_only_files_are_written(tmp_path):
     (tmp_path / "disk").mkdir()
     os.symlink(tmp_path / "disk" / "f", tmp_path / "link")
