@@ -2,6 +2,7 @@
 """The tables of the Sudoku runs: means over seeds ± their standard deviation, from results/sudoku.
 
     python results/sudoku_table.py > results/sudoku/table.md
+    python results/sudoku_table.py results/figures/sudoku_cells.svg    # the shares, as a figure
 
 Nats per token are without the floor of α, on all held-out grids. "off" is an SM model without
 feedback, which is a diagnosis and no baseline. Shares are whole grids right of 1,000 from each
@@ -9,6 +10,7 @@ run, in percent. What is after a number of updates is from the logs, on 512 grid
 """
 
 import glob
+import itertools
 import os
 import re
 import statistics
@@ -18,6 +20,7 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 from data import SUDOKU_NATS  # noqa: E402
 from launch import read_json, read_jsonl  # noqa: E402
+from plot import METHODS, figure  # noqa: E402
 
 ARMS = {
     "exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": "binary, twice as deep",
@@ -105,8 +108,45 @@ def bounds_table(title, bounds, arms, base):
     table(heads, rows)
 
 
-def main():
+def shares_of(shares, cells):
+    """{name: [percents of the seeds, for each cell]} of the arms that have any."""
+    rows = {}
+    for arm, name in ARMS.items():
+        on, off = ([[100 * x for x in shares.get((arm, cell, soft), [])] for cell in cells]
+                   for soft in (True, False))
+        found = {name: on, name + ", off": off} if any(on) else {name: off}
+        rows |= {name: percents for name, percents in found.items() if any(percents)}
+    return rows
+
+
+def draw(shares):
+    """A panel for each group of cells: means ± standard deviations over seeds, and the ceiling."""
+    fig, axes = figure(len(CELLS), width=7)
+    arms = "binary", "tied", "sm", "deep", "deepsm"
+    for ax, (title, cells) in zip(axes, CELLS.items()):
+        found = shares_of(shares, cells)
+        for i, percents in enumerate(found.get(ARMS["exact"], [])):
+            ax.hlines(percents, i - 0.4, i + 0.4, color="black", label=ARMS["exact"])
+        for n, (arm, end) in enumerate(itertools.product(arms, ("", ", off"))):
+            for i, percents in enumerate(found.get(ARMS[arm] + end, [])):
+                sd = [statistics.stdev(percents)] if len(percents) > 1 else None
+                if percents:
+                    ax.errorbar([i + 0.07 * n - 0.3], [statistics.fmean(percents)], sd, capsize=3,
+                                fmt="o", color=METHODS[arm][0], mfc="white" if end else None,
+                                label=ARMS[arm] + end)
+        ax.set(title=title, ylim=(0, 105), ylabel="whole grids right (%)",
+               xlim=(-0.5, len(cells) - 0.5), xticks=range(len(cells)), xticklabels=cells.values())
+    handles = {label: handle for ax in axes for handle, label in
+               zip(*ax.get_legend_handles_labels())}
+    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+    return fig
+
+
+def main(path=""):
     bounds, shares = read()
+    if path:
+        draw(shares).savefig(path)
+        return
     continued = [arm for arm in ARMS if arm.startswith("cont-")]
     scratch = [arm for arm in ARMS if arm not in continued]
     bounds_table("after 6,000 updates", bounds, scratch, "sm")
@@ -133,14 +173,9 @@ def main():
            "updates", "nats, in the time of 6,000 of SM"], rows)
 
     for title, cells in CELLS.items():
-        rows = []
-        for arm, name in ARMS.items():
-            on, off = ([[100 * x for x in shares.get((arm, cell, soft), [])] for cell in cells]
-                       for soft in (True, False))
-            for row, text in (on, ""), (off, ", off" * any(on)):
-                if any(row):
-                    rows.append([name + text, *(spread(found, ".1f") for found in row)])
-        table([title, *cells.values()], rows)
+        table([title, *cells.values()],
+              [[name, *(spread(percents, ".1f") for percents in found)]
+               for name, found in shares_of(shares, cells).items()])
 
     rows = []
     for path in sorted(glob.glob(f"{HERE}/sudoku/sm-*.log.jsonl")):
@@ -152,4 +187,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    main(*sys.argv[1:])

@@ -9,6 +9,7 @@ import os
 import sys
 
 import numpy as np
+import pytest
 import torch
 
 import data
@@ -125,6 +126,19 @@ def test_the_table_names_the_rows_without_feedback(monkeypatch, capsys):
              if "| 50.0 (1) |" in line]
     assert names == ["SM", "SM, off", "binary, twice as deep", "tied", "tied, off", "SM, permuted",
                      "SM, permuted, off"]
+
+
+def test_the_figure_has_the_seeds_and_the_ceiling():
+    pytest.importorskip("matplotlib", reason="would draw the shares of right grids")
+    shares = {("sm", "mdlm-5", True): [0.5, 0.7], ("sm", "mdlm-5", False): [0.1],
+              ("exact", "mdlm-5", False): [0.9]}
+    ax = sudoku_table.draw(shares).axes[1]
+    points = [[bar.lines[0].get_ydata()[0], bar.lines[0].get_markerfacecolor() == "white"]
+              for bar in ax.containers]
+    assert points == [[pytest.approx(60), False], [pytest.approx(10), True]]
+    assert ax.collections[0].get_segments()[0][:, 1] == pytest.approx(90)
+    [[low, high]] = ax.containers[0].lines[2][0].get_segments()
+    assert high[1] - low[1] == pytest.approx(2 * math.sqrt(200))
 
 
 def test_a_puzzle_keeps_the_given_cells_and_the_ends():
