@@ -24,7 +24,8 @@ from plot import METHODS, figure  # noqa: E402
 
 ARMS = {
     "exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": "binary, twice as deep",
-    "deepsm": "SM, twice as deep", "tied": "tied", "permuted": "SM, permuted", "k1": "SM, k = 1",
+    "deepsm": "SM, twice as deep", "tied": "tied", "permuted": "SM, permuted",
+    "placebo": "SM, permuted at decoding only", "k1": "SM, k = 1",
     "k6": "SM, k = 6", "kV": "SM, k = |V|", "p05": "SM, p_sm = 0.5", "p10": "SM, p_sm = 1",
     "ours": "SM, ω from 0.5, 1, −2.8", "constant1": "constant λ = 0.1",
     "constant3": "constant λ = 0.3", "constant5": "constant λ = 0.5",
@@ -37,6 +38,7 @@ CELLS = {
     "Ancestral, T steps, and ReMDM": {
         "mdlm-5": "5", "mdlm-10": "10", "mdlm-20": "20", "mdlm-39": "39", "mdlm-156": "156",
         "remdm-39": "ReMDM 39"},
+    "One cell a call, nucleus 0.9": {"random-36-p90": "any", "entropy-36-p90": "surest"},
     "Any cell next, several passes a cell": {
         "random-36-passes2": "2", "random-36-passes4": "4"},
     "Puzzles, the surest cell next, by cells that are given": {
