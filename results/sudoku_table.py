@@ -30,7 +30,8 @@ ARMS = {
     "ours": "SM, ω from 0.5, 1, −2.8", "constant1": "constant λ = 0.1",
     "constant3": "constant λ = 0.3", "constant5": "constant λ = 0.5",
     "renorm": "SM, mix on the sphere", "slerp": "SM, slerp",
-    "cont-binary": "binary", "cont-sm": "SM", "cont-ours": "SM, ω from 0.5, 1, −2.8"}
+    "cont-binary": "binary", "cont-sm": "SM", "cont-ours": "SM, ω from 0.5, 1, −2.8",
+    "cont-probe": "SM, ω_s = 0.05, before training"}
 CELLS = {
     "One or two cells a call": {
         "random-36": "any, one", "random-18": "any, two", "entropy-36": "surest, one",
