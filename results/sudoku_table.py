@@ -26,7 +26,7 @@ ARMS = {
     "exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": "binary, twice as deep",
     "deepsm": "SM, twice as deep", "tied": "tied", "permuted": "SM, permuted",
     "placebo": "SM, permuted at decoding only", "k1": "SM, k = 1",
-    "k6": "SM, k = 6", "kV": "SM, k = |V|", "p05": "SM, p_sm = 0.5", "p10": "SM, p_sm = 1",
+    "k6": "SM, k = 6", "kV": "SM, k = V", "p05": "SM, p_sm = 0.5", "p10": "SM, p_sm = 1",
     "ours": "SM, ω from 0.5, 1, −2.8", "constant1": "constant λ = 0.1",
     "constant3": "constant λ = 0.3", "constant5": "constant λ = 0.5",
     "renorm": "SM, mix on the sphere", "slerp": "SM, slerp",
