@@ -404,13 +404,15 @@ def test_a_model_trained_anew_is_not_taken_for_the_one_before(run, saved, tmp_pa
     assert run(checkpoint=path) == lines[1:]
 
 
-def test_ranks_write_their_own_shards(run, monkeypatch):
+def test_ranks_write_their_own_shards(run, monkeypatch, capsys):
     whole = run("one", count=5)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         shards = run("two", count=5)
     assert shards == [whole[i] for i in (0, 2, 4, 1, 3)]
+    run("two", count=5, show=True)  # rank 1 shows nothing, so it makes nothing again
+    assert "0 samples made, 2 were there" in capsys.readouterr().out
 
 
 def test_the_text_is_printed_when_it_is_made_and_when_it_was_there(run, capsys):
