@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Other gates and mixes, to compare the paper's with. They also show how to extend SoftMask.
+"""Other gates and mixes, to compare with the paper's. They also show how to extend SoftMask.
 
     constant   λ is the same for every mask, and is not learned: is it the entropy that matters?
     renorm     the mix at the length of the [MASK] embedding: is it the length that matters?
@@ -54,13 +54,12 @@ class Slerp(SoftMask):
     def mix(self, table, lam, ids, pi):
         m = table[self.mask_id].float()                                            # (D,)
         g = super().mix(table, torch.ones_like(lam), ids, pi).float()              # (N, D)
-        to, lam = F.normalize(g, dim=-1), lam[:, None]                             # (N, D), (N, 1)
-        cos = (F.normalize(m, dim=0) * to).sum(-1, keepdim=True)                   # (N, 1)
+        start, to = F.normalize(m, dim=0), F.normalize(g, dim=-1)                  # (D,), (N, D)
+        cos, lam = (start * to).sum(-1, keepdim=True), lam[:, None]                # 2 × (N, 1)
         # The derivative of acos is infinite at ±1, where the guess is [MASK] itself: stay inside.
         theta = cos.clamp(-1 + 1e-6, 1 - 1e-6).acos()                              # (N, 1)
-        from_mask = ((1 - lam) * theta).sin() * F.normalize(m, dim=0)              # (N, D)
-        mixed = (from_mask + (lam * theta).sin() * to) / theta.sin()               # (N, D)
-        return (m.norm() * mixed).to(table.dtype)                                  # (N, D)
+        mixed = ((1 - lam) * theta).sin() * start + (lam * theta).sin() * to       # (N, D)
+        return (m.norm() * (mixed / theta.sin())).to(table.dtype)                  # (N, D)
 
 
 class Permuted(SoftMask):
@@ -68,7 +67,7 @@ class Permuted(SoftMask):
 
     So a sample depends on the rest of its batch, and a single mask keeps its own mix. If decoding
     makes the logits in several chunks, each chunk is permuted within itself. With k = None training
-    would do so too, and a chunk of one row would not be permuted at all: so k is needed.
+    would do so too, and a chunk of one row would not be permuted at all. So k = None is refused.
     """
 
     def __init__(self, mask_id, k=3, *omega, **others):
@@ -103,9 +102,12 @@ def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
         return sm
     if sm is None and omega_s is None:
         raise Refused(f"{given} leaves feedback off in a binary model: give --omega_s, say 0.5")
-    own = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega))) if sm else {}
+    arm, k, own = SoftMask, 3, {}
+    if sm:
+        arm, k = type(sm), sm.k
+        own = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega)))
     try:
-        new = type(sm or SoftMask(mask_id))(mask_id, sm.k if sm else 3, **own | given)
+        new = arm(mask_id, k, **own | given)
     except ValueError as e:
         raise Refused(str(e))
     if sm and sm.k is None:

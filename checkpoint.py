@@ -78,7 +78,6 @@ DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF1
 def read_safetensors(path, metadata=None):
     """{name: tensor}, memory-mapped: a tensor is read from disk when it is used.
 
-    Do not write into the tensors.
     metadata: a dict to which the metadata of the header is added.
     Raises Refused when the file is not whole.
     """
@@ -86,7 +85,7 @@ def read_safetensors(path, metadata=None):
         with open(path, "rb") as f:
             n = int.from_bytes(f.read(8), "little")
             header = json.loads(f.read(min(n, os.path.getsize(path))))
-        # Mode "c" is copy on write: torch wants memory that can be written.
+        # Torch wants memory that can be written. Mode "c" is copy on write: the file never changes.
         data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=8 + n))
         own = header.pop("__metadata__", {})
         tensors = {}
@@ -236,7 +235,7 @@ def read_soft_mask(head, state):
         raise Refused(f"a soft mask with transparency_alg = {mix!r}, fixed_lambda = {fixed!r} is "
                       f"not implemented: known are {', '.join(MIXES)}, and a fixed_lambda in "
                       f"[0, 1] for the first of them")
-    start = {"omega_s": min(fixed, 1 - 1e-6)} if arm == "constant" else {}  # must be given
+    start = {"omega_s": min(fixed, 1 - 1e-6)} if arm == "constant" else {}  # Constant needs it
     return {"arm": arm, "k": k} | start, omega
 
 
@@ -333,7 +332,7 @@ def check_config(ckpt, path):
     allowed |= dict.fromkeys(ids, range(V))
     for name, values in allowed.items():
         if config.get(name) not in values:
-            limits = " to ".join(dict.fromkeys((str(values[0]), str(values[-1]))))
+            limits = f"{values[0]} to {values[-1]}" if len(values) > 1 else values[0]
             raise Refused(f"the weights in {path} do not fit its configuration: {name} = "
                           f"{config.get(name)!r}, they need {limits}")
 
@@ -410,10 +409,10 @@ def main(cfg):
     if cfg.bf16 and not cfg.out.endswith(".safetensors"):
         raise Refused(f"--bf16 is of a file NAME.safetensors, and --out={cfg.out} is none")
     ckpt = load(cfg.checkpoint)
-    has = {name: "with" if ckpt.get(name) else "no" for name in ("ema", "optimizer")}
+    ema, optimizer = ("with" if ckpt.get(name) else "no" for name in ("ema", "optimizer"))
     n_params = sum(t.numel() for t in ckpt["model"].values())
     print(f"{cfg.checkpoint}: {ckpt['kind']}, {n_params:,} parameters, step {ckpt['step']}, "
-          f"{has['ema']} EMA, {has['optimizer']} optimizer")
+          f"{ema} EMA, {optimizer} optimizer")
     if ckpt["kind"] == "mdlm" and not ckpt.get("ema"):
         print("  No EMA beside the weights: published ones are the EMA (reported of mdlm-owt).\n"
               "  The paper continues from raw weights, so that a continuation from an EMA is not "
@@ -425,7 +424,7 @@ def main(cfg):
     if raw:
         sm = SoftMask(0, k=None if "raw_tau" in raw else 1)
         sm.load_state_dict(raw)
-        omega = dict(zip(("ω_s", "ω_a", "ω_b"), sm.omega), **({"τ": sm.tau} if not sm.k else {}))
+        omega = dict(zip(("ω_s", "ω_a", "ω_b"), sm.omega)) | ({} if sm.k else {"τ": sm.tau})
         print("  omega:", ", ".join(f"{name} {value:.4g}" for name, value in omega.items()))
     if cfg.out.endswith("/"):
         export(cfg.out, ckpt)

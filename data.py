@@ -109,11 +109,11 @@ def open_split(dir, split):
                       f"`python data.py {source}`")
     try:
         meta = read_json(meta_path)
-        special, n, size = meta["tokenizer"], meta[split]["tokens"], meta[split]["bytes"]
+        special, n, n_bytes = meta["tokenizer"], meta[split]["tokens"], meta[split]["bytes"]
         ids = range(special["mask_id"])
         known = (special["vocab_size"] == special["mask_id"] + 1 <= 2**16
                  and special["bos"] in ids and special["eos"] in ids
-                 and {type(n), type(size)} == {int} and min(n, size) >= 0
+                 and {type(n), type(n_bytes)} == {int} and min(n, n_bytes) >= 0
                  and {type(special["name"]), type(meta[split]["sha256"])} == {str})
     except Exception:  # it may hold anything
         known = False
@@ -380,8 +380,8 @@ def encode(docs, out, tok, keep=0):
     """Tokenize a stream into one flat uint16 file, with EOS after each document [code].
 
     docs: a stream of (text, is_last).   out: path of the file.
-    Returns (documents, tokens, bytes of text) so far: one at the start of the corpus, one after
-    each document, of which the last keep + 1 are kept. Raises Refused for ids of more than 16 bits.
+    Returns counts (documents, tokens, bytes of text): one at the start of the corpus, and one after
+    each document. Only the last keep + 1 are kept. Raises Refused for ids of more than 16 bits.
     """
     if tok.n_vocab >= 2**16:
         raise Refused(f"{tok.name} and [MASK] have {tok.n_vocab + 1:,} ids, and uint16 has "
@@ -390,7 +390,7 @@ def encode(docs, out, tok, keep=0):
     counts = np.zeros(3, np.int64)                                       # documents, tokens, bytes
     ends = collections.deque([(0, 0, 0)], maxlen=keep + 1)
     with open(out, "wb") as f:
-        while batch := list(itertools.islice(docs, 100)):  # ids as Python's integers take 8 bytes
+        while batch := list(itertools.islice(docs, 100)):  # few: these ids take 8 bytes each
             texts = [text for text, _ in batch]
             ids = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
             for part, (text, last) in zip(ids, batch):
@@ -454,7 +454,7 @@ class Config:
     val_docs: Size | None = None  # documents to hold out, the last ones (default: about 1 %)
     grids: Size = 200_000        # Sudokus to train on
     hub: str = "Skylion007/openwebtext"  # where OpenWebText is, or a folder of the same layout
-    revision: str | None = None  # of the hub: refs/convert/parquet while its main is a script
+    revision: str | None = None  # of the hub: refs/convert/parquet if its main branch is a script
     overwrite: bool = False      # replace data of another source
 
 
@@ -478,7 +478,7 @@ def main(cfg):
         docs = openwebtext(cfg.hub, cfg.revision)
     elif cfg.source == "sudoku":
         n_val = cfg.val_docs or PRESETS["sudoku"]["val_docs"]
-        train, val = (list(sudoku(*part)) for part in ((cfg.grids, "train"), (n_val, "val")))
+        train, val = list(sudoku(cfg.grids, "train")), list(sudoku(n_val, "val"))
         shared = len(set(train) & set(val))
         print(f"{shared} of {len(val):,} held-out grids stand in the training text")
         docs = iter(train + val)

@@ -43,7 +43,7 @@ class Refused(ValueError):
     """Bad input, in one sentence: the value, the limit, the remedy. `run` makes it exit code 2."""
 
 
-# Types of fields with their smallest and largest value. `check_ranges` refuses all others.
+# Types of fields with their smallest and largest value. `check_ranges` refuses all other values.
 Size = typing.Annotated[int, 1, 2**31]
 Count = typing.Annotated[int, 0, 2**62]
 Share = typing.Annotated[float, 0, 1]
@@ -56,7 +56,7 @@ WORDS = {type(None): {"none": None},
 
 
 def check_ranges(cfg):
-    """Raises Refused when a field of cfg is outside the range of its type. None never is."""
+    """Raises Refused when a field of cfg is outside the range of its type. None is allowed."""
     for name, kind in typing.get_type_hints(type(cfg), include_extras=True).items():
         value = getattr(cfg, name)
         for part in (kind, *typing.get_args(kind)):  # a range may be inside of `Size | None`
@@ -91,9 +91,9 @@ def parse_value(name, text, kind):
 
 def print_help(Config, presets):
     """Print the source of the class: with its comments, it is the table of the flags."""
-    classes = [c for c in reversed(Config.__mro__) if dataclasses.is_dataclass(c)]
-    for c in classes:  # a parent comes before its child, so inherited fields come first
-        print(inspect.getsource(c))
+    for c in reversed(Config.__mro__):  # the parent first, then what its child adds
+        if dataclasses.is_dataclass(c):
+            print(inspect.getsource(c))
     for name, fields in presets.items():
         print(f"preset {name}: {fields}")
 
@@ -160,7 +160,7 @@ class Output(io.FileIO):
         try:
             return super().write(data)
         except OSError as e:
-            if e.errno not in (errno.EPIPE, errno.EIO):  # with these two, nobody reads it any more
+            if e.errno not in (errno.EPIPE, errno.EIO):  # these two mean that nobody reads it
                 Output.lost = e
             return len(data)
 
@@ -251,10 +251,7 @@ def join(world, device):
 
 
 def over_ranks(tensor, how=dist.ReduceOp.SUM):
-    """The tensor, reduced over all ranks in place (default: their sum).
-
-    Without other ranks, it is returned as it is.
-    """
+    """The tensor, reduced over all ranks in place. A process alone returns it as it is."""
     if dist.is_initialized():
         dist.all_reduce(tensor, how)
     return tensor
@@ -436,7 +433,7 @@ def read_jsonl(path, repair=False, skip_broken=False):
     except OSError as e:
         raise Refused(f"{path} cannot be read ({e}): give the path of a file")
     values, rest = [], lines.pop()
-    for i, line in enumerate(lines + [rest] * (rest != b""), 1):
+    for i, line in enumerate([*lines, rest] if rest else lines, 1):
         cut = i > len(lines) and b'{"'.startswith(line[:2])  # the start of one of our lines
         try:
             values.append(json.loads(line))

@@ -20,16 +20,15 @@ One convention holds in this file. A tensor with a vocabulary axis is (n, V), wi
 feedback, so their logits are not computed: on average half of the rows (E[t] = ½). The tensor
 (B, L, V) is never made. In fp32 it takes 6.6 GB for one micro-batch of the paper.
 
-Submodules and parameters have the names and the order of the released MDLM checkpoints. Some names
-are not pretty, but the weights load without a translation table that could be wrong.
+Submodules and parameters have the names and the order of the released MDLM checkpoints. So these
+weights load without a table of names that could be wrong.
 
 Not here: the reverse process (sample.py), optimizers, DDP, EMA, files. This file is a module, and
 train.py runs it. Only initial weights and dropout come from torch's global generators.
 """
 
-import dataclasses
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Annotated
 
 import torch
@@ -42,8 +41,8 @@ from arms import ARMS
 from launch import Count, Negative, Positive, Refused, Size
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
-BUDGET = 1e9        # bytes of a chunk's (n, V) tensors; also of those that wait for a backward
-CPU_LOGITS = 52e6   # bytes of logits made at once on a CPU, so that its allocator reuses one buffer
+BUDGET = 1e9        # bytes of a chunk's (n, V) tensors, and of all those kept for a backward
+CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
 
 
 @dataclass
@@ -290,11 +289,11 @@ class TwoPass(nn.Module):
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     mask_id: id of [MASK].   two_updates: the first pass gets gradients too (App. C.3).
+
     After a forward without feedback the gradient of ω is exactly 0. Set it to None before the
-    optimizer's step, as train.py does. Otherwise Adam moves ω by its momentum.
-    lam, lam_sd, mix_norm: three 0-d tensors for the log, from the last forward with feedback: the
-        mean and the standard deviation of λ, and the mean length of the mixes, in units of the
-        length of the [MASK] embedding.
+    optimizer's step, as train.py does. Otherwise Adam moves ω by its momentum. For the log, the
+    last forward with feedback leaves three 0-d tensors: `lam` and `lam_sd`, the mean and the
+    standard deviation of λ, and `mix_norm`, the mean length of the mixes over that of [MASK].
 
     A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
     """
@@ -337,7 +336,7 @@ class TwoPass(nn.Module):
     def feedback_of(self, h, logits):
         """`feedback(h)` when logits = head(h) (n, V) are known: the head does not run again.
 
-        It calls `feedback`, so a subclass has to override only that one.
+        It calls `feedback`, so a subclass overrides only that one.
         """
         self.known = h, logits
         try:
@@ -381,8 +380,8 @@ class TwoPass(nn.Module):
         Checked against tests/oracles.py dense_nll.
         """
         net = self.net
-        masked = (xt == self.mask_id).flatten()                                # (B·L,)
-        rows = masked.nonzero().squeeze(1)              # (N,)  the only wait for the device here
+        # Only this line waits for the device.
+        rows = (xt == self.mask_id).flatten().nonzero().squeeze(1)             # (N,)
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
             # Pass 1 keeps dropout on [code]. It has a graph only with two_updates.
@@ -438,8 +437,8 @@ class MDLM(TwoPass):
         x_t alone. For the sampler of Alg. 2 it is no bound: that one makes a single pass, with the
         feedback of the step before, and pass 1 of the loss is only a proxy of it (§3.2).
 
-        ALPHA_FLOOR makes the mean too small by 0.1 to 0.3 %: t stays above the floor, and 1 − α
-        below 1, where a token costs most. The released code does the same, so numbers compare
+        ALPHA_FLOOR makes the mean too small by 0.1 to 0.3 %: even at t = 1 some tokens are visible,
+        and a token costs most where none is. The released code does the same, so numbers compare
         [code]. `eval.bound` can compute it without the floor.
         """
         B, L = xt.shape
@@ -460,17 +459,18 @@ class MDLM(TwoPass):
         if ckpt["kind"] != "mdlm":
             raise Refused(f"{path} holds a {ckpt['kind']}, not an MDLM: sample_dream.py and "
                           f"eval_dream.py take adapters of Dream")
-        if not (ema or ckpt.get("ema")):
+        average = ckpt.get("ema") or {}
+        if not (ema or average):
             raise Refused(f"{path} holds one set of weights, which in step-N.pt and in published "
                           f"files is the average: --ema=False needs both, as in last.pt")
-        known = {f.name for f in dataclasses.fields(ModelConfig)}
+        known = {f.name for f in fields(ModelConfig)}
         try:
             model = cls(ModelConfig(**{k: v for k, v in ckpt["config"].items() if k in known}))
-            model.load_state_dict(ckpt["model"] | ((ckpt.get("ema") if ema else None) or {}))
+            model.load_state_dict(ckpt["model"] | (average if ema else {}))
         except Exception as e:  # somebody else's file can hold anything
             # torch writes a heading, then a line for each problem. One problem says enough.
             lines = str(e).splitlines() or [""]
-            reason = f"{type(e).__name__}, {lines[min(1, len(lines) - 1)].strip()}"
+            reason = f"{type(e).__name__}, {lines[:2][-1].strip()}"
             raise Refused(f"the weights in {path} do not fit its configuration: {reason}")
         if not all(t.isfinite().all() for t in model.state_dict().values()):
             raise Refused(f"the weights in {path} are not all numbers: its run diverged, take an "

@@ -45,8 +45,9 @@ from mdlm import MDLM, in_chunks
 from sample_dream import decode
 from show import show, trace
 
-T_END = 1e-5  # time after the last step, not quite 0 [code]
+T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
+ORDERS = "random", "entropy"
 
 
 # -------------------------------------------------------------------------------------------------
@@ -83,7 +84,7 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
     if sampler == "remdm-cap":
         remask = min(eta, s / max(1 - t, 1e-9))  # the cap keeps P[reveal] at most 1
     reveal = (t - s + remask * (1 - t)) / t
-    # Above 1 when one step of remdm-loop goes from before t_on to long after it.
+    # The quotient is above 1 when a step of remdm-loop goes from before t_on to long after it.
     return min(1.0, reveal), remask
 
 
@@ -127,8 +128,7 @@ def one_each(generator, n):
 def schedule_batch(free, steps, generator, every, **schedule):
     """`schedule_flips` of n sequences. In each turn, every sequence takes its own next step [ours].
 
-    free: (n, L) bool.   every, schedule: as there.
-    generator: see `one_each`.
+    free: (n, L) bool.   every, schedule: see `schedule_flips`.   generator: see `one_each`.
     Yields (t, flips, u): (n,), (n, L), (n, L). A finished sequence has t = T_END and no flips.
     """
     n, L = free.shape
@@ -235,8 +235,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     In each turn every sequence takes its own next step, at its own time. The schedules are known in
     advance, so the host never waits for the device. A finished sequence stays in the batch, so that
-    shapes are static, as CUDA graphs need. The head is computed for positions that appear. What SM
-    costs more is the head, λ, the top k and a mix for positions that stay masked (App. C.4).
+    shapes are static, as CUDA graphs need. The head is computed for positions that appear. SM adds
+    the cost of the head, λ, the top k and a mix for positions that stay masked (App. C.4).
     """
     check_settings(model, n, steps, top_p, soft, passes, fresh)
     net, mask_id, table, was_training = model.net, model.mask_id, model.net.table, model.training
@@ -286,11 +286,11 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             emb[vanish] = table[mask_id]
         x[vanish] = mask_id
         watch(stay)
-    if masked.any():  # rare, but a tenth of L after 20 steps of remdm-loop. No nucleus here [code]
+    if masked.any():  # rare, except for remdm-loop: a tenth of L after 20 steps
         left = rows(masked)
         t = torch.full((n,), T_END, device=device)                             # (n,)
         h = predict(model, emb, t, left, passes, fresh)                        # (nL, D)
-        x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=V)
+        x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=V)  # no nucleus [code]
         nfe += masked.any(1) * passes
         watch(left[:0])
     model.train(was_training)
@@ -312,9 +312,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         probs = nucleus(logits.softmax(-1), top_p)                             # (m, V)
         return probs, sample_categorical(probs, u)
 
-    check_settings(model, n, steps, top_p, soft, passes, False)
-    if order not in filter(None, ORDERS):
-        raise Refused(f"order={order!r} is none of {', '.join(filter(None, ORDERS))}")
+    check_settings(model, n, steps, top_p, soft, passes, fresh=False)
+    if order not in ORDERS:
+        raise Refused(f"order={order!r} is none of {', '.join(ORDERS)}")
     was_training = model.training
     model.eval()  # no dropout
     x = torch.full((n, model.cfg.length), model.mask_id) if x is None else x.expand(n, -1)
@@ -327,9 +327,6 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
 # -------------------------------------------------------------------------------------------------
 # the command
-
-
-ORDERS = "", "random", "entropy"
 
 
 @dataclass
@@ -423,7 +420,7 @@ def digest(model):
 
 def existing_texts(path, settings, seed):
     """{index: text} of the samples in `path` that have these settings and this seed."""
-    known = {"weights": settings["weights"]}  # older files of samples do not name them
+    known = {"weights": settings["weights"]}  # older files of samples do not name the weights
     try:
         return {line["index"]: line["text"] for line in read_jsonl(path, repair=True)
                 if (known | line["settings"], line["seed"]) == (settings, seed)}
@@ -440,8 +437,8 @@ def check(cfg, model, tok, L):
     if tok.n_vocab != model.mask_id:
         raise Refused(f"{tok.name} has {tok.n_vocab} ids, but {model.mask_id} come before the "
                       f"[MASK] of {cfg.checkpoint}: the two do not belong together")
-    if cfg.order not in ORDERS:
-        raise Refused(f"--order={cfg.order} is none of {', '.join(filter(None, ORDERS))}")
+    if cfg.order and cfg.order not in ORDERS:
+        raise Refused(f"--order={cfg.order} is none of {', '.join(ORDERS)}")
     for name in ("sampler", "eta", "t_on", "t_off", "alpha_on", "fresh", "every"):
         if cfg.order and getattr(cfg, name) != getattr(Config, name):
             raise Refused(f"--{name} belongs to the samplers that flip coins, and --order="
@@ -460,13 +457,13 @@ def main(cfg):
     model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
     model.to(device)
     mask_id, L = model.mask_id, model.cfg.length if cfg.length is None else cfg.length
-    tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
+    special = model.info["tokenizer"]
+    tok = tokenizer(special["name"], cfg.tokenizer_dir)
     check(cfg, model, tok, L)
-    special, texts = model.info["tokenizer"], (cfg.prompt, cfg.infill)
     if cfg.given:
         x = puzzle_ids(cfg.given, tok, special, L)
     else:
-        x = starting_ids(*map(line_breaks, texts), tok, special, L)
+        x = starting_ids(line_breaks(cfg.prompt), line_breaks(cfg.infill), tok, special, L)
     how = {name: getattr(cfg, name) for name in ("sampler", "top_p", "t_on", "t_off", "alpha_on")}
     n_steps = int((x == mask_id).sum()) if cfg.order else L
     how |= {"steps": n_steps if cfg.steps is None else cfg.steps,
@@ -479,17 +476,17 @@ def main(cfg):
     given = {name: getattr(cfg, name) for name in ("checkpoint", "ema", "prompt", "infill")}
     given |= {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b", "given")
               if getattr(cfg, name) not in (None, "")}
-    settings = how | given | {"weights": digest(model)}
-    settings |= {"step": model.info["step"], "tokenizer": tok.name, "length": L,
-                 "dtype": str(dtype or torch.float32).removeprefix("torch.")}
+    settings = how | given | {
+        "weights": digest(model), "step": model.info["step"], "tokenizer": tok.name, "length": L,
+        "dtype": str(dtype or torch.float32).removeprefix("torch.")}
     make = functools.partial(generate, **how)
     if cfg.order:
-        names = how.keys() & {"steps", "order", "top_p", "soft", "passes"}
-        make = functools.partial(generate_in_order, **{name: how[name] for name in names})
+        make = functools.partial(generate_in_order, steps=how["steps"], order=cfg.order,
+                                 top_p=cfg.top_p, soft=how["soft"], passes=cfg.passes)
     path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl" if world > 1 else cfg.out
     found, steps = existing_texts(path, settings, cfg.seed), []
     done = set(found)
-    watch = show(tok, mask_id) if cfg.show else None
+    watch = show(tok, mask_id) if cfg.show and rank == 0 else None
     watch = trace(tok, model, steps) if cfg.trace else watch
     todo = [i for i in range(rank, cfg.count, world) if i not in done or watch]
     if cfg.compile:
@@ -503,8 +500,7 @@ def main(cfg):
         copies = min(len(todo), cfg.batch_size) - len(batch) if cfg.compile else 0
         generators = [rng("sample", cfg.seed, i) for i in batch + copies * batch[-1:]]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            ids, nfe = make(model, len(generators), generator=generators, x=x,
-                            on_step=watch if rank == 0 else None)
+            ids, nfe = make(model, len(generators), generator=generators, x=x, on_step=watch)
         lines = [{"ids": row, "text": tok.decode(row), "nfe": calls, "seed": cfg.seed, "index": i,
                   "settings": settings} for row, calls, i in zip(ids.tolist(), nfe.tolist(), batch)]
         append_jsonl(path, *(line for line in lines if line["index"] not in done))

@@ -41,12 +41,14 @@ def trace(tok, model, states):
     and with k = |V| the five largest.
     """
     text_of, sm = cell_text(tok, model.mask_id), model.sm
-    k, tau = (sm.k or 5, 1 if sm.k else sm.tau) if sm else (3, 1)
+    dense = sm is not None and sm.k is None  # k = |V|
+    k = 5 if dense else sm.k if sm else 3
 
     def prediction(h):
-        logp = (model.net.head(h) / tau).log_softmax(-1)                           # (m, V)
+        logits = model.net.head(h)                                                 # (m, V)
+        logp = (logits / sm.tau if dense else logits).log_softmax(-1)              # (m, V)
         shares, ids = logp.exp().topk(k)                                           # (m, k)
-        shares = shares if sm and sm.k is None else shares / shares.sum(-1, keepdim=True)
+        shares = shares if dense else shares / shares.sum(-1, keepdim=True)
         neg_entropy = (logp.exp() * logp.clamp_min(-100)).sum(-1)                  # (m,)
         return neg_entropy.tolist(), ids.tolist(), shares.tolist()
 
@@ -56,8 +58,8 @@ def trace(tok, model, states):
         mine = rows < L                                                            # (m,)
         predicted = dict(zip(rows[mine].tolist(), zip(*prediction(h[mine]))))
         cells = []
-        for i, (token, strength, top) in enumerate(zip(x[0].tolist(), lam[0].tolist(),
-                                                       guess[0].tolist())):
+        positions = zip(x[0].tolist(), lam[0].tolist(), guess[0].tolist())
+        for i, (token, strength, top) in enumerate(positions):
             if token != model.mask_id:
                 cells.append([text_of(token), None])
                 continue
@@ -96,8 +98,10 @@ def grid_lines(cells, styles):
     """The lines of a 6×6 Sudoku, with room between its boxes of 2×3.   cells, styles: 36 each."""
     lines = []
     for i in range(0, 36, 3):  # three cells of a box
+        if i in (12, 24):
+            lines.append("")
         if i % 6 == 0:
-            lines += [""] * (i in (12, 24)) + [""]
+            lines.append("")
         three = zip(cells[i:i + 3], styles[i:i + 3])
         lines[-1] += "".join(f"\x1b[{style}m {cell} \x1b[0m" for cell, style in three) + "  "
     return lines

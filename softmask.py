@@ -23,15 +23,15 @@ first decoding step has no feedback (§3.2). In an update without feedback, set 
 None before the optimizer's step, or Adam moves ω by its momentum. Under DDP, ω must be in the graph
 of every update: add 0 * sum(p.sum() for p in sm.parameters()) to the loss.
 
-Print λ, the first output of `sm(logits)`. If it stays near 0, feedback is off, and the loss cannot
-tell. Then start ω_b near minus the entropy, in nats, that your model has at its masks.
+Print λ, the first output of `sm(logits)`. If it stays near 0, feedback is off, and the loss does
+not show it. Then start ω_b near minus the entropy, in nats, that your model has at its masks.
 
-Comments: no tag is the paper, [code] the authors' released code, [ours] a choice of this project.
+A comment without a tag follows the paper, [code] the authors' released code. [ours] is our choice.
 
 Not here: noise schedules, backbones, samplers, the two passes (mdlm.py). Nothing here detaches: the
 caller's `no_grad` decides whether the first pass gets gradients. A model that can predict [MASK]
-itself may have it among the k. To prevent this, set that logit to −inf first. Here MDLM can never
-predict [MASK], and Dream can [code].
+itself may have it among the k. To prevent this, set that logit to −inf first. The MDLM of this
+project can never predict [MASK], and its Dream can [code].
 """
 
 import sys
@@ -76,10 +76,10 @@ class SoftMask(nn.Module):
         self.mask_id, self.k = mask_id, k
         scalar = lambda v: torch.tensor(float(v), dtype=torch.float32)
         # The logit of 0 is −∞, so ω_s starts at EPS or above [code].
-        self.raw_s = nn.Parameter(torch.logit(scalar(omega_s).clamp(EPS, 1 - EPS)))
+        self.raw_s = nn.Parameter(torch.logit(scalar(omega_s), eps=EPS))
         self.raw_a = nn.Parameter(softplus_inverse(scalar(omega_a)))
         self.raw_b = nn.Parameter(softplus_inverse(scalar(-omega_b)))
-        if k is None:  # with top-k it would have no gradient, and that stops DDP
+        if k is None:  # with top-k, τ would have no gradient, and that stops DDP
             self.raw_tau = nn.Parameter(softplus_inverse(scalar(tau)))
 
     def _apply(self, fn, recurse=True):
@@ -158,7 +158,7 @@ class SoftMask(nn.Module):
         To embed a mix of one-hot vectors is to mix their rows of the table. So one-hot vectors are
         never made. Shares are rounded to the table's dtype. `embedding_bag` computes
         (shares[..., None] * table[ids]).sum(1) without the tensor (N, k+1, D). [MASK] is one more
-        token in the bag: a lookup apart from it would cost one more dense (V, D) gradient.
+        token in the bag: a lookup of its own would cost one more dense (V, D) gradient.
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
@@ -187,7 +187,7 @@ class SoftMask(nn.Module):
             soft = self.mix(table, *self(logits.flatten(0, 1), gain))              # (B·L, D)
             return torch.where(masked[..., None], soft.view_as(plain), plain)      # (B, L, D)
         rows = masked.nonzero(as_tuple=True)                                       # 2 × (N,)
-        if len(logits) != len(rows[0]):  # one row would be broadcast to all masks, without an error
+        if len(logits) != len(rows[0]):  # else a single row would be broadcast to all masks
             raise ValueError(f"{len(logits)} rows of logits for {len(rows[0])} positions with "
                              f"x == {self.mask_id}")
         return plain.index_put(rows, self.mix(table, *self(logits, gain)))         # (B, L, D)

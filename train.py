@@ -98,7 +98,7 @@ PRESETS = {
         steps=10_000, batch_size=8, micro_batch=8, eta_bb=1e-3, warmup=200, ema=0.999,
         eval_every=500, keep_every=0),
     "owt": {},
-    "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),  # as released
+    "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),  # MDLM's own
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
@@ -182,7 +182,7 @@ def check_resume(ckpt, cfg, source):
         raise Refused(f"{last} was not written by a running train.py: start from its weights, "
                       f"--init_from={last} --out_dir=…")
     there = ckpt["config"]
-    different = [f"{name} ({there.get(name)} there, {value} here)"
+    different = [f"{name} ({there.get(name)!r} there, {value!r} here)"
                  for name, value in asdict(cfg).items()
                  if name not in MAY_DIFFER_ON_RESUME and there.get(name) != value]
     if ckpt["data"].get("sha256") != source["sha256"]:
@@ -210,14 +210,13 @@ def check_init(ckpt, cfg, special):
     """Raises Refused unless these weights can start a model of this configuration and tokenizer."""
     if ckpt["kind"] != "mdlm":
         raise Refused(f"{cfg.init_from} holds a {ckpt['kind']}, not an MDLM")
-    names = ("n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "mask_id", "time_conditioning")
-    different = [f"{name} ({ckpt['config'][name]} there, {getattr(cfg, name)} here)"
-                 for name in names if ckpt["config"].get(name) != getattr(cfg, name)]
-    if cfg.soft_mask and ckpt["config"].get("soft_mask"):
-        # Its ω was learned for this mix. With another one it would be a start without a meaning.
-        different += [f"{name} ({ckpt['config'][name]!r} there, {getattr(cfg, name)!r} here)"
-                      for name in ("arm", "k")
-                      if ckpt["config"].get(name, getattr(cfg, name)) != getattr(cfg, name)]
+    here = asdict(cfg)
+    there = here | ckpt["config"]  # an older file does not name its arm
+    names = ["n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "mask_id", "time_conditioning"]
+    if cfg.soft_mask and there["soft_mask"]:
+        names += ["arm", "k"]  # the ω of the file was learned for one mix, and suits no other
+    different = [f"{name} ({there[name]!r} there, {here[name]!r} here)"
+                 for name in names if there[name] != here[name]]
     tok = ckpt.get("tokenizer")
     if tok and tok["name"] != special["name"]:
         different.append(f"tokenizer ({tok['name']} there, {special['name']} in {cfg.data})")
@@ -260,9 +259,9 @@ def print_omega(cfg):
     print("\n  update     ω_s     ω_a   ω_b   mean λ")
     lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"), skip_broken=True)
     lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
-    for i in sorted({*range(0, len(lines), max(1, len(lines) // 10)), *range(len(lines))[-1:]}):
+    for line in lines[:-1:max(1, len(lines) // 10)] + lines[-1:]:
         row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
-        print(row.format(**lines[i]))
+        print(row.format(**line))
 
 
 def demonstrate(cfg, model, bounds, held_out, meta):
@@ -341,10 +340,9 @@ def train(cfg):
         with refused_if_odd(last):
             model.load_state_dict(ckpt["model"])
         start, metrics = ckpt["step"], ckpt["metrics"]
-        # Its files go on to say where it began, whatever the flags are now.
-        names = "init_from", "omega_s", "omega_a", "omega_b"
-        was = ckpt["config"]
-        cfg = replace(cfg, **{name: was[name] for name in names if name in was})
+        # Its files still say where the run began, whatever the flags of the resume are.
+        began = {"init_from", "omega_s", "omega_a", "omega_b"} & ckpt["config"].keys()
+        cfg = replace(cfg, **{name: ckpt["config"][name] for name in began})
     elif cfg.init_from:  # raw weights and a new optimizer [code]; ω is new if the file has none
         initial = checkpoint.load(cfg.init_from)
         check_init(initial, cfg, meta["tokenizer"])
@@ -358,8 +356,8 @@ def train(cfg):
         del initial
     model.to(device)
     # The EMA is a second backbone around the same ω: the average that is published and evaluated
-    # [code]. In a continuation it starts at the loaded weights; theirs starts at random ones, which
-    # twenty updates forget [ours].
+    # [code]. In a continuation it starts at the loaded weights [ours]. That of the authors starts
+    # at random ones, which twenty updates forget.
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
     theta = list(model.net.parameters())
@@ -413,31 +411,29 @@ def train(cfg):
         # says so.
         return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
-    def no_sync_until_last(i):
-        return net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext()
-
     def update(step):
         """One update of θ and ω. Returns the norm of the gradient, 0-d.             Alg. 1 l.2-9"""
-        # p_sm: one coin per update, the same on every rank [ours]; theirs is one per micro-batch.
+        # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
         coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
         soft = bool(omega) and coin < cfg.p_sm
         times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)       # l.3
         for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
             group["lr"] = eta * lr_at(step, cfg)
         for i in range(accum):
-            j = i * world + rank        # counted over all ranks: who computes it changes nothing
+            j = i * world + rank        # counted over all ranks: any rank may compute it
             x0 = batch(step, j)                                                # (b, L)          l.2
-            # Strided: every micro-batch spans all times and has half of its tokens masked. In
-            # slices, one rank would hold all of t ≈ 1, and twice the rows [ours].
+            # With the stride, every micro-batch spans all times, and half of its tokens are
+            # masked. Of slices, that with t ≈ 1 would have twice as many masks [ours].
             t = times[j::accum * world]                                        # (b,)            l.3
             xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))      # (b, L)          l.4
             masks = (xt == cfg.mask_id).sum()    # counted on the CPU, where it waits for nothing
             x0, xt, t = map(to_device, (x0, xt, t))
             torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
-            with no_sync_until_last(i):
+            more = i + 1 < accum        # ranks add up their gradients in the last micro-batch
+            with net.no_sync() if world > 1 and more else contextlib.nullcontext():
                 with autocast():
                     nll = net(x0, xt, t, soft)                               # (b,)            l.5-8
-                # Divided by all tokens, not by the masked ones [code]: any devices give the same.
+                # Divided by all tokens, not by the masks [code]: so any split gives the same.
                 (nll.sum() / (accum * x0.numel())).backward()
             nll = nll.detach()
             log.add(nll=nll.sum(), ce=nll @ t, masks=masks, softs=soft)
@@ -534,14 +530,13 @@ def train(cfg):
             done = step + 1
             # The maximum over ranks: all stop after the same update.
             stop = launch.any_rank(max(caught, default=0))
-            end = stop or done == cfg.steps
             if due(cfg.eval_every) and not stop:
                 with log.pause():
                     metrics = {"step": done, **evaluate()}
-            logged = due(cfg.log_every) or due(cfg.save_every) or done == 1  # 1: soon a first line
-            if logged or end or metrics.get("step") == done:
+            logged = due(cfg.log_every) or due(cfg.save_every) or stop
+            if logged or done == 1 or metrics.get("step") == done:  # 1: the user sees a line soon
                 log.write(describe(*log.collect(done, norm)))  # refuses a nan, before the save
-            if due(cfg.save_every) or end:
+            if due(cfg.save_every) or stop:
                 save_last()
             if due(cfg.keep_every) or done == cfg.steps:
                 save_step()
