@@ -4,6 +4,7 @@
 #
 #     bash results/sudoku_samples.sh sm-1 binary-1     # runs that are finished
 #     bash results/sudoku_samples.sh shipped exact     # the model that comes along; the ceiling
+#     bash results/sudoku_samples.sh placebo-1         # sm-1, with the feedback of another mask
 #     CELLS="*-36-*" bash results/sudoku_samples.sh sm-1        # some cells only
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -26,6 +27,8 @@ for run in "$@"; do
         shipped) checkpoint=results/sudoku.safetensors feedback="on off" ;;
         exact)   checkpoint=results/sudoku.safetensors wrapper=results/exact.py ;;
         tied-*)  wrapper=results/tied.py feedback="on off" ;;
+        placebo-*) checkpoint=$out/sm-${run#*-}/step-${STEP:-6000}.pt
+                   wrapper=results/permuted.py feedback=on ;;
         sm-*|deepsm-*|cont-sm-*|permuted-*) feedback="on off" ;;
     esac
     for soft in ${feedback:-off}; do
@@ -34,13 +37,14 @@ for run in "$@"; do
             for steps in 36 18; do
                 cell $order-$steps-$soft --order=$order --steps=$steps $flag
             done
+            cell $order-36-p90-$soft --order=$order --steps=36 --top_p=0.9 $flag
         done
         for steps in 5 10 20 39 156; do
             cell mdlm-$steps-$soft --steps=$steps $flag
         done
         cell remdm-39-$soft --sampler=remdm-cap --steps=39 $flag
     done
-    case $run in exact|tied-*) continue ;; esac
+    case $run in exact|tied-*|placebo-*) continue ;; esac
     for given in 12 18 24; do
         result=results/sudoku/$run.given-$given$step.json
         [[ -e $result || given-$given != ${CELLS:-*} ]] || python results/puzzles.py \

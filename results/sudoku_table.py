@@ -24,12 +24,14 @@ from plot import METHODS, figure  # noqa: E402
 
 ARMS = {
     "exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": "binary, twice as deep",
-    "deepsm": "SM, twice as deep", "tied": "tied", "permuted": "SM, permuted", "k1": "SM, k = 1",
-    "k6": "SM, k = 6", "kV": "SM, k = |V|", "p05": "SM, p_sm = 0.5", "p10": "SM, p_sm = 1",
+    "deepsm": "SM, twice as deep", "tied": "tied", "permuted": "SM, permuted",
+    "placebo": "SM, permuted at decoding only", "k1": "SM, k = 1",
+    "k6": "SM, k = 6", "kV": "SM, k = V", "p05": "SM, p_sm = 0.5", "p10": "SM, p_sm = 1",
     "ours": "SM, ω from 0.5, 1, −2.8", "constant1": "constant λ = 0.1",
     "constant3": "constant λ = 0.3", "constant5": "constant λ = 0.5",
     "renorm": "SM, mix on the sphere", "slerp": "SM, slerp",
-    "cont-binary": "binary", "cont-sm": "SM", "cont-ours": "SM, ω from 0.5, 1, −2.8"}
+    "cont-binary": "binary", "cont-sm": "SM", "cont-ours": "SM, ω from 0.5, 1, −2.8",
+    "cont-probe": "SM, ω_s = 0.05, before training"}
 CELLS = {
     "One or two cells a call": {
         "random-36": "any, one", "random-18": "any, two", "entropy-36": "surest, one",
@@ -37,6 +39,7 @@ CELLS = {
     "Ancestral, T steps, and ReMDM": {
         "mdlm-5": "5", "mdlm-10": "10", "mdlm-20": "20", "mdlm-39": "39", "mdlm-156": "156",
         "remdm-39": "ReMDM 39"},
+    "One cell a call, nucleus 0.9": {"random-36-p90": "any", "entropy-36-p90": "surest"},
     "Any cell next, several passes a cell": {
         "random-36-passes2": "2", "random-36-passes4": "4"},
     "Puzzles, the surest cell next, by cells that are given": {
@@ -60,7 +63,7 @@ def table(heads, rows):
 
 
 def read():
-    """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): [share]}), at the end."""
+    """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): {seed: share}}), at the end."""
     bounds, shares = {}, {}
     for path in sorted(glob.glob(f"{HERE}/sudoku/*.json")):
         run, _, cell = os.path.basename(path).removesuffix(".json").partition(".")
@@ -70,11 +73,10 @@ def read():
         result = read_json(path)
         if cell.startswith("given"):
             for kind in result.keys() & {"soft", "binary"}:
-                right = result[kind]["right"]
-                shares.setdefault((arm, cell, kind == "soft"), []).append(right)
+                shares.setdefault((arm, cell, kind == "soft"), {})[seed] = result[kind]["right"]
         elif cell:
             cell, soft = re.fullmatch(r"(.*?)(-on|-off)?", cell).groups()
-            shares.setdefault((arm, cell, soft != "-off"), []).append(result["values"]["right"])
+            shares.setdefault((arm, cell, soft != "-off"), {})[seed] = result["values"]["right"]
         else:
             kinds = result["values"].keys() & {"soft", "binary"}
             bounds[arm, seed] = {kind: result["values"][kind]["unbiased_nats"] for kind in kinds}
@@ -112,11 +114,27 @@ def shares_of(shares, cells):
     """{name: [percents of the seeds, for each cell]} of the arms that have any."""
     rows = {}
     for arm, name in ARMS.items():
-        on, off = ([[100 * x for x in shares.get((arm, cell, soft), [])] for cell in cells]
-                   for soft in (True, False))
+        on, off = ([[100 * x for x in shares.get((arm, cell, soft), {}).values()]
+                    for cell in cells] for soft in (True, False))
         found = {name: on, name + ", off": off} if any(on) else {name: off}
         rows |= {name: percents for name, percents in found.items() if any(percents)}
     return rows
+
+
+def run_cells(arm, seed, kinds, shares, cells):
+    """The row of one run: its bounds, how ω_s went, and its shares in percent."""
+    log = read_jsonl(f"{HERE}/sudoku/{arm}-{seed}.log.jsonl")
+    row = [f"{arm}-{seed}", f"{kinds.get('soft', kinds['binary']):.3f}"]
+    if "soft" in kinds and "omega_s" in log[-1]:
+        over = (f"{line['step']:,}" for line in log if line.get("omega_s", 0) > 0.1)
+        row += [f"{kinds['binary']:.3f}", next(over, "never"), f"{log[-1]['omega_s']:.2g}"]
+    else:
+        row += ["", "", ""]
+    for cell in cells:
+        on, off = (shares.get((arm, cell, soft), {}).get(seed) for soft in (True, False))
+        row += [f"{100 * share:.1f}" if share is not None else ""
+                for share in ((on, off) if "soft" in kinds else (off, None))]
+    return row
 
 
 def draw(shares):
@@ -177,13 +195,11 @@ def main(path=""):
               [[name, *(spread(percents, ".1f") for percents in found)]
                for name, found in shares_of(shares, cells).items()])
 
-    rows = []
-    for path in sorted(glob.glob(f"{HERE}/sudoku/sm-*.log.jsonl")):
-        log = {line["step"]: line for line in read_jsonl(path) if "omega_s" in line}
-        first = next((f"{step:,}" for step, line in log.items() if line["omega_s"] > 0.1), "never")
-        rows.append([os.path.basename(path)[:-10], first,
-                     *(f"{log[step]['omega_s']:.2f}" for step in (1000, 2000, 3500, 6000))])
-    table(["run", "ω_s > 0.1 after", *(f"ω_s at {s:,}" for s in (1000, 2000, 3500, 6000))], rows)
+    cells = {"random-36": "any", "entropy-36": "surest", "given-12": "12 given"}
+    heads = ["run", "nats", "off", "ω_s > 0.1 after", "ω_s at the end"]
+    heads += [text + off for text in cells.values() for off in (" (%)", ", off")]
+    table(heads, [run_cells(*run, kinds, shares, cells) for run, kinds in sorted(
+        bounds.items(), key=lambda item: (list(ARMS).index(item[0][0]), item[0][1]))])
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ import pytest
 import torch
 
 import launch
-from conftest import ROOT, Killed, full_disk, kill, refused
+from conftest import ROOT, Killed, full_disk, kill, refused, torchrun
 from launch import Log, append_jsonl, atomic, from_cli, read_json, read_jsonl, write_text
 from train import Config
 
@@ -389,3 +389,10 @@ def test_a_log_line_that_cannot_be_written_does_not_end_the_run(tmp_path, capsys
     log.collect(1, torch.tensor(1.0))
     log.write({"step": 1})
     assert "log line lost: could not write" in capsys.readouterr().out
+
+
+def test_two_ranks_refuse_once():
+    """One sentence, and then torchrun's report of rank 0, which ended with 2."""
+    done = torchrun("sample.py", "--checkpoint=nowhere.pt", "--device=cpu")
+    assert done.stderr.count("sample.py: no checkpoint at nowhere.pt") == 1
+    assert done.returncode and "exitcode  : 2 (" in done.stderr

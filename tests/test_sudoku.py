@@ -118,7 +118,7 @@ def test_the_shipped_model_writes_as_many_right_grids_as_is_claimed():
 
 
 def test_the_table_names_the_rows_without_feedback(monkeypatch, capsys):
-    shares = {(arm, "mdlm-5", soft): [0.5] for arm in ("sm", "tied", "permuted", "deep")
+    shares = {(arm, "mdlm-5", soft): {"1": 0.5} for arm in ("sm", "tied", "permuted", "deep")
               for soft in (True, False)[arm == "deep":]}
     monkeypatch.setattr(sudoku_table, "read", lambda: ({}, shares))
     sudoku_table.main()
@@ -130,8 +130,8 @@ def test_the_table_names_the_rows_without_feedback(monkeypatch, capsys):
 
 def test_the_figure_has_the_seeds_and_the_ceiling():
     pytest.importorskip("matplotlib", reason="would draw the shares of right grids")
-    shares = {("sm", "mdlm-5", True): [0.5, 0.7], ("sm", "mdlm-5", False): [0.1],
-              ("exact", "mdlm-5", False): [0.9]}
+    shares = {("sm", "mdlm-5", True): {1: 0.5, 2: 0.7}, ("exact", "mdlm-5", False): {"": 0.9},
+              ("sm", "mdlm-5", False): {1: 0.1}}
     ax = sudoku_table.draw(shares).axes[1]
     points = [[bar.lines[0].get_ydata()[0], bar.lines[0].get_markerfacecolor() == "white"]
               for bar in ax.containers]

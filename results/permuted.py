@@ -1,0 +1,19 @@
+# SPDX-License-Identifier: MIT
+"""A placebo at decoding: a trained model, of which each mask gets the feedback of another mask.
+
+    python results/permuted.py sample.py --checkpoint=out/sudoku/sm-1/step-6000.pt …
+
+The other mask is mostly one of another sample in the batch, as sure on average (arms.Permuted).
+"""
+
+import os
+import runpy
+import sys
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import arms  # noqa: E402
+
+if __name__ == "__main__":
+    arms.ARMS[""] = arms.Permuted
+    sys.argv = sys.argv[1:]
+    runpy.run_path(sys.argv[0], run_name="__main__")
