@@ -153,10 +153,7 @@ def read_lines(cfg):
 
 
 def read_hub(cfg):
-    """What `read_lines` returns, of the paper's corpora.
-
-    Of a corpus without a test part, 1% is held out (10% [code]).
-    """
+    """[train, val] of the paper's corpora. Without a test part, 1% is held out (10% [code])."""
     try:
         from datasets import concatenate_datasets, load_dataset
         whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])

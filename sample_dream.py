@@ -516,8 +516,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     x, _ = pad_prompts(model.cfg, [ids], cfg.gen_len, device)           # (1, L)
     gaps = x == mask_id                                                 # (1, L)
     two, steps = TwoPass(model, sm, mask_id), cfg.steps or cfg.gen_len + ids.count(mask_id)
-    names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k",
-             "eos_penalty")
+    names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k", "eos_penalty")
     settings = {name: getattr(cfg, name) for name in names}
     settings |= {"generator": generator, "on_step": count, "eos": eos}
     if cfg.block:
