@@ -59,12 +59,12 @@ from train import PEAK_FLOPS, flops_per_token, update_ema
 
 @dataclass
 class Config:
-    # what to measure: these, and only if named overhead, profile, attention, against and scaling
+    # what to measure. Only if they are named: overhead, profile, attention, against, scaling
     parts: str = "train,memory,sample,curves,dream,vocabulary"
     repeats: int = 5              # turns that count
     against: str = ""             # folder of another checkout, for the part of this name
     json: str = ""                # also write everything to this file
-    # MDLM (default of every 0: as in the preset cpu or gpu, whatever the machine is)
+    # MDLM (default of every 0: as in the preset gpu on CUDA, else as in the preset cpu)
     n_layer: Count = 0
     n_head: Count = 0
     n_embd: Count = 0
@@ -148,13 +148,6 @@ def interleaved(cases, repeats, device):
     return found
 
 
-def matmul(device, dtype):
-    """The product of two large matrices: a function that computes it, and its FLOPs."""
-    n = 8192 if device.type == "cuda" else 2048
-    a = torch.randn(n, n, device=device, dtype=dtype or torch.float32)
-    return lambda: a @ a, 2 * n ** 3
-
-
 def resident():
     """The most memory that this process has held so far, in GB."""
     # Linux first: its ru_maxrss survives exec, and would be that of the parent process.
@@ -198,20 +191,21 @@ def print_table(title, rows, note=""):
         values = [row.get(c) for c in columns]
         texts = ["" if v is None else f"{v:,.0f}" if abs(v) >= 1000 else f"{v:.3g}" for v in values]
         print(f"{name:34}" + "".join(f"{text:>13}" for text in texts))
-    print(note, end="\n" * bool(note), flush=True)
+    if note:
+        print(note)
 
 
 # -------------------------------------------------------------------------------------------------
 # MDLM: what is measured
 
 
-def build(cfg, device, **changes):
-    """A random MDLM whose feedback is as strong as after training.   changes: to ModelConfig."""
+def build(cfg, device):
+    """A random MDLM whose feedback is as strong as after training."""
     names = ("n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "length", "dropout", "k")
-    sizes = {name: getattr(cfg, name) for name in names} | changes
-    mask_id = sizes["vocab_size"] - 1
-    model = MDLM(ModelConfig(**sizes, mask_id=mask_id, omega_s=0.5, omega_a=1.0, omega_b=-5.0))
-    std = cfg.sharpness / sizes["n_embd"] ** 0.5  # hidden states have |h|² = D
+    sizes = {name: getattr(cfg, name) for name in names}
+    model = MDLM(ModelConfig(**sizes, mask_id=cfg.vocab_size - 1, omega_s=0.5, omega_a=1.0,
+                             omega_b=-5.0))
+    std = cfg.sharpness / cfg.n_embd ** 0.5  # hidden states have |h|² = D
     nn.init.normal_(model.net.output_layer.linear.weight, std=std)
     return model.to(device)
 
@@ -230,13 +224,13 @@ def compile_trunk(model, mode=None):
     model.net.trunk = torch.compile(model.net.trunk, mode=mode, dynamic=False)
 
 
-def training(cfg, device, dtype, ddp=False, **changes):
+def training(cfg, device, dtype, ddp=False):
     """One update of train.py on random tokens, as a function, and the model that it updates.
 
-    changes: to ModelConfig.   Returns step(soft, xt=…, exchange=True, mark=None) and the MDLM.
-    exchange: False leaves the gradients of this process alone.   mark: see `sections_of`.
+    Returns step(soft, xt=…, exchange=True, mark=None) and the MDLM.
+    exchange: False keeps gradients from the other processes.   mark: see `sections_of`.
     """
-    model = build(cfg, device, **changes)
+    model = build(cfg, device)
     ema = copy.deepcopy(model.net).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
                                   fused=device.type in ("cuda", "cpu"))
@@ -244,7 +238,7 @@ def training(cfg, device, dtype, ddp=False, **changes):
         compile_trunk(model)
     net = DistributedDataParallel(model) if ddp else model
     generator, mask_id = rng("bench"), model.mask_id
-    x0 = torch.randint(mask_id, (cfg.batch, model.cfg.length), generator=generator)
+    x0 = torch.randint(mask_id, (cfg.batch, cfg.length), generator=generator)
     t = sample_times(cfg.batch, generator)
     # One x_t for all calls, because the number of masked rows decides how long an update takes.
     masked = corrupt(x0, t, mask_id, generator).to(device)
@@ -298,14 +292,14 @@ def hours(model, batch, binary, soft):
 
 def bench_train(cfg, device, dtype):
     """An update, binary and with SM, and how much of the device's arithmetic it uses."""
-    product, flops = matmul(device, dtype)
+    n = 8192 if device.type == "cuda" else 2048
+    a = torch.randn(n, n, device=device, dtype=dtype or torch.float32)
     step, model = training(cfg, device, dtype)
     cases = {"binary": lambda: step(False), "SM, p_sm = 1": lambda: step(True),
-             "matrix product": product}
-    found = interleaved(cases, cfg.repeats, device)
-    binary, soft, gauge = found.values()
+             "matrix product": lambda: a @ a}
+    binary, soft, gauge = interleaved(cases, cfg.repeats, device).values()
     mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in ("seconds", "cpu", "ratio")}
-    rate = flops / gauge["seconds"]
+    rate = 2 * n ** 3 / gauge["seconds"]  # FLOP/s
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     limit = next((flops for part, flops in PEAK_FLOPS.items() if part in name), rate)
     rows = {"binary": binary, "SM, p_sm = 1": soft, "SM, p_sm = 0.8 (expected)": mixed}
@@ -388,20 +382,20 @@ def bench_curves(cfg, device, dtype):
             ("update over k", update, "k", [1, 3, 10, None]),
             ("sample over T", sample, "steps", around(cfg.steps)[:3]),
             ("sample over L", sample, "length", around(cfg.length)[:3])):
-        out[name] = []
+        out[name], rows = [], {}
         for x in values:
             fn = make(key, x)
             cases = {"binary": partial(fn, False), "SM": partial(fn, True)}
             found = interleaved(cases, max(2, cfg.repeats // 2), device)
-            seconds = {case: row["seconds"] for case, row in found.items()}
-            out[name].append({"x": "|V|" if x is None else x} | seconds)
-        print_table(f"{name}, seconds", {str(point["x"]): {
-            case: point[case] for case in cases} for point in out[name]})
+            size = "|V|" if x is None else x
+            rows[str(size)] = {case: row["seconds"] for case, row in found.items()}
+            out[name].append({"x": size} | rows[str(size)])
+        print_table(f"{name}, seconds", rows)
     return out
 
 
 def sections_of(run, model, after_trunk, device):
-    """{section: seconds} of run(mark), which waits for the device between sections.
+    """{section: seconds} of run(mark=…), which waits for the device between sections.
 
     mark(name): from here on, time belongs to the section `name`.
     after_trunk: the section that follows the trunk.
@@ -434,28 +428,28 @@ def sections_of(run, model, after_trunk, device):
     model.sm.mix = begins("SM: look-up", model.sm.mix, "SM: head", backward=False)
     model.cross_entropy = begins("head and loss", model.cross_entropy, "the rest")
     mark("the rest")
-    run(mark)
+    run(mark=mark)
     mark("")
     model.net.trunk = trunk
-    # the methods of the classes are back
+    # Without these attributes, the methods of the classes are visible again.
     del model.feedback, model.cross_entropy, model.sm.forward, model.sm.mix
     del seconds[""]
     return seconds
 
 
 def where_time_goes(title, run, model, after_trunk, device):
-    """Print and return what run(mark) spends by section, and its costliest operations.
+    """Print and return what run(mark=…) spends by section, and its costliest operations.
 
-    The sections come from a run that waits for the device between them, the operations from
+    The sections come from a run that waits for the device between them. The operations come from
     torch.profiler. On CUDA, "gaps %" is the share of the time without any kernel.
     """
-    whole = interleaved({title: partial(run, None)}, 3, device)[title]["seconds"]
+    whole = interleaved({title: run}, 3, device)[title]["seconds"]
     seconds = sections_of(run, model, after_trunk, device)
     total = sum(seconds.values())
     rows = {name: {"seconds": s, "%": 100 * s / total} for name, s in seconds.items()}
     print_table(title, rows, f"{whole:.3g} s when nothing waits between sections")
     with profile() as prof:
-        run(None)
+        run()
         synchronize(device)
     cuda, operations = device.type == "cuda", prof.key_averages()
     key = "self_device_time_total" if cuda else "self_cpu_time_total"
@@ -477,18 +471,12 @@ def bench_profile(cfg, device, dtype):
     if compiled(cfg, device):
         compile_trunk(sampler, "reduce-overhead")
 
-    def update(soft, mark):
-        step(soft, mark=mark)
-
-    def sample(soft, mark):
-        sampling(cfg, device, dtype, sampler, 1, T, soft, mark)
-
-    for soft in (False, True):
-        name = "SM" if soft else "binary"
-        for title, run, of, after in (
-                (f"update, {name}", update, model, "the rest"),
-                (f"sample in {T} steps, {name}", sample, sampler, "draw: head, nucleus, token")):
-            found[title] = where_time_goes(title, partial(run, soft), of, after, device)
+    for name, soft in ("binary", False), ("SM", True):
+        title, update = f"update, {name}", partial(step, soft)
+        found[title] = where_time_goes(title, update, model, "the rest", device)
+        title = f"sample in {T} steps, {name}"
+        sample = partial(sampling, cfg, device, dtype, sampler, 1, T, soft)
+        found[title] = where_time_goes(title, sample, sampler, "draw: head, nucleus, token", device)
     return found
 
 
@@ -502,20 +490,21 @@ def bench_overhead(cfg, device, dtype):
     if compiled(cfg, device):
         compile_trunk(model, "reduce-overhead")
 
-    def sample(name, mark):
+    def sample(name, mark=None):
         calls[name] = sampling(cfg, device, dtype, model, 1, cfg.steps, name == "SM", mark)
 
-    rows = interleaved({name: partial(sample, name, None) for name in ("binary", "SM")},
+    rows = interleaved({name: partial(sample, name) for name in ("binary", "SM")},
                        max(2, cfg.repeats // 2), device)
+    for name, row in rows.items():
+        row |= {"calls": calls[name], "s/call": row["seconds"] / calls[name]}
+    print_table(f"a sample of {cfg.length} tokens, T = {cfg.steps}", rows)
     shares = {}
     for name, row in rows.items():
         sections = sections_of(partial(sample, name), model, "draw: head, nucleus, token", device)
-        row |= {"calls": calls[name], "s/call": row["seconds"] / calls[name]}
-        shares |= {f"{name}: {section.removeprefix('SM: ')}": {
-            "seconds": s, "%": 100 * s / sum(sections.values())} for section, s in sections.items()}
-        row["sections"] = sections
-    totals = {name: {k: v for k, v in row.items() if k != "sections"} for name, row in rows.items()}
-    print_table(f"a sample of {cfg.length} tokens, T = {cfg.steps}", totals)
+        row["sections"], total = sections, sum(sections.values())
+        for section, s in sections.items():
+            shares[f"{name}: {section.removeprefix('SM: ')}"] = {
+                "seconds": s, "%": 100 * s / total}
     print_table("what it is spent on, in a run that waits between sections", shares)
     return rows
 
@@ -656,7 +645,7 @@ def build_dream(cfg, device, dtype):
 def finetuning_table(cfg, device, dtype):
     """An update of finetune_dream.py on one random dialogue.
 
-    Its activations are all kept, or computed again (checkpointing).
+    Either all its activations are kept, or they are computed again (checkpointing).
     """
     dream, sm = build_dream(cfg, device, dtype)
     mask_id = dream.cfg.mask_token_id
@@ -693,9 +682,9 @@ def decoding_table(cfg, device, dtype):
     x, _ = pad_prompts(dream.cfg, prompt, n, device)
 
     def run(feedback, cache):
-        model, how = TwoPass(dream, feedback, mask_id), dict(temperature=0.1, top_p=0.9)
+        model = TwoPass(dream, feedback, mask_id)
         on = "cpu" if device.type == "mps" else device  # MPS has no float64 to draw in
-        how["generator"] = torch.Generator(on).manual_seed(0)
+        how = dict(temperature=0.1, top_p=0.9, generator=torch.Generator(on).manual_seed(0))
         if cache:
             decode_blocks(model, x, n, steps, block, cache, **how)
         else:
@@ -734,9 +723,10 @@ def vocabulary_work(cfg, device, k, T):
     return model
 
 
-def bench_vocabulary(cfg, device, dtype, T=2048):
+def bench_vocabulary(cfg, device, dtype):
     """How far Dream's logits, feedback and loss alone raise memory on its longest dialogue."""
-    base, rows = peak(vocabulary_work, cfg, device, 1, 1)["peak GB"], {}
+    T, rows = 2048, {}
+    base = peak(vocabulary_work, cfg, device, 1, 1)["peak GB"]
     for k in (1, None):
         most = peak(vocabulary_work, cfg, device, k, T)["peak GB"]
         rows[f"k = {k or '|V|'}"] = {"rise GB": most - base}
@@ -789,14 +779,14 @@ def main(cfg):
     if rank == 0:
         print("  ".join(f"{key} {value}" for key, value in where.items()))
         print(f"MDLM {cfg.n_layer} × {cfg.n_embd}, V = {cfg.vocab_size:,}, L = {cfg.length}, "
-              f"batch {cfg.batch}", flush=True)
+              f"batch {cfg.batch}")
     for i, part in enumerate(parts := cfg.parts.split(","), 1):
         start = time.time()
         if rank == 0:
-            print(f"part {i} of {len(parts)}, {part} …", flush=True)
+            print(f"part {i} of {len(parts)}, {part} …")
         found[part] = globals()["bench_" + part](cfg, device, dtype)
         if rank == 0:
-            print(f"({part}: {time.time() - start:.0f} s)", flush=True)
+            print(f"({part}: {time.time() - start:.0f} s)")
     if cfg.json and rank == 0:
         write_text(cfg.json, json.dumps(found, indent=1))
     if world > 1:

@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 class DoRALinear(nn.Module):
     """A linear layer with its adapter.
 
-    linear: the nn.Linear, which is frozen.   r: rank.   alpha: the update counts α/r.
+    linear: the nn.Linear, which is frozen.   r: rank.   alpha: α, the update is scaled by α/r.
     generator: of the random A (default: torch's own). A, B and m are fp32, whatever W is.
 
     A new adapter changes nothing, not even a rounding: B = 0, and m is the row norm n in fp32, so
@@ -133,7 +133,7 @@ def adapter_state(model):
 
 @torch.no_grad()
 def load_adapter_state(model, state):
-    """The reverse, into layers that are attached already.
+    """Copies such a state into layers that are attached already.
 
     Raises ValueError if names or shapes differ, before anything is changed.
     """
@@ -148,10 +148,7 @@ def load_adapter_state(model, state):
 
 
 def merge_(model):
-    """Replaces every DoRALinear by the nn.Linear that computes the same, in place.
-
-    Call it when it is wanted: `eval()` does not.
-    """
+    """Replaces every DoRALinear by the nn.Linear that computes the same, in place."""
     for name, layer in layers(model).items():
         layer.base.weight = nn.Parameter(layer.merged(), requires_grad=False)
         replace(model, name, layer.base)

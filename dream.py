@@ -123,7 +123,7 @@ class Attention(nn.Module):
         self.o_proj = nn.Linear(heads, cfg.hidden_size, bias=False)
 
     def forward(self, x, cos, sin, past, start, keep):
-        split = lambda y: y.view(*y.shape[:2], -1, self.head_dim)
+        split = lambda y: y.unflatten(-1, (-1, self.head_dim))
         q = rotate(split(self.q_proj(x)), cos, sin)                     # (B, L, heads, head_dim)
         k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, groups, head_dim)
         v = split(self.v_proj(x))                                       # (B, L, groups, head_dim)
@@ -172,7 +172,7 @@ class Dream(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg, self.checkpointing = cfg, False
-        self.model = nn.ModuleDict({  # nested like this for the published names
+        self.model = nn.ModuleDict({  # the published names want this nesting
             "embed_tokens": nn.Embedding(cfg.vocab_size, cfg.hidden_size),
             "layers": nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers)),
             "norm": nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)})
@@ -182,25 +182,24 @@ class Dream(nn.Module):
     def table(self):
         return self.model["embed_tokens"].weight                        # (V, D)
 
-    def trunk(self, emb, valid=None, past=None, start=0, pos=None):
+    def trunk(self, emb, valid=None, past=None, start=0):
         """Embeddings to final hidden states; every position sees every valid one.
 
         emb: (B, L, D).
-        valid: (B, S) bool, False for padding (default: all valid). The hidden states of padding
-            are finite and mean nothing.
+        valid: (B, S) bool, False for padding (default: all valid). Positions are counted along the
+            valid ones. The hidden states of padding are finite and mean nothing.
         past: what an earlier call over S positions returned, (k, v) per layer. emb then stands
             for the positions start .. start + L − 1 of these S. Their keys and values are
             replaced, all others are used as they were.
-        pos: (L,) or (B, L) int (default: counted from `start`, or along `valid`).
         Returns h (B, L, D) and kv, (k, v) per layer, each (B, S, groups, head_dim), the keys
         rotated already. While checkpointing, kv is empty.
         """
-        B, L, _ = emb.shape
-        if pos is None and valid is None:
-            pos = torch.arange(start, start + L, device=emb.device)     # (L,)
-        elif pos is None:
-            pos = (valid.long().cumsum(1) - 1)[:, start:start + L]      # (B, L)
-        cos, sin = rope(pos if pos.dim() == 2 else pos[None], self.cfg)
+        end = start + emb.shape[1]
+        if valid is None:
+            pos = torch.arange(start, end, device=emb.device)[None]     # (1, L)
+        else:
+            pos = (valid.long().cumsum(1) - 1)[:, start:end]            # (B, L)
+        cos, sin = rope(pos, self.cfg)
         keep = None if valid is None else valid[:, None, None]          # (B, 1, 1, S) over keys
         h, kv = emb, []
         for i, layer in enumerate(self.model["layers"]):
@@ -223,12 +222,12 @@ class Dream(nn.Module):
                           "from: put a prompt there")
         return h.flatten(0, 1)[rows - 1]                                # (N, D)  the shift
 
-    def hidden(self, emb, rows, t=None, valid=None, past=None, start=0):
+    def hidden(self, emb, rows, t=None, valid=None):
         """The hidden states (N, D) that predict the positions `rows` (N,) of the flat batch.
 
-        emb: (B, L, D).   t: not used, Dream has no time embedding.   Others: see `trunk`.
+        emb: (B, L, D).   t: not used, Dream has no time embedding.   valid: see `trunk`.
         """
-        return self.before(self.trunk(emb, valid, past, start)[0], rows)
+        return self.before(self.trunk(emb, valid)[0], rows)
 
     def head(self, h):
         """Hidden states (n, D) → logits (n, V), fp32. The product is in the weights' dtype [code].
@@ -254,7 +253,6 @@ class Dream(nn.Module):
         """The published folder, frozen, in evaluation mode.
 
         dtype: of the weights (default: as stored).
-
         On the CPU the weights are the mapped files themselves: processes that load the same
         folder share the memory. Raises Refused when a shard or tensor is missing, unknown, of
         another shape than config.json says, or not finite.
@@ -262,8 +260,9 @@ class Dream(nn.Module):
         cfg, state = DreamConfig.read(folder), {}
         for shard in shards(folder):
             state |= read_safetensors(shard)
-        with torch.device("meta"):  # shapes without memory; a million layers would still take time
-            model = cls(replace(cfg, num_hidden_layers=min(cfg.num_hidden_layers, len(state))))
+        layers = min(cfg.num_hidden_layers, len(state))  # not the million that a file may claim
+        with torch.device("meta"):  # shapes without memory
+            model = cls(replace(cfg, num_hidden_layers=layers))
         want, have = ({name: tuple(t.shape) for name, t in tensors.items()}
                       for tensors in (model.state_dict(), state))
         for name in sorted(want.keys() | have.keys()):
@@ -312,13 +311,14 @@ def load_adapter(model, folder):
     masks. Raises Refused for another kind of adapter, or for one of another model. Two models of
     the same shapes are told apart by finetune.json, if it is there.
     """
-    cfg = read_json(os.path.join(folder, "adapter_config.json"))
+    # A missing field has peft's default, which is the wanted value for all but use_dora.
+    cfg = {"use_dora": None} | read_json(os.path.join(folder, "adapter_config.json"))
     state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
     for name, want in {"peft_type": "LORA", "use_dora": True, "bias": "none", "use_rslora": False,
                        "rank_pattern": {}, "alpha_pattern": {}}.items():
-        if cfg.get(name, None if want is True else want) != want:
-            raise Refused(f"{folder}/adapter_config.json has {name} = {cfg.get(name)!r}, only "
-                          f"{want!r} is implemented")
+        if cfg.get(name, want) != want:
+            raise Refused(f"{folder}/adapter_config.json has {name} = {cfg[name]!r}, only {want!r} "
+                          f"is implemented")
     ours = os.path.join(folder, "finetune.json")
     base = read_json(ours).get("base") if os.path.exists(ours) else None
     if base not in (None, model.fingerprint()):
@@ -353,7 +353,7 @@ def read_omega(cfg, folder):
     raw = read_json(path)
     if raw.get("transparency_alg") == "none":
         return None
-    # Settings of forks. With other values, the same ω belongs to another mix.
+    # Forks have these settings. With other values of them, the same ω belongs to another mix.
     for name, want in {"interpolation": "linear", "fixed_lambda": None}.items():
         if raw.get(name, want) != want:
             raise Refused(f"{path} has {name} = {raw[name]!r}, only {want!r} is implemented")
@@ -369,15 +369,16 @@ def read_omega(cfg, folder):
             sm |= dict(mask_id=cfg.mask_token_id, k=None if mix == "mixinputs_with_temp" else k,
                       tau=raw["mixture_temp"], omega_s=raw["transparency_scale"],
                       omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
-        if sm["omega_s"] == 1:  # rounded up: in bf16, all above 0.998 becomes 1
+        if sm["omega_s"] == 1:  # bf16 rounds all above 0.998 up to 1
             sm["omega_s"] = 1 - 1e-6
         soft_mask(**sm)
     except KeyError as e:
         raise Refused(f"{path} is not a soft mask: {e} is missing, or not known here")
     except (TypeError, ValueError) as e:
         raise Refused(f"{path} is not a soft mask: {e}")
-    k, whole = sm["k"], type(sm["k"]) is int
-    if sm["mask_id"] != cfg.mask_token_id or not (k is None or whole and k <= cfg.vocab_size):
+    k = sm["k"]
+    k_fits = k is None or type(k) is int and k <= cfg.vocab_size
+    if sm["mask_id"] != cfg.mask_token_id or not k_fits:
         raise Refused(f"{path} has mask_id = {sm['mask_id']}, k = {k}: of another model than this "
                       f"one with mask {cfg.mask_token_id} and {cfg.vocab_size} tokens")
     schedule = raw.get("transparency_scheduling")
@@ -396,7 +397,7 @@ PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\
 
 
 def byte_characters():
-    """{character: byte} of a vocabulary file: a printable byte as itself, others from U+0100 on."""
+    """{character: byte}. A vocabulary file writes unprintable bytes as U+0100 and the next ones."""
     ranges = (("!", "~"), ("¡", "¬"), ("®", "ÿ"))
     shown = [b for first, last in ranges for b in range(ord(first), ord(last) + 1)]
     hidden = [b for b in range(256) if b not in shown]
@@ -404,7 +405,7 @@ def byte_characters():
 
 
 def holds_mdlm(path):
-    """Whether somebody has given the model of the other scripts."""
+    """Whether the path holds an MDLM, which is the model of the other scripts."""
     try:
         return load_checkpoint(path)["kind"] == "mdlm"
     except Refused:
@@ -423,7 +424,7 @@ class Tokenizer:
         to_byte = byte_characters()
         if os.path.exists(vocab):
             ids = read_json(vocab)
-        elif os.path.exists(merges):  # enough alone: 256 bytes, then an id for every merge
+        elif os.path.exists(merges):  # it says the ids: the 256 bytes come first, then the merges
             with open(merges, encoding="utf-8", errors="replace") as f:
                 pairs = [line.split() for line in f if not line.startswith("#version")]
             tokens = [*to_byte, *("".join(pair) for pair in pairs if pair)]
@@ -454,7 +455,8 @@ class Tokenizer:
     def encode(self, text, special=False):
         """The token ids of a text, a list.   special: <|im_end|> and the like become one token.
 
-        A whole chat is encoded so, what its users typed too [code]. Else they are ordinary text.
+        A whole chat is encoded in this way, even what its users typed [code]. Without `special`,
+        they are ordinary text.
         """
         text = unicodedata.normalize("NFC", text)  # é becomes one character [code]
         allowed = "all" if special else set()

@@ -6,8 +6,9 @@ A bound on the perplexity of held-out text:
     python eval.py ppl --checkpoint=out/last.pt --data=data/owt
     python eval.py zero_shot --checkpoint=out/last.pt --text=wikitext.txt  # of another text
 
-The same by times t and by what is fed back: where soft-masking pays, and whether its content does.
-An adapter of finetune_dream.py is measured on the dialogues that its run held out:
+The same bound, split by t and by what is fed back. It shows at which t soft-masking pays, and
+whether it is the content of the feedback that helps. An adapter of finetune_dream.py is measured
+on the dialogues that its run held out:
 
     python eval.py feedback --checkpoint=out/last.pt --data=data/owt
     python eval.py feedback --checkpoint=out/dream/best
@@ -19,7 +20,7 @@ likely GPT-2 large finds them, and how far they are from held-out text:
     python eval.py sudoku --samples=samples.jsonl  # or how many are grids without a mistake
     python eval.py gen_ppl --samples=samples.jsonl
     python eval.py mauve --samples=samples.jsonl --data=data/owt
-    python eval.py gen_ppl --samples= --data=data/owt --rows=5000  # of held-out rows, as "Data"
+    python eval.py gen_ppl --samples= --data=data/owt --rows=5000  # of held-out rows: "Data"
 
 A result is a JSON file with all settings, versions, n and seed. GPT-2 and MAUVE come from
 `pip install transformers mauve-text`: published numbers depend on these very instruments.
@@ -29,7 +30,6 @@ Not here: generation (sample.py), tables and figures (plot.py).
 
 import base64
 import contextlib
-import functools
 import glob
 import hashlib
 import importlib.metadata
@@ -127,7 +127,7 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     times = sample_times(n * repeats, rng("times", seed), low=max(floor, 1e-6))       # (repeats·n,)
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
-    # None: the bar is silent if it does not write to a terminal
+    # disable=None hides the bar where stderr is no terminal.
     for index in progress(mine, "held-out rows", leave=False, disable=True if rank else None):
         for r, t in enumerate(times[:, index]):                                      # (b,)
             xt = torch.cat([
@@ -143,9 +143,9 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
 
     model: MDLM, which is in eval mode meanwhile.   rows: (n, L) ids, on the CPU.
     soft: with feedback, in two passes.   repeats: draws of t and x_t per row.
-    rank, world: this process takes every world-th batch, in all m of the n rows.
-    floor: of times and of α. The default is the published convention, 0.1 to 0.3 % too small; with
-        0 the expectation is the bound itself (tests/test_bound.py enumerates both).
+    rank, world: this process takes every world-th batch. They hold m of the n rows.
+    floor: the smallest t and α. The default is the published convention, 0.1 to 0.3 % too small.
+        With 0, the expectation is the bound itself (tests/test_bound.py enumerates both).
     Returns three (m,) float64 tensors, means over the repeats: the bound in nats, and for the same
     masks the cross-entropy without the weight 1/t, in nats, and the number of masks.
     Raises Refused where the bound is not a number.
@@ -157,8 +157,8 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     total = torch.zeros(3, len(rows), dtype=torch.float64)                           # (3, n)
     mine = torch.zeros(len(rows), dtype=torch.bool)                                  # (n,)
     model.eval()
-    how = dict(repeats=repeats, batch_size=batch_size, rank=rank, world=world, floor=floor)
-    for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, **how):
+    for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, repeats, batch_size, rank,
+                                      world, floor):
         nll = model(x0.to(device), xt.to(device), t.to(device), soft).cpu().double()  # (b,)
         masked = (xt == model.cfg.mask_id).sum(1)                                    # (b,)
         total[:, index] += torch.stack((nll, nll * t, masked)) / repeats
@@ -184,7 +184,7 @@ def val_ppl(model, rows, soft, seed=0, **how):
 def bits_per_byte(nats_per_token, L, split):
     """The bound in a unit that compares across tokenizers.
 
-    split: its part of meta.json, whose bytes per token are taken for those of any row.
+    split: {tokens, bytes} of the whole text. Every row is taken to have as many bytes per token.
     """
     bytes_in_a_row = (L - 2) * split["bytes"] / split["tokens"]
     return nats_per_token / math.log(2) * L / bytes_in_a_row
@@ -201,11 +201,11 @@ def held_out_rows(cfg, special, L):
         tok = data.tokenizer(special["name"], cfg.tokenizer_dir)
         theirs = data.describe(tok)
         whole, counts = data.text_rows(data.documents(data.find_files(cfg.text)), tok, L)
-        n, pick = len(whole), whole.__getitem__
+        n, pick = len(whole), lambda index: whole[index]
     else:
         tokens, meta = data.open_split(cfg.data, "val")
         theirs, counts, n = tokens.tokenizer, meta["val"], data.n_rows(tokens, L)
-        pick = functools.partial(data.rows, tokens, L=L)
+        pick = lambda index: data.rows(tokens, index, L)
     if theirs != special:
         raise Refused(f"{cfg.text or cfg.data} holds tokens of {theirs}, {cfg.checkpoint} was "
                       f"trained on those of {special}: prepare the text again with "
@@ -297,7 +297,7 @@ def bound_by_feedback(model, x0, xt, t, other):
 def feedback_on_text(cfg):
     """A checkpoint on val.bin: [(terms (4, b), t (b,), tokens (b,))], and the settings.
 
-    Without ALPHA_FLOOR: their means are the `unbiased` values of ppl, on the same masks.
+    ALPHA_FLOOR is not used, so `none` and `own` have the `unbiased` values of ppl as their means.
     """
     device, dtype = machine(cfg.device, cfg.dtype)[2:]
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
@@ -306,8 +306,9 @@ def feedback_on_text(cfg):
     if model.sm is None or n < 2:
         raise Refused(f"{cfg.checkpoint} on {n} rows: to compare feedbacks, give a model with soft "
                       f"masks, and two rows")
-    parts, how = [], dict(repeats=cfg.repeats, batch_size=cfg.batch_size, floor=0.0)
-    for index, x0, xt, t in corrupted(rows, model.mask_id, cfg.seed, **how):
+    parts = []
+    for index, x0, xt, t in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
+                                      floor=0.0):
         masked = xt == model.mask_id                                                 # (b, L)
         other = rows[(index + 1) % n].masked_fill(masked, model.mask_id)             # (b, L)
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
@@ -317,18 +318,18 @@ def feedback_on_text(cfg):
 
 
 def feedback_on_dialogues(cfg):
-    """The same of an adapter, on the dialogues that its run held out. Responses are masked.
+    """The same for an adapter, on the dialogues that its run held out. Responses are masked.
 
     The model and the dialogues are those of its finetune.json.
     """
     made = read_json(os.path.join(cfg.checkpoint, "finetune.json"))
-    names = [f.name for f in fields(dream.Config) if f.name in made]
+    names = made.keys() & {f.name for f in fields(dream.Config)}
     run_cfg, device = dream.Config(**{name: made[name] for name in names}), machine(cfg.device)[2]
     tok, net = dream.Tokenizer(run_cfg.model), dream.Dream.load(run_cfg.model, device)
     omega, mask_id = load_adapter(net, cfg.checkpoint), net.cfg.mask_token_id
     held_out = (dream.read_hub if run_cfg.data in dream.HUB else dream.read_lines)(run_cfg)[1]
     val = dream.encode_all(*held_out, run_cfg, tok, mask_id, True)[0]
-    if made.get("held_out") not in (None, dream.digest_of(val)):  # older runs did not say it
+    if made.get("held_out") not in (None, dream.digest_of(val)):  # an older run has none
         raise Refused(f"{run_cfg.data} has changed since {cfg.checkpoint} was trained: some of the "
                       f"dialogues to measure may be among those it learned. Bring the file back")
     val = val[:cfg.rows or None]
@@ -340,13 +341,13 @@ def feedback_on_dialogues(cfg):
     x0s = [dream.pad_with_eos(ids, net.cfg.pad_token_id, rng("n_end", cfg.seed, i))[None]
            for i, (ids, _) in enumerate(val)]                                        # (1, L) each
     times, parts = sample_times(n * cfg.repeats, rng("times", cfg.seed), low=1e-6), []
-    for j, t in enumerate(
-            progress(times[:, None], "held-out dialogues", leave=False, disable=None)):
-        i, mine = j % n, (j + 1) % n                                                 # t: (1,)
+    bar = progress(times[:, None], "held-out dialogues", leave=False, disable=None)
+    for j, t in enumerate(bar):                                                      # t: (1,)
+        i, k = j % n, (j + 1) % n  # the permuted feedback is that of dialogue k
         x0, prompt = x0s[i], val[i][1]
         xt = corrupt(x0, t, mask_id, rng("masks", cfg.seed, j), 0.0)                 # (1, L)
         xt[:, :prompt] = x0[:, :prompt]
-        other = dream.mask_response(x0s[mine], val[mine][1], t, mask_id, rng("other", cfg.seed, j))
+        other = dream.mask_response(x0s[k], val[k][1], t, mask_id, rng("other", cfg.seed, j))
         terms = bound_by_feedback(model, *(v.to(device) for v in (x0, xt, t, other)))
         parts.append((terms, t, torch.full_like(t, x0.shape[1] - prompt)))
     return parts, {"model": run_cfg.model, "dialogues": run_cfg.data, "n": n}
@@ -355,8 +356,8 @@ def feedback_on_dialogues(cfg):
 def measure_feedback(cfg):
     """Eq. 2 by bins of t under four feedbacks, in nats per token that may be masked.
 
-    The gain of a feedback is what it lies below none, on the same masks. Its error is over draws,
-    so more --repeats of few rows make it too small.
+    The gain of a feedback is how far it lies below none, on the same masks. Its error takes all
+    draws for independent, so many --repeats of few rows make it too small.
     """
     folder = os.path.exists(os.path.join(cfg.checkpoint, "adapter_config.json"))
     parts, settings = (feedback_on_dialogues if folder else feedback_on_text)(cfg)
@@ -365,15 +366,15 @@ def measure_feedback(cfg):
         raise Refused(f"the bound of {cfg.checkpoint} is not a number: the weights are broken, or "
                       f"they do not bear this dtype")
     which, values = (t * BINS).long().clamp_max(BINS - 1), {}              # (n,)
-    for name in ["all", *range(BINS)]:
-        at = which == name if name != "all" else which >= 0                # (n,)
+    groups = {f"{b / BINS:.1f} to {(b + 1) / BINS:.1f}": which == b for b in range(BINS)}
+    for name, at in ({"all": which >= 0} | groups).items():                # at: (n,)
         if not at.any():
             continue
         row = {"t": t[at].mean().item(), "draws": int(at.sum())}
         row |= {f: mean_and_se(term, tokens[at])[0] for f, term in zip(FEEDBACKS, terms[:, at])}
         for f, term in zip(FEEDBACKS[1:], terms[1:, at]):
             row[f + "_gain"], row[f + "_gain_se"] = mean_and_se(terms[0, at] - term, tokens[at])
-        values[f"{name / BINS:.1f} to {(name + 1) / BINS:.1f}" if name != "all" else name] = row
+        values[name] = row
     write_result(cfg, cfg.checkpoint.rstrip("/"), values, settings)
 
 
@@ -395,7 +396,7 @@ def is_sample(line):
 def read_samples(pattern):
     """(samples, settings): the lines of all files, and what they were made with.
 
-    pattern: of files. NAME.jsonl is NAME.RANK.jsonl, too, as torchrun leaves them.
+    pattern: of files. NAME.jsonl also stands for NAME.RANK.jsonl, the shards that torchrun leaves.
     Of two samples with the same seed and index, one counts.
     Raises Refused for files that hold something else, and for samples of different settings.
     """
@@ -406,9 +407,9 @@ def read_samples(pattern):
             if not is_sample(line):
                 raise Refused(f"{path} is no file of samples: a line has two ids or more, text, "
                               "nfe, seed, index, settings")
-            settings = settings or line["settings"]
-            both = settings | line["settings"]
-            if differ := sorted(k for k in both if settings.get(k) != line["settings"].get(k)):
+            made = line["settings"]
+            settings = settings or made
+            if differ := sorted(k for k in settings | made if settings.get(k) != made.get(k)):
                 raise Refused(f"{pattern!r} mixes samples of different {', '.join(differ)}: "
                               "evaluate them apart")
             samples[line["seed"], line["index"]] = line
@@ -432,7 +433,7 @@ def sudoku(texts):
     texts: n strings. Ends of a document are left out; what is left must be 36 digits, of which each
         row, column and box of 2×3 has all six.
     Returns {right: share, right_se: its standard error, distinct: different grids among the right
-    ones, commonest: the largest share of the right ones that are one grid with digits exchanged}.
+    ones, commonest: share of the most frequent one, if exchanging digits makes no other grid}.
     """
     grids = []
     for text in texts:
@@ -468,7 +469,7 @@ def load_lm(scorer, device):
 @torch.no_grad()
 def score_batch(texts, tok, lm, scorer, device):
     """The rule of `score_with_lm` on b texts: nats, tokens and features, three lists."""
-    # Our tokenizers' ends of a document become the scorer's. GPT-2's under GPT-2 stay as they are.
+    # Ends of a document in our tokenizers become that of the scorer. For GPT-2 they are the same.
     replaced = [re.sub(r"<\|(endoftext|bos|eos)\|>", tok.eos_token or "", text) for text in texts]
     ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids)
            for text in replaced]
@@ -476,7 +477,7 @@ def score_batch(texts, tok, lm, scorer, device):
     if lengths.min() < 2:
         raise Refused(f"the text {texts[lengths.argmin()]!r} has fewer than two tokens of "
                       f"{scorer}: nothing to score")
-    room = getattr(getattr(lm, "config", None), "max_position_embeddings", 1024)
+    room = getattr(lm.config, "max_position_embeddings", 1024)
     if lengths.max() > room:
         raise Refused(f"a text has {lengths.max()} tokens, {scorer} takes {room}: use a scorer "
                       "with 1,024, as the rule has it")
@@ -566,9 +567,9 @@ def mauve(texts_p, texts_q, scale=5, seed=25, scorer="gpt2-large", **how):
 def held_out_samples(cfg, L, name="", n=None):
     """(samples, settings), as `read_samples`: held-out rows of cfg.data, drawn at random.
 
-    name: tokenizer of the samples that they are compared with.   n: so many of the rows that are
-        drawn first, the references of MAUVE. Without n, the row "Data" of Tables 1 and 5: --rows of
-        those that are drawn last, half of all at most, so that none is its own reference.
+    name: tokenizer of the samples that they are compared with.
+    n: take the n rows that are drawn first, the references of MAUVE. Without n, take the --rows
+        that are drawn last, at most half of all, so that the row "Data" shares no row with them.
     Raises Refused if the data has another tokenizer.
     """
     tokens, _ = data.open_split(cfg.data, "val")
@@ -589,8 +590,7 @@ def training_of(path, step):
     """What Tables 1 and 4 count of a run, from its checkpoint after `step` updates.
 
     Returns {start: its --init_from, passes: network passes over a batch, loss tokens: those that
-    were masked}, or {} if the file is gone, is of another update, or is one of others, which does
-    not say it.
+    were masked}, or {} if the file is gone, is of another update, or was made by other code.
     """
     with contextlib.suppress(Refused):
         ckpt = checkpoint.load(path)
@@ -626,8 +626,8 @@ def measure_samples(cfg):
     if cfg.metric == "gen_ppl":
         values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(texts, **how)
     if cfg.metric == "mauve":
-        references, _ = held_out_samples(cfg, L, settings.get("tokenizer"), len(texts))
-        references = [row["text"] for row in references]
+        rows, _ = held_out_samples(cfg, L, settings.get("tokenizer"), len(texts))
+        references = [row["text"] for row in rows]
         values["mauve"] = mauve(texts, references, cfg.scale, cfg.seed, **how)
         values["references"] = len(references)
     seeds = sorted({sample["seed"] for sample in samples})

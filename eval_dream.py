@@ -17,8 +17,8 @@ Any task of the harness that generates text can be named, too. --data is then a 
 task files, if there are any.
 
 MBPP+ in the authors' harness is three base asserts [code]. Here a column with a + is the plus
-tests. It is "(base tests)" where the data has none, or where mbpp_instruct, as theirs, asks for
-the asserts of MBPP+'s problems. Rows of evalplus's own release need pip install evalplus.
+tests. "(base tests)" follows the + where the data has none, and where mbpp_instruct is asked for
+MBPP+'s problems: it takes their asserts. Rows of evalplus's own release need pip install evalplus.
 
 Code from a model is executed only after --confirm_run_unsafe_code, the harness's word. It runs
 with limits (tasks/benchmarks.py), which need Linux or macOS, but in no sandbox: use a container.
@@ -45,19 +45,9 @@ from fractions import Fraction
 
 import torch
 
+import launch
 from checkpoint import git_version
-from launch import (
-    Count,
-    Positive,
-    Refused,
-    append_jsonl,
-    check_ranges,
-    progress,
-    read_json,
-    read_jsonl,
-    run,
-    write_text,
-)
+from launch import Count, Positive, Refused
 from plot import benchmarks
 from sample_dream import Decoding, answer, check, cut, feedback_label, load_for_decoding
 
@@ -65,7 +55,8 @@ TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
 STATS = ("n", "nfe", "tokens", "kept", "seconds")  # of `answer`, summed over the problems
 PROMPT_TOKENS = 1024                               # longer prompts lose their beginning [code]
 
-# Results that are averaged may differ in these fields of Config, and in these of the training.
+# Results that are averaged may differ in these fields of Config, and in these of the training, of
+# which tiny and chunk are from older versions.
 MAY_DIFFER = set("""seed adapter out timeout confirm_run_unsafe_code nfe blocks data task steps
                     soft schedule switch omega_s omega_a omega_b""".split())
 TRAINING_MAY_DIFFER = set("""seed held_out model out resume overwrite tiny device checkpointing
@@ -100,7 +91,7 @@ def load_tasks(cfg):
         from lm_eval.tasks import TaskManager
     except ImportError as e:
         raise Refused(f"the benchmarks run in lm-evaluation-harness ({e}): pip install lm-eval")
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is on purpose
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is intended here
     if cfg.confirm_run_unsafe_code:
         os.environ["HF_ALLOW_CODE_EVAL"] = "1"  # some of its own tasks ask for this, too
     if os.path.exists(os.path.join(TASKS, f"{cfg.task}.yaml")):
@@ -193,7 +184,7 @@ def cells(cfg, length):
     length: of the task's responses, if cfg has none. Raises Refused if a cell is impossible.
     """
     L, grid = cfg.gen_len or length, []
-    check_ranges(cfg)
+    launch.check_ranges(cfg)
     if cfg.steps:
         raise Refused(f"steps {cfg.steps} follow from the NFE budget here: give --nfe instead, "
                       "1/2 is half as many as tokens")
@@ -210,7 +201,7 @@ def cells(cfg, length):
                           "choose a divisor")
         cell = replace(cfg, gen_len=L, steps=int(steps), block=block)
         check(**asdict(cell))
-        grid.append(("{}/{}".format(*budget.as_integer_ratio()), cell))
+        grid.append((f"{budget.numerator}/{budget.denominator}", cell))
     return grid
 
 
@@ -262,11 +253,11 @@ def group(cell, budget, kind, data, length):
     if not cell.adapter:
         return shared
     try:
-        training = read_json(os.path.join(cell.adapter, "finetune.json"))
+        training = launch.read_json(os.path.join(cell.adapter, "finetune.json"))
     except Refused:  # another trainer's: nothing says which adapters are seeds of it
         return shared | {"FT": "yes", "FT adapter": cell.adapter}
     steps, epochs = training.pop("steps", 0), training.pop("epochs", "?")
-    folder = os.path.basename(cell.adapter.rstrip("/"))
+    folder = os.path.basename(cell.adapter)
     shared["FT"] = str(steps) if steps else f"{epochs} epochs"
     shared["FT folder"] = folder if folder in ("best", "last") else ""
     free = TRAINING_MAY_DIFFER | (set() if training.get("p_sm") else ONLY_WITH_SM)
@@ -281,7 +272,7 @@ def record(cell, budget, kind, column, data, length, **result):
               "group": group(cell, budget, kind, data, length), "git": git_version(),
               "torch": torch.__version__, "python": sys.version.split()[0],
               "machine": torch.cuda.get_device_name() if gpu else platform.machine()}
-    write_text(cell_name(cell, data, contents=False) + ".json", json.dumps(result, indent=1))
+    launch.write_text(cell_name(cell, data, contents=False) + ".json", json.dumps(result, indent=1))
     return result
 
 
@@ -291,13 +282,13 @@ def store(path, label, respond, cell):
     A line of the file is an answer with its numbers, in the order of the requests.
     """
     def respond_all(requests):
-        done = read_jsonl(path, repair=True)
+        done = launch.read_jsonl(path, repair=True)
         left = requests[len(done):]
-        for request in progress(left, label, len(requests), initial=len(done), leave=False):
+        for request in launch.progress(left, label, len(requests), initial=len(done), leave=False):
             text, stats = respond(request, cell)
             task_id = request.doc.get("task_id", len(done))
             done.append({"task_id": task_id, "response": text, **stats})
-            append_jsonl(path, done[-1])
+            launch.append_jsonl(path, done[-1])
         return [line["response"] for line in done]
     return respond_all
 
@@ -340,7 +331,7 @@ def evaluate(cfg):
         path = cell_name(cell, data) + ".jsonl"
         lm = harness_model(store(path, f"{cfg.task} {budget}", respond, cell), chat)
         score = verdicts(ask(lm_eval, loaded, lm, cfg.limit, scored), cfg.task)
-        lines = read_jsonl(path)
+        lines = launch.read_jsonl(path)
         total = {key: sum(line[key] for line in lines) for key in STATS}
         results.append(record(cell, budget, kind, column, data, length, **score, **total,
                               lm_eval=lm_eval.__version__))
@@ -359,4 +350,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    launch.run(main, Config)

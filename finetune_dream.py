@@ -83,7 +83,7 @@ class Config:
     b_h: Share = 0.8
     # soft-masking
     p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
-    coin: str = "update"        # who tosses for p_sm: each update, or each dialogue [code]
+    coin: str = "update"        # p_sm is tossed for each update, or for each dialogue [code]
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Share = 1e-6       # the start is close to binary masking
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
@@ -106,7 +106,7 @@ PRESETS = {
                  out="out/tiny_dream", steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5,
                  save_every=20, eval_every=20),
     "iso-update": {},
-    # §4: half the updates, as one with feedback has two forward passes.
+    # §4: half the updates, because an update with feedback has two forward passes.
     "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
@@ -153,7 +153,7 @@ def read_lines(cfg):
 
 
 def read_hub(cfg):
-    """The same of the paper's corpora. Without a test part, 1% is held out (10% [code])."""
+    """[train, val] of the paper's corpora. Without a test part, 1% is held out (10% [code])."""
     try:
         from datasets import concatenate_datasets, load_dataset
         whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
@@ -178,8 +178,8 @@ def read_hub(cfg):
 def encode_chat(messages, tok):
     """(ids, prompt length). The response ends with <|im_end|> and a line break.
 
-    Prompt and response are encoded apart, because decoding starts from the prompt alone: so a line
-    break at the start of a response never joins the one at the end of the prompt in one token.
+    Prompt and response are encoded apart, because decoding starts from the prompt alone. Encoded
+    together, a line break that ends one and a line break that begins the other could be one token.
     """
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
@@ -280,7 +280,7 @@ class TwoPassDream(TwoPass):
 
 
 def objective(nll, t, kind, batch_size):
-    """The share of one dialogue in the loss of an update, on which backward is called
+    """What one dialogue adds to the loss of an update
 
     nll: (N,) of its masks.   Returns 0-d.
     paper    1/t Σ over its masks, averaged over the batch                        Alg. 1 l.8, Eq. 2
@@ -292,7 +292,7 @@ def objective(nll, t, kind, batch_size):
 
 
 def lr_at(step, steps, warmup):
-    """Factor on both learning rates after `step` updates: 0 at first [code], linear, cosine."""
+    """Factor on both learning rates after `step` updates: from 0 up [code], then a cosine down."""
     warm = math.ceil(warmup * steps)
     if step < warm:
         return step / warm
@@ -306,7 +306,7 @@ def lr_at(step, steps, warmup):
 def soft_mask_files(sm):
     """{name: content} of the two files that hold ω: our own, and the authors'."""
     omega = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega)))
-    omega["omega_s"] = min(omega["omega_s"], 1 - 1e-6)  # a sigmoid can reach 1, SoftMask may not
+    omega["omega_s"] = min(omega["omega_s"], 1 - 1e-6)  # a sigmoid can give 1, which is refused
     tau = sm.tau.item() if sm.k is None else 1.0
     return {
         "softmask.json": dict(mask_id=sm.mask_id, k=sm.k, tau=tau, **omega),
@@ -356,12 +356,12 @@ def make_tiny(model, data):
             noise = torch.randn(t.shape, generator=rng("tiny", name)) * t.shape[-1] ** -0.5
             state[name] = torch.ones(t.shape) if "norm" in name else noise
         checkpoint.write_safetensors(f"{model}/model.safetensors", state)
-    sums = [(f"{a} + {b} = ?", f"It is {a + b}.") for a in range(12) for b in range(10)]
-    turns = [[{"role": "user", "content": ask}, {"role": "assistant", "content": tell}]
-             for ask, tell in sums]
+    dialogues = [{"messages": [{"role": "user", "content": f"{a} + {b} = ?"},
+                               {"role": "assistant", "content": f"It is {a + b}."}]}
+                 for a in range(12) for b in range(10)]
     files = {f"{model}/config.json": json.dumps(cfg), f"{model}/merges.txt": "#version: 0.2\n",
              f"{model}/added_tokens.json": json.dumps(special),
-             data: "".join(json.dumps({"messages": both}) + "\n" for both in turns)}
+             data: "".join(json.dumps(dialogue) + "\n" for dialogue in dialogues)}
     for path, text in files.items():
         if not os.path.exists(path):
             write_text(path, text)
@@ -372,7 +372,7 @@ def make_tiny(model, data):
 
 
 def validate(cfg):
-    """cfg, or Refused for values that cannot be run."""
+    """Raises Refused for values that cannot be run."""
     launch.check_ranges(cfg)
     for name, known in (("loss", ("authors", "paper")), ("coin", ("update", "dialogue"))):
         if getattr(cfg, name) not in known:
@@ -382,7 +382,6 @@ def validate(cfg):
     if not cfg.model or not cfg.data:
         raise Refused("give --model=FOLDER and --data=FILE.jsonl, mix or coding, or try "
                       "`python finetune_dream.py tiny`")
-    return cfg
 
 
 def trained(model):
@@ -429,7 +428,7 @@ def restore(model, optimizer, ckpt, last):
 def finetune(cfg):
     """Alg. 1, top to bottom. Returns the trained TwoPassDream, for tests and notebooks."""
     # ---- what is to be trained
-    cfg = validate(cfg)
+    validate(cfg)
     rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     master, last = rank == 0, os.path.join(cfg.out, "last.pt")
     accum, rest = divmod(cfg.batch_size, world)
@@ -438,12 +437,12 @@ def finetune(cfg):
                       f"give one that is")
     launch.join(world, device)
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)
-    own = PRESETS["tiny"]
+    tiny = PRESETS["tiny"]
     if master:
-        with launch.lock(cfg.out):  # what is wrong with the folder is said before the model loads
+        with launch.lock(cfg.out):  # a folder that cannot be used is refused before the model loads
             pass
-        if cfg.model == own["model"] or cfg.data == own["data"]:
-            make_tiny(own["model"], own["data"])
+        if cfg.model == tiny["model"] or cfg.data == tiny["data"]:
+            make_tiny(tiny["model"], tiny["data"])
     if world > 1:
         dist.barrier()
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32
@@ -464,7 +463,7 @@ def finetune(cfg):
     except ValueError as e:
         raise Refused(str(e))
     model = TwoPassDream(dream, sm, mask_id)
-    theta = [p for p in dream.parameters() if p.requires_grad]
+    theta = list(trained(dream).values())
     omega = list(sm.parameters()) if sm else []
     groups = [{"params": params} for params in (theta, omega) if params]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
@@ -473,8 +472,8 @@ def finetune(cfg):
     train, val, dropped = load_dialogues(cfg, tok, mask_id, master)
     source = {"dialogues": digest_of(train + val), "base": dream.fingerprint()}
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-    # finetune.json says what was asked for. An epoch has other numbers of updates for other seeds,
-    # because of the filters. With those in it, eval_dream.py would not average the seeds.
+    # finetune.json says what was asked for. The number of updates depends on the seed, because of
+    # the filters. With this number in it, eval_dream.py would not average the seeds.
     asked, cfg = cfg, replace(cfg, steps=cfg.steps or by_epochs)
     start, metrics = 0, {}
     if going_on:
@@ -492,7 +491,7 @@ def finetune(cfg):
     def dialogue(step, j):
         """Dialogue j of the update: x0 (1, L), and its prompt length                    Alg. 1 l.2
 
-        A function of its number, so that nothing is seen twice in an epoch.
+        Dialogues are numbered through all updates, so that an epoch has none of them twice.
         """
         epoch, row = divmod(step * cfg.batch_size + j, len(train))
         ids, prompt_len = train[permutation(epoch)[row]]
@@ -511,7 +510,7 @@ def finetune(cfg):
         for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
             group["lr"] = eta * lr_at(step, cfg.steps, cfg.warmup)
         for i in range(accum):
-            j = i * world + rank          # counted over all ranks: who computes it changes nothing
+            j = i * world + rank    # counted over all ranks, so their number changes nothing
             x0, prompt_len = dialogue(step, j)                                # (1, L)          l.2
             t = sample_time(cfg.b_l, cfg.b_h, rng(cfg.seed, "t", step, j))    #                 l.3
             q = rng(cfg.seed, "q", step, j)
@@ -525,7 +524,7 @@ def finetune(cfg):
                     tokens=x0.numel(), softs=softs[j])
             log.add(**{name: getattr(model, name) * softs[j] for name in FEEDBACK})
         if not any(softs):
-            # The gradient of ω is 0, which DDP needed. Adam would still move ω by its momentum.
+            # DDP needs a gradient of ω, here a 0. Adam would still move ω by its momentum.
             for p in omega:
                 p.grad = None
         norm = nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
@@ -550,8 +549,8 @@ def finetune(cfg):
                 x0 = pad_with_eos(val[i][0], eos, rng(cfg.seed, "val n_end", i))[None]
                 xt = mask_response(x0, val[i][1], t, mask_id, rng(cfg.seed, "val q", i))
                 nll = model(x0.to(device), xt.to(device), soft).cpu().double()       # (N,)
-                loss = objective(nll, t, cfg.loss, 1)
-                total += torch.stack((loss, nll.sum(), torch.tensor(float(len(nll)))))
+                sums = objective(nll, t, cfg.loss, 1), nll.sum(), len(nll)
+                total += torch.tensor(sums, dtype=torch.float64)
             loss, nll, masks = launch.over_ranks(total).tolist()
             name = "val_soft" if soft else "val_binary"
             out |= {name: loss / len(val), name + "_ce": nll / masks}
@@ -571,8 +570,8 @@ def finetune(cfg):
         if omega:
             line |= {name: sums[name] / max(1, sums["softs"]) for name in FEEDBACK}
             line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)}
-        if omega and cfg.k is None:
-            line["tau"] = sm.tau.item()
+            if cfg.k is None:
+                line["tau"] = sm.tau.item()
         if device.type == "cuda":
             line["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         return line | (metrics if metrics.get("step") == done else {})
@@ -597,7 +596,7 @@ def finetune(cfg):
     with alone, launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
         log.begin()
         if master and not start and os.path.exists(last):
-            # Until the first save, neither --resume nor a decoder may find the run before.
+            # Until the first save, neither --resume nor a decoder may find the older run.
             for name in ("last.pt", "last/adapter_config.json", "best/adapter_config.json"):
                 with contextlib.suppress(FileNotFoundError):
                     os.remove(os.path.join(cfg.out, name))
@@ -622,7 +621,7 @@ def finetune(cfg):
             if val and due(cfg.eval_every) and not stop:
                 with log.pause():
                     metrics = evaluate()
-            logged = due(cfg.log_every) or due(cfg.save_every) or done == 1  # 1: soon a first line
+            logged = due(cfg.log_every) or due(cfg.save_every) or done == 1  # 1: a line comes soon
             if logged or end or metrics.get("step") == done:
                 log.write(describe(*log.collect(done, norm)))  # refuses a nan, before the save
             if due(cfg.save_every) or end:

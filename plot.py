@@ -4,9 +4,8 @@
     python plot.py --table="runs/*.json"                    # eval.py's results, as in Table 1
     python plot.py --runs="out/*/log.jsonl" --out=fig3.png  # held-out bounds of runs, as in Fig. 3
 
-Each source below is a flag, and makes one table or one figure.
-
-Figures need matplotlib (pip install matplotlib), which nothing else in this project does.
+Each source in Config is a flag, which makes one table or one figure. Only figures need matplotlib
+(pip install matplotlib).
 
 Not here: any measurement. Every number comes from JSON that another script has written. Only the
 anatomy looks into a model.
@@ -58,7 +57,7 @@ class Config:
     out: str = ""            # .png, .pdf or .svg (default: plot.png), .md of a table, .html of
                              # trajectories
     entropy: float = 0.0     # of --runs: nats per token that no bound can pass, drawn unless 0
-    columns: Count = 0       # of a page: a square grid so wide follows the first token, as Sudoku's
+    columns: Count = 0       # width of the square grid after a page's first token, as in a Sudoku
 
 
 def files(patterns):
@@ -133,7 +132,7 @@ def entries(path):
     """
     with reading(path, "is not a result of eval.py: correct the pattern"):
         result = read_json(path)
-        if "group" in result or result["metric"] == "feedback":  # --benchmarks, --feedback show it
+        if "group" in result or result["metric"] == "feedback":  # for --benchmarks, --feedback
             return []
         values, evaluation = result["values"], result["evaluation"]
         settings = evaluation | result["settings"] | {"references": values.get("references")}
@@ -157,9 +156,12 @@ def entries(path):
                 for metric in METRICS if metric in values]
 
 
-def check_alike(one, other, fields, place):
-    """Raises Refused if two (path, settings) differ in one of the fields."""
-    (path_1, a), (path_2, b) = one, other
+def check_alike(first, key, made, fields, place):
+    """Raises Refused if two (path, settings) differ in one of the fields: made and first[key].
+
+    first: dict that remembers what was the first of each key, and takes `made` for a new key.
+    """
+    (path_1, a), (path_2, b) = first.setdefault(key, made), made
     differ = [f"{key} ({a.get(key)}, {b.get(key)})" for key in fields if a.get(key) != b.get(key)]
     if differ:
         raise Refused(f"{path_1} and {path_2} differ in {', '.join(differ)}: such numbers do not "
@@ -180,18 +182,19 @@ def read_cells(pattern):
             # All budgets of a metric are compared, perplexities of two texts are not.
             compared = column if metric == "ppl" else metric
             for field in ALIKE + METRICS[metric][2] + OF_MODELS * (row[0] != "data"):
-                check_alike(first.setdefault((compared, field), made), made, [field], "table")
-            check_alike(first.setdefault(row, made), made, IN_A_ROW, "row, --label")
-            # Not where a checkpoint is gone. An SM model without feedback is no binary model.
+                check_alike(first, (compared, field), made, [field], "table")
+            check_alike(first, row, made, IN_A_ROW, "row, --label")
+            # The cost tells a binary model from an SM model whose feedback is off. It is unknown
+            # where the checkpoint is gone.
             if cost := settings.keys() & {"cost of training"}:
-                check_alike(first.setdefault((row, "cost"), made), made, cost, "row, --label")
-            check_alike(first.setdefault((row, column), made), made, IN_A_CELL, "row, --label")
+                check_alike(first, (row, "cost"), made, cost, "row, --label")
+            check_alike(first, (row, column), made, IN_A_CELL, "row, --label")
             cells.setdefault(row, {}).setdefault(column, {})[measured] = value
     return cells, {row: first[row][1] for row in cells}
 
 
 def place_of_row(row):
-    """Standard, in an order, ReMDM, the data; binary before soft."""
+    """Sorts rows: standard, in an order, ReMDM, the data. Binary comes before soft."""
     return ("", "standard", "random", "entropy", "ReMDM", "data").index(row[0]), row[1]
 
 
@@ -263,8 +266,8 @@ def bound_results(pattern):
                      "below": below.get("nats_per_token"), "se": below.get("nats_per_token_se")}
         made = path, settings
         fields = ALIKE + METRICS["ppl"][2] + OF_MODELS
-        check_alike(first.setdefault("table", made), made, fields, "table")
-        check_alike(first.setdefault(row, made), made, ["step"], "row, --label")
+        check_alike(first, "table", made, fields, "table")
+        check_alike(first, row, made, ["step"], "row, --label")
         other, _ = first.setdefault((row, measured), made)
         if other != path:
             raise Refused(f"{other} and {path} are both of {measured}, which is one seed: "
@@ -278,8 +281,7 @@ def bounds(pattern):
 
     A difference is that of the same rows and masks: with feedback and without, or of this model
     and another (--against). All seeds are measured on the same rows, so more of them do not lower
-    the error over rows: it is the mean of theirs. Student's t asks whether the mean of the seeds is
-    0.
+    the error over rows: it is the mean of their errors. Student's t asks whether the mean is 0.
     """
     columns = ["model", "updates", "seeds", "PPL (± sd of seeds)", "feedback on, nats below off",
                "nats below the other model (± sd of seeds; ± SE of rows)", "t"]
@@ -417,7 +419,7 @@ def benchmarks(folder):
 # figures
 
 
-# [ours] Of Okabe and Ito. Readers who see few colors tell them apart.
+# The palette of Okabe and Ito, for color-blind readers [ours].
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 LINES = "-", "--", "-.", ":"
 # Parts of names that are methods: each has its color and its line in all figures.
@@ -482,14 +484,13 @@ AXES = {"bound": "held-out bound (nats per token)", "share": "feedback on, nats 
 def points_of(line):
     """What a line of a log adds to the figures: {quantity: value}.                      §4.1, Eq. 3
 
-    The bound is that with feedback where the model has it, else Eq. 2 itself. The share of feedback
-    is how far it lies below that of the same model without. The held-out loss of finetune_dream.py
-    is no bound.
+    The bound is that with feedback if the model has it, else Eq. 2 itself. The share of feedback is
+    how far it lies below the bound of the same model without feedback. The held-out loss of
+    finetune_dream.py is no bound.
     """
     values = {name: line.get(name, math.nan) for name in (*OMEGA, "tau", "loss")}
     if not line.keys() & {"val_soft_ce", "val_binary"}:
-        plain = line.get("val_plain", math.nan)
-        soft = line.get("val_soft", math.nan)
+        plain, soft = (line.get(name, math.nan) for name in ("val_plain", "val_soft"))
         values |= {"bound": line.get("val_soft", plain), "share": plain - soft}
     return {quantity: value for quantity, value in values.items() if math.isfinite(value)}
 
@@ -516,7 +517,7 @@ def log_series(patterns, needed):
 
 
 def common_steps(points):
-    """The updates that all seeds have, in order. Of Dream, the last one differs by the filters."""
+    """The updates that all seeds have, in order. Dream's seeds can differ in their last update."""
     seeds = max(map(len, points.values()), default=0)
     return sorted(step for step in points if len(points[step]) == seeds)
 
@@ -524,18 +525,18 @@ def common_steps(points):
 def over_updates(series, quantities, more=0):
     """A figure with a panel for each quantity that a run has, and `more` empty ones.
 
-    Lines are means over seeds, as far as all seeds are, and bands one standard deviation on both
-    sides.
+    Lines are means over seeds, at the updates that all seeds have. Bands are one standard deviation
+    on both sides.
     """
     shown = [name for name in quantities if any(points[name] for points in series.values())]
     fig, axes = figure(len(shown) + more)
     for label, style in styles(series).items():
         for ax, quantity in zip(axes, shown):
             points = series[label][quantity]
-            seeds, steps = max(map(len, points.values()), default=0), common_steps(points)
-            mean = np.array([statistics.mean(points[step]) for step in steps])
-            sd = np.array([statistics.stdev(points[step]) if seeds > 1 else 0 for step in steps])
-            if steps:
+            if steps := common_steps(points):
+                values = np.array([points[step] for step in steps])              # (steps, seeds)
+                seeds, mean = values.shape[1], values.mean(1)
+                sd = values.std(1, ddof=1) if seeds > 1 else 0
                 ax.plot(steps, mean, **style | {"label": f"{style['label']} (n = {seeds})"})
                 ax.fill_between(steps, mean - sd, mean + sd, color=style["color"], alpha=0.2, lw=0)
     for ax, quantity in zip(axes, shown):
@@ -547,10 +548,10 @@ def over_updates(series, quantities, more=0):
 
 
 def runs(patterns, entropy=0.0):
-    """The held-out bound over updates, the share of it that is feedback's, and ω_s.       Fig. 3
+    """The held-out bound over updates, what feedback contributes to it, and ω_s.          Fig. 3
 
-    entropy: nats per token, a line that no bound can pass; 0 for none.
-    Where no run has measured a bound, as in the quickstart, the loss in training stands first.
+    entropy: nats per token, a line that no bound can pass, or 0 to draw none.
+    Where no run has measured a bound, the first panel is the loss in training.
     """
     try:
         first, series = "bound", log_series(patterns, "bound")
@@ -727,7 +728,7 @@ def trajectory(path):
     Green cells are masks, deeper green is a larger λ, and they hold the top guess. Bold is text.
     """
     steps = read_trace(path)
-    strength = [[math.nan if lam is None else lam for _, lam, *_ in step] for step in steps]
+    strength = np.array([[lam for _, lam, *_ in step] for step in steps], float)  # None becomes nan
     fig, [ax] = figure(1, width=0.55 * len(steps[0]) + 1, height=0.3 * len(steps) + 1)
     image = ax.imshow(strength, cmap="Greens", vmin=0, aspect="auto")
     dark = 0.6 * image.norm.vmax
@@ -742,7 +743,7 @@ def trajectory(path):
 
 
 def feedback_figure(path):
-    """Where on the way SM pays, and whether its content does: gains of three feedbacks over t.
+    """The gains of three feedbacks over t: where SM pays, and whether its content matters.
 
     Bands are one standard error on both sides. What lies below the line at 0 does harm.
     """
@@ -770,7 +771,7 @@ def throughput_series(folder):
         raise Refused(f"{folder} has no results with a block length: run eval_dream.py with "
                       f"--blocks=16,32,… first")
     named = "block", "feedback", "threshold", "budget"
-    groups = [r["group"] | {"machine": r["machine"]} for r in results]  # two have two speeds
+    groups = [r["group"] | {"machine": r["machine"]} for r in results]  # machines differ in speed
     differ = [key for key in differing(groups) if key not in named]
     series = {}
     for r, group in zip(results, groups):
@@ -825,9 +826,11 @@ def curves(path):
 def two_passes_and_a_loop(path, t=0.6):
     """What a Sudoku model does with a held-out grid that is masked with probability t.
 
-    Returns a dict. x0: 36 digits. Of the network calls of Alg. 1 and Alg. 2, which both start from
-    the same x_t: passes, two lists of 36 cells (see show.trace), nll, two lists of 36 floats, 0
-    where there is no mask, and calls, a list of 36 cells for each network call.
+    Returns a dict. A cell is that of show.trace, and both algorithms start from the same x_t:
+        x0      36 digits
+        passes  of both passes of Alg. 1, 36 cells each
+        nll     of both passes of Alg. 1, 36 floats each, 0 where there is no mask
+        calls   of every network call of Alg. 2, 36 cells each
     Raises Refused for a model that cannot know Sudokus, or has no soft masks.
     """
     model = MDLM.load(path)
@@ -894,8 +897,8 @@ def anatomy(path):
 
 def draw_cell(ax, x, y, cell, share):
     """One cell of a trace. A token fills it. In a mask the guesses fill `share` of it (None: λ)."""
-    text, lam, _, mixed = cell if cell[1] is not None else (cell[0], 1.0, 0.0, [[cell[0], 1.0]])
-    share = lam if share is None or cell[1] is None else share
+    share, mixed = (share, cell[3]) if cell[1] is not None else (1.0, [[cell[0], 1.0]])
+    share = cell[1] if share is None else share
     for word, part in [["M", 1 - share], *([word, share * part] for word, part in mixed)]:
         color = "lightgray" if word == "M" else "C" + word if word in "123456" else "white"
         if part:
@@ -912,7 +915,7 @@ FIGURES |= {"feedback": feedback_figure}
 
 
 def main(cfg):
-    known = dict.fromkeys((*TABLES, *FIGURES))
+    known = TABLES | FIGURES
     wanted = [name for name in known if getattr(cfg, name)]
     if len(wanted) != 1:
         raise Refused(f"{len(wanted)} things to plot: give one of --{', --'.join(known)}")
@@ -925,17 +928,17 @@ def main(cfg):
         if out:
             write_text(out, text + "\n")
         return
-    drawn = name == "trajectory" and (kind == "html" or kind == "svg" and cfg.columns)
-    if not drawn and (kind not in ("png", "pdf", "svg") or name not in FIGURES):
-        raise Refused(f"--out={out} must end in .png, .pdf or .svg, or in .md if it is a table, "
-                      f"or in .html if it is a trajectory")
-    if drawn:
-        draw = trajectory_page if kind == "html" else grid_animation
-        write_text(out, draw(source, cfg.columns))
-    else:
+    if name == "trajectory" and kind == "html":
+        write_text(out, trajectory_page(source, cfg.columns))
+    elif name == "trajectory" and kind == "svg" and cfg.columns:
+        write_text(out, grid_animation(source, cfg.columns))
+    elif name in FIGURES and kind in ("png", "pdf", "svg"):
         fig = runs(source, cfg.entropy) if name == "runs" else FIGURES[name](source)
         with atomic(out) as tmp:
             fig.savefig(tmp, format=kind)
+    else:
+        raise Refused(f"--out={out} must end in .png, .pdf or .svg, or in .md if it is a table, "
+                      f"or in .html if it is a trajectory")
     print(f"wrote {out}")
 
 

@@ -82,7 +82,7 @@ class Config(Decoding):
 
 def check(gen_len, steps, algorithm="entropy", schedule="none", block=0, cache="prefix",
           threshold=None, **others):
-    """All that can be wrong with the settings themselves. Raises Refused."""
+    """Raises Refused for settings that no model can be decoded with."""
     ranged = {f.name: others[f.name] for f in fields(Decoding) if f.name in others}
     check_ranges(Decoding(block=block, threshold=threshold, **ranged))
     try:
@@ -139,7 +139,7 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
 
 
 def multinomial(p, generator):
-    # In float64, as fp32 noise cuts the tail. On the generator's device, as MPS has no float64.
+    # fp32 noise would cut the tail. MPS has no float64, so this runs on the generator's device.
     drawn = torch.multinomial(p.to(generator.device, torch.float64), 1, generator=generator)
     return drawn[:, 0].to(p.device)
 
@@ -148,12 +148,11 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
             generator=None, u=None, choose=None, eos=None, eos_penalty=0.0):
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
-    logits: (n, V) fp32.   never: a token not to propose, but the best other one (default: none).
-    generator: for draws.
+    logits: (n, V) fp32.   never: a token to replace by the best other one (default: none).
     u: (n, 2) float64 in [0, 1), the draws of each row, made before (default: none).
     choose: another filter and draw than Dream's, (logits, u (n,)) → p (n, V), x0 (n,).
     eos, eos_penalty: a token, and what is taken off its logits. Feedback does not see it.
-    Returns x0 (n,) and conf (n,), of which the highest goes first.
+    Returns x0 (n,) and conf (n,). The token with the highest conf goes first.
 
     Both come from the filtered probabilities: temperature and top-p also decide the order [code].
     Raises Refused for a draw without a generator.
@@ -194,8 +193,8 @@ def look(model, h, soft, never, algorithm, wanted=None, u=None, **pick):
     model: TwoPass.   h: (N, D) hidden states.   soft: whether there is feedback.
     never, algorithm, u (N, 2), pick: arguments of `propose`.
     wanted: (N,) bool, the masks that can be revealed (default: all).
-    Returns x0 and conf of these, and, if soft, TwoPass.feedback of all N. It comes from the logits
-    without temperature and top-p [code].
+    Returns x0 and conf of these, and, if soft, TwoPass.feedback of all N. The feedback comes from
+    the logits without temperature and top-p [code].
     """
     V = len(model.net.table)
 
@@ -212,8 +211,8 @@ def look(model, h, soft, never, algorithm, wanted=None, u=None, **pick):
 
     if wanted is None:
         return in_chunks(rows, h, *[] if u is None else [u], V=V)
-    x0, conf, *soft = in_chunks(few, h, wanted, V=V)
-    return x0[wanted], conf[wanted], *soft
+    x0, conf, *fed = in_chunks(few, h, wanted, V=V)
+    return x0[wanted], conf[wanted], *fed
 
 
 def reveal_count(masked, t, s, last):
@@ -230,7 +229,7 @@ def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algori
     """x with some of its masks replaced by their proposals                          Alg. 2 l.5
 
     x, masked: (B, L).   x0, conf: (N,) for the masks, row-major.   t, s: times before and after.
-    threshold: no count, but the surest mask of each sequence, and all whose conf is at least this
+    threshold: reveals the surest mask of each sequence, and all whose conf is at least this
     (Fast-dLLM).   count: (B,), how many (default: Dream's `reveal_count`).
     A proposal can be [MASK] itself. Such a position stays masked [code].
     """
@@ -281,7 +280,7 @@ def faded(plain, mixed, masked, schedule, switch, left, start):
     soft = plain.repeat(*masked.shape, 1).masked_scatter(masked[..., None], mixed)  # (B, L, D)
     if schedule == "none":
         return soft
-    # In Python's floats: the switch is strict, so 8/16 must be exactly 0.5. A row may have no mask.
+    # Python's floats: in fp32, 3/15 is above 0.2, and the switch is strict. A row may have no mask.
     shares = [now / max(of, 1) for now, of in zip(left.sum(-1).tolist(), start.tolist())]
     gain = [time_gain(schedule, share, switch) for share in shares]
     gain = torch.tensor(gain, device=soft.device)                       # (B,)
@@ -290,7 +289,7 @@ def faded(plain, mixed, masked, schedule, switch, left, start):
 
 
 def draws(generators, masked, real):
-    """Numbers for each mask (N, 2) float64 in [0, 1), row-major, or None without a list.
+    """Two random numbers for each mask, (N, 2) float64 in [0, 1), row-major. None without a list.
 
     generators: a list with one CPU generator for each sequence of masked (B, L).
     real: (B, L), False on padding. Each generator draws two numbers for each of these positions,
@@ -335,7 +334,7 @@ def decode(model, x, steps, valid=None, schedule="none", switch=0.5, on_step=Non
     start = masked.sum(-1)                                              # (B,)
     check(int(start.max()), steps, algorithm, schedule=schedule, switch=switch, **pick)
     context = {} if valid is None else {"valid": valid}
-    pick |= {} if isinstance(generator, list) else {"generator": generator}
+    pick["generator"] = None if isinstance(generator, list) else generator
     times = torch.linspace(1, 1e-3, steps + 1)
     emb = F.embedding(x, net.table)                                     # (B, L, D)  plain masks
     nfe = torch.zeros_like(start)                                       # (B,)
@@ -369,9 +368,11 @@ def decode(model, x, steps, valid=None, schedule="none", switch=0.5, on_step=Non
         left = x == mask_id                                             # (B, L)
         emb = fed(now[0], left) if soft else F.embedding(x, net.table)          # (B, L, D)
         if on_step:
-            seen = torch.zeros(x.shape, device=x.device), x             # (B, L), (B, L)
-            new = (v.masked_scatter(masked, n).where(left, v) for v, n in zip(seen, now[1:]))
-            on_step(x, *(new if soft else seen), rows, h)
+            lam, guess = torch.zeros(x.shape, device=x.device), x       # (B, L), (B, L)
+            if soft:
+                lam = lam.masked_scatter(masked, now[1]).where(left, lam)
+                guess = guess.masked_scatter(masked, now[2]).where(left, guess)
+            on_step(x, lam, guess, rows, h)
         masked = left
     return x, nfe.cpu()
 
@@ -409,7 +410,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     algorithm = algorithm if threshold is None else "maskgit_plus"
     times = torch.linspace(1, 1e-3, steps * block // gen_len + 1)       # of the steps of a block
     start, at = torch.full((B,), gen_len), torch.arange(L, device=x.device)
-    soft = net.table[mask_id].repeat(B, L, 1)                           # (B, L, D)  how masks look
+    plain = net.table[mask_id]                                          # (D,)
+    soft = plain.repeat(B, L, 1)                                        # (B, L, D)  how masks look
     frozen = None                                                       # keys and values
     for b in range(L - gen_len, L, block):
         for i in itertools.count():
@@ -433,7 +435,6 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             x = reveal(x, open_, x0, conf, *step, threshold=threshold, algorithm=algorithm)
             left = x == mask_id                                         # (B, L)
             if model.sm:
-                plain = net.table[mask_id]                              # (D,)
                 new = faded(plain, now[0], masked, schedule, switch, left, start)
                 # A sequence whose block is full waits for the others, and keeps its feedback.
                 again = left & masked & open_.any(1, keepdim=True)      # (B, L)
@@ -512,19 +513,18 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     key = hashlib.blake2b(repr((cfg.seed, ids)).encode(), digest_size=7).digest()
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(int.from_bytes(key, "big"))
-    x, valid = pad_prompts(model.cfg, [ids], cfg.gen_len, device)
+    x, _ = pad_prompts(model.cfg, [ids], cfg.gen_len, device)           # (1, L)
+    gaps = x == mask_id                                                 # (1, L)
     two, steps = TwoPass(model, sm, mask_id), cfg.steps or cfg.gen_len + ids.count(mask_id)
-    names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k",
-             "eos_penalty")
+    names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k", "eos_penalty")
     settings = {name: getattr(cfg, name) for name in names}
-    settings |= {"valid": valid, "generator": generator, "on_step": count, "eos": eos}
+    settings |= {"generator": generator, "on_step": count, "eos": eos}
     if cfg.block:
         x = decode_blocks(two, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
                           **settings)
     else:
         x, _ = decode(two, x, steps, **settings)
-    before = ids + cfg.gen_len * [mask_id]
-    new = [after for after, was in zip(x[0].tolist(), before) if was == mask_id]
+    new = x[gaps].tolist()
     kept = new[:new.index(eos)] if eos in new else new
     stats |= {"tokens": len(new), "kept": len(kept), "seconds": time.perf_counter() - begin}
     return cut(tok.decode(kept), until), stats
@@ -555,7 +555,7 @@ def turn(cfg, model, tok, sm, ids, until, shown_from):
 
 
 def typed_turns():
-    """The lines of stdin that are not empty. On a terminal, a sign asks for each."""
+    """The lines of stdin that are not empty. On a terminal, a > asks for each."""
     sign = "> " if sys.stdin.isatty() else ""
     while True:
         print(sign, end="", file=sys.stderr, flush=True)

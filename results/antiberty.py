@@ -9,7 +9,7 @@ back at the masks, by a fixed ω. ω is chosen on one half of the antibodies. Th
 other half, and goes to stdout.
 
 antiberty brings the model. abnativ brings antibodies of its own test set, as a text file, and none
-of its code runs. Only those are taken that AntiBERTy cannot have seen: see `antibodies`.
+of its code runs. `antibodies` takes only those that AntiBERTy cannot have seen.
 
 Not here: training.
 """
@@ -71,7 +71,7 @@ def antibodies(n, seed):
         for row in csv.DictReader(f):
             project = row["seq_id"].partition("PRJNA")[2].partition("|")[0]
             if project and int(project) >= 900_000:
-                cells[row["input_seq_vh"]] = row["input_seq_vl"]  # a copy of a heavy chain goes
+                cells[row["input_seq_vh"]] = row["input_seq_vl"]  # of equal heavy chains, one stays
     if n > len(cells):
         raise Refused(f"--n={n}, but there are {len(cells)} such antibodies: give at most so many")
     cells = list(cells.items())

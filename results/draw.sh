@@ -13,7 +13,7 @@ for group in scratch cont stdlib; do
     echo
 done > results/tables.md
 
-# The same from the logs: fewer rows, but at half the updates also where no checkpoint was kept.
+# The same from the logs. They have fewer rows, but need no checkpoint at half the updates.
 python - $logs >> results/tables.md <<'PY'
 import glob, sys
 from launch import read_jsonl

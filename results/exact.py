@@ -4,9 +4,9 @@
     python results/exact.py sample.py --checkpoint=results/sudoku.safetensors --top_p=1 …
     python results/exact.py eval.py ppl --checkpoint=results/sudoku.safetensors --data=data/sudoku
 
-sample.py (without ω) and eval.py run with it. From the checkpoint come the tokenizer and the
+sample.py (without ω) and eval.py run with it. The checkpoint only gives the tokenizer and the
 settings. A sampler that reveals two tokens at once draws them independently, so even the exact
-posterior makes mistakes with it: the ceiling of every figure.
+posterior makes mistakes with it. Its share of right grids is the ceiling of every figure.
 """
 
 import os
@@ -25,25 +25,29 @@ from data import sudoku_grids  # noqa: E402
 def posterior(cells, grids):
     """P(digit | the cells that are known) of each cell: (36, 6) float64
 
-    cells: (36,) ints, digits from 0, −1 where unknown.   grids: (n, 36) uint8, those of
-    data.sudoku_grids, which stand for all grids with their digits exchanged.
-    A grid fits if equal cells are equal in it, and different ones different. It then stands for as
-    many grids as every other one that fits: the exchanges of the digits that are not known yet.
+    cells: (36,) ints, digits from 0, −1 where unknown.
+    grids: (n, 36) uint8 of data.sudoku_grids. Each stands for all exchanges of its digits.
+    A grid fits if equal cells are equal in it, and different cells are different. All grids that
+    fit count alike, because the unknown digits can be exchanged in as many ways in each of them.
+    Where no grid fits, a mistake was made before, and every digit has the same probability.
     """
     known = [v for v in range(6) if v in cells]
+    p = np.full((36, 6), 1 / 6)
+    if not known:
+        return p
     for v in known:
         there = grids[:, cells == v]                                            # (n, m)
         grids = grids[(there == there[:, :1]).all(1)]
-    names = np.stack([grids[:, (cells == v).argmax()] for v in known] or [grids[:, :0].T])  # (u, n)
+    names = np.stack([grids[:, (cells == v).argmax()] for v in known])          # (u, n)
     different = np.bitwise_or.reduce(1 << names, 0) == (1 << names).sum(0)      # (n,)
-    if known:
-        grids, names = grids[different], names[:, different]
-    p = np.full((36, 6), np.nan)
+    grids, names = grids[different], names[:, different]
+    if not len(grids):
+        return p
     for v, name in zip(known, names):
-        p[:, v] = (grids == name[:, None]).mean(0) if len(grids) else 1 / 6
+        p[:, v] = (grids == name[:, None]).mean(0)
     rest = 1 - p[:, known].sum(1, keepdims=True)                                # (36, 1)
     p[:, [v for v in range(6) if v not in known]] = rest / max(1, 6 - len(known))
-    return p if len(grids) else np.full((36, 6), 1 / 6)  # no grid fits: a mistake was made before
+    return p
 
 
 class Posterior(nn.Module):

@@ -28,45 +28,6 @@ for path in glob.glob(f"{out}/*/log.jsonl"):
     write_text(f"{here}/logs/{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
 PY
 
-# The continuations were logged before train.py had EVAL_SEED: the masks of their held-out lines
-# depended on the seed of the run. Those lines are measured again, from the checkpoints of the same
-# updates, so that all seeds are compared on the same 256 rows and masks.
-python - "$out" $here "$novels" <<'PY'
-import glob, json, os, sys
-import torch
-import data, train
-from eval import val_ppl
-from launch import read_json, read_jsonl, write_text
-from mdlm import MDLM
-out, here, novels = sys.argv[1:]
-tokens, _ = data.open_split(novels, "val")
-n = data.n_rows(tokens, 128)
-rows = data.rows(tokens, torch.arange(256) * n // 256, 128)
-
-def held_out(path):
-    """{log name: nats per token} of a checkpoint, with feedback and without."""
-    model, found = MDLM.load(path), {}
-    for name, soft in ("val_soft", True), ("val_plain", False):
-        if model.sm or not soft:
-            with torch.autocast("cpu", torch.bfloat16):
-                nats, count = val_ppl(model, rows, soft, train.EVAL_SEED, batch_size=32)
-            found[name] = round(nats / count, 5)
-    return found
-
-for path in sorted(glob.glob(f"{here}/logs/cont-*.jsonl")):
-    name = os.path.basename(path).removesuffix(".jsonl")
-    lines, cache = read_jsonl(path), f"{out}/{name}.val.json"
-    again = read_json(cache) if os.path.exists(cache) else {}
-    for line in lines:
-        step = str(line["step"])
-        checkpoint = f"{out}/{name}/step-{step}.pt"
-        if "val_plain" in line and step not in again and os.path.exists(checkpoint):
-            again[step] = held_out(checkpoint)
-            write_text(cache, json.dumps(again))
-        line |= again.get(step, {})
-    write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
-PY
-
 # ---- bounds
 
 # SM's tokens/s over those of binary, in the two runs of seed 1. They started together, so whatever

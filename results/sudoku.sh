@@ -58,7 +58,7 @@ case $name in
     slerp-*)     flags="$two --arm=slerp" ;;
     *) echo "no run of this name: $name (list names them)" >&2; exit 2 ;;
 esac
-# Other rows than those on which the binary model was trained: another seed.
+# With another seed, a continuation does not repeat the batches of the binary run.
 case $name in cont-*) seed=1$seed ;; esac
 python $run $model $flags --seed="$seed" --out_dir="$out/$name" --resume=auto >> "$out/$name.out" 2>&1
 last=$(ls -v "$out/$name"/step-*.pt | tail -1)

@@ -99,14 +99,13 @@ def documents(data="", timeout=30.0, column="", needs=(), package="", plus="igno
 
 def mbpp_layouts(docs):
     """MBPP in one layout, from three: the original, an export with prompt and test, evalplus's."""
-    def parts(row):
+    def one_layout(row):
         if "assertion" in row:
             text = row["prompt"].strip('" \n').split("\nassert")[0]
-            return text, row["assertion"].strip().split("\n")[:3]
-        return row.get("text") or row["prompt"], row.get("test_list") or row["test"]
-
-    def one_layout(row):
-        text, tests = parts(row)
+            tests = row["assertion"].strip().split("\n")[:3]
+        else:
+            text = row.get("text") or row["prompt"]
+            tests = row.get("test_list") or row["test"]
         code = row.get("code") or row["canonical_solution"]
         return row | {"text": text, "test_list": tests, "code": code}
 
@@ -157,11 +156,12 @@ def sanitize(text, *wanted):
 
 def boxed(text):
     """What stands in the last \\boxed{…}, braces matched. None if there is no such box."""
-    start, depth = text.rfind("\\boxed{") + 7, 1
-    for end in range(start, len(text)) if start >= 7 else ():
-        depth += (text[end] == "{") - (text[end] == "}")
+    _, box, rest = text.rpartition("\\boxed{")
+    depth = 1
+    for end, c in enumerate(rest if box else ""):
+        depth += (c == "{") - (c == "}")
         if not depth:
-            return text[start:end]
+            return rest[:end]
 
 
 def plain(latex):
@@ -274,7 +274,7 @@ def passes(program, timeout):
 
     It runs in another process, in an empty folder, with none of our environment. Its output goes
     to a file, of which the end is read. The processes that it has started end with it: all of them
-    on Linux, elsewhere those that stay in its group. No folder that it leaves ends the scoring.
+    on Linux, elsewhere those that stay in its group. A folder that cannot be removed stays.
     """
     word = secrets.token_hex(8)  # printed after the last test, so that an early exit is not a pass
     env = {name: os.environ[name] for name in ("PATH", "SYSTEMROOT") if name in os.environ}

@@ -60,8 +60,9 @@ def test_cached_call_replaces_its_positions(dream, end):
     valid = torch.tensor([[True] * 12, [False] * 2 + [True] * 10])
     full, kv = dream.trunk(embed(dream, x), valid)
     context, part = dict(valid=valid, past=kv, start=start), embed(dream, x)[:, start:end]
-    close(dream.trunk(part, **context)[0], full[:, start:end], 1e-5)
-    close(dream.hidden(part, torch.tensor([1, 2]), **context), full[0, start:start + 2], 1e-5)
+    again = dream.trunk(part, **context)[0]
+    close(again, full[:, start:end], 1e-5)
+    assert torch.equal(dream.before(again, torch.tensor([1, 2])), again[0, :2])
 
 
 def test_checkpointing_changes_no_gradient(dream):
@@ -98,16 +99,19 @@ def test_bf16_is_near_fp32_and_its_logits_are_fp32(tiny_dream, dream):
 # ---- recorded
 
 
-def test_recorded_logits_also_of_a_padded_batch(dream, recorded):
+def test_recorded_logits_also_padded_and_at_other_positions(dream, recorded, monkeypatch):
     x, valid = recorded["a/input_ids"], recorded["a/pad_attention_mask_2d"].bool()
     for name, ids, context in (
-            ("logits", x, {}), ("logits_posids", x, {"pos": recorded["a/position_ids"]}),
-            ("pad_logits", recorded["a/pad_input_ids"], {"valid": valid})):
+            ("logits", x, {}), ("pad_logits", recorded["a/pad_input_ids"], {"valid": valid})):
         logits, real = everywhere(dream, ids, **context), context.get("valid", x >= 0)
         assert logits.isfinite().all()
         close(digest(logits[real]), recorded["digest/a/" + name].numpy(), 1e-3)
         seen = real[:, ::4]
         close(logits[:, ::4, ::8][seen], recorded["a/" + name][seen], 1e-5)
+    monkeypatch.setattr("dream.rope", lambda _, cfg: rope(recorded["a/position_ids"], cfg))
+    logits = everywhere(dream, x)
+    close(digest(logits), recorded["digest/a/logits_posids"].numpy(), 1e-3)
+    close(logits[:, ::4, ::8], recorded["a/logits_posids"], 1e-5)
 
 
 # ---- loading

@@ -192,7 +192,7 @@ class LM(nn.Module):
         g = torch.Generator().manual_seed(0)
         self.table = nn.Parameter(2 * torch.randn(28, 5, generator=g))
         self.out = nn.Parameter(2 * torch.randn(5, 28, generator=g))
-        self.batches = []
+        self.batches, self.config = [], types.SimpleNamespace()
 
     def forward(self, input_ids, attention_mask, output_hidden_states):
         assert output_hidden_states
