@@ -41,7 +41,7 @@ import launch
 from data import rng
 from dream import Dream, DreamConfig, Tokenizer
 from launch import Count, Negative, Positive, Rate, Refused, Share, Size, progress, write_text
-from mdlm import TwoPass
+from mdlm import FEEDBACK, TwoPass
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
@@ -51,7 +51,6 @@ HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SF
 # Model and data are compared by their contents, so their paths may differ.
 MAY_DIFFER_ON_RESUME = ("model", "data", "out", "resume", "overwrite", "checkpointing", "device",
                         "log_every", "save_every", "eval_every")
-FEEDBACK = "lam", "lam_sd", "mix_norm"  # what TwoPass says of a forward with feedback
 MASK_FLOOR = 1e-3  # a token is masked with p = t (1 − floor) + floor, but weighted by 1/t [code]
 
 
@@ -635,8 +634,8 @@ def finetune(cfg):
                             f"with --resume goes on", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
     complete = f"{last} has made all {cfg.steps:,} updates\n" if start == cfg.steps else ""
-    launch.leave(world, f"{complete}python sample_dream.py --model={cfg.model} --adapter={adapter} "
-                        f"--prompt=…", 0)
+    launch.leave(world, f"{complete}{model.warning()}python sample_dream.py --model={cfg.model} "
+                        f"--adapter={adapter} --prompt=…", 0)
     return model
 
 

@@ -40,6 +40,7 @@ import checkpoint
 from arms import ARMS
 from launch import Count, Negative, Positive, Refused, Size
 
+FEEDBACK = "lam", "lam_sd", "mix_norm"  # attributes of TwoPass, for the logs of both trainers
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
 BUDGET = 1e9        # bytes of a chunk's (n, V) tensors, and of all those kept for a backward
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
@@ -361,6 +362,16 @@ class TwoPass(nn.Module):
         self.lam_sd = ((lam - self.lam).square().sum() / n).sqrt()
         length = self.net.table[self.mask_id].float().norm()
         self.mix_norm = mixed.float().norm(dim=-1).sum() / n / length
+
+    def warning(self):
+        """What to tell the user if training has left feedback off, which no loss shows. Else "".
+
+        In a continuation the paper's ω_s may fall from its start. Then this is a binary model.
+        """
+        if self.sm is None or not 0 < self.lam < 1e-3:
+            return ""
+        return (f"feedback is off: λ is {self.lam:.1g} on average. Train longer, or start with a "
+                f"larger ω_s, such as --omega_s=0.5 --omega_a=1 --omega_b=-2.8\n")
 
     def cross_entropy(self, h, x):
         """−log p(x) in nats                                                              Alg. 1 l.8

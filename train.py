@@ -34,7 +34,7 @@ import launch
 from data import rng
 from eval import bits_per_byte, sudoku, val_ppl
 from launch import Count, Positive, Rate, Refused, Share, Size
-from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, corrupt, sample_times
+from mdlm import ALPHA_FLOOR, FEEDBACK, MDLM, ModelConfig, corrupt, sample_times
 from sample import generate, generate_in_order
 from show import show
 
@@ -105,8 +105,6 @@ PRESETS = {
 # Seed of held-out times and masks. It does not follow cfg.seed: all runs are compared on the same
 # masks, which are also those of `eval.py ppl`.
 EVAL_SEED = 1
-
-FEEDBACK = "lam", "lam_sd", "mix_norm"  # attributes of TwoPass that the log shows
 
 # Dense bf16 peak of one device in FLOP/s. The first name that is part of the device's name counts.
 PEAK_FLOPS = {
@@ -552,7 +550,7 @@ def train(cfg):
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
     complete = f"{last} has made all {cfg.steps:,} updates: more --steps go on"
-    launch.leave(world, complete if start == cfg.steps else "", 0)
+    launch.leave(world, complete if start == cfg.steps else model.warning(), 0)
     return model, ema
 
 

@@ -315,9 +315,13 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     assert train(again)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)
     said = capsys.readouterr().out
     assert "ω goes on from" in said and "has one set of weights" not in said
+    assert "feedback is off" not in said
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
+    capsys.readouterr()
+    train(replace(cfg, overwrite=True, steps=1, eval_every=0, p_sm=1.0, omega_s=1e-6))
+    assert "feedback is off: λ is 2e-07 on average" in capsys.readouterr().out
     assert script.PRESETS["continue"]["init_from"]
 
 
