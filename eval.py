@@ -71,7 +71,7 @@ from mdlm import ALPHA_FLOOR, MDLM, TwoPass, corrupt, sample_times
 @dataclass
 class Config:
     metric: str = ""                # the first word: ppl, zero_shot, feedback, entropy, sudoku, …
-    out: str = ""                   # result (default: beside the input, NAME.METRIC.OF-WHAT.json)
+    out: str = ""                   # result (default: beside the input, NAME.METRIC.SETTINGS.json)
     label: str = ""                 # row of the table, such as 1M+100k (default: the checkpoint)
     device: str = "auto"            # cuda, else mps, else cpu
     batch_size: Size = 8            # changes the speed and no result
@@ -433,7 +433,8 @@ def sudoku(texts):
     texts: n strings. Ends of a document are left out; what is left must be 36 digits, of which each
         row, column and box of 2×3 has all six.
     Returns {right: share, right_se: its standard error, distinct: different grids among the right
-    ones, commonest: share of the most frequent one, if exchanging digits makes no other grid}.
+    ones, commonest: share of the most frequent one, where two grids that differ by an exchange
+    of digits count as one}.
     """
     grids = []
     for text in texts:
@@ -648,8 +649,9 @@ def write_result(cfg, stem, values, settings):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     # The name says on what or with what it was measured, so that two results are two files.
-    source = {"ppl": cfg.data, "zero_shot": cfg.text.replace("/", "-"), "gen_ppl": cfg.scorer,
-              "mauve": cfg.data, "feedback": settings.get("dialogues", cfg.data)}
+    text = re.sub(r"\W+", "-", os.path.splitext(cfg.text)[0]).strip("-")
+    source = {"ppl": cfg.data, "zero_shot": text, "gen_ppl": cfg.scorer, "mauve": cfg.data,
+              "feedback": settings.get("dialogues", cfg.data)}
     of = os.path.basename(source.get(cfg.metric, "").rstrip("/")).split(".")[0]
     flags = [f"{name}-{getattr(cfg, name)}"
              for name in ("seed", "rows", "repeats", "ema", "dtype", "length", "scale")

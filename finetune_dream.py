@@ -633,9 +633,9 @@ def finetune(cfg):
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
-    complete = f"{last} has made all {cfg.steps:,} updates\n" if start == cfg.steps else ""
-    launch.leave(world, f"{complete}{model.warning()}python sample_dream.py --model={cfg.model} "
-                        f"--adapter={adapter} --prompt=…", 0)
+    complete = f"{last} has made all {cfg.steps:,} updates" if start == cfg.steps else ""
+    how = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
+    launch.leave(world, "\n".join(filter(None, (complete, model.warning(), how))), 0)
     return model
 
 

@@ -371,7 +371,7 @@ class TwoPass(nn.Module):
         if self.sm is None or not 0 < self.lam < 1e-3:
             return ""
         return (f"feedback is off: λ is {self.lam:.1g} on average. Train longer, or start with a "
-                f"larger ω_s, such as --omega_s=0.5 --omega_a=1 --omega_b=-2.8\n")
+                f"larger ω_s, such as --omega_s=0.5 --omega_a=1 --omega_b=-2.8")
 
     def cross_entropy(self, h, x):
         """−log p(x) in nats                                                              Alg. 1 l.8

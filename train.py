@@ -209,7 +209,7 @@ def check_init(ckpt, cfg, special):
     if ckpt["kind"] != "mdlm":
         raise Refused(f"{cfg.init_from} holds a {ckpt['kind']}, not an MDLM")
     here = asdict(cfg)
-    there = here | ckpt["config"]  # an older file does not name its arm
+    there = here | {"arm": ""} | ckpt["config"]  # an older file does not name its arm: it has none
     names = ["n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "mask_id", "time_conditioning"]
     if cfg.soft_mask and there["soft_mask"]:
         names += ["arm", "k"]  # the ω of the file was learned for one mix, and suits no other
@@ -349,8 +349,8 @@ def train(cfg):
         if master and "sm.raw_s" in initial["model"].keys() & ours.keys():
             print(f"ω goes on from {cfg.init_from}: --omega_s, _a and _b are not used")
         if master and not initial.get("ema"):
-            print(f"{cfg.init_from} has one set of weights, in step-N.pt and in published files "
-                  f"the average: θ starts from it, not from raw weights as in the paper")
+            print(f"{cfg.init_from} has one set of weights, which in step-N.pt and in published "
+                  f"files is the average. In the paper, θ starts from raw weights")
         del initial
     model.to(device)
     # The EMA is a second backbone around the same ω: the average that is published and evaluated

@@ -6,7 +6,9 @@
 
 sample.py (without ω) and eval.py run with it. The checkpoint only gives the tokenizer and the
 settings. A sampler that reveals two tokens at once draws them independently, so even the exact
-posterior makes mistakes with it. Its share of right grids is the ceiling of every figure.
+posterior makes mistakes with it. Its share of right grids is the ceiling of the figures, except
+for several surest cells a call: of equally sure cells it takes neighbours, which depend on each
+other.
 """
 
 import os

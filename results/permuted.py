@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""A placebo at decoding: a trained model, of which each mask gets the feedback of another mask.
+"""A placebo at decoding: in a trained model, each mask gets the feedback of another mask.
 
-    python results/permuted.py sample.py --checkpoint=out/sudoku/sm-1/step-6000.pt …
+    python results/permuted.py sample.py --checkpoint=out/sudoku/sm-1/step-6000.pt --out=…
 
 The other mask is mostly one of another sample in the batch, as sure on average (arms.Permuted).
+Its samples have the same settings as those of the model itself: give them a file of their own.
 """
 
 import os

@@ -368,9 +368,9 @@ def test_ppl_of_a_checkpoint(world):
     for other in "--ema=False", "--seed=2":
         assert result(*ppl, "--rows=5", other)["values"] != found["values"]
     assert result(*ppl)["settings"]["n"] == n
-    write_text("a/other.txt", "some other text\n" * 30)
-    main("zero_shot", "--checkpoint=last.pt", "--text=a/other.txt")
-    zero_shot = json.loads(Path("last.pt.zero_shot.a-other.json").read_text())["settings"]
+    write_text("a/v1.2/other.txt", "some other text\n" * 30)
+    main("zero_shot", "--checkpoint=last.pt", "--text=./a/v1.2/other.txt")
+    zero_shot = json.loads(Path("last.pt.zero_shot.a-v1-2-other.json").read_text())["settings"]
     assert zero_shot["n"] == (16 * 30 + 1) // 14 and zero_shot["text"]["bytes"] == 480
 
 

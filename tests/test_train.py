@@ -321,7 +321,8 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
     capsys.readouterr()
     train(replace(cfg, overwrite=True, steps=1, eval_every=0, p_sm=1.0, omega_s=1e-6))
-    assert "feedback is off: λ is 2e-07 on average" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "feedback is off: λ is 2e-07 on average" in said and not said.endswith("\n\n")
     assert script.PRESETS["continue"]["init_from"]
 
 
@@ -362,7 +363,7 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny, 
     assert sorted(f for f in os.listdir(tiny.out_dir) if "step" in f) == ["step-1.pt"]
     train(replace(tiny, overwrite=True, steps=2, init_from=file(tiny, "step-1.pt")))
     assert os.path.exists(file(tiny, "step-1.pt"))  # where this run started
-    assert "step-1.pt has one set of weights, in step-N.pt" in capsys.readouterr().out
+    assert "step-1.pt has one set of weights, which in step-N.pt" in capsys.readouterr().out
     train(replace(tiny, overwrite=True, steps=2))
     assert [line["step"] for line in log(tiny)] == [1, 2]
     ckpt = checkpoint.load(file(tiny))
@@ -392,9 +393,12 @@ def test_another_run_and_weights_of_another_model_are_refused(tiny, tmp_path, mo
     checkpoint.save(file(tiny), **whole)
     other = tiny.out_dir + "-other.pt"
     checkpoint.save(other, **whole | {"tokenizer": whole["tokenizer"] | {"name": "gpt2"}})
+    old = {name: value for name, value in whole["config"].items() if name != "arm"}
+    checkpoint.save(tiny.out_dir + "-old.pt", **whole | {"config": old})
     for change, message in (
             (dict(n_head=4), r"n_head \(2 there, 4 here\)"),  # the shapes would fit
             (dict(arm="slerp"), r"arm \('' there, 'slerp' here\)"),
+            (dict(arm="slerp", init_from=tiny.out_dir + "-old.pt"), r"arm \('' there"),
             (dict(k=None), r"k \(3 there, None here\)"),
             (dict(init_from=other), r"tokenizer \(gpt2 there, bytes in")):
         cfg = beside(tiny, "2", **dict(init_from=file(tiny)) | change)
