@@ -420,10 +420,9 @@ def digest(model):
 
 def existing_texts(path, settings, seed):
     """{index: text} of the samples in `path` that have these settings and this seed."""
-    known = {"weights": settings["weights"]}  # older files of samples do not name the weights
     try:
         return {line["index"]: line["text"] for line in read_jsonl(path, repair=True)
-                if (known | line["settings"], line["seed"]) == (settings, seed)}
+                if (line["settings"], line["seed"]) == (settings, seed)}
     except (Refused, KeyError, TypeError):
         raise Refused(f"{path} holds something else than samples: choose another --out")
 

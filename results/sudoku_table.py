@@ -125,7 +125,7 @@ def run_cells(arm, seed, kinds, shares, cells):
     """The row of one run: its bounds, how ω_s went, and its shares in percent."""
     log = read_jsonl(f"{HERE}/sudoku/{arm}-{seed}.log.jsonl")
     row = [f"{arm}-{seed}", f"{kinds.get('soft', kinds['binary']):.3f}"]
-    if "soft" in kinds and "omega_s" in log[-1]:
+    if "soft" in kinds and log:
         over = (f"{line['step']:,}" for line in log if line.get("omega_s", 0) > 0.1)
         row += [f"{kinds['binary']:.3f}", next(over, "never"), f"{log[-1]['omega_s']:.2g}"]
     else:
