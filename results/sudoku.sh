@@ -4,9 +4,10 @@
 #
 #     bash results/sudoku.sh sm-1
 #     bash results/sudoku.sh list | xargs -P2 -n1 bash results/sudoku.sh     # all, two at a time
-#     STEPS=12000 bash results/sudoku.sh sm-1                                # longer
+#     STEPS=12000 bash results/sudoku.sh sm-1             # goes on where 6,000 updates ended
 #
 # A run leaves out/sudoku/NAME, and in results/sudoku its bound on all held-out grids and its log.
+# A longer run keeps the bound at 6,000 updates: its own has another name.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
@@ -27,11 +28,11 @@ if [ "$1" = list ]; then
     exit
 fi
 
-name=$1 seed=${1##*-} run=train.py
+name=$1 seed=${1##*-} run=train.py steps=${STEPS:-6000} longer=${STEPS:+.step-$STEPS}
 [ -e data/sudoku/meta.json ] || python data.py sudoku
 model="owt --data=data/sudoku --n_head=8 --n_embd=128 --n_cond=32 --length=39 --dropout=0"
 model="$model --batch_size=32 --micro_batch=32 --eta_bb=1e-3 --warmup=200 --ema=0.995"
-model="$model --steps=${STEPS:-6000} --log_every=50 --eval_every=500 --eval_rows=512"
+model="$model --log_every=50 --eval_every=500 --eval_rows=512"
 two="--n_layer=2 --keep_every=500"
 case $name in
     sm-*)        flags="$two" ;;
@@ -40,12 +41,14 @@ case $name in
     deepsm-*)    flags="--n_layer=4 --keep_every=500" ;;
     tied-*)      flags="$two" run="results/tied.py train.py" ;;
     permuted-*)  flags="$two --arm=permuted" ;;
-    cont-*)      flags="$two --init_from=$out/binary-$seed/last.pt --steps=4000"
+    cont-*)      [ ! -e "$out/binary-$seed/step-6500.pt" ] ||
+                     { echo "$out/binary-$seed has gone on: $name starts at 6,000" >&2; exit 2; }
+                 flags="$two --init_from=$out/binary-$seed/last.pt" steps=4000
                  case $name in
                      cont-binary-*) flags="$flags --p_sm=0" ;;
                      cont-ours-*) flags="$flags --omega_s=0.5 --omega_a=1 --omega_b=-2.8" ;;
                      # One update at a learning rate of 0: what feedback does untrained.
-                     cont-probe-*) flags="$flags --omega_s=0.05 --steps=1" ;;
+                     cont-probe-*) flags="$flags --omega_s=0.05" steps=1 ;;
                  esac ;;
     k1-*)        flags="$two --k=1" ;;
     k6-*)        flags="$two --k=6" ;;
@@ -60,8 +63,9 @@ case $name in
 esac
 # With another seed, a continuation does not repeat the batches of the binary run.
 case $name in cont-*) seed=1$seed ;; esac
-python $run $model $flags --seed="$seed" --out_dir="$out/$name" --resume=auto >> "$out/$name.out" 2>&1
-last=$(ls -v "$out/$name"/step-*.pt | tail -1)
-python ${run/train.py/eval.py} ppl --checkpoint="$last" --data=data/sudoku --repeats=2 \
-    --batch_size=50 --label="$name" --out="results/sudoku/$name.json" >> "$out/$name.out" 2>&1
+python $run $model $flags --steps=$steps --seed="$seed" --out_dir="$out/$name" --resume=auto \
+    >> "$out/$name.out" 2>&1
+python ${run/train.py/eval.py} ppl --checkpoint="$out/$name/step-$steps.pt" --data=data/sudoku \
+    --repeats=2 --batch_size=50 --label="$name" --out="results/sudoku/$name$longer.json" \
+    >> "$out/$name.out" 2>&1
 cp "$out/$name/log.jsonl" "results/sudoku/$name.log.jsonl"

@@ -62,13 +62,18 @@ def table(heads, rows):
         print("| " + " | ".join(row) + " |")
 
 
-def read():
-    """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): {seed: share}}), at the end."""
+def read(step=""):
+    """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): {seed: share}}).
+
+    step: of the runs after so many updates, where they have been measured there too (default: at
+    their end, which is 6,000 from scratch).
+    """
     bounds, shares = {}, {}
     for path in sorted(glob.glob(f"{HERE}/sudoku/*.json")):
-        run, _, cell = os.path.basename(path).removesuffix(".json").partition(".")
+        name, _, at = os.path.basename(path).removesuffix(".json").partition(".step-")
+        run, _, cell = name.partition(".")
         arm, _, seed = run.rpartition("-") if "-" in run else (run, "", "")
-        if arm not in ARMS or ".step-" in cell:
+        if arm not in ARMS or at != step:
             continue
         result = read_json(path)
         if cell.startswith("given"):
@@ -123,7 +128,8 @@ def shares_of(shares, cells):
 
 def run_cells(arm, seed, kinds, shares, cells):
     """The row of one run: its bounds, how ω_s went, and its shares in percent."""
-    log = read_jsonl(f"{HERE}/sudoku/{arm}-{seed}.log.jsonl")
+    log = [line for line in read_jsonl(f"{HERE}/sudoku/{arm}-{seed}.log.jsonl")
+           if line["step"] <= 6000]
     row = [f"{arm}-{seed}", f"{kinds.get('soft', kinds['binary']):.3f}"]
     if "soft" in kinds and log:
         over = (f"{line['step']:,}" for line in log if line.get("omega_s", 0) > 0.1)
@@ -169,6 +175,7 @@ def main(path=""):
     scratch = [arm for arm in ARMS if arm not in continued]
     bounds_table("after 6,000 updates", bounds, scratch, "sm")
     bounds_table("6,000 binary updates, then 4,000", bounds, continued, "cont-binary")
+    bounds_table("after 12,000 updates", read("12000")[0], scratch, "sm")
 
     seconds = {}
     for layers in 2, 4:
@@ -180,20 +187,26 @@ def main(path=""):
     rows = []
     for arm, each in cost.items():
         row = [ARMS[arm] + ", timed as SM" * (arm == "tied"), f"{1000 * each:.1f}"]
-        for budget in "binary", "sm":
-            step = int(6000 * cost[budget] / each) // 500 * 500
+        for budget in 6000 * cost["binary"], 6000 * cost["sm"], 12000 * cost["binary"]:
+            step = int(budget / each) // 500 * 500
             found = [at_updates(f"{arm}-{seed}", step) for seed in range(1, 6)
                      if (arm, str(seed)) in bounds]
             row += [f"{step:,}", spread([nats for nats in found if nats])]
         if any(row[3::2]):
             rows.append(row)
     table(["equal seconds", "ms an update", "updates", "nats, in the time of 6,000 binary ones",
-           "updates", "nats, in the time of 6,000 of SM"], rows)
+           "updates", "nats, in the time of 6,000 of SM",
+           "updates", "nats, in the time of 12,000 binary ones"], rows)
 
-    for title, cells in CELLS.items():
-        table([title, *cells.values()],
-              [[name, *(spread(percents, ".1f") for percents in found)]
-               for name, found in shares_of(shares, cells).items()])
+    for step in "", "3500", "12000":
+        found = read(step)[1]
+        after = f" (after {int(step):,} updates)" if step else ""
+        for title, cells in CELLS.items():
+            cells = {cell: text for cell, text in cells.items()
+                     if any(cell == other for _, other, _ in found)}
+            table([title + after, *cells.values()],
+                  [[name, *(spread(percents, ".1f") for percents in row)]
+                   for name, row in shares_of(found, cells).items()])
 
     cells = {"random-36": "any", "entropy-36": "surest", "given-12": "12 given"}
     heads = ["run", "nats", "off", "ω_s > 0.1 after", "ω_s at the end"]

@@ -120,7 +120,7 @@ def test_the_shipped_model_writes_as_many_right_grids_as_is_claimed():
 def test_the_table_names_the_rows_without_feedback(monkeypatch, capsys):
     shares = {(arm, "mdlm-5", soft): {"1": 0.5} for arm in ("sm", "tied", "permuted", "deep")
               for soft in (True, False)[arm == "deep":]}
-    monkeypatch.setattr(sudoku_table, "read", lambda: ({}, shares))
+    monkeypatch.setattr(sudoku_table, "read", lambda step="": ({}, {} if step else shares))
     sudoku_table.main()
     names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()
              if "| 50.0 (1) |" in line]
