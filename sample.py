@@ -158,7 +158,7 @@ def nucleus(probs, p):
     for m in (V,) if probs.is_cuda else (min(1024, V), min(8192, V), V):
         top, ids = probs.topk(m)                                               # (n, m)
         out = top.cumsum(-1) > p                                               # (n, m)
-        if out[:, -1].all():
+        if m == V or out[:, -1].all():
             break
     out[:, 0] = False
     top = top.masked_fill(out, 0)                                              # (n, m)
