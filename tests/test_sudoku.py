@@ -4,6 +4,7 @@
 Not here: the grids themselves (test_data.py), counting the right ones (test_eval.py).
 """
 
+import json
 import math
 import os
 import sys
@@ -126,6 +127,20 @@ def test_the_table_names_the_rows_without_feedback(monkeypatch, capsys):
              if "| 50.0 (1) |" in line]
     assert names == ["SM", "SM, off", "binary, twice as deep", "tied", "tied, off", "SM, permuted",
                      "SM, permuted, off"]
+
+
+def test_a_longer_run_is_another_row(tmp_path, monkeypatch):
+    monkeypatch.setattr(sudoku_table, "HERE", str(tmp_path))
+    (tmp_path / "sudoku").mkdir()
+    for nats, step in ((0.6, ""), (0.5, ".step-12000")):
+        bound = {"values": {"binary": {"unbiased_nats": nats}}}
+        (tmp_path / "sudoku" / f"binary-1{step}.json").write_text(json.dumps(bound))
+        grids = json.dumps({"values": {"right": 1 - nats}})
+        (tmp_path / "sudoku" / f"binary-1.random-36-off{step}.json").write_text(grids)
+    for step, nats in (("", 0.6), ("12000", 0.5)):
+        bounds, shares = sudoku_table.read(step)
+        assert bounds == {("binary", "1"): {"binary": nats}}
+        assert shares == {("binary", "random-36", False): {"1": 1 - nats}}
 
 
 def test_the_figure_has_the_seeds_and_the_ceiling():
