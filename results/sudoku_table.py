@@ -131,11 +131,12 @@ def run_cells(arm, seed, kinds, shares, cells):
     log = [line for line in read_jsonl(f"{HERE}/sudoku/{arm}-{seed}.log.jsonl")
            if line["step"] <= 6000]
     row = [f"{arm}-{seed}", f"{kinds.get('soft', kinds['binary']):.3f}"]
-    if "soft" in kinds and log:
+    row += [f"{kinds['binary']:.3f}" if "soft" in kinds else ""]
+    if "soft" in kinds and log and not arm.startswith("constant"):
         over = (f"{line['step']:,}" for line in log if line.get("omega_s", 0) > 0.1)
-        row += [f"{kinds['binary']:.3f}", next(over, "never"), f"{log[-1]['omega_s']:.2g}"]
+        row += [next(over, "never"), f"{log[-1]['omega_s']:.2g}"]
     else:
-        row += ["", "", ""]
+        row += ["", ""]
     for cell in cells:
         on, off = (shares.get((arm, cell, soft), {}).get(seed) for soft in (True, False))
         row += [f"{100 * share:.1f}" if share is not None else ""
