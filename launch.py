@@ -4,6 +4,7 @@
     the command line     from_cli, check_ranges  flags from a commented dataclass, their limits
                          run                     one sentence for what cannot be done
     the machine          machine, join, leave    which rank this process is, its device and dtype
+                         to_device               a copy to a GPU that nobody waits for
     other ranks          over_ranks, any_rank    sums and decisions that all ranks share
     stopping             signals                 Ctrl-C and SIGTERM end a run after its update
     going on             goes_on, lock           whether to start or to resume, and alone
@@ -236,6 +237,13 @@ def machine(device="auto", dtype="auto"):
     if rank == 0 and (dtype == "float16" or dtype == "bfloat16" and half is None):
         print(f"--dtype={dtype} cannot be had here: using {'bfloat16' if half else 'float32'}")
     return rank, world, torch.device(kind, local) if kind == "cuda" else torch.device(kind), half
+
+
+def to_device(x, device):
+    """A tensor of the CPU, on the device. The host does not wait until a GPU has it."""
+    if device.type == "cuda":
+        return x.pin_memory().to(device, non_blocking=True)  # from other memory it may wait
+    return x.to(device)
 
 
 def join(world, device):

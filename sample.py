@@ -39,6 +39,7 @@ from launch import (
     progress,
     read_jsonl,
     run,
+    to_device,
     write_text,
 )
 from mdlm import MDLM, in_chunks
@@ -252,7 +253,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     lam, guess = torch.zeros(n * L, device=device), x.clone()                  # (nL,), (nL,)
 
     def on_device(array, where=device):
-        return torch.from_numpy(array).to(where, non_blocking=True)
+        return to_device(torch.from_numpy(array), torch.device(where))
 
     def rows(at):
         return on_device(np.flatnonzero(at))
@@ -284,7 +285,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(x[vanish])
         else:
             emb[vanish] = table[mask_id]
-        x[vanish] = mask_id
+        x.index_fill_(0, vanish, mask_id)  # x[vanish] = mask_id, but a GPU is not waited for
         watch(stay)
     if masked.any():  # rare, except for remdm-loop: a tenth of L after 20 steps
         left = rows(masked)

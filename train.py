@@ -398,11 +398,6 @@ def train(cfg):
         index = [permutation(i // n)[i % n] for i in numbers]
         return data.rows(tokens, index, cfg.length)
 
-    def to_device(x):
-        if device.type == "cuda":
-            return x.pin_memory().to(device, non_blocking=True)
-        return x.to(device)
-
     def autocast():
         # cache_enabled: with a cache, older torch (2.6 does, 2.13 does not) takes the bf16 weights
         # of pass 1, which have no graph, for pass 2 too. Then they get no gradient, and nothing
@@ -425,7 +420,7 @@ def train(cfg):
             t = times[j::accum * world]                                        # (b,)            l.3
             xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))      # (b, L)          l.4
             masks = (xt == cfg.mask_id).sum()    # counted on the CPU, where it waits for nothing
-            x0, xt, t = map(to_device, (x0, xt, t))
+            x0, xt, t = (launch.to_device(x, device) for x in (x0, xt, t))
             torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
             more = i + 1 < accum        # ranks add up their gradients in the last micro-batch
             with net.no_sync() if world > 1 and more else contextlib.nullcontext():

@@ -11,7 +11,6 @@ import sys
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path.insert(0, ROOT)  # plain `pytest` finds the scripts
@@ -65,21 +64,6 @@ def spy(monkeypatch, module, name, at=None, then=None):
         return whole(*args, **kwargs)
     monkeypatch.setattr(module, name, call)
     return calls
-
-
-class Waits(TorchDispatchMode):
-    """The operations in this block whose values the host needs. On a GPU it would wait for them."""
-
-    def __init__(self):
-        super().__init__()
-        self.waits = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        name = func._schema.name.removeprefix("aten::")
-        boolean = name in ("index", "index_put_") and args[1][0].dtype == torch.bool
-        if boolean or name in ("nonzero", "masked_select", "equal", "_local_scalar_dense"):
-            self.waits.append(name)
-        return func(*args, **kwargs or {})
 
 
 def configure(script, words):

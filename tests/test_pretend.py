@@ -1,15 +1,19 @@
-"""Every system on a GPU that is not there (pretend.py): in bf16, with all tensors in one place."""
+"""MDLM and Dream on a GPU that is not there (pretend.py): all tensors are in one place.
 
-import json
-import os
+MDLM runs in bf16 there. Not here: bench.py and eval_dream.py, which need a real one.
+"""
 
 import pytest
 import torch
 
 import data
 from conftest import configure, gen
+from mdlm import MDLM, ModelConfig
 from pretend import gpu
+from sample import SAMPLERS, generate
 
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(),
+                                reason="a GPU is there: tests named cuda use it")
 TINY = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=39 --batch_size=4 --micro_batch=2 "
         "--steps=4 --eval_rows=4 --eval_every=2 --p_sm=1 --omega_s=0.5 --data=data").split()
 
@@ -20,21 +24,55 @@ def start(script, *words):
     return getattr(module, name)(cfg)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests named cuda use it")
-@pytest.mark.parametrize("mix", [
-    lambda here, there: here + there, lambda here, there: here[there.long()],
-    lambda here, there: torch.cat([here, there]), lambda here, there: there.numpy(),
-    lambda here, there: torch.rand(3, generator=torch.Generator("cuda")),
-    lambda here, there: there.uniform_(generator=gen())])
+REFUSED = {
+    "sum": lambda here, there: here + there,
+    "index": lambda here, there: here[there.long()],
+    "index of one": lambda here, there: there.index_select(0, torch.tensor(1)),
+    "written": lambda here, there: torch.zeros(()).add_(there.sum()),
+    "cat": lambda here, there: torch.cat([here, there]),
+    "numpy": lambda here, there: there.numpy(),
+    "pin": lambda here, there: there.pin_memory(),
+    "generator on the GPU": lambda here, there: torch.rand(3, generator=torch.Generator("cuda")),
+    "generator on the CPU": lambda here, there: there.uniform_(generator=gen())}
+
+
+@pytest.mark.parametrize("mix", REFUSED.values(), ids=REFUSED)
 def test_what_a_gpu_refuses_is_refused(mix):
     with gpu():
         here, there = torch.zeros(3), torch.zeros(3, device="cuda")
-        assert (there[here.long()] + torch.tensor(1.0)).device.type == "cuda"
         with pytest.raises(AssertionError):
             mix(here, there)
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests named cuda use it")
+def test_what_a_gpu_takes_is_taken_and_what_it_is_waited_for_is_known():
+    with gpu() as waits:
+        here, there = torch.zeros(3), torch.zeros(3, device="cuda")
+        taken = there[here.long()] + torch.tensor(1.0), there.new_zeros(2), torch.zeros_like(there)
+        assert all(x.device.type == "cuda" for x in taken)
+        moved = here.to(there), there.cpu(), torch.zeros_like(there, device="cpu")
+        assert [x.device.type for x in moved] == ["cuda", "cpu", "cpu"]
+        assert waits == ["index", "to", "cpu"]
+        waits.clear()
+        here.pin_memory().to("cuda", non_blocking=True)
+        assert waits == []
+        there[there > 0], there.tolist(), there.sum().item(), there.nonzero()
+        there[there.long()] = 7
+        assert waits == ["index", "tolist", "_local_scalar_dense", "nonzero", "index_put_"]
+
+
+@pytest.mark.parametrize("sampler", SAMPLERS)
+def test_generate_waits_only_for_what_it_returns(sampler):
+    """It waits at the start, too, for the model and the ids to be there."""
+    torch.manual_seed(0)
+    model = MDLM(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=1100,
+                             mask_id=1099, length=10, omega_s=0.7))  # nucleus: over 1,024 tokens
+    starts = []
+    with gpu() as waits:
+        generate(model.to("cuda"), 3, 20, sampler, generator=data.rng(9), top_p=0.9,
+                 on_step=lambda *args: starts.append(len(waits)))
+        assert len(starts) > 5 and waits[starts[0]:] == ["cpu"]
+
+
 def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = [" ".join(str(i * j) for i in range(90)) for j in range(30)]
@@ -44,24 +82,25 @@ def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):
             model, ema = start("train", *TINY, k, "--out_dir=run", "--overwrite")
             start("train", *TINY, k, "--out_dir=run", "--resume", "--steps=6")
             assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
-            for i, words in enumerate(("--sampler=remdm-loop", "--sampler=mdlm --passes=2",
-                                       "--order=entropy", "--order=random --soft=False")):
-                start("sample", "--checkpoint=run/last.pt", "--count=2", "--steps=8",
-                      f"--out={k}{i}.jsonl", *words.split())
+            for i, words in enumerate((
+                    "--sampler=remdm-loop --count=2", "--sampler=remdm-cap --soft=False",
+                    "--passes=2 --show", "--order=entropy --trace=trace.jsonl",
+                    "--order=random --soft=False --count=2")):
+                start("sample", "--checkpoint=run/last.pt", "--steps=8", f"--out={k}{i}.jsonl",
+                      *words.split())
             start("eval", "ppl", "--checkpoint=run/last.pt", "--data=data", "--rows=4")
             start("eval", "feedback", "--checkpoint=run/last.pt", "--data=data", "--rows=4")
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: tests named cuda use it")
 def test_dream_keeps_to_one_device(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with gpu():
         for k in "--k=3", "--k=none":
-            start("finetune_dream", "tiny", "--steps=2", k, "--overwrite")
-            adapter = "--adapter=out/tiny_dream/last"
+            model = start("finetune_dream", "tiny", "--steps=2", k, "--overwrite")
+            assert all(p.is_cuda for p in model.parameters())
             for words in ("", "--block=8 --cache=dual", "--block=8 --threshold=0.5",
-                          "--temperature=0.5 --top_p=0.9 --schedule=linear"):
-                start("sample_dream", "--model=out/tiny_dream/model", adapter, "--gen_len=16",
-                      "--prompt=1", *words.split())
+                          "--temperature=0.5 --top_p=0.9 --schedule=linear",
+                          "--algorithm=random"):
+                start("sample_dream", "--model=out/tiny_dream/model", "--gen_len=16",
+                      "--adapter=out/tiny_dream/last", "--prompt=1", *words.split())
             start("eval", "feedback", "--checkpoint=out/tiny_dream/last", "--rows=4")
-    assert json.load(open(os.path.join("out/tiny_dream/last", "finetune.json")))

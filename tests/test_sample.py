@@ -19,7 +19,7 @@ import data
 import eval as evaluation
 import oracles
 import sample
-from conftest import GOLDEN, Waits, gen, refused, spy
+from conftest import GOLDEN, gen, refused, spy
 from dream import Tokenizer
 from mdlm import MDLM, ModelConfig
 from sample import (
@@ -276,13 +276,6 @@ def test_the_head_runs_on_rows_that_appear_and_with_sm_on_those_that_stay(soft, 
     for rows, x, xs in zip(heads, states, states[1:]):
         new, stay = (x == MASK) & (xs != MASK), (x == MASK) & (xs == MASK)
         assert rows == [new.sum(), stay.sum()][:1 + soft]
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_sampling_never_waits_for_the_device(sampler):
-    with Waits() as seen:
-        generate(model_of(), 3, 20, sampler, generator=data.rng(9), top_p=0.9)
-    assert seen.waits == []
 
 
 @pytest.mark.parametrize("device, how", [
