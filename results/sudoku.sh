@@ -4,10 +4,10 @@
 #
 #     bash results/sudoku.sh sm-1
 #     bash results/sudoku.sh list | xargs -P2 -n1 bash results/sudoku.sh     # all, two at a time
-#     STEPS=12000 bash results/sudoku.sh sm-1             # goes on where 6,000 updates ended
+#     STEPS=12000 bash results/sudoku.sh sm-1             # longer: results/sudoku/*.step-12000.*
 #
 # A run leaves out/sudoku/NAME, and in results/sudoku its bound on all held-out grids and its log.
-# A longer run keeps the bound at 6,000 updates: its own has another name.
+# Continuations start where the binary runs end, so they come before longer runs of these.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
@@ -28,7 +28,8 @@ if [ "$1" = list ]; then
     exit
 fi
 
-name=$1 seed=${1##*-} run=train.py steps=${STEPS:-6000} longer=${STEPS:+.step-$STEPS}
+name=$1 seed=${1##*-} run=train.py steps=${STEPS:-6000} longer=
+[ "$steps" = 6000 ] || longer=.step-$steps
 [ -e data/sudoku/meta.json ] || python data.py sudoku
 model="owt --data=data/sudoku --n_head=8 --n_embd=128 --n_cond=32 --length=39 --dropout=0"
 model="$model --batch_size=32 --micro_batch=32 --eta_bb=1e-3 --warmup=200 --ema=0.995"
@@ -41,9 +42,10 @@ case $name in
     deepsm-*)    flags="--n_layer=4 --keep_every=500" ;;
     tied-*)      flags="$two" run="results/tied.py train.py" ;;
     permuted-*)  flags="$two --arm=permuted" ;;
-    cont-*)      [ ! -e "$out/binary-$seed/step-6500.pt" ] ||
-                     { echo "$out/binary-$seed has gone on: $name starts at 6,000" >&2; exit 2; }
-                 flags="$two --init_from=$out/binary-$seed/last.pt" steps=4000
+    cont-*)      flags="$two --init_from=$out/binary-$seed/last.pt" steps=4000 longer=
+                 [ -e "$out/$name/last.pt" ] ||
+                     tail -1 "$out/binary-$seed/log.jsonl" | grep -q '^{"step": 6000,' ||
+                     { echo "$name starts at 6,000 updates of $out/binary-$seed" >&2; exit 2; }
                  case $name in
                      cont-binary-*) flags="$flags --p_sm=0" ;;
                      cont-ours-*) flags="$flags --omega_s=0.5 --omega_a=1 --omega_b=-2.8" ;;
@@ -63,9 +65,11 @@ case $name in
 esac
 # With another seed, a continuation does not repeat the batches of the binary run.
 case $name in cont-*) seed=1$seed ;; esac
-python $run $model $flags --steps=$steps --seed="$seed" --out_dir="$out/$name" --resume=auto \
-    >> "$out/$name.out" 2>&1
+if [ ! -e "$out/$name/step-$steps.pt" ]; then
+    python $run $model $flags --steps=$steps --seed="$seed" --out_dir="$out/$name" --resume=auto \
+        >> "$out/$name.out" 2>&1
+    cp "$out/$name/log.jsonl" "results/sudoku/$name$longer.log.jsonl"
+fi
 python ${run/train.py/eval.py} ppl --checkpoint="$out/$name/step-$steps.pt" --data=data/sudoku \
     --repeats=2 --batch_size=50 --label="$name" --out="results/sudoku/$name$longer.json" \
     >> "$out/$name.out" 2>&1
-cp "$out/$name/log.jsonl" "results/sudoku/$name.log.jsonl"

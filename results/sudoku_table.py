@@ -65,8 +65,7 @@ def table(heads, rows):
 def read(step=""):
     """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): {seed: share}}).
 
-    step: of the runs after so many updates, where they have been measured there too (default: at
-    their end, which is 6,000 from scratch).
+    step: after so many updates, "3500" or "12000" (default: at the end, after 6,000 from scratch).
     """
     bounds, shares = {}, {}
     for path in sorted(glob.glob(f"{HERE}/sudoku/*.json")):
@@ -90,9 +89,10 @@ def read(step=""):
 
 def at_updates(run, step):
     """Nats per token of the log after so many updates, or None."""
-    for line in read_jsonl(f"{HERE}/sudoku/{run}.log.jsonl"):
-        if line["step"] == step and "val_plain" in line:
-            return line.get("val_soft", line["val_plain"])
+    for path in glob.glob(f"{HERE}/sudoku/{run}.*log.jsonl"):  # of 6,000 updates, and longer
+        for line in read_jsonl(path):
+            if line["step"] == step and "val_plain" in line:
+                return line.get("val_soft", line["val_plain"])
 
 
 def bounds_table(title, bounds, arms, base):
@@ -128,8 +128,7 @@ def shares_of(shares, cells):
 
 def run_cells(arm, seed, kinds, shares, cells):
     """The row of one run: its bounds, how ω_s went, and its shares in percent."""
-    log = [line for line in read_jsonl(f"{HERE}/sudoku/{arm}-{seed}.log.jsonl")
-           if line["step"] <= 6000]
+    log = read_jsonl(f"{HERE}/sudoku/{arm}-{seed}.log.jsonl")
     row = [f"{arm}-{seed}", f"{kinds.get('soft', kinds['binary']):.3f}"]
     row += [f"{kinds['binary']:.3f}" if "soft" in kinds else ""]
     if "soft" in kinds and log and not arm.startswith("constant"):
@@ -188,8 +187,8 @@ def main(path=""):
     rows = []
     for arm, each in cost.items():
         row = [ARMS[arm] + ", timed as SM" * (arm == "tied"), f"{1000 * each:.1f}"]
-        for budget in 6000 * cost["binary"], 6000 * cost["sm"], 12000 * cost["binary"]:
-            step = int(budget / each) // 500 * 500
+        for updates, of in (6000, "binary"), (6000, "sm"), (12000, "binary"):
+            step = int(updates * (cost[of] / each)) // 500 * 500
             found = [at_updates(f"{arm}-{seed}", step) for seed in range(1, 6)
                      if (arm, str(seed)) in bounds]
             row += [f"{step:,}", spread([nats for nats in found if nats])]

@@ -118,13 +118,17 @@ def test_the_shipped_model_writes_as_many_right_grids_as_is_claimed():
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
 
 
-def test_the_table_names_the_rows_without_feedback(monkeypatch, capsys):
+def test_the_table_names_its_rows(monkeypatch, capsys):
     shares = {(arm, "mdlm-5", soft): {"1": 0.5} for arm in ("sm", "tied", "permuted", "deep")
               for soft in (True, False)[arm == "deep":]}
-    monkeypatch.setattr(sudoku_table, "read", lambda step="": ({}, {} if step else shares))
+    bounds = lambda nats: {("binary", "1"): {"binary": nats}}
+    monkeypatch.setattr(sudoku_table, "read", lambda step="": (
+        (bounds(0.6), {}) if step else (bounds(0.7), shares)))
     sudoku_table.main()
-    names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()
-             if "| 50.0 (1) |" in line]
+    printed = capsys.readouterr().out
+    assert "| after 6,000 updates |" in printed and "| binary | 0.700 (1) |" in printed
+    assert "| binary | 0.600 (1) |" in printed.split("| after 12,000 updates |")[1]
+    names = [line.split("|")[1].strip() for line in printed.splitlines() if "| 50.0 (1) |" in line]
     assert names == ["SM", "SM, off", "binary, twice as deep", "tied", "tied, off", "SM, permuted",
                      "SM, permuted, off"]
 
