@@ -29,7 +29,8 @@ for run in "$@"; do
         tied-*)  wrapper=results/tied.py feedback="on off" ;;
         placebo-*) checkpoint=$out/sm-${run#*-}/step-${STEP:-6000}.pt
                    wrapper=results/permuted.py feedback=on ;;
-        sm-*|deepsm-*|cont-sm-*|permuted-*) feedback="on off" ;;
+        binary-*|deep-*|cont-binary-*) ;;
+        *)       feedback="on off" ;;
     esac
     for soft in ${feedback:-off}; do
         flag=--soft=$([ $soft = on ] && echo true || echo false)
