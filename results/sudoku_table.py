@@ -115,6 +115,17 @@ def bounds_table(title, bounds, arms, base):
     table(heads, rows)
 
 
+def course(arms, steps):
+    """A row per arm: how far its bound is above the entropy after so many updates."""
+    found = [read("" if step == 6000 else str(step))[0] for step in steps]
+    rows = []
+    for arm in arms:
+        gaps = [[kinds.get("soft", kinds["binary"]) - SUDOKU_NATS / 39
+                 for (other, _), kinds in bounds.items() if other == arm] for bounds in found]
+        rows.append([ARMS[arm], *map(spread, gaps)])
+    table(["above the entropy after", *(f"{step:,}" for step in steps)], rows)
+
+
 def shares_of(shares, cells):
     """{name: [percents of the seeds, for each cell]} of the arms that have any."""
     rows = {}
@@ -176,6 +187,7 @@ def main(path=""):
     bounds_table("after 6,000 updates", bounds, scratch, "sm")
     bounds_table("6,000 binary updates, then 4,000", bounds, continued, "cont-binary")
     bounds_table("after 12,000 updates", read("12000")[0], scratch, "sm")
+    course(["binary", "sm", "deep"], [2000, 4000, 6000, 8000, 10000, 12000])
 
     seconds = {}
     for layers in 2, 4:
