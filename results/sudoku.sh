@@ -4,9 +4,10 @@
 #
 #     bash results/sudoku.sh sm-1
 #     bash results/sudoku.sh list | xargs -P2 -n1 bash results/sudoku.sh     # all, two at a time
-#     STEPS=12000 bash results/sudoku.sh sm-1             # longer: results/sudoku/*.step-12000.*
+#     STEPS=12000 bash results/sudoku.sh sm-1                                # longer
 #
 # A run leaves out/sudoku/NAME, and in results/sudoku its bound on all held-out grids and its log.
+# A longer run has results of its own, NAME.step-12000.json, and its log is in step-12000.
 # Continuations start where the binary runs end, so they come before longer runs of these.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -68,7 +69,8 @@ case $name in cont-*) seed=1$seed ;; esac
 if [ ! -e "$out/$name/step-$steps.pt" ]; then
     python $run $model $flags --steps=$steps --seed="$seed" --out_dir="$out/$name" --resume=auto \
         >> "$out/$name.out" 2>&1
-    cp "$out/$name/log.jsonl" "results/sudoku/$name$longer.log.jsonl"
+    mkdir -p "results/sudoku/${longer#.}"
+    cp "$out/$name/log.jsonl" "results/sudoku/${longer#.}/$name.log.jsonl"
 fi
 python ${run/train.py/eval.py} ppl --checkpoint="$out/$name/step-$steps.pt" --data=data/sudoku \
     --repeats=2 --batch_size=50 --label="$name" --out="results/sudoku/$name$longer.json" \

@@ -89,7 +89,7 @@ def read(step=""):
 
 def at_updates(run, step):
     """Nats per token of the log after so many updates, or None."""
-    for path in glob.glob(f"{HERE}/sudoku/{run}.*log.jsonl"):  # of 6,000 updates, and longer
+    for path in glob.glob(f"{HERE}/sudoku/**/{run}.log.jsonl", recursive=True):
         for line in read_jsonl(path):
             if line["step"] == step and "val_plain" in line:
                 return line.get("val_soft", line["val_plain"])
