@@ -137,9 +137,9 @@ def shares_of(shares, cells):
     return rows
 
 
-def run_cells(arm, seed, kinds, shares, cells):
-    """The row of one run: its bounds, how ω_s went, and its shares in percent."""
-    log = read_jsonl(f"{HERE}/sudoku/{arm}-{seed}.log.jsonl")
+def run_cells(arm, seed, kinds, shares, cells, folder):
+    """The row of one run: its bounds, how ω_s went, shares in percent. folder: of its log."""
+    log = read_jsonl(f"{HERE}/sudoku/{folder}/{arm}-{seed}.log.jsonl")
     row = [f"{arm}-{seed}", f"{kinds.get('soft', kinds['binary']):.3f}"]
     row += [f"{kinds['binary']:.3f}" if "soft" in kinds else ""]
     if "soft" in kinds and log and not arm.startswith("constant"):
@@ -221,10 +221,14 @@ def main(path=""):
                    for name, row in shares_of(found, cells).items()])
 
     cells = {"random-36": "any", "entropy-36": "surest", "given-12": "12 given"}
-    heads = ["run", "nats", "off", "ω_s > 0.1 after", "ω_s at the end"]
+    heads = ["nats", "off", "ω_s > 0.1 after", "ω_s at the end"]
     heads += [text + off for text in cells.values() for off in (" (%)", ", off")]
-    table(heads, [run_cells(*run, kinds, shares, cells) for run, kinds in sorted(
-        bounds.items(), key=lambda item: (list(ARMS).index(item[0][0]), item[0][1]))])
+    order = list(ARMS)
+    for step, title, folder in ("", "run", ""), ("12000", "12,000 updates", "step-12000"):
+        bounds, shares = read(step)
+        runs = sorted(bounds.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
+        table([title, *heads], [run_cells(*run, kinds, shares, cells, folder)
+                                for run, kinds in runs])
 
 
 if __name__ == "__main__":
