@@ -649,10 +649,9 @@ def write_result(cfg, stem, values, settings):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     # The name says on what or with what it was measured, so that two results are two files.
-    text = re.sub(r"\W+", "-", os.path.splitext(cfg.text)[0]).strip("-")
-    source = {"ppl": cfg.data, "zero_shot": text, "gen_ppl": cfg.scorer, "mauve": cfg.data,
+    source = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer, "mauve": cfg.data,
               "feedback": settings.get("dialogues", cfg.data)}
-    of = os.path.basename(source.get(cfg.metric, "").rstrip("/")).split(".")[0]
+    of = re.sub(r"\W+", "-", source.get(cfg.metric, "")).strip("-")
     flags = [f"{name}-{getattr(cfg, name)}"
              for name in ("seed", "rows", "repeats", "ema", "dtype", "length", "scale")
              if getattr(cfg, name) != getattr(Config, name)]

@@ -153,7 +153,7 @@ def test_feedback_of_an_adapter_is_measured_on_responses(tmp_path, monkeypatch):
     file.write_text(json.dumps(json.loads(file.read_text()) | {"arm": "slerp"}))
     evaluation.main(Config("feedback", checkpoint="out/tiny_dream/last", rows=9, device="cpu"))
     assert isinstance(models[0].sm, Slerp)
-    file = Path("out/tiny_dream/last.feedback.dialogues.rows-9.json")
+    file = Path("out/tiny_dream/last.feedback.out-tiny_dream-dialogues-jsonl.rows-9.json")
     found = json.loads(file.read_text())["values"]
     assert found["all"]["draws"] == len(asked) == 9 and found["all"]["own"] > 2
     tok = finetune_dream.Tokenizer("out/tiny_dream/model")
@@ -370,7 +370,7 @@ def test_ppl_of_a_checkpoint(world):
     assert result(*ppl)["settings"]["n"] == n
     write_text("a/v1.2/other.txt", "some other text\n" * 30)
     main("zero_shot", "--checkpoint=last.pt", "--text=./a/v1.2/other.txt")
-    zero_shot = json.loads(Path("last.pt.zero_shot.a-v1-2-other.json").read_text())["settings"]
+    zero_shot = json.loads(Path("last.pt.zero_shot.a-v1-2-other-txt.json").read_text())["settings"]
     assert zero_shot["n"] == (16 * 30 + 1) // 14 and zero_shot["text"]["bytes"] == 480
 
 
