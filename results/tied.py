@@ -5,8 +5,8 @@
 
 Where soft-masking mixes embeddings of guesses, this adds a learned linear map of the mask's own
 last hidden state to [MASK]: weight-tied layers of twice the depth, trained with the two passes of
-Alg. 1 and no gradient through the first. The map starts at 0. ω stays where it starts. This is for
-one process, and for samplers without re-masking.
+Alg. 1 and no gradient through the first. The map starts at 0. ω stays where it starts. A token that
+ReMDM masks again has no such state, and becomes a plain [MASK]. This is for one process.
 """
 
 import os
