@@ -16,6 +16,7 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data  # noqa: E402
+from checkpoint import git_version  # noqa: E402
 from eval import sudoku  # noqa: E402
 from launch import run, write_text  # noqa: E402
 from mdlm import MDLM  # noqa: E402
@@ -41,7 +42,8 @@ def main(cfg):
                                    x=x, soft=soft)
         shares["soft" if soft else "binary"] = sudoku([tok.decode(row) for row in ids.tolist()])
     print(cfg.given, shares)
-    write_text(cfg.out, json.dumps({"given": cfg.given, "n": cfg.count, **shares}) + "\n")
+    settings = {"checkpoint": cfg.checkpoint, "given": cfg.given, "n": cfg.count}
+    write_text(cfg.out, json.dumps({**settings, "git": git_version(), **shares}) + "\n")
 
 
 if __name__ == "__main__":

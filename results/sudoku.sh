@@ -26,6 +26,8 @@ if [ "$1" = list ]; then
         echo k1-$seed k6-$seed kV-$seed p05-$seed p10-$seed ours-$seed
         echo constant1-$seed constant3-$seed constant5-$seed renorm-$seed slerp-$seed
     done | xargs -n1
+    # Not planned. Why 8 heads and 1e-3: when seeds leave the first plateau, in 2,000 updates.
+    for seed in 1 2 3 4 5; do echo heads4-$seed; echo eta2-$seed; done
     exit
 fi
 
@@ -53,6 +55,8 @@ case $name in
                      # One update at a learning rate of 0: what feedback does untrained.
                      cont-probe-*) flags="$flags --omega_s=0.05" steps=1 ;;
                  esac ;;
+    heads4-*)    flags="$two --n_head=4" steps=2000 longer=.step-2000 ;;
+    eta2-*)      flags="$two --eta_bb=2e-3" steps=2000 longer=.step-2000 ;;
     k1-*)        flags="$two --k=1" ;;
     k6-*)        flags="$two --k=6" ;;
     kV-*)        flags="$two --k=none" ;;

@@ -42,8 +42,8 @@ for run in "$@"; do
         done
         for steps in 5 10 20 39 156; do
             cell mdlm-$steps-$soft --steps=$steps $flag
+            cell remdm-$steps-$soft --sampler=remdm-cap --steps=$steps $flag
         done
-        cell remdm-39-$soft --sampler=remdm-cap --steps=39 $flag
     done
     case $run in exact|tied-*|placebo-*) continue ;; esac
     for given in 12 18 24; do
