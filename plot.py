@@ -426,7 +426,7 @@ LINES = "-", "--", "-.", ":"
 METHODS = {"binary": ("C0", "-"), "sm": ("C1", "-"), "own": ("C1", "-"), "tied": ("C2", "-."),
            "permuted": ("C3", ":"), "deepsm": ("C4", "--"), "deep": ("C5", "--"),
            "paper": ("C6", ":")}
-WORDS = {"sm": "SM", "tied": "layers twice, no vocabulary", "permuted": "SM, permuted feedback",
+WORDS = {"sm": "SM", "tied": "tied layers, no vocabulary", "permuted": "SM, permuted feedback",
          "deepsm": "SM, twice the layers", "deep": "binary, twice the layers",
          "paper": "SM, the paper's start of ω", "p05": "p_sm = 0.5", "p10": "p_sm = 1",
          "k1": "k = 1", "k5": "k = 5", "k6": "k = 6", "kV": "k = |V|",
@@ -750,9 +750,10 @@ def feedback_figure(path):
     rows = [row for name, row in feedback_rows(path).items() if name != "all"]
     fig, [ax] = figure(1, width=6)
     t = [row["t"] for row in rows]
-    for kind, style in styles(("own", "permuted", "truth")).items():
+    words = {"own": "its own feedback", "permuted": "that of another text", "truth": "the truth"}
+    for kind, style in styles(words).items():
         gain, se = (np.array([row[kind + end] for row in rows]) for end in ("_gain", "_gain_se"))
-        ax.plot(t, gain, marker="o", **style | {"label": f"{kind} feedback"})
+        ax.plot(t, gain, marker="o", **style | {"label": words[kind]})
         ax.fill_between(t, gain - se, gain + se, color=style["color"], alpha=0.2, lw=0)
     ax.axhline(0, color="gray", lw=0.8)
     ax.set(xlabel="t, the share of masks", ylabel="nats per token below no feedback")

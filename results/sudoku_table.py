@@ -6,7 +6,7 @@
 
 Nats per token are without the floor of α, on all held-out grids. "off" is an SM model without
 feedback, which is a diagnosis and no baseline. Shares are whole grids right of 1,000 from each
-run, in percent. What is after a number of updates is from the logs, on 512 grids.
+run, in percent.
 """
 
 import glob
@@ -20,30 +20,31 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 sys.path.insert(0, os.path.dirname(HERE))
 from data import SUDOKU_NATS  # noqa: E402
 from launch import read_json, read_jsonl  # noqa: E402
-from plot import METHODS, figure  # noqa: E402
+from plot import METHODS, WORDS, figure  # noqa: E402
 
 ARMS = {
-    "exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": "binary, twice as deep",
-    "deepsm": "SM, twice as deep", "tied": "tied", "permuted": "SM, permuted",
+    "exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": WORDS["deep"],
+    "deepsm": WORDS["deepsm"], "tied": WORDS["tied"], "permuted": WORDS["permuted"],
     "placebo": "SM, permuted at decoding only", "k1": "SM, k = 1",
     "k6": "SM, k = 6", "kV": "SM, k = V", "p05": "SM, p_sm = 0.5", "p10": "SM, p_sm = 1",
     "ours": "SM, ω from 0.5, 1, −2.8", "constant1": "constant λ = 0.1",
     "constant3": "constant λ = 0.3", "constant5": "constant λ = 0.5",
     "renorm": "SM, mix on the sphere", "slerp": "SM, slerp",
+    "heads4": "SM, 4 heads", "eta2": "SM, η = 0.002",
     "cont-binary": "binary", "cont-sm": "SM", "cont-ours": "SM, ω from 0.5, 1, −2.8",
     "cont-probe": "SM, ω_s = 0.05, before training"}
 CELLS = {
     "One or two cells a call": {
         "random-36": "any, one", "random-18": "any, two", "entropy-36": "surest, one",
         "entropy-18": "surest, two"},
-    "Ancestral, T steps, and ReMDM": {
-        "mdlm-5": "5", "mdlm-10": "10", "mdlm-20": "20", "mdlm-39": "39", "mdlm-156": "156",
-        "remdm-39": "ReMDM 39"},
+    "Ancestral, T steps": {f"mdlm-{T}": str(T) for T in (5, 10, 20, 39, 156)},
+    "ReMDM, T steps": {f"remdm-{T}": str(T) for T in (5, 10, 20, 39, 156)},
     "One cell a call, nucleus 0.9": {"random-36-p90": "any", "entropy-36-p90": "surest"},
     "Any cell next, several passes a cell": {
         "random-36-passes2": "2", "random-36-passes4": "4"},
     "Puzzles, the surest cell next, by cells that are given": {
         "given-12": "12", "given-18": "18", "given-24": "24"}}
+ENTROPY = SUDOKU_NATS / 39  # nats per token of a row
 
 
 def spread(values, form=".3f"):
@@ -87,12 +88,16 @@ def read(step=""):
     return bounds, shares
 
 
-def at_updates(run, step):
-    """Nats per token of the log after so many updates, or None."""
-    for path in glob.glob(f"{HERE}/sudoku/**/{run}.log.jsonl", recursive=True):
-        for line in read_jsonl(path):
-            if line["step"] == step and "val_plain" in line:
-                return line.get("val_soft", line["val_plain"])
+def at(step):
+    """The bounds after so many updates."""
+    return read("" if step == 6000 else str(step))[0]
+
+
+def nats_of(bounds, arm):
+    """{seed: nats with feedback where there is any}, [nats without it of models that have it]."""
+    own = {seed: kinds for (other, seed), kinds in bounds.items() if other == arm}
+    on = {seed: kinds.get("soft", kinds["binary"]) for seed, kinds in own.items()}
+    return on, [kinds["binary"] for kinds in own.values() if "soft" in kinds]
 
 
 def bounds_table(title, bounds, arms, base):
@@ -100,30 +105,53 @@ def bounds_table(title, bounds, arms, base):
 
     base: an arm to compare with, in pairs of a seed, which have the same rows, times and masks.
     """
-    rows = []
+    other, rows = nats_of(bounds, base)[0], []
     for arm in arms:
-        own = {seed: kinds for (other, seed), kinds in bounds.items() if other == arm}
-        on = {seed: kinds.get("soft", kinds["binary"]) for seed, kinds in own.items()}
-        off = [kinds["binary"] for kinds in own.values() if "soft" in kinds]
-        gap = [nats - SUDOKU_NATS / 39 for nats in on.values()]
-        other = {seed: kinds for (one, seed), kinds in bounds.items() if one == base != arm}
-        above = [nats - other[seed].get("soft", other[seed]["binary"])
-                 for seed, nats in on.items() if seed in other]
-        if own:
+        on, off = nats_of(bounds, arm)
+        gap = [nats - ENTROPY for nats in on.values()]
+        above = [on[seed] - other[seed] for seed in on if seed in other and arm != base]
+        if on:
             rows.append([ARMS[arm], *map(spread, (list(on.values()), off, gap, above))])
     heads = [title, "nats per token", "off", "above the entropy", f"above {ARMS[base]}"]
     table(heads, rows)
 
 
 def course(arms, steps):
-    """A row per arm: how far its bound is above the entropy after so many updates."""
-    found = [read("" if step == 6000 else str(step))[0] for step in steps]
-    rows = []
+    """Rows per arm: how far its bound is above the entropy after so many updates, and without
+    feedback."""
+    found, rows = [at(step) for step in steps], []
     for arm in arms:
-        gaps = [[kinds.get("soft", kinds["binary"]) - SUDOKU_NATS / 39
-                 for (other, _), kinds in bounds.items() if other == arm] for bounds in found]
-        rows.append([ARMS[arm], *map(spread, gaps)])
+        on, off = zip(*(nats_of(bounds, arm) for bounds in found))
+        for name, each in (ARMS[arm], [nats.values() for nats in on]), (ARMS[arm] + ", off", off):
+            if any(each):
+                rows.append([name, *(spread([x - ENTROPY for x in nats]) for nats in each)])
     table(["above the entropy after", *(f"{step:,}" for step in steps)], rows)
+
+
+def equal_seconds(budgets):
+    """A row per arm: its bound after as many updates as fit, in steps of 500.
+
+    budgets: [(updates, of this arm)].
+    """
+    seconds = {}
+    for layers in 2, 4:
+        timed = read_json(f"{HERE}/bench/sudoku-{layers}.json")["train"]
+        for kind in "binary", "SM, p_sm = 0.8 (expected)":
+            seconds[kind[:2], layers] = timed[kind]["seconds"]
+    cost = {"binary": seconds["bi", 2], "sm": seconds["SM", 2], "tied": seconds["SM", 2],
+            "deep": seconds["bi", 4], "deepsm": seconds["SM", 4]}
+    rows, heads = [], ["equal seconds", "ms an update"]
+    for updates, of in budgets:
+        heads += [f"updates in the time of {updates:,} of {ARMS[of]}", "nats", "off"]
+    for arm, each in cost.items():
+        row = [ARMS[arm] + " (timed as SM)" * (arm == "tied"), f"{1000 * each:.1f}"]
+        for updates, of in budgets:
+            step = int(updates * (cost[of] / each)) // 500 * 500
+            on, off = nats_of(at(step), arm)
+            row += [f"{step:,}", spread(list(on.values())), spread(off)]
+        if any(row[3::3]):
+            rows.append(row)
+    table(heads, rows)
 
 
 def shares_of(shares, cells):
@@ -158,9 +186,16 @@ def draw(shares):
     """A panel for each group of cells: means ± standard deviations over seeds, and the ceiling."""
     fig, axes = figure(len(CELLS), width=7)
     arms = "binary", "tied", "sm", "deep", "deepsm"
+    seeds = {arm: len({seed for (other, _, _), each in shares.items() for seed in each
+                       if other == arm}) for arm in arms}
     for ax, (title, cells) in zip(axes, CELLS.items()):
+        if "random-36-passes2" in cells:
+            cells = {"random-36": "1"} | cells
         found = shares_of(shares, cells)
-        for i, percents in enumerate(found.get(ARMS["exact"], [])):
+        ceiling = found.get(ARMS["exact"], [[] for _ in cells])
+        for i, (cell, percents) in enumerate(zip(cells, ceiling)):
+            if cell.startswith(("given", "random-36-passes")):
+                percents = [100.0]  # one cell a call, from the true conditional
             ax.hlines(percents, i - 0.4, i + 0.4, color="black", label=ARMS["exact"])
         for n, (arm, end) in enumerate(itertools.product(arms, ("", ", off"))):
             for i, percents in enumerate(found.get(ARMS[arm] + end, [])):
@@ -168,7 +203,7 @@ def draw(shares):
                 if percents:
                     ax.errorbar([i + 0.07 * n - 0.3], [statistics.fmean(percents)], sd, capsize=3,
                                 fmt="o", color=METHODS[arm][0], mfc="white" if end else None,
-                                label=ARMS[arm] + end)
+                                label=f"{ARMS[arm]}{end} (n = {seeds[arm]})")
         ax.set(title=title, ylim=(0, 105), ylabel="whole grids right (%)",
                xlim=(-0.5, len(cells) - 0.5), xticks=range(len(cells)), xticklabels=cells.values())
     handles = {label: handle for ax in axes for handle, label in
@@ -187,28 +222,9 @@ def main(path=""):
     bounds_table("after 6,000 updates", bounds, scratch, "sm")
     bounds_table("6,000 binary updates, then 4,000", bounds, continued, "cont-binary")
     bounds_table("after 12,000 updates", read("12000")[0], scratch, "sm")
-    course(["binary", "sm", "deep"], [2000, 4000, 6000, 8000, 10000, 12000])
-
-    seconds = {}
-    for layers in 2, 4:
-        timed = read_json(f"{HERE}/bench/sudoku-{layers}.json")["train"]
-        for kind in "binary", "SM, p_sm = 0.8 (expected)":
-            seconds[kind[:2], layers] = timed[kind]["seconds"]
-    cost = {"binary": seconds["bi", 2], "sm": seconds["SM", 2], "tied": seconds["SM", 2],
-            "deep": seconds["bi", 4], "deepsm": seconds["SM", 4]}
-    rows = []
-    for arm, each in cost.items():
-        row = [ARMS[arm] + ", timed as SM" * (arm == "tied"), f"{1000 * each:.1f}"]
-        for updates, of in (6000, "binary"), (6000, "sm"), (12000, "binary"):
-            step = int(updates * (cost[of] / each)) // 500 * 500
-            found = [at_updates(f"{arm}-{seed}", step) for seed in range(1, 6)
-                     if (arm, str(seed)) in bounds]
-            row += [f"{step:,}", spread([nats for nats in found if nats])]
-        if any(row[3::2]):
-            rows.append(row)
-    table(["equal seconds", "ms an update", "updates", "nats, in the time of 6,000 binary ones",
-           "updates", "nats, in the time of 6,000 of SM",
-           "updates", "nats, in the time of 12,000 binary ones"], rows)
+    course(["binary", "sm", "deep", "deepsm", "tied", "heads4", "eta2"],
+           [2000, 4000, 6000, 8000, 10000, 12000])
+    equal_seconds([(6000, "binary"), (6000, "sm"), (12000, "binary")])
 
     for step in "", "3500", "12000":
         found = read(step)[1]
