@@ -11,6 +11,7 @@ run, in percent.
 
 import glob
 import itertools
+import math
 import os
 import re
 import statistics
@@ -45,6 +46,15 @@ CELLS = {
     "Puzzles, the surest cell next, by cells that are given": {
         "given-12": "12", "given-18": "18", "given-24": "24"}}
 ENTROPY = SUDOKU_NATS / 39  # nats per token of a row
+
+
+# What is compared seed by seed: (arm, cell, whether with feedback), twice.
+PAIRS = [(("sm", cell, True), other) for cell in ("random-36", "entropy-36")
+         for other in (("sm", cell, False), ("binary", cell, False), ("tied", cell, True),
+                       ("deep", cell, False))]
+PAIRS += [(("sm", "mdlm-39", True), ("deep", f"mdlm-{T}", False)) for T in (39, 20)]
+PAIRS += [(("sm", "random-36", True), ("deep", "random-18", False)),
+          (("sm", "remdm-39", True), ("deep", "remdm-39", False))]
 
 
 def spread(values, form=".3f"):
@@ -165,6 +175,26 @@ def shares_of(shares, cells):
     return rows
 
 
+def pairs_table(title, shares):
+    """A row per pair: the difference in points, in brackets in standard errors, for each seed."""
+    def named(arm, cell, soft):
+        kind, _, number = cell.partition("-")
+        words = {"mdlm": f"T = {number}", "remdm": f"ReMDM, T = {number}"}
+        off = ", off" if arm == "sm" and not soft else ""
+        return f"{ARMS[arm]}{off} ({words.get(kind) or CELLS['One or two cells a call'][cell]})"
+
+    rows, seeds = [], [str(seed) for seed in range(1, 6)]
+    for one, other in PAIRS:
+        row = [f"{named(*one)} − {named(*other)}"]
+        for seed in seeds:
+            p, q = (shares.get(each, {}).get(seed, math.nan) for each in (one, other))
+            error = math.sqrt((p * (1 - p) + q * (1 - q)) / 1000)
+            row.append(f"{100 * (p - q):+.1f} ({(p - q) / error:+.1f})" if error > 0 else "")
+        if any(row[1:]):
+            rows.append(row)
+    table([title, *(f"seed {seed}" for seed in seeds)], rows)
+
+
 def run_cells(arm, seed, kinds, shares, cells, folder):
     """The row of one run: its bounds, how ω_s went, shares in percent. folder: of its log."""
     log = read_jsonl(f"{HERE}/sudoku/{folder}/{arm}-{seed}.log.jsonl")
@@ -235,6 +265,9 @@ def main(path=""):
             table([title + after, *cells.values()],
                   [[name, *(spread(percents, ".1f") for percents in row)]
                    for name, row in shares_of(found, cells).items()])
+
+    for step, after in ("", "6,000"), ("12000", "12,000"):
+        pairs_table(f"points, and standard errors, after {after} updates", read(step)[1])
 
     cells = {"random-36": "any", "entropy-36": "surest", "given-12": "12 given"}
     heads = ["nats", "off", "ω_s > 0.1 after", "ω_s at the end"]
