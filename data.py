@@ -211,19 +211,19 @@ def parse(path, raw):
 
     All but parquet may be packed as .gz or .xz. Plain text comes in blocks.
     """
-    if path.suffix == ".parquet":
+    if path.suffix.lower() == ".parquet":
         try:
             from pyarrow.parquet import ParquetFile
         except ImportError:
             raise Refused(f"{path} needs pyarrow: pip install pyarrow")
         batches = ParquetFile(raw).iter_batches(1000, columns=["text"])
         return ((text, True) for batch in batches for text in batch["text"].to_pylist())
-    unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix)
+    unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower())
     if unpack:
         f, name = unpack(raw, "rt", encoding="utf-8"), path.stem
     else:
         f, name = open(raw.fileno(), encoding="utf-8", closefd=False), path.name
-    if name.endswith((".jsonl", ".json")):
+    if name.lower().endswith((".jsonl", ".ndjson", ".json")):
         return ((json.loads(line)["text"], True) for line in f if line.strip())
     blocks = iter(lambda: f.read(2**16), "")
     return itertools.chain(((block, False) for block in blocks), [("", True)])
@@ -263,7 +263,7 @@ def find_files(source):
     paths = []
     for path in map(Path, source.split(os.pathsep)):
         inside = [p for p in sorted(path.rglob("*"))
-                  if re.search(r"\.(txt|jsonl|parquet)(\.gz|\.xz)?$", p.name)]
+                  if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
         if not source or not inside and not path.is_file():
             raise Refused(f"{str(path)!r} is neither a file nor a folder with .txt, .jsonl or "
                           f".parquet files: give a PATH")
@@ -356,7 +356,7 @@ def openwebtext(hub, revision):
 
 
 def split_long_texts(docs, size=2**16):
-    """The same stream, in which no text is longer than 2 · size characters.
+    """The same stream, in which no text is longer than 3 · size characters.
 
     A text is cut before white space that follows something else, where a word of GPT-2 always ends.
     So the tokens are those of the whole text. A text that has no such place in `size` characters is

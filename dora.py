@@ -57,12 +57,13 @@ class DoRALinear(nn.Module):
     def norm(self):
         """n (out,), fp32, without forming B A: |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, row by row.
 
-        It depends on weights alone, so it is kept until A or B change: it is computed once for an
+        It depends on weights alone, so it is kept until one changes: it is computed once for an
         optimizer step, not once for a micro-batch. A change that goes around autograd, such as
         A.data.copy_, is not seen: set `cached` to None after it.
         """
         A, B, s = self.lora_A, self.lora_B, self.s
-        key = (DoRALinear.updates, A._version, B._version, A.data_ptr(), B.data_ptr())
+        weights = A, B, self.base.weight
+        key = DoRALinear.updates, *((w._version, w.data_ptr()) for w in weights)
         if self.cached is None or self.cached[0] != key:
             W = self.base.weight.float()                                         # (out, in)
             cross = (W @ A.T * B).sum(1)                                         # (out,)

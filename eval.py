@@ -512,7 +512,11 @@ def score_with_lm(texts, scorer="gpt2-large", cache=None, batch_size=8, device="
     Raises Refused without transformers or the model, for a text with fewer than two tokens or too
     many, and when the model returns NaN.
     """
-    names = [f"{scorer}\0{text}".encode(errors="replace") for text in texts]
+    weights = ""  # in a folder they can change, and then older scores are not theirs
+    if os.path.isdir(scorer):
+        weights = sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns)
+                         for e in os.scandir(scorer))
+    names = [f"{scorer}{weights}\0{text}".encode(errors="replace") for text in texts]
     keys = [hashlib.blake2b(name, digest_size=12).hexdigest() for name in names]
     try:
         done = {line["key"]: line for line in (read_jsonl(cache, repair=True) if cache else [])}
@@ -649,7 +653,8 @@ def write_result(cfg, stem, values, settings):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
     # The name says on what or with what it was measured, so that two results are two files.
-    source = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer, "mauve": cfg.data,
+    source = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer,
+              "mauve": f"{cfg.data}-{cfg.scorer}",
               "feedback": settings.get("dialogues", cfg.data)}
     of = re.sub(r"\W+", "-", source.get(cfg.metric, "")).strip("-")
     flags = [f"{name}-{getattr(cfg, name)}"

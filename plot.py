@@ -11,6 +11,7 @@ Not here: any measurement. Every number comes from JSON that another script has 
 anatomy looks into a model.
 """
 
+import collections
 import contextlib
 import glob
 import html
@@ -501,8 +502,12 @@ def log_series(patterns, needed):
     A label is the name of a run without its last -NUMBER, which is the seed.
     needed: labels without this quantity are left out. Raises Refused if that leaves none.
     """
-    series = {}
-    for path in files(patterns):
+    series, paths = {}, files(patterns)
+    for name, n in collections.Counter(map(name_of, paths)).items():
+        if n > 1:
+            raise Refused(f"{n} logs are of runs called {name}, and a figure would average them: "
+                          f"give each run a name of its own, with -SEED at its end")
+    for path in paths:
         label, lines = re.sub(r"-\d+$", "", name_of(path)), read_jsonl(path)
         into = series.setdefault(label, {quantity: {} for quantity in AXES})
         with reading(path, "is no log of a run: each of its lines has a step and numbers"):

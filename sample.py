@@ -443,6 +443,12 @@ def check(cfg, model, tok, L):
         if cfg.order and getattr(cfg, name) != getattr(Config, name):
             raise Refused(f"--{name} belongs to the samplers that flip coins, and --order="
                           f"{cfg.order} flips none: leave out one of them")
+    unused = {"mdlm": ("eta", "t_on", "t_off", "alpha_on"),
+              "remdm-cap": ("t_on", "t_off", "alpha_on")}
+    for name in unused.get(cfg.sampler, ()):
+        if getattr(cfg, name) != getattr(Config, name):
+            raise Refused(f"--{name} is not used by --sampler={cfg.sampler}: leave it out, or take "
+                          f"another sampler")
     if cfg.given and (cfg.prompt or cfg.infill):
         raise Refused("--given stands alone: leave out --prompt and --infill")
     same_file = os.path.realpath(cfg.trace) == os.path.realpath(cfg.out)

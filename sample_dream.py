@@ -96,6 +96,9 @@ def check(gen_len, steps, algorithm="entropy", schedule="none", block=0, cache="
          f"steps {steps} must be between 1 and {gen_len}, the number of masks to fill"),
         (algorithm not in ALGORITHMS,
          f"unknown algorithm {algorithm!r}: use one of {', '.join(ALGORITHMS)}"),
+        (0 < others.get("temperature", 0) < 1e-6,
+         f"temperature {others.get('temperature')} is too small to divide by: use 0, which takes "
+         f"the argmax, or at least 1e-6"),
         (cache not in ("none", "prefix", "dual"),
          f"unknown cache {cache!r}: use none, prefix or dual"),
         (block and gen_len % block,
@@ -169,6 +172,9 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     else:
         p = filtered(logits, temperature, top_p, top_k)                 # (n, V)
         x0 = p.argmax(-1) if temperature == 0 else multinomial(p, generator)     # (n,)
+    if never is not None:  # before conf, so that a threshold is about the token that is written
+        first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
+        x0 = torch.where(x0 == never, torch.where(first == never, second, first), x0)
     if algorithm == "entropy":
         # Where the filter leaves a single token, −H is exactly 0. With App. B.2's settings this is
         # common, and among such rows `reveal` goes from left to right.
@@ -181,9 +187,6 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
         conf = u[:, 1].to(p.device, torch.float32)
     else:
         conf = torch.rand(len(x0), generator=generator, device=generator.device).to(p.device)
-    if never is not None:
-        first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
-        x0 = torch.where(x0 == never, torch.where(first == never, second, first), x0)
     return x0, conf
 
 

@@ -67,12 +67,12 @@ class SoftMask(nn.Module):
         super().__init__()
         if mask_id is None:
             raise ValueError("SoftMask needs the token id of [MASK]: this tokenizer has none")
-        in_range = 0 <= omega_s < 1 and omega_a > 0 and omega_b < 0 and tau > 0
-        if not (in_range and (k is None or k >= 1)):
+        positive = all(0 < number < torch.inf for number in (omega_a, -omega_b, tau))
+        if not (0 <= omega_s < 1 and positive and (k is None or k >= 1)):
             raise ValueError(
-                f"SoftMask needs 0 <= omega_s < 1, omega_a > 0, omega_b < 0, tau > 0, k >= 1 or "
-                f"None; got omega_s={omega_s}, omega_a={omega_a}, omega_b={omega_b}, tau={tau}, "
-                f"k={k}")
+                f"SoftMask needs 0 <= omega_s < 1, omega_a > 0, omega_b < 0, tau > 0, all finite, "
+                f"and k >= 1 or None; got omega_s={omega_s}, omega_a={omega_a}, "
+                f"omega_b={omega_b}, tau={tau}, k={k}")
         self.mask_id, self.k = mask_id, k
         scalar = lambda v: torch.tensor(float(v), dtype=torch.float32)
         # The logit of 0 is −∞, so ω_s starts at EPS or above [code].

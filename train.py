@@ -342,6 +342,9 @@ def train(cfg):
         began = {"init_from", "omega_s", "omega_a", "omega_b"} & ckpt["config"].keys()
         cfg = replace(cfg, **{name: ckpt["config"][name] for name in began})
     elif cfg.init_from:  # raw weights and a new optimizer [code]; ω is new if the file has none
+        if os.path.realpath(cfg.init_from) in map(os.path.realpath, (last, cfg.out_dir)):
+            raise Refused(f"--init_from={cfg.init_from} is what a run in --out_dir={cfg.out_dir} "
+                          f"replaces: give another --out_dir")
         initial = checkpoint.load(cfg.init_from)
         check_init(initial, cfg, meta["tokenizer"])
         ours = model.state_dict()

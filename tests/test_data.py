@@ -148,6 +148,8 @@ def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
 def test_every_format_gives_the_same_tokens(tmp_path):
     """JSON lines plain, gzipped and xz-ed, and one text file per document, sorted by name."""
     (tmp_path / "a.jsonl").write_text(jsonl(TEXTS))
+    (tmp_path / "e").mkdir()
+    (tmp_path / "e" / "A.NDJSON.GZ").write_bytes(gzip.compress(jsonl(TEXTS).encode()))
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(jsonl(TEXTS).encode()))
     (tmp_path / "c.jsonl.xz").write_bytes(lzma.compress(jsonl(TEXTS).encode()))
     (tmp_path / "d/sub").mkdir(parents=True)
@@ -156,7 +158,7 @@ def test_every_format_gives_the_same_tokens(tmp_path):
         (folder / f"{i}.txt").write_text(text, encoding="utf-8")
     (tmp_path / "d" / "README.md").write_text("is not part of the corpus")
     out = str(tmp_path / "out")
-    for name in "a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "d":
+    for name in "a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "d", "e":
         main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2,
                     overwrite=True))
         train, val = (open_split(out, split)[0].tolist() for split in ("train", "val"))

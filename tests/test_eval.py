@@ -267,6 +267,11 @@ def test_scoring_goes_on_where_it_was_stopped(lm, tmp_path):
     assert lm.loaded == []                          # nothing left to do: the model is not loaded
     score_with_lm(TEXTS[:1], "another", cache=cache)
     assert lm.loaded == ["another", "another"]      # another scorer, another score
+    (tmp_path / "lm").mkdir()
+    for weights in "old", "newer":                  # a folder with other weights is another scorer
+        (tmp_path / "lm" / "model.safetensors").write_text(weights)
+        score_with_lm(TEXTS[:1], str(tmp_path / "lm"), cache=cache)
+    assert lm.loaded[2:] == 4 * [str(tmp_path / "lm")]
     cache.write_text("something else\n")
     refused("something else than scores", score_with_lm, TEXTS, cache=cache)
 
@@ -432,7 +437,7 @@ def test_held_out_rows_stand_where_samples_do(world, lm, mauve):
     expected = np.mean([evaluation.entropy(row["ids"]) for row in rows])
     assert values["entropy"] == pytest.approx(expected) and values["nfe"] == 0
     main("mauve", *flags)
-    found = json.loads(Path("letters/val.mauve.letters.length-7.json").read_text())
+    found = json.loads(Path("letters/val.mauve.letters-x.length-7.json").read_text())
     assert (found["settings"]["n"], found["values"]["references"]) == (7, 7)
     features = np.concatenate((mauve["p_features"], mauve["q_features"]))
     assert len(np.unique(features.round(6), axis=0)) == 14

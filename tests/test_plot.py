@@ -246,6 +246,8 @@ def test_runs_are_grouped_by_name_and_seed(logs, tmp_path):
     found = plot.log_series(more, "omega_s")  # of a binary run nothing is learned
     assert set(found) == {"sm", "dream"}
     assert [found["dream"][name] for name in shown] == [{}, {}, {1: [0.1]}, {}, {1: [0.9]}]
+    more += "," + log(tmp_path / "other" / "dream-1231" / "log.jsonl", dream)
+    refused("2 logs are of runs called dream-1231", plot.log_series, more, "tau")
 
 
 def test_a_method_looks_the_same_in_every_figure():
@@ -258,8 +260,8 @@ def test_a_method_looks_the_same_in_every_figure():
 def test_figures_are_drawn(logs, page, tmp_path, monkeypatch):
     """Fig. 3 and 7, also where a seed is not there yet, and where no bound was measured."""
     drawing()
-    log(tmp_path / "sm-2.log.jsonl", {"step": 20, "val_soft": 1.0})
-    bound, *others = plot.runs(f"{logs},{tmp_path}/sm-2.log.jsonl", entropy=0.25).axes
+    log(tmp_path / "sm-3.log.jsonl", {"step": 20, "val_soft": 1.0})
+    bound, *others = plot.runs(f"{logs},{tmp_path}/sm-3.log.jsonl", entropy=0.25).axes
     colors = {line.get_label(): line.get_color() for line in bound.lines}
     assert colors == {"binary (n = 1)": "C0", "SM (n = 2)": "C1", "entropy of the data": "gray"}
     assert [line.get_xdata().tolist() for line in bound.lines[:2]] == [[10], [10]]

@@ -482,7 +482,9 @@ def test_bad_input_is_refused_and_leaves_nothing(run, saved, tmp_path):
                          (dict(given=29 * "1"), "and dots for"),
                          (dict(given=29 * ".", prompt="a"), "--given stands alone"),
                          (dict(order="any"), "order=any is none of random, entropy"),
-                         (dict(order="random", eta=0.1), "--eta belongs to the samplers that")):
+                         (dict(order="random", eta=0.1), "--eta belongs to the samplers that"),
+                         (dict(eta=0.1), "--eta is not used by --sampler=mdlm"),
+                         (dict(sampler="remdm-cap", t_on=0.5), "--t_on is not used by")):
         refused(message, run, **how)
     assert not list(tmp_path.iterdir())
     refused("holds an MDLM, not a Dream: `python sample.py --checkpoint=", Tokenizer, saved)

@@ -222,6 +222,13 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
                 assert not (decode(stubborn, PROMPT, 16, steps, **blocks, **pick)[-1] == MASK).any()
 
 
+def test_a_threshold_is_about_the_token_that_is_written():
+    """Dream is sure of [MASK] in the second row, and not of what is written instead."""
+    p = torch.tensor([[0.99, 0.004, 0.003, 0.003], [0.02, 0.015, 0.015, 0.95]])
+    x0, conf = S.propose(p.log(), never=3, algorithm="maskgit_plus")
+    assert x0.tolist() == [0, 0] and conf.tolist() == pytest.approx([0.99, 0.02])
+
+
 def test_a_bf16_model_decodes_through_fp32_logits(tiny_dream, monkeypatch):
     half = Dream.load(tiny_dream, dtype=torch.bfloat16)
     calls = spy(monkeypatch, S, "propose")
@@ -276,6 +283,7 @@ def test_bad_settings_are_refused(model, talking_dream):
     for settings, message in (
             ({"steps": 17}, "steps 17 must be between 1 and 16, the number of masks"),
             ({"gen_len": 0}, "nothing to fill"), ({"temperature": float("nan")}, "temperature=nan"),
+            ({"temperature": 1e-40}, "temperature 1e-40 is too small"),
             ({"algorithm": "confidence"}, "unknown algorithm 'confidence': use one of entropy"),
             ({"schedule": "cosine"}, "unknown schedule 'cosine'"), ({"top_p": 0.0}, "top_p=0.0"),
             ({"temperature": 1.0}, "temperature 1.0 and entropy make draws: give generator"),

@@ -66,7 +66,7 @@ def test_reparameterisation():
 
 def test_what_cannot_work_is_said_at_once():
     for bad in (dict(omega_s=1.0), dict(omega_s=-0.1), dict(omega_a=0.0), dict(omega_b=0.1),
-                dict(k=0), dict(tau=0.0)):
+                dict(k=0), dict(tau=0.0), dict(omega_a=math.inf), dict(omega_b=math.nan)):
         with pytest.raises(ValueError, match="SoftMask needs"):
             SoftMask(MASK, **bad)
     x, logits, table = example()

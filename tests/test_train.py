@@ -364,6 +364,10 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny, 
     train(replace(tiny, overwrite=True, steps=2, init_from=file(tiny, "step-1.pt")))
     assert os.path.exists(file(tiny, "step-1.pt"))  # where this run started
     assert "step-1.pt has one set of weights, which in step-N.pt" in capsys.readouterr().out
+    for path in file(tiny), tiny.out_dir:
+        again = replace(tiny, overwrite=True, init_from=path)
+        refused("is what a run in .* replaces", train, again)
+    assert checkpoint.load(file(tiny))["step"] == 2
     train(replace(tiny, overwrite=True, steps=2))
     assert [line["step"] for line in log(tiny)] == [1, 2]
     ckpt = checkpoint.load(file(tiny))
