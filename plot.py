@@ -426,7 +426,7 @@ LINES = "-", "--", "-.", ":"
 # Parts of names that are methods: each has its color and its line in all figures.
 METHODS = {"binary": ("C0", "-"), "sm": ("C1", "-"), "own": ("C1", "-"), "tied": ("C2", "-."),
            "permuted": ("C3", ":"), "deepsm": ("C4", "--"), "deep": ("C5", "--"),
-           "paper": ("C6", ":")}
+           "paper": ("C6", ":"), "truth": ("black", "--")}
 WORDS = {"sm": "SM", "tied": "tied layers, no vocabulary", "permuted": "SM, permuted feedback",
          "deepsm": "SM, twice the layers", "deep": "binary, twice the layers",
          "paper": "SM, the paper's start of ω", "p05": "p_sm = 0.5", "p10": "p_sm = 1",

@@ -234,7 +234,7 @@ def draw(shares):
                     ax.errorbar([i + 0.07 * n - 0.3], [statistics.fmean(percents)], sd, capsize=3,
                                 fmt="o", color=METHODS[arm][0], mfc="white" if end else None,
                                 label=f"{ARMS[arm]}{end} (n = {seeds[arm]})")
-        ax.set(title=title, ylim=(0, 105), ylabel="whole grids right (%)",
+        ax.set(title=title, ylim=(-3, 105), ylabel="whole grids right (%)",
                xlim=(-0.5, len(cells) - 0.5), xticks=range(len(cells)), xticklabels=cells.values())
     handles = {label: handle for ax in axes for handle, label in
                zip(*ax.get_legend_handles_labels())}
