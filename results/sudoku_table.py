@@ -46,8 +46,6 @@ CELLS = {
     "Puzzles, the surest cell next, by cells that are given": {
         "given-12": "12", "given-18": "18", "given-24": "24"}}
 ENTROPY = SUDOKU_NATS / 39  # nats per token of a row
-
-
 # What is compared seed by seed: (arm, cell, whether with feedback), twice.
 PAIRS = [(("sm", cell, True), other) for cell in ("random-36", "entropy-36")
          for other in (("sm", cell, False), ("binary", cell, False), ("tied", cell, True),
@@ -127,8 +125,7 @@ def bounds_table(title, bounds, arms, base):
 
 
 def course(arms, steps):
-    """Rows per arm: how far its bound is above the entropy after so many updates, and without
-    feedback."""
+    """A row per arm: how far its bound is above the entropy after so many updates. One for off."""
     found, rows = [at(step) for step in steps], []
     for arm in arms:
         on, off = zip(*(nats_of(bounds, arm) for bounds in found))
@@ -139,9 +136,9 @@ def course(arms, steps):
 
 
 def equal_seconds(budgets):
-    """A row per arm: its bound after as many updates as fit, in steps of 500.
+    """A row per arm: its bound after as many updates, in steps of 500, as fit in the same time.
 
-    budgets: [(updates, of this arm)].
+    budgets: [(updates, of this arm)], the time of so many updates of this arm.
     """
     seconds = {}
     for layers in 2, 4:
