@@ -47,7 +47,7 @@ def posterior(cells, grids):
         return p
     for v, name in zip(known, names):
         p[:, v] = (grids == name[:, None]).mean(0)
-    rest = 1 - p[:, known].sum(1, keepdims=True)                                # (36, 1)
+    rest = (1 - p[:, known].sum(1, keepdims=True)).clip(0)  # rounded, it can be −2e-16   (36, 1)
     p[:, [v for v in range(6) if v not in known]] = rest / max(1, 6 - len(known))
     return p
 

@@ -47,6 +47,9 @@ def test_the_posterior_is_that_of_uniform_grids():
     assert abs(nats - data.SUDOKU_NATS) < 1e-9
     cells[:2] = 0
     assert (posterior(cells, grids) == 1 / 6).all()
+    cells = np.full(36, -1)
+    cells[[6, 10, 17, 25, 31, 32, 33, 35]] = 0, 3, 0, 5, 4, 0, 5, 2  # shares that add up to 1 + 2e-16
+    assert (posterior(cells, grids) >= 0).all()
 
 
 def test_it_makes_no_mistake_one_token_a_call_and_its_bound_is_the_entropy():
