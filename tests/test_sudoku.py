@@ -48,7 +48,7 @@ def test_the_posterior_is_that_of_uniform_grids():
     cells[:2] = 0
     assert (posterior(cells, grids) == 1 / 6).all()
     cells = np.full(36, -1)
-    cells[[6, 10, 17, 25, 31, 32, 33, 35]] = 0, 3, 0, 5, 4, 0, 5, 2  # shares that add up to 1 + 2e-16
+    cells[[6, 10, 17, 25, 31, 32, 33, 35]] = 0, 3, 0, 5, 4, 0, 5, 2  # shares of 1 + 2e-16
     assert (posterior(cells, grids) >= 0).all()
 
 
