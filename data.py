@@ -258,15 +258,15 @@ def documents(paths):
 def find_files(source):
     """The paths of all files in `source`, which is PATH… joined by the system's path separator.
 
-    A folder stands for its .txt, .jsonl and .parquet files, in the order of their names.
+    A folder stands for its .txt, .jsonl, .ndjson and .parquet files, in the order of their names.
     """
     paths = []
     for path in map(Path, source.split(os.pathsep)):
         inside = [p for p in sorted(path.rglob("*"))
                   if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
         if not source or not inside and not path.is_file():
-            raise Refused(f"{str(path)!r} is neither a file nor a folder with .txt, .jsonl or "
-                          f".parquet files: give a PATH")
+            raise Refused(f"{str(path)!r} is neither a file nor a folder with .txt, .jsonl, "
+                          f".ndjson or .parquet files: give a PATH")
         paths += inside or [path]
     return paths
 

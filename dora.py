@@ -63,7 +63,8 @@ class DoRALinear(nn.Module):
         """
         A, B, s = self.lora_A, self.lora_B, self.s
         weights = A, B, self.base.weight
-        key = DoRALinear.updates, *((w._version, w.data_ptr()) for w in weights)
+        # Inference tensors have no version.
+        key = DoRALinear.updates, *((w.is_inference() or w._version, w.data_ptr()) for w in weights)
         if self.cached is None or self.cached[0] != key:
             W = self.base.weight.float()                                         # (out, in)
             cross = (W @ A.T * B).sum(1)                                         # (out,)

@@ -515,7 +515,7 @@ def score_with_lm(texts, scorer="gpt2-large", cache=None, batch_size=8, device="
     weights = ""  # in a folder they can change, and then older scores are not theirs
     if os.path.isdir(scorer):
         weights = sorted((e.name, e.stat().st_size, e.stat().st_mtime_ns)
-                         for e in os.scandir(scorer))
+                         for e in os.scandir(scorer) if e.name.endswith((".safetensors", ".bin")))
     names = [f"{scorer}{weights}\0{text}".encode(errors="replace") for text in texts]
     keys = [hashlib.blake2b(name, digest_size=12).hexdigest() for name in names]
     try:
@@ -656,7 +656,7 @@ def write_result(cfg, stem, values, settings):
     source = {"ppl": cfg.data, "zero_shot": cfg.text, "gen_ppl": cfg.scorer,
               "mauve": f"{cfg.data}-{cfg.scorer}",
               "feedback": settings.get("dialogues", cfg.data)}
-    of = re.sub(r"\W+", "-", source.get(cfg.metric, "")).strip("-")
+    of = re.sub(r"\W+", "-", source.get(cfg.metric, ""))[-100:].strip("-")  # a name has 255 bytes
     flags = [f"{name}-{getattr(cfg, name)}"
              for name in ("seed", "rows", "repeats", "ema", "dtype", "length", "scale")
              if getattr(cfg, name) != getattr(Config, name)]

@@ -342,9 +342,10 @@ def train(cfg):
         began = {"init_from", "omega_s", "omega_a", "omega_b"} & ckpt["config"].keys()
         cfg = replace(cfg, **{name: ckpt["config"][name] for name in began})
     elif cfg.init_from:  # raw weights and a new optimizer [code]; ω is new if the file has none
-        if os.path.realpath(cfg.init_from) in map(os.path.realpath, (last, cfg.out_dir)):
-            raise Refused(f"--init_from={cfg.init_from} is what a run in --out_dir={cfg.out_dir} "
-                          f"replaces: give another --out_dir")
+        source_file, folder = map(os.path.realpath, (cfg.init_from, cfg.out_dir))
+        if folder in (source_file, os.path.dirname(source_file)):
+            raise Refused(f"--init_from={cfg.init_from} is in --out_dir={cfg.out_dir}, where this "
+                          f"run replaces files: give another --out_dir")
         initial = checkpoint.load(cfg.init_from)
         check_init(initial, cfg, meta["tokenizer"])
         ours = model.state_dict()
@@ -498,13 +499,9 @@ def train(cfg):
         log.begin()
         if master and not start and os.path.exists(last):
             # If this run is killed before its first save, --resume must not find the old run. Nor
-            # must anyone take a step-N.pt of it that this run has not reached. The file that it
-            # starts from stays.
-            os.remove(last)
-            kept = os.path.realpath(cfg.init_from)
-            for path in glob.glob(os.path.join(glob.escape(cfg.out_dir), "step-*.pt")):
-                if os.path.realpath(path) != kept:
-                    os.remove(path)
+            # must anyone take a step-N.pt of it that this run has not reached.
+            for path in [last, *glob.glob(os.path.join(glob.escape(cfg.out_dir), "step-*.pt"))]:
+                os.remove(path)
         if master:
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
                   f"{dtype or 'float32'}; {n:,} rows of {cfg.length}, {cfg.batch_size} a step = "

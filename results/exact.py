@@ -6,9 +6,10 @@
 
 sample.py (without ω) and eval.py run with it. The checkpoint only gives the tokenizer and the
 settings. A sampler that reveals two tokens at once draws them independently, so even the exact
-posterior makes mistakes with it. Its share of right grids is the ceiling of the figures, except
-for several surest cells a call: of equally sure cells it takes neighbours, which depend on each
-other.
+posterior makes mistakes with it. Its share of right grids is the ceiling of the figures, with two
+exceptions. Of several surest cells a call, which are equally sure, it takes neighbours, and these
+depend on each other. With ReMDM a model can repair a mistake, and the exact posterior cannot: no
+grid fits what is wrong, so it takes any digit.
 """
 
 import os

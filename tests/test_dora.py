@@ -72,8 +72,10 @@ def test_norm_is_computed_once_per_optimizer_step_and_is_that_of_the_product():
     twin = copy.deepcopy(layer)  # also of a copy, or on another device
     with torch.no_grad():
         twin.lora_A.mul_(2)
-        twin.base.weight.mul_(3)
-    torch.testing.assert_close(twin.norm(), dense(twin)[1].float())
+    for factor in 1, 3:
+        with torch.no_grad():
+            twin.base.weight.mul_(factor)
+        torch.testing.assert_close(twin.norm(), dense(twin)[1].float())
     torch.testing.assert_close(twin.double().float().norm(), dense(twin)[1].float())
 
 

@@ -187,7 +187,10 @@ def test_feedback_is_a_table_or_a_figure(tmp_path, capsys):
         for name in ("all", "0.4 to 0.5")]
     drawing()
     plot.main(plot.Config(feedback=path, out=str(tmp_path / "f.svg")))
-    lines = plot.feedback_figure(path).axes[0].lines
+    [ax] = plot.feedback_figure(path).axes
+    lines = ax.lines
+    assert [text.get_text() for text in ax.get_legend().get_texts()] == [
+        "its own feedback", "that of another text", "the truth"]
     assert [line.get_xydata().tolist() for line in lines[:3]] == [
         [[0.45, gain]] for gain in gains.values()]
 

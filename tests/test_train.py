@@ -361,13 +361,14 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny, 
         f.write("not a line of ours\n\n")
     train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
     assert sorted(f for f in os.listdir(tiny.out_dir) if "step" in f) == ["step-1.pt"]
-    train(replace(tiny, overwrite=True, steps=2, init_from=file(tiny, "step-1.pt")))
-    assert os.path.exists(file(tiny, "step-1.pt"))  # where this run started
-    assert "step-1.pt has one set of weights, which in step-N.pt" in capsys.readouterr().out
-    for path in file(tiny), tiny.out_dir:
+    for path in file(tiny, "step-1.pt"), file(tiny), tiny.out_dir:
         again = replace(tiny, overwrite=True, init_from=path)
-        refused("is what a run in .* replaces", train, again)
-    assert checkpoint.load(file(tiny))["step"] == 2
+        refused("is in --out_dir=.*, where this run replaces files", train, again)
+    assert checkpoint.load(file(tiny))["step"] == 1
+    other = tiny.out_dir + "-step-1.pt"
+    os.rename(file(tiny, "step-1.pt"), other)
+    train(replace(tiny, overwrite=True, steps=2, init_from=other))
+    assert "step-1.pt has one set of weights, which in step-N.pt" in capsys.readouterr().out
     train(replace(tiny, overwrite=True, steps=2))
     assert [line["step"] for line in log(tiny)] == [1, 2]
     ckpt = checkpoint.load(file(tiny))
