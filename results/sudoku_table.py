@@ -51,8 +51,9 @@ PAIRS = [(("sm", cell, True), other) for cell in ("random-36", "entropy-36")
          for other in (("sm", cell, False), ("binary", cell, False), ("tied", cell, True),
                        ("deep", cell, False))]
 PAIRS += [(("sm", "mdlm-39", True), ("deep", f"mdlm-{T}", False)) for T in (39, 20)]
-PAIRS += [(("sm", "random-36", True), ("deep", "random-18", False)),
-          (("sm", "remdm-39", True), ("deep", "remdm-39", False))]
+PAIRS += [(("sm", cell, True), ("deep", cell, False))
+          for cell in ("mdlm-156", "remdm-39", "remdm-156")]
+PAIRS += [(("sm", "random-36", True), ("deep", "random-18", False))]
 
 
 def spread(values, form=".3f"):
