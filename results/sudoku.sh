@@ -26,8 +26,10 @@ if [ "$1" = list ]; then
         echo k1-$seed k6-$seed kV-$seed p05-$seed p10-$seed ours-$seed
         echo constant1-$seed constant3-$seed constant5-$seed renorm-$seed slerp-$seed
     done | xargs -n1
-    # Not planned. Why 8 heads and 1e-3: when seeds leave the first plateau, in 2,000 updates.
-    for seed in 1 2 3 4 5; do echo heads4-$seed; echo eta2-$seed; done
+    # Not planned. How the settings were chosen: when seeds leave the first plateau.
+    for seed in 1 2 3 4 5; do
+        echo heads4-$seed eta2-$seed width64-$seed batch16-$seed warmup0-$seed
+    done | xargs -n1
     exit
 fi
 
@@ -55,8 +57,11 @@ case $name in
                      # One update at a learning rate of 0: what feedback does untrained.
                      cont-probe-*) flags="$flags --omega_s=0.05" steps=1 ;;
                  esac ;;
-    heads4-*)    flags="$two --n_head=4" steps=2000 longer=.step-2000 ;;
-    eta2-*)      flags="$two --eta_bb=2e-3" steps=2000 longer=.step-2000 ;;
+    heads4-*)    flags="$two --n_head=4" ;;
+    eta2-*)      flags="$two --eta_bb=2e-3" ;;
+    width64-*)   flags="$two --n_embd=64" ;;
+    batch16-*)   flags="$two --batch_size=16 --micro_batch=16" ;;
+    warmup0-*)   flags="$two --warmup=0" ;;
     k1-*)        flags="$two --k=1" ;;
     k6-*)        flags="$two --k=6" ;;
     kV-*)        flags="$two --k=none" ;;
@@ -67,6 +72,9 @@ case $name in
     renorm-*)    flags="$two --arm=renorm" ;;
     slerp-*)     flags="$two --arm=slerp" ;;
     *) echo "no run of this name: $name (list names them)" >&2; exit 2 ;;
+esac
+case $name in
+    heads4-*|eta2-*|width64-*|batch16-*|warmup0-*) steps=2000 longer=.step-2000 ;;
 esac
 # With another seed, a continuation does not repeat the batches of the binary run.
 case $name in cont-*) seed=1$seed ;; esac

@@ -31,7 +31,8 @@ ARMS = {
     "ours": "SM, ω from 0.5, 1, −2.8", "constant1": "constant λ = 0.1",
     "constant3": "constant λ = 0.3", "constant5": "constant λ = 0.5",
     "renorm": "SM, mix on the sphere", "slerp": "SM, slerp",
-    "heads4": "SM, 4 heads", "eta2": "SM, η = 0.002",
+    "heads4": "SM, 4 heads", "eta2": "SM, η = 0.002", "width64": "SM, width 64",
+    "batch16": "SM, 16 rows an update", "warmup0": "SM, no warm-up",
     "cont-binary": "binary", "cont-sm": "SM", "cont-ours": "SM, ω from 0.5, 1, −2.8",
     "cont-probe": "SM, ω_s = 0.05, before training"}
 CELLS = {
@@ -250,7 +251,8 @@ def main(path=""):
     bounds_table("after 6,000 updates", bounds, scratch, "sm")
     bounds_table("6,000 binary updates, then 4,000", bounds, continued, "cont-binary")
     bounds_table("after 12,000 updates", read("12000")[0], scratch, "sm")
-    course(["binary", "sm", "deep", "deepsm", "tied", "heads4", "eta2"],
+    course(["binary", "sm", "deep", "deepsm", "tied", "heads4", "eta2", "width64", "batch16",
+            "warmup0"],
            [2000, 4000, 6000, 8000, 10000, 12000])
     equal_seconds([(6000, "binary"), (6000, "sm"), (12000, "binary")])
 
