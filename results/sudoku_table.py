@@ -54,7 +54,8 @@ PAIRS = [(("sm", cell, True), other) for cell in ("random-36", "entropy-36")
 PAIRS += [(("sm", "mdlm-39", True), ("deep", f"mdlm-{T}", False)) for T in (39, 20)]
 PAIRS += [(("sm", cell, True), ("deep", cell, False))
           for cell in ("mdlm-156", "remdm-39", "remdm-156")]
-PAIRS += [(("sm", "random-36", True), ("deep", "random-18", False))]
+PAIRS += [(("sm", "random-36", True), ("deep", "random-18", False)),
+          (("sm", "remdm-156", True), ("exact", "remdm-156", False))]
 
 
 def spread(values, form=".3f"):
@@ -186,7 +187,8 @@ def pairs_table(title, shares):
     for one, other in PAIRS:
         row = [f"{named(*one)} − {named(*other)}"]
         for seed in seeds:
-            p, q = (shares.get(each, {}).get(seed, math.nan) for each in (one, other))
+            found = (shares.get(each, {}) for each in (one, other))
+            p, q = (each.get(seed, each.get("", math.nan)) for each in found)  # "": no seeds
             error = math.sqrt((p * (1 - p) + q * (1 - q)) / 1000)
             row.append(f"{100 * (p - q):+.1f} ({(p - q) / error:+.1f})" if error > 0 else "")
         if any(row[1:]):

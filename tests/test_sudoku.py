@@ -128,7 +128,8 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
 def test_the_table_names_its_rows(monkeypatch, capsys):
     shares = {(arm, "mdlm-5", soft): {"1": 0.5} for arm in ("sm", "tied", "permuted", "deep")
               for soft in (True, False)[arm == "deep":]}
-    shares |= {("sm", "random-36", True): {"1": 0.4}, ("deep", "random-36", False): {"1": 0.1}}
+    shares |= {("sm", "random-36", True): {"1": 0.4}, ("deep", "random-36", False): {"1": 0.1},
+               ("sm", "remdm-156", True): {"1": 0.4}, ("exact", "remdm-156", False): {"": 0.1}}
     bounds = lambda nats: {("binary", "1"): {"binary": nats},
                            ("sm", "1"): {"soft": nats - 0.1, "binary": nats + 0.1}}
     monkeypatch.setattr(sudoku_table, "read", lambda step="": (
@@ -145,6 +146,7 @@ def test_the_table_names_its_rows(monkeypatch, capsys):
     assert "| 6,000 | 0.700 (1) |  | 8,000 | 0.600 (1) |  | 12,000 |" in seconds  # of binary
     assert "| 4,000 | 0.500 (1) | 0.700 (1) | 6,000 | 0.600 (1) | 0.800 (1) |" in seconds
     assert "(any, one) − binary, twice the layers (any, one) | +30.0 (+16.5) |" in printed
+    assert "− exact posterior (ReMDM, T = 156) | +30.0 (+16.5) |" in printed
     names = [line.split("|")[1].strip() for line in printed.splitlines() if "| 50.0 (1) |" in line]
     assert names == ["SM", "SM, off", "binary, twice the layers", "tied layers, no vocabulary",
                      "tied layers, no vocabulary, off", "SM, permuted feedback",
