@@ -20,13 +20,11 @@ OpenWebText, and starts again after a stop.
 """
 
 import collections
-import functools
 import gzip
 import hashlib
 import itertools
 import json
 import lzma
-import math
 import os
 import re
 import shutil
@@ -41,6 +39,7 @@ import tiktoken
 import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
+import sudoku
 from launch import Refused, Size, atomic, join_values, lock, progress, read_json, run
 
 FORMAT = "soft-masked-mdlm-data/1"
@@ -284,58 +283,6 @@ def stdlib_files():
     return [root / name for name in names]
 
 
-SUDOKU_NATS = math.log(28_200_960)  # entropy of a grid drawn uniformly, by the count below
-
-
-@functools.cache
-def sudoku_grids():
-    """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0.
-
-    Rows, columns and boxes of 2×3 hold each digit once. Any grid is one of these with its digits
-    exchanged, so there are 39,168 · 6! = 28,200,960 of them.
-    """
-    rows = list(itertools.permutations(range(6)))
-    # The rows that can be in one grid with this row: they differ from it in every column.
-    fits = {row: {other for other in rows if all(a != b for a, b in zip(row, other))}
-            for row in rows}
-
-    def complete(grid, candidates):
-        if len(grid) == 6:
-            yield sum(grid, ())
-        for row in candidates:
-            # The second row of a box must not repeat the three digits above it.
-            if len(grid) % 2 == 0 or not set(row[:3]) & set(grid[-1][:3]):
-                yield from complete(grid + [row], [c for c in candidates if c in fits[row]])
-
-    first = rows[0]
-    return torch.tensor(list(complete([first], sorted(fits[first]))), dtype=torch.uint8)
-
-
-def sudoku(n, split):
-    """n grids drawn uniformly, as texts of 36 digits, row by row: the stream of a split.
-
-    With its EOS, a grid is a document of 37 tokens. So rows of L = 39, which hold 37 tokens of the
-    stream, hold one whole grid each.
-    """
-    grids, draw = sudoku_grids(), rng("sudoku", split)
-    which = torch.randint(len(grids), (n,), generator=draw)                          # (n,)
-    digits = torch.rand(n, 6, generator=draw).argsort(-1)                            # (n, 6)
-    texts = digits.gather(1, grids[which].long()) + 1                                # (n, 36)
-    return (("".join(map(str, row)), True) for row in texts.tolist())
-
-
-def sudoku_puzzles(grids, given, mask_id):
-    """Grids of which `given` random cells are left, and their ends. All others become masks.
-
-    grids: (n, 39) ids.   given: 0 to 36.   Returns (n, 39).
-    """
-    x = grids.clone()                                                                # (n, 39)
-    for i, row in enumerate(x):
-        order = torch.randperm(36, generator=rng("puzzle", i))                       # (36,)
-        row[1 + order[given:]] = mask_id
-    return x
-
-
 def openwebtext(hub, revision):
     """The stream of OpenWebText from the hub. A download that broke goes on where it was."""
     try:
@@ -478,10 +425,11 @@ def main(cfg):
         docs = openwebtext(cfg.hub, cfg.revision)
     elif cfg.source == "sudoku":
         n_val = cfg.val_docs or PRESETS["sudoku"]["val_docs"]
-        train, val = list(sudoku(cfg.grids, "train")), list(sudoku(n_val, "val"))
+        train, val = (sudoku.texts(n, rng("sudoku", split))
+                      for n, split in ((cfg.grids, "train"), (n_val, "val")))
         shared = len(set(train) & set(val))
         print(f"{shared} of {len(val):,} held-out grids stand in the training text")
-        docs = iter(train + val)
+        docs = ((text, True) for text in train + val)
     else:
         docs = documents(stdlib_files() if cfg.source == "stdlib" else find_files(cfg.source))
     tok = tokenizer(cfg.tokenizer, cfg.tokenizer_dir)

@@ -50,6 +50,7 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import finetune_dream as dream
+import sudoku
 from arms import soft_mask
 from data import rng
 from dream import load_adapter
@@ -427,31 +428,6 @@ def entropy(ids):
     return torch.special.entr(counts.double() / counts.sum()).sum().item()
 
 
-def sudoku(texts):
-    """How many samples are whole 6×6 grids, and how varied these are.
-
-    texts: n strings. Ends of a document are left out; what is left must be 36 digits, of which each
-        row, column and box of 2×3 has all six.
-    Returns {right: share, right_se: its standard error, distinct: different grids among the right
-    ones, commonest: share of the most frequent one, where two grids that differ by an exchange
-    of digits count as one}.
-    """
-    grids = []
-    for text in texts:
-        text = re.sub(r"<\|\w+\|>", "", text)
-        if re.fullmatch("[1-6]{36}", text):
-            grid = np.array(list(text)).reshape(6, 6)
-            boxes = grid.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
-            units = np.sort(np.concatenate((grid, grid.T, boxes)))                   # (18, 6)
-            if (units == list("123456")).all():
-                grids.append(text)
-    relabelled = [grid.translate(str.maketrans(grid[:6], "123456")) for grid in grids]
-    commonest = max(map(relabelled.count, set(relabelled)), default=0)
-    right = len(grids) / len(texts)
-    return {"right": right, "right_se": math.sqrt(right * (1 - right) / len(texts)),
-            "distinct": len(set(grids)), "commonest": commonest / max(1, len(grids))}
-
-
 def load_lm(scorer, device):
     """(tokenizer, causal LM in float32) by the name on the hub or the folder."""
     try:
@@ -627,7 +603,7 @@ def measure_samples(cfg):
     how = {"scorer": cfg.scorer, "cache": Path(stem).parent / "scores.jsonl",
            "batch_size": cfg.batch_size, "device": machine(cfg.device)[2]}
     if cfg.metric == "sudoku":
-        values |= sudoku(texts)
+        values |= sudoku.right(texts)
     if cfg.metric == "gen_ppl":
         values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(texts, **how)
     if cfg.metric == "mauve":

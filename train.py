@@ -31,8 +31,9 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import data
 import launch
+import sudoku
 from data import rng
-from eval import bits_per_byte, sudoku, val_ppl
+from eval import bits_per_byte, val_ppl
 from launch import Count, Positive, Rate, Refused, Share, Size
 from mdlm import ALPHA_FLOOR, FEEDBACK, MDLM, ModelConfig, corrupt, sample_times
 from sample import generate, generate_in_order
@@ -241,13 +242,14 @@ def count_right(cfg, model, tok, grids):
     print(f"\nwhole grids right, of {len(grids)} (± standard error), one token a call\n{'':28}"
           + "".join(f"{kind:16}" for kind in kinds.values()))
     for text, order, given in SHOWN:
-        x = data.sudoku_puzzles(grids, given, model.mask_id)                         # (n, 39)
+        draws = [rng("puzzle", i) for i in range(len(grids))]
+        x = sudoku.puzzles(grids, given, model.mask_id, draws)                       # (n, 39)
         shares = []
         for soft in kinds:
             generators = [rng(cfg.seed, "grids", i) for i in range(len(x))]
             ids, _ = generate_in_order(model, len(x), 36 - given, order, 1.0, generators, x=x,
                                        soft=soft)
-            found = sudoku([tok.decode(row) for row in ids.tolist()])
+            found = sudoku.right([tok.decode(row) for row in ids.tolist()])
             shares.append(f"{found['right']:.2f} ± {found['right_se']:.2f}")
         print(f"  {text:26}" + "".join(f"{share:16}" for share in shares), flush=True)
 
@@ -268,8 +270,8 @@ def demonstrate(cfg, model, bounds, held_out, meta):
     model: the average.   bounds: {name: nats per token}.   held_out: (n, L).   meta: of the data.
     """
     tok = data.tokenizer(meta["tokenizer"]["name"])
-    grids = sudoku([tok.decode(held_out[0].tolist())])["right"] == 1
-    unit = f"nats per grid (the entropy is {data.SUDOKU_NATS:.2f})" if grids else "bits per byte"
+    grids = sudoku.right([tok.decode(held_out[0].tolist())])["right"] == 1
+    unit = f"nats per grid (the entropy is {sudoku.NATS:.2f})" if grids else "bits per byte"
     print(f"\nheld-out bound, {len(held_out)} rows, in {unit}; one model, the same masks")
     for name, text in (("val_soft", "with feedback"), ("val_plain", "without")):
         if name in bounds:
@@ -282,7 +284,8 @@ def demonstrate(cfg, model, bounds, held_out, meta):
         # The ends are always given. From masks alone, a model without absolute positions predicts
         # the same everywhere, so the first token could be a digit in the place of BOS.
         count_right(cfg, model, tok, held_out[:256])
-        x = data.sudoku_puzzles(held_out[:1], 12, model.mask_id)[0]                  # (39,)
+        draws = [rng("puzzle", 0)]
+        x = sudoku.puzzles(held_out[:1], 12, model.mask_id, draws)[0]                # (39,)
         steps = 36 - 12
         make = functools.partial(generate_in_order, order="entropy", top_p=1.0)
     print("\none sample; green: masks, the greener the larger λ")

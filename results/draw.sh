@@ -9,12 +9,12 @@ logs=results/logs ppl=results/ppl figures=results/figures
 mkdir -p $figures
 
 for group in scratch cont stdlib; do
-    python plot.py --bounds="$ppl/$group-*.json"
+    python lab/plot.py --bounds="$ppl/$group-*.json"
     echo
 done > results/tables.md
 
 # The same from the logs. They have fewer rows, but need no checkpoint at half the updates.
-python - $logs >> results/tables.md <<'PY'
+PYTHONPATH=.:lab python - $logs >> results/tables.md <<'PY'
 import glob, sys
 from launch import read_jsonl
 from plot import markdown, mean_sd
@@ -34,13 +34,13 @@ for group in "scratch", "cont", "stdlib":
     rows.append(dict(zip(columns, (group, str(len(pairs)), *cells))))
 print(markdown(rows, columns) + "\n")
 PY
-python plot.py --logs="$logs/*.jsonl" >> results/tables.md
-python plot.py --table="results/samples/*.json" --out=results/samples.md
+python lab/plot.py --logs="$logs/*.jsonl" >> results/tables.md
+python lab/plot.py --table="results/samples/*.json" --out=results/samples.md
 
 continued="$logs/cont-binary-*.jsonl,$logs/cont-sm-*.jsonl,$logs/cont-paper-*.jsonl"
 ablation="$ppl/cont-seed-11--[kp]*.json,$ppl/cont-SM-iso-update-*.json"
-python plot.py --runs="$logs/scratch-*-?.jsonl" --out=$figures/scratch.png
-python plot.py --runs="$continued" --out=$figures/continuation.png
-python plot.py --runs="$logs/stdlib-*.jsonl" --out=$figures/stdlib.png
-python plot.py --ablation="$ablation" --out=$figures/ablation.png
-python plot.py --curves=results/bench/curves.json --out=$figures/curves.png
+python lab/plot.py --runs="$logs/scratch-*-?.jsonl" --out=$figures/scratch.png
+python lab/plot.py --runs="$continued" --out=$figures/continuation.png
+python lab/plot.py --runs="$logs/stdlib-*.jsonl" --out=$figures/stdlib.png
+python lab/plot.py --ablation="$ablation" --out=$figures/ablation.png
+python lab/plot.py --curves=results/bench/curves.json --out=$figures/curves.png

@@ -44,15 +44,15 @@ tests() {  # every test that needs CUDA; on a CPU most of them are skipped, and 
 }
 
 train() {
-    run bench.py $bench --parts=train,profile,attention --repeats=9 --json="$out/gpu-train.json"
+    run lab/bench.py $bench --parts=train,profile,attention --repeats=9 --json="$out/gpu-train.json"
 }
 
 sample() {
-    run bench.py $bench --parts=sample --json="$out/gpu-sample.json"
+    run lab/bench.py $bench --parts=sample --json="$out/gpu-sample.json"
 }
 
 dream() {
-    run bench.py $bench --parts=dream --json="$out/gpu-dream.json"
+    run lab/bench.py $bench --parts=dream --json="$out/gpu-dream.json"
 }
 
 learn_one() {  # name, updates, other flags: a run, or the rest of one that was stopped

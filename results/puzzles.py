@@ -16,8 +16,8 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data  # noqa: E402
+import sudoku  # noqa: E402
 from checkpoint import git_version  # noqa: E402
-from eval import sudoku  # noqa: E402
 from launch import run, write_text  # noqa: E402
 from mdlm import MDLM  # noqa: E402
 from sample import generate_in_order  # noqa: E402
@@ -33,14 +33,16 @@ class Config:
 
 def main(cfg):
     model, tok, shares = MDLM.load(cfg.checkpoint), data.tokenizer("bytes"), {}
-    grids = torch.tensor([[256, *text.encode(), 257, 257]
-                          for text, _ in list(data.sudoku(2000, "val"))[:cfg.count]])  # (n, 39)
-    x = data.sudoku_puzzles(grids, cfg.given, model.mask_id)                       # (n, 39)
+    texts = sudoku.texts(2000, data.rng("sudoku", "val"))[:cfg.count]
+    grids = torch.tensor([[256, *text.encode(), 257, 257] for text in texts])      # (n, 39)
+    draws = [data.rng("puzzle", i) for i in range(len(grids))]
+    x = sudoku.puzzles(grids, cfg.given, model.mask_id, draws)                     # (n, 39)
     for soft in (True, False) if model.sm else (False,):
         generators = [data.rng("sample", 1, i) for i in range(cfg.count)]
         ids, _ = generate_in_order(model, cfg.count, 36 - cfg.given, "entropy", 1.0, generators,
                                    x=x, soft=soft)
-        shares["soft" if soft else "binary"] = sudoku([tok.decode(row) for row in ids.tolist()])
+        texts = [tok.decode(row) for row in ids.tolist()]
+        shares["soft" if soft else "binary"] = sudoku.right(texts)
     print(cfg.given, shares)
     settings = {"checkpoint": cfg.checkpoint, "given": cfg.given, "n": cfg.count}
     write_text(cfg.out, json.dumps({**settings, "git": git_version(), **shares}) + "\n")

@@ -18,10 +18,11 @@ import statistics
 import sys
 
 HERE = os.path.dirname(os.path.abspath(__file__))
-sys.path.insert(0, os.path.dirname(HERE))
-from data import SUDOKU_NATS  # noqa: E402
+for folder in ("", "lab"):
+    sys.path.insert(0, os.path.join(HERE, "..", folder))
 from launch import read_json, read_jsonl  # noqa: E402
 from plot import METHODS, WORDS, figure  # noqa: E402
+from sudoku import NATS  # noqa: E402
 
 ARMS = {
     "exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": WORDS["deep"],
@@ -46,7 +47,7 @@ CELLS = {
         "random-36-passes2": "2", "random-36-passes4": "4"},
     "Puzzles, the surest cell next, by cells that are given": {
         "given-12": "12", "given-18": "18", "given-24": "24"}}
-ENTROPY = SUDOKU_NATS / 39  # nats per token of a row
+ENTROPY = NATS / 39  # nats per token of a row
 # What is compared seed by seed: (arm, cell, whether with feedback), twice.
 PAIRS = [(("sm", cell, True), other) for cell in ("random-36", "entropy-36")
          for other in (("sm", cell, False), ("binary", cell, False), ("tied", cell, True),

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path.insert(0, ROOT)  # plain `pytest` finds the scripts
+sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # plain `pytest` finds the scripts
 
 import dora  # noqa: E402
 from checkpoint import write_safetensors  # noqa: E402
@@ -68,7 +68,7 @@ def spy(monkeypatch, module, name, at=None, then=None):
 
 def configure(script, words):
     """A script and its Config, as its last lines make it from the words behind `x.py`."""
-    module = importlib.import_module(script)
+    module = importlib.import_module(os.path.basename(script))
     presets = getattr(module, "PRESETS", None)
     words = module.with_source(words) if script == "data" else words
     return module, from_cli(module.Config, words, presets)

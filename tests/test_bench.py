@@ -187,7 +187,7 @@ def test_bad_input_is_refused(tmp_path):
 def test_scaling_runs_on_two_processes(tmp_path):
     out = tmp_path / "scaling.json"
     flags = [f"--{name}={value}" for name, value in QUICK.items()]
-    torchrun("bench.py", "scaling", *flags, f"--json={out}", check=True)
+    torchrun("lab/bench.py", "scaling", *flags, f"--json={out}", check=True)
     rows = json.loads(out.read_text())["scaling"]
     assert list(rows) == ["1 process, batch 2", "strong: 2 × 1", "weak: 2 × 2"]
 
@@ -224,7 +224,7 @@ def test_gpu_sh_gives_flags_that_exist_and_repeats_no_block(tmp_path):
             assert len(commands) == 0 if again else len(commands) > 10
             for script, *words in commands:
                 if script != "-m":  # pytest
-                    configure(script.removesuffix(".py"), words)
+                    configure(os.path.basename(script).removesuffix(".py"), words)
 
 
 def test_gpu_sh_runs_every_test_that_needs_cuda():

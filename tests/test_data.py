@@ -22,6 +22,7 @@ import tiktoken
 import torch
 
 import data
+import sudoku
 from conftest import Killed, kill, refused, spy
 from data import Config, main, open_split, prepare
 from launch import Refused
@@ -334,7 +335,7 @@ def test_unknown_tokenizers_and_wrong_vocabularies_are_refused(tmp_path):
 
 def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path, capsys):
     """39,168 different grids by the rules; in rows of L = 39, BOS, 36 digits and two EOS."""
-    grids = data.sudoku_grids().view(-1, 6, 6)
+    grids = sudoku.grids().view(-1, 6, 6)
     assert len(grids) == 39_168 == len(torch.unique(grids, dim=0))
     boxes = grids.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
     for units in (grids, grids.transpose(1, 2), boxes):

@@ -22,9 +22,10 @@ import conftest
 import data
 import eval as evaluation
 import finetune_dream
+import sudoku
 from arms import Slerp
-from conftest import Killed, kill, refused
-from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score_with_lm, sudoku, val_ppl
+from conftest import Killed, gen, kill, refused
+from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score_with_lm, val_ppl
 from launch import from_cli, write_text
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
 
@@ -516,13 +517,13 @@ def test_bad_input_is_refused(world):
 
 def test_sudoku_counts_whole_grids():
     """Drawn grids are right; one wrong digit, a missing one or a repeated box is not."""
-    texts = [f"<|bos|>{text}<|eos|><|eos|>" for text, _ in data.sudoku(50, "test")]
-    assert sudoku(texts) == {"right": 1.0, "right_se": 0.0, "distinct": 50, "commonest": 0.02}
+    texts = [f"<|bos|>{text}<|eos|><|eos|>" for text in sudoku.texts(50, gen())]
+    assert sudoku.right(texts) == {"right": 1.0, "right_se": 0.0, "distinct": 50, "commonest": 0.02}
     grid = texts[0][7:43]
     latin = "".join("123456"[i:] + "123456"[:i] for i in range(6))  # rows and columns, no boxes
     wrong = grid[:-1] + ("1" if grid[-1] != "1" else "2")
     bad = [wrong, grid[:-1], grid + "1", "7" + grid[1:], latin]
-    found = sudoku([*bad, grid, grid.translate(str.maketrans("123456", "234561")), grid])
+    found = sudoku.right([*bad, grid, grid.translate(str.maketrans("123456", "234561")), grid])
     assert found["right"] == 3 / 8 and found["distinct"] == 2 and found["commonest"] == 1
     assert found["right_se"] == pytest.approx(math.sqrt(3 / 8 * 5 / 8 / 8))
-    assert sudoku(bad)["right"] == 0
+    assert sudoku.right(bad)["right"] == 0

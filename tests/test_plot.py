@@ -448,7 +448,7 @@ def test_a_page_holds_its_traces_and_no_text_of_theirs_as_html(page):
         for name in ("off", "on")]}
     refused("smaller number, or 0", plot.trajectory_page, str(page.parent / "on.jsonl"), 3)
     template, shipped = (Path(ROOT, *at).read_text(encoding="utf-8")
-                         for at in (["trajectory.html"], ["results", "trajectory.html"]))
+                         for at in (["lab", "trajectory.html"], ["results", "trajectory.html"]))
     before, mark, after = template.partition(">TRACES<")
     assert mark and shipped.startswith(before + ">{") and shipped.endswith("}<" + after)
 

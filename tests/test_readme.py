@@ -21,7 +21,8 @@ from launch import Refused
 
 PAGES = ("README.md", "REPRODUCE.md")
 OF_OTHERS = {"pip", "hf"}
-TASKS = {os.path.basename(path)[:-5] for path in glob.glob(os.path.join(ROOT, "tasks", "*.yaml"))}
+YAML = glob.glob(os.path.join(ROOT, "lab", "tasks", "*.yaml"))
+TASKS = {os.path.basename(path)[:-5] for path in YAML}
 
 
 def page(name):
@@ -65,8 +66,9 @@ def parsed(name):
     found = []
     for script, words, ranks in ours(name):
         module, cfg = configure(script, words)
+        script = os.path.basename(script)
         if script == "eval_dream":
-            task = page(f"tasks/{cfg.task.replace('_plus', '')}.yaml")
+            task = page(f"lab/tasks/{cfg.task.replace('_plus', '')}.yaml")
             module.cells(cfg, int(re.search(r"max_gen_toks: (\d+)", task)[1]))
         found.append((script, cfg, ranks))
     assert len(found) > 20

@@ -14,9 +14,11 @@ import pytest
 import torch
 
 import data
+import sudoku
 import train
-from conftest import ROOT
-from eval import bound, sudoku
+from conftest import ROOT, gen
+from data import rng
+from eval import bound
 from launch import append_jsonl
 from mdlm import MDLM, ModelConfig
 from sample import generate_in_order
@@ -36,15 +38,15 @@ def small(**fields):
 
 def test_the_posterior_is_that_of_uniform_grids():
     """The chain rule gives ln of the number of grids, in any order; a contradiction is uniform."""
-    grids = data.sudoku_grids().numpy()
-    [(text, _)] = data.sudoku(1, "test")
+    grids = sudoku.grids().numpy()
+    [text] = sudoku.texts(1, gen())
     cells, nats = np.full(36, -1), 0
     for at in torch.randperm(36, generator=data.rng("order")).tolist():
         p = posterior(cells, grids)
         np.testing.assert_allclose(p.sum(1), 1)
         cells[at] = int(text[at]) - 1
         nats -= math.log(p[at, cells[at]])
-    assert abs(nats - data.SUDOKU_NATS) < 1e-9
+    assert abs(nats - sudoku.NATS) < 1e-9
     cells[:2] = 0
     assert (posterior(cells, grids) == 1 / 6).all()
     cells = np.full(36, -1)
@@ -58,13 +60,13 @@ def test_it_makes_no_mistake_one_token_a_call_and_its_bound_is_the_entropy():
     for order in "random", "entropy":
         generators = [data.rng("exact", i) for i in range(4)]
         ids, nfe = generate_in_order(model, 4, 39, order, top_p=1.0, generator=generators)
-        assert sudoku([tok.decode(row) for row in ids.tolist()])["right"] == 1
+        assert sudoku.right([tok.decode(row) for row in ids.tolist()])["right"] == 1
         assert nfe.tolist() == [39] * 4
-    texts = [text.encode() for text, _ in data.sudoku(200, "test")]
+    texts = [text.encode() for text in sudoku.texts(200, gen())]
     rows = torch.tensor([[256, *text, 257, 257] for text in texts])
     nats = bound(model, rows, False, floor=0)[0]
     error = nats.std() / math.sqrt(len(nats))
-    assert abs(nats.mean() - data.SUDOKU_NATS) < 3 * error < 5
+    assert abs(nats.mean() - sudoku.NATS) < 3 * error < 5
 
 
 def test_tied_layers_read_their_own_hidden_states():
@@ -116,10 +118,10 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
     model, tok = MDLM.load(path), data.tokenizer("bytes")
     generators = [data.rng("sample", 1, i) for i in range(128)]  # as `sample.py --seed=1`
     ids, _ = generate_in_order(model, 128, 36, "entropy", 1.0, generators, x=MASKS)
-    right = sudoku([tok.decode(row) for row in ids.tolist()])["right"]
+    right = sudoku.right([tok.decode(row) for row in ids.tolist()])["right"]
     assert abs(right - 0.671) < 3 * math.sqrt(0.671 * 0.329 / 128)
-    rows = torch.tensor([[256, *text.encode(), 257, 257]
-                         for text, _ in data.sudoku(2000, "val")])              # (2000, 39)
+    texts = sudoku.texts(2000, rng("sudoku", "val"))
+    rows = torch.tensor([[256, *text.encode(), 257, 257] for text in texts])    # (2000, 39)
     nll = bound(model, rows, True, seed=1, repeats=2, floor=0.0)[0]
     assert nll.mean() / 39 == pytest.approx(0.5318, abs=2e-4)
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
@@ -182,9 +184,10 @@ def test_the_figure_has_the_seeds_and_the_ceiling():
 
 def test_a_puzzle_keeps_the_given_cells_and_the_ends():
     grids = torch.arange(78).view(2, 39)
+    draws = lambda: [gen(i) for i in range(2)]
     for given in (0, 12, 36):
-        x = data.sudoku_puzzles(grids, given, 99)
+        x = sudoku.puzzles(grids, given, 99, draws())
         kept = x == grids
         assert kept.sum(1).tolist() == [given + 3] * 2 and kept[:, [0, 37, 38]].all()
         assert (x[~kept] == 99).all()
-    assert not torch.equal(*(data.sudoku_puzzles(grids, 12, 99) == grids))
+    assert not torch.equal(*(sudoku.puzzles(grids, 12, 99, draws()) == grids))

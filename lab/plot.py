@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Every figure and every markdown table, from logs and results.     Tables 1-7, Fig. 3-9
 
-    python plot.py --table="runs/*.json"                    # eval.py's results, as in Table 1
-    python plot.py --runs="out/*/log.jsonl" --out=fig3.png  # held-out bounds of runs, as in Fig. 3
+    python lab/plot.py --table="runs/*.json"                    # eval.py's results, as in Table 1
+    python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # held-out bounds, as in Fig. 3
 
 Each source in Config is a flag, which makes one table or one figure. Only figures need matplotlib
 (pip install matplotlib).
@@ -21,6 +21,7 @@ import math
 import os
 import re
 import statistics
+import sys
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -29,7 +30,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
+import sudoku
 from launch import Count, Refused, atomic, read_json, read_jsonl, run, write_text
 from mdlm import MDLM, corrupt
 from sample import generate
@@ -639,7 +642,7 @@ def frontier(pattern):
 
 def overhead(path):
     """What a sample costs, binary and with SM, by what the time is spent on.    App. C.4, Fig. 6"""
-    with reading(path, f"has no overhead: run bench.py --parts=overhead --json={path} first"):
+    with reading(path, f"has no overhead: run lab/bench.py --parts=overhead --json={path} first"):
         cases = read_json(path)["overhead"]
         names = [f"{case}: {row['calls']:,.0f} calls\n{1000 * row['s/call']:.3g} ms a call"
                  for case, row in cases.items()]
@@ -774,7 +777,7 @@ def throughput_series(folder):
     """
     results = [r for r in dream_results(folder) if r["group"]["block"] and r["seconds"]]
     if not results:
-        raise Refused(f"{folder} has no results with a block length: run eval_dream.py with "
+        raise Refused(f"{folder} has no results with a block length: run lab/eval_dream.py with "
                       f"--blocks=16,32,… first")
     named = "block", "feedback", "threshold", "budget"
     groups = [r["group"] | {"machine": r["machine"]} for r in results]  # machines differ in speed
@@ -811,7 +814,7 @@ def curves(path):
     Both axes start at 0, so a cost that is in proportion to the size is a straight line. Sizes that
     are no numbers, such as |V|, stand side by side, without a line.
     """
-    with reading(path, f"has no curves: run bench.py --parts=curves --json={path} first"):
+    with reading(path, f"has no curves: run lab/bench.py --parts=curves --json={path} first"):
         found = read_json(path)["curves"]
     fig, axes = figure(len(found))
     for ax, (name, points) in zip(axes, found.items()):
@@ -844,7 +847,7 @@ def two_passes_and_a_loop(path, t=0.6):
     if special["name"] != "bytes" or model.cfg.length != 39 or sm is None:
         raise Refused(f"{path} reads {special['name']} in rows of {model.cfg.length}, soft masks: "
                       f"{sm is not None}. The anatomy is that of an SM model of `data.py sudoku`")
-    [(text, _)] = data.sudoku(1, "val")
+    [text] = sudoku.texts(1, data.rng("sudoku", "val"))
     tok = data.tokenizer("bytes")
     x0 = torch.tensor([special["bos"], *tok.encode_ordinary(text), *2 * [special["eos"]]])[None]
     xt = corrupt(x0, torch.tensor([t]), model.mask_id, data.rng("anatomy"))                 # (1, L)

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Every claim about speed and memory, by one command.                       §4, App. B, App. C
 
-    python bench.py                                    # the paper's size on a GPU, `cpu` elsewhere
-    python bench.py cpu --json=bench.json              # 8 blocks of 256 on a CPU: some minutes
-    python bench.py cpu --parts=train,sample           # some of the functions bench_… below
-    python bench.py cpu --parts=against --against=../old --repeats=15  # an older checkout
-    torchrun --nproc_per_node=2 bench.py scaling       # several processes, one model
+    python lab/bench.py                                # the paper's size on a GPU, `cpu` elsewhere
+    python lab/bench.py cpu --json=bench.json          # 8 blocks of 256 on a CPU: some minutes
+    python lab/bench.py cpu --parts=train,sample       # some of the functions bench_… below
+    python lab/bench.py cpu --parts=against --against=../old --repeats=15  # an older checkout
+    torchrun --nproc_per_node=2 lab/bench.py scaling       # several processes, one model
 
 Machines are shared and clocks drift. So the cases of a table take turns, A B C A B C …, and are
 compared within a turn: a ratio is the median over turns. Seconds are medians too. `cpu` is
@@ -22,6 +22,7 @@ runs all that needs a GPU.
 
 import contextlib
 import copy
+import glob
 import importlib
 import json
 import multiprocessing
@@ -43,6 +44,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import checkpoint
 import dora
 import launch
@@ -535,13 +537,16 @@ def bench_attention(cfg, device, dtype):
 
 def checkout(folder):
     """The bench.py of another checkout, with the modules of that checkout."""
-    names = [file.removesuffix(".py") for file in os.listdir(folder) if file.endswith(".py")]
+    folders = [os.path.join(os.path.abspath(folder), "lab"), os.path.abspath(folder)]
+    files = glob.glob(os.path.join(folder, "*.py")) + glob.glob(os.path.join(folder, "lab", "*.py"))
+    names = [os.path.basename(file).removesuffix(".py") for file in files]
     mine = {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path.insert(0, os.path.abspath(folder))
+    path = sys.path[:]
+    sys.path[:0] = folders
     try:
         return importlib.import_module("bench")
     finally:
-        sys.path.pop(0)
+        sys.path[:] = path
         for name in names:
             sys.modules.pop(name, None)
         sys.modules.update(mine)
@@ -746,7 +751,8 @@ def validate(cfg, world, device):
     for part in parts:
         if part not in known:
             raise Refused(f"--parts={part} is none of {', '.join(known)}")
-    there = bool(cfg.against) and os.path.isfile(os.path.join(cfg.against, "bench.py"))
+    places = [os.path.join(cfg.against, *at) for at in (["bench.py"], ["lab", "bench.py"])]
+    there = bool(cfg.against) and any(map(os.path.isfile, places))
     if ("against" in parts) != there:
         raise Refused(f"--against={cfg.against}, --parts={cfg.parts}: the part against needs "
                       f"--against=FOLDER, a checkout with a bench.py")

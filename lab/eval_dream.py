@@ -27,10 +27,10 @@ Without the flag the answers are stored, and a second run with it scores them.
 Not here: decoding (sample_dream.py), figures and the table (plot.py), tasks that compare
 likelihoods.
 
-    python eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
-    python eval_dream.py --model=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9
-    python eval_dream.py --model=reference --task=math500 --data=F    # reference answers; or empty
-    python plot.py --benchmarks=out/answers    # the table of all results, which every call prints
+    python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
+    python lab/eval_dream.py --model=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9
+    python lab/eval_dream.py --model=reference --task=math500 --data=F  # or --model=empty
+    python lab/plot.py --benchmarks=out/answers   # the table that every call prints
 """
 
 import hashlib
@@ -45,6 +45,7 @@ from fractions import Fraction
 
 import torch
 
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 from checkpoint import git_version
 from launch import Count, Positive, Refused
