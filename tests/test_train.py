@@ -27,7 +27,7 @@ from train import Config, flops_per_token, train, update_ema
 
 
 def prepared(folder, *texts):
-    data.prepare(((text, True) for text in texts), str(folder), data.tokenizer("bytes"), val_docs=1)
+    data.prepare(texts, str(folder), data.tokenizer("bytes"), val_docs=1)
     return str(folder)
 
 
@@ -338,7 +338,7 @@ def test_bad_values_are_refused(tiny):
             (dict(out_dir=""), "--out_dir= is empty"),
             (dict(batch_size=6), "--batch_size=6 is not a multiple of --micro_batch=4"),
             (dict(length=10**6), "tokens do not fill one row"),
-            (dict(data="nowhere"), "no train.bin with a meta.json in nowhere"),
+            (dict(data="nowhere"), "nowhere holds no data"),
             (dict(resume=True), "no checkpoint at"),
             (dict(init_from="nowhere.pt"), "no checkpoint at nowhere.pt")):
         refused(message, train, replace(tiny, **change))
