@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from arms import ARMS, Constant, Permuted, Renorm, Slerp
+from arms import ARMS, Constant, Permuted, Renorm, Slerp, with_omega
 from conftest import refused
 from data import rng
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
@@ -83,8 +83,6 @@ def test_every_arm_trains_and_decodes():
     t = sample_times(4, rng("t"))
     xt = corrupt(x0, t, MASK, rng("q"))
     for arm, k in itertools.product(ARMS, (2, None)):
-        if arm == "permuted" and k is None:
-            continue  # refused below
         torch.manual_seed(0)
         model = MDLM(replace(SMALL, k=k, arm=arm))
         with torch.no_grad():
@@ -102,7 +100,20 @@ def test_every_arm_trains_and_decodes():
 @pytest.mark.parametrize("changes, message", [
     (dict(arm="cubic"), "arm='cubic' is none of constant, renorm, slerp"),
     # With the paper's start it would be binary masking for ever, and nothing would show it.
-    (dict(arm="constant"), "no feedback: give omega_s"),
-    (dict(arm="permuted", k=None), "depends on the size of chunks: give k")])
+    (dict(arm="constant"), "no feedback: give omega_s")])
 def test_an_arm_that_cannot_work_is_refused(changes, message):
     refused(message, MDLM, replace(SMALL, omega_s=1e-6, **changes))
+
+
+def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():
+    for arm, k in (SoftMask, 2), (Slerp, None):
+        own = arm(MASK, k, omega_s=0.3, omega_a=2.0, omega_b=-1.0, tau=1.7)
+        assert with_omega(own, MASK) is own
+        new = with_omega(own, MASK, omega_s=0.9)
+        assert type(new) is arm and new.k == k and k or new.tau == own.tau
+        torch.testing.assert_close(torch.stack(new.omega), torch.tensor([0.9, 2.0, -1.0]))
+        assert abs(own.omega[0] - 0.3) < 1e-6
+    of_binary = with_omega(None, MASK, omega_s=0.5, omega_b=-2.0)
+    torch.testing.assert_close(torch.stack(of_binary.omega), torch.tensor([0.5, 10 / 1.5, -2.0]))
+    assert with_omega(None, MASK) is None and of_binary.k == 3
+    refused("leaves feedback off in a binary model", with_omega, None, MASK, omega_b=-2.0)
