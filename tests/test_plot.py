@@ -363,8 +363,7 @@ def test_trace_follows_the_sample(saved, tmp_path):
                         trace=str(tmp_path / "trace.jsonl"))
     sample.main(cfg)
     steps, (line,) = read_jsonl(cfg.trace), read_jsonl(cfg.out)
-    text_of = cell_text(BYTES, -1)
-    assert "".join(cell for cell, _ in steps[-1]) == "".join(map(text_of, line["ids"]))
+    assert [cell for cell, _ in steps[-1]] == [cell_text(BYTES, token) for token in line["ids"]]
     assert line["text"] and all(lam is None for _, lam in steps[-1])
     omega_s, omega_a, omega_b = (w.item() for w in model.sm.omega)
     masks = [cell for step in steps for cell in step if cell[1] is not None]

@@ -5,7 +5,6 @@ import io
 import itertools
 import json
 import os
-import re
 import shutil
 import sys
 
@@ -32,7 +31,7 @@ from sample import (
     sample_categorical,
     step_probs,
 )
-from show import cell_text, frame, show
+from show import show
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, n_cond=8, vocab_size=12, mask_id=11, length=10,
              dropout=0.3, omega_s=0.7, omega_a=2.5, omega_b=-1.3)
@@ -320,27 +319,9 @@ def test_show_draws_confidence_and_tokens(monkeypatch):
     assert "mj" in second and "md" not in second                      # the end is in view
 
 
-def test_show_draws_a_sudoku_as_a_grid():
-    tok = data.tokenizer("bytes")
-    digits = [ord(c) for c in "123456" * 6]
-    x = [256, *digits, 257, 257]
-    x[8] = 258                                                        # row 2, column 2
-    lines = frame(x, [1.0] * 39, x[:8] + [ord("5")] + x[9:], 258, cell_text(tok, 258), 80)
-    assert len(lines) == 8 and lines[2] == lines[5] == ""             # room between the boxes
-    cells = ["".join(re.findall(r"m (.) ", line)) for line in lines]
-    assert cells == ["123456", "153456", "", "123456", "123456", "", "123456", "123456"]
-    assert lines[1].count("48;2;") == 1 and lines[1].count(" \x1b[0m  ") == 2
-
-
-def test_show_prints_a_few_plain_lines_where_there_is_no_terminal(capsys):
-    tok = data.tokenizer("bytes")
-    step = show(tok, tok.n_vocab)
-    for _ in range(2):  # the next sequence begins anew
-        for n in range(17):
-            x = torch.tensor([[97] * n + [258] * (16 - n)])
-            step(x, torch.zeros(1, 16), torch.full((1, 16), 258))
-        lines = capsys.readouterr().out.splitlines()
-        assert lines == [f"{25 * i:3d}% " + "a" * 4 * i + "·" * (16 - 4 * i) for i in range(5)]
+def test_show_draws_nothing_where_there_is_no_terminal(capsys):
+    show(data.tokenizer("bytes"), 258)(torch.tensor([[97, 258]]), *torch.zeros(2, 1, 2))
+    assert capsys.readouterr().out == ""
 
 
 # ---- the command
@@ -415,8 +396,7 @@ def test_ranks_write_their_own_shards(run, monkeypatch, capsys):
 def test_the_text_is_printed_when_it_is_made_and_when_it_was_there(run, capsys):
     for watched in False, False, True:  # watching again makes no second copy
         [line] = run(show=watched, prompt="a\\nb")
-        out = capsys.readouterr().out
-        assert line["text"] + "\n" in out and ("100% " in out) == watched
+        assert line["text"] + "\n" in capsys.readouterr().out
         assert line["ids"][1:4] == list(b"a\nb")
 
 
