@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""bench.py: what it reports is what happened, and every part runs. No test looks at a clock."""
+"""bench.py: what it reports is what happened, and every case runs. No test looks at a clock."""
 
 import ast
 import json
@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import time
+import types
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -19,17 +20,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 import bench
-from bench import PRESETS, Config, interleaved, main, peak
-from conftest import ROOT, configure, refused, torchrun
+from bench import PRESETS, Config, interleaved, main
+from conftest import ROOT, Killed, configure, kill, refused
 from data import rng
-from mdlm import MDLM, corrupt
+from mdlm import MDLM, ModelConfig, corrupt
 from train import flops_per_token
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
-
-
-# measuring ---------------------------------------------------------------------------------------
 
 
 def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
@@ -42,37 +40,26 @@ def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
         calls.append(name)
         now[0] += seconds * (3 if (len(calls) - 1) // 2 % 2 else 1)
 
-    found = interleaved({"a": lambda: case("a", 1.0), "b": lambda: case("b", 1.5)}, 4, CPU)
+    found = interleaved({"a": lambda: case("a", 1.0), "b": lambda: case("b", 1.5)}, 4, CPU, 8)
     assert calls == ["a", "b"] * 5  # the first two do not count
-    assert found["a"] == {"seconds": 2.0, "cpu": 4.0, "ratio": 1.0}
-    assert found["b"]["ratio"] == pytest.approx(1.5)
+    assert found["a"] == {"seconds": 2.0, "cpu": 4.0, "ratio": 1.0, "cpu ratio": 1.0, "tokens/s": 4}
+    assert found["b"]["ratio"] == found["b"]["cpu ratio"] == pytest.approx(1.5)
 
 
-def end_abruptly(cfg, device):
-    os._exit(3)
-
-
-def test_peak_memory_is_what_a_fresh_process_held_at_once():
-    found = peak(bench.three_updates, Config(**QUICK), CPU, None, True)
-    assert 0 < found["before GB"] < min(found["peak GB"], 1.5)  # whatever this one has held
-    refused("memory was not measured", peak, end_abruptly, None, CPU)
-
-
-# what is measured --------------------------------------------------------------------------------
-
-
-def test_hours_are_tokens_by_rate(capsys):
+def test_hours_are_tokens_by_rate(monkeypatch):
     """At the paper's size, a second for 32 × 1024 tokens is 16 s for an update, and 1M of them."""
-    rows = bench.hours(bench.ModelConfig(), 32, {"seconds": 1.0}, {"seconds": 2.0})
-    assert rows["from scratch, binary"]["1 device"] == pytest.approx(1e6 * 16 / 3600)
-    hours = rows["continuation, SM 0.8"]["8 devices"]
-    assert hours == pytest.approx(1e5 * 16 * 1.8 / 8 / 3600)
+    model = types.SimpleNamespace(cfg=ModelConfig())
+    monkeypatch.setattr(bench, "training", lambda *_: (print, model))
+    monkeypatch.setattr(bench, "interleaved", lambda cases, repeats, device, tokens: {
+        name: {"seconds": s, "tokens/s": tokens / s} for name, s in zip(cases, (1.0, 2.0))})
+    binary, _, mixed = bench.train_rows(Config(), CPU, None).values()
+    assert binary["hours × 1"] == pytest.approx(1e6 * 16 / 3600)
+    assert mixed["hours × 8"] == pytest.approx(1e6 * 16 * 1.8 / 8 / 3600)
 
 
 def test_flops_are_those_of_the_matrices():
-    cfg = Config(**QUICK)
-    model, L = bench.build(replace(cfg, dropout=0.0, n_cond=8), CPU), cfg.length
-    assert model.cfg.n_cond == 8
+    cfg = replace(Config(**QUICK), dropout=0.0, n_cond=8)
+    model, L = bench.build(cfg, CPU), cfg.length
     emb = model.net.table[torch.zeros(2, L, dtype=torch.long)].detach()
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
         h = model.net.trunk(emb, torch.full((2,), 0.5))
@@ -83,9 +70,10 @@ def test_flops_are_those_of_the_matrices():
 
 def test_dream_has_its_real_size():
     """7.6 billion parameters, as many as the released Dream-7B. Counted, not allocated."""
-    cfg = Config(**PRESETS["gpu"])
-    dream, _ = bench.build_dream(cfg, torch.device("meta"), torch.bfloat16)
+    dream, _ = bench.build_dream(Config(), torch.device("meta"), torch.bfloat16)
     assert sum(p.numel() for p in dream.parameters()) == 7_615_616_512
+    assert {p.dtype for p in dream.parameters()} == {torch.bfloat16}
+    assert torch.get_default_dtype() == torch.float32
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
@@ -112,84 +100,42 @@ def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypa
     assert graphs["unique_graphs"] == warm and not breaks and list(model.state_dict()) == names
 
 
-def test_marks_change_nothing_and_go_away():
-    """The sections of an SM update follow Alg. 1; weights and methods are as without them.
+def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch):
+    out = tmp_path / "bench.json"
+    cfg = Config(**QUICK, parts="train,sample,dream,against", against=ROOT, json=str(out))
+    whole = bench.decoding_rows
+    monkeypatch.setattr(bench, "decoding_rows", lambda *_: kill())
+    with pytest.raises(Killed):
+        main(cfg)
+    before = json.loads(out.read_text())
+    assert list(before) == ["machine", "settings", "train", "sample, batch 1", "dream, finetuning"]
+    monkeypatch.setattr(bench, "decoding_rows", whole)
+    monkeypatch.setattr(bench, "train_rows", None)  # not called again
+    main(cfg)
+    found = json.loads(out.read_text())
+    assert before.items() <= found.items()
+    binary, soft, expected = found["train"].values()
+    assert expected["seconds"] == pytest.approx(0.2 * binary["seconds"] + 0.8 * soft["seconds"])
+    for row in found["sample, batch 2"].values():
+        assert row["s/call"] >= row["s/step"] == pytest.approx(row["seconds"] / 8)
+        assert row["tokens/s"] * row["seconds"] == pytest.approx(64)
+    assert [len(found[f"dream, {name}"]) for name in ("finetuning", "decoding")] == [4, 6]
+    against = [rows for name, rows in found.items() if name.startswith("against")]
+    assert [set(rows) for rows in against] == 4 * [{"that", "this"}]
+    assert sys.modules["mdlm"].MDLM is MDLM  # the modules of the other checkout are away again
+    refused("another machine, commit or setting", main, replace(cfg, batch=3))
+    refused("no part speed", main, replace(cfg, parts="train,speed", json=""))
 
-    The update is that of train.py: all parameters move, ω with them.
-    """
-    (step, model), (other, plain) = (bench.training(Config(**QUICK), CPU, None) for _ in range(2))
-    plain.load_state_dict(model.state_dict())
+
+def test_an_update_is_that_of_train():
+    """All parameters move, ω with them."""
+    step, model = bench.training(Config(**QUICK), CPU, None)
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    methods = lambda: (model.net.trunk, model.feedback, model.cross_entropy, model.sm.forward,
-                       model.sm.mix)
-    unmarked = methods()
-    torch.manual_seed(3)
-    other(True)
-    other(True)
-    torch.manual_seed(3)
     step(True)
-    seconds = bench.sections_of(lambda mark: step(True, mark=mark), model, "the rest", CPU)
-    made = ("trunk", "SM: head", "head and loss")
-    parts = {f"{name}, backward" for name in made} | {"SM: λ, top k", "SM: look-up"}
-    assert set(seconds) == {"the rest", "clip, optimizer, EMA", *made, *parts}
-    assert methods() == unmarked
-    for (name, p), q in zip(model.named_parameters(), plain.parameters()):
-        assert torch.equal(p, q) and p.isfinite().all()
+    step(True)
+    for name, p in model.named_parameters():
         # Without time conditioning σ is 0, and the layer that embeds it has no gradient.
         assert not torch.equal(p, before[name]) or name.startswith("net.sigma_map"), name
-
-
-# the commands ------------------------------------------------------------------------------------
-
-
-def test_every_part_runs_and_lands_in_the_json(tmp_path):
-    out = tmp_path / "bench.json"
-    parts = ["train", "sample", "curves", "overhead", "profile", "attention", "dream", "against"]
-    main(Config(**QUICK, parts=",".join(parts), against=ROOT, json=str(out)))
-    found = json.loads(out.read_text())
-    assert set(found) == {"machine", "settings", *parts}
-    seconds = {name: row["seconds"] for name, row in found["train"].items() if "SM" in name}
-    expected = 0.2 * found["train"]["binary"]["seconds"] + 0.8 * seconds["SM, p_sm = 1"]
-    assert seconds["SM, p_sm = 0.8 (expected)"] == pytest.approx(expected)
-    assert [p["x"] for p in found["curves"]["update over L"]] == [8, 16, 32, 64]
-    assert [p["x"] for p in found["curves"]["update over k"]] == [1, 3, 10, "|V|"]
-    assert {len(rows) for rows in found["dream"].values()} == {4, 6}
-    common = {"the rest", "trunk", "draw: head, nucleus, token"}
-    for name, more in ("binary", set()), ("SM", {"SM: head", "SM: λ, top k", "SM: look-up"}):
-        row = found["overhead"][name]
-        assert row["s/call"] == pytest.approx(row["seconds"] / row["calls"]) and row["calls"] <= 9
-        assert set(row["sections"]) == common | more
-    assert set(found["against"]) == {f"{kind}, {how}" for kind in ("update", "sample")
-                                     for how in ("binary", "SM")} | {"commit"}
-    assert sys.modules["mdlm"].MDLM is MDLM  # the modules of the other checkout are away again
-    for case in found["profile"].values():
-        assert sum(row["%"] for row in case["sections"].values()) == pytest.approx(100)
-
-
-def test_vocabulary_work_is_a_soft_update():
-    """Gradients reach ω. The part takes 2,048 tokens and a GB; here it takes three tokens."""
-    model = bench.vocabulary_work(None, CPU, 1, 3)
-    assert all(p.grad is not None and p.grad.isfinite() for p in model.sm.parameters())
-    assert model.sm.raw_s.grad != 0
-
-
-def test_bad_input_is_refused(tmp_path):
-    (tmp_path / "bench.py").write_text("def build(cfg, device): pass\n")
-    refused("has no sampling and no training: check out a later", main,
-            Config(**QUICK, parts="against", against=str(tmp_path)))
-    for how, message in ((dict(parts="train,speed"), "none of train"),
-                         (dict(parts="scaling"), "under torchrun"),
-                         (dict(parts="against", against="nowhere"), "--against=nowhere"),
-                         (dict(repeats=0), "repeats=0"), (dict(length=2), "length=2")):
-        refused(message, main, Config(**QUICK | how))
-
-
-def test_scaling_runs_on_two_processes(tmp_path):
-    out = tmp_path / "scaling.json"
-    flags = [f"--{name}={value}" for name, value in QUICK.items()]
-    torchrun("lab/bench.py", "scaling", *flags, f"--json={out}", check=True)
-    rows = json.loads(out.read_text())["scaling"]
-    assert list(rows) == ["1 process, batch 2", "strong: 2 × 1", "weak: 2 × 2"]
 
 
 # results/gpu.sh ----------------------------------------------------------------------------------
@@ -198,33 +144,30 @@ def test_scaling_runs_on_two_processes(tmp_path):
 STAND_IN = """#!/bin/sh
 printf '%s\\n' "$*" >> commands
 for word; do
-    case $word in
-        --json=* | --out=*.json | --out=*.jsonl) echo > "${word#*=}" ;;
-        --out_dir=*) mkdir -p "${word#*=}" && echo > "${word#*=}/log.jsonl" ;;
-    esac
+    case $word in --json=*) echo > "${word#*=}" ;; esac
 done
 """
 
 
 def test_gpu_sh_gives_flags_that_exist_and_repeats_no_block(tmp_path):
-    """A stand-in for Python keeps the commands."""
+    """A stand-in for Python keeps the commands. bench.py itself skips what it has measured."""
     stand_in, kept = tmp_path / "python", tmp_path / "commands"
     stand_in.write_text(STAND_IN)
     stand_in.chmod(0o755)
     (tmp_path / "results").mkdir()
     shutil.copy(os.path.join(ROOT, "results", "gpu.sh"), tmp_path / "results")
-    own = {"PYTHON": str(stand_in), "TEXT": "stdlib", "WORK": "work"}
     for size in "toy", "gpu":
-        env = os.environ | own | {"SIZE": size, "OUT": str(tmp_path / size)}
+        env = os.environ | {"PYTHON": str(stand_in), "WORK": "work", "SIZE": size, "OUT": size}
         for again in False, True:
             kept.write_text("")
             subprocess.run(["bash", "results/gpu.sh"], cwd=tmp_path, check=True,
                            capture_output=True, env=env)
             commands = [line.split() for line in kept.read_text().splitlines()]
-            assert len(commands) == 0 if again else len(commands) > 10
+            assert len(commands) == (3 if again else 7)
             for script, *words in commands:
-                if script != "-m":  # pytest
-                    configure(os.path.basename(script).removesuffix(".py"), words)
+                words = words[words.index("work/ddp.py") + 1:] if "work/ddp.py" in words else words
+                if script.endswith(".py") or words[:1] == ["quickstart"]:
+                    configure("bench" if "bench" in script else "train", words)
 
 
 def test_gpu_sh_runs_every_test_that_needs_cuda():
