@@ -43,4 +43,3 @@ python lab/plot.py --runs="$logs/scratch-*-?.jsonl" --out=$figures/scratch.png
 python lab/plot.py --runs="$continued" --out=$figures/continuation.png
 python lab/plot.py --runs="$logs/stdlib-*.jsonl" --out=$figures/stdlib.png
 python lab/plot.py --ablation="$ablation" --out=$figures/ablation.png
-python lab/plot.py --curves=results/bench/curves.json --out=$figures/curves.png

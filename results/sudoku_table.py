@@ -146,7 +146,7 @@ def equal_seconds(budgets):
     """
     seconds = {}
     for layers in 2, 4:
-        timed = read_json(f"{HERE}/bench/sudoku-{layers}.json")["train"]
+        timed = read_json(f"{HERE}/bench/sudoku.json")[f"train, {layers} layers"]["train"]
         for kind in "binary", "SM, p_sm = 0.8 (expected)":
             seconds[kind[:2], layers] = timed[kind]["seconds"]
     cost = {"binary": seconds["bi", 2], "sm": seconds["SM", 2], "tied": seconds["SM", 2],
