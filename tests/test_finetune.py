@@ -481,7 +481,7 @@ def test_seeds_whose_filters_leave_unlike_numbers_are_averaged(cfg):
         finetune(run)
         updates.add(checkpoint.load(f"{run.out}/last.pt")["step"])
         answers = eval_dream.Config(adapter=f"{run.out}/best", seed=seed)
-        groups.append(eval_dream.group(answers, "1/1", "SM k=1", "", 256))
+        groups.append(eval_dream.group(answers, "1/1", "SM k=1"))
     assert len(updates) == 2 and groups[0] == groups[1] and groups[0]["FT"] == "1.0 epochs"
 
 
