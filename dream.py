@@ -108,7 +108,7 @@ def rope(pos, cfg):
 
 def rotate(x, cos, sin):
     x1, x2 = x.chunk(2, dim=-1)  # halves, not even and odd: the NeoX convention
-    return x * cos.to(x.dtype) + torch.cat([-x2, x1], -1) * sin.to(x.dtype)
+    return x * cos + torch.cat([-x2, x1], -1) * sin
 
 
 class Attention(nn.Module):
@@ -122,15 +122,15 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(cfg.hidden_size, groups)
         self.o_proj = nn.Linear(heads, cfg.hidden_size, bias=False)
 
-    def forward(self, x, cos, sin, past, start, keep):
+    def forward(self, x, cos, sin, past, at, keep):
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
         q = rotate(split(self.q_proj(x)), cos, sin)                     # (B, L, heads, head_dim)
         k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, groups, head_dim)
         v = split(self.v_proj(x))                                       # (B, L, groups, head_dim)
-        if past is not None:  # the new keys and values replace the old ones from start on
-            end = start + x.shape[1]
-            k, v = (torch.cat([old[:, :start], new, old[:, end:]], 1)
-                    for old, new in zip(past, (k, v)))                  # (B, S, groups, head_dim)
+        if past is not None:
+            # In place: to join old and new pieces, 28 layers would copy the whole cache.
+            k = past[0].index_copy_(1, at, k)                           # (B, S, groups, head_dim)
+            v = past[1].index_copy_(1, at, v)                           # (B, S, groups, head_dim)
         q, ks, vs = (z.transpose(1, 2) for z in (q, k, v))
         y = F.scaled_dot_product_attention(q, ks, vs, attn_mask=keep, enable_gqa=True)
         return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)        # (B, L, D)
@@ -190,20 +190,21 @@ class Dream(nn.Module):
             valid ones. The hidden states of padding are finite and mean nothing.
         past: what an earlier call over S positions returned, (k, v) per layer. emb then stands
             for the positions start .. start + L − 1 of these S. Their keys and values are
-            replaced, all others are used as they were.
+            replaced *in place*, all others are used as they were.
+        start: int, or 0-d on the device, which a compiled trunk wants: it is compiled again for
+            another int.
         Returns h (B, L, D) and kv, (k, v) per layer, each (B, S, groups, head_dim), the keys
         rotated already. While checkpointing, kv is empty.
         """
-        end = start + emb.shape[1]
-        if valid is None:
-            pos = torch.arange(start, end, device=emb.device)[None]     # (1, L)
-        else:
-            pos = (valid.long().cumsum(1) - 1)[:, start:end]            # (B, L)
-        cos, sin = rope(pos, self.cfg)
+        at = torch.arange(emb.shape[1], device=emb.device) + start      # (L,)
+        pos = at[None]                                                  # (1, L)
+        if valid is not None:
+            pos = (valid.long().cumsum(1) - 1)[:, at]                   # (B, L)
+        cos, sin = (turn.to(emb.dtype) for turn in rope(pos, self.cfg))
         keep = None if valid is None else valid[:, None, None]          # (B, 1, 1, S) over keys
         h, kv = emb, []
         for i, layer in enumerate(self.model["layers"]):
-            context = (cos, sin, None if past is None else past[i], start, keep)
+            context = (cos, sin, None if past is None else past[i], at, keep)
             if self.checkpointing and torch.is_grad_enabled():
                 h, _ = checkpoint(layer, h, *context, use_reentrant=False)
             else:
@@ -215,11 +216,9 @@ class Dream(nn.Module):
         """h (B, L, D) → (N, D), the hidden states that predict the positions `rows` (N,).
 
         Dream grew out of a next-token model and kept its shift: position i is predicted from
-        hidden state i − 1. Raises Refused for position 0 of a sequence, which has none before it.
+        hidden state i − 1. So position 0 must never be masked: nothing here would notice, because
+        a GPU would have to be waited for. `sample_dream.pad_prompts` refuses it.
         """
-        if (rows % h.shape[1] == 0).any():
-            raise Refused("position 0 is masked and has no position before it to be predicted "
-                          "from: put a prompt there")
         return h.flatten(0, 1)[rows - 1]                                # (N, D)  the shift
 
     def hidden(self, emb, rows, t=None, valid=None):
@@ -235,6 +234,14 @@ class Dream(nn.Module):
         A loss in bf16 would round its gradients.
         """
         return self.lm_head(h).float()                                  # (n, V)
+
+    def compile_trunk(self):
+        """Compile the trunk, in place: once for all positions, once for a part of them.
+
+        It takes a minute, and pays where the host cannot launch 28 layers as fast as they run.
+        Lengths are symbols: the next prompt and the next block, at another start, compile nothing.
+        """
+        self.trunk = torch.compile(self.trunk, dynamic=True)  # not a submodule: names stay
 
     def fingerprint(self):
         """16 hex digits that tell these weights from others of the same shapes.

@@ -31,7 +31,17 @@ import torch.nn.functional as F
 import dora
 from arms import soft_mask, with_omega
 from dream import Dream, Tokenizer, load_adapter, soft_mask_file
-from launch import Count, Refused, Share, check_ranges, line_breaks, machine, progress, run
+from launch import (
+    Count,
+    Refused,
+    Share,
+    check_ranges,
+    line_breaks,
+    machine,
+    progress,
+    run,
+    to_device,
+)
 from mdlm import TwoPass, in_chunks
 from softmask import SoftMask, time_gain
 
@@ -67,6 +77,7 @@ class Decoding:
     seed: int = 0
     device: str = "auto"            # cuda > mps > cpu
     dtype: str = "auto"             # auto: as stored; or float32, bfloat16
+    compile: bool | None = None     # the trunk, in a minute (default: off, eval_dream: on CUDA)
 
 
 @dataclass
@@ -126,24 +137,37 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
     """
     if temperature > 0:
         logits = logits / temperature
+    p = logits.softmax(-1)                                              # (n, V)
     if top_p < 1:
-        p = logits.softmax(-1)                                          # (n, V)
-        for m in (min(256, p.shape[-1]), p.shape[-1]):  # all of V is slow to sort, rarely needed
-            ranked, order = p.topk(m)                                   # (n, m)
-            if (ranked.sum(-1) > top_p).all():
-                break
-        before = F.pad(ranked.cumsum(-1)[:, :-1], (1, 0))               # (n, m)  of likelier ones
-        keep = torch.zeros_like(p, dtype=torch.bool).scatter(-1, order, before <= top_p)
-        logits = logits.masked_fill(~keep, -torch.inf)
+        top, ids = likeliest(p, top_p)                                  # (n, m), descending
+        before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                  # (n, m)  of likelier ones
+        p = torch.zeros_like(p).scatter(-1, ids, top.masked_fill(before > top_p, 0))
     if top_k:
-        least = logits.topk(min(top_k, logits.shape[-1])).values[:, -1:]        # (n, 1)
-        logits = logits.masked_fill(logits < least, -torch.inf)
-    return logits.softmax(-1)
+        least = p.topk(min(top_k, p.shape[-1])).values[:, -1:]          # (n, 1)
+        p = p.masked_fill(p < least, 0)                                 # (n, V)
+    return p / p.sum(-1, keepdim=True) if top_p < 1 or top_k else p
 
 
-def multinomial(p, generator):
-    # fp32 noise would cut the tail. MPS has no float64, so this runs on the generator's device.
-    drawn = torch.multinomial(p.to(generator.device, torch.float64), 1, generator=generator)
+def likeliest(probs, p):
+    """The likeliest tokens of each row, (n, m), descending: enough of them for a sum above p."""
+    V = probs.shape[-1]
+    for m in (min(1024, V), V):  # all of V is slow to sort, rarely needed
+        top, ids = probs.topk(m)                                        # (n, m), (n, m)
+        if (top.sum(-1) > p).all():
+            break
+    return top, ids
+
+
+def draw(p, generator):
+    """One token (n,) per row of p (n, V), in float64: fp32 noise would cut the tail.
+
+    It is where a random number falls in the cumulative sum. torch.multinomial would let the host
+    wait twice. MPS has no float64, so this runs on the generator's device.
+    """
+    where = dict(device=generator.device, dtype=torch.float64)
+    u = torch.rand(len(p), 1, generator=generator, **where)             # (n, 1)
+    cdf = p.to(**where).cumsum(-1)                                      # (n, V)
+    drawn = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)        # (n, 1)
     return drawn[:, 0].to(p.device)
 
 
@@ -171,7 +195,7 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
         p, x0 = choose(logits, u[:, 0])                                 # (n, V), (n,)
     else:
         p = filtered(logits, temperature, top_p, top_k)                 # (n, V)
-        x0 = p.argmax(-1) if temperature == 0 else multinomial(p, generator)     # (n,)
+        x0 = p.argmax(-1) if temperature == 0 else draw(p, generator)            # (n,)
     if never is not None:  # before conf, so that a threshold is about the token that is written
         first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
         x0 = torch.where(x0 == never, torch.where(first == never, second, first), x0)
@@ -190,32 +214,28 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     return x0, conf
 
 
-def look(model, h, soft, never, algorithm, wanted=None, u=None, **pick):
+def predictions(model, h, n, soft, never, algorithm, u=None, **pick):
     """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
     model: TwoPass.   h: (N, D) hidden states.   soft: whether there is feedback.
-    never, algorithm, u (N, 2), pick: arguments of `propose`.
-    wanted: (N,) bool, the masks that can be revealed (default: all).
-    Returns x0 and conf of these, and, if soft, TwoPass.feedback of all N. The feedback comes from
+    n: so many of them, the first ones, can be revealed. A proposal costs more than its logits.
+    never, algorithm, u (n, 2), pick: arguments of `propose`.
+    Returns x0 and conf of these n, and, if soft, TwoPass.feedback of all N. The feedback comes from
     the logits without temperature and top-p [code].
     """
     V = len(model.net.table)
 
-    def rows(h, u=None):
+    def both(h, *u):
         logits = model.net.head(h)                                      # (n, V)
-        found = propose(logits, never, algorithm, u=u, **pick)          # (n,), (n,)
+        found = propose(logits, never, algorithm, u=u[0] if u else None, **pick)    # (n,), (n,)
         return *found, *(model.feedback_of(h, logits) if soft else ())
 
-    def few(h, wanted):  # a proposal costs more than its logits: unwanted rows get 0 instead
-        logits = model.net.head(h)                                      # (n, V)
-        found = propose(logits[wanted], never, algorithm, **pick)
-        found = (v.new_zeros(len(h)).masked_scatter(wanted, v) for v in found)
-        return *found, *(model.feedback_of(h, logits) if soft else ())
-
-    if wanted is None:
-        return in_chunks(rows, h, *[] if u is None else [u], V=V)
-    x0, conf, *fed = in_chunks(few, h, wanted, V=V)
-    return x0[wanted], conf[wanted], *fed
+    rows = [h[:n]] if u is None else [h[:n], u]
+    x0, conf, *feedback = in_chunks(both, *rows, V=V)
+    if soft and n < len(h):
+        pairs = zip(feedback, model.feedback(h[n:]))
+        feedback = [torch.cat(pair) for pair in pairs]
+    return x0, conf, *feedback
 
 
 def reveal_count(masked, t, s, last):
@@ -266,29 +286,30 @@ def pad_prompts(cfg, prompt, gen_len, device="cpu"):
     if L > cfg.max_position_embeddings:
         raise Refused(f"prompt and response are {L} tokens, the model takes "
                       f"{cfg.max_position_embeddings}: shorten one")
+    if any(row[0] == cfg.mask_token_id for row in rows):
+        raise Refused("position 0 is masked and has no position before it to be predicted from: "
+                      "put a prompt there")
     x = [(L - len(row)) * [cfg.pad_token_id] + row for row in rows]
     valid = torch.tensor([[L - len(row)] for row in rows]) <= torch.arange(L)    # (B, L)
     return torch.tensor(x, device=device), None if valid.all() else valid.to(device)
 
 
-def faded(plain, mixed, masked, schedule, switch, left, start):
+def faded(plain, mixed, sequence, schedule, switch, left, start):
     """Soft masks with λ turned down by the schedule                                   App. C.9
 
-    plain: (D,) the embedding of [MASK].   mixed: (N, D) with the full λ, at masked (B, L).
-    left: (B, L), the masks that remain.   start: (B,), how many there were. Each sequence has its
-    own time, so that it does not depend on the rest of its batch [ours].
-    Returns (B, L, D). The mix is linear in λ. So a share of λ is this share of the way from [MASK]
+    plain: (D,) the embedding of [MASK].   mixed: (N, D) with the full λ.
+    sequence: (N,), of the batch. Each has its own time, so that it does not depend on the others
+    [ours].   left: (B,), masks that remain.   start: (B,), how many there were. All on the host.
+    Returns (N, D). The mix is linear in λ. So a share of λ is this share of the way from [MASK]
     to the full mix.
     """
-    soft = plain.repeat(*masked.shape, 1).masked_scatter(masked[..., None], mixed)  # (B, L, D)
     if schedule == "none":
-        return soft
+        return mixed
     # Python's floats: in fp32, 3/15 is above 0.2, and the switch is strict. A row may have no mask.
-    shares = [now / max(of, 1) for now, of in zip(left.sum(-1).tolist(), start.tolist())]
-    gain = [time_gain(schedule, share, switch) for share in shares]
-    gain = torch.tensor(gain, device=soft.device)                       # (B,)
-    mixed = torch.lerp(plain.float(), soft.float(), gain[:, None, None])         # (B, L, D)
-    return mixed.to(soft.dtype)
+    shares = [now / max(of, 1) for now, of in zip(left.tolist(), start.tolist())]
+    gain = torch.tensor([time_gain(schedule, share, switch) for share in shares])        # (B,)
+    gain = to_device(gain[sequence], mixed.device)[:, None]             # (N, 1)
+    return torch.lerp(plain.float(), mixed.float(), gain).to(mixed.dtype)
 
 
 def draws(generators, masked, real):
@@ -300,10 +321,9 @@ def draws(generators, masked, real):
     """
     if not isinstance(generators, list):
         return None
-    where = "cpu" if masked.device.type == "mps" else masked.device  # MPS has no float64
     u = [torch.rand(n, 2, dtype=torch.float64, generator=g)
          for n, g in zip(real.sum(-1).tolist(), generators)]
-    return torch.cat(u).to(where)[masked[real].to(where)]
+    return torch.cat(u)[masked[real]]
 
 
 @torch.no_grad()
@@ -328,56 +348,67 @@ def decode(model, x, steps, valid=None, schedule="none", switch=0.5, on_step=Non
     With a list of generators, or at temperature 0, a sequence does not depend on the rest of its
     batch. Raises Refused for settings that cannot be run. Checked against
     tests/oracles.py slow_decode and tests/oracles.py in_order.
+
+    The host has a copy of x, so it knows the masks. It waits for this copy once in a pass.
     """
     net, mask_id, soft = model.net, model.mask_id, soft and model.sm is not None
     if passes < 1 or passes > 1 and not soft:
         raise Refused(f"passes={passes} must be at least 1, and without feedback no more than 1")
-    masked = x == mask_id                                               # (B, L)
-    real = torch.ones_like(masked) if valid is None else valid          # (B, L)
-    start = masked.sum(-1)                                              # (B,)
+    (B, L), plain = x.shape, net.table[mask_id]                         # (D,)
+    masked = x.cpu() == mask_id                                         # (B, L)  on the host
+    real = torch.ones_like(masked) if valid is None else valid.cpu()    # (B, L)  on the host
+    start = masked.sum(-1)                                              # (B,)    on the host
     check(int(start.max()), steps, algorithm, schedule=schedule, switch=switch, **pick)
     context = {} if valid is None else {"valid": valid}
     pick["generator"] = None if isinstance(generator, list) else generator
     times = torch.linspace(1, 1e-3, steps + 1)
-    emb = F.embedding(x, net.table)                                     # (B, L, D)  plain masks
+    looks = plain.repeat(B * L, 1)                                      # (BL, D)  of each mask
     nfe = torch.zeros_like(start)                                       # (B,)
 
-    def fed(mixed, left):
-        """The next input: x, with soft masks where it is masked still."""
-        masks = faded(net.table[mask_id], mixed, masked, schedule, switch, left, start)
-        return torch.where(left[..., None], masks, F.embedding(x, net.table))   # (B, L, D)  l.6
+    def hidden():
+        """The network, with soft masks where x is masked."""
+        soft_masks = looks.view(B, L, -1)                               # (B, L, D)
+        emb = torch.where((x == mask_id)[..., None], soft_masks, F.embedding(x, net.table))  # l.6
+        return net.hidden(emb, rows, t, **context)                      # (N, D)             l.3
 
     for i in range(steps):
         last = i == steps - 1
-        rows = masked.flatten().nonzero().squeeze(1)                    # (N,)
-        t = masked.float().mean(-1)                                     # (B,)  the share of masks
+        at = masked.flatten().nonzero().squeeze(1)                      # (N,)    on the host
+        rows = to_device(at, x.device)                                  # (N,)
+        t = to_device(masked.float().mean(-1), x.device)                # (B,)  the share of masks
         for _ in range(passes - 1):
-            h = net.hidden(emb, rows, t, **context)                     # (N, D)             l.3
-            emb = fed(model.feedback(h)[0], masked)
-        h = net.hidden(emb, rows, t, **context)                         # (N, D)             l.3
+            mixed = model.feedback(hidden())[0]                         # (N, D)
+            looks[rows] = faded(plain, mixed, at // L, schedule, switch, masked.sum(-1), start)
+        h = hidden()                                                    # (N, D)
         nfe += passes * masked.any(-1)
         # Where the model predicts [MASK], the last step takes the best real token [ours]. The
         # authors' code leaves masks in its answers.
         never = mask_id if last else None
-        u = draws(generator, masked, real)                              # (N, 2)
-        x0, conf, *now = look(model, h, soft, never, algorithm, u=u, **pick)             # l.4, l.6
-        count = -(-masked.sum(-1) // (steps - i)) if even else None     # (B,)  rounded up
+        u, count = draws(generator, masked, real), None                 # (N, 2)
+        if u is not None:
+            where = "cpu" if x.device.type == "mps" else x.device       # MPS has no float64
+            u = to_device(u, torch.device(where))
+        x0, conf, *found = predictions(model, h, len(h), soft, never, algorithm, u=u, **pick)
         if even:
+            count = to_device(-(-masked.sum(-1) // (steps - i)), x.device)      # (B,)  rounded up
             # From masks alone, a DiT predicts the same at every position. So chance chooses one,
             # not rounding errors, which differ from batch to batch [ours].
             blank = masked.all(-1, keepdim=True).expand_as(masked)[masked]       # (N,)
-            conf = torch.where(blank, u[:, 1].to(conf), conf)           # (N,)
-        x = reveal(x, masked, x0, conf, times[i], times[i + 1], last, None, algorithm, count)  # l.5
-        left = x == mask_id                                             # (B, L)
-        emb = fed(now[0], left) if soft else F.embedding(x, net.table)          # (B, L, D)
+            conf = torch.where(to_device(blank, x.device), u[:, 1].to(conf), conf)       # (N,)
+        x = reveal(x, x == mask_id, x0, conf, times[i], times[i + 1], last, None, algorithm,
+                   count)                                               # (B, L)             l.5
+        left = x.cpu() == mask_id                                       # (B, L)  on the host
+        if soft:
+            looks[rows] = faded(plain, found[0], at // L, schedule, switch, left.sum(-1), start)
         if on_step:
             lam, guess = torch.zeros(x.shape, device=x.device), x       # (B, L), (B, L)
             if soft:
-                lam = lam.masked_scatter(masked, now[1]).where(left, lam)
-                guess = guess.masked_scatter(masked, now[2]).where(left, guess)
+                before, after = to_device(masked, x.device), x == mask_id
+                lam = lam.masked_scatter(before, found[1]).where(after, lam)
+                guess = guess.masked_scatter(before, found[2]).where(after, guess)
             on_step(x, lam, guess, rows, h)
         masked = left
-    return x, nfe.cpu()
+    return x, nfe
 
 
 @torch.no_grad()
@@ -403,48 +434,57 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     the last pass that predicted it. So feedback crosses block boundaries, and with `dual` the masks
     after the block do not change, as their keys and values do not. Checked against
     tests/oracles.py slow_blocks.
+
+    As in `decode`, the host has a copy of x and waits for it once in a pass.
     """
     net, mask_id, (B, L) = model.net, model.mask_id, x.shape
-    if (x[:, :L - gen_len] == mask_id).any():
+    masked = x.cpu() == mask_id                                         # (B, L)  on the host
+    if masked[:, :L - gen_len].any():
         raise Refused(f"the prompt contains the mask token {mask_id}: blocks fill a response "
                       f"only, use block 0 to infill")
     check(gen_len, steps, algorithm, schedule=schedule, block=block, switch=switch, cache=cache,
           threshold=threshold, **pick)
     algorithm = algorithm if threshold is None else "maskgit_plus"
     times = torch.linspace(1, 1e-3, steps * block // gen_len + 1)       # of the steps of a block
-    start, at = torch.full((B,), gen_len), torch.arange(L, device=x.device)
+    start, at = torch.full((B,), gen_len), torch.arange(L)              # (B,), (L,)  on the host
+    starts = to_device(at, x.device)  # of this, a 0-d view is a start that nobody waits for
     plain = net.table[mask_id]                                          # (D,)
-    soft = plain.repeat(B, L, 1)                                        # (B, L, D)  how masks look
-    frozen = None                                                       # keys and values
+    looks = plain.repeat(B, L, 1)                                       # (B, L, D)  of each mask
+    kv = None                                                           # keys and values
     for b in range(L - gen_len, L, block):
         for i in itertools.count():
             first, last = i == 0, threshold is None and i == len(times) - 2
             whole = first or cache == "none"
             lo, hi = 0 if whole else b, L if whole or cache == "prefix" else b + block
             end = b + 1 if first and not last else b + block
-            masked = (x == mask_id) & (at >= lo) & (at < hi)            # (B, L)  in this pass
-            open_ = masked & (at >= b) & (at < end)                     # (B, L)  may be revealed
             part = slice(lo, hi)                                        # what the model sees
-            emb = F.embedding(x[:, part], net.table)                    # (B, hi − lo, D)
-            emb = torch.where(masked[:, part, None], soft[:, part], emb)
-            h, kv = net.trunk(emb, valid, frozen if lo else None, lo)           # (B, hi − lo, D)
-            frozen = kv if first else frozen                            # of all L positions
-            asked = masked if model.sm else open_    # feedback needs the logits of every mask
-            h = net.before(h, asked[:, part].flatten().nonzero().squeeze(1))          # (N, D)
+            opened = masked & (at >= b) & (at < end)                    # (B, L)  may be revealed
+            # Others only get feedback. A sequence whose block is full waits, and keeps its own.
+            others = masked & ~opened & opened.any(1, keepdim=True)     # (B, L)
+            seen, emb = x[:, part], F.embedding(x[:, part], net.table)  # (B, hi − lo, D)
+            emb = torch.where((seen == mask_id)[..., None], looks[:, part], emb)
+            h, kv = net.trunk(emb, valid, kv if lo else None, starts[lo])       # (B, hi − lo, D)
+            rows = opened[:, part].flatten().nonzero().squeeze(1)       # (n,)    on the host
+            n = len(rows)
+            if model.sm:
+                rows = torch.cat([rows, others[:, part].flatten().nonzero().squeeze(1)])  # (N,)
+            on_device = to_device(rows, x.device)                       # (N,)
             # A pass that has to reveal something takes a real token, not [MASK].
             never = mask_id if first or last or threshold is not None else None
-            x0, conf, *now = look(model, h, bool(model.sm), never, algorithm, open_[asked], **pick)
+            x0, conf, *found = predictions(model, net.before(h, on_device), n, bool(model.sm),
+                                           never, algorithm, **pick)
             step = (times[i], times[i + 1], first or last) if threshold is None else ()
-            x = reveal(x, open_, x0, conf, *step, threshold=threshold, algorithm=algorithm)
-            left = x == mask_id                                         # (B, L)
+            x = reveal(x, to_device(opened, x.device), x0, conf, *step, threshold=threshold,
+                       algorithm=algorithm)
+            masked = x.cpu() == mask_id                                 # (B, L)  on the host
             if model.sm:
-                new = faded(plain, now[0], masked, schedule, switch, left, start)
-                # A sequence whose block is full waits for the others, and keeps its feedback.
-                again = left & masked & open_.any(1, keepdim=True)      # (B, L)
-                soft = torch.where(again[..., None], new, soft)
+                mixed = faded(plain, found[0], rows // (hi - lo), schedule, switch,
+                              masked.sum(-1), start)                    # (N, D)
+                new = looks[:, part].flatten(0, 1).index_copy(0, on_device, mixed)
+                looks[:, part] = new.view(B, hi - lo, -1)
             if on_step:
                 on_step(x)
-            if not left[:, b:b + block].any():
+            if not masked[:, b:b + block].any():
                 break
     return x
 
@@ -476,6 +516,8 @@ def load_for_decoding(cfg):
                       f"was trained with {type(sm).__name__.lower()}: use --schedule=none")
     if cfg.merge:
         dora.merge_(model)
+    if cfg.compile:
+        model.compile_trunk()
     return model, tok, sm.to(device) if sm and cfg.soft else None
 
 

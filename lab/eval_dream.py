@@ -199,9 +199,10 @@ def evaluate(cfg):
     problem = tasks[0].eval_docs[0]
     column = problem["scoring"]["column"] if "scoring" in problem else f"{cfg.task} (harness)"
     grid = cells(cfg, max(task.config.generation_kwargs.get("max_gen_toks", 256) for task in tasks))
-    model, tok, sm = load_for_decoding(grid[0][1])
-    feedback, results = feedback_label(cfg, sm), []
     gpu = torch.cuda.is_available()
+    compiled = gpu if cfg.compile is None else cfg.compile
+    model, tok, sm = load_for_decoding(replace(grid[0][1], compile=compiled))
+    feedback, results = feedback_label(cfg, sm), []
     for budget, cell in grid:
         lm = DreamInHarness(model, tok, sm, cell)
         out = ask(lm, loaded, cfg.limit, scored=cfg.confirm_run_unsafe_code or not unsafe)

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import io
 import itertools
 import json
@@ -17,6 +18,7 @@ import dora
 import finetune_dream
 import launch
 import mdlm
+import pretend
 import sample_dream as S
 from arms import Slerp
 from conftest import GOLDEN, gen, refused, spy
@@ -48,7 +50,7 @@ def recorded(name):
 
 def decode(model, prompt, gen_len, steps, sm=None, **settings):
     """x after every pass, (passes, B, L). With `block`, block after block."""
-    seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len)
+    seen, (x, valid) = [], S.pad_prompts(model.cfg, prompt, gen_len, model.table.device)
     settings |= {"valid": valid, "on_step": lambda x, *_: seen.append(x)}
     if "block" in settings:
         S.decode_blocks(mdlm.TwoPass(model, sm, MASK), x, gen_len, steps, **settings)
@@ -110,17 +112,15 @@ def test_draws_follow_the_filtered_probabilities():
 
 def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     """Of all vocabulary-wide tensors of a pass, none has more rows than a chunk."""
-    h, wanted = torch.randn(30, 64, generator=gen()), torch.arange(30) % 4 == 1
-    wanted[7:14] = False  # a chunk in which nothing is wanted
-    two = mdlm.TwoPass(model, soft(3), MASK)
-    look = lambda *wanted: S.look(two, h, True, MASK, "topk_margin", *wanted)
-    x0, conf, *rest = look()
+    h, two = torch.randn(30, 64, generator=gen()), mdlm.TwoPass(model, soft(3), MASK)
+    ask = lambda n: S.predictions(two, h, n, True, MASK, "topk_margin")
+    x0, conf, *rest = ask(30)
     monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
     calls = spy(monkeypatch, model, "head")
     close = lambda got, want: torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    close(look(), (x0, conf, *rest))
-    close(look(wanted), (x0[wanted], conf[wanted], *rest))
-    assert [len(rows) for rows, in calls] == 2 * [7, 7, 7, 7, 2]
+    close(ask(30), (x0, conf, *rest))
+    close(ask(9), (x0[:9], conf[:9], *rest))  # no proposal for the others, but feedback
+    assert [len(rows) for rows, in calls] == [7, 7, 7, 7, 2] + [7, 2] + [7, 7, 7]
 
 
 def test_reveal_counts_equal_the_recorded():
@@ -273,6 +273,56 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
         binary = decode(model, PROMPT, 16, 16, **blocks)
         differs.append(not torch.equal(got[-1], binary[-1]))
     assert sum(differs) > 6
+
+
+# ---- on a GPU
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: pretends that one is")
+def test_cuda_is_waited_for_once_in_a_pass(model):
+    """Before the first, too. Another wait is for the filter, which may need more than 1,024."""
+    cases = ({"schedule": "linear"}, {"algorithm": "random"}, {"temperature": 0.5},
+             {"block": 4, "cache": "dual"}, {"block": 4, "threshold": 0.5})
+    for words, sm in itertools.product(cases, (None, soft(3))):
+        passes = []
+        with pretend.gpu() as waits:
+            two = mdlm.TwoPass(copy.deepcopy(model), sm, MASK).to("cuda")
+            how = {"generator": torch.Generator("cuda").manual_seed(0)} | words
+            how["on_step"] = lambda *_, waits=waits, passes=passes: passes.append(len(waits))
+            x, _ = S.pad_prompts(model.cfg, PROMPT, 8, "cuda")
+            waits.clear()
+            if "block" in how:
+                S.decode_blocks(two, x, 8, 4, **how)
+            else:
+                S.decode(two, x, 4, **how)
+        assert passes == list(range(2, len(passes) + 2)) and len(passes) >= 4, words
+
+
+@pytest.mark.parametrize("device, backend", [("cpu", "aot_eager"), pytest.param(
+    "cuda", "inductor", marks=pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs CUDA: would check its compiled kernels"))])
+def test_cuda_and_cpu_compile_the_trunk_once_for_all_prompts_and_blocks(
+        tiny_dream, monkeypatch, device, backend):
+    """One layer, and on a CPU the graphs alone: with g++ it would take half a minute."""
+    torch.compiler.reset()
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
+    eager = Dream.load(tiny_dream, device)
+    eager.model["layers"] = eager.model["layers"][:1]
+    compiled = copy.deepcopy(eager)
+    compiled.compile_trunk()
+    assert compiled.state_dict().keys() == eager.state_dict().keys()
+
+    def same(prompt, **blocks):
+        sm = soft(3).to(device)
+        runs = (decode(model, [prompt], 16, 8, sm=sm, **blocks) for model in (eager, compiled))
+        return torch.equal(*runs)
+    assert same(TEXT, block=4, cache="dual")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        for cache in CACHES:
+            assert same(TEXT[:5], block=8, cache=cache)
+    assert same(TEXT)  # all positions, and no start to add
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert same(TEXT[:5])
 
 
 # ---- bad input
