@@ -47,7 +47,7 @@ class Config:
     bounds: str = ""         # pattern of results of `eval.py ppl`, best with --against
     logs: str = ""           # pattern of train.py's logs: where ω, λ and the speed ended
     benchmarks: str = ""     # folder of eval_dream.py's results: Table 3
-    feedback: str = ""       # a result of `eval.py feedback`: a table, or a figure if out is one
+    feedback: str = ""       # a result of feedback.py: a table, or a figure if out is one
     # figures
     runs: str = ""           # pattern of train.py's logs, -1, -2 of a name are seeds: Fig. 3
     throughput: str = ""     # folder of results of eval_dream.py --blocks=16,32,48: Fig. 4

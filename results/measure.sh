@@ -45,12 +45,12 @@ isoflop() {  # updates of binary, spacing of checkpoints
     python -c "print(int($1 * min(1, $speed)) // $2 * $2)"
 }
 
-ppl() {  # group, label, seed, checkpoint, [what it is compared with, [data]]
+ppl() {  # group, label, seed, checkpoint, [data]
     local file
     file="$here/ppl/$1-$(tr ' ,' '--' <<< "$2")-$3.json"
     [ -e "$4" ] && [ ! -e "$file" ] || return 0
-    python eval.py ppl --checkpoint="$4" --data="${6:-$novels}" --rows=2048 --batch_size=32 \
-        --dtype=bfloat16 --label="$2" --out="$file" ${5:+--against="$5"}
+    python eval.py ppl --checkpoint="$4" --data="${5:-$novels}" --rows=2048 --batch_size=32 \
+        --dtype=bfloat16 --label="$2" --out="$file"
 }
 
 compare() {  # group, updates, spacing of checkpoints, seeds
@@ -61,25 +61,22 @@ compare() {  # group, updates, spacing of checkpoints, seeds
         local binary=$out/$1-binary-$seed/step-$2.pt sm=$out/$1-sm-$seed
         [ -e "$binary" ] || continue
         ppl "$1" "binary" "$seed" "$binary"
-        ppl "$1" "SM iso-update" "$seed" "$sm/step-$2.pt" "$binary"
-        ppl "$1" "SM iso-compute" "$seed" "$sm/step-$(($2 / 2)).pt" "$binary"
-        ppl "$1" "SM iso-FLOP" "$seed" "$sm/step-$flop.pt" "$binary"
+        ppl "$1" "SM iso-update" "$seed" "$sm/step-$2.pt"
+        ppl "$1" "SM iso-compute" "$seed" "$sm/step-$(($2 / 2)).pt"
+        ppl "$1" "SM iso-FLOP" "$seed" "$sm/step-$flop.pt"
     done
 }
 
 compare scratch 10000 500 "1 2 3"
-binary=$out/scratch-binary-1/step-10000.pt
-ppl scratch "SM start of the paper" 1 "$out/scratch-paper-1/step-10000.pt" "$binary"
+ppl scratch "SM start of the paper" 1 "$out/scratch-paper-1/step-10000.pt"
 compare cont 2000 200 "11 12 13"
-binary=$out/cont-binary-11/step-2000.pt
-ppl cont "seed 11, default" 11 "$out/cont-sm-11/step-2000.pt" "$binary"
+ppl cont "seed 11, default" 11 "$out/cont-sm-11/step-2000.pt"
 for name in p05 p10 k1 k5 kV kV2 paper; do
-    ppl cont "seed 11, $name" 11 "$out/cont-$name-11/step-2000.pt" "$binary"
+    ppl cont "seed 11, $name" 11 "$out/cont-$name-11/step-2000.pt"
 done
 for seed in 1 2 3; do
-    binary=$out/stdlib-binary-$seed/step-2000.pt
-    ppl stdlib "binary" $seed "$binary" "" "$stdlib"
-    ppl stdlib "SM iso-update" $seed "$out/stdlib-sm-$seed/step-2000.pt" "$binary" "$stdlib"
+    ppl stdlib "binary" $seed "$out/stdlib-binary-$seed/step-2000.pt" "$stdlib"
+    ppl stdlib "SM iso-update" $seed "$out/stdlib-sm-$seed/step-2000.pt" "$stdlib"
 done
 
 # ---- samples and their scores
@@ -91,12 +88,11 @@ for model in scratch-{binary,sm}-1/step-10000; do
             [ $sampler$T != remdm-cap128 ] || sampler=remdm-loop      # App. B.1: for T >= L
             name=${model/\//-}-$sampler-$T
             samples=$out/samples/$name.jsonl result=$here/samples/$name
-            [ ! -e "$result.mauve.json" ] || continue
+            [ ! -e "$result.json" ] || continue
             python sample.py --checkpoint="$out/$model.pt" --count=128 --batch_size=64 \
                 --steps=$T --sampler=$sampler --dtype=bfloat16 --out="$samples" > /dev/null
-            common=(--samples="$samples" --scorer=data/smollm2 --label="$label")
-            python eval.py gen_ppl "${common[@]}" --out="$result.gen_ppl.json"
-            python eval.py mauve "${common[@]}" --data="$novels" --out="$result.mauve.json"
+            python eval.py samples --samples="$samples" --scorer=data/smollm2 --data="$novels" \
+                --label="$label" --out="$result.json"
         done
     done
 done

@@ -85,5 +85,5 @@ if [ ! -e "$out/$name/step-$steps.pt" ]; then
     cp "$out/$name/log.jsonl" "results/sudoku/${longer#.}/$name.log.jsonl"
 fi
 python ${run/train.py/eval.py} ppl --checkpoint="$out/$name/step-$steps.pt" --data=data/sudoku \
-    --repeats=2 --batch_size=50 --label="$name" --out="results/sudoku/$name$longer.json" \
+    --repeats=2 --floor=0 --batch_size=50 --label="$name" --out="results/sudoku/$name$longer.json" \
     >> "$out/$name.out" 2>&1

@@ -95,8 +95,10 @@ def read(step=""):
             cell, soft = re.fullmatch(r"(.*?)(-on|-off)?", cell).groups()
             shares.setdefault((arm, cell, soft != "-off"), {})[seed] = result["values"]["right"]
         else:
-            kinds = result["values"].keys() & {"soft", "binary"}
-            bounds[arm, seed] = {kind: result["values"][kind]["unbiased_nats"] for kind in kinds}
+            # Eq. 2 itself: files that have both name it, with --floor=0 a file has no other
+            bounds[arm, seed] = {
+                kind: row.get("unbiased_nats") or row["nats_per_token"]
+                for kind, row in result["values"].items() if kind in ("soft", "binary")}
     return bounds, shares
 
 

@@ -26,7 +26,7 @@ LAYERS = [
     {"train"},
 ]
 ROOT_FILES = sorted(set().union(*LAYERS))
-LAB = {"bench", "plot", "eval_dream"}             # scripts for those who measure
+LAB = {"bench", "plot", "eval_dream", "feedback"}  # scripts for those who measure
 FILES = sorted({*ROOT_FILES, *LAB})
 PACKAGES = {"torch", "numpy", "tiktoken", "tqdm"}
 COPYABLE = {"softmask": {"torch"}, "dora": {"torch"}}  # made to be copied: torch alone

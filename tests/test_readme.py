@@ -95,9 +95,8 @@ def writes(script, cfg, ranks):
         stem = cfg.out.removesuffix(".jsonl")
         shards = {f"{stem}.{rank}.jsonl" for rank in range(8)} if ranks else {cfg.out}
         return shards | ({cfg.trace} if cfg.trace else set())
-    if script == "eval":
-        of = cfg.checkpoint or re.sub(r"[*?]|\.jsonl$", "", cfg.samples).rstrip(".")
-        of = of or f"{cfg.data}/val"
+    if script in ("eval", "feedback"):
+        of = cfg.checkpoint or cfg.samples.removesuffix(".jsonl") or f"{cfg.data}/val"
         return {cfg.out or f"{of.removesuffix('.pt')}.{cfg.metric}.of-what.json"}
     if script == "eval_dream":
         return {f"{cfg.out}/{hash(str(cfg))}.json"}
@@ -113,9 +112,8 @@ def reads(script, cfg):
     elif script in ("sample", "checkpoint"):
         found = [cfg.checkpoint]
     elif script == "eval":
-        text = dict.fromkeys(("ppl", "feedback", "mauve"), f"{cfg.data}/val.bin")
-        text["zero_shot"] = cfg.text
-        found = [cfg.checkpoint or cfg.samples or f"{cfg.data}/val.bin", text.get(cfg.metric)]
+        samples = cfg.samples.replace(".jsonl", "*.jsonl")  # the shards of all ranks
+        found = [cfg.checkpoint or samples, cfg.text or f"{cfg.data}/val.bin"]
     elif script == "plot":
         found = [pattern for name, value in vars(cfg).items() if isinstance(value, str)
                  for pattern in value.split(",") if name not in ("out", "throughput", "benchmarks")]
@@ -196,8 +194,9 @@ def test_the_paper_map_names_what_exists():
 SMALL = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=64 --batch_size=4 "
          "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split()
 CUT_SHORT = {"sample": ["--device=cpu"], "eval": ["--device=cpu", "--rows=4"],
+             "lab/feedback": ["--device=cpu", "--rows=4"],
              "finetune_dream": ["--steps=2", "--device=cpu"]}
-NEEDS = {"openwebtext": "datasets", "gen_ppl": "transformers", "mauve": "mauve",
+NEEDS = {"openwebtext": "datasets", "samples": "transformers",
          "--runs=out/*/log.jsonl": "matplotlib", "--task=gsm8k_cot": "lm_eval"}
 
 

@@ -379,7 +379,7 @@ def test_a_model_trained_anew_is_not_taken_for_the_one_before(run, saved, tmp_pa
         checkpoint.save(path, **ckpt | {"model": {k: scale * t for k, t in ckpt["model"].items()}})
         lines = run(checkpoint=path)
     assert len(lines) == 2 and lines[0]["ids"] != lines[1]["ids"]
-    refused("mixes samples of different weights", evaluation.read_samples, str(out))
+    refused("samples of different settings", evaluation.read_samples, str(out))
 
 
 def test_ranks_write_their_own_shards(run, monkeypatch, capsys):
