@@ -17,7 +17,6 @@ import itertools
 import json
 import os
 import re
-import secrets
 import signal
 import subprocess
 import sys
@@ -45,7 +44,7 @@ def documents(data="", timeout=30.0, column="", plus="none", **_):
         text = f.read().strip()
     rows = json.loads(text) if text[0] == "[" else list(map(json.loads, text.split("\n")))
     holds = {bool(re.search("^ *inputs = ", str(row.get("test")), re.M)) for row in rows}
-    if holds != {plus == "wanted"} and (plus != "ignored" or len(holds) > 1):
+    if len(holds) > 1 or (plus != "ignored" and holds != {plus == "wanted"}):
         raise Refused(f"{data}: rows with plus tests, and only these, are for a task with plus in "
                       f"its name")
     if holds == {True}:
@@ -134,15 +133,16 @@ def boxed_match(doc, results):
 # programs
 
 # The program is a module, as dataclasses need, and its `if __name__ == "__main__"` does not run.
-# The word comes after its last test, so that an early exit is not a pass.
-RUNNER = """import sys
+# WORD comes after its last test, so that an early exit is not a pass.
+WORD = "5d2f8a1c came to its end"
+RUNNER = f"""import sys
 if sys.platform == "linux":
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
     resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))  # its output, too, is a file
 sys.path.insert(0, "")
 import program
-print("\\n{word}")"""
+print("\\n{WORD}")"""
 
 
 def passes(program, timeout):
@@ -151,7 +151,6 @@ def passes(program, timeout):
     It runs in another process, in a folder of its own, with none of our environment. The processes
     that it has started end with it, if they stay in its group.
     """
-    word = secrets.token_hex(8)
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
           tempfile.TemporaryFile() as out):
         with open(os.path.join(folder, "program.py"), "wb") as f:
@@ -160,7 +159,7 @@ def passes(program, timeout):
         env = {"PATH": os.environ["PATH"], "HOME": folder, "OPENBLAS_NUM_THREADS": "1",
                "OMP_NUM_THREADS": "1"}
         child = subprocess.Popen(
-            [sys.executable, "-I", "-c", RUNNER.format(word=word)], cwd=folder, env=env,
+            [sys.executable, "-I", "-c", RUNNER], cwd=folder, env=env,
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
         try:
             child.wait(timeout)
@@ -171,7 +170,7 @@ def passes(program, timeout):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
         out.seek(0)
-        return child.returncode == 0 and out.read().decode(errors="replace").rstrip().endswith(word)
+        return child.returncode == 0 and out.read().rstrip().endswith(WORD.encode())
 
 
 def run_all(programs, docs):
@@ -197,7 +196,7 @@ def run_mbpp(responses, docs):
     programs = []
     for [response], doc in zip(responses, docs):
         tests = doc["test"] if doc["scoring"]["plus"] else "\n".join(doc["test_list"])
-        setup = doc.get("test_setup_code", "")
+        setup = doc.get("test_setup_code") or ""
         programs.append("\n".join([response.split("```")[0], setup, tests]))
     return run_all(programs, docs)
 
