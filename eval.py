@@ -29,7 +29,6 @@ import platform
 import re
 import statistics
 from dataclasses import asdict, dataclass
-from typing import Annotated
 
 import numpy as np
 import torch
@@ -63,7 +62,7 @@ class Config:
     dtype: str = "auto"             # bfloat16 where the GPU has it [code], else float32
     # samples, sudoku
     samples: str = "samples.jsonl"  # of sample.py; shards NAME.RANK.jsonl of a run are one file
-    length: Annotated[int, 3, 2**31] = 1024  # tokens of a held-out row, where --samples= is empty
+    length: Size = 1024             # tokens of a held-out row, where --samples= is empty
     scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
     scale: float = 5.0              # of MAUVE, App. B.1
 

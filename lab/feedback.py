@@ -35,16 +35,17 @@ def bound_by_feedback(model, x0, xt, t, other):
     net, (B, L) = model.net, xt.shape
     at = (xt == model.mask_id).flatten().nonzero().squeeze(1)              # (N,)
     tokens, plain = x0.flatten()[at], F.embedding(xt, net.table)           # (N,), (B, L, D)
-    none = net.hidden(plain, at, t)                                        # (N, D)
-    theirs = net.hidden(F.embedding(other, net.table), at, t)              # (N, D)
-    hidden = {"none": none}
-    for name, (mixed, *_) in {"own": model.feedback(none), "permuted": model.feedback(theirs),
-                              "truth": model.feedback_of_certain(tokens)}.items():
+
+    def after(mixed):
         emb = plain.flatten(0, 1).index_copy(0, at, mixed.to(plain.dtype)).view_as(plain)
-        hidden[name] = net.hidden(emb, at, t)                              # (N, D)
-    nll = {name: model.cross_entropy(h, tokens) for name, h in hidden.items()}
-    return {name: (v.new_zeros(B).index_add(0, at // L, v) / t).cpu().double()
-            for name, v in nll.items()}
+        nll = model.cross_entropy(net.hidden(emb, at, t), tokens)          # (N,)
+        return nll.new_zeros(B).index_add(0, at // L, nll) / t             # (B,)
+
+    theirs = net.hidden(F.embedding(other, net.table), at, t)              # (N, D)
+    terms = {"none": model(x0, xt, t, soft=False), "own": model(x0, xt, t, soft=True),
+             "permuted": after(model.feedback(theirs)[0]),
+             "truth": after(model.feedback_of_certain(tokens)[0])}
+    return {name: term.cpu().double() for name, term in terms.items()}
 
 
 def main(cfg):
@@ -52,28 +53,29 @@ def main(cfg):
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
     rows, _ = held_out_rows(cfg, model.info["tokenizer"], model.cfg.length)          # (n, L)
     n, L = rows.shape
-    times, parts = [], []
+    parts = []
     for index, x0, xt, t in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
                                       floor=0.0):
         other = rows[(index + 1) % n].masked_fill(xt == model.mask_id, model.mask_id)  # (b, L)
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            parts.append(bound_by_feedback(model, *(v.to(device) for v in (x0, xt, t, other))))
-        times.append(t)
-    t = torch.cat(times)                                                             # (m,)
-    nats = {name: torch.cat([part[name] for part in parts]) / L for name in parts[0]}
-    none = nats.pop("none")                                                          # (m,)
-    tenth, values = (10 * t).long().clamp_max(9), {}                                 # (m,)
+            terms = bound_by_feedback(model, *(v.to(device) for v in (x0, xt, t, other)))
+        parts.append({"t": t} | {name: term / L for name, term in terms.items()})
+    nats = {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    t, none = nats.pop("t"), nats.pop("none")                                        # (m,) each
+    tenth = (10 * t).long().clamp_max(9)                                             # (m,)
     groups = {f"{b / 10:.1f} to {(b + 1) / 10:.1f}": tenth == b for b in tenth.unique().tolist()}
+    values = {}
     for group, chosen in ({"all": tenth >= 0} | groups).items():
-        values[group] = {"t": t[chosen].mean().item(), "draws": int(chosen.sum()),
-                         "none": none[chosen].mean().item()}
-        for name, each in nats.items():
+        draws = int(chosen.sum())
+        values[group] = row = {"t": t[chosen].mean().item(), "draws": draws,
+                               "none": none[chosen].mean().item()}
+        for name, term in nats.items():
+            row[name] = term[chosen].mean().item()
             # Its error takes draws for independent: many --repeats of few rows make it too small.
-            gain, se = mean_and_se((none - each)[chosen], torch.ones(chosen.sum()))
-            values[group] |= {name: each[chosen].mean().item(),
-                              f"{name}_gain": gain, f"{name}_gain_se": se}
-    settings = {"step": model.info["step"], "L": L, "n": n}
-    write_result(replace(cfg, metric="feedback"), cfg.checkpoint, values, settings)
+            gain = mean_and_se((none - term)[chosen], torch.ones(draws))
+            row[f"{name}_gain"], row[f"{name}_gain_se"] = gain
+    write_result(replace(cfg, metric="feedback"), cfg.checkpoint, values,
+                 {"step": model.info["step"], "L": L, "n": n})
 
 
 if __name__ == "__main__":
