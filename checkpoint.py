@@ -58,13 +58,10 @@ def git_version():
 
 
 def save(path, **parts):
-    """Write the dict described above, atomically. Raises Refused when it cannot be written."""
+    """Write the dict described above, atomically."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     with atomic(path) as tmp:
-        try:
-            torch.save({"format": FORMAT, "git": git_version(), "versions": versions, **parts}, tmp)
-        except RuntimeError as e:  # what torch raises when the disk is full
-            raise OSError(e)
+        torch.save({"format": FORMAT, "git": git_version(), "versions": versions, **parts}, tmp)
 
 
 # -------------------------------------------------------------------------------------------------

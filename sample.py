@@ -422,7 +422,7 @@ def digest(model):
 def existing_texts(path, settings, seed):
     """{index: text} of the samples in `path` that have these settings and this seed."""
     try:
-        return {line["index"]: line["text"] for line in read_jsonl(path, repair=True)
+        return {line["index"]: line["text"] for line in read_jsonl(path)
                 if (line["settings"], line["seed"]) == (settings, seed)}
     except (Refused, KeyError, TypeError):
         raise Refused(f"{path} holds something else than samples: choose another --out")

@@ -257,7 +257,7 @@ def count_right(cfg, model, tok, grids):
 def print_omega(cfg):
     """About ten lines of the log: how ω got to where it is."""
     print("\n  update     ω_s     ω_a   ω_b   mean λ")
-    lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"), skip_broken=True)
+    lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
     lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
     for line in lines[:-1:max(1, len(lines) // 10)] + lines[-1:]:
         row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"

@@ -342,7 +342,7 @@ def test_bad_settings_are_refused(model, talking_dream):
             ({"gen_len": 600}, "608 tokens, the model takes 512"),
             ({"block": 32}, "gen_len 16 is not a multiple of block 32"),
             ({"steps": 6, "block": 4}, "steps 6 cannot be shared evenly by 4 blocks"),
-            ({"block": 8, "threshold": 1.5}, "threshold=1.5 must be at"),
+            ({"block": 8, "threshold": 1.5}, "threshold=1.5 must be"),
             ({"block": 8, "cache": "double"}, "unknown cache 'double'"),
             ({"block": 8, "prompt": [[1, MASK, 2]]}, "contains the mask token"),
             ({"block": 8, "prompt": [[]]}, "position 0 is masked"),
