@@ -220,7 +220,7 @@ def test_a_broken_source_leaves_the_old_data_alone(tmp_path):
         cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes",
                      overwrite=True)
         refused(f"{name} is (not whole|a PDF)", main, cfg)
-        assert contents(tmp_path / "out") == before
+        assert before.items() <= contents(tmp_path / "out").items()
 
 
 def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch):
