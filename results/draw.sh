@@ -9,7 +9,7 @@ logs=results/logs ppl=results/ppl figures=results/figures
 mkdir -p $figures
 
 for group in scratch cont stdlib; do
-    python lab/plot.py --bounds="$ppl/$group-*.json"
+    python lab/plot.py --table="$ppl/$group-*.json"
     echo
 done > results/tables.md
 

@@ -10,7 +10,6 @@ run, in percent.
 """
 
 import glob
-import itertools
 import math
 import os
 import re
@@ -21,12 +20,13 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 for folder in ("", "lab"):
     sys.path.insert(0, os.path.join(HERE, "..", folder))
 from launch import read_json, read_jsonl  # noqa: E402
-from plot import METHODS, WORDS, figure  # noqa: E402
+from plot import figure  # noqa: E402
 from sudoku import NATS  # noqa: E402
 
 ARMS = {
-    "exact": "exact posterior", "binary": "binary", "sm": "SM", "deep": WORDS["deep"],
-    "deepsm": WORDS["deepsm"], "tied": WORDS["tied"], "permuted": WORDS["permuted"],
+    "exact": "exact posterior", "binary": "binary", "sm": "SM",
+    "deep": "binary, twice the layers", "deepsm": "SM, twice the layers",
+    "tied": "tied layers, no vocabulary", "permuted": "SM, permuted feedback",
     "placebo": "SM, permuted at decoding only", "k1": "SM, k = 1",
     "k6": "SM, k = 6", "kV": "SM, k = V", "p05": "SM, p_sm = 0.5", "p10": "SM, p_sm = 1",
     "ours": "SM, ω from 0.5, 1, −2.8", "constant1": "constant λ = 0.1",
@@ -47,6 +47,7 @@ CELLS = {
         "random-36-passes2": "2", "random-36-passes4": "4"},
     "Puzzles, the surest cell next, by cells that are given": {
         "given-12": "12", "given-18": "18", "given-24": "24"}}
+DRAWN = "binary", "SM", "SM, off", "tied layers, no vocabulary", "binary, twice the layers"
 ENTROPY = NATS / 39  # nats per token of a row
 # What is compared seed by seed: (arm, cell, whether with feedback), twice.
 PAIRS = [(("sm", cell, True), other) for cell in ("random-36", "entropy-36")
@@ -217,32 +218,29 @@ def run_cells(arm, seed, kinds, shares, cells, folder):
 
 
 def draw(shares):
-    """A panel for each group of cells: means ± standard deviations over seeds, and the ceiling."""
-    fig, axes = figure(len(CELLS), width=7)
-    arms = "binary", "tied", "sm", "deep", "deepsm"
-    seeds = {arm: len({seed for (other, _, _), each in shares.items() for seed in each
-                       if other == arm}) for arm in arms}
-    for ax, (title, cells) in zip(axes, CELLS.items()):
-        if "random-36-passes2" in cells:
-            cells = {"random-36": "1"} | cells
+    """Three groups of cells: means ± standard deviations over seeds, and what the best can do."""
+    panels = list(CELLS)[0], list(CELLS)[1], list(CELLS)[-1]
+    fig, axes, _ = figure(len(panels), width=4)
+    for ax, title in zip(axes, panels):
+        cells = CELLS[title]
         found = shares_of(shares, cells)
         ceiling = found.get(ARMS["exact"], [[] for _ in cells])
         for i, (cell, percents) in enumerate(zip(cells, ceiling)):
-            if cell.startswith(("given", "random-36-passes")):
+            if cell.startswith("given"):
                 percents = [100.0]  # one cell a call, from the true conditional
             ax.hlines(percents, i - 0.4, i + 0.4, color="black", label=ARMS["exact"])
-        for n, (arm, end) in enumerate(itertools.product(arms, ("", ", off"))):
-            for i, percents in enumerate(found.get(ARMS[arm] + end, [])):
+        for n, name in enumerate(DRAWN):
+            for i, percents in enumerate(found.get(name, [])):
                 sd = [statistics.stdev(percents)] if len(percents) > 1 else None
                 if percents:
-                    ax.errorbar([i + 0.07 * n - 0.3], [statistics.fmean(percents)], sd, capsize=3,
-                                fmt="o", color=METHODS[arm][0], mfc="white" if end else None,
-                                label=f"{ARMS[arm]}{end} (n = {seeds[arm]})")
+                    ax.errorbar([i + 0.12 * n - 0.24], [statistics.fmean(percents)], sd, capsize=3,
+                                fmt="o", color=f"C{n}", mfc="white" if "off" in name else None,
+                                label=name)
         ax.set(title=title, ylim=(-3, 105), ylabel="whole grids right (%)",
                xlim=(-0.5, len(cells) - 0.5), xticks=range(len(cells)), xticklabels=cells.values())
     handles = {label: handle for ax in axes for handle, label in
                zip(*ax.get_legend_handles_labels())}
-    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=5)
+    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6)
     return fig
 
 
