@@ -2,12 +2,12 @@
 """Speed and memory, by one command.                                       §4, App. B.1, App. C.4
 
     python lab/bench.py --json=bench.json      # the paper's sizes, which need a GPU of 80 GB
-    python lab/bench.py cpu --parts=train,sample                  # 8 blocks of 256: some minutes
+    python lab/bench.py cpu --parts=train                         # 8 blocks of 256: some minutes
     python lab/bench.py cpu --parts=against --against=../old --repeats=15      # another checkout
 
-Machines are shared and clocks drift. So the functions of a case take turns, A B C A B C …, and are
-compared within a turn: a ratio is the median over turns. Seconds are medians too. `cpu` is
-processor time, summed over threads: the better measure where other programs run.
+Machines are shared and clocks drift. So the functions of a case take turns, A B C A B C …, and a
+ratio is the median over turns. Seconds are medians too. `cpu` is processor time, summed over
+threads: the better measure where other programs run.
 
 Weights are random. Speed depends on them in one place: the nucleus has less to do when predictions
 are peaked. So the head is scaled until they are as peaked as a trained model's (--sharpness).
@@ -26,6 +26,7 @@ import time
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from pathlib import Path
+from typing import Literal
 
 import torch
 import torch.nn as nn
@@ -48,7 +49,7 @@ from train import PEAK_FLOPS, flops_per_token, update_ema
 @dataclass
 class Config(ModelConfig):
     """The fields of the MDLM (mdlm.ModelConfig), and what is measured."""
-    parts: str = "train,sample,dream"  # or against
+    parts: Literal["all", "train", "sample", "dream", "against"] = "all"  # but against
     repeats: Size = 5                  # turns that count; half of them in sample and decoding
     against: str = ""                  # folder of another checkout, for the part of this name
     json: str = ""                     # written after every case. A case that it has is skipped
@@ -239,22 +240,18 @@ def build_dream(cfg, device, dtype):
 
 
 def finetuning_rows(cfg, device, dtype):
-    """An update of finetune_dream.py on one random dialogue, with checkpointing and without."""
+    """Forward and backward of a random dialogue. Beside them, the optimizer's step is nothing."""
     dream, sm = build_dream(cfg, device, dtype)
     dora.attach(dream, TARGETS, 16, 16, rng("bench"))
     model = TwoPassDream(dream, sm, sm.mask_id)
-    theta = [p for p in model.parameters() if p.requires_grad]
-    optimizer = torch.optim.AdamW(theta, lr=1e-5, weight_decay=0.0)
     x0 = torch.randint(sm.mask_id - 1, (1, cfg.dream_length), generator=rng("bench")).to(device)
     xt = x0.clone()
     xt[:, cfg.dream_length // 2::2] = sm.mask_id  # half of an answer as long as its prompt
 
     def step(soft, checkpointing):
         dream.checkpointing = checkpointing
+        model.zero_grad(set_to_none=True)
         model(x0, xt, soft).mean().backward()
-        nn.utils.clip_grad_norm_(theta, 7.0)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
 
     cases = {}
     for way, checkpointing in ("all kept", False), ("checkpointing", True):
@@ -268,7 +265,7 @@ def decoding_rows(cfg, device, dtype, compiling):
     dream, sm = build_dream(cfg, device, dtype)
     if compiling:
         torch.compiler.reset()
-        dream.trunk = torch.compile(dream.trunk)
+        dream.compile_trunk()
     n = cfg.dream_answer
     prompt = torch.randint(sm.mask_id - 1, (1, n), generator=rng("bench"))
     x = torch.cat((prompt, torch.full((1, n), sm.mask_id)), dim=1).to(device)  # (1, 2n)
@@ -322,28 +319,6 @@ def against_rows(cfg, device, dtype, that, kind, soft):
     return interleaved(cases, cfg.repeats, device, tokens)
 
 
-def cases_of(cfg):
-    """{name: (function that measures the case, its arguments)}. A name begins with its part."""
-    many = sample_rows, cfg.many, cfg.many_steps
-    cases = {"train": [train_rows],
-             "sample, batch 1": [sample_rows, 1, cfg.steps, False],
-             "dream, finetuning": [finetuning_rows],
-             "dream, decoding": [decoding_rows, False]}
-    if cfg.compile:
-        cases |= {"sample, batch 1, CUDA graphs": [sample_rows, 1, cfg.steps, True],
-                  f"sample, batch {cfg.many}, CUDA graphs": [*many, True],
-                  "dream, decoding, compiled": [decoding_rows, True]}
-    else:
-        cases[f"sample, batch {cfg.many}"] = [*many, False]
-    if cfg.against:
-        that = checkout(cfg.against)
-        commit = that.checkpoint.git_version().get("commit", "unknown")[:7]
-        for kind in "update", "sample":
-            cases |= {f"against, {commit}, {kind}, binary": [against_rows, that, kind, False],
-                      f"against, {commit}, {kind}, SM": [against_rows, that, kind, True]}
-    return cases
-
-
 def main(cfg):
     _, _, device, dtype = launch.machine(cfg.device, cfg.dtype)
     cuda = device.type == "cuda"
@@ -353,23 +328,40 @@ def main(cfg):
                          "torch": torch.__version__, "python": platform.python_version(),
                          "dtype": str(dtype or torch.float32), **checkpoint.git_version()},
              "settings": asdict(replace(cfg, parts="", json=""))}
-    print(json.dumps(found, indent=1))
     if os.path.exists(cfg.json):
         before = launch.read_json(cfg.json)
         if not found.items() <= before.items():
             raise Refused(f"{cfg.json} is of another machine, commit or setting: give another name")
         found = before
-    cases, parts = cases_of(cfg), cfg.parts.split(",")
-    if unknown := set(parts) - {name.split(",")[0] for name in cases}:
-        raise Refused(f"--parts={cfg.parts}: no part {min(unknown)} (against needs --against=…)")
-    for name, (measure, *its) in cases.items():
-        if name.split(",")[0] in parts:
-            if name not in found:
-                torch.manual_seed(0)
-                found[name] = measure(cfg, device, dtype, *its)
-                if cfg.json:
-                    write_text(cfg.json, json.dumps(found, indent=1))
+    print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
+
+    def case(name, measure, *args):
+        """Measure a case of the part that it is named after, unless the file has it; print it."""
+        if name not in found and cfg.parts in ("all", name.split(",")[0]):
+            torch.manual_seed(0)
+            found[name] = measure(cfg, device, dtype, *args)
+            if cfg.json:
+                write_text(cfg.json, json.dumps(found, indent=1))
+        if name in found:
             print_table(name, found[name])
+
+    many = cfg.many, cfg.many_steps
+    case("train", train_rows)
+    case("sample, batch 1", sample_rows, 1, cfg.steps, False)
+    case("dream, finetuning", finetuning_rows)
+    case("dream, decoding", decoding_rows, False)
+    if cfg.compile:
+        case("sample, batch 1, CUDA graphs", sample_rows, 1, cfg.steps, True)
+        case(f"sample, batch {cfg.many}, CUDA graphs", sample_rows, *many, True)
+        case("dream, decoding, compiled", decoding_rows, True)
+    else:
+        case(f"sample, batch {cfg.many}", sample_rows, *many, False)
+    if cfg.parts == "against":
+        that = checkout(cfg.against)
+        commit = that.checkpoint.git_version().get("commit", "unknown")[:7]
+        for kind in "update", "sample":
+            case(f"against, {commit}, {kind}, binary", against_rows, that, kind, False)
+            case(f"against, {commit}, {kind}, SM", against_rows, that, kind, True)
     return found
 
 
