@@ -41,7 +41,7 @@ import launch
 from data import rng
 from dream import Dream, DreamConfig, Tokenizer
 from launch import Count, Negative, Positive, Rate, Refused, Share, Size, progress, write_text
-from mdlm import FEEDBACK, TwoPass
+from mdlm import TwoPass
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
@@ -521,7 +521,7 @@ def finetune(cfg):
             nll = nll.detach()
             log.add(loss=objective(nll, t, cfg.loss, 1), nll=nll.sum(), masks=len(nll),
                     tokens=x0.numel(), softs=softs[j])
-            log.add(**{name: getattr(model, name) * softs[j] for name in FEEDBACK})
+            log.add(lam=model.lam * softs[j])
         if not any(softs):
             # DDP needs a gradient of ω, here a 0. Adam would still move ω by its momentum.
             for p in omega:
@@ -567,7 +567,7 @@ def finetune(cfg):
                 "lr": lr_at(done - 1, cfg.steps, cfg.warmup) * cfg.eta_bb, "grad_norm": norm,
                 "tokens_per_s": sums["tokens"] / seconds}
         if omega:
-            line |= {name: sums[name] / max(1, sums["softs"]) for name in FEEDBACK}
+            line["lam"] = sums["lam"] / max(1, sums["softs"])
             line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)}
             if cfg.k is None:
                 line["tau"] = sm.tau.item()

@@ -40,10 +40,11 @@ import checkpoint
 from arms import ARMS
 from launch import Count, Negative, Positive, Refused, Size
 
-FEEDBACK = "lam", "lam_sd", "mix_norm"  # attributes of TwoPass, for the logs of both trainers
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
 BUDGET = 1e9        # bytes of a chunk's (n, V) tensors, and of all those kept for a backward
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
+CPU_CACHE = 1.6e6   # bytes of the logits that SM goes over again and again, for a CPU's caches
+COMPILED = 4096     # rows of a chunk where chunks are compiled: large products, 0.4 GB of logits
 
 
 @dataclass
@@ -253,30 +254,65 @@ class DiT(nn.Module):
         """
         linear = self.output_layer.linear
         bias = linear.bias.index_fill(0, self.mask_row, -1e6)                  # (V,)
-        return F.linear(h, linear.weight, bias).float()                        # (n, V)
+        return vocabulary(h, linear.weight, bias)                              # (n, V)
+
+
+def padded(*tensors):
+    """Tensors (V, …) with rows of zeros up to a multiple of 64, as fast matrix products need."""
+    return [F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % 64)) for x in tensors]
+
+
+def vocabulary(h, weight, *bias):
+    """Logits (n, V), fp32: h (n, D) times weight (V, D), plus bias (V,) if there is one.
+
+    Where V is no multiple of 64, as GPT-2's, CUDA takes an old kernel for the gradient of weight.
+    Compiled code pads V inside of the product [ours]. Eager code would copy the weights each time.
+    """
+    V = len(weight)
+    if torch.compiler.is_compiling() and h.is_cuda and V % 64:
+        weight, *bias = padded(weight, *bias)
+    return F.linear(h, weight, *bias)[:, :V].float()                           # (n, V)
+
+
+def likeliest(probs, p):
+    """The tokens that a nucleus can hold: the largest of each row, until their sum is above p.
+
+    probs: (n, V).   p: in (0, 1).   Returns values and ids, both (n, m), the largest first.
+    Mostly a few tokens reach p, and to sort all of V would cost as much as the network. To know
+    whether they do, the host waits for a GPU: of few rows, it sorts all of V instead [ours].
+    """
+    V = probs.shape[1]
+    sizes = (V,) if probs.is_cuda and len(probs) <= 16 else (min(1024, V), V)
+    for m in sizes:
+        top, ids = probs.topk(m)                                               # 2 × (n, m)
+        if m == V or (top.cumsum(-1)[:, -1] > p).all():
+            return top, ids
 
 
 # -------------------------------------------------------------------------------------------------
 # two passes
 
 
-def in_chunks(fn, *rows, V, keeps=0):
+def in_chunks(fn, *rows, V, keeps=0, compiled=False):
     """fn(*rows) in chunks of rows, outputs concatenated. (n, V) tensors exist only in here.
 
     fn: maps tensors (n, …) to a tensor (n, …), or to a tuple of them. Rows must not interact.
     rows: tensors of one length N, which may be 0.   V: size of the vocabulary.
     keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks
         together would take more than BUDGET, none is kept, and the backward runs fn again.
+    compiled: fn is compiled. It writes no fp32 logits, and nothing runs again.
     """
     N, one_row, on_cpu = len(rows[0]), 4 * V, rows[0].device.type == "cpu"
     # Measured peak while fn works, in tensors of the size of the fp32 logits: 6.7 for SM over all
     # of |V|, 5.6 for SM with top-k, 3.5 for the cross-entropy. Most of them are gone when fn
     # returns.
     size = max(1, int((CPU_LOGITS if on_cpu else BUDGET / 6.7) / one_row))
+    if compiled:
+        size = COMPILED
     if N <= size:
         return fn(*rows)
     run = fn
-    if torch.is_grad_enabled() and keeps * N * one_row > BUDGET:
+    if torch.is_grad_enabled() and keeps * N * one_row > BUDGET and not compiled:
         def run(*chunk):
             return recomputed(fn, *chunk, use_reentrant=False, preserve_rng_state=False)
     parts = [run(*chunk) for chunk in zip(*(r.split(size) for r in rows))]
@@ -293,8 +329,7 @@ class TwoPass(nn.Module):
 
     After a forward without feedback the gradient of ω is exactly 0. Set it to None before the
     optimizer's step, as train.py does. Otherwise Adam moves ω by its momentum. For the log, the
-    last forward with feedback leaves three 0-d tensors: `lam` and `lam_sd`, the mean and the
-    standard deviation of λ, and `mix_norm`, the mean length of the mixes over that of [MASK].
+    last forward with feedback leaves `lam`, the mean of λ, 0-d.
 
     A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
     """
@@ -302,48 +337,44 @@ class TwoPass(nn.Module):
     def __init__(self, net, sm, mask_id, two_updates=False):
         super().__init__()
         self.net, self.sm, self.mask_id, self.two_updates = net, sm, mask_id, two_updates
-        self.lam = self.lam_sd = self.mix_norm = torch.zeros(())
-        self.known = None, None
+        self.lam, self.compiled = torch.zeros(()), False
 
-    def feedback(self, h):
+    def weigh(self, h, logits=None):
+        """A chunk of `feedback`: λ (n,), ids (n, k), π (n, k); for k = |V| their mix (n, D) as π.
+
+        logits: (n, V) head(h), if they are known.
+        """
+        sm = self.sm
+        if logits is None:
+            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
+                logits = self.net.head(h)                                      # (n, V)
+        if sm.k is None:
+            lam, _, pi = sm(logits)                                            # (n,), (n, V)
+            return lam, pi.argmax(-1)[:, None], sm.mix(self.net.table, lam, None, pi)
+        if self.compiled or not logits.is_cpu:
+            return sm(logits)
+        # In pieces that stay in a CPU's caches, SM is several times as fast.
+        pieces = logits.split(max(1, int(CPU_CACHE / 4 / logits.shape[1])))
+        return tuple(torch.cat(parts) for parts in zip(*map(sm, pieces)))
+
+    def feedback(self, h, logits=None):
         """What masked positions look like in the next pass                 Alg. 1 l.6-7, Alg. 2 l.6
 
         h: (n, D) hidden states that predict them.
+        logits: (n, V) head(h), if the caller has them: the head does not run again.
         Returns their embeddings (n, D), λ (n,), and the most likely tokens (n,).
         """
-        table, sm = self.net.table, self.sm
-
-        def head(h):
-            if h is self.known[0]:
-                return self.known[1]
-            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
-                return self.net.head(h)                                        # (n, V)
-
-        def lambda_and_topk(h):
-            # On a CPU, 16 rows stay in the caches while SM goes over them again and again.
-            few = head(h).split(16 if h.device.type == "cpu" else max(1, len(h)))
-            return tuple(map(torch.cat, zip(*map(sm, few))))                  # (n,), (n, k), (n, k)
-
-        def dense_mix(h):
-            lam, _, pi = sm(head(h))                                           # (n,), (n, V)
-            return sm.mix(table, lam, None, pi), lam, pi.argmax(-1)            # (n, D), (n,), (n,)
-
-        if sm.k is None:
-            return in_chunks(dense_mix, h, V=len(table), keeps=5)
-        lam, ids, pi = in_chunks(lambda_and_topk, h, V=len(table), keeps=5 * self.two_updates)
+        sm, table, keeps = self.sm, self.net.table, 0
+        if self.two_updates or sm.k is None:
+            keeps = 5
+        if logits is None:
+            lam, ids, pi = in_chunks(self.weigh, h, V=len(table), keeps=keeps,
+                                     compiled=self.compiled)
+        else:
+            lam, ids, pi = self.weigh(h, logits)
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
-        return sm.mix(table, lam, ids, pi), lam, ids[:, 0]                     # (n, D), (n,), (n,)
-
-    def feedback_of(self, h, logits):
-        """`feedback(h)` when logits = head(h) (n, V) are known: the head does not run again.
-
-        It calls `feedback`, so a subclass overrides only that one.
-        """
-        self.known = h, logits
-        try:
-            return self.feedback(h)
-        finally:
-            self.known = None, None
+        mixed = pi if sm.k is None else sm.mix(table, lam, ids, pi)            # (n, D)
+        return mixed, lam, ids[:, 0]
 
     def feedback_of_certain(self, ids):
         """`feedback` of re-masked tokens. Each was predicted with p = 1: H = 0, λ at its maximum.
@@ -353,15 +384,6 @@ class TwoPass(nn.Module):
         zero = torch.zeros(len(ids), device=ids.device)                        # (m,)  −H
         lam, one = self.sm.strength(zero), torch.ones_like(zero)[:, None]      # (m,), (m, 1)
         return self.sm.mix(self.net.table, lam, ids[:, None], one), lam, ids
-
-    @torch.no_grad()
-    def note(self, mixed, lam):
-        """Keep lam, lam_sd and mix_norm for the log.   mixed: (N, D).   lam: (N,)."""
-        n = max(1, len(lam))
-        self.lam = lam.sum() / n
-        self.lam_sd = ((lam - self.lam).square().sum() / n).sqrt()
-        length = self.net.table[self.mask_id].float().norm()
-        self.mix_norm = mixed.float().norm(dim=-1).sum() / n / length
 
     def warning(self):
         """What to tell the user if training has left feedback off, which no loss shows. Else "".
@@ -378,9 +400,10 @@ class TwoPass(nn.Module):
 
         h: (N, D) hidden states.   x: (N,) tokens.   Returns (N,) fp32.
         """
-        def score(h, x):
-            return F.cross_entropy(self.net.head(h), x, reduction="none")      # (n,)
-        return in_chunks(score, h, x, V=len(self.net.table), keeps=1)
+        return in_chunks(self.score, h, x, V=len(self.net.table), keeps=1, compiled=self.compiled)
+
+    def score(self, h, x):
+        return F.cross_entropy(self.net.head(h), x, reduction="none")          # (n,)
 
     def token_nll(self, x0, xt, t, soft):
         """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
@@ -400,14 +423,32 @@ class TwoPass(nn.Module):
                 h = net.hidden(emb, rows, t)                                   # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)
-            self.note(mixed, lam)
+            self.lam = lam.detach().sum() / max(1, len(lam))
         h = net.hidden(emb, rows, t)                                           # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0.flatten()[rows])                        # (N,)            l.8
         if self.sm is not None:
             # This adds 0 to the gradient of ω, so it is in the graph of every step. Else DDP would
             # wait for the gradient of ω after a step without SM, and would then apply a wrong one.
-            nll = nll + 0 * sum(p for p in self.sm.parameters())
+            # 0 times each: the sums alone would give all of ω one gradient in one piece of memory.
+            nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, rows
+
+
+def compile_parts(model, mode=None):
+    """Compile what takes the time of a TwoPass on CUDA: its trunk and its chunks of rows [ours]
+
+    mode: of the trunk. "reduce-overhead" makes CUDA graphs, for sampling. Chunks have none, because
+        their number of rows changes. So they are compiled for any number.
+    Methods are compiled, not modules, so that the names in the state_dict stay.
+    """
+    def any_length(fn):
+        fast = torch.compile(fn, dynamic=True)
+        # torch would compile once more for 0 rows and for 1.
+        return lambda h, *others: (fast if len(h) > 1 else fn)(h, *others)
+
+    model.net.trunk = torch.compile(model.net.trunk, mode=mode)
+    model.weigh, model.score = any_length(model.weigh), any_length(model.score)
+    model.compiled = True
 
 
 class MDLM(TwoPass):

@@ -42,7 +42,7 @@ from launch import (
     to_device,
     write_text,
 )
-from mdlm import MDLM, in_chunks
+from mdlm import MDLM, compile_parts, in_chunks, likeliest
 from sample_dream import decode
 from show import show, trace
 
@@ -153,14 +153,8 @@ def nucleus(probs, p):
     """
     if p == 1:
         return probs
-    V = probs.shape[1]
-    # On a CPU, sorting all of V costs as much as the network. So the likeliest tokens come first:
-    # mostly a few reach p. On CUDA, the host would have to wait to know whether they do.
-    for m in (V,) if probs.is_cuda else (min(1024, V), min(8192, V), V):
-        top, ids = probs.topk(m)                                               # (n, m)
-        out = top.cumsum(-1) > p                                               # (n, m)
-        if m == V or out[:, -1].all():
-            break
+    top, ids = likeliest(probs, p)                                             # 2 × (n, m)
+    out = top.cumsum(-1) > p                                                   # (n, m)
     out[:, 0] = False
     top = top.masked_fill(out, 0)                                              # (n, m)
     return torch.zeros_like(probs).scatter(1, ids, top / top.sum(-1, keepdim=True))  # (n, V)

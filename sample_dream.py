@@ -228,7 +228,7 @@ def predictions(model, h, n, soft, never, algorithm, u=None, **pick):
     def both(h, *u):
         logits = model.net.head(h)                                      # (n, V)
         found = propose(logits, never, algorithm, u=u[0] if u else None, **pick)    # (n,), (n,)
-        return *found, *(model.feedback_of(h, logits) if soft else ())
+        return *found, *(model.feedback(h, logits) if soft else ())
 
     rows = [h[:n]] if u is None else [h[:n], u]
     x0, conf, *feedback = in_chunks(both, *rows, V=V)

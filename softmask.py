@@ -21,7 +21,7 @@ Train ω together with the model, at a learning rate near 1e-2, because it has f
 paper's start at ω_s ≈ 0 (App. B.2). Train with plain masks too, with probability 1 − p_sm: the
 first decoding step has no feedback (§3.2). In an update without feedback, set the gradient of ω to
 None before the optimizer's step, or Adam moves ω by its momentum. Under DDP, ω must be in the graph
-of every update: add 0 * sum(p.sum() for p in sm.parameters()) to the loss.
+of every update: add sum((0 * p).sum() for p in sm.parameters()) to the loss.
 
 Print λ, the first output of `sm(logits)`. If it stays near 0, feedback is off, and the loss does
 not show it. Then start ω_b near minus the entropy, in nats, that your model has at its masks.
@@ -45,6 +45,24 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 def softplus_inverse(y):
     return y + torch.log(-torch.expm1(-y))  # log(e^y − 1), without overflow
+
+
+def largest(logits, k):
+    """logits.topk(k) of (N, V), in one pass over a large vocabulary; ids may differ at ties [ours]
+
+    The k largest lie in the k groups with the largest maxima. A radix sort goes over V four times.
+    """
+    width, V = 128, logits.shape[1]
+    if V < 8 * k * width:
+        return logits.topk(k, dim=-1)
+    whole = V // width * width
+    groups = logits[:, :whole].unflatten(1, (-1, width))                       # (N, V/128, 128)
+    best = groups.detach().amax(-1).topk(k).indices[..., None]                 # (N, k, 1)
+    near = groups.gather(1, best.expand(-1, -1, width)).flatten(1)             # (N, k·128)
+    ids = (best * width + torch.arange(width, device=best.device)).flatten(1)  # (N, k·128)
+    rest = torch.arange(whole, V, device=best.device).expand(len(ids), -1)     # (N, < 128)
+    top, at = torch.cat((near, logits[:, whole:]), 1).topk(k, dim=-1)          # 2 × (N, k)
+    return top, torch.cat((ids, rest), 1).gather(1, at)
 
 
 class SoftMask(nn.Module):
@@ -139,13 +157,16 @@ class SoftMask(nn.Module):
             # λ too is computed from the tempered p [code]. The clamp: at a logit of −∞, the
             # gradient of τ would be NaN.
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
-        logp = logits.log_softmax(-1)                                              # (N, V)
-        p = logp.exp()                                                             # (N, V)
-        # The clamp matters only where p = 0: there 0 · −inf would be NaN.
-        lam = gain * self.strength((p * logp.clamp_min(-100)).sum(-1))             # (N,)
+        d = logits - logits.detach().amax(-1, keepdim=True)                        # (N, V)  <= 0
+        e = d.exp()                                                                # (N, V)
+        total = e.sum(-1)                                                          # (N,)
+        # −H = Σ p log p with p = e / Σe, by one exponential. The clamp matters only where p = 0:
+        # there 0 · −inf would be NaN.
+        neg_entropy = (e * d.clamp_min(-100)).sum(-1) / total - total.log()        # (N,)
+        lam = gain * self.strength(neg_entropy)                                    # (N,)
         if self.k is None:
-            return lam, None, p
-        top, ids = logits.topk(self.k, dim=-1)                                     # (N, k)
+            return lam, None, e / total[:, None]
+        top, ids = largest(logits, self.k)                                         # (N, k)
         return lam, ids, top.softmax(-1)             # p renormalised over the top k: Σ π = 1
 
     def mix(self, table, lam, ids, pi):
@@ -156,9 +177,8 @@ class SoftMask(nn.Module):
         Returns (N, D) in the table's dtype.
 
         To embed a mix of one-hot vectors is to mix their rows of the table. So one-hot vectors are
-        never made. Shares are rounded to the table's dtype. `embedding_bag` computes
-        (shares[..., None] * table[ids]).sum(1) without the tensor (N, k+1, D). [MASK] is one more
-        token in the bag: a lookup of its own would cost one more dense (V, D) gradient.
+        never made. [MASK] is one more token of the lookup: a lookup of its own would cost one more
+        dense (V, D) gradient.
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
@@ -168,8 +188,9 @@ class SoftMask(nn.Module):
             return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)  # (N, D)
         mask = torch.full_like(ids[:, :1], self.mask_id)                           # (N, 1)
         ids = torch.cat((ids, mask), 1)                                            # (N, k+1)
-        shares = torch.cat((lam * pi, 1 - lam), 1).to(table.dtype)                 # (N, k+1)
-        return F.embedding_bag(ids, table, per_sample_weights=shares, mode="sum")  # (N, D)
+        shares = torch.cat((lam * pi, 1 - lam), 1)                                 # (N, k+1)
+        vectors = F.embedding(ids, table)                                          # (N, k+1, D)
+        return (shares[..., None] * vectors).sum(1).to(table.dtype)                # (N, D)
 
     def embed(self, table, x, logits, gain=1.0):
         """sm(x̂, p) for a whole batch: soft where x is [MASK], else plain          §3.1, both cases

@@ -35,7 +35,7 @@ import sudoku
 from data import rng
 from eval import bits_per_byte, val_ppl
 from launch import Count, Positive, Rate, Refused, Share, Size
-from mdlm import ALPHA_FLOOR, FEEDBACK, MDLM, ModelConfig, corrupt, sample_times
+from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, compile_parts, corrupt, sample_times
 from sample import generate, generate_in_order
 from show import show
 
@@ -72,7 +72,7 @@ class Config(ModelConfig):
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: str = "auto"              # bfloat16 where the GPU has it, else float32
-    compile: bool | None = None      # the trunk (default: on CUDA)
+    compile: bool | None = None      # trunk, loss and feedback (default: on CUDA)
     peak_flops: Annotated[float, 0, 1e20] = 0.0  # of one device, for MFU (default: by its name)
 
 
@@ -376,8 +376,7 @@ def train(cfg):
             optimizer.load_state_dict(ckpt["optimizer"])
         del ckpt  # it is as large as the model and its optimizer
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
-        # Only the method: a compiled module has other names in its state_dict.
-        model.net.trunk = torch.compile(model.net.trunk)
+        compile_parts(model)
     net = model
     if world > 1:
         ids = [device.index] if device.type == "cuda" else None
@@ -436,8 +435,7 @@ def train(cfg):
                 # Divided by all tokens, not by the masks [code]: so any split gives the same.
                 (nll.sum() / (accum * x0.numel())).backward()
             nll = nll.detach()
-            log.add(nll=nll.sum(), ce=nll @ t, masks=masks, softs=soft)
-            log.add(**{name: getattr(model, name) * soft for name in FEEDBACK})
+            log.add(nll=nll.sum(), ce=nll @ t, masks=masks, softs=soft, lam=model.lam * soft)
         if not soft:
             # The gradient of ω is 0, which DDP needed (TwoPass). Adam would still move ω by its
             # momentum [ours].
@@ -467,7 +465,7 @@ def train(cfg):
                 "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
                 "lr": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": norm,
                 "tokens_per_s": tokens_seen / seconds}
-        line |= {name: sums[name] / max(1, sums["softs"]) for name in FEEDBACK}
+        line["lam"] = sums["lam"] / max(1, sums["softs"])
         if omega:
             line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
         if omega and cfg.k is None:

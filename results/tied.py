@@ -26,7 +26,7 @@ class Tied(mdlm.MDLM):
         self.net.again = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         nn.init.zeros_(self.net.again.weight)
 
-    def feedback(self, h):
+    def feedback(self, h, logits=None):
         """(embeddings (n, D), λ = 0 (n,), guesses (n,), of which there are none), as TwoPass."""
         emb = self.net.table[self.mask_id] + self.net.again(h.detach())            # (n, D)
         return emb, h.new_zeros(len(h)), torch.full_like(h[:, 0], self.mask_id, dtype=torch.long)

@@ -90,10 +90,12 @@ def test_every_arm_trains_and_decodes():
                 p.add_(0.3 * torch.randn_like(p))
         model(x0, xt, t, soft=True).sum().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
-        assert 0 < model.lam < 0.5 + 1e-6 and model.mix_norm > 0
-        assert (model.lam_sd > 1e-7) == (arm != "constant"), arm
+        assert 0 < model.lam < 0.5 + 1e-6
+        mixed, lam, _ = model.feedback(torch.randn(9, model.cfg.n_embd))
+        assert (lam.std() > 1e-7) == (arm != "constant"), arm
         if arm in ("renorm", "slerp"):
-            torch.testing.assert_close(model.mix_norm, torch.tensor(1.0))
+            length = model.net.table[MASK].norm().expand(9)
+            torch.testing.assert_close(mixed.norm(dim=-1), length)
         assert (generate(model, 2, 6, generator=rng("sample"))[0] < MASK).all()
 
 

@@ -237,7 +237,7 @@ def test_whoever_redefines_the_feedback_of_a_model_is_heard():
     ids = {soft: generate_in_order(model, 8, 5, "entropy", generator=generators(8), soft=soft)[0]
            for soft in (True, False)}
     plain = model.net.table[MASK].detach()
-    model.feedback = lambda h: (plain.expand(len(h), -1), h.new_zeros(len(h)), h.new_zeros(len(h)))
+    model.feedback = lambda h, logits=None: (plain.expand(len(h), -1), h.new_zeros(len(h)), h.new_zeros(len(h)))
     again, _ = generate_in_order(model, 8, 5, "entropy", generator=generators(8))
     assert torch.equal(again, ids[False]) and not torch.equal(again, ids[True])
 

@@ -133,7 +133,7 @@ def test_everything_learns_also_in_the_ablations(tiny):
         first, *_, last = lines = log(cfg)
         assert [line["step"] for line in lines] == [1, 8, 16, 24]
         assert last["loss"] < 0.8 * first["loss"] and last["tokens_per_s"] > 0, change
-        assert 0.01 < last["lam"] < 0.5 and last["lam_sd"] > 0 and 0 < last["mix_norm"] < 2
+        assert 0.01 < last["lam"] < 0.5
         for name, start in zip(("omega_s", "omega_a", "omega_b"), (0.5, 1, -4)):
             assert last[name] != pytest.approx(start, abs=1e-3), change
         assert ("tau" in last) == (cfg.k is None)
