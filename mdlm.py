@@ -282,7 +282,9 @@ def likeliest(probs, p):
     whether they do, the host waits for a GPU: of few rows, it sorts all of V instead [ours].
     """
     V = probs.shape[1]
-    sizes = (V,) if probs.is_cuda and len(probs) <= 16 else (min(1024, V), V)
+    sizes = (min(1024, V), min(8192, V), V)
+    if probs.is_cuda and len(probs) <= 16:
+        sizes = (V,)
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():
@@ -309,7 +311,7 @@ def in_chunks(fn, *rows, V, keeps=0, compiled=False):
     size = max(1, int((CPU_LOGITS if on_cpu else BUDGET / 6.7) / one_row))
     if compiled:
         size = COMPILED
-    if N <= size:
+    elif N <= size:
         return fn(*rows)
     run = fn
     if torch.is_grad_enabled() and keeps * N * one_row > BUDGET and not compiled:

@@ -42,7 +42,7 @@ from launch import (
     to_device,
     write_text,
 )
-from mdlm import MDLM, compile_parts, in_chunks, likeliest
+from mdlm import MDLM, in_chunks, likeliest
 from sample_dream import decode
 from show import show, trace
 

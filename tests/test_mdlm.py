@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: MIT
 """mdlm.py against §2.1, Eq. 2, Alg. 1 and App. C.3, and recorded numbers of the authors' code."""
 
+import copy
+import functools
 import math
 import os
 from dataclasses import replace
@@ -137,6 +139,53 @@ def test_in_chunks_keeps_to_its_budget(monkeypatch):
     monkeypatch.setattr(mdlm, "BUDGET", 4 * V * 6.7 * 4)
     in_chunks(fn, h.detach().to("meta"), u.to("meta"), V=V)  # not a CPU: 6.7 tensors share BUDGET
     assert sizes == [5, 5, 2, 4, 4, 4]
+
+
+@pytest.mark.parametrize("k, two_updates", [(3, False), (3, True), (None, True)])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA: would check its compiled chunks"))])
+def test_compiled_chunks_equal_eager_ones_and_compile_once(k, two_updates, device, monkeypatch):
+    """For any number of rows; once with gradients and once without."""
+    if device == "cpu":  # what is traced is the same, and nothing waits for a C++ compiler
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    counted = torch._dynamo.utils.counters["stats"]
+    torch.manual_seed(0)
+    cfg = replace(TINY, vocab_size=3100, mask_id=3099, k=k, two_updates=two_updates, n_layer=1)
+    model = MDLM(cfg).to(device)
+    torch.nn.init.normal_(model.net.output_layer.linear.weight, std=0.3)
+    fast = copy.deepcopy(model)
+    mdlm.compile_parts(fast)
+    graphs = []
+    for N in (5000, 700, 0, 1, 2, 4097):
+        h, x = torch.randn(N, 64, device=device), torch.randint(3099, (N,), device=device)
+        results = []
+        for one in (fast, model):
+            one.zero_grad()
+            here = h.clone().requires_grad_()
+            mixed, lam, _ = one.feedback(here)                               # (N, D), (N,)
+            nll = one.cross_entropy(here, x)                                 # (N,)
+            (nll.sum() + mixed.square().sum()).backward()
+            results.append([mixed, lam, nll, here.grad, *(p.grad for p in one.parameters())])
+            with torch.no_grad():
+                torch.testing.assert_close(one.feedback(here)[1], lam)
+                torch.testing.assert_close(one.cross_entropy(here, x), nll)
+        for ours, eager in zip(*results):
+            if eager is not None:
+                torch.testing.assert_close(ours, eager, rtol=1e-4, atol=1e-4 * (1 + N) ** 0.5)
+        graphs.append(counted["unique_graphs"])
+    assert len(set(graphs)) == 1, graphs  # two functions, with gradients and without
+    assert list(fast.state_dict()) == list(model.state_dict())
+
+
+@pytest.mark.parametrize("V", [62, 64])
+def test_a_padded_vocabulary_gives_the_same_logits(V):
+    h, weight, bias = torch.randn(5, 8), torch.randn(V, 8), torch.randn(V)
+    padded = mdlm.padded(weight, bias)
+    assert [len(x) for x in padded] == [64, 64]
+    expected = mdlm.vocabulary(h, weight, bias)
+    torch.testing.assert_close(F.linear(h, *padded)[:, :V], expected)
+    assert expected.shape == (5, V) == mdlm.vocabulary(h, weight).shape
 
 
 class Watch(TorchDispatchMode):

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 
 import oracles
 import softmask
+from conftest import gen
 from softmask import SoftMask, time_gain
 
 V, D, MASK = 11, 6, 10
@@ -100,6 +101,70 @@ def test_gradients_of_logits_and_table_are_those_of_the_formula(k):
     inputs = rows.double().requires_grad_(), table.double().requires_grad_()
     torch.autograd.gradcheck(lambda rows, table: sm.mix(table, *sm(rows)), inputs, eps=1e-3,
                              atol=1e-3, rtol=1e-3)
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 8e-3)])
+def test_mix_and_its_gradients_for_tables_of_both_dtypes(dtype, tolerance, monkeypatch):
+    """In bf16, too. `embedding_bag` with shares has no backward there on CUDA."""
+    monkeypatch.delattr(F, "embedding_bag")
+    x, logits, table = example()
+    table, rows = table.to(dtype).requires_grad_(), logits[x == MASK].requires_grad_()
+    sm, R = SoftMask(MASK, **OPEN), torch.randn(len(rows), D, generator=gen()).to(dtype)
+    lam, ids, pi = sm(rows)
+    mixed = sm.mix(table, lam, ids, pi)
+    expected = [oracles.soft_mask(row, table.detach(), MASK, 3, **OPEN) for row in rows]
+    torch.testing.assert_close(mixed.double(), torch.stack(expected), rtol=0, atol=tolerance)
+    by_mix = torch.autograd.grad(mixed, (table, lam, pi), R)
+    whole, shares = table.detach().double().requires_grad_(), [lam.double(), pi.double()]
+    onehot = F.one_hot(ids, V).double()                                # (N, k, V)
+    guess = (shares[1][..., None] * onehot).sum(1) @ whole             # (N, D)
+    dense = (1 - shares[0])[:, None] * whole[MASK] + shares[0][:, None] * guess
+    for ours, dense_grad in zip(by_mix, torch.autograd.grad(dense, (whole, lam, pi), R.double())):
+        assert ours.dtype == (dtype if ours.shape == table.shape else torch.float32)
+        torch.testing.assert_close(ours.double(), dense_grad.double(), rtol=tolerance,
+                                   atol=2 * tolerance)
+
+
+@pytest.mark.parametrize("k, vocabulary", [(1, 39), (3, 39), (3, 259), (1, 50_258), (3, 50_258),
+                                           (6, 50_258)])
+def test_the_largest_by_groups_are_the_largest(k, vocabulary):
+    logits = torch.randn(5, vocabulary, generator=gen()).round(decimals=2)  # with ties
+    logits[1] = -math.inf
+    logits[1, -2] = 0.0
+    logits.requires_grad_()
+    top, ids = softmask.largest(logits, k)
+    assert torch.equal(top, logits.topk(k).values) and torch.equal(top, logits.gather(1, ids))
+    assert all(len(set(row)) == k for row in ids.tolist())
+    top[0].sum().backward()
+    grad = torch.zeros_like(logits)
+    grad[0, ids[0]] = 1.0
+    assert torch.equal(logits.grad, grad)
+
+
+@pytest.mark.parametrize("column", [0.0, -math.inf, -1e6])
+def test_entropy_and_its_gradient(column):
+    """λ against float64. Autocast changes nothing: a product by `vecdot` would be in bf16."""
+    logits = 3 * torch.randn(7, 300, generator=gen())
+    logits[:, -1] = column
+    logits[0, 1:] = column
+    sm = SoftMask(MASK, **OPEN | {"omega_b": -4.0})
+
+    def run(logits, lam_of):
+        logits = logits.clone().requires_grad_()
+        lam = lam_of(logits)
+        return lam.detach(), *torch.autograd.grad(lam.sum(), logits)
+
+    def by_hand(logits):
+        p = logits.softmax(-1)
+        minus_H = (p * p.clamp_min(1e-300).log()).sum(-1)
+        return 0.8 * torch.sigmoid(2.0 * (minus_H + 4.0))
+
+    ours = run(logits, lambda x: sm(x)[0])
+    reference = run(logits.double().clamp_min(-1e5), by_hand)
+    for one, other in zip(ours, reference):
+        torch.testing.assert_close(one.double(), other, rtol=2e-5, atol=1e-7)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert all(map(torch.equal, run(logits, lambda x: sm(x)[0]), ours))
 
 
 @pytest.mark.parametrize("k", [3, None])
