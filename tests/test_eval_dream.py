@@ -159,7 +159,7 @@ def test_the_last_box_and_what_counts_in_it():
     assert not any(B.plain(a) == B.plain(b) for a, b in other)
 
 
-# --- execution -----------------------------------------------------------------------------------
+# --- execution and verdicts ----------------------------------------------------------------------
 
 
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
@@ -185,17 +185,14 @@ def test_what_a_program_has_started_ends_with_it(tmp_path):
     """The lock of a file is free when nobody holds it."""
     fcntl = pytest.importorskip("fcntl", reason="needs POSIX: would end the children of programs")
     for i, (end, right) in enumerate((("", True), ("assert 0", False), ("while 1: pass", False))):
-        note = tmp_path / f"child{i}"
-        child = (f"import fcntl, os, time\nf = open({str(note)!r}, 'w')\n"
+        lock = tmp_path / f"child{i}"
+        child = (f"import fcntl, os, time\nf = open({str(lock)!r}, 'w')\n"
                  "fcntl.flock(f, fcntl.LOCK_EX)\n"
                  "if os.fork() == 0: time.sleep(20); f.write('alive'); f.flush()\n")
         assert B.passes(child + end, 3) is right, end
-        with open(note) as f:
+        with open(lock) as f:
             fcntl.flock(f, fcntl.LOCK_EX)
             assert f.read() == ""
-
-
-# --- verdicts ------------------------------------------------------------------------------------
 
 
 def test_verdicts_equal_those_recorded_from_the_scorer_before(judge):
