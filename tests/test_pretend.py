@@ -92,7 +92,7 @@ def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):
                 start("sample", "--checkpoint=run/last.pt", "--steps=8", f"--out={k}{i}.jsonl",
                       *words.split())
             start("eval", "ppl", "--checkpoint=run/last.pt", "--data=data", "--rows=4")
-            start("eval", "feedback", "--checkpoint=run/last.pt", "--data=data", "--rows=4")
+            start("feedback", "--checkpoint=run/last.pt", "--data=data", "--rows=4")
 
 
 def test_dream_keeps_to_one_device(tmp_path, monkeypatch):
@@ -106,7 +106,6 @@ def test_dream_keeps_to_one_device(tmp_path, monkeypatch):
                           "--algorithm=random"):
                 start("sample_dream", "--model=out/tiny_dream/model", "--gen_len=16",
                       "--adapter=out/tiny_dream/last", "--prompt=1", *words.split())
-            start("eval", "feedback", "--checkpoint=out/tiny_dream/last", "--rows=4")
 
 
 @pytest.mark.parametrize("words", (
