@@ -24,25 +24,28 @@ def cell_text(tok, token):
 
 def painted(text, lam=None):
     """The text, for a terminal: a token (lam None) in bold, a guess on green, deeper with λ."""
+    if not sys.stdout.isatty():
+        return text
     if lam is None:
         return f"\x1b[1m{text}\x1b[0m"
     pale = int(220 * (1 - lam))
     return f"\x1b[48;2;{pale};{100 + pale * 2 // 3};{pale};38;2;0;0;0m{text}\x1b[0m"
 
 
-def draw(lines, drawn=0):
-    """Prints lines over the last picture, of `drawn` lines. Returns how many there are now."""
+def draw(lines, drawn, pause):
+    """Prints lines over the last picture, of `drawn` lines. Returns how many there are now.
+
+    pause: seconds per picture. Without it a small model is too fast to watch.
+    """
     lines = lines[1 - max(2, shutil.get_terminal_size().lines):]  # the end of a long text
     back = f"\x1b[{drawn}F\x1b[J" if drawn else ""
     print(back + "\n".join(lines), flush=True)
+    time.sleep(pause)
     return len(lines)
 
 
 def show(tok, mask_id, pause=0.05):
-    """An `on_step` that draws the first sequence in place. Where nobody watches, it draws nothing.
-
-    pause: seconds per picture. Without it a small model is too fast to watch.
-    """
+    """An `on_step` that draws the first sequence in place, if somebody watches."""
     drawn = 0  # lines of the last picture
 
     def on_step(x, lam, guess, *_):
@@ -58,8 +61,7 @@ def show(tok, mask_id, pause=0.05):
                 used = 0
             lines[-1] += painted(text, strength if masked else None)
             used += len(text)
-        drawn = draw(lines, drawn)
-        time.sleep(pause)
+        drawn = draw(lines, drawn, pause)
     return on_step
 
 

@@ -1,30 +1,41 @@
 # SPDX-License-Identifier: MIT
 """6×6 Sudokus: a language whose entropy is known, so that a bound can be compared with the truth.
 
-    grids       all grids, by a count             NATS       the entropy of a grid drawn uniformly
-    texts       grids as documents to learn       puzzles    grids of which some cells are given
-    right       how many samples are whole grids without a mistake
+    grids, NATS, texts    all grids, the entropy of one drawn uniformly, and documents to learn
+    puzzles, right        grids with some cells given, and how many samples are without a mistake
+    demonstrate           a model fills puzzles with soft-masked feedback and without
 
-Not here: the stream of tokens (data.py), the model of it (`train.py quickstart`).
+    python sudoku.py                                                # the shipped model, 100 puzzles
+    python sudoku.py --given=1..4......2........3.......5......6.   # your own puzzle
+    python sudoku.py --checkpoint=out/quickstart/last.pt            # your own model
+
+Not here: the stream of tokens (data.py), training (`train.py quickstart`).
 """
 
 import functools
 import itertools
 import math
+import os
 import re
+import sys
+from dataclasses import dataclass
 
-import numpy as np
 import torch
 
 NATS = math.log(28_200_960)  # entropy of a grid drawn uniformly, by the count below
+
+# The cells of which each digit stands in one. Boxes have two rows and three columns.
+UNITS = {f"row {n}": range(6 * n - 6, 6 * n) for n in range(1, 7)}
+UNITS |= {f"column {n}": range(n - 1, 36, 6) for n in range(1, 7)}
+UNITS |= {f"box {n}": [first + i for i in (0, 1, 2, 6, 7, 8)]
+          for n, first in enumerate((0, 3, 12, 15, 24, 27), 1)}
 
 
 @functools.cache
 def grids():
     """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0.
 
-    Rows, columns and boxes of 2×3 hold each digit once. Any grid is one of these with its digits
-    exchanged, so there are 39,168 · 6! = 28,200,960 of them.
+    Any grid is one of these with its digits exchanged, so there are 39,168 · 6! = 28,200,960.
     """
     rows = list(itertools.permutations(range(6)))
     # The rows that can be in one grid with this row: they differ from it in every column.
@@ -67,26 +78,163 @@ def puzzles(x, given, mask_id, generators):
     return x
 
 
-def right(samples):
-    """How many samples are whole 6×6 grids, and how varied these are.
+def mistake(cells):
+    """The first rule that these cells break, in words, or "". cells: digits, dots where empty."""
+    if not re.fullmatch("[1-6.]{36}", cells):
+        return "not 36 digits"
+    for name, unit in UNITS.items():
+        digits = [cells[i] for i in unit if cells[i] != "."]
+        for digit in digits:
+            if digits.count(digit) > 1:
+                return f"{digit} twice in {name}"
+    return ""
 
-    samples: n texts. Ends of a document are left out; what is left must be 36 digits, of which each
-        row, column and box of 2×3 has all six.
+
+def completion(cells):
+    """A grid with these cells, or "" if there is none: tries the cell with the fewest options."""
+    options = {}
+    for i in range(36):
+        if cells[i] == ".":
+            seen = {cells[j] for unit in UNITS.values() if i in unit for j in unit}
+            options[i] = set("123456") - seen
+    if not options:
+        return cells
+    i = min(options, key=lambda i: len(options[i]))
+    tried = (completion(cells[:i] + digit + cells[i + 1:]) for digit in options[i])
+    return next(filter(None, tried), "")
+
+
+def right(samples):
+    """How many samples are whole grids, and how varied these are. Ends of a document are left out.
+
     Returns {right: share, right_se: its standard error, distinct: different grids among the right
-    ones, commonest: share of the most frequent one, where two grids that differ by an exchange
-    of digits count as one}.
+    ones, commonest: share of the most frequent one, if digits may be exchanged}.
     """
-    found = []
-    for text in samples:
-        text = re.sub(r"<\|\w+\|>", "", text)
-        if re.fullmatch("[1-6]{36}", text):
-            grid = np.array(list(text)).reshape(6, 6)
-            boxes = grid.reshape(3, 2, 2, 3).transpose(0, 2, 1, 3).reshape(6, 6)
-            units = np.sort(np.concatenate((grid, grid.T, boxes)))                   # (18, 6)
-            if (units == list("123456")).all():
-                found.append(text)
+    found = [re.sub(r"<\|\w+\|>", "", text) for text in samples]
+    found = [text for text in found if "." not in text and not mistake(text)]
     relabelled = [grid.translate(str.maketrans(grid[:6], "123456")) for grid in found]
     commonest = max(map(relabelled.count, set(relabelled)), default=0)
     share = len(found) / len(samples)
     return {"right": share, "right_se": math.sqrt(share * (1 - share) / len(samples)),
             "distinct": len(set(found)), "commonest": commonest / max(1, len(found))}
+
+
+# -------------------------------------------------------------------------------------------------
+# the demonstration
+
+
+def ids_of(cells, mask_id):
+    """(n, 39) ids of n texts of 36 cells: BOS, the cells, EOS and EOS. A dot is a mask."""
+    return torch.tensor([[256, *(mask_id if c == "." else ord(c) for c in text), 257, 257]
+                         for text in cells])
+
+
+def text_of(ids):
+    """The cells as a text, with a question mark for each that is no digit."""
+    return "".join(chr(i) if chr(i) in "123456" else "?" for i in ids)
+
+
+def fill(model, x, order):
+    """Puzzles x (n, 39) with equally many masks, filled with and without feedback, one cell a call.
+
+    Returns {title: [(ids, λ, guesses) after each call, as lists of n lists of 36]}.
+    """
+    from data import rng
+    from launch import progress
+    from sample import generate_in_order
+    sides = {"with feedback": [], "without": []} if model.sm else {"without": []}
+    n_masks = int((x[0] == model.mask_id).sum())
+    with progress(total=len(sides) * n_masks, desc="filling", leave=False) as bar:
+        for title, states in sides.items():
+            def on_step(*now, states=states):
+                states.append([values[:, 1:37].tolist() for values in now[:3]])
+                bar.update()
+            generators = [rng("fill", i) for i in range(len(x))]
+            generate_in_order(model, len(x), n_masks, order, top_p=1.0, generator=generators,
+                              on_step=on_step, x=x, soft=title == "with feedback")
+    return sides
+
+
+def picture(ids, lam, guess, given, mask_id):
+    """The lines of a grid. A given cell is bold, a mask is its guess on green, deeper with λ."""
+    from show import painted
+    cells = []
+    for token, strength, top, start in zip(ids, lam, guess, given):
+        text = f" {text_of([top if token == mask_id else token])} "
+        if token == mask_id:
+            text = painted(text, strength)
+        elif token == start:
+            text = painted(text)
+        cells.append(text)
+    threes = ["".join(cells[i:i + 3]) for i in range(0, 36, 3)]
+    lines = [f"{left}│{right}" for left, right in zip(threes[::2], threes[1::2])]
+    between = "─" * 9 + "┼" + "─" * 9
+    return [*lines[:2], between, *lines[2:4], between, *lines[4:]]
+
+
+def compare(sides, x, i, mask_id):
+    """Draws how puzzle i of x was filled, side by side, or, if nobody watches, its end alone.
+
+    sides: from `fill`.   x: (n, 39).
+    """
+    from show import draw
+    calls, given, drawn = list(zip(*sides.values())), x[i, 1:37].tolist(), 0
+    for call in calls if sys.stdout.isatty() else calls[-1:]:
+        columns = []
+        for title, state in zip(sides, call):
+            ids, lam, guess = (values[i] for values in state)
+            wrong, verdict = mistake(text_of(ids)), ""
+            if mask_id not in ids:
+                verdict = f"✗ {wrong}" if wrong else "✓ right"
+            columns.append([title, *picture(ids, lam, guess, given, mask_id), verdict])
+        lines = ["     ".join(f"{part:21}" for part in parts) for parts in zip(*columns)]
+        drawn = draw(lines, drawn, pause=0.2)
+
+
+def demonstrate(model, count=100):
+    """Prints how many puzzles a model of `data.py sudoku` gets right, and shows one of them."""
+    from data import rng
+    grids = ids_of(texts(2000, rng("sudoku", "val"))[:count], model.mask_id)         # held out
+    draws = [rng("puzzle", i) for i in range(count)]
+    x = puzzles(grids, 12, model.mask_id, draws)                                     # (count, 39)
+    lines = []
+    for name, order in ("any cell next", "random"), ("the surest cell next", "entropy"):
+        sides = fill(model, x, order)
+        solved = [[not mistake(text_of(ids)) for ids in states[-1][0]]
+                  for states in sides.values()]
+        lines.append(f"  {name:38}" + "".join(f"{sum(found):16}" for found in solved))
+    title = f"{count} puzzles, 12 of 36 cells given: right"
+    print(f"{title:40}" + "".join(f"{side:>16}" for side in sides), *lines, sep="\n")
+    print(f"  ± at most {math.sqrt(count) / 2:.0f}: a standard error over puzzles, of one model")
+    differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
+    shown = differ[0] if differ else 0
+    print(f"\nThe surest cell next: the two differ in {len(differ)} of {count} puzzles.")
+    print(f"Shown is the first of {'these' if differ else 'all'}, puzzle {shown + 1}:")
+    compare(sides, x, shown, model.mask_id)
+
+
+@dataclass
+class Config:
+    given: str = ""     # your own puzzle: 36 characters, row by row, a dot for an empty cell
+    checkpoint: str = os.path.join(os.path.dirname(__file__), "results", "sudoku.safetensors")
+
+
+def main(cfg):
+    from launch import Refused
+    from mdlm import MDLM
+    if cfg.given:
+        wrong = mistake(cfg.given) or "." not in cfg.given and "no cell is empty"
+        if wrong or not completion(cfg.given):
+            raise Refused(f"--given={cfg.given} cannot be filled, {wrong or 'no grid has these'}: "
+                          f"give 36 digits from 1 to 6, row by row, with dots for empty cells")
+    model = MDLM.load(cfg.checkpoint)
+    if not cfg.given:
+        demonstrate(model)
+        return
+    x = ids_of([cfg.given], model.mask_id)                                           # (1, 39)
+    compare(fill(model, x, "entropy"), x, 0, model.mask_id)
+
+
+if __name__ == "__main__":
+    from launch import run
+    run(main, Config)

@@ -7,6 +7,7 @@ Not here: the grids themselves (test_data.py), counting the right ones (test_eva
 import json
 import math
 import os
+import re
 import sys
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 import data
 import sudoku
 import train
-from conftest import ROOT, gen
+from conftest import ROOT, gen, refused, spy
 from data import rng
 from eval import bound
 from launch import append_jsonl
@@ -125,6 +126,63 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
     nll = bound(model, rows, True, seed=1, repeats=2, floor=0.0)[0]
     assert nll.mean() / 39 == pytest.approx(0.5318, abs=2e-4)
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
+
+
+def test_a_mistake_is_named_and_a_puzzle_completed():
+    [grid] = sudoku.texts(1, gen())
+    assert sudoku.mistake(grid) == "" == sudoku.mistake("." * 36)
+    assert sudoku.mistake(grid[:35]) == sudoku.mistake(grid[:35] + "7") == "not 36 digits"
+    for cells, name in ((0, 5), "row 1"), ((1, 31), "column 2"), ((16, 21), "box 4"):
+        broken = ["5" if i in cells else "." for i in range(36)]
+        assert sudoku.mistake("".join(broken)) == f"5 twice in {name}"
+    cells = "".join(c if i % 3 == 0 else "." for i, c in enumerate(grid))
+    whole = sudoku.completion(cells)
+    assert sudoku.right([whole])["right"] == 1
+    assert all(c in (".", digit) for c, digit in zip(cells, whole))
+    assert sudoku.completion("12345....6" + 26 * ".") == ""
+
+
+def test_the_demonstration_counts_and_shows_where_feedback_matters(monkeypatch, capsys):
+    """Of 8 puzzles, and the first on which the two ways differ, if there is one."""
+    model = MDLM.load(os.path.join(ROOT, "results", "sudoku.safetensors"))
+    shown = spy(monkeypatch, sudoku, "compare")
+    sudoku.demonstrate(model, 8)
+    out = capsys.readouterr().out
+    [(sides, x, i, mask_id)] = shown
+    given = x[i, 1:37].tolist()
+    wrong = {side: [sudoku.mistake(sudoku.text_of(ids)) for ids in states[-1][0]]
+             for side, states in sides.items()}
+    differ = [j for j, pair in enumerate(zip(*wrong.values())) if len(set(map(bool, pair))) > 1]
+    assert [f"{found.count(''):16}" for found in wrong.values()] == re.findall(
+        r" {15}\d", re.search("surest cell next (.*)", out)[1])
+    assert differ and i == differ[0] and f"the two differ in {len(differ)} of 8 puzzles" in out
+    assert f"the first of these, puzzle {i + 1}:" in out
+    assert out.count("✓ right") == out.count("✗") == 1
+    assert "\x1b" not in out and next(filter(None, (found[i] for found in wrong.values()))) in out
+    assert sum(token != mask_id for token in given) == 12
+    for states in sides.values():  # one cell a call, and given ones stay
+        masks = [ids[i].count(mask_id) for ids, _, _ in states]
+        assert masks == list(range(23, -1, -1))
+        assert all(t in (mask_id, cell) for t, cell in zip(given, states[-1][0][i]))
+    for lam in (lam for _, lam, _ in sides["without"]):
+        assert not np.any(lam)
+    capsys.readouterr()
+    sudoku.demonstrate(MDLM(small(soft_mask=False)), 2)
+    out = capsys.readouterr().out
+    assert "with feedback" not in out and "Shown is the first of all, puzzle 1:" in out
+
+
+def test_a_puzzle_of_the_user_is_filled_or_refused_before_anything_runs(monkeypatch, capsys):
+    given = "1..4......2........3.......5......6."
+    sudoku.main(sudoku.Config(given=given))
+    halves = [line.split("     ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
+    cells = re.sub(r"\D", "", "".join(line for line in halves if "│" in line))
+    assert len(cells) == 36 and all(c in (".", d) for c, d in zip(given, cells))
+    monkeypatch.setattr(MDLM, "load", None)
+    for given, why in (("11" + 34 * ".", "1 twice in row 1"), ("12", "not 36 digits"),
+                       ("12345....6" + 26 * ".", "no grid has these"),
+                       (sudoku.texts(1, gen())[0], "no cell is empty")):
+        refused(f"cannot be filled, {why}", sudoku.main, sudoku.Config(given=given))
 
 
 def test_the_table_names_its_rows(monkeypatch, capsys):
