@@ -90,6 +90,18 @@ def test_times_are_stratified_over_rows_and_within_each():
     assert first != sorted(first)  # a row's place in the text says nothing about its times
 
 
+def test_masks_follow_the_floor_and_differ_between_repeats(monkeypatch):
+    def masked_at(t, **options):
+        monkeypatch.setattr(evaluation, "sample_times", lambda n, *_, **__: torch.full((n,), t))
+        found = evaluation.corrupted(rows_of(999), 258, batch_size=999, **options)
+        return [xt == 258 for _, _, xt, _ in found]
+
+    assert masked_at(1.0, floor=0.0)[0].all()
+    assert 0.998 < masked_at(1.0)[0].float().mean() < 1
+    first, second = masked_at(0.5, repeats=2)
+    assert 0.4 < (first == second).float().mean() < 0.6
+
+
 def test_standard_error_of_a_ratio():
     x = np.random.default_rng(0).normal(3, 1, 50)
     mean, se = mean_and_se(x * 7, np.full(50, 7))
