@@ -231,8 +231,10 @@ def held_out_samples(cfg, L, n=None, name=None):
                       f"data that the model was trained on")
     tok = data.tokenizer(theirs, cfg.tokenizer_dir)
     shuffled = torch.randperm(data.n_rows(tokens, L), generator=rng("reference", cfg.seed))
-    half = max(1, len(shuffled) // 2)
-    index = shuffled[:n] if n else shuffled[-min(cfg.rows or half, half):]
+    index = shuffled[:n]
+    if n is None:
+        half = len(shuffled) // 2
+        index = shuffled[-min(cfg.rows or half, half):]
     samples = [{"ids": row, "text": tok.decode(row), "nfe": 0, "seed": cfg.seed}
                for row in data.rows(tokens, index, L).tolist()]
     return samples, {"sampler": "data", "checkpoint": cfg.data, "tokenizer": theirs}
@@ -354,8 +356,8 @@ def write_result(cfg, stem, values, settings):
     path = cfg.out or ".".join([stem.rstrip("/"), cfg.metric, *flags, "json"])
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
-    nested = isinstance(next(iter(values.values())), dict)
-    for name, row in values.items() if nested else [(cfg.metric, values)]:
+    rows = {cfg.metric: values} if cfg.metric in ("samples", "sudoku") else values
+    for name, row in rows.items():
         print(f"{name}: " + ", ".join(f"{key} {value:.5g}" for key, value in row.items()))
     write_text(path, json.dumps(result, indent=2))
     print(f"written to {path}")
