@@ -39,7 +39,7 @@ from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream
 from launch import Refused, Size, progress, write_text
-from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
+from mdlm import MDLM, ModelConfig, TwoPass, compile_parts, corrupt, sample_times
 from sample import generate
 from sample_dream import decode, decode_blocks
 from softmask import SoftMask
@@ -137,12 +137,6 @@ def build(cfg, device):
     return model.to(device)
 
 
-def compile_trunk(model, mode=None):
-    """As train.py and sample.py do it, but with a graph of its own for each size."""
-    torch.compiler.reset()  # a function keeps eight graphs: those of earlier models go
-    model.net.trunk = torch.compile(model.net.trunk, mode=mode, dynamic=False)
-
-
 def training(cfg, device, dtype):
     """One update of train.py on random tokens, as a function, and the model that it updates."""
     model = build(cfg, device)
@@ -150,15 +144,16 @@ def training(cfg, device, dtype):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
                                   fused=device.type in ("cuda", "cpu"))
     if cfg.compile:
-        compile_trunk(model)
+        torch.compiler.reset()  # a function keeps eight graphs: those of earlier models go
+        compile_parts(model)
     generator, mask_id = rng("bench"), model.mask_id
     x0 = torch.randint(mask_id, (cfg.batch, cfg.length), generator=generator)
     t = sample_times(cfg.batch, generator)
-    # One x_t for all calls, because the number of masked rows decides how long an update takes.
-    masked = corrupt(x0, t, mask_id, generator).to(device)
+    # One x_t for all calls, because the number of masks decides how long an update takes.
+    xt = corrupt(x0, t, mask_id, generator).to(device)
     x0, t = x0.to(device), t.to(device)
 
-    def step(soft, xt=masked):
+    def step(soft):
         with torch.autocast(device.type, dtype, enabled=bool(dtype), cache_enabled=False):
             nll = model(x0, xt, t, soft)                                       # (B,)
         (nll.sum() / x0.numel()).backward()
@@ -206,7 +201,8 @@ def sample_rows(cfg, device, dtype, n, steps, graphs):
     """n samples. s/call: for each network call that a sequence needed                   App. C.4"""
     model, calls = build(cfg, device).eval(), {}
     if graphs:
-        compile_trunk(model, "reduce-overhead")
+        torch.compiler.reset()  # else another batch would get one slower graph for both
+        compile_parts(model, "reduce-overhead")
 
     def run(name):
         calls[name] = sampling(cfg, device, dtype, model, n, steps, name == "SM")

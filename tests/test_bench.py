@@ -11,7 +11,6 @@ import sys
 import time
 import types
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -22,8 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 from bench import PRESETS, Config, interleaved, main
 from conftest import ROOT, Killed, configure, kill, refused
-from data import rng
-from mdlm import MDLM, ModelConfig, corrupt
+from mdlm import MDLM, ModelConfig
 from train import flops_per_token
 
 CPU = torch.device("cpu")
@@ -74,30 +72,6 @@ def test_dream_has_its_real_size():
     assert sum(p.numel() for p in dream.parameters()) == 7_615_616_512
     assert {p.dtype for p in dream.parameters()} == {torch.bfloat16}
     assert torch.get_default_dtype() == torch.float32
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs CUDA: would check the same on it"))])
-def test_cuda_and_cpu_compile_once_whatever_the_number_of_masks(device, monkeypatch):
-    """One graph, and 25 updates make no other. Names in checkpoints stay."""
-    if device == "cpu":  # C++ takes two minutes to build; the graphs are the same without it
-        monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    counters, cfg = torch._dynamo.utils.counters, replace(Config(**QUICK), compile=True)
-    device, graphs, breaks = torch.device(device), counters["stats"], counters["graph_break"]
-    names = list(bench.build(cfg, CPU).state_dict())
-    breaks.clear()
-    step, model = bench.training(cfg, device, None)
-    step(False)
-    step(True)
-    warm, sizes = graphs["unique_graphs"], set()
-    x0 = torch.zeros(cfg.batch, cfg.length, dtype=torch.long)
-    for i in range(25):
-        t = torch.full((cfg.batch,), (i + 1) / 25)
-        xt = corrupt(x0, t, model.mask_id, rng(i))
-        sizes.add((xt == model.mask_id).sum().item())
-        step(i % 5 > 0, xt.to(device))
-    assert warm > 0 and len(sizes) > 10
-    assert graphs["unique_graphs"] == warm and not breaks and list(model.state_dict()) == names
 
 
 def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch):
