@@ -47,7 +47,8 @@ class Slerp(SoftMask):
         m = table[self.mask_id].float()                                            # (D,)
         g = super().mix(table, torch.ones_like(lam), ids, pi).float()              # (N, D)
         start, to = F.normalize(m, dim=0), F.normalize(g, dim=-1)                  # (D,), (N, D)
-        cos, lam = (start * to).sum(-1, keepdim=True), lam[:, None]                # 2 × (N, 1)
+        lam = lam[:, None]                                                         # (N, 1)
+        cos = (start * to).sum(-1, keepdim=True)                                   # (N, 1)
         # The derivative of acos is infinite at ±1, where the guess is [MASK] itself: stay inside.
         theta = cos.clamp(-1 + 1e-6, 1 - 1e-6).acos()                              # (N, 1)
         mixed = ((1 - lam) * theta).sin() * start + (lam * theta).sin() * to       # (N, D)

@@ -14,8 +14,7 @@ rows that are cut in another way cannot be compared with these.
     python data.py novels.jsonl.xz more/ --val_docs=300 --out=data/novels
     python data.py openwebtext                                 # needs `pip install datasets`
 
-Not here: a DataLoader, workers, shuffling state. A batch is a function of its number, so a run
-that resumes sees no row twice in an epoch.
+Not here: a DataLoader, workers, shuffling state. A batch is a function of its number.
 """
 
 import array
@@ -46,9 +45,9 @@ WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 
 
 def tokenizer(name="gpt2", dir=None):
-    """A tiktoken.Encoding. It has no [MASK]: the mask id is the first free one, tok.n_vocab.
+    """A tiktoken.Encoding: "gpt2", the paper's, or "bytes", which has 256 bytes, BOS and EOS.
 
-    name: "gpt2", the paper's, or "bytes": 256 bytes, BOS and EOS. Others are refused.
+    It has no [MASK]: the mask id is the first free one, tok.n_vocab.
     dir: a folder with GPT-2's vocab.bpe and encoder.json (default: tiktoken's cache, or download).
     """
     if name == "bytes":
@@ -78,22 +77,19 @@ def describe(tok):
             "bos": ends[0], "eos": ends[-1]}
 
 
-# -------------------------------------------------------------------------------------------------
-# prepared data
-
-
 def open_split(dir, split):
     """(tokens, meta): the stream of "train" or "val", and what meta.json holds.
 
-    tokens: uint16, memory-mapped. tokens.tokenizer is meta["tokenizer"]. A file that is missing, or
-    not as long as meta.json says, is refused.
+    tokens: uint16, memory-mapped. tokens.tokenizer is meta["tokenizer"].
     """
     path, meta_path = Path(dir, f"{split}.bin"), Path(dir, "meta.json")
     if not meta_path.is_file():
-        source = {fields["out"]: name for name, fields in PRESETS.items()}.get(str(dir), "PATH")
+        names = {fields["out"]: name for name, fields in PRESETS.items()}
+        source = names.get(str(dir), "PATH")
         raise Refused(f"{dir} holds no data: make them with `python data.py {source} --out={dir}`")
     meta = read_json(meta_path)
-    if meta.get("format") != FORMAT or path.stat().st_size != 2 * meta[split]["tokens"]:
+    n_bytes = 2 * meta[split]["tokens"]
+    if meta["format"] != FORMAT or path.stat().st_size != n_bytes:
         raise Refused(f"{path} is not what {meta_path} describes: prepare both again with data.py")
     tokens = np.memmap(path, np.uint16, "r")
     tokens.tokenizer = meta["tokenizer"]  # `rows` needs BOS, EOS and the size of the vocabulary
@@ -114,8 +110,8 @@ def n_rows(tokens, L):
 def rows(tokens, index, L):
     """Rows as the published perplexities have them: BOS, L − 2 tokens, EOS.      App. B.1, [code]
 
-    tokens: a stream from `open_split`.   index: row numbers (n,), below n_rows(tokens, L).
-    L: length, in tokens.   Returns (n, L) int64.
+    tokens: from `open_split`.   index: (n,) numbers below n_rows(tokens, L).   L: in tokens.
+    Returns (n, L) int64.
     """
     special = tokens.tokenizer
     x = torch.empty(len(index), L, dtype=torch.int64)                    # (n, L)
@@ -216,7 +212,8 @@ def encode(docs, tok):
     while texts := list(itertools.islice(docs, 100)):  # few: these ids take 8 bytes each
         batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         for ids, text in zip(batch, texts):
-            yield np.array([*ids, eos], np.uint16), len(text.encode(errors="replace"))
+            size = len(text.encode(errors="replace"))
+            yield np.array([*ids, eos], np.uint16), size
 
 
 def text_rows(docs, tok, L):
@@ -234,7 +231,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
     docs: a stream of texts.   source: what meta.json says about where they are from.
     val_docs: documents to hold out, the last ones (default: 1 %, at least 1, at most 10,000; of a
         corpus of one document, the last tenth [ours]).
-    Returns what meta.json holds. Raises Refused when nothing is left to train on.
+    Returns what meta.json holds. Refused: nothing is left to train on.
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
@@ -258,7 +255,9 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         meta = {"format": FORMAT, "tokenizer": describe(tok), "source": source}
         for split, path, counts in ("train", train, cut), ("val", val, rest):
             digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
-            meta[split] = dict(zip(("documents", "tokens", "bytes"), counts), sha256=digest)
+            documents, tokens, n_bytes = counts
+            meta[split] = {"documents": documents, "tokens": tokens, "bytes": n_bytes,
+                           "sha256": digest}
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
         # Three files are renamed now, meta.json last. If the process is killed in between, new and
         # old files must not pass for one corpus.
@@ -287,7 +286,8 @@ PRESETS = {
 
 
 def main(cfg):
-    out = cfg.out or "data/" + Path(cfg.source.split(os.pathsep)[0]).name.split(".")[0]
+    first = cfg.source.split(os.pathsep)[0]
+    out = cfg.out or "data/" + Path(first).name.split(".")[0]
     meta_path = os.path.join(out, "meta.json")
     before = read_json(meta_path).get("source") if os.path.exists(meta_path) else cfg.source
     if before != cfg.source and not cfg.overwrite:
@@ -313,8 +313,9 @@ def main(cfg):
 
 def prepare_preset(out):
     """Make data/sudoku or data/stdlib, which need no download, if `out` is it and it is missing."""
+    missing = not os.path.exists(f"{out}/meta.json")
     for name in "sudoku", "stdlib":
-        if out == PRESETS[name]["out"] and not os.path.exists(os.path.join(out, "meta.json")):
+        if missing and out == PRESETS[name]["out"]:
             main(Config(**PRESETS[name]))
 
 
@@ -323,7 +324,8 @@ def with_source(argv):
     paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     if not paths or paths[0] in PRESETS:
         return argv
-    return [f"--source={os.pathsep.join(paths)}", *argv[len(paths):]]
+    source = os.pathsep.join(paths)
+    return [f"--source={source}", *argv[len(paths):]]
 
 
 if __name__ == "__main__":

@@ -53,7 +53,8 @@ def show(tok, mask_id, pause=0.05):
         if not sys.stdout.isatty():
             return
         lines, used = [""], 0
-        for token, strength, top in zip(x[0].tolist(), lam[0].tolist(), guess[0].tolist()):
+        first = x[0].tolist(), lam[0].tolist(), guess[0].tolist()
+        for token, strength, top in zip(*first):
             masked = token == mask_id
             text = cell_text(tok, top if masked else token)
             if used + len(text) > shutil.get_terminal_size().columns:
