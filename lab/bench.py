@@ -38,7 +38,7 @@ import launch
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream
-from launch import Refused, Size, progress, write_text
+from launch import Refused, Size
 from mdlm import MDLM, ModelConfig, TwoPass, compile_parts, corrupt, sample_times
 from sample import generate
 from sample_dream import decode, decode_blocks
@@ -103,7 +103,7 @@ def interleaved(cases, repeats, device, tokens):
     Returns {name: {column of `timed`: median, "ratio" of seconds, "cpu ratio", "tokens/s"}}.
     """
     turns = [{name: timed(fn, device) for name, fn in cases.items()}
-             for _ in progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
+             for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
     first, found = next(iter(cases)), {}
     for name in cases:
         columns = {key: [turn[name][key] for turn in turns[1:]] for key in turns[0][name]}
@@ -122,10 +122,6 @@ def print_table(title, rows):
     for name, row in rows.items():
         texts = [f"{row[c]:,.3g}" if c in row else "" for c in columns]
         print(f"{name:32}" + "".join(f"{text:>12}" for text in texts), flush=True)
-
-
-# -------------------------------------------------------------------------------------------------
-# MDLM
 
 
 def build(cfg, device):
@@ -180,11 +176,11 @@ def train_rows(cfg, device, dtype):
     """
     step, model = training(cfg, device, dtype)
     cases = {"binary": partial(step, False), "SM, p_sm = 1": partial(step, True)}
-    rows = interleaved(cases, cfg.repeats, device, cfg.batch * cfg.length)
+    tokens = cfg.batch * cfg.length
+    rows = interleaved(cases, cfg.repeats, device, tokens)
     binary, soft = rows.values()
     mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in binary if key != "peak GB"}
-    mixed["tokens/s"] = cfg.batch * cfg.length / mixed["seconds"]
-    rows["SM, p_sm = 0.8 (expected)"] = mixed
+    rows["SM, p_sm = 0.8 (expected)"] = mixed | {"tokens/s": tokens / mixed["seconds"]}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     for row, p_sm in zip(rows.values(), (0, 1, 0.8)):
@@ -212,10 +208,6 @@ def sample_rows(cfg, device, dtype, n, steps, graphs):
     for name, row in rows.items():
         row |= {"s/step": row["seconds"] / steps, "s/call": row["seconds"] / calls[name]}
     return rows
-
-
-# -------------------------------------------------------------------------------------------------
-# Dream
 
 
 def build_dream(cfg, device, dtype):
@@ -281,10 +273,6 @@ def decoding_rows(cfg, device, dtype, compiling):
     return interleaved(cases, max(2, cfg.repeats // 2), device, n)
 
 
-# -------------------------------------------------------------------------------------------------
-# the command
-
-
 def checkout(folder):
     """The bench.py of another checkout (in lab/ or at its top), with that checkout's modules."""
     folders = [Path(folder).resolve() / "lab", Path(folder).resolve()]
@@ -337,7 +325,7 @@ def main(cfg):
             torch.manual_seed(0)
             found[name] = measure(cfg, device, dtype, *args)
             if cfg.json:
-                write_text(cfg.json, json.dumps(found, indent=1))
+                launch.write_text(cfg.json, json.dumps(found, indent=1))
         if name in found:
             print_table(name, found[name])
 
