@@ -125,19 +125,20 @@ def right(samples):
 
 def ids_of(cells, mask_id):
     """(n, 39) ids of n texts of 36 cells: BOS, the cells, EOS and EOS. A dot is a mask."""
-    return torch.tensor([[256, *(mask_id if c == "." else ord(c) for c in text), 257, 257]
-                         for text in cells])
+    ids = {".": mask_id} | {digit: ord(digit) for digit in "123456"}
+    return torch.tensor([[256, *map(ids.get, text), 257, 257] for text in cells])
 
 
-def text_of(ids):
-    """The cells as a text, with a question mark for each that is no digit."""
-    return "".join(chr(i) if chr(i) in "123456" else "?" for i in ids)
+def cells_of(x, mask_id):
+    """The reverse: n texts of the cells of x (n, 39), in which ? is neither a digit nor a mask."""
+    cells = {mask_id: "."} | {ord(digit): digit for digit in "123456"}
+    return ["".join(cells.get(i, "?") for i in row) for row in x[:, 1:37].tolist()]
 
 
 def fill(model, x, order):
     """Puzzles x (n, 39) with equally many masks, filled with and without feedback, one cell a call.
 
-    Returns {title: [(ids, λ, guesses) after each call, as lists of n lists of 36]}.
+    Returns {title: [(cells, λ, guesses) after each call]}, each of them n texts or lists of 36.
     """
     from data import rng
     from launch import progress
@@ -146,47 +147,46 @@ def fill(model, x, order):
     n_masks = int((x[0] == model.mask_id).sum())
     with progress(total=len(sides) * n_masks, desc="filling", leave=False) as bar:
         for title, states in sides.items():
-            def on_step(*now, states=states):
-                states.append([values[:, 1:37].tolist() for values in now[:3]])
+            def on_step(now, lam, guess, *_, states=states):
+                cells, guesses = (cells_of(ids, model.mask_id) for ids in (now, guess))
+                states.append((cells, lam[:, 1:37].tolist(), guesses))
                 bar.update()
             generators = [rng("fill", i) for i in range(len(x))]
-            generate_in_order(model, len(x), n_masks, order, top_p=1.0, generator=generators,
-                              on_step=on_step, x=x, soft=title == "with feedback")
+            generate_in_order(model, len(x), n_masks, order, 1.0, generators, on_step, x,
+                              soft=title == "with feedback")
     return sides
 
 
-def picture(ids, lam, guess, given, mask_id):
-    """The lines of a grid. A given cell is bold, a mask is its guess on green, deeper with λ."""
+def picture(title, cells, lam, guesses):
+    """The lines of a grid and what is wrong in it. A mask is its guess on green, deeper with λ."""
     from show import painted
-    cells = []
-    for token, strength, top, start in zip(ids, lam, guess, given):
-        text = f" {text_of([top if token == mask_id else token])} "
-        if token == mask_id:
-            text = painted(text, strength)
-        elif token == start:
-            text = painted(text)
-        cells.append(text)
-    threes = ["".join(cells[i:i + 3]) for i in range(0, 36, 3)]
-    lines = [f"{left}│{right}" for left, right in zip(threes[::2], threes[1::2])]
-    between = "─" * 9 + "┼" + "─" * 9
-    return [*lines[:2], between, *lines[2:4], between, *lines[4:]]
+    parts, lines = [], [title]
+    for cell, strength, guess in zip(cells, lam, guesses):
+        parts.append(painted(f" {guess} ", strength) if cell == "." else f" {cell} ")
+    for i in range(0, 36, 6):
+        lines.append("".join(parts[i:i + 3]) + "│" + "".join(parts[i + 3:i + 6]))
+        if i in (6, 18):
+            lines.append("─────────┼─────────")
+    wrong, verdict = mistake(cells), ""
+    if "." not in cells:
+        verdict = f"✗ {wrong}" if wrong else "✓ right"
+    return [*lines, verdict]
 
 
-def compare(sides, x, i, mask_id):
-    """Draws how puzzle i of x was filled, side by side, or, if nobody watches, its end alone.
+def compare(sides, i):
+    """Draws how puzzle i was filled, side by side, or, if nobody watches, its end alone.
 
-    sides: from `fill`.   x: (n, 39).
+    sides: what `fill` returns.
     """
     from show import draw
-    calls, given, drawn = list(zip(*sides.values())), x[i, 1:37].tolist(), 0
-    for call in calls if sys.stdout.isatty() else calls[-1:]:
-        columns = []
-        for title, state in zip(sides, call):
-            ids, lam, guess = (values[i] for values in state)
-            wrong, verdict = mistake(text_of(ids)), ""
-            if mask_id not in ids:
-                verdict = f"✗ {wrong}" if wrong else "✓ right"
-            columns.append([title, *picture(ids, lam, guess, given, mask_id), verdict])
+    drawn, calls = 0, list(zip(*sides.values()))
+    if sys.stdout.isatty():
+        print("green: what the next call sees of a guess, the deeper the larger λ")
+    else:
+        calls = calls[-1:]
+    for call in calls:
+        columns = [picture(title, *(values[i] for values in state))
+                   for title, state in zip(sides, call)]
         lines = ["     ".join(f"{part:21}" for part in parts) for parts in zip(*columns)]
         drawn = draw(lines, drawn, pause=0.2)
 
@@ -194,23 +194,24 @@ def compare(sides, x, i, mask_id):
 def demonstrate(model, count=100):
     """Prints how many puzzles a model of `data.py sudoku` gets right, and shows one of them."""
     from data import rng
-    grids = ids_of(texts(2000, rng("sudoku", "val"))[:count], model.mask_id)         # held out
+    grids = texts(2000, rng("sudoku", "val"))[:count]  # of those that are held out
     draws = [rng("puzzle", i) for i in range(count)]
-    x = puzzles(grids, 12, model.mask_id, draws)                                     # (count, 39)
-    lines = []
+    x = puzzles(ids_of(grids, model.mask_id), 12, model.mask_id, draws)              # (count, 39)
+    rows = []
     for name, order in ("any cell next", "random"), ("the surest cell next", "entropy"):
         sides = fill(model, x, order)
-        solved = [[not mistake(text_of(ids)) for ids in states[-1][0]]
-                  for states in sides.values()]
-        lines.append(f"  {name:38}" + "".join(f"{sum(found):16}" for found in solved))
+        solved = [[not mistake(cells) for cells in states[-1][0]] for states in sides.values()]
+        rows.append(f"  {name:38}" + "".join(f"{sum(found):16}" for found in solved))
     title = f"{count} puzzles, 12 of 36 cells given: right"
-    print(f"{title:40}" + "".join(f"{side:>16}" for side in sides), *lines, sep="\n")
+    print(f"{title:40}" + "".join(f"{way:>16}" for way in sides))
+    print(*rows, sep="\n")
     print(f"  ± at most {math.sqrt(count) / 2:.0f}: a standard error over puzzles, of one model")
     differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
-    shown = differ[0] if differ else 0
     print(f"\nThe surest cell next: the two differ in {len(differ)} of {count} puzzles.")
-    print(f"Shown is the first of {'these' if differ else 'all'}, puzzle {shown + 1}:")
-    compare(sides, x, shown, model.mask_id)
+    shown = differ[0] if differ else 0
+    why = "is shown because it is the first of these" if differ else "is shown instead"
+    print(f"Puzzle {shown + 1} {why}:")
+    compare(sides, shown)
 
 
 @dataclass
@@ -223,16 +224,20 @@ def main(cfg):
     from launch import Refused
     from mdlm import MDLM
     if cfg.given:
-        wrong = mistake(cfg.given) or "." not in cfg.given and "no cell is empty"
-        if wrong or not completion(cfg.given):
-            raise Refused(f"--given={cfg.given} cannot be filled, {wrong or 'no grid has these'}: "
-                          f"give 36 digits from 1 to 6, row by row, with dots for empty cells")
+        wrong = mistake(cfg.given)
+        if not wrong and "." not in cfg.given:
+            wrong = "no cell is empty"
+        if not wrong and not completion(cfg.given):
+            wrong = "no grid has these"
+        if wrong:
+            raise Refused(f"--given={cfg.given} cannot be filled, {wrong}: give 36 digits from 1 "
+                          f"to 6, row by row, with dots for empty cells")
     model = MDLM.load(cfg.checkpoint)
-    if not cfg.given:
+    if cfg.given:
+        x = ids_of([cfg.given], model.mask_id)                                       # (1, 39)
+        compare(fill(model, x, "entropy"), 0)
+    else:
         demonstrate(model)
-        return
-    x = ids_of([cfg.given], model.mask_id)                                           # (1, 39)
-    compare(fill(model, x, "entropy"), x, 0, model.mask_id)
 
 
 if __name__ == "__main__":

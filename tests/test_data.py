@@ -45,9 +45,6 @@ def contents(folder):
     return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
-# the layout -------------------------------------------------------------------------------------
-
-
 def test_rows_are_the_recorded_blocks(tmp_path):
     """BOS + L − 2 + EOS over the concatenated documents: the authors' code cut the same ids so."""
     golden = json.loads((ROOT / "tests/golden/language_misc.json").read_text())["packing"]
@@ -76,9 +73,6 @@ def test_draws_are_named_by_their_whole_key_and_an_order_is_a_permutation():
     assert sorted(orders[0]) == list(range(1000))
 
 
-# tokenizers -------------------------------------------------------------------------------------
-
-
 def test_byte_tokenizer_is_utf8_and_two_ends():
     for text in TEXTS:
         assert BYTES.encode_ordinary(text) == list(text.encode())
@@ -98,9 +92,6 @@ def test_gpt2_tokenizer_is_the_published_one():
                                   "bos": 50256, "eos": 50256}
 
 
-# preparing --------------------------------------------------------------------------------------
-
-
 def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
     """By default one percent of the documents, or the last tenth of the only one."""
     prepared(tmp_path, val_docs=2)
@@ -118,7 +109,6 @@ def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
     assert [len(open_split(tmp_path, split)[0]) for split in ("train", "val")] == [900, 101]
     for texts, val_docs in ([], None), ([""], None), (["a", "b"], 2):
         refused("leaves nothing to train on", prepare, texts, tmp_path, BYTES, val_docs)
-
 
 
 def test_every_format_gives_the_same_tokens(tmp_path):
