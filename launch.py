@@ -74,7 +74,7 @@ def parse_value(name, text, kind):
 def from_cli(Config, argv=None, presets=None):
     """A dataclass from `[preset] --key=value --key value --flag …`. Raises Refused.
 
-    argv: (default: the words of this process).   presets: {name: {field: value}}. Flags go first.
+    argv: (default: of this process).   presets: {name: {field: value}}. A flag overrides them.
     """
     argv, presets = list(sys.argv[1:] if argv is None else argv), presets or {}
     if {"-h", "--help"} & set(argv):
@@ -82,9 +82,10 @@ def from_cli(Config, argv=None, presets=None):
             print(inspect.getsource(cls))
         print("\n".join(f"preset {name}: {fields}" for name, fields in presets.items()))
         raise SystemExit(0)
-    values, kinds = {}, typing.get_type_hints(Config)
+    values = {}
     if argv and argv[0] in presets:
         values.update(presets[argv.pop(0)])
+    kinds = typing.get_type_hints(Config)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
                                      argument_default=argparse.SUPPRESS)
     for name, kind in kinds.items():
@@ -139,19 +140,18 @@ def machine(device="auto", dtype="auto"):
 
     auto is cuda, else mps, else cpu, and bfloat16 on a GPU that has it, else float32.
     """
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     if device == "auto":
         device = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.device_count() else device
     if dtype == "auto":
-        dtype = "float32"
-        if device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False):
-            dtype = "bfloat16"
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+        has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+        dtype = "bfloat16" if has_bf16 else "float32"
     half = {"float32": None, "bfloat16": torch.bfloat16}  # in float16 the loss, nats / t, overflows
     if dtype not in half:
         raise Refused(f"--dtype={dtype}: use auto, bfloat16 or float32")
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
     return rank, world, torch.device(device), half[dtype]
 
 
@@ -301,8 +301,7 @@ def progress(*args, **options):
     return tqdm(*args, dynamic_ncols=True, **options)
 
 
-SHOWN = {"loss": "loss", "val_binary": "held-out", "val_plain": "held-out", "val_soft": "held-out",
-         "lam": "λ", "omega_s": "ω_s", "tokens_per_s": "tokens/s"}  # the later of two is shown
+SHOWN = "loss", "val_soft", "val_plain", "val_binary", "lam", "omega_s", "tokens_per_s"  # on screen
 
 
 class Log:
@@ -313,9 +312,10 @@ class Log:
 
     def __init__(self, path, start, steps, master):
         self.path, self.start, self.steps, self.master = path, start, steps, master
-        self.done, self.sums, self.latest, self.is_new, self.bar = start, {}, {}, False, None
+        self.done, self.sums = start, {}                        # since the last call of `collect`
+        self.latest, self.is_new, self.bar = {}, False, None    # for the screen
+        self.before = 0.0                                       # seconds of earlier processes
         self.began = self.last = time.time()
-        self.before = 0.0  # seconds of the run before this process
 
     def begin(self):
         """Remove the lines of updates that will be made again, and one that a kill has cut."""
@@ -356,10 +356,10 @@ class Log:
         if not math.isfinite(sum(values) + norm):
             raise Refused(f"the loss or its gradient is not a number by update {done:,}: start "
                           f"again with a lower --eta_bb; what was saved before is unharmed")
-        sums, now = dict(zip(self.sums, values)), time.time()
-        updates, seconds = done - self.done, now - self.last
+        now = time.time()
+        found = dict(zip(self.sums, values)), done - self.done, now - self.last, norm
         self.done, self.last, self.sums = done, now, {}
-        return sums, updates, seconds, norm
+        return found
 
     def write(self, line):
         """Append a dict to log.jsonl, with the seconds of the run."""
@@ -373,17 +373,13 @@ class Log:
         if not (self.master and self.is_new):
             return
         self.is_new = False
-        numbers = {}
-        for name, label in SHOWN.items():
-            if name in self.latest:
-                numbers[label] = self.latest[name]
-        text = "  ".join(f"{label} {number:,.4g}" for label, number in numbers.items())
+        numbers = [f"{name} {self.latest[name]:,.6g}" for name in SHOWN if name in self.latest]
         if self.bar is not None:
-            self.bar.set_postfix_str(text)
+            self.bar.set_postfix_str("  ".join(numbers))
             return
         seconds = (time.time() - self.began) / max(1, self.done - self.start)
-        left = tqdm.format_interval(seconds * (self.steps - self.done))
+        left = tqdm.format_interval(seconds * (self.steps - self.done)) + " left"
         try:
-            print(f"update {self.done:,} of {self.steps:,}  {text}  {left} left")
+            print(f"update {self.done:,} of {self.steps:,}", *numbers, left, sep="  ")
         except BrokenPipeError:  # `train.py | head`: the run goes on, and prints nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""launch.py: flags, the machine, ranks, signals, files that survive, the log of both trainers."""
+"""launch.py: flags, the machine, signals, files that survive, the log. Ranks: test_train.py."""
 
 import dataclasses
 import io
@@ -7,7 +7,6 @@ import json
 import math
 import os
 import signal
-import socket
 import subprocess
 import sys
 from textwrap import indent
@@ -30,11 +29,11 @@ launch.run(main, dataclasses.make_dataclass("Config", []))
 """
 
 
-def script(body, stdout=subprocess.PIPE, **env):
+def script(body, **env):
     """A process that runs a script with this main."""
     code = SCRIPT.format(body=indent(body, "    "))
-    return subprocess.Popen([sys.executable, "-c", code], stdout=stdout, stderr=subprocess.PIPE,
-                            env=os.environ | {"PYTHONPATH": ROOT} | env)
+    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
+                            stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ROOT} | env)
 
 
 # ---- the command line
@@ -44,26 +43,22 @@ def script(body, stdout=subprocess.PIPE, **env):
     ([], {}),
     (["--resume"], dict(resume=True)),
     (["--resume=auto"], dict(resume="auto")),
-    (["--resume", "auto"], dict(resume="auto")),
-    (["--resume", "--steps", "7"], dict(resume=True, steps=7)),
     (["--k=None"], dict(k=None)),
     (["--k=none", "--compile=False"], dict(k=None, compile=False)),
     (["--show", "--seed=3"], dict(show=True, seed=3)),
+    (["--resume", "auto", "--show", "--steps", "7"], dict(resume="auto", show=True, steps=7)),
     (["--data=x=y", "--arm=", "--eta_bb=1e-3", "--omega_b", "-2.8"],
      dict(data="x=y", arm="", eta_bb=1e-3, omega_b=-2.8)),
     (["quick", "--steps=2"], dict(steps=2, k=5)),
 ])
 def test_flags_become_typed_fields(words, fields):
-    cfg = from_cli(Config, words, {"quick": dict(steps=1, k=5)})
-    assert cfg == Config(**fields)
-    assert [type(value) for value in vars(cfg).values()] == [
-        type(value) for value in vars(Config(**fields)).values()]
+    assert repr(from_cli(Config, words, {"quick": dict(steps=1, k=5)})) == repr(Config(**fields))
 
 
 def test_a_literal_takes_its_words():
     kind = dataclasses.make_dataclass("Kind", [("order", Literal["random", "entropy"], "random")])
     assert from_cli(kind, ["--order=entropy"]).order == "entropy"
-    refused("--order=left is not Literal", from_cli, kind, ["--order=left"])
+    refused("--order=left is not", from_cli, kind, ["--order=left"])
 
 
 @pytest.mark.parametrize("word, message", [
@@ -71,15 +66,13 @@ def test_a_literal_takes_its_words():
     ("-steps", "did you mean --steps[?]"),
     ("--lr=1", "did you mean --eta_bb[?]"),
     ("--top-k", "did you mean --k[?]"),
-    ("--step=1", "did you mean --steps[?]"),  # it is no abbreviation
-    ("--nothing=1", "'--nothing=1': --help shows"),
+    ("--step=1", "did you mean --steps[?]"),  # no abbreviation
     ("fast", "'fast': --help shows all flags and presets"),
     ("--steps", "--steps: expected one argument"),
     ("--steps=1.5", "--steps=1.5 is not int"),
     ("--resume=maybe", "--resume=maybe is not .*bool.*auto"),
     ("--p_sm=80", "--p_sm=80.0 must be a number from 0 to 1"),
     ("--clip=nan", "--clip=nan must be a number from"),
-    ("--k=0", "--k=0 must be a number from 1"),
 ])
 def test_bad_flags_are_refused(word, message):
     refused(message, from_cli, Config, [word], {"quick": {}})
@@ -141,7 +134,7 @@ print('ω end', file=sys.stderr)"""
     assert len(read_jsonl(tmp_path / "log.jsonl")) == 10_000
 
 
-# ---- the machine, ranks and signals
+# ---- the machine and signals
 
 
 def test_machine(monkeypatch):
@@ -154,55 +147,26 @@ def test_machine(monkeypatch):
     refused("--dtype=float16: use auto", launch.machine, "cpu", "float16")
 
 
-TWO_RANKS = """
-rank, world, device, _ = launch.machine("cpu", "auto")
-launch.join(world, device)
-log = launch.Log("log.jsonl", 0, 2, rank == 0)
-log.begin()
-log.add(nll=torch.tensor(1.0 + rank), masks=2)
-sums, updates, _, norm = log.collect(1, torch.tensor(0.5))
-log.write({"step": 1, "rank": rank, **sums})
-assert (sums, updates, norm) == ({"nll": 3.0, "masks": 4.0}, 1, 0.5)
-assert launch.any_rank(15 * rank) == 15
-launch.leave(world, "both are here", 3)
-"""
-
-
-def test_two_ranks_share_sums_and_decisions_and_leave_together(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    ranks = [script(TWO_RANKS, RANK=str(rank), WORLD_SIZE="2", OMP_NUM_THREADS="1",
-                    MASTER_ADDR="127.0.0.1", MASTER_PORT=port) for rank in range(2)]
-    assert [rank.communicate(timeout=100)[0] for rank in ranks] == [b"both are here\n", b""]
-    assert [rank.returncode for rank in ranks] == [3, 3]
-    assert [line["rank"] for line in read_jsonl("log.jsonl")] == [0]
-
-
-def test_signals_are_collected_and_only_a_second_ctrl_c_ends_the_process():
+@pytest.mark.parametrize("hangup", [signal.SIG_IGN, signal.default_int_handler])
+def test_signals_are_collected_and_only_a_second_ctrl_c_ends_the_process(hangup):
     """A signal that is ignored from outside, as SIGHUP under nohup, stays ignored."""
-    outside = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)}
-    for hangup in signal.SIG_IGN, signal.default_int_handler:
-        signal.signal(signal.SIGHUP, hangup)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-        with launch.signals() as caught:
-            sent = [signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT]
-            for number in sent:
-                assert signal.getsignal(number) != signal.SIG_DFL  # or this would end pytest
-                os.kill(os.getpid(), number)
-            if hangup == signal.SIG_IGN:
-                sent.remove(signal.SIGHUP)
-            assert caught == sent and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-        assert signal.getsignal(signal.SIGHUP) == hangup
-        assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-    for number, handler in outside.items():
-        signal.signal(number, handler)
+    outside = signal.signal(signal.SIGHUP, hangup)
+    handler = signal.getsignal(signal.SIGINT)
+    with launch.signals() as caught:
+        for number in signal.SIGTERM, signal.SIGTERM, signal.SIGHUP, signal.SIGINT:
+            assert signal.getsignal(number) != signal.SIG_DFL  # or this would end pytest
+            os.kill(os.getpid(), number)
+        assert caught.count(signal.SIGTERM) == 2 and signal.SIGINT in caught
+        assert (signal.SIGHUP in caught) == (hangup != signal.SIG_IGN)
+        assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) == handler
+    assert signal.signal(signal.SIGHUP, outside) == hangup
 
 
 # ---- files
 
 
-def test_one_process_at_a_time_has_the_lock_until_it_is_killed(tmp_path):
+def test_one_process_has_the_lock_until_it_is_killed(tmp_path):
     folder = str(tmp_path / "run")
     process = script(f"with launch.lock({folder!r}):\n    print('ready')\n    time.sleep(100)")
     assert process.stdout.readline() == b"ready\n"
@@ -211,7 +175,7 @@ def test_one_process_at_a_time_has_the_lock_until_it_is_killed(tmp_path):
     process.communicate()
     for _ in range(2):  # it is free again after the block
         with launch.lock(folder):
-            assert os.listdir(folder) == [".lock"]
+            pass
 
 
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):
@@ -268,19 +232,11 @@ def test_a_resumed_log_has_no_line_of_an_update_that_is_made_again(tmp_path, mon
     Log("log.jsonl", 2, 9, master=False).begin()
     assert len(read_jsonl("log.jsonl")) == 5
     for start, kept in ((2, [1, 2]), (0, [])):
-        Log("log.jsonl", start, 9, master=True).begin()
-        assert [line["step"] for line in read_jsonl("log.jsonl")] == kept
+        log = Log("log.jsonl", start, 9, master=True)
+        log.begin()
         with open("log.jsonl") as f:
-            assert f.read().count("\n") == len(kept)
-
-
-def test_the_seconds_of_a_resumed_run_go_on(tmp_path):
-    path = str(tmp_path / "log.jsonl")
-    append_jsonl(path, {"step": 2, "seconds": 60})
-    log = Log(path, 2, 9, master=True)
-    log.begin()
-    log.write({"step": 3})
-    assert 60 < read_jsonl(path)[1]["seconds"] < 90
+            assert [json.loads(line)["step"] for line in f] == kept
+        assert (log.before > 0) == bool(kept)  # the seconds of the run go on
 
 
 def test_log_sums_until_it_is_collected(tmp_path, capsys):
@@ -290,8 +246,7 @@ def test_log_sums_until_it_is_collected(tmp_path, capsys):
     with log.pause():
         before = log.last
     assert log.last > before  # time in a pause is not counted
-    sums, updates, seconds, norm = log.collect(7, torch.tensor(1.5))
-    assert (sums, updates, norm) == ({"nll": 6.0, "masks": 15.0}, 3, 1.5) and seconds > 0
+    log.collect(7, torch.tensor(1.5))
     log.add(nll=torch.tensor(1.0))
     assert log.collect(8, torch.tensor(1.5))[:2] == ({"nll": 1.0}, 1)
     log.write({"step": 8, "loss": 0.25, "grad_norm": 1.5, "val_plain": 3.0, "val_soft": 2.0})
@@ -299,7 +254,8 @@ def test_log_sums_until_it_is_collected(tmp_path, capsys):
     log.print()
     log.print()  # nothing new
     out = capsys.readouterr().out
-    assert out.startswith("update 8 of 10  loss 0.25  held-out 2  0") and out.count("\n") == 1
+    assert out.startswith("update 8 of 10  loss 0.25  val_soft 2  val_plain 3  0")
+    assert out.endswith(" left\n") and out.count("\n") == 1
     line = json.loads((tmp_path / "log.jsonl").read_text())
     assert line["grad_norm"] == 1.5 and line["val_plain"] == 3.0 and line["seconds"] >= 0
 
@@ -318,14 +274,7 @@ def test_a_terminal_has_a_bar_with_the_latest_numbers(tmp_path, monkeypatch):
         log.print()
         assert "\n" not in sys.stdout.getvalue()
     *_, last = sys.stdout.getvalue().split("\r")
-    assert "/1200" in last and "loss 0.5  held-out 2" in last and "lr" not in last
-
-
-def test_a_file_gets_few_pictures_of_a_bar(monkeypatch):
-    for stream, seconds in ((io.StringIO(), 30), (Terminal(), 0.1)):
-        monkeypatch.setattr(sys, "stderr", stream)
-        assert list(launch.progress(range(3))) == [0, 1, 2] and "3/3" in stream.getvalue()
-        assert launch.progress([]).mininterval == seconds
+    assert "/1200" in last and "loss 0.5  val_soft 2" in last and "lr" not in last
 
 
 def test_log_refuses_what_is_not_a_number(tmp_path):

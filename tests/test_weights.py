@@ -9,8 +9,6 @@ Not here: what others have measured with them (REPRODUCE.md).
 
 import importlib.util
 import os
-import re
-from importlib import metadata
 
 import pytest
 import torch
@@ -18,7 +16,7 @@ import torch.nn.functional as F
 
 import sample
 import sample_dream
-from conftest import ROOT, refused
+from conftest import ROOT
 from dream import Dream, Tokenizer
 from launch import Refused, read_jsonl
 from mdlm import MDLM
@@ -33,10 +31,11 @@ SPEC.loader.exec_module(script)
 
 @pytest.fixture
 def path(request):
-    if not os.environ.get(request.param):
+    weights = os.environ.get(request.param, "")
+    if not os.path.exists(weights):
         pytest.skip(f"needs {request.param}, a path of released weights: would load them and "
                     "write one text")
-    return os.environ[request.param]
+    return weights
 
 
 @pytest.mark.parametrize("path", ["MDLM_WEIGHTS"], indirect=True)
@@ -62,13 +61,6 @@ def test_dream(path, capsys):
     del net
     sample_dream.main(sample_dream.Config(model=path, prompt="Say hello.", gen_len=16, show=False))
     assert "16 tokens" in capsys.readouterr().err
-
-
-def test_a_missing_package_is_named_with_its_command(monkeypatch):
-    def version(name):
-        raise metadata.PackageNotFoundError(name)
-    monkeypatch.setattr(metadata, "version", version)
-    refused("needs antiberty 0.1.3, found none: " + re.escape(script.PIP), script.load)
 
 
 @pytest.fixture(scope="module")
