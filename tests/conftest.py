@@ -1,6 +1,5 @@
 """Fixtures that several test files share."""
 
-import contextlib
 import importlib
 import json
 import os
@@ -72,18 +71,6 @@ def configure(script, words):
     presets = getattr(module, "PRESETS", None)
     words = module.with_source(words) if script == "data" else words
     return module, from_cli(module.Config, words, presets)
-
-
-@contextlib.contextmanager
-def full_disk():
-    """In this block the kernel refuses every write to a file."""
-    resource = pytest.importorskip("resource", reason="needs limits of POSIX: would fill a disk")
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 @pytest.fixture(scope="session")
