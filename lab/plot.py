@@ -213,20 +213,22 @@ def benchmarks(folder):
     return markdown(lines, ["NFE budget", "Model", "FT", "Feedback", *tasks], text=4)
 
 
+# The palette of Okabe and Ito, for color-blind readers [ours].
+COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 OMEGA = {"omega_s": "ω_s", "omega_a": "ω_a (1/nat)", "omega_b": "ω_b (nats)"}
 AXES = {"bound": "held-out bound (nats per token)", "share": "feedback on, nats below off",
-        "loss": "loss in training (nats per token)", **OMEGA, "tau": "τ"}
+        **OMEGA, "tau": "τ"}
 
 
 def figure(panels, width=5, height=4):
-    """(figure, axes side by side, colors) of matplotlib. It needs no screen."""
+    """A figure of matplotlib, which needs no screen, and its axes side by side."""
     import matplotlib
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
-    plt.style.use("tableau-colorblind10")
+    plt.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=COLORS)
     fig, [axes] = plt.subplots(1, panels, squeeze=False, layout="constrained",
                                figsize=(width * panels, height))
-    return fig, axes, plt.rcParams["axes.prop_cycle"]
+    return fig, axes
 
 
 def log_series(patterns):
@@ -240,7 +242,7 @@ def log_series(patterns):
         name, _ = name_and_seed(path)
         quantities = series.setdefault(name, {quantity: {} for quantity in AXES})
         for line in read_jsonl(path):
-            values = {name: line[name] for name in (*OMEGA, "tau", "loss") if name in line}
+            values = {name: line[name] for name in (*OMEGA, "tau") if name in line}
             if "val_plain" in line and "val_soft_ce" not in line:
                 values["bound"] = line.get("val_soft", line["val_plain"])
                 if "val_soft" in line:
@@ -254,16 +256,17 @@ def over_updates(patterns, quantities):
     """A figure with a panel for each quantity that is logged. Lines end with the shortest seed."""
     series = log_series(patterns)
     shown = [name for name in quantities if any(points[name] for points in series.values())]
-    fig, axes, styles = figure(len(shown))
-    for (name, points), style in zip(series.items(), styles):
+    fig, axes = figure(len(shown))
+    for i, (name, points) in enumerate(series.items()):
+        color, line = COLORS[i % len(COLORS)], ("-", "--", ":")[i // len(COLORS) % 3]
         for ax, quantity in zip(axes, shown):
             seeds = max(map(len, points[quantity].values()), default=0)
             steps = sorted(s for s, values in points[quantity].items() if len(values) == seeds)
             values = np.array([points[quantity][step] for step in steps])        # (steps, seeds)
             if steps:
                 mean, sd = values.mean(1), values.std(1, ddof=min(1, seeds - 1))
-                ax.plot(steps, mean, label=f"{name} (n = {seeds})", **style)
-                ax.fill_between(steps, mean - sd, mean + sd, color=style["color"], alpha=0.2, lw=0)
+                ax.plot(steps, mean, label=f"{name} (n = {seeds})", color=color, ls=line)
+                ax.fill_between(steps, mean - sd, mean + sd, color=color, alpha=0.2, lw=0)
     for ax, quantity in zip(axes, shown):
         ax.set(xlabel="updates", ylabel=AXES[quantity])
         ax.legend()
@@ -271,8 +274,8 @@ def over_updates(patterns, quantities):
 
 
 def runs(patterns):
-    """The held-out bound over updates, what feedback contributes to it, ω_s, the loss.    Fig. 3"""
-    return over_updates(patterns, ("bound", "share", "omega_s", "loss"))
+    """The held-out bound over updates, what feedback contributes to it, and ω_s.          Fig. 3"""
+    return over_updates(patterns, ("bound", "share", "omega_s"))
 
 
 def learned(patterns):
@@ -284,7 +287,7 @@ def ablation(pattern):
     """The perplexity of each label, the best on top. A dot is a seed.           App. C.3, Fig. 5"""
     found = {label: list(seeds.values()) for (_, _, label), row in read_cells(pattern).items()
              for (metric, _), seeds in row.items() if metric == "ppl"}
-    fig, [ax], _ = figure(1, width=7, height=1 + 0.35 * len(found))
+    fig, [ax] = figure(1, width=7, height=1 + 0.35 * len(found))
     for label in sorted(found, key=lambda label: -statistics.mean(found[label])):
         ax.plot(found[label], [label] * len(found[label]), "o", color="C1")
     ax.set(xlabel="perplexity of held-out text")
@@ -304,7 +307,7 @@ def frontier(pattern):
 
     A dot is an NFE budget.
     """
-    fig, [ax], _ = figure(1, width=7, height=5)
+    fig, [ax] = figure(1, width=7, height=5)
     for row, columns in read_cells(pattern).items():
         mean = {column: statistics.mean(seeds.values()) for column, seeds in columns.items()}
         budgets = [budget for metric, budget in mean if metric == "gen_ppl"]
@@ -321,7 +324,7 @@ def feedback(path):
     """The gains of three feedbacks over t. Bands are one standard error on both sides."""
     rows = [row for name, row in read_json(path)["values"].items() if name != "all"]
     t = [row["t"] for row in rows]
-    fig, [ax], _ = figure(1, width=6)
+    fig, [ax] = figure(1, width=6)
     words = {"own": "its own feedback", "permuted": "that of another text", "truth": "the truth"}
     for kind, label in words.items():
         gain, se = (np.array([row[kind + end] for row in rows]) for end in ("_gain", "_gain_se"))
@@ -347,7 +350,7 @@ def throughput_series(folder):
 
 def throughput(folder):
     """Score over tokens/s. A dot is a block length.                           App. B.2, Fig. 4"""
-    fig, [ax], _ = figure(1, width=7)
+    fig, [ax] = figure(1, width=7)
     for label, points in throughput_series(folder).items():
         dots(ax, [point[1:] for point in points], [block for block, _, _ in points], label)
     ax.set(xlabel="tokens/s", ylabel="score (%)")

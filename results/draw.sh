@@ -1,20 +1,37 @@
 #!/usr/bin/env bash
-# Tables and figures of results/README.md about novels and Python, from logs/, ppl/ and samples/
-# alone: a minute, without a run or a model.
+# Tables and figures of results/README.md, from the lines of JSON beside it alone: a minute, without
+# a run or a model.
 #
 #     bash results/draw.sh               # needs `pip install matplotlib`
 set -euo pipefail
 cd "$(dirname "$0")/.."
-logs=results/logs ppl=results/ppl figures=results/figures
-mkdir -p $figures
+figures=results/figures
+files=$(mktemp -d)
+trap 'rm -rf "$files"' EXIT
+for name in sudoku text; do
+    python results/add.py --into="$files/$name" results/$name.jsonl
+    python results/add.py --into="$files/$name" results/${name}_logs.jsonl
+done
 
-for group in scratch cont stdlib; do
-    python lab/plot.py --table="$ppl/$group-*.json"
-    echo
-done > results/tables.md
+# ---- Sudoku
 
-# The same from the logs. They have fewer rows, but need no checkpoint at half the updates.
-PYTHONPATH=.:lab python - $logs >> results/tables.md <<'PY'
+runs=$files/sudoku
+python results/sudoku_table.py > results/sudoku.md
+python results/sudoku_table.py $figures/sudoku_cells.svg
+python lab/plot.py --runs="$runs/binary-?.jsonl,$runs/sm-?.jsonl,$runs/deep-?.jsonl,$runs/tied-?.jsonl" \
+    --out=$figures/sudoku_runs.svg
+python lab/plot.py --feedback="$runs/shipped.feedback.json" --out=$figures/feedback.svg
+
+# ---- novels and Python
+
+runs=$files/text
+{
+    for group in scratch cont stdlib; do
+        python lab/plot.py --table="$runs/$group-*.json"
+        echo
+    done
+    # The same from the logs. They have fewer rows, but need no checkpoint at half the updates.
+    PYTHONPATH=.:lab python - "$runs" <<'PY'
 import glob, sys
 from launch import read_jsonl
 from plot import markdown, mean_sd
@@ -34,12 +51,14 @@ for group in "scratch", "cont", "stdlib":
     rows.append(dict(zip(columns, (group, str(len(pairs)), *cells))))
 print(markdown(rows, columns) + "\n")
 PY
-python lab/plot.py --logs="$logs/*.jsonl" >> results/tables.md
-python lab/plot.py --table="results/samples/*.json" --out=results/samples.md
+    python lab/plot.py --logs="$runs/*.jsonl"
+    echo
+    python lab/plot.py --table="$runs/samples-*.json"
+} > results/text.md
 
-continued="$logs/cont-binary-*.jsonl,$logs/cont-sm-*.jsonl,$logs/cont-paper-*.jsonl"
-ablation="$ppl/cont-seed-11--[kp]*.json,$ppl/cont-SM-iso-update-*.json"
-python lab/plot.py --runs="$logs/scratch-*-?.jsonl" --out=$figures/scratch.png
+continued="$runs/cont-binary-*.jsonl,$runs/cont-sm-*.jsonl,$runs/cont-paper-*.jsonl"
+python lab/plot.py --runs="$runs/scratch-*-?.jsonl" --out=$figures/scratch.png
 python lab/plot.py --runs="$continued" --out=$figures/continuation.png
-python lab/plot.py --runs="$logs/stdlib-*.jsonl" --out=$figures/stdlib.png
-python lab/plot.py --ablation="$ablation" --out=$figures/ablation.png
+python lab/plot.py --runs="$runs/stdlib-*.jsonl" --out=$figures/stdlib.png
+python lab/plot.py --ablation="$runs/cont-seed-11--[kp]*.json,$runs/cont-SM-iso-update-*.json" \
+    --out=$figures/ablation.png

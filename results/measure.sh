@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that results/README.md prints of novels and Python, from the runs of run.sh: thinned
-# logs, bounds, samples and their scores. draw.sh makes tables and figures of them.
+# Everything that results/README.md prints of novels and Python, from the runs of run.sh: bounds,
+# samples and their scores, as out/evidence/*.json. The last lines keep them, and draw.
 #
 #     bash results/measure.sh            # makes only what is not there yet
 #
@@ -9,24 +9,9 @@
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-out=${OUT:-out/evidence} here=results
+out=${OUT:-out/evidence}
 novels=${DATA:-data/novels-bytes} stdlib=${STDLIB:-data/stdlib}
-mkdir -p $here/{logs,ppl,samples}
-
-# ---- logs: every 100th update, numbers with 5 decimals
-
-python - "$out" $here <<'PY'
-import glob, json, os, sys
-from launch import read_jsonl, write_text
-out, here = sys.argv[1:]
-keep = ("step loss ce_per_mask lam omega_s omega_a omega_b tokens_per_s seconds "
-        "val_soft val_plain").split()
-for path in glob.glob(f"{out}/*/log.jsonl"):
-    lines = [line for line in read_jsonl(path) if line["step"] % 100 == 0]
-    lines = [{k: round(line[k], 5) for k in keep if k in line} for line in lines]
-    name = os.path.basename(os.path.dirname(path))
-    write_text(f"{here}/logs/{name}.jsonl", "".join(json.dumps(line) + "\n" for line in lines))
-PY
+mkdir -p "$out/samples"
 
 # ---- bounds
 
@@ -47,7 +32,7 @@ isoflop() {  # updates of binary, spacing of checkpoints
 
 ppl() {  # group, label, seed, checkpoint, [data]
     local file
-    file="$here/ppl/$1-$(tr ' ,' '--' <<< "$2")-$3.json"
+    file="$out/$1-$(tr ' ,' '--' <<< "$2")-$3.json"
     [ -e "$4" ] && [ ! -e "$file" ] || return 0
     python eval.py ppl --checkpoint="$4" --data="${5:-$novels}" --rows=2048 --batch_size=32 \
         --dtype=bfloat16 --label="$2" --out="$file"
@@ -87,7 +72,7 @@ for model in scratch-{binary,sm}-1/step-10000; do
         for sampler in mdlm remdm-cap; do
             [ $sampler$T != remdm-cap128 ] || sampler=remdm-loop      # App. B.1: for T >= L
             name=${model/\//-}-$sampler-$T
-            samples=$out/samples/$name.jsonl result=$here/samples/$name
+            samples=$out/samples/$name.jsonl result=$out/samples-$name
             [ ! -e "$result.json" ] || continue
             python sample.py --checkpoint="$out/$model.pt" --count=128 --batch_size=64 \
                 --steps=$T --sampler=$sampler --dtype=bfloat16 --out="$samples" > /dev/null
@@ -97,4 +82,6 @@ for model in scratch-{binary,sm}-1/step-10000; do
     done
 done
 
-bash $here/draw.sh
+python results/add.py results/text.jsonl "$out"/*.json
+python results/add.py results/text_logs.jsonl "$out"/*/log.jsonl
+bash results/draw.sh

@@ -6,13 +6,13 @@
 #     bash results/sudoku.sh list | xargs -P2 -n1 bash results/sudoku.sh     # all, two at a time
 #     STEPS=12000 bash results/sudoku.sh sm-1                                # longer
 #
-# A run leaves out/sudoku/NAME, and in results/sudoku its bound on all held-out grids and its log.
-# A longer run has results of its own, NAME.step-12000.json, and its log is in step-12000.
-# Continuations start where the binary runs end, so they come before longer runs of these.
+# A run leaves the folder out/sudoku/NAME with its log, and NAME.json beside it with its bound on all
+# held-out grids. That of a longer run is NAME.step-12000.json. Continuations start where the binary
+# runs end, so they come before longer runs of these. README.md says how they become evidence.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
-out=${OUT:-out/sudoku}; mkdir -p "$out" results/sudoku
+out=${OUT:-out/sudoku}; mkdir -p "$out"
 
 if [ "$1" = list ]; then
     for seed in 1 2 3 4 5; do echo sm-$seed; echo binary-$seed; done
@@ -81,9 +81,7 @@ case $name in cont-*) seed=1$seed ;; esac
 if [ ! -e "$out/$name/step-$steps.pt" ]; then
     python $run $model $flags --steps=$steps --seed="$seed" --out_dir="$out/$name" --resume=auto \
         >> "$out/$name.out" 2>&1
-    mkdir -p "results/sudoku/${longer#.}"
-    cp "$out/$name/log.jsonl" "results/sudoku/${longer#.}/$name.log.jsonl"
 fi
 python ${run/train.py/eval.py} ppl --checkpoint="$out/$name/step-$steps.pt" --data=data/sudoku \
-    --repeats=2 --floor=0 --batch_size=50 --label="$name" --out="results/sudoku/$name$longer.json" \
+    --repeats=2 --floor=0 --batch_size=50 --label="$name" --out="$out/$name$longer.json" \
     >> "$out/$name.out" 2>&1

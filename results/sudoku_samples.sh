@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# How many grids each run of sudoku.sh gets right, cell by cell of results/README.md. A cell that is
-# there is skipped.
+# How many grids each run of sudoku.sh gets right, cell by cell of results/README.md, as
+# out/sudoku/NAME.CELL.json. A cell that is there is skipped.
 #
 #     bash results/sudoku_samples.sh sm-1 binary-1     # runs that are finished
 #     bash results/sudoku_samples.sh shipped exact     # the model that comes along; the ceiling
@@ -10,11 +10,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 export OMP_NUM_THREADS=1
 step=${STEP:+.step-$STEP}                     # the cells of another step have other names
-out=${OUT:-out/sudoku}; mkdir -p "$out" results/sudoku
+out=${OUT:-out/sudoku}; mkdir -p "$out"
 empty=....................................
 
 cell() {  # NAME of the cell, then flags of sample.py
-    local result=results/sudoku/$run.$1$step.json samples=$out/$run.$1$step.jsonl
+    local result=$out/$run.$1$step.json samples=$out/$run.$1$step.jsonl
     [[ -e "$result" || $1 != ${CELLS:-*} ]] && return
     python $wrapper sample.py --checkpoint="$checkpoint" --given=$empty --top_p=1 \
         --count="${COUNT:-1000}" --batch_size=250 --out="$samples" "${@:2}" > /dev/null
@@ -47,7 +47,7 @@ for run in "$@"; do
     done
     case $run in exact|tied-*|placebo-*) continue ;; esac
     for given in 12 18 24; do
-        result=results/sudoku/$run.given-$given$step.json
+        result=$out/$run.given-$given$step.json
         [[ -e $result || given-$given != ${CELLS:-*} ]] || python results/puzzles.py \
             --checkpoint="$checkpoint" --given=$given --count="${COUNT:-1000}" --out=$result
     done

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""The tables of the Sudoku runs: means over seeds ± their standard deviation, from results/sudoku.
+"""The tables of the Sudoku runs: means over seeds ± their standard deviation, from sudoku.jsonl.
 
-    python results/sudoku_table.py > results/sudoku/table.md
+    python results/sudoku_table.py > results/sudoku.md
     python results/sudoku_table.py results/figures/sudoku_cells.svg    # the shares, as a figure
 
 Nats per token are without the floor of α, on all held-out grids. "off" is an SM model without
@@ -9,7 +9,7 @@ feedback, which is a diagnosis and no baseline. Shares are whole grids right of 
 run, in percent.
 """
 
-import glob
+import functools
 import math
 import os
 import re
@@ -47,6 +47,9 @@ CELLS = {
         "random-36-passes2": "2", "random-36-passes4": "4"},
     "Puzzles, the surest cell next, by cells that are given": {
         "given-12": "12", "given-18": "18", "given-24": "24"}}
+DRAWN_CELLS = {"One or two cells a call": "One or two cells a call",
+               "Ancestral, T steps": "Ancestral, T steps",
+               "Puzzles, the surest cell next, by cells that are given": "Puzzles, cells given"}
 DRAWN = "binary", "SM", "SM, off", "tied layers, no vocabulary", "binary, twice the layers"
 ENTROPY = NATS / 39  # nats per token of a row
 # What is compared seed by seed: (arm, cell, whether with feedback), twice.
@@ -76,19 +79,23 @@ def table(heads, rows):
         print("| " + " | ".join(row) + " |")
 
 
+@functools.cache
+def lines_of(file):
+    return read_jsonl(f"{HERE}/{file}.jsonl")
+
+
 def read(step=""):
     """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): {seed: share}}).
 
     step: after so many updates, "3500" or "12000" (default: at the end, after 6,000 from scratch).
     """
     bounds, shares = {}, {}
-    for path in sorted(glob.glob(f"{HERE}/sudoku/*.json")):
-        name, _, at = os.path.basename(path).removesuffix(".json").partition(".step-")
+    for result in lines_of("sudoku"):
+        name, _, at = result["name"].partition(".step-")
         run, _, cell = name.partition(".")
         arm, _, seed = run.rpartition("-") if "-" in run else (run, "", "")
         if arm not in ARMS or at != step:
             continue
-        result = read_json(path)
         if cell.startswith("given"):
             for kind in result.keys() & {"soft", "binary"}:
                 shares.setdefault((arm, cell, kind == "soft"), {})[seed] = result[kind]["right"]
@@ -96,10 +103,8 @@ def read(step=""):
             cell, soft = re.fullmatch(r"(.*?)(-on|-off)?", cell).groups()
             shares.setdefault((arm, cell, soft != "-off"), {})[seed] = result["values"]["right"]
         else:
-            # Eq. 2 itself: files that have both name it, with --floor=0 a file has no other
-            bounds[arm, seed] = {
-                kind: row.get("unbiased_nats") or row["nats_per_token"]
-                for kind, row in result["values"].items() if kind in ("soft", "binary")}
+            kinds = result["values"].keys() & {"soft", "binary"}
+            bounds[arm, seed] = {kind: result["values"][kind]["nats_per_token"] for kind in kinds}
     return bounds, shares
 
 
@@ -200,9 +205,10 @@ def pairs_table(title, shares):
     table([title, *(f"seed {seed}" for seed in seeds)], rows)
 
 
-def run_cells(arm, seed, kinds, shares, cells, folder):
-    """The row of one run: its bounds, how ω_s went, shares in percent. folder: of its log."""
-    log = read_jsonl(f"{HERE}/sudoku/{folder}/{arm}-{seed}.log.jsonl")
+def run_cells(arm, seed, kinds, shares, cells, updates):
+    """The row of one run: its bounds, how ω_s went in the first updates, shares in percent."""
+    log = [line for line in lines_of("sudoku_logs")
+           if line["name"] == f"{arm}-{seed}" and line["step"] <= updates]
     row = [f"{arm}-{seed}", f"{kinds.get('soft', kinds['binary']):.3f}"]
     row += [f"{kinds['binary']:.3f}" if "soft" in kinds else ""]
     if "soft" in kinds and log and not arm.startswith("constant"):
@@ -219,9 +225,8 @@ def run_cells(arm, seed, kinds, shares, cells, folder):
 
 def draw(shares):
     """Three groups of cells: means ± standard deviations over seeds, and what the best can do."""
-    panels = list(CELLS)[0], list(CELLS)[1], list(CELLS)[-1]
-    fig, axes, _ = figure(len(panels), width=4)
-    for ax, title in zip(axes, panels):
+    fig, axes = figure(len(DRAWN_CELLS), width=4)
+    for ax, title in zip(axes, DRAWN_CELLS):
         cells = CELLS[title]
         found = shares_of(shares, cells)
         ceiling = found.get(ARMS["exact"], [[] for _ in cells])
@@ -236,7 +241,7 @@ def draw(shares):
                     ax.errorbar([i + 0.12 * n - 0.24], [statistics.fmean(percents)], sd, capsize=3,
                                 fmt="o", color=f"C{n}", mfc="white" if "off" in name else None,
                                 label=name)
-        ax.set(title=title, ylim=(-3, 105), ylabel="whole grids right (%)",
+        ax.set(title=DRAWN_CELLS[title], ylim=(-3, 105), ylabel="whole grids right (%)",
                xlim=(-0.5, len(cells) - 0.5), xticks=range(len(cells)), xticklabels=cells.values())
     handles = {label: handle for ax in axes for handle, label in
                zip(*ax.get_legend_handles_labels())}
@@ -276,10 +281,10 @@ def main(path=""):
     heads = ["nats", "off", "ω_s > 0.1 after", "ω_s at the end"]
     heads += [text + off for text in cells.values() for off in (" (%)", ", off")]
     order = list(ARMS)
-    for step, title, folder in ("", "run", ""), ("12000", "12,000 updates", "step-12000"):
+    for step, title, updates in ("", "run", 6000), ("12000", "12,000 updates", 12000):
         bounds, shares = read(step)
         runs = sorted(bounds.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
-        table([title, *heads], [run_cells(*run, kinds, shares, cells, folder)
+        table([title, *heads], [run_cells(*run, kinds, shares, cells, updates)
                                 for run, kinds in runs])
 
 

@@ -4,11 +4,14 @@
 Not here: the grids themselves (test_data.py), counting the right ones (test_eval.py).
 """
 
+import dataclasses
+import importlib
 import json
 import math
 import os
 import re
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,13 +23,14 @@ import train
 from conftest import ROOT, gen, refused, spy
 from data import rng
 from eval import bound
-from launch import append_jsonl
+from launch import append_jsonl, read_json, read_jsonl
 from mdlm import MDLM, ModelConfig
 from sample import generate_in_order
 
 MASKS = torch.tensor([256, *[258] * 36, 257, 257])  # a row without its grid
 sys.path.insert(0, os.path.join(ROOT, "results"))
 
+import add  # noqa: E402
 import sudoku_table  # noqa: E402
 from exact import Posterior, posterior  # noqa: E402
 from tied import Tied  # noqa: E402
@@ -179,46 +183,52 @@ def test_a_puzzle_of_the_user_is_filled_or_refused_before_anything_runs(monkeypa
         refused(f"cannot be filled, {why}", sudoku.main, sudoku.Config(given=given))
 
 
-def test_the_table_names_its_rows(monkeypatch, capsys):
-    shares = {(arm, "mdlm-5", soft): {"1": 0.5} for arm in ("sm", "tied", "permuted", "deep")
-              for soft in (True, False)[arm == "deep":]}
-    shares |= {("sm", "random-36", True): {"1": 0.4}, ("deep", "random-36", False): {"1": 0.1},
-               ("sm", "remdm-156", True): {"1": 0.4}, ("exact", "remdm-156", False): {"": 0.1}}
-    bounds = lambda nats: {("binary", "1"): {"binary": nats},
-                           ("sm", "1"): {"soft": nats - 0.1, "binary": nats + 0.1}}
-    monkeypatch.setattr(sudoku_table, "read", lambda step="": (
-        (bounds(0.6), {}) if step else (bounds(0.7), shares)))
+def test_the_page_of_tables_is_made_of_the_lines_beside_it(capsys):
     sudoku_table.main()
-    printed = capsys.readouterr().out
-    first, _, longer = printed.partition("| after 12,000 updates |")
-    assert "| after 6,000 updates |" in first and "| binary | 0.700 (1) |" in first
-    assert "| SM | 0.600 (1) | 0.800 (1) | 0.160 (1) |" in first
-    assert "| binary | 0.600 (1) |" in longer
-    of_course, _, seconds = longer.partition("| equal seconds |")
-    gaps = "0.160 (1) | 0.160 (1) | 0.260 (1) | 0.160 (1) | 0.160 (1) | 0.160 (1)"
-    assert f"| binary | {gaps} |" in of_course and "| SM, off | 0.260 (1) |" in of_course
-    assert "| 6,000 | 0.700 (1) |  | 8,000 | 0.600 (1) |  | 12,000 |" in seconds  # of binary
-    assert "| 4,000 | 0.500 (1) | 0.700 (1) | 6,000 | 0.600 (1) | 0.800 (1) |" in seconds
-    assert "(any, one) − binary, twice the layers (any, one) | +30.0 (+16.5) |" in printed
-    assert "− exact posterior (ReMDM, T = 156) | +30.0 (+16.5) |" in printed
-    names = [line.split("|")[1].strip() for line in printed.splitlines() if "| 50.0 (1) |" in line]
-    assert names == ["SM", "SM, off", "binary, twice the layers", "tied layers, no vocabulary",
-                     "tied layers, no vocabulary, off", "SM, permuted feedback",
-                     "SM, permuted feedback, off"]
+    assert capsys.readouterr().out == Path(ROOT, "results", "sudoku.md").read_text("utf-8")
 
 
-def test_a_longer_run_is_another_row(tmp_path, monkeypatch):
-    monkeypatch.setattr(sudoku_table, "HERE", str(tmp_path))
-    (tmp_path / "sudoku").mkdir()
-    for nats, step in ((0.6, ""), (0.5, ".step-12000")):
-        bound = {"values": {"binary": {"unbiased_nats": nats}}}
-        (tmp_path / "sudoku" / f"binary-1{step}.json").write_text(json.dumps(bound))
-        grids = json.dumps({"values": {"right": 1 - nats}})
-        (tmp_path / "sudoku" / f"binary-1.random-36-off{step}.json").write_text(grids)
-    for step, nats in (("", 0.6), ("12000", 0.5)):
+def test_results_and_logs_are_kept_as_lines(tmp_path, monkeypatch):
+    """A result replaces that of its name, a log is made shorter, and unpacked they are files."""
+    kept, logs = (str(tmp_path / f"{name}.jsonl") for name in ("sudoku", "sudoku_logs"))
+    for nats, step in ((0.7, ""), (0.6, ""), (0.5, ".step-12000")):
+        for name, values in (("binary-1", {"binary": {"nats_per_token": nats}}),
+                             ("binary-1.random-36-off", {"right": 1 - nats})):
+            path = tmp_path / f"{name}{step}.json"
+            path.write_text(json.dumps({"values": values}))
+            add.add(kept, [str(path)])
+    for run in "sm-2", "sm-1":
+        (tmp_path / run).mkdir()
+        for step in 50, 100:
+            append_jsonl(str(tmp_path / run / "log.jsonl"), {"step": step, "loss": 1.23456789})
+        add.add(logs, [str(tmp_path / run / "log.jsonl")])
+    add.unpack(kept, str(tmp_path / "files"))
+    add.unpack(logs, str(tmp_path / "files"))
+    assert read_json(str(tmp_path / "files" / "binary-1.json")) == {
+        "values": {"binary": {"nats_per_token": 0.6}}}
+    assert read_jsonl(str(tmp_path / "files" / "sm-1.jsonl")) == [
+        {"step": step, "loss": 1.234568} for step in (50, 100)]
+    monkeypatch.setattr(sudoku_table, "lines_of", lambda name: read_jsonl(kept))
+    for step, nats in (("", 0.6), ("12000", 0.5)):  # a longer run is another row
         bounds, shares = sudoku_table.read(step)
         assert bounds == {("binary", "1"): {"binary": nats}}
         assert shares == {("binary", "random-36", False): {"1": 1 - nats}}
+
+
+def test_the_scripts_in_results_use_flags_that_exist():
+    found = []
+    for path in Path(ROOT, "results").glob("*.sh"):
+        text = re.sub(r"\\\n", " ", path.read_text("utf-8"))
+        found += re.findall(r"python (?:lab/)?(\w+)\.py (.*)", text)
+        found += [("eval", words) for words in re.findall(r"python \S+/eval.py} (.*)", text)]
+        if path.name in ("run.sh", "sudoku.sh"):
+            words = re.findall(r'\b(?:flags|model|scratch|cont|stdlib|ours|two)=(".*?")', text)
+            found += [("train", each.replace('"', " ")) for each in words]
+    assert len(found) > 20
+    for script, words in found:
+        if script in ("train", "sample", "eval", "plot"):
+            fields = {f.name for f in dataclasses.fields(importlib.import_module(script).Config)}
+            assert set(re.findall(r" --(\w+)", words)) <= fields, words
 
 
 def test_the_figure_has_the_seeds_and_the_ceiling():
