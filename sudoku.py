@@ -158,13 +158,13 @@ def fill(model, x, order):
 
 
 def picture(title, cells, lam, guesses):
-    """The lines of a grid and what is wrong in it. A mask is its guess on green, deeper with λ."""
+    """The lines of a grid, 21 wide, and its mistake. A mask is a guess on green, deeper with λ."""
     from show import painted
     parts, lines = [], [title]
     for cell, strength, guess in zip(cells, lam, guesses):
         parts.append(painted(f" {guess} ", strength) if cell == "." else f" {cell} ")
     for i in range(0, 36, 6):
-        lines.append("".join(parts[i:i + 3]) + "│" + "".join(parts[i + 3:i + 6]))
+        lines.append("".join(parts[i:i + 3]) + "│" + "".join(parts[i + 3:i + 6]) + "  ")
         if i in (6, 18):
             lines.append("─────────┼─────────")
     wrong, verdict = mistake(cells), ""
@@ -207,10 +207,12 @@ def demonstrate(model, count=100):
     print(*rows, sep="\n")
     print(f"  ± at most {math.sqrt(count) / 2:.0f}: a standard error over puzzles, of one model")
     differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
-    print(f"\nThe surest cell next: the two differ in {len(differ)} of {count} puzzles.")
-    shown = differ[0] if differ else 0
-    why = "is shown because it is the first of these" if differ else "is shown instead"
-    print(f"Puzzle {shown + 1} {why}:")
+    shown, why = 0, ""
+    if differ:
+        shown, why = differ[0], ", because it is the first of these"
+    if model.sm:
+        print(f"\nThe surest cell next: the two differ in {len(differ)} of {count} puzzles.")
+    print(f"Puzzle {shown + 1} is shown{why}:")
     compare(sides, shown)
 
 

@@ -11,6 +11,7 @@ import math
 import os
 import re
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -158,16 +159,26 @@ def test_the_demonstration_counts_and_shows_where_feedback_matters(monkeypatch, 
     assert re.search("  the surest cell next (.*)", out)[1].split() == [
         str(found.count("")) for found in wrong.values()]
     assert differ and i == differ[0] and f"the two differ in {len(differ)} of 8 puzzles" in out
-    assert f"Puzzle {i + 1} is shown because it is the first of these:" in out
+    assert f"Puzzle {i + 1} is shown, because it is the first of these:" in out
     assert out.count("✓ right") == out.count("✗") == 1 and "\x1b" not in out
     assert next(filter(None, (found[i] for found in wrong.values()))) in out
     for states in sides.values():  # one cell a call
         assert [cells[i].count(".") for cells, _, _ in states] == list(range(23, -1, -1))
     assert not any(np.any(lam) for _, lam, _ in sides["without"])
-    capsys.readouterr()
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    sudoku.compare(sides, i)  # on a terminal it appears, call after call
+    out = capsys.readouterr().out
+    assert out.count("with feedback") == 24 and out.count("\x1b[10F\x1b[J") == 23
+    assert out.count("✗") == 1 and "48;2;220;246;220;" in out
+    bare = [re.sub("\x1b.*?[mFJ]", "", line) for line in out.splitlines()]
+    assert {line.rindex("│") for line in bare if "│" in line} == {35}
+
+
+def test_the_demonstration_of_a_binary_model_has_one_side(capsys):
     sudoku.demonstrate(MDLM(small(soft_mask=False)), 2)
     out = capsys.readouterr().out
-    assert "with feedback" not in out and "Puzzle 1 is shown instead" in out
+    assert "with feedback" not in out and "the two" not in out and "Puzzle 1 is shown:" in out
 
 
 def test_a_puzzle_of_the_user_is_filled_or_refused_before_anything_runs(monkeypatch, capsys):
