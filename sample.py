@@ -14,8 +14,7 @@ The last command makes the samples of one cell of Tables 1 and 2. Each sample is
 the end of --out: ids, text, nfe, seed, index, settings. The same command goes on after a stop.
 Under torchrun each rank makes its share, in a file of its own: samples.RANK.jsonl.
 
-Not here: training, metrics (eval.py), drawing (show.py), decoding by confidence itself, which is
-written for any backbone (sample_dream.py).
+Not here: training, metrics (eval.py), drawing (show.py), Dream (sample_dream.py).
 """
 
 import functools
@@ -43,7 +42,6 @@ from launch import (
     write_text,
 )
 from mdlm import MDLM, in_chunks, likeliest
-from sample_dream import decode
 from show import show, trace
 
 T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
@@ -292,32 +290,66 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     return x.view(n, L).cpu(), torch.from_numpy(nfe)
 
 
+@torch.no_grad()
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
                       soft=True, passes=1):
     """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
 
     order: "entropy", the surest first (§2.2), or "random", its control.
-    steps: T, at most the number of masks. With as many, it is exactly one token a step.
+    steps: T. Each step reveals its share of what is left, rounded up. With as many steps as masks,
+        it is exactly one token a step.
     Others, and what is returned: see `generate`. Raises Refused for settings out of range. Checked
     against tests/oracles.py in_order.
 
-    The entropy is taken after `nucleus`. Where only one token is left, it is 0.
+    The entropy is taken after `nucleus`. Where only one token is left, it is 0. The host has a copy
+    of the masks, for which it waits once in a step.
     """
-    def choose(logits, u):
-        probs = nucleus(logits.softmax(-1), top_p)                             # (m, V)
-        return probs, sample_categorical(probs, u)
-
     check_settings(model, n, steps, top_p, soft, passes, fresh=False)
     if order not in ORDERS:
         raise Refused(f"order={order!r} is none of {', '.join(ORDERS)}")
-    was_training = model.training
+    net, mask_id, table, was_training = model.net, model.mask_id, model.net.table, model.training
+    device, V, soft = table.device, len(table), soft and model.sm is not None
     model.eval()  # no dropout
-    x = torch.full((n, model.cfg.length), model.mask_id) if x is None else x.expand(n, -1)
-    ids, nfe = decode(model, x.to(model.net.table.device), steps, on_step=on_step, algorithm=order,
-                      generator=one_each(generator, n), even=True, soft=soft, passes=passes,
-                      choose=choose)
+    x = torch.full((n, model.cfg.length), mask_id) if x is None else x.expand(n, -1)
+    (n, L), masked = x.shape, x == mask_id                                     # (n, L), on the host
+    generators, x = one_each(generator, n), x.to(device)
+    emb, nfe = F.embedding(x, table).flatten(0, 1), torch.zeros(n, dtype=torch.int64)  # (nL, D)
+
+    def on_device(tensor):
+        return to_device(tensor, device)
+
+    def propose(h, u):
+        p = nucleus(net.head(h).softmax(-1), top_p)                            # (m, V)
+        return sample_categorical(p, u), (p * (p + 1e-10).log()).sum(-1)       # (m,), (m,)  −H
+
+    for left in range(steps, 0, -1):
+        rows = on_device(masked.flatten().nonzero()[:, 0])                     # (m,)
+        u = torch.stack([torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators])
+        u, chance = u[masked], masked.all(1, keepdim=True) | (order == "random")  # (m, 2), (n, 1)
+        t = on_device(masked.float().mean(1))                                  # (n,)  shares masked
+        h = predict(model, emb, t, rows, passes, fresh=False)                  # (nL, D)         l.3
+        place = to_device(u[:, 0], torch.device("cpu" if device.type == "mps" else device))
+        x0, conf = in_chunks(propose, h[rows], place, V=V)                     # (m,), (m,)      l.4
+        # From masks alone, a DiT predicts the same at every position. So chance chooses one, not
+        # rounding errors, which differ from batch to batch [ours].
+        by_chance = on_device(chance.expand(n, L)[masked])                     # (m,)
+        conf = torch.where(by_chance, on_device(u[:, 1].float()), conf)        # (m,)
+        before = on_device(masked)                                             # (n, L)
+        score = torch.full((n, L), -torch.inf, device=device).masked_scatter(before, conf)
+        rank = score.argsort(descending=True, stable=True).argsort()           # (n, L)
+        count = on_device((masked.sum(1, keepdim=True) + left - 1) // left)    # (n, 1)
+        x = torch.where(before & (rank < count), x.masked_scatter(before, x0), x)  # (n, L)      l.5
+        nfe += passes * masked.any(1)
+        masked = (x == mask_id).cpu()                                          # (n, L), on the host
+        emb = F.embedding(x, table).flatten(0, 1)                              # (nL, D)
+        stay = on_device(masked.flatten().nonzero()[:, 0])                     # (m,)
+        lam, guess = torch.zeros(n * L, device=device), x.flatten().clone()    # (nL,), (nL,)
+        if soft:
+            emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
+        if on_step:
+            on_step(x, lam.view(n, L), guess.view(n, L), stay, h[stay])
     model.train(was_training)
-    return ids.cpu(), nfe
+    return x.cpu(), nfe
 
 
 # -------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@
     nucleus      App. B.1                 checks sample.nucleus
     draw                                  checks sample.sample_categorical
     alg2         Alg. 2                   checks sample.generate
-    in_order     §2.2, Alg. 2             checks sample.generate_in_order, sample_dream.decode
+    in_order     §2.2, Alg. 2             checks sample.generate_in_order
     alg1         Alg. 1, App. B.1         checks train.train
     slow_forward                          checks dream.Dream
     dense_dream_nll  Alg. 1 l.5-8         checks finetune_dream.TwoPassDream
