@@ -1,15 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Dream-7B and Dream-Coder-7B: the backbone, its files and its tokenizer.                 App. B.2
 
-A Qwen2.5 transformer without the causal mask, on torch alone. Like every backbone here it is
-three things: `table` (what an embedding is), `hidden` (embeddings to the hidden states that
-predict some positions) and `head` (hidden states to logits). Soft masks go in between the first
-two:
+A Qwen2.5 transformer without the causal mask, on torch alone. Like every backbone here (mdlm.py)
+it is `table`, `hidden` and `head`, and soft masks go in between the first two:
 
     model, tok = Dream.load(folder), Tokenizer(folder)   # the folder as published on the model hub
-    ids = tok.encode(tok.chat(messages), special=True)
-    x = torch.tensor([ids + 32 * [model.cfg.mask_token_id]])            # (B, L)
-    rows = (x == model.cfg.mask_token_id).flatten().nonzero().squeeze(1)  # (N,)
+    x = torch.tensor([tok.encode(tok.chat(messages), special=True) + 32 * [mask_id]])   # (B, L)
+    rows = (x == mask_id).flatten().nonzero().squeeze(1)                # (N,)
     h = model.hidden(F.embedding(x, model.table), rows)                 # (N, D)
     logits = model.head(h)                                              # (N, V)
 
@@ -23,7 +20,7 @@ Not here: decoding (sample_dream.py), training (finetune_dream.py), the maths of
 import hashlib
 import os
 import unicodedata
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 
 import tiktoken
 import torch
@@ -32,8 +29,6 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
-from arms import soft_mask
-from checkpoint import load as load_checkpoint
 from checkpoint import read_safetensors
 from launch import Refused, read_json
 
@@ -59,45 +54,37 @@ class DreamConfig:
 
     @classmethod
     def read(cls, folder):
-        """config.json of a model folder. Raises Refused when it describes another architecture."""
-        path = os.path.join(folder, "config.json")
-        raw = read_json(path)
+        """config.json of a model folder. Raises Refused for another variant."""
+        raw = read_json(os.path.join(folder, "config.json"))
         nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
-        if isinstance(nested, dict):
-            raw.setdefault("rope_theta", nested.get("rope_theta"))
-        if nested and nested != {"rope_type": "default", "rope_theta": raw.get("rope_theta")}:
-            raise Refused(f"{path} has rope_parameters = {nested}, only rope_type 'default' with "
-                          f"one rope_theta is implemented")
-        for f in fields(cls):
-            value = raw.get(f.name)
-            low, high = (0, raw["vocab_size"]) if f.name.endswith("_id") else (1e-12, 2**31)
-            if not isinstance(value, (int, f.type)) or not low <= value < high:
-                raise Refused(f"{path} has {f.name} = {value!r}, which must be a number from {low} "
-                              f"to {high}: not the configuration of a Dream model")
-        for name, want in {"tie_word_embeddings": False, "rope_scaling": None,
-                           "hidden_act": "silu", "use_sliding_window": False,
-                           "attention_dropout": 0.0}.items():
-            # A missing field has Qwen2's default, which is the wanted value for each of these.
-            if raw.get(name, want) != want:
-                raise Refused(f"{path} has {name} = {raw[name]!r}, only {want!r} is implemented")
-        cfg = cls(**{f.name: raw[f.name] for f in fields(cls)})
-        heads, groups = cfg.num_attention_heads, cfg.num_key_value_heads
-        if cfg.hidden_size % (2 * heads) or heads % groups:
-            raise Refused(f"{path} has {heads} heads and {groups} groups of them for "
-                          f"{cfg.hidden_size} dimensions: they cannot be shared evenly")
-        return cfg
+        raw |= {"rope_theta": nested.get("rope_theta", raw.get("rope_theta")),
+                "rope_type": nested.get("rope_type", "default")}
+        # A missing field has Qwen2's default, which is the wanted value for each of these.
+        only(raw, folder, tie_word_embeddings=False, rope_scaling=None, hidden_act="silu",
+             use_sliding_window=False, rope_type="default")
+        return cls(**{f.name: raw[f.name] for f in fields(cls)})
 
     @property
     def head_dim(self):
         return self.hidden_size // self.num_attention_heads
 
 
-def rope(pos, cfg):
-    """The rotation of each position: (cos, sin), each (1 or B, L, 1, head_dim), fp32.
+def only(settings, where, **wanted):
+    """Raises Refused if one of these settings of somebody else's file has another value.
 
-    pos: (1 or B, L) int. The frequencies are computed here. If they were stored, they would be
-    rounded to bf16 with the rest of the model, and angles would be off by more than half a radian
-    at position 500. The released evaluation of finetuned models has this error.
+    What it changes is not implemented here: the same weights would compute something else.
+    """
+    for name, want in wanted.items():
+        if settings.get(name, want) != want:
+            raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} is implemented")
+
+
+def rope(pos, cfg):
+    """The rotation of each position of pos (B, L): cos and sin, each (B, L, 1, head_dim), fp32.
+
+    The frequencies are computed here. If they were stored, they would be rounded to bf16 with the
+    rest of the model, and angles would be off by more than half a radian at position 500. The
+    released evaluation of finetuned models has this error.
     """
     even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
     inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)            # (head_dim/2,)
@@ -122,7 +109,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(cfg.hidden_size, groups)
         self.o_proj = nn.Linear(heads, cfg.hidden_size, bias=False)
 
-    def forward(self, x, cos, sin, past, at, keep):
+    def forward(self, x, cos, sin, past, at):
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
         q = rotate(split(self.q_proj(x)), cos, sin)                     # (B, L, heads, head_dim)
         k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, groups, head_dim)
@@ -132,7 +119,7 @@ class Attention(nn.Module):
             k = past[0].index_copy_(1, at, k)                           # (B, S, groups, head_dim)
             v = past[1].index_copy_(1, at, v)                           # (B, S, groups, head_dim)
         q, ks, vs = (z.transpose(1, 2) for z in (q, k, v))
-        y = F.scaled_dot_product_attention(q, ks, vs, attn_mask=keep, enable_gqa=True)
+        y = F.scaled_dot_product_attention(q, ks, vs, enable_gqa=True)  # no causal mask
         return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)        # (B, L, D)
 
 
@@ -182,12 +169,9 @@ class Dream(nn.Module):
     def table(self):
         return self.model["embed_tokens"].weight                        # (V, D)
 
-    def trunk(self, emb, valid=None, past=None, start=0):
-        """Embeddings to final hidden states; every position sees every valid one.
+    def trunk(self, emb, past=None, start=0):
+        """Embeddings (B, L, D) to final hidden states. Every position sees every other.
 
-        emb: (B, L, D).
-        valid: (B, S) bool, False for padding (default: all valid). Positions are counted along the
-            valid ones. The hidden states of padding are finite and mean nothing.
         past: what an earlier call over S positions returned, (k, v) per layer. emb then stands
             for the positions start .. start + L − 1 of these S. Their keys and values are
             replaced *in place*, all others are used as they were.
@@ -197,14 +181,10 @@ class Dream(nn.Module):
         rotated already. While checkpointing, kv is empty.
         """
         at = torch.arange(emb.shape[1], device=emb.device) + start      # (L,)
-        pos = at[None]                                                  # (1, L)
-        if valid is not None:
-            pos = (valid.long().cumsum(1) - 1)[:, at]                   # (B, L)
-        cos, sin = (turn.to(emb.dtype) for turn in rope(pos, self.cfg))
-        keep = None if valid is None else valid[:, None, None]          # (B, 1, 1, S) over keys
+        cos, sin = (turn.to(emb.dtype) for turn in rope(at[None], self.cfg))
         h, kv = emb, []
         for i, layer in enumerate(self.model["layers"]):
-            context = (cos, sin, None if past is None else past[i], at, keep)
+            context = (cos, sin, None if past is None else past[i], at)
             if self.checkpointing and torch.is_grad_enabled():
                 h, _ = checkpoint(layer, h, *context, use_reentrant=False)
             else:
@@ -221,12 +201,9 @@ class Dream(nn.Module):
         """
         return h.flatten(0, 1)[rows - 1]                                # (N, D)  the shift
 
-    def hidden(self, emb, rows, t=None, valid=None):
-        """The hidden states (N, D) that predict the positions `rows` (N,) of the flat batch.
-
-        emb: (B, L, D).   t: not used, Dream has no time embedding.   valid: see `trunk`.
-        """
-        return self.before(self.trunk(emb, valid)[0], rows)
+    def hidden(self, emb, rows, t=None):
+        """emb (B, L, D) → (N, D), the states that predict `rows` (N,). Dream does not use t."""
+        return self.before(self.trunk(emb)[0], rows)
 
     def head(self, h):
         """Hidden states (n, D) → logits (n, V), fp32. The product is in the weights' dtype [code].
@@ -257,43 +234,23 @@ class Dream(nn.Module):
 
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
-        """The published folder, frozen, in evaluation mode.
+        """The published folder, frozen, in evaluation mode. dtype: (default: as stored).
 
-        dtype: of the weights (default: as stored).
         On the CPU the weights are the mapped files themselves: processes that load the same
-        folder share the memory. Raises Refused when a shard or tensor is missing, unknown, of
-        another shape than config.json says, or not finite.
+        folder share the memory. Raises Refused for values that are not finite.
         """
-        cfg, state = DreamConfig.read(folder), {}
-        for shard in shards(folder):
-            state |= read_safetensors(shard)
-        layers = min(cfg.num_hidden_layers, len(state))  # not the million that a file may claim
+        files, state = {"model.safetensors"}, {}
+        index = os.path.join(folder, "model.safetensors.index.json")
+        if os.path.exists(index):
+            files = set(read_json(index)["weight_map"].values())
+        for name in files:
+            state |= read_safetensors(os.path.join(folder, name))
         with torch.device("meta"):  # shapes without memory
-            model = cls(replace(cfg, num_hidden_layers=layers))
-        want, have = ({name: tuple(t.shape) for name, t in tensors.items()}
-                      for tensors in (model.state_dict(), state))
-        for name in sorted(want.keys() | have.keys()):
-            if want.get(name) != have.get(name):
-                raise Refused(f"{folder}: {name} is {have.get(name, 'missing')} in the "
-                              f"safetensors, and {want.get(name, 'missing')} by config.json: they "
-                              f"are not of one model, fetch both again")
+            model = cls(DreamConfig.read(folder))
         state = {name: t.to(device, dtype) for name, t in state.items()}
         check_numbers(state, folder)
         model.load_state_dict(state, assign=True)
         return model.requires_grad_(False).eval()
-
-
-def shards(folder):
-    """The paths of a model's safetensors files. Raises Refused when its index names none."""
-    whole = os.path.join(folder, "model.safetensors")
-    if os.path.exists(whole):
-        return [whole]
-    index = whole + ".index.json"
-    weight_map = read_json(index).get("weight_map")
-    names = weight_map.values() if isinstance(weight_map, dict) else [None]
-    if not all(isinstance(name, str) and name for name in names):
-        raise Refused(f"{index} has no weight_map with the names of files: fetch it again")
-    return sorted(os.path.join(folder, name) for name in set(names))
 
 
 def check_numbers(state, folder):
@@ -312,89 +269,54 @@ def check_numbers(state, folder):
 
 
 def load_adapter(model, folder):
-    """Attach the adapter in `folder`, in place. Returns the arguments of arms.soft_mask, or None.
+    """Attach the DoRA in `folder`, in place. Returns the arguments of SoftMask, or None.
 
-    DoRA is read as peft writes it, ω by `read_omega`. None: the adapter was trained with binary
-    masks. Raises Refused for another kind of adapter, or for one of another model. Two models of
-    the same shapes are told apart by finetune.json, if it is there.
+    None: it was trained with binary masks.   Raises Refused for another kind of adapter, or for one
+    of another model. finetune.json tells models of the same shapes apart, if it is there.
     """
-    # A missing field has peft's default, which is the wanted value for all but use_dora.
-    cfg = {"use_dora": None} | read_json(os.path.join(folder, "adapter_config.json"))
+    cfg = read_json(os.path.join(folder, "adapter_config.json"))
     state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
-    for name, want in {"peft_type": "LORA", "use_dora": True, "bias": "none", "use_rslora": False,
-                       "rank_pattern": {}, "alpha_pattern": {}}.items():
-        if cfg.get(name, want) != want:
-            raise Refused(f"{folder}/adapter_config.json has {name} = {cfg[name]!r}, only {want!r} "
-                          f"is implemented")
+    cfg.setdefault("use_dora", False)  # peft's default, which is the wanted value of the others
+    only(cfg, folder, peft_type="LORA", use_dora=True, bias="none", use_rslora=False,
+         rank_pattern={}, alpha_pattern={})
     ours = os.path.join(folder, "finetune.json")
-    base = read_json(ours).get("base") if os.path.exists(ours) else None
+    base = read_json(ours)["base"] if os.path.exists(ours) else None
     if base not in (None, model.fingerprint()):
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
-                      f"{cfg.get('base_model_name_or_path')}: same shapes, other weights")
-    omega = read_omega(model.cfg, folder)
+                      f"{cfg['base_model_name_or_path']}: same shapes, other weights")
     try:
         dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
         dora.load_adapter_state(model, state)
-    except (KeyError, TypeError, ValueError) as e:
+    except ValueError as e:
         raise Refused(f"{folder} is not an adapter of this model: {e}")
     check_numbers(state, folder)
-    return omega
-
-
-def soft_mask_file(folder):
-    """The path of softmask.json, or else of the authors' transparency_config.json, or None."""
-    paths = (os.path.join(folder, name) for name in ("softmask.json", "transparency_config.json"))
-    return next(filter(os.path.exists, paths), None)
+    return read_omega(model.cfg, folder)
 
 
 def read_omega(cfg, folder):
-    """The arguments of arms.soft_mask for an adapter, or None for binary masks.
+    """The arguments of SoftMask for an adapter, or None for binary masks.
 
-    softmask.json is preferred to transparency_config.json, whose numbers are rounded to bf16.
-    Raises Refused for what is not a soft mask of this model, or has a setting that means
-    something else here.
+    softmask.json is preferred to the authors' file, whose numbers are rounded to bf16. Raises
+    Refused for a setting of theirs that means something else here.
     """
-    path = soft_mask_file(folder)
-    if path is None:
+    ours, theirs = (os.path.join(folder, name)
+                    for name in ("softmask.json", "transparency_config.json"))
+    if os.path.exists(ours):
+        return read_json(ours)
+    if not os.path.exists(theirs):
         return None
-    raw = read_json(path)
-    if raw.get("transparency_alg") == "none":
+    raw = read_json(theirs)
+    mix = raw["transparency_alg"]
+    if mix == "none":
         return None
-    # Forks have these settings. With other values of them, the same ω belongs to another mix.
-    for name, want in {"interpolation": "linear", "fixed_lambda": None}.items():
-        if raw.get(name, want) != want:
-            raise Refused(f"{path} has {name} = {raw[name]!r}, only {want!r} is implemented")
-    try:
-        if path.endswith("softmask.json"):
-            for name in ("mask_id", "k", "omega_s", "omega_a", "omega_b"):
-                if name not in raw:  # SoftMask has defaults, which are not this adapter's
-                    raise KeyError(name)
-            sm = {"tau": 1.0} | raw
-        else:
-            mix, k = raw["transparency_alg"], raw["mixinputs_k"]
-            if mix not in ("mixinputs_with_topk", "mixinputs_with_temp"):
-                raise KeyError(mix)
-            sm = dict(mask_id=cfg.mask_token_id, k=None if mix == "mixinputs_with_temp" else k,
-                      tau=raw["mixture_temp"], omega_s=raw["transparency_scale"],
-                      omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
-        if sm["omega_s"] == 1:  # bf16 rounds all above 0.998 up to 1
-            sm["omega_s"] = 1 - 1e-6
-        soft_mask(**sm)
-    except KeyError as e:
-        raise Refused(f"{path} is not a soft mask: {e} is missing, or not known here")
-    except (TypeError, ValueError) as e:
-        raise Refused(f"{path} is not a soft mask: {e}")
-    k = sm["k"]
-    k_fits = k is None or type(k) is int and k <= cfg.vocab_size
-    if sm["mask_id"] != cfg.mask_token_id or not k_fits:
-        raise Refused(f"{path} has mask_id = {sm['mask_id']}, k = {k}: of another model than this "
-                      f"one with mask {cfg.mask_token_id} and {cfg.vocab_size} tokens")
-    schedule = raw.get("transparency_scheduling")
-    if schedule not in (None, "none"):
-        raise Refused(f"{path} has transparency_scheduling = {schedule!r}, which is a setting of "
-                      f"decoding here: write \"none\" there, and decode with "
-                      f"--schedule={schedule}")
-    return sm
+    if mix not in ("mixinputs_with_topk", "mixinputs_with_temp"):
+        raise Refused(f"{theirs} has transparency_alg = {mix!r}, which is not the paper's mix")
+    only(raw, theirs, transparency_scheduling="none")  # here a flag of decoding: --schedule
+    return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
+                k=None if mix == "mixinputs_with_temp" else raw["mixinputs_k"],
+                # bf16 rounds all above 0.998 up to 1, which no ω_s can be
+                omega_s=min(raw["transparency_scale"], 1 - 1e-6),
+                omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
 
 
 # -------------------------------------------------------------------------------------------------
@@ -412,52 +334,27 @@ def byte_characters():
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
-def holds_mdlm(path):
-    """Whether the path holds an MDLM, which is the model of the other scripts."""
-    try:
-        return load_checkpoint(path)["kind"] == "mdlm"
-    except Refused:
-        return False
-
-
 class Tokenizer:
     """The tokenizer in a model folder, by tiktoken: added_tokens.json, vocab.json or merges.txt.
 
-    n_vocab: its largest id + 1; the model's table has more rows. Raises Refused when a file is
-    missing, or is of another kind of tokenizer.
+    n_vocab: its largest id + 1; the model's table has more rows.
     """
 
     def __init__(self, folder):
-        vocab, merges = (os.path.join(folder, name) for name in ("vocab.json", "merges.txt"))
-        to_byte = byte_characters()
+        vocab, to_byte = os.path.join(folder, "vocab.json"), byte_characters()
         if os.path.exists(vocab):
             ids = read_json(vocab)
-        elif os.path.exists(merges):  # it says the ids: the 256 bytes come first, then the merges
-            with open(merges, encoding="utf-8", errors="replace") as f:
+        else:  # merges.txt says the ids, too: the 256 bytes come first, then the merges
+            with open(os.path.join(folder, "merges.txt"), encoding="utf-8") as f:
                 pairs = [line.split() for line in f if not line.startswith("#version")]
             tokens = [*to_byte, *("".join(pair) for pair in pairs if pair)]
             ids = {token: i for i, token in enumerate(tokens)}
-        elif holds_mdlm(folder):
-            raise Refused(f"{folder} holds an MDLM, not a Dream: "
-                          f"`python sample.py --checkpoint={folder}` samples it")
-        else:
-            raise Refused(f"{folder} has neither vocab.json nor merges.txt: fetch the "
-                          f"tokenizer's files too")
         self.special = read_json(os.path.join(folder, "added_tokens.json"))
-        ids = {token: i for token, i in ids.items() if token not in self.special}
-        known = [*ids.values(), *self.special.values()]
-        whole = all(type(i) is int and 0 <= i < 2**31 for i in known) and ids
-        if not whole or len({*known}) < len(known) or "" in [*ids, *self.special]:
-            raise Refused(f"{folder}: the ids of vocab.json and added_tokens.json are not whole "
-                          f"numbers from 0 on, each once, of tokens with text: fetch both again")
-        try:
-            ranks = {bytes(to_byte[c] for c in token): i for token, i in ids.items()}
-        except KeyError as e:
-            raise Refused(f"{folder} has a vocabulary with {e}, not a character of a byte-level "
-                          f"one")
+        ranks = {bytes(to_byte[c] for c in token): i for token, i in ids.items()
+                 if token not in self.special}
         self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks,
                                      special_tokens=self.special)
-        self.known = {*known}
+        self.known = {*ranks.values(), *self.special.values()}
         self.n_vocab = max(self.known) + 1
 
     def encode(self, text, special=False):

@@ -22,7 +22,6 @@ import hashlib
 import json
 import math
 import os
-import re
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -46,7 +45,7 @@ from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
 ROLES = {"system": "system", "user": "user", "assistant": "assistant",
-         "SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}
+         "SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}  # Ling-Coder shouts
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 # Model and data are compared by their contents, so their paths may differ.
 MAY_DIFFER_ON_RESUME = ("model", "data", "out", "resume", "overwrite", "checkpointing", "device",
@@ -71,7 +70,7 @@ class Config:
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: as many as epochs says)
     batch_size: Size = 8        # dialogues per update, one per pass
-    loss: str = "authors"       # authors or paper, see `objective`
+    loss: Literal["authors", "paper"] = "authors"  # see `objective`
     eta_bb: Rate = 1e-5         # learning rate of DoRA
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
     warmup: Share = 0.03        # share of the updates; a cosine down to 0 follows
@@ -82,7 +81,9 @@ class Config:
     b_h: Share = 0.8
     # soft-masking
     p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
-    coin: str = "update"        # p_sm is tossed for each update, or for each dialogue [code]
+    # p_sm: one coin for the update [ours], or one for each dialogue [code]. ω learns in updates
+    # that have feedback: half of them with our coin, and nearly all with eight of theirs.
+    coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Share = 1e-6       # the start is close to binary masking
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
@@ -115,63 +116,41 @@ PRESETS = {
 # dialogues
 
 
-def conversation(record, where):
-    """The messages of a dict or JSON text up to the last answer, with the usual names of roles.
+def conversation(record):
+    """The messages of {"messages": [{"role": …, "content": …}, …]} up to the last answer.
 
-    where: how the sentence of Refused names this record.
+    The roles get their usual names. [] if there is no answer, or what is no message.
     """
-    try:
-        record = json.loads(record) if isinstance(record, str) else record
-        messages = [{"role": ROLES.get(m["role"], m["role"]), "content": "" + m["content"]}
-                    for m in record["messages"]]  # "" + raises TypeError for what is no text
-    except (ValueError, RecursionError) as e:
-        raise Refused(f"{where} is not JSON: {e}")
-    except (KeyError, TypeError):
-        raise Refused(f'{where} is not {{"messages": [{{"role": …, "content": "…"}}, …]}}')
-    unknown = [m["role"] for m in messages if m["role"] not in ROLES.values()]
-    if unknown:
-        raise Refused(f"{where} has the role {unknown[0]!r}: use {', '.join(ROLES)}")
+    messages = [{"role": ROLES.get(m["role"]), "content": m["content"]} for m in record["messages"]]
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
-    if not messages:
-        raise Refused(f"{where} has no assistant turn to learn from: remove it")
+    for message in messages:
+        if not (message["role"] and isinstance(message["content"], str)):
+            return []
     return messages
 
 
 def read_lines(cfg):
-    """[train, val] of a .jsonl, each (how many, [(where, record)]), in an order of the seed."""
-    try:
-        with open(cfg.data, encoding="utf-8") as f:
-            lines = [(f"{cfg.data} line {i}", line) for i, line in enumerate(f, 1) if line.strip()]
-    except (OSError, UnicodeDecodeError) as e:
-        raise Refused(f"--data={cfg.data} cannot be read ({e}): give a .jsonl file, or mix, "
-                      f"or coding")
-    n_val = min(cfg.n_val, len(lines) // 10)
-    lines = [lines[i] for i in data.order(len(lines), "held out", cfg.seed)]
-    return [(len(part), part) for part in (lines[n_val:][:cfg.n_train], lines[:n_val])]
+    """[train, val] of a .jsonl, in an order of the seed."""
+    with open(cfg.data, encoding="utf-8") as f:
+        records = [json.loads(line) for line in f if line.strip()]
+    n_val = min(cfg.n_val, len(records) // 10)
+    records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
+    return [records[n_val:][:cfg.n_train], records[:n_val]]
 
 
 def read_hub(cfg):
     """[train, val] of the paper's corpora. Without a test part, 1% is held out (10% [code])."""
-    try:
-        from datasets import concatenate_datasets, load_dataset
-        whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
-        parts = [whole.train_test_split(0.01, seed=cfg.seed)]
-        if cfg.data == "mix":
-            smoltalk = load_dataset("HuggingFaceTB/smoltalk", "all")
-            parts.append(smoltalk.select_columns(["messages"]))
-    except ImportError:
-        raise Refused(f"--data={cfg.data} comes from the hub: pip install datasets, or give a "
-                      f".jsonl file")
-    except OSError as e:  # all errors of a network are OSErrors
-        raise Refused(f"--data={cfg.data} could not be fetched from the hub ({type(e).__name__}): "
-                      f"try again, or give a .jsonl")
-
-    def drawn(split, n):
+    from datasets import concatenate_datasets, load_dataset
+    whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
+    parts = [whole.train_test_split(0.01, seed=cfg.seed)]
+    if cfg.data == "mix":
+        parts.append(load_dataset("HuggingFaceTB/smoltalk", "all").select_columns(["messages"]))
+    drawn = []
+    for split, n in (("train", cfg.n_train), ("test", cfg.n_val)):
         rows = concatenate_datasets([part[split] for part in parts]).shuffle(seed=cfg.seed)
-        rows = rows.select(range(min(n, len(rows))))
-        return len(rows), ((f"{cfg.data} {split} {i}", row) for i, row in enumerate(rows))
-    return [drawn("train", cfg.n_train), drawn("test", cfg.n_val)]
+        drawn.append(rows.select(range(min(n, len(rows)))))
+    return drawn
 
 
 def encode_chat(messages, tok):
@@ -199,17 +178,14 @@ def why_dropped(ids, prompt_len, cfg, tok, mask_id):
     return "[MASK] in the text" if mask_id in ids else ""
 
 
-def encode_all(n, records, cfg, tok, mask_id, show):
+def encode_all(records, cfg, tok, mask_id, show):
     """[(ids, prompt length)] of the dialogues to keep, and {reason: how many} of the others."""
     kept, dropped = [], Counter()
-    for where, record in progress(records, total=n, desc="dialogues", disable=not show, delay=5):
-        try:
-            ids, prompt_len = encode_chat(conversation(record, where), tok)
+    for record in progress(records, desc="dialogues", disable=not show, delay=5):
+        messages, reason = conversation(record), "malformed"
+        if messages:
+            ids, prompt_len = encode_chat(messages, tok)
             reason = why_dropped(ids, prompt_len, cfg, tok, mask_id)
-        except Refused:
-            if cfg.data not in HUB:  # users can mend their own file, but not a corpus
-                raise
-            reason = "malformed"
         if reason:
             dropped[reason] += 1
         else:
@@ -226,9 +202,9 @@ def digest_of(dialogues):
 
 
 def load_dialogues(cfg, tok, mask_id, show):
-    """(train, val, what was dropped in words)."""
-    read = read_hub if cfg.data in HUB else read_lines
-    (train, dropped), (val, _) = (encode_all(*part, cfg, tok, mask_id, show) for part in read(cfg))
+    """(train, val, what was dropped in words). Raises Refused if nothing is left."""
+    parts = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
+    (train, dropped), (val, _) = (encode_all(part, cfg, tok, mask_id, show) for part in parts)
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "none"
     if not train:
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
@@ -316,71 +292,56 @@ def soft_mask_files(sm):
             transparency_scheduling="none")}
 
 
-def save_adapter(folder, dream, sm, cfg, val=()):
-    """An adapter folder: DoRA as peft has it, ω as we and as the authors write it, and cfg.
-
-    val: the dialogues that were held out. Their digest tells whether they are still the same.
-    """
-    known = {"base": dream.fingerprint(), "held_out": digest_of(val)}
-    files = {"finetune.json": asdict(cfg) | known,
+def save_adapter(folder, dream, sm, cfg):
+    """An adapter folder: DoRA as peft has it, ω as we and as the authors write it, and cfg."""
+    files = {"finetune.json": asdict(cfg) | {"base": dream.fingerprint()},
              "adapter_config.json": dict(
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
                  target_modules=TARGETS, inference_mode=True)}
-    files |= soft_mask_files(sm) if sm else {}
+    if sm:
+        files |= soft_mask_files(sm)
     weights = os.path.join(folder, "adapter_model.safetensors")
     checkpoint.write_safetensors(weights, dora.adapter_state(dream), {"format": "pt"})
     for name, values in files.items():
         write_text(os.path.join(folder, name), json.dumps(values, indent=1))
-    for name in {"softmask.json", "transparency_config.json"} - files.keys():
-        with contextlib.suppress(FileNotFoundError):  # a binary adapter has no ω of an older run
+    if not sm:  # nor may there be an ω of an older run
+        remove(folder, "softmask.json", "transparency_config.json")
+
+
+def remove(folder, *names):
+    for name in names:
+        with contextlib.suppress(FileNotFoundError):
             os.remove(os.path.join(folder, name))
 
 
 def make_tiny(model, data):
-    """A random model folder and 120 dialogues, for a run without downloads. Replaces no file.
-
-    The model has 2 layers, and bytes as tokens.
-    """
+    """A random model folder of 2 layers, with bytes as tokens, and 120 dialogues."""
+    if os.path.exists(data):  # it is written last
+        return
     names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>",
              "<|mask|>")
     special = {name: 256 + i for i, name in enumerate(names)}
     cfg = dict(vocab_size=264, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
                num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6,
                max_position_embeddings=4096, mask_token_id=261, pad_token_id=256, eos_token_id=256)
-    if not os.path.exists(f"{model}/model.safetensors"):
-        with torch.device("meta"):
-            state = Dream(DreamConfig(**cfg)).state_dict()
-        for name, t in state.items():
-            noise = torch.randn(t.shape, generator=rng("tiny", name)) * t.shape[-1] ** -0.5
-            state[name] = torch.ones(t.shape) if "norm" in name else noise
-        checkpoint.write_safetensors(f"{model}/model.safetensors", state)
-    dialogues = [{"messages": [{"role": "user", "content": f"{a} + {b} = ?"},
-                               {"role": "assistant", "content": f"It is {a + b}."}]}
-                 for a in range(12) for b in range(10)]
-    files = {f"{model}/config.json": json.dumps(cfg), f"{model}/merges.txt": "#version: 0.2\n",
-             f"{model}/added_tokens.json": json.dumps(special),
-             data: "".join(json.dumps(dialogue) + "\n" for dialogue in dialogues)}
-    for path, text in files.items():
-        if not os.path.exists(path):
-            write_text(path, text)
+    with torch.device("meta"):
+        state = Dream(DreamConfig(**cfg)).state_dict()
+    for name, t in state.items():
+        noise = torch.randn(t.shape, generator=rng("tiny", name)) * t.shape[-1] ** -0.5
+        state[name] = torch.ones(t.shape) if "norm" in name else noise
+    checkpoint.write_safetensors(f"{model}/model.safetensors", state)
+    write_text(f"{model}/config.json", json.dumps(cfg))
+    write_text(f"{model}/merges.txt", "#version: 0.2\n")
+    write_text(f"{model}/added_tokens.json", json.dumps(special))
+    lines = [json.dumps({"messages": [{"role": "user", "content": f"{a} + {b} = ?"},
+                                      {"role": "assistant", "content": f"It is {a + b}."}]})
+             for a in range(12) for b in range(10)]
+    write_text(data, "\n".join(lines) + "\n")
 
 
 # -------------------------------------------------------------------------------------------------
 # the run
-
-
-def validate(cfg):
-    """Raises Refused for values that cannot be run."""
-    launch.check_ranges(cfg)
-    for name, known in (("loss", ("authors", "paper")), ("coin", ("update", "dialogue"))):
-        if getattr(cfg, name) not in known:
-            raise Refused(f"--{name}={getattr(cfg, name)} must be {' or '.join(known)}")
-    if not cfg.b_l < cfg.b_h:
-        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    if not cfg.model or not cfg.data:
-        raise Refused("give --model=FOLDER and --data=FILE.jsonl, mix or coding, or try "
-                      "`python finetune_dream.py tiny`")
 
 
 def trained(model):
@@ -388,46 +349,34 @@ def trained(model):
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
-def check_resume(ckpt, cfg, source, last):
-    """Raises Refused unless going on from this checkpoint repeats the run that it was cut from."""
-    if ckpt["kind"] != "dream-adapter":
-        raise Refused(f"{last} holds a {ckpt['kind']}, not a run of finetune_dream.py: "
-                      f"give its --out")
-    # A field that the checkpoint does not know yet has its default, which changed nothing.
-    there, here = asdict(Config()) | ckpt["config"] | ckpt["data"], asdict(cfg) | source
+@torch.no_grad()
+def resume(model, optimizer, cfg, source, last):
+    """Put the trained weights of `last` back in place. It does not hold the frozen 15 GB.
+
+    source: contents of data and base. Returns the number of updates, and the metrics. Raises
+    Refused unless going on repeats the run that was cut.
+    """
+    ckpt = checkpoint.load(last)
+    there, here = ckpt["config"] | ckpt["data"], asdict(cfg) | source
     different = [f"{name} ({there.get(name)} there, {value} here)" for name, value in here.items()
                  if name not in MAY_DIFFER_ON_RESUME and there.get(name) != value]
-    if ckpt.get("keys", 1) != data.KEYS:
-        different.append("the random numbers of data.rng")
     if different:
         raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, "
                       f"or another --out")
-
-
-@torch.no_grad()
-def restore(model, optimizer, ckpt, last):
-    """Put the trained weights back in place. last.pt does not hold the frozen 15 GB.
-
-    Raises Refused unless it holds all that is trained and nothing else, in the same order: the
-    optimizer knows its parameters by their number.
-    """
-    # In files of the first version, the module `net` is called `dream`.
-    state = {re.sub(r"^dream\.", "net.", name): t for name, t in ckpt["model"].items()}
-    own = trained(model)
-    here, there = ([(name, tuple(t.shape)) for name, t in ts.items()] for ts in (own, state))
-    if here != there:
-        name, shape = min(set(here) ^ set(there), default=("the same names", "in another order"))
-        raise Refused(f"{last} is not of the model that is trained here: {name} {shape} and the "
-                      f"like are in one of them only; give the --out of this run")
-    for name, p in own.items():
-        p.copy_(state[name])
+    for name, p in trained(model).items():
+        p.copy_(ckpt["model"][name])
     optimizer.load_state_dict(ckpt["optimizer"])
+    return ckpt["step"], ckpt["metrics"]
 
 
 def finetune(cfg):
     """Alg. 1, top to bottom. Returns the trained TwoPassDream, for tests and notebooks."""
     # ---- what is to be trained
-    validate(cfg)
+    if not cfg.b_l < cfg.b_h:
+        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
+    if not cfg.model or not cfg.data:
+        raise Refused("give --model=FOLDER and --data=FILE.jsonl, mix or coding, or try "
+                      "`python finetune_dream.py tiny`")
     rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     master, last = rank == 0, os.path.join(cfg.out, "last.pt")
     accum, rest = divmod(cfg.batch_size, world)
@@ -437,30 +386,19 @@ def finetune(cfg):
     launch.join(world, device)
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)
     tiny = PRESETS["tiny"]
-    if master:
-        with launch.lock(cfg.out):  # a folder that cannot be used is refused before the model loads
-            pass
-        if cfg.model == tiny["model"] or cfg.data == tiny["data"]:
-            make_tiny(tiny["model"], tiny["data"])
+    if master and (cfg.model == tiny["model"] or cfg.data == tiny["data"]):
+        make_tiny(tiny["model"], tiny["data"])
     if world > 1:
         dist.barrier()
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32
     tok, dream = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
     mask_id, eos, V = dream.cfg.mask_token_id, dream.cfg.pad_token_id, dream.cfg.vocab_size
-    if tok.n_vocab > V:
-        raise Refused(f"{cfg.model}: the tokenizer has {tok.n_vocab} ids, the model only {V}: "
-                      f"they are not of one model")
-    if (cfg.k or 1) > V:
-        raise Refused(f"--k={cfg.k} is more than the {V} tokens of {cfg.model}: give fewer, "
-                      f"or none for all")
-    dream.checkpointing = cfg.checkpointing
-    sm = None
-    try:
-        dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
-        if cfg.p_sm > 0:
-            sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(device)
-    except ValueError as e:
-        raise Refused(str(e))
+    if (cfg.k or 1) >= V:
+        raise Refused(f"--k={cfg.k} must be below the {V} tokens of {cfg.model}, or none for all")
+    dream.checkpointing, sm = cfg.checkpointing, None
+    dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
+    if cfg.p_sm > 0:
+        sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(device)
     model = TwoPassDream(dream, sm, mask_id)
     theta = list(trained(dream).values())
     omega = list(sm.parameters()) if sm else []
@@ -469,18 +407,16 @@ def finetune(cfg):
 
     # ---- the dialogues
     train, val, dropped = load_dialogues(cfg, tok, mask_id, master)
-    source = {"dialogues": digest_of(train + val), "base": dream.fingerprint()}
+    source = {"dialogues": digest_of(train + val), "base": dream.fingerprint(), "keys": data.KEYS}
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
     # finetune.json says what was asked for. The number of updates depends on the seed, because of
     # the filters. With this number in it, eval_dream.py would not average the seeds.
     asked, cfg = cfg, replace(cfg, steps=cfg.steps or by_epochs)
     start, metrics = 0, {}
     if going_on:
-        ckpt = checkpoint.load(last)
-        check_resume(ckpt, cfg, source, last)
-        restore(model, optimizer, ckpt, last)
-        start, metrics = ckpt["step"], ckpt["metrics"]
-    net = DistributedDataParallel(model) if world > 1 else model
+        start, metrics = resume(model, optimizer, cfg, source, last)
+    # The buffers of DoRA never change.
+    net = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
 
     # ---- one update
     @functools.lru_cache(1)
@@ -499,13 +435,14 @@ def finetune(cfg):
     def no_sync_until_last(i):
         return net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext()
 
+    def is_soft(step, j):
+        """The coin of p_sm, for dialogue j of the update."""
+        key = (step, j) if cfg.coin == "dialogue" else (step,)
+        return torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() < cfg.p_sm
+
     def update(step):
         """One update of DoRA and ω. Returns the norm of the gradient, 0-d          Alg. 1 l.2-9"""
-        # p_sm: one coin for the update [ours], or one for each dialogue [code]. ω learns in updates
-        # that have feedback: half of them with our coin, and nearly all with eight of theirs.
-        keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(cfg.batch_size)]
-        coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
-        softs = [bool(omega) and coin < cfg.p_sm for coin in coins]
+        softs = [is_soft(step, j) for j in range(cfg.batch_size)]
         for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
             group["lr"] = eta * lr_at(step, cfg.steps, cfg.warmup)
         for i in range(accum):
@@ -520,8 +457,7 @@ def finetune(cfg):
                 (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()
             nll = nll.detach()
             log.add(loss=objective(nll, t, cfg.loss, 1), nll=nll.sum(), masks=len(nll),
-                    tokens=x0.numel(), softs=softs[j])
-            log.add(lam=model.lam * softs[j])
+                    tokens=x0.numel(), softs=softs[j], lam=model.lam * softs[j])
         if not any(softs):
             # DDP needs a gradient of ω, here a 0. Adam would still move ω by its momentum.
             for p in omega:
@@ -557,7 +493,7 @@ def finetune(cfg):
         if score < out.get("best", math.inf):
             out["best"] = score
             if master:
-                save_adapter(os.path.join(cfg.out, "best"), dream, sm, asked, val)
+                save_adapter(os.path.join(cfg.out, "best"), dream, sm, asked)
         return out
 
     def describe(sums, updates, seconds, norm):
@@ -571,17 +507,15 @@ def finetune(cfg):
             line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)}
             if cfg.k is None:
                 line["tau"] = sm.tau.item()
-        if device.type == "cuda":
-            line["peak_gb"] = torch.cuda.max_memory_allocated() / 1e9
         return line | (metrics if metrics.get("step") == done else {})
 
     def save_last():
         if master:
             weights = {name: p.detach() for name, p in trained(model).items()}
             checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done,
-                            seed=cfg.seed, keys=data.KEYS, metrics=metrics, data=source,
-                            model=weights, optimizer=optimizer.state_dict())
-            save_adapter(os.path.join(cfg.out, "last"), dream, sm, asked, val)
+                            seed=cfg.seed, metrics=metrics, data=source, model=weights,
+                            optimizer=optimizer.state_dict())
+            save_adapter(os.path.join(cfg.out, "last"), dream, sm, asked)
 
     def due(every):
         return done % every == 0 or done == cfg.steps
@@ -590,25 +524,18 @@ def finetune(cfg):
     log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
 
     # ---- the loop
-    # Rank 0 alone writes, so it alone locks.
     alone = launch.lock(cfg.out) if master else contextlib.nullcontext()
     with alone, launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
         log.begin()
         if master and not start and os.path.exists(last):
             # Until the first save, neither --resume nor a decoder may find the older run.
-            for name in ("last.pt", "last/adapter_config.json", "best/adapter_config.json"):
-                with contextlib.suppress(FileNotFoundError):
-                    os.remove(os.path.join(cfg.out, name))
+            remove(cfg.out, "last.pt", "last/adapter_config.json", "best/adapter_config.json")
         if master:
             print(f"{len(train):,} dialogues, {sum(len(ids) for ids, _ in train):,} tokens, "
                   f"{len(val)} held out; dropped: {dropped}\n"
                   f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, "
                   f"{device} × {world}, {dream.table.dtype}; updates {start:,} to {cfg.steps:,}, "
                   f"{cfg.batch_size} dialogues each")
-        if val and start and due(cfg.eval_every) and metrics.get("step") != done:
-            metrics = evaluate()  # it was due when the run was stopped
-            log.write(metrics)
-            log.print()
         if start:
             save_last()  # a kill between last.pt and last/ may have left an older last/
         for step in log.updates():
@@ -633,9 +560,8 @@ def finetune(cfg):
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
-    complete = f"{last} has made all {cfg.steps:,} updates" if start == cfg.steps else ""
     how = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
-    launch.leave(world, "\n".join(filter(None, (complete, model.warning(), how))), 0)
+    launch.leave(world, f"{model.warning()}\n{how}".strip(), 0)
     return model
 
 

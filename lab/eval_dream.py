@@ -49,7 +49,7 @@ PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 SHAPE_NOTHING = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
 # Results that are averaged share these, and all of the finetuning but those.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
-          "temperature", "top_p", "top_k", "eos_penalty", "merge", "dtype")
+          "temperature", "top_p", "top_k", "merge", "dtype")
 OF_A_SEED = {"seed", "held_out", "model", "out", "resume", "overwrite"}
 
 

@@ -35,9 +35,9 @@ def embed(dream, x):
     return F.embedding(x, dream.table)
 
 
-def everywhere(dream, x, **context):
+def everywhere(dream, x):
     """Logits (B, L, V) of every hidden state, without the shift."""
-    return dream.head(dream.trunk(embed(dream, x), **context)[0])
+    return dream.head(dream.trunk(embed(dream, x))[0])
 
 
 def close(got, want, atol):
@@ -57,11 +57,10 @@ def test_forward_is_the_slow_transformer(dream):
 def test_cached_call_replaces_its_positions(dream, end):
     """Unchanged input: as the full call. What new values do: the recorded runs of blocks."""
     start, x = 6, torch.randint(190, (2, 12), generator=gen(1))
-    valid = torch.tensor([[True] * 12, [False] * 2 + [True] * 10])
-    full, kv = dream.trunk(embed(dream, x), valid)
-    context, part = dict(valid=valid, past=kv, start=start), embed(dream, x)[:, start:end]
-    again = dream.trunk(part, **context)[0]
+    full, kv = dream.trunk(embed(dream, x))
+    again, new = dream.trunk(embed(dream, x)[:, start:end], past=kv, start=start)
     close(again, full[:, start:end], 1e-5)
+    assert all(a is b for pair in zip(kv, new) for a, b in zip(*pair))  # in place
     assert torch.equal(dream.before(again, torch.tensor([1, 2])), again[0, :2])
 
 
@@ -99,15 +98,11 @@ def test_bf16_is_near_fp32_and_its_logits_are_fp32(tiny_dream, dream):
 # ---- recorded
 
 
-def test_recorded_logits_also_padded_and_at_other_positions(dream, recorded, monkeypatch):
-    x, valid = recorded["a/input_ids"], recorded["a/pad_attention_mask_2d"].bool()
-    for name, ids, context in (
-            ("logits", x, {}), ("pad_logits", recorded["a/pad_input_ids"], {"valid": valid})):
-        logits, real = everywhere(dream, ids, **context), context.get("valid", x >= 0)
-        assert logits.isfinite().all()
-        close(digest(logits[real]), recorded["digest/a/" + name].numpy(), 1e-3)
-        seen = real[:, ::4]
-        close(logits[:, ::4, ::8][seen], recorded["a/" + name][seen], 1e-5)
+def test_recorded_logits_also_at_other_positions(dream, recorded, monkeypatch):
+    x = recorded["a/input_ids"]
+    logits = everywhere(dream, x)
+    close(digest(logits), recorded["digest/a/logits"].numpy(), 1e-3)
+    close(logits[:, ::4, ::8], recorded["a/logits"], 1e-5)
     monkeypatch.setattr("dream.rope", lambda _, cfg: rope(recorded["a/position_ids"], cfg))
     logits = everywhere(dream, x)
     close(digest(logits), recorded["digest/a/logits_posids"].numpy(), 1e-3)
@@ -154,31 +149,14 @@ def edited(folder, **changes):
     (folder / "config.json").write_text(json.dumps(config))
 
 
-def test_a_config_that_does_not_fit_is_refused(folder):
+def test_another_variant_and_broken_weights_are_refused(folder, dream):
     whole = (folder / "config.json").read_text()
     for changes, message in (
             (dict(tie_word_embeddings=True), "tie_word_embeddings = True, only False"),
-            (dict(mask_token_id=None), "mask_token_id = None, which must be a number"),
-            (dict(eos_token_id=200), "eos_token_id = 200, .* from 0 to 200"),
-            (dict(rms_norm_eps=math.nan), "rms_norm_eps = nan"),
-            (dict(num_key_value_heads=3), "4 heads and 3 groups"),
-            (dict(num_hidden_layers=10**9), r"layers.10.input.* is missing .* and \(64,\) by"),
-            (dict(num_hidden_layers=2), r"layers.2.input_layernorm.* is \(64,\) .* missing by"),
-            (dict(intermediate_size=161), r"down_proj.* is \(64, 160\) .* and \(64, 161\) by")):
+            (dict(rope_parameters={"rope_type": "yarn"}), "rope_type = 'yarn'")):
         edited(folder, **changes)
         refused(message, Dream.load, folder)
         (folder / "config.json").write_text(whole)
-
-
-def test_broken_folders_are_refused(folder, dream):
-    shard = folder / "model-00002-of-00003.safetensors"
-    for broken in shard.read_bytes()[:1000], shard.read_bytes()[:-10]:
-        shard.write_bytes(broken)
-        with pytest.raises((ValueError, RuntimeError)):
-            Dream.load(folder)
-    for text in "{}", '{"weight_map": {"a": 5}}':
-        (folder / "model.safetensors.index.json").write_text(text)
-        refused("index.json .*weight_map", Dream.load, folder)
     state = {name: t.clone() for name, t in dream.state_dict().items()}
     state["model.norm.weight"][7] = -math.inf
     one_file(folder, state)
@@ -226,37 +204,22 @@ def test_authors_adapter_folder(dream, tiny_dream, recorded, adapter):
     assert 0.99 < SoftMask(**omega).omega[0].item() < 1
 
 
-def test_arms_and_binary_adapters_are_read_as_what_they_are(tiny_dream, adapter):
-    read = lambda omega: load_adapter(Dream.load(tiny_dream), adapter(omega))
-    assert read(OURS | {"arm": "constant"})["arm"] == "constant"
-    assert read({"transparency_alg": "none", "mixture_temp": 1.0}) is None
-
-
-def test_other_adapters_are_refused(dream, tiny_dream, folder, adapter):
+def test_other_adapters_are_refused(tiny_dream, adapter):
     for changes, message in (
             (dict(use_dora=False), "use_dora = False, only True"),
-            (dict(r=8), r"\(16, 64\), the model needs \(8, 64\)"),
-            (dict(target_modules="all-linear"), "a list of names, not 'all-linear'"),
-            (dict(r="16"), "r = '16' must be a whole number from 1 to 64"),
-            (dict(lora_alpha="x"), "not an adapter of this model"),
+            (dict(r=8), "is not an adapter of this model.*lora_A"),
+            (dict(target_modules=["c_attn"]), "no linear layer is called c_attn"),
             (dict(broken=True), "has values that are not finite numbers")):
         refused(message, load_adapter, Dream.load(tiny_dream), adapter(**changes))
-    edited(folder, num_hidden_layers=2)
-    one_file(folder, {n: t for n, t in dream.state_dict().items() if "layers.2." not in n})
-    refused("not an adapter of this model.*layers.2", load_adapter, Dream.load(folder), adapter())
 
 
-def test_other_soft_masks_are_refused(dream, adapter):
+def test_binary_adapters_and_other_mixes(tiny_dream, adapter):
     """No value is guessed: a field that means something else would change what the model says."""
-    for values, message in (
-            (OURS | {"mask_id": 3}, "mask_id = 3, k = 3: .* one with mask 194 and 200 tokens"),
-            (OURS | {"k": 1.5}, "k = 1.5"), (OURS | {"k": "3"}, "not a soft mask"),
-            (OURS | {"omega_s": 1.7}, "<= omega_s < 1"),
-            ({n: v for n, v in OURS.items() if n != "omega_b"}, "'omega_b' is missing"),
-            (THEIRS | {"transparency_alg": "slerp_sm"}, "'slerp_sm' is missing, or not known"),
-            (THEIRS | {"interpolation": "spherical"}, "interpolation = 'spherical', only 'linear'"),
-            (THEIRS | {"transparency_scheduling": "linear"}, "decode with --schedule=linear")):
-        refused(message, load_adapter, dream, adapter(values))
+    read = lambda omega: load_adapter(Dream.load(tiny_dream), adapter(omega))
+    assert read(OURS) == OURS and read(None) is None
+    assert read({"transparency_alg": "none", "mixture_temp": 1.0}) is None
+    for changes in dict(transparency_alg="slerp_sm"), dict(transparency_scheduling="linear"):
+        refused("|".join(changes), read, THEIRS | changes)
 
 
 def test_fingerprint_is_of_the_weights_alone(tiny_dream, dream):
@@ -312,13 +275,3 @@ def test_merges_alone_are_the_vocabulary(tmp_path):
                        ("flow", [*ids("f"), 257]), (" é", ids("Ġ", "Ã", "©"))):
         assert tok.encode(word) == want
     assert tok.n_vocab == 301
-
-
-def test_tokenizers_that_cannot_be_used_are_refused(tmp_path):
-    refused("neither vocab.json nor merges.txt", Tokenizer, tmp_path)
-    (tmp_path / "merges.txt").write_bytes(b"a \xff\n")
-    (tmp_path / "added_tokens.json").write_text('{"<|mask|>": 300}')
-    refused("not a character of a byte-level", Tokenizer, tmp_path)
-    for vocab in ("{}", '{"": 5}', '{"a": 0, "b": 0}', '{"a": -1}', '{"a": 1.0}', '{"a": 300}'):
-        (tmp_path / "vocab.json").write_text(vocab)
-        refused("not whole numbers from 0 on, each once", Tokenizer, tmp_path)

@@ -295,7 +295,7 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
 def test_other_settings_are_other_files(config):
     cfg = config("gsm8k_cot")
     flags = [{}, {"seed": 1}, {"steps": 3}, {"soft": False}, {"threshold": 0.5}, {"limit": 2},
-             {"merge": False}, {"eos_penalty": 1.0}, {"adapter": "a/last"}, {"task": "math500"}]
+             {"merge": False}, {"top_k": 5}, {"adapter": "a/last"}, {"task": "math500"}]
     names = [E.cell_path(replace(cfg, **f)) for f in flags]
     assert len(set(names)) == len(names) and "adapter=a-last" in names[-2]
     assert E.cell_path(replace(cfg, confirm_run_unsafe_code=False, timeout=1.0)) == names[0]

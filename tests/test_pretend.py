@@ -111,15 +111,15 @@ def test_dream_keeps_to_one_device(tmp_path, monkeypatch):
 @pytest.mark.parametrize("words", (
     {"schedule": "linear"}, {"temperature": 0.5, "top_p": 0.9}, {"algorithm": "random"},
     {"block": 4, "cache": "dual"}, {"block": 4, "threshold": 0.5, "temperature": 0.5}), ids=str)
-def test_padded_batches_keep_to_one_device(tiny_dream, words):
+def test_batches_of_dream_keep_to_one_device(tiny_dream, words):
     dream, words = Dream.load(tiny_dream), dict(words)
     mask_id = dream.cfg.mask_token_id
     with gpu():
         model = TwoPass(dream, SoftMask(mask_id, 3, omega_s=0.5), mask_id).to("cuda")
-        x, words["valid"] = pad_prompts(dream.cfg, [[1], [2, 3, 4]], 8, "cuda")
+        x = pad_prompts(dream.cfg, [[1, 2], [3, 4]], 8, "cuda")
         words["generator"] = torch.Generator("cuda").manual_seed(1)
         if "block" in words:
             x = decode_blocks(model, x, 8, 4, **words)
         else:
-            x, _ = decode(model, x, 4, **words)
+            x = decode(model, x, 4, **words)
         assert x.is_cuda and not (x == mask_id).any()

@@ -53,7 +53,7 @@ def test_mdlm(path, tmp_path):
 @pytest.mark.parametrize("path", ["DREAM_WEIGHTS"], indirect=True)
 def test_dream(path, capsys):
     net, ids = Dream.load(path), Tokenizer(path).encode("Hello")
-    x, _ = sample_dream.pad_prompts(net.cfg, [ids], 4)
+    x = sample_dream.pad_prompts(net.cfg, [ids], 4)
     with torch.no_grad():
         rows = torch.arange(len(ids), len(ids) + 4)
         h = net.hidden(F.embedding(x, net.table), rows, torch.ones(1))
