@@ -13,8 +13,7 @@ A checkpoint is one dict of tensors and plain values, so `torch.load(weights_onl
 step and seed are the whole state of the random numbers, because every draw is keyed by them
 (data.rng). `load` gives the files of others as the same dict, and none of them can run code here.
 
-    python checkpoint.py --checkpoint=mdlm.ckpt                             # what is it?
-    python checkpoint.py --checkpoint=mdlm.ckpt --out=mdlm.safetensors      # EMA and ω, to share
+    python checkpoint.py --checkpoint=mdlm.ckpt                  # what is it?
 
 Not here: model classes, adapters of Dream (dream.py).
 """
@@ -178,12 +177,13 @@ def read_omega(said, state):
     """
     mix = said.get("transparency_alg", "mixinputs_with_topk")
     names = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
+    fixed = said.get("fixed_lambda")
+    if mix not in ("mixinputs_with_topk", "mixinputs_with_temp") or fixed is not None:
+        raise Refused(f"a soft mask with transparency_alg = {mix!r}, fixed_lambda = {fixed!r} is "
+                      f"not implemented")
     k = said.get("mixinputs_k", 3)
     if mix == "mixinputs_with_temp":  # top-k has a temperature, too, but does not use it [code]
         k, names["sm.raw_tau"] = None, "raw_temperature"
-    elif mix != "mixinputs_with_topk" or said.get("fixed_lambda") is not None:
-        raise Refused(f"a soft mask with transparency_alg = {mix!r}, fixed_lambda = "
-                      f"{said.get('fixed_lambda')!r} is not implemented")
     return k, {ours: state["tran_head." + theirs] for ours, theirs in names.items()}
 
 
@@ -258,7 +258,7 @@ def load(path):
     if path.endswith(".safetensors"):
         _, metadata, _ = read_header(path)
         tensors = read_safetensors(path)
-        if FORMAT in metadata:  # written by `main` below
+        if FORMAT in metadata:  # weights to share, as those in results/: the rest of the dict
             return json.loads(metadata[FORMAT]) | {"model": tensors}
         return from_mdlm_family(tensors, settings=hub)
     try:
@@ -279,7 +279,6 @@ def load(path):
 @dataclasses.dataclass
 class Config:
     checkpoint: str = ""  # the file or folder to describe
-    out: str = ""         # also write its EMA and ω into this NAME.safetensors
 
 
 def main(cfg):
@@ -296,10 +295,6 @@ def main(cfg):
         sm = SoftMask(0, k=None if "raw_tau" in raw else 1)
         sm.load_state_dict(raw)
         print("  ω_s {:.4g}, ω_a {:.4g}, ω_b {:.4g}".format(*sm.omega))
-    if cfg.out:
-        weights = ckpt["model"] | (ckpt.get("ema") or {})
-        rest = {k: v for k, v in ckpt.items() if k not in ("model", "ema", "optimizer")}
-        write_safetensors(cfg.out, weights, {FORMAT: json.dumps(rest)})
 
 
 if __name__ == "__main__":

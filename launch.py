@@ -373,7 +373,11 @@ class Log:
         if not (self.master and self.is_new):
             return
         self.is_new = False
-        numbers = [f"{name} {self.latest[name]:,.6g}" for name in SHOWN if name in self.latest]
+        numbers = []
+        for name in SHOWN:
+            if name in self.latest:
+                digits = ",.0f" if self.latest[name] >= 1000 else ".4g"
+                numbers.append(f"{name} {self.latest[name]:{digits}}")
         if self.bar is not None:
             self.bar.set_postfix_str("  ".join(numbers))
             return
