@@ -174,10 +174,7 @@ def picture(title, cells, lam, guesses):
 
 
 def compare(sides, i):
-    """Draws how puzzle i was filled, side by side, or, if nobody watches, its end alone.
-
-    sides: what `fill` returns.
-    """
+    """Draws puzzle i of what `fill` returns, side by side, or, if nobody watches, its end alone."""
     from show import draw
     drawn, calls = 0, list(zip(*sides.values()))
     if sys.stdout.isatty():
@@ -227,8 +224,6 @@ def main(cfg):
     from mdlm import MDLM
     if cfg.given:
         wrong = mistake(cfg.given)
-        if not wrong and "." not in cfg.given:
-            wrong = "no cell is empty"
         if not wrong and not completion(cfg.given):
             wrong = "no grid has these"
         if wrong:
