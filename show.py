@@ -93,6 +93,7 @@ def trace(tok, model, states):
             certain = 0.0, [guess[0, i].item()], [1.0]  # a token that was just re-masked
             neg_entropy, ids, shares = predicted.get(i, certain)
             mixed = [[cell_text(tok, j), round(share, 4)] for j, share in zip(ids, shares)]
-            cells[i] = [mixed[0][0], round(lam[0, i].item(), 4), round(neg_entropy, 4), mixed]
+            strength = round(lam[0, i].item(), 4)
+            cells[i] = [mixed[0][0], strength, round(neg_entropy, 4), mixed]
         states.append(cells)
     return on_step
