@@ -18,7 +18,7 @@ cell() {  # NAME of the cell, then flags of sample.py
     [[ -e "$result" || $1 != ${CELLS:-*} ]] && return
     python $wrapper sample.py --checkpoint="$checkpoint" --given=$empty --top_p=1 \
         --count="${COUNT:-1000}" --batch_size=250 --out="$samples" "${@:2}" > /dev/null
-    python eval.py sudoku --samples="$samples" --label="$run" --out="$result" | head -1
+    python eval.py sudoku --samples="$samples" --label="$run" --out="$result" | sed -n 1p
 }
 
 for run in "$@"; do
