@@ -173,7 +173,8 @@ def test_safetensors_round_trip_with_every_dtype(tmp_path):
                 "scalar": torch.tensor(1.5), "empty": torch.ones(0, 4)}
     write_safetensors(path, tensors, {"a": "b"})
     back = read_safetensors(path)
-    assert checkpoint.read_header(path)[1] == {"a": "b"} and list(back) == list(tensors)
+    _, metadata, offset = checkpoint.read_header(path)
+    assert metadata == {"a": "b"} and offset % 8 == 0 and list(back) == list(tensors)
     assert all(torch.equal(back[n], t) and back[n].dtype == t.dtype for n, t in tensors.items())
 
 
