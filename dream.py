@@ -221,10 +221,7 @@ class Dream(nn.Module):
         self.trunk = torch.compile(self.trunk, dynamic=True)  # not a submodule: names stay
 
     def fingerprint(self):
-        """16 hex digits that tell these weights from others of the same shapes.
-
-        They depend neither on the dtype, because values are rounded to bf16, nor on an adapter.
-        """
+        """16 hex digits of these weights, whatever their dtype, and without an adapter's."""
         digest = hashlib.sha256()
         for name, p in self.named_parameters():
             if ".lora_" not in name:
@@ -254,12 +251,9 @@ class Dream(nn.Module):
 
 
 def check_numbers(state, folder):
-    """Raises Refused when a value of {name: tensor} is infinite or not a number.
-
-    With such weights, decoding would print nonsense without an error. The check takes no memory.
-    """
+    """Raises Refused if a value is not a finite number: decoding would just print nonsense."""
     for name, t in state.items():
-        if not all(value.isfinite() for value in t.aminmax()):
+        if not all(value.isfinite() for value in t.aminmax()):  # takes no memory
             raise Refused(f"{folder}: {name} has values that are not finite numbers: fetch it "
                           f"again, or take an earlier save")
 

@@ -8,12 +8,10 @@
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
 
 The last answer of each dialogue is masked and predicted. The folder `out` gets best/ and last/,
-adapter folders that sample_dream.py, peft and the authors' code read; last.pt to resume from;
-log.jsonl. Every draw is keyed by what it is for (data.rng). So a resumed run is the same run, and
-so is one on more GPUs.
+adapters that sample_dream.py, peft and the authors' code read; last.pt to resume from; log.jsonl.
+Every draw is keyed by what it is for (data.rng): a resumed run, or one on more GPUs, is the same.
 
-Not here: the two passes (mdlm.py), decoding (sample_dream.py), the maths of DoRA (dora.py) and of
-SM (softmask.py), full finetuning.
+Not here: the two passes (mdlm.py), decoding (sample_dream.py), DoRA (dora.py), full finetuning.
 """
 
 import contextlib
@@ -22,6 +20,7 @@ import hashlib
 import json
 import math
 import os
+import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
@@ -117,17 +116,15 @@ PRESETS = {
 
 
 def conversation(record):
-    """The messages of {"messages": [{"role": …, "content": …}, …]} up to the last answer.
+    """The messages of a record up to the last answer, with the usual names of roles.
 
-    The roles get their usual names. [] if there is no answer, or what is no message.
+    [] if there is no answer, or what is no message.
     """
     messages = [{"role": ROLES.get(m["role"]), "content": m["content"]} for m in record["messages"]]
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
-    for message in messages:
-        if not (message["role"] and isinstance(message["content"], str)):
-            return []
-    return messages
+    whole = all(m["role"] and isinstance(m["content"], str) for m in messages)
+    return messages if whole else []
 
 
 def read_lines(cfg):
@@ -156,8 +153,8 @@ def read_hub(cfg):
 def encode_chat(messages, tok):
     """(ids, prompt length). The response ends with <|im_end|> and a line break.
 
-    Prompt and response are encoded apart, because decoding starts from the prompt alone. Encoded
-    together, a line break that ends one and a line break that begins the other could be one token.
+    Prompt and response are encoded apart, because decoding starts from the prompt alone. Together,
+    the line break before the response and one that begins it could be one token.
     """
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
@@ -165,17 +162,16 @@ def encode_chat(messages, tok):
 
 
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
-    """The reason not to train on a dialogue, or "". Three of the filters are the paper's.
-
-    The last is [ours]: a [MASK] in the text itself would be taken for one of Alg. 1's.
-    """
+    """The reason not to train on a dialogue, or "". The last is [ours], the others the paper's."""
     if len(ids) > cfg.max_length:
         return f"over {cfg.max_length} tokens"
     if len(ids) - prompt_len < cfg.min_response:
         return f"response under {cfg.min_response} tokens"
     if {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & set(ids):
         return "tool calls"
-    return "[MASK] in the text" if mask_id in ids else ""
+    if mask_id in ids:  # it would be taken for a mask of Alg. 1
+        return "[MASK] in the text"
+    return ""
 
 
 def encode_all(records, cfg, tok, mask_id, show):
@@ -244,20 +240,18 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
 
 
 class TwoPassDream(TwoPass):
-    """Dream, its soft mask, and the loss of each masked token: one forward for DDP.
+    """Dream and its soft mask in one forward, for DDP. Checked against oracles.py dense_dream_nll.
 
-    Checked against tests/oracles.py dense_dream_nll.
+    x0, xt: (B, L) ids.   soft: two passes.   Returns nll (N,) of the masks, fp32 nats.
     """
 
     def forward(self, x0, xt, soft):
-        """x0, xt: (B, L) ids.   soft: two passes.   Returns nll (N,), fp32 nats   Alg. 1 l.5-8"""
         return self.token_nll(x0, xt, None, soft)[0]  # None: Dream is not conditioned on the time
 
 
 def objective(nll, t, kind, batch_size):
-    """What one dialogue adds to the loss of an update
+    """What one dialogue, nll (N,) of its masks, adds to the loss of an update, 0-d
 
-    nll: (N,) of its masks.   Returns 0-d.
     paper    1/t Σ over its masks, averaged over the batch                        Alg. 1 l.8, Eq. 2
     authors  1/t · mean over its masks, summed over the batch [code]. A long answer counts no more
              than a short one. A small t counts more than in Eq. 2: its mean is over fewer masks.
@@ -305,14 +299,6 @@ def save_adapter(folder, dream, sm, cfg):
     checkpoint.write_safetensors(weights, dora.adapter_state(dream), {"format": "pt"})
     for name, values in files.items():
         write_text(os.path.join(folder, name), json.dumps(values, indent=1))
-    if not sm:  # nor may there be an ω of an older run
-        remove(folder, "softmask.json", "transparency_config.json")
-
-
-def remove(folder, *names):
-    for name in names:
-        with contextlib.suppress(FileNotFoundError):
-            os.remove(os.path.join(folder, name))
 
 
 def make_tiny(model, data):
@@ -351,10 +337,9 @@ def trained(model):
 
 @torch.no_grad()
 def resume(model, optimizer, cfg, source, last):
-    """Put the trained weights of `last` back in place. It does not hold the frozen 15 GB.
+    """Put the trained weights of `last` back. Returns the number of updates, and the metrics.
 
-    source: contents of data and base. Returns the number of updates, and the metrics. Raises
-    Refused unless going on repeats the run that was cut.
+    source: contents of data and base.   Raises Refused, unless this repeats the run that was cut.
     """
     ckpt = checkpoint.load(last)
     there, here = ckpt["config"] | ckpt["data"], asdict(cfg) | source
@@ -409,8 +394,8 @@ def finetune(cfg):
     train, val, dropped = load_dialogues(cfg, tok, mask_id, master)
     source = {"dialogues": digest_of(train + val), "base": dream.fingerprint(), "keys": data.KEYS}
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-    # finetune.json says what was asked for. The number of updates depends on the seed, because of
-    # the filters. With this number in it, eval_dream.py would not average the seeds.
+    # finetune.json says what was asked for. The number of updates depends on the seed, by the
+    # filters, so with it eval_dream.py would not average the seeds.
     asked, cfg = cfg, replace(cfg, steps=cfg.steps or by_epochs)
     start, metrics = 0, {}
     if going_on:
@@ -472,8 +457,8 @@ def finetune(cfg):
     def evaluate():
         """Loss and nats per mask of the held-out dialogues, with feedback and without.
 
-        The masks are the same every time. best/ keeps the adapter with the least loss, measured
-        with feedback on every dialogue [ours]. The authors toss the coin here too [code].
+        The masks are the same every time. best/ has the least loss with feedback on every dialogue
+        [ours]. The authors toss the coin here too [code].
         """
         out = {**metrics, "step": done}
         for soft in [True, False] if omega else [False]:
@@ -527,15 +512,14 @@ def finetune(cfg):
     alone = launch.lock(cfg.out) if master else contextlib.nullcontext()
     with alone, launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
         log.begin()
-        if master and not start and os.path.exists(last):
-            # Until the first save, neither --resume nor a decoder may find the older run.
-            remove(cfg.out, "last.pt", "last/adapter_config.json", "best/adapter_config.json")
+        if master and not start and os.path.exists(last):  # --overwrite
+            os.remove(last)
+            for name in ("best", "last"):  # else a binary run would leave the ω of the older one
+                shutil.rmtree(os.path.join(cfg.out, name), ignore_errors=True)
         if master:
-            print(f"{len(train):,} dialogues, {sum(len(ids) for ids, _ in train):,} tokens, "
-                  f"{len(val)} held out; dropped: {dropped}\n"
+            print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
                   f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, "
-                  f"{device} × {world}, {dream.table.dtype}; updates {start:,} to {cfg.steps:,}, "
-                  f"{cfg.batch_size} dialogues each")
+                  f"{device} × {world}; updates {start:,} to {cfg.steps:,}")
         if start:
             save_last()  # a kill between last.pt and last/ may have left an older last/
         for step in log.updates():
@@ -557,8 +541,7 @@ def finetune(cfg):
                 break
 
     if stop:
-        launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
-                            f"with --resume goes on", 128 + stop)
+        launch.leave(world, f"stopped after update {done:,}: --resume goes on", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
     how = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
     launch.leave(world, f"{model.warning()}\n{how}".strip(), 0)

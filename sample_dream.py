@@ -6,9 +6,9 @@
     App. A, Alg. 2; App. C.9      decode            the whole response at once
     App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values
 
-A step reveals a number of tokens here. In the samplers of sample.py, each token flips a coin.
 Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only inside
-`in_chunks`.
+`in_chunks`. In both loops the host has a copy of x, so it knows where masks are. It waits for a GPU
+once in a pass, for this copy.
 
 Not here: training, benchmarks (lab/eval_dream.py), re-masking (Dream never takes a token back).
 
@@ -58,10 +58,9 @@ class Decoding:
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
     threshold: Probability | None = None  # with block: reveal all tokens that are at least so sure
-    # Another ω than the adapter's. A model without SM then decodes with feedback, with k = 3.
-    omega_s: float | None = None
-    omega_a: float | None = None    # (default for a model without SM: the paper's start)
-    omega_b: float | None = None    # (the same)
+    omega_s: float | None = None    # another ω than the adapter's. A model without SM then gets
+    omega_a: float | None = None    # k = 3, and the paper's start for what is not given
+    omega_b: float | None = None
     seed: int = 0
     device: str = "auto"            # cuda > mps > cpu
     dtype: str = "auto"             # auto: as stored; or float32, bfloat16
@@ -92,10 +91,9 @@ def check(gen_len, steps, block, threshold, **others):
 def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
     """Probabilities after temperature, top-p and top-k, in this order [code].
 
-    logits: (n, V) fp32.   Returns (n, V) fp32. At temperature 0, where `propose` takes the argmax,
-    nothing is divided. Top-p keeps the token that crosses p, which MDLM's nucleus drops
-    (sample.nucleus): the two rules give different texts and must not be exchanged. Checked against
-    tests/oracles.py dream_filter.
+    logits: (n, V) fp32.   Returns (n, V) fp32. Temperature 0 divides nothing. Top-p keeps the token
+    that crosses p, which sample.nucleus drops: the two rules give different texts and must not be
+    exchanged. Checked against tests/oracles.py dream_filter.
     """
     if temperature > 0:
         logits = logits / temperature
@@ -113,9 +111,9 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
 def draw(p, generator):
     """One token (n,) per row of p (n, V), in float64: fp32 noise would cut the tail.
 
-    It is where a random number falls in the cumulative sum. torch.multinomial would let the host
-    wait for a GPU twice. MPS has no float64, so this runs on the generator's device.
+    torch.multinomial would let the host wait twice.
     """
+    # MPS has no float64, so its generator is on the CPU.
     where = dict(device=generator.device, dtype=torch.float64)
     u = torch.rand(len(p), 1, generator=generator, **where)             # (n, 1)
     cdf = p.to(**where).cumsum(-1)                                      # (n, V)
@@ -154,9 +152,8 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
 def predictions(model, h, n, never, algorithm, **pick):
     """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
-    model: TwoPass.   h: (N, D) hidden states, the first n of masks that may be revealed. For the
-    others there is only feedback, because a proposal costs more than its logits.
-    never, algorithm, pick: see `propose`.
+    model: TwoPass.   h: (N, D) hidden states, the first n of masks that may be revealed. The others
+    only get feedback, because a proposal costs more than its logits.   Others: see `propose`.
     Returns x0 (n,) and conf (n,), and the soft masks (N, D), or None for a binary model. These come
     from the logits without temperature and top-p [code].
     """
@@ -178,8 +175,8 @@ def predictions(model, h, n, never, algorithm, **pick):
 def reveal_count(masked, t, s, last):
     """How many of `masked` (B,) tokens a step from time t to s < t reveals       §2.2, n ≈ L/T
 
-    Returns (B,) int64. It is rounded down, and the last step takes what is left. So with T = L the
-    steps do not reveal one token each, as App. B.2 says, but 0, 1, …, 1, 2 [code].
+    It is rounded down, and the last step takes what is left. So with T = L the steps do not reveal
+    one token each, as App. B.2 says, but 0, 1, …, 1, 2 [code].
     """
     return masked if last else (masked * (1 - s / t)).long()
 
@@ -208,11 +205,10 @@ def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algori
 
 
 def pad_prompts(cfg, prompt, gen_len, device="cpu"):
-    """[prompt | gen_len masks] for each of B prompts of one length   §2.2 conditional generation
+    """prompt (B, P) → x (B, P + gen_len), with masks behind it       §2.2 conditional generation
 
-    cfg: DreamConfig.   prompt: (B, P) ids. A mask inside a prompt is a place to fill, too.
-    Returns x (B, L). Raises Refused for more tokens than the model takes, and if position 0 is
-    masked.
+    cfg: DreamConfig. A mask inside a prompt is a place to fill, too. Raises Refused for more tokens
+    than the model takes, and if position 0 is masked.
     """
     x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
     if x.shape[1] > cfg.max_position_embeddings:
@@ -245,14 +241,11 @@ def faded(plain, mixed, sequence, schedule, switch, left, start):
 def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, algorithm="entropy", **pick):
     """Fill the masks of x in `steps` steps                                              Alg. 2
 
-    model: TwoPass around any backbone. Without a soft mask, its feedback is binary.
-    x: (B, L) ids.   schedule, switch: see `time_gain`.
+    model: TwoPass around any backbone.   x: (B, L) ids.   schedule, switch: see `time_gain`.
     algorithm; pick: temperature, top_p, top_k, generator, see `propose`.
     on_step(x): called after every step.
     Returns (B, L) ids without any mask. At temperature 0, a sequence does not depend on the rest of
     its batch. Checked against tests/oracles.py slow_decode.
-
-    The host has a copy of x, so it knows the masks. It waits for this copy once in a pass.
     """
     net, mask_id, (B, L) = model.net, model.mask_id, x.shape
     masked = x.cpu() == mask_id                                         # (B, L)  on the host

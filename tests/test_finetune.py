@@ -432,7 +432,7 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
 
 
 def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
-    """A saturated one, the dense head, and none after one; our file, and the authors' alone."""
+    """A saturated one, and the dense head; our file, and the authors' alone."""
     dream, full = recorded_adapter(Dream.load(tiny_dream)), SoftMask(194, 1, **HEAD)
     full.raw_s.data.fill_(20.0)
     assert full.omega[0] == 1  # in fp32
@@ -448,20 +448,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
             os.remove(tmp_path / name)
     assert dora.adapter_state(back).keys() == dora.adapter_state(dream).keys()
     assert all(map(torch.equal, *(dora.adapter_state(d).values() for d in (back, dream))))
-    ft.save_adapter(str(tmp_path), dream, sm, Config())
-    ft.save_adapter(str(tmp_path), dream, None, Config())
-    assert load_adapter(Dream.load(tiny_dream), tmp_path) is None
-
-
-def test_an_interrupted_save_leaves_a_soft_adapter_soft(tiny_dream, tmp_path, monkeypatch):
-    dream, sm = recorded_adapter(Dream.load(tiny_dream)), SoftMask(194, 1, **HEAD)
-    ft.save_adapter(str(tmp_path), dream, sm, Config())
-    for call in range(1, 6):
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            spy(patch, os, "replace", call, kill)
-            ft.save_adapter(str(tmp_path), dream, sm, Config())
-        omega = load_adapter(Dream.load(tiny_dream), tmp_path)
-        assert omega is not None and omega["omega_s"] == pytest.approx(0.4)
+    assert load_adapter(Dream.load(tiny_dream), tmp_path) is None  # no ω is left
 
 
 def test_validation_is_the_same_every_time_and_best_is_kept(cfg):
@@ -494,7 +481,7 @@ def test_a_run_is_neither_overwritten_nor_mixed(cfg):
         refused("another process", finetune, again)
     killed(replace(cfg, overwrite=True), ft, "mask_response", 1)  # before its first save
     refused("no checkpoint at", finetune, again)
-    assert not os.path.exists(cfg.out + "/best/adapter_config.json")
+    assert not {"best", "last"} & {*os.listdir(cfg.out)}
 
 
 def test_tiny_preset_learns_and_replaces_nothing(tmp_path, monkeypatch):

@@ -8,12 +8,9 @@ import torch
 
 import data
 from conftest import configure, gen
-from dream import Dream
-from mdlm import MDLM, ModelConfig, TwoPass
+from mdlm import MDLM, ModelConfig
 from pretend import gpu
 from sample import SAMPLERS, generate
-from sample_dream import decode, decode_blocks, pad_prompts
-from softmask import SoftMask
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(),
                                 reason="a GPU is there: tests named cuda use it")
@@ -106,20 +103,3 @@ def test_dream_keeps_to_one_device(tmp_path, monkeypatch):
                           "--algorithm=random"):
                 start("sample_dream", "--model=out/tiny_dream/model", "--gen_len=16",
                       "--adapter=out/tiny_dream/last", "--prompt=1", *words.split())
-
-
-@pytest.mark.parametrize("words", (
-    {"schedule": "linear"}, {"temperature": 0.5, "top_p": 0.9}, {"algorithm": "random"},
-    {"block": 4, "cache": "dual"}, {"block": 4, "threshold": 0.5, "temperature": 0.5}), ids=str)
-def test_batches_of_dream_keep_to_one_device(tiny_dream, words):
-    dream, words = Dream.load(tiny_dream), dict(words)
-    mask_id = dream.cfg.mask_token_id
-    with gpu():
-        model = TwoPass(dream, SoftMask(mask_id, 3, omega_s=0.5), mask_id).to("cuda")
-        x = pad_prompts(dream.cfg, [[1, 2], [3, 4]], 8, "cuda")
-        words["generator"] = torch.Generator("cuda").manual_seed(1)
-        if "block" in words:
-            x = decode_blocks(model, x, 8, 4, **words)
-        else:
-            x = decode(model, x, 4, **words)
-        assert x.is_cuda and not (x == mask_id).any()
