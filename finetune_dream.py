@@ -240,9 +240,10 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
 
 
 class TwoPassDream(TwoPass):
-    """Dream and its soft mask in one forward, for DDP. Checked against oracles.py dense_dream_nll.
+    """Dream and its soft mask in one forward, for DDP.                                 Alg. 1 l.5-8
 
-    x0, xt: (B, L) ids.   soft: two passes.   Returns nll (N,) of the masks, fp32 nats.
+    x0, xt: (B, L) ids.   soft: two passes.   Returns nll (N,) of the masks, fp32 nats. Checked
+    against tests/oracles.py dense_dream_nll.
     """
 
     def forward(self, x0, xt, soft):
