@@ -69,8 +69,7 @@ def name_and_seed(path):
 def markdown(rows, columns, text=1):
     """A markdown table, as one string without the last line break.
 
-    rows: dicts {heading: cell}, without the empty ones.   columns: headings, in order.
-    text: so many columns, from the left, hold words, which stand at the left of their cells.
+    rows: dicts {heading: cell}.   columns: headings, in order. The first `text` of them hold words.
     """
     lines = [" | ".join(row.get(column, "") for column in columns) for row in rows]
     rule = "|---" * text + "|--:" * (len(columns) - text) + "|"
@@ -79,9 +78,8 @@ def markdown(rows, columns, text=1):
 
 def mean_sd(values, spec):
     """Mean ± standard deviation, or one number alone. spec: how to format them, such as ".2f"."""
-    values = list(values)
     if len(values) == 1:
-        return f"{values[0]:{spec}}"
+        return f"{statistics.mean(values):{spec}}"
     return f"{statistics.mean(values):{spec}} ± {statistics.stdev(values):{spec.lstrip('+')}}"
 
 
@@ -95,7 +93,7 @@ UNMASKING = "", "standard", "random", "entropy", "ReMDM", "data"    # the order 
 def read_cells(pattern):
     """{row: {column: {seed: value}}} of eval.py's results.
 
-    row: (unmasking, feedback, label).   column: (metric, NFE / L or name of the text).
+    row: (unmasking, feedback, label).   column: (metric, NFE / L or text). The later file counts.
     """
     cells = {}
     for result in map(read_json, files(pattern)):
@@ -111,15 +109,14 @@ def read_cells(pattern):
             if own is not off:
                 values["off"] = off["nats_per_token"]
         elif settings["sampler"] != "data":
-            unmasking = "ReMDM" if settings["sampler"].startswith("remdm") else "standard"
-            unmasking = settings.get("order") or unmasking
+            sampler = "ReMDM" if settings["sampler"].startswith("remdm") else "standard"
+            unmasking = settings.get("order") or sampler
             feedback = "soft" if settings["soft"] else "binary"
-            budget = Fraction(settings["steps"], settings["L"])
-            budget = f"{budget.numerator}/{budget.denominator}"
+            budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
         checkpoint = settings.get("checkpoint") or evaluation["checkpoint"]
+        _, seed = name_and_seed(checkpoint)
         row = cells.setdefault((unmasking, feedback, evaluation["label"] or checkpoint), {})
         for metric in METRICS.keys() & values.keys():
-            _, seed = name_and_seed(checkpoint)
             row.setdefault((metric, budget), {})[seed] = values[metric]
     return dict(sorted(cells.items(), key=lambda item: (UNMASKING.index(item[0][0]), item[0][1:])))
 
@@ -223,12 +220,10 @@ AXES = {"bound": "held-out bound (nats per token)", "share": "feedback on, nats 
 def figure(panels, width=5, height=4):
     """A figure of matplotlib, which needs no screen, and its axes side by side."""
     import matplotlib
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-    plt.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=COLORS)
-    fig, [axes] = plt.subplots(1, panels, squeeze=False, layout="constrained",
-                               figsize=(width * panels, height))
-    return fig, axes
+    from matplotlib.figure import Figure
+    matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=COLORS)
+    fig = Figure(figsize=(width * panels, height), layout="constrained")
+    return fig, fig.subplots(1, panels, squeeze=False)[0]
 
 
 def log_series(patterns):
@@ -303,10 +298,7 @@ def dots(ax, points, names, label):
 
 
 def frontier(pattern):
-    """Generative perplexity over entropy, a line per row of `table`.                App. D, Fig. 9
-
-    A dot is an NFE budget.
-    """
+    """Generative perplexity over entropy. A dot is an NFE budget.                 App. D, Fig. 9"""
     fig, [ax] = figure(1, width=7, height=5)
     for row, columns in read_cells(pattern).items():
         mean = {column: statistics.mean(seeds.values()) for column, seeds in columns.items()}
