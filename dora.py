@@ -85,8 +85,10 @@ def attach(model, names, r=16, alpha=16, generator=None):
 
     r, alpha, generator: see DoRALinear.   Raises ValueError if there is no such layer.
     """
-    found = {name: m for name, m in model.named_modules()
-             if isinstance(m, nn.Linear) and name.split(".")[-1] in names}
+    found = {}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Linear) and name.split(".")[-1] in names:
+            found[name] = module
     if not found:
         raise ValueError(f"no linear layer is called {' or '.join(names)}")
     model.requires_grad_(False)
@@ -109,9 +111,9 @@ def adapter_state(model):
 def load_adapter_state(model, state):
     """Copies such a state into attached layers. Raises ValueError, if names or shapes differ."""
     own = adapter_state(model)
-    here, there = ({(name, t.shape) for name, t in ts.items()} for ts in (own, state))
-    if here != there:
-        raise ValueError(f"{min(here ^ there)} is in the model or in the adapter, not in both")
+    for name in own.keys() | state.keys():
+        if name not in own or name not in state or own[name].shape != state[name].shape:
+            raise ValueError(f"{name} is not in both, in one shape")
     for name, p in own.items():
         p.copy_(state[name])
 

@@ -200,7 +200,8 @@ def digest_of(dialogues):
 def load_dialogues(cfg, tok, mask_id, show):
     """(train, val, what was dropped in words). Raises Refused if nothing is left."""
     parts = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
-    (train, dropped), (val, _) = (encode_all(part, cfg, tok, mask_id, show) for part in parts)
+    train, dropped = encode_all(parts[0], cfg, tok, mask_id, show)
+    val, _ = encode_all(parts[1], cfg, tok, mask_id, show)
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "none"
     if not train:
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
@@ -213,7 +214,8 @@ def pad_with_eos(ids, eos, generator):
     They are masked and predicted like the response. So the model learns where to stop.
     """
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
-    return F.pad(torch.as_tensor(ids).long(), (0, n_end + -(len(ids) + n_end) % 8), value=eos)
+    n_end += -(len(ids) + n_end) % 8
+    return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=eos)               # (L',)
 
 
 def sample_time(b_l, b_h, generator):
@@ -258,7 +260,9 @@ def objective(nll, t, kind, batch_size):
              than a short one. A small t counts more than in Eq. 2: its mean is over fewer masks.
              The gradient that is clipped is batch_size times the mean of the dialogues'.
     """
-    return nll.mean() / t if kind == "authors" else nll.sum() / t / batch_size
+    if kind == "authors":
+        return nll.mean() / t
+    return nll.sum() / t / batch_size
 
 
 def lr_at(step, steps, warmup):
@@ -306,9 +310,8 @@ def make_tiny(model, data):
     """A random model folder of 2 layers, with bytes as tokens, and 120 dialogues."""
     if os.path.exists(data):  # it is written last
         return
-    names = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<tool_call>", "</tool_call>",
-             "<|mask|>")
-    special = {name: 256 + i for i, name in enumerate(names)}
+    special = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258, "<tool_call>": 259,
+               "</tool_call>": 260, "<|mask|>": 261}
     cfg = dict(vocab_size=264, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
                num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6,
                max_position_embeddings=4096, mask_token_id=261, pad_token_id=256, eos_token_id=256)
@@ -410,16 +413,11 @@ def finetune(cfg):
         return data.order(len(train), epoch, cfg.seed)                               # (n,)
 
     def dialogue(step, j):
-        """Dialogue j of the update: x0 (1, L), and its prompt length                    Alg. 1 l.2
-
-        Dialogues are numbered through all updates, so that an epoch has none of them twice.
-        """
+        """Dialogue j of the update: x0 (1, L), and its prompt length                   Alg. 1 l.2"""
+        # Numbered through all updates, so that an epoch has none of them twice.
         epoch, row = divmod(step * cfg.batch_size + j, len(train))
         ids, prompt_len = train[permutation(epoch)[row]]
         return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
-
-    def no_sync_until_last(i):
-        return net.no_sync() if world > 1 and i + 1 < accum else contextlib.nullcontext()
 
     def is_soft(step, j):
         """The coin of p_sm, for dialogue j of the update."""
@@ -437,7 +435,8 @@ def finetune(cfg):
             t = sample_time(cfg.b_l, cfg.b_h, rng(cfg.seed, "t", step, j))    #                 l.3
             q = rng(cfg.seed, "q", step, j)
             xt = mask_response(x0, prompt_len, t, mask_id, q)                 # (1, L)          l.4
-            with no_sync_until_last(i):
+            alone = world > 1 and i + 1 < accum  # ranks sum their gradients once, at the end
+            with net.no_sync() if alone else contextlib.nullcontext():
                 nll = net(x0.to(device), xt.to(device), softs[j])             # (N,)          l.5-8
                 # DDP divides the gradient by world.
                 (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()
@@ -458,8 +457,7 @@ def finetune(cfg):
     def evaluate():
         """Loss and nats per mask of the held-out dialogues, with feedback and without.
 
-        The masks are the same every time. best/ has the least loss with feedback on every dialogue
-        [ours]. The authors toss the coin here too [code].
+        best/ is chosen with feedback on every dialogue [ours]. The authors toss the coin [code].
         """
         out = {**metrics, "step": done}
         for soft in [True, False] if omega else [False]:
@@ -510,17 +508,18 @@ def finetune(cfg):
     log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
 
     # ---- the loop
-    alone = launch.lock(cfg.out) if master else contextlib.nullcontext()
-    with alone, launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
+    locked = launch.lock(cfg.out) if master else contextlib.nullcontext()
+    with locked, launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
         log.begin()
         if master and not start and os.path.exists(last):  # --overwrite
             os.remove(last)
             for name in ("best", "last"):  # else a binary run would leave the ω of the older one
                 shutil.rmtree(os.path.join(cfg.out, name), ignore_errors=True)
         if master:
-            print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
-                  f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, "
-                  f"{device} × {world}; updates {start:,} to {cfg.steps:,}")
+            size = sum(p.numel() for p in theta)
+            print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}")
+            print(f"{size:,} parameters of DoRA, {len(omega)} of SM, {device} × {world}; "
+                  f"updates {start:,} to {cfg.steps:,}")
         if start:
             save_last()  # a kill between last.pt and last/ may have left an older last/
         for step in log.updates():

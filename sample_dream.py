@@ -311,11 +311,15 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     soft = plain.repeat(B, L, 1)                                        # (B, L, D)  at each mask
     for b in range(L - gen_len, L, block):
         for i in itertools.count():
-            first, last = i == 0, threshold is None and i == len(times) - 2
-            whole = first or cache == "none"
-            lo, hi = 0 if whole else b, L if whole or cache == "prefix" else b + block
-            end = b + 1 if first and not last else b + block
-            part = slice(lo, hi)                                        # what the model sees
+            first = i == 0
+            last = threshold is None and i == len(times) - 2
+            end = b + 1 if first and not last else b + block            # of what may be revealed
+            lo, hi = b, b + block                                       # what the model sees
+            if cache == "prefix":
+                hi = L
+            if first or cache == "none":
+                lo, hi = 0, L
+            part = slice(lo, hi)
             opened = masked & (at >= b) & (at < end)                    # (B, L)  may be revealed
             emb = F.embedding(x[:, part], net.table)                    # (B, hi − lo, D)
             emb = torch.where((x[:, part] == mask_id)[..., None], soft[:, part], emb)
@@ -420,10 +424,13 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
 
 def main(cfg):
     before, gap, after = line_breaks(cfg.infill).partition("___")
-    if not cfg.model or [bool(cfg.prompt), cfg.chat, bool(gap)].count(True) != 1:
+    wishes = [bool(cfg.prompt), cfg.chat, bool(gap)]
+    if not cfg.model or sum(wishes) != 1:
         raise Refused("give --model=DIR, and one of --prompt=…, --chat, --infill='… ___ …'")
     model, tok, sm = load_for_decoding(cfg)
-    label = feedback_label(cfg, sm) + (f", ω_s = {sm.omega[0].item():.3g}" if sm else "")
+    label = feedback_label(cfg, sm)
+    if sm:
+        label += f", ω_s = {sm.omega[0].item():.3g}"
     messages = []
     for prompt in sys.stdin if cfg.chat else [line_breaks(cfg.prompt)]:
         if gap:
@@ -431,7 +438,8 @@ def main(cfg):
             settings, until = replace(cfg, gen_len=0), ()
         else:
             messages.append({"role": "user", "content": prompt.removesuffix("\n")})
-            ids, settings, until = tok.encode(tok.chat(messages), special=True), cfg, ["<|im_end|>"]
+            ids = tok.encode(tok.chat(messages), special=True)
+            settings, until = cfg, ["<|im_end|>"]
         total = None if cfg.threshold else cfg.steps or cfg.gen_len
         with progress(total=total, unit="pass", leave=False) as bar:
             text, stats = answer(model, tok, sm, ids, settings, until, lambda _: bar.update())
