@@ -413,7 +413,7 @@ def finetune(cfg):
         return data.order(len(train), epoch, cfg.seed)                               # (n,)
 
     def dialogue(step, j):
-        """Dialogue j of the update: x0 (1, L), and its prompt length                   Alg. 1 l.2"""
+        """Dialogue j of the update: x0 (1, L), and its prompt length                  Alg. 1 l.2"""
         # Numbered through all updates, so that an epoch has none of them twice.
         epoch, row = divmod(step * cfg.batch_size + j, len(train))
         ids, prompt_len = train[permutation(epoch)[row]]
