@@ -3,12 +3,10 @@
 
 At every decoding step, a masked diffusion model commits some tokens and keeps [MASK] elsewhere.
 Binary masking throws away what the model predicted for a kept mask. Soft-masking (SM) feeds this
-prediction back. Instead of [MASK], the next step sees a convex mix of the [MASK] embedding and the
-embeddings of the k tokens that the model thought most likely. The share of these tokens is λ, and
-it grows with the confidence of the model. Three scalars of λ are learned: ω_s, ω_a, ω_b (and a
-temperature, when all tokens are mixed). `python softmask.py` works one example through.
-
-With any model that takes embeddings (Hugging Face's `inputs_embeds`):
+prediction back: instead of [MASK], the next step sees a convex mix of the [MASK] embedding and the
+embeddings of the k tokens that the model thought most likely. Their share, λ, grows with the
+confidence of the model. Three scalars of λ are learned: ω_s, ω_a, ω_b. `python softmask.py` works
+one example through. With any model that takes embeddings:
 
     sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)
     table = model.get_input_embeddings().weight           # (V, D)
@@ -17,21 +15,16 @@ With any model that takes embeddings (Hugging Face's `inputs_embeds`):
     emb = sm.embed(table, x, logits)                      # (B, L, D)  only the [MASK]s change
     logits = model(inputs_embeds=emb).logits              # (B, L, V)  train or decode from these
 
-Train ω together with the model, at a learning rate near 1e-2, because it has far to go from the
-paper's start at ω_s ≈ 0 (App. B.2). Train with plain masks too, with probability 1 − p_sm: the
-first decoding step has no feedback (§3.2). In an update without feedback, set the gradient of ω to
-None before the optimizer's step, or Adam moves ω by its momentum. Under DDP, ω must be in the graph
-of every update: add sum((0 * p).sum() for p in sm.parameters()) to the loss.
-
-Print λ, the first output of `sm(logits)`. If it stays near 0, feedback is off, and the loss does
-not show it. Then start ω_b near minus the entropy, in nats, that your model has at its masks.
+Train ω with the model, at a learning rate near 1e-2 (App. B.2), and in a share 1 − p_sm of the
+updates without feedback: the first decoding step has none (§3.2). In such an update, set the
+gradient of ω to None before the optimizer's step, or Adam moves ω by its momentum. Under DDP, add
+sum((0 * p).sum() for p in sm.parameters()) to every loss, so that ω is always in the graph.
+Print λ, the first output of `sm(logits)`: if it stays near 0, feedback is off, and no loss shows
+it. Then start ω_b near minus the entropy, in nats, that your model has at its masks.
 
 A comment without a tag follows the paper, [code] the authors' released code. [ours] is our choice.
-
-Not here: noise schedules, backbones, samplers, the two passes (mdlm.py). Nothing here detaches: the
-caller's `no_grad` decides whether the first pass gets gradients. A model that can predict [MASK]
-itself may have it among the k. To prevent this, set that logit to −inf first. The MDLM of this
-project can never predict [MASK], and its Dream can [code].
+Not here: the two passes (mdlm.py). Nothing detaches: the caller's no_grad decides. A model that can
+predict [MASK] may have it among the k [code]: set its logit to −inf first to prevent this.
 """
 
 import sys
@@ -61,36 +54,27 @@ def largest(logits, k):
     near = groups.gather(1, best.expand(-1, -1, width)).flatten(1)             # (N, k·128)
     ids = (best * width + torch.arange(width, device=best.device)).flatten(1)  # (N, k·128)
     rest = torch.arange(whole, V, device=best.device).expand(len(ids), -1)     # (N, < 128)
-    top, at = torch.cat((near, logits[:, whole:]), 1).topk(k, dim=-1)          # 2 × (N, k)
+    candidates = torch.cat((near, logits[:, whole:]), 1)                       # (N, < (k+1)·128)
+    top, at = candidates.topk(k, dim=-1)                                       # 2 × (N, k)
     return top, torch.cat((ids, rest), 1).gather(1, at)
 
 
 class SoftMask(nn.Module):
     """sm_ω(x̂, p) as (λ, ids, π), the three quantities of §3.1, and as embeddings.
 
-    mask_id: token id of [MASK].
-    k: tokens in the mix. None mixes all of them, through a trainable temperature (App. C.3).
-    omega_s in [0, 1): amplitude; 0 starts at EPS [code].   omega_a > 0: steepness, per nat.
-    omega_b < 0: offset, nats.   tau > 0: the temperature for k = None, which starts at 1 [code].
-    Raises ValueError outside these ranges, and without a mask_id.
+    mask_id: token id of [MASK].   k: tokens in the mix; None: all, at a learned temperature τ.
+    omega_s in [0, 1): amplitude.   omega_a > 0: steepness, per nat.   omega_b < 0: offset, nats.
+    Raises ValueError outside these ranges. Checked against tests/oracles.py soft_mask.
 
-    Checked against tests/oracles.py soft_mask.
-
-    The parameters are raw: ω is a sigmoid or a softplus of them, and so the constraints of App. B.1
-    always hold. They stay fp32 when the model around them is cast to another dtype (see `_apply`).
-    In a float16 model logits can overflow, and λ is then NaN: use bfloat16.
+    The parameters are raw: ω is a sigmoid or a softplus of them, so that its constraints hold.
     """
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):
         super().__init__()
-        if mask_id is None:
-            raise ValueError("SoftMask needs the token id of [MASK]: this tokenizer has none")
         positive = all(0 < number < torch.inf for number in (omega_a, -omega_b, tau))
         if not (0 <= omega_s < 1 and positive and (k is None or k >= 1)):
-            raise ValueError(
-                f"SoftMask needs 0 <= omega_s < 1, omega_a > 0, omega_b < 0, tau > 0, all finite, "
-                f"and k >= 1 or None; got omega_s={omega_s}, omega_a={omega_a}, "
-                f"omega_b={omega_b}, tau={tau}, k={k}")
+            raise ValueError(f"SoftMask needs 0 <= omega_s < 1, omega_a > 0, omega_b < 0, tau > 0, "
+                             f"k >= 1 or None; got {omega_s}, {omega_a}, {omega_b}, {tau}, {k}")
         self.mask_id, self.k = mask_id, k
         scalar = lambda v: torch.tensor(float(v), dtype=torch.float32)
         # The logit of 0 is −∞, so ω_s starts at EPS or above [code].
@@ -115,8 +99,7 @@ class SoftMask(nn.Module):
     def omega(self):
         """(ω_s, ω_a, ω_b), constrained: three 0-d fp32 tensors                          App. B.1"""
         if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) skips `_apply`
-            raise ValueError(f"ω in {self.raw_s.dtype} would not learn: keep the parameters of "
-                             f"SoftMask in float32")
+            raise ValueError(f"ω in {self.raw_s.dtype} would not learn: keep it in float32")
         omega_a = F.softplus(self.raw_a) + EPS
         omega_b = -F.softplus(self.raw_b) - EPS
         return torch.sigmoid(self.raw_s), omega_a, omega_b
@@ -135,10 +118,9 @@ class SoftMask(nn.Module):
 
         neg_entropy: (...) −H(p) in nats, at most 0.   Returns λ: (...) in [0, ω_s).
 
-        For a confident model (−H near 0), λ is nearly ω_s. For an unsure one (−H far below ω_b), λ
-        is nearly 0, and the model sees a plain [MASK] again. With ω_s = 0, every λ is 0: this is
-        binary masking (§3.3). A new SoftMask starts close to 0, but not at it (App. B.2): the
-        gradient of raw_s is proportional to ω_s, so an ω_s of 0 could never grow.
+        A confident model (−H near 0) has λ near ω_s, an unsure one (−H far below ω_b) near 0. With
+        ω_s = 0 this is binary masking (§3.3). Training starts close to it (App. B.2), but not at
+        it: the gradient of raw_s is proportional to ω_s.
         """
         omega_s, omega_a, omega_b = self.omega
         return omega_s * torch.sigmoid(omega_a * (neg_entropy - omega_b))          # (...)
@@ -146,12 +128,9 @@ class SoftMask(nn.Module):
     def forward(self, logits, gain=1.0):
         """For each row: how much feedback, of which tokens, in what shares              §3.1, Eq. 3
 
-        logits: (N, V), one row per masked position, any float dtype.
-        gain: factor on λ, see `time_gain`.
+        logits: (N, V), one row per masked position, any float dtype.   gain: see `time_gain`.
         Returns λ (N,), ids (N, k) or None for k = |V|, π (N, k) or (N, V). λ and π are fp32.
         """
-        if self.k is not None and self.k > logits.shape[-1]:
-            raise ValueError(f"k={self.k} of {logits.shape[-1]} tokens: give a smaller k, or None")
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
             # λ too is computed from the tempered p [code]. The clamp: at a logit of −∞, the
@@ -172,13 +151,9 @@ class SoftMask(nn.Module):
     def mix(self, table, lam, ids, pi):
         """(1 − λ) m + λ Σ_i π_i v_i, embedded                                          §3.1 sm(·,·)
 
-        table: (V, D), the model's embedding matrix.
-        lam (N,), ids (N, k) or None, pi (N, k) or (N, V): from `forward`.
-        Returns (N, D) in the table's dtype.
-
-        To embed a mix of one-hot vectors is to mix their rows of the table. So one-hot vectors are
-        never made. [MASK] is one more token of the lookup: a lookup of its own would cost one more
-        dense (V, D) gradient.
+        table: (V, D), the embeddings.   lam (N,), ids, pi: from `forward`.
+        Returns (N, D) in the table's dtype. To embed a mix of one-hot vectors is to mix their rows
+        of the table, so one-hot vectors are never made.
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
@@ -186,10 +161,10 @@ class SoftMask(nn.Module):
             with torch.autocast(table.device.type, enabled=False):
                 guess = pi.to(table.dtype) @ table                                 # (N, D)
             return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)  # (N, D)
+        # [MASK] is one more id: a lookup of its own would cost one more dense (V, D) gradient.
         mask = torch.full_like(ids[:, :1], self.mask_id)                           # (N, 1)
-        ids = torch.cat((ids, mask), 1)                                            # (N, k+1)
-        shares = torch.cat((lam * pi, 1 - lam), 1)                                 # (N, k+1)
-        vectors = F.embedding(ids, table)                                          # (N, k+1, D)
+        vectors = F.embedding(torch.cat((ids, mask), 1), table)                    # (N, k+1, D)
+        shares = torch.cat((lam * pi, 1 - lam), 1)                                 # (N, k+1)  fp32
         return (shares[..., None] * vectors).sum(1).to(table.dtype)                # (N, D)
 
     def embed(self, table, x, logits, gain=1.0):
@@ -200,22 +175,20 @@ class SoftMask(nn.Module):
             (B, L, V)  everywhere. Shapes are static: `torch.compile(fullgraph=True)` takes it.
             (N, V)     only where x is [MASK], row-major: logits[x == mask_id]. This is cheaper.
         Returns (B, L, D) in the table's dtype. λ = 0 gives F.embedding(x, table) bit for bit.
-        Raises ValueError if (N, V) does not have one row for each [MASK].
         """
         masked = x == self.mask_id                                                 # (B, L)
         plain = F.embedding(x, table)                                              # (B, L, D)
         if logits.dim() == 3:
             soft = self.mix(table, *self(logits.flatten(0, 1), gain))              # (B·L, D)
             return torch.where(masked[..., None], soft.view_as(plain), plain)      # (B, L, D)
-        rows = masked.nonzero(as_tuple=True)                                       # 2 × (N,)
-        if len(logits) != len(rows[0]):  # else a single row would be broadcast to all masks
-            raise ValueError(f"{len(logits)} rows of logits for {len(rows[0])} positions with "
-                             f"x == {self.mask_id}")
-        return plain.index_put(rows, self.mix(table, *self(logits, gain)))         # (B, L, D)
+        at = masked.nonzero(as_tuple=True)                                         # 2 × (N,)
+        if len(logits) != len(at[0]):  # else a single row would be broadcast to all masks
+            raise ValueError(f"{len(logits)} rows of logits for {len(at[0])} [MASK]s in x")
+        return plain.index_put(at, self.mix(table, *self(logits, gain)))           # (B, L, D)
 
 
 def time_gain(schedule, t, switch=0.5):
-    """Factor on λ that turns SM up or down during decoding                                 App. C.9
+    """Factor on λ that turns SM up or down during decoding, in [0, 1]                      App. C.9
 
     schedule      gain                    feedback
     none          1                       always
@@ -224,10 +197,8 @@ def time_gain(schedule, t, switch=0.5):
     linear-late   1 − t                   binary → SM
     stepwise-late 1 if t <= switch        binary → SM
 
-    t: time left, from 1 (all masked) down to 0. The released code uses the share of the response
-        that is still masked [code].
-    switch: the time at which the stepwise schedules change.
-    Returns a float in [0, 1]. Raises ValueError for an unknown schedule.
+    t: time left, from 1 to 0. The released code uses the share of masks that remain [code].
+    Raises ValueError for an unknown schedule.
     """
     gains = {"none": 1.0, "linear": t, "stepwise": float(t > switch),
              "linear-late": 1 - t, "stepwise-late": float(t <= switch)}
@@ -237,26 +208,21 @@ def time_gain(schedule, t, switch=0.5):
 
 
 def example():
-    """Prints what SM makes of one mask, with five words, and the gate λ(−H) as bars of λ/ω_s."""
+    """Prints what SM makes of one mask in a language of five words."""
     words = ["cat", "dog", "sat", "ran", "[MASK]"]
     table = torch.tensor([[1.0, 0.2], [0.8, 0.6], [-0.5, 1.0], [-0.9, 0.4], [0.0, -1.0]])  # (V, D)
     logits = torch.tensor([[2.0, 1.2, -0.5, -1.0, -torch.inf]])                            # (1, V)
     p = logits.softmax(-1)[0]                                                              # (V,)
-    neg_entropy = -torch.special.entr(p).sum()
     print("p      ", "  ".join(f"{word} {v:.3f}" for word, v in zip(words, p)))
-    print(f"−H(p)   {neg_entropy:.3f} nats")
-    print("bars    λ/ω_s at other entropies")
+    print(f"−H(p)   {-torch.special.entr(p).sum():.3f} nats")
     starts = {"the paper's start": {}, "a trained ω": dict(omega_s=0.9, omega_a=3.0, omega_b=-1.0)}
     for name, omega in starts.items():
         sm = SoftMask(mask_id=4, k=3, **omega)
         lam, ids, pi = sm(logits)                                           # (1,), (1, 3), (1, 3)
-        mixed = sm.mix(table, lam, ids, pi)[0]                                             # (D,)
+        x, y = sm.mix(table, lam, ids, pi)[0].tolist()
         shares = "  ".join(f"{words[i]} {v:.3f}" for i, v in zip(ids[0], pi[0]))
         print(f"\n{name}: {sm}\nλ       {lam.item():.3g}  (Eq. 3)\ntop k   {shares}  (π)")
-        print(f"sees    {mixed[0]:.3f}, {mixed[1]:.3f} instead of [MASK]'s 0, −1")
-        for nats in torch.arange(0, -3.1, -0.5):
-            lam = sm.strength(nats)
-            print(f"  −H {nats:5.1f}  λ {lam:.2e}  {'█' * round((40 * lam / sm.omega[0]).item())}")
+        print(f"sees    {x:.3f}, {y:.3f} instead of [MASK]'s 0, −1")
 
 
 if __name__ == "__main__":
