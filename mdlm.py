@@ -7,28 +7,22 @@
     Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
-A backbone, for TwoPass and for sample_dream.decode, is three things. Soft-masking works between the
-first and the second:
+A backbone is three things. Soft-masking works between the first and the second:
 
     table                   (V, D)                           the embeddings
-    hidden(emb, rows, t)    (B, L, D), (N,), (B,) → (N, D)   last hidden states that predict `rows`,
+    hidden(emb, at, t)      (B, L, D), (N,), (B,) → (N, D)   last hidden states that predict `at`,
                                                              which are positions in the flat batch
     head(h)                 (n, D) → (n, V)                  logits, fp32 always
 
-One convention holds in this file. A tensor with a vocabulary axis is (n, V), with one row for each
-*masked* position, and it exists only inside `in_chunks`. Unmasked positions have no loss and no
-feedback, so their logits are not computed: on average half of the rows (E[t] = ½). The tensor
-(B, L, V) is never made. In fp32 it takes 6.6 GB for one micro-batch of the paper.
-
-Submodules and parameters have the names and the order of the released MDLM checkpoints. So these
-weights load without a table of names that could be wrong.
-
-Not here: the reverse process (sample.py), optimizers, DDP, EMA, files. This file is a module, and
-train.py runs it. Only initial weights and dropout come from torch's global generators.
+A tensor with a vocabulary axis is (n, V), a row for each *masked* position, and exists only inside
+`in_chunks`. The others, on average half (E[t] = ½), have no loss and no feedback. (B, L, V) in fp32
+would take 6.6 GB for one micro-batch of the paper. Submodules have the names and the order of the
+released checkpoints. Not here: the reverse process (sample.py), the training loop (train.py).
 """
 
 import math
 from dataclasses import dataclass, fields
+from functools import partial
 from typing import Annotated
 
 import torch
@@ -61,24 +55,18 @@ class ModelConfig:
     time_conditioning: bool = False  # on in §4.1, but off in both released configurations [code]
     # soft-masking, §3.1
     soft_mask: bool = True           # False: a binary MDLM, without ω
-    k: Size | None = 3               # none: all of |V|, through a trainable temperature, App. C.3
-    omega_s: float = 1e-6            # ω at the start, App. B.2: SM is almost off
+    k: Size | None = 3               # None: all of |V|, through a trainable temperature, App. C.3
+    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # ω at the start, App. B.2: SM is almost off
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
     arm: str = ""                    # another gate or mix: its name in arms.py
 
 
-# -------------------------------------------------------------------------------------------------
-# forward process
-
-
 def sample_times(n, generator, low=ALPHA_FLOOR, high=1.0):
     """n times in [b_l, b_h], one from each of n equal slices                       Alg. 1 l.3, §3.2
 
-    Each time is uniform in its slice, and together they cover the interval. So the loss of a batch
-    has far less variance than with n independent draws [code].
-    Returns t: (n,) fp32, ascending. b_l > 0, because Eq. 2 divides by t.
+    Returns t: (n,) fp32, ascending. The loss varies far less than with independent draws [code].
     """
     u = (torch.arange(n) + torch.rand(n, generator=generator)) / n             # (n,)
     return low + (high - low) * u                                              # (n,)
@@ -88,21 +76,13 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
     """x_t ~ q(x_t | x_0): a token is [MASK] with probability 1 − α_t      §2.1 marginal, Alg. 1 l.4
 
     x0: (B, L) ids.   t: (B,) in (0, 1].   floor: α_1.   Returns x_t: (B, L).
-    The draws are made on the CPU, so that x_t is the same for every device.
     """
-    u = torch.rand(x0.shape, generator=generator)                              # (B, L)
+    u = torch.rand(x0.shape, generator=generator)  # on the CPU: the same for every device (B, L)
     return torch.where(u < (1 - floor) * t[:, None], mask_id, x0)              # (B, L)
 
 
-# -------------------------------------------------------------------------------------------------
-# backbone
-
-
 class LayerNorm(nn.Module):
-    """LayerNorm with a gain and without a bias, then adaLN's shift and scale, (B | 1, 1, D).
-
-    Always in fp32, also under autocast [code].
-    """
+    """LayerNorm without a bias, then adaLN's shift and scale (B | 1, 1, D). Always fp32 [code]."""
 
     def __init__(self, dim):
         super().__init__()
@@ -115,22 +95,16 @@ class LayerNorm(nn.Module):
         return F.layer_norm(x.float(), x.shape[-1:]) * gain + shift            # (B, L, D)
 
 
-def adaLN(n_cond, n_out):
-    """From the time embedding to shifts, scales and gates.
-
-    It is zero at the start, so that every block starts as the identity.
-    """
-    linear = nn.Linear(n_cond, n_out)
+def zero_linear(n_in, n_out):
+    """A linear map that starts at zero: every block starts as the identity, and p as uniform."""
+    linear = nn.Linear(n_in, n_out)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
 
 
 def rotate(x, cos, sin):
-    """Rotary positions. They turn the pairs (i, i + d/2), not neighbours [code].
-
-    x: (B, L, 2, H, d).   cos, sin: (L, 1, 1, d), of the angle, with a minus in the first half.
-    """
+    """Rotary positions. They turn the pairs (i, i + d/2) of x, not neighbours [code]."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)           # (B, L, 2, H, d)
 
 
@@ -167,7 +141,7 @@ class Block(nn.Module):
         self.norm2 = LayerNorm(D)
         self.mlp = nn.Sequential(nn.Linear(D, 4 * D), nn.GELU(approximate="tanh"),
                                  nn.Linear(4 * D, D))
-        self.adaLN_modulation = adaLN(cfg.n_cond, 6 * D)
+        self.adaLN_modulation = zero_linear(cfg.n_cond, 6 * D)
 
     def forward(self, x, c, cos, sin):
         B, L, D = x.shape
@@ -188,8 +162,8 @@ class OutputLayer(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.norm_final = LayerNorm(cfg.n_embd)
-        self.linear = adaLN(cfg.n_embd, cfg.vocab_size)  # also zero: a new model predicts uniformly
-        self.adaLN_modulation = adaLN(cfg.n_cond, 2 * cfg.n_embd)
+        self.linear = zero_linear(cfg.n_embd, cfg.vocab_size)
+        self.adaLN_modulation = zero_linear(cfg.n_cond, 2 * cfg.n_embd)
 
 
 class DiT(nn.Module):
@@ -209,11 +183,7 @@ class DiT(nn.Module):
         return self.vocab_embed.embedding                                      # (V, D)
 
     def time_embedding(self, t):
-        """t (B,) → (B, cond). Without time conditioning (1, cond), the same for all t.
-
-        Without time conditioning the released code still runs the map, at σ = 0. The result is a
-        learned constant [code]. It is computed in fp32, also under autocast.
-        """
+        """t (B,) → (B, cond) in fp32; (1, cond), of σ = 0 [code], without time conditioning"""
         with torch.autocast(t.device.type, enabled=False):
             sigma = t.new_zeros(1)                                             # (1,)
             if self.cfg.time_conditioning:
@@ -223,9 +193,8 @@ class DiT(nn.Module):
     def trunk(self, emb, t):
         """Embeddings to the last hidden states, normed and modulated, ready for `head`.
 
-        emb: (B, L, D) fp32.   t: (B,) times, not used without time conditioning.
-        Returns h: (B, L, D) fp32.
-        Under bf16 autocast the matrix products are in bf16, the residual stream stays fp32 [code].
+        emb: (B, L, D) fp32.   t: (B,).   Returns (B, L, D) fp32. Under bf16 autocast the matrix
+        products are in bf16, the residual stream stays fp32 [code].
         """
         kind, d = emb.device.type, self.cfg.n_embd // self.cfg.n_head
         i = torch.arange(0, d, 2, device=emb.device).float()                   # (d/2,)
@@ -242,57 +211,43 @@ class DiT(nn.Module):
         shift, scale = modulation.chunk(2, dim=-1)                             # 2 × (B | 1, 1, D)
         return self.output_layer.norm_final(x, shift, scale)                   # (B, L, D)
 
-    def hidden(self, emb, rows, t):
-        return self.trunk(emb, t).flatten(0, 1)[rows]                          # (N, D)
+    def hidden(self, emb, at, t):
+        return self.trunk(emb, t).flatten(0, 1)[at]                            # (N, D)
 
     def head(self, h):
-        """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code].
-
-        Under bf16 autocast, the product rounds their values to bf16 [code].
-        [MASK] has a bias of −1e6, so that its p and its gradient are 0. Writing −inf into the
-        logits would cost one more pass over an (n, V) tensor.
-        """
+        """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code]."""
         linear = self.output_layer.linear
+        # A bias of −1e6 makes p and gradient 0 without one more pass over an (n, V) tensor.
         bias = linear.bias.index_fill(0, self.mask_row, -1e6)                  # (V,)
         return vocabulary(h, linear.weight, bias)                              # (n, V)
 
 
-def padded(*tensors):
-    """Tensors (V, …) with rows of zeros up to a multiple of 64, as fast matrix products need."""
-    return [F.pad(x, (0, 0) * (x.dim() - 1) + (0, -len(x) % 64)) for x in tensors]
+def vocabulary(h, weight, bias):
+    """Logits (n, V), fp32: h (n, D) times weight (V, D), plus bias (V,).
 
-
-def vocabulary(h, weight, *bias):
-    """Logits (n, V), fp32: h (n, D) times weight (V, D), plus bias (V,) if there is one.
-
-    Where V is no multiple of 64, as GPT-2's, CUDA takes an old kernel for the gradient of weight.
-    Compiled code pads V inside of the product [ours]. Eager code would copy the weights each time.
+    Where 64 does not divide V, CUDA takes an old kernel for the gradient of weight. So compiled
+    code pads V inside of the product [ours]. Eager code would copy the weights each time.
     """
     V = len(weight)
-    if torch.compiler.is_compiling() and h.is_cuda and V % 64:
-        weight, *bias = padded(weight, *bias)
-    return F.linear(h, weight, *bias)[:, :V].float()                           # (n, V)
+    if torch.compiler.is_compiling() and h.is_cuda:
+        weight, bias = F.pad(weight, (0, 0, 0, -V % 64)), F.pad(bias, (0, -V % 64))
+    return F.linear(h, weight, bias)[:, :V].float()                            # (n, V)
 
 
 def likeliest(probs, p):
-    """The tokens that a nucleus can hold: the largest of each row, until their sum is above p.
+    """The largest of each row of probs (n, V), so many that their sum is above p in every row.
 
-    probs: (n, V).   p: in (0, 1).   Returns values and ids, both (n, m), the largest first.
-    Mostly a few tokens reach p, and to sort all of V would cost as much as the network. To know
-    whether they do, the host waits for a GPU: of few rows, it sorts all of V instead [ours].
+    Returns values and ids, both (n, m), the largest first: what a nucleus can hold. Mostly a few
+    tokens reach p. To sort all of V would cost as much as the network [ours].
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
     if probs.is_cuda and len(probs) <= 16:
-        sizes = (V,)
+        sizes = (V,)  # to sort few rows costs a GPU less than to let the host wait for `all`
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():
             return top, ids
-
-
-# -------------------------------------------------------------------------------------------------
-# two passes
 
 
 def in_chunks(fn, *rows, V, keeps=0, compiled=False):
@@ -300,24 +255,19 @@ def in_chunks(fn, *rows, V, keeps=0, compiled=False):
 
     fn: maps tensors (n, …) to a tensor (n, …), or to a tuple of them. Rows must not interact.
     rows: tensors of one length N, which may be 0.   V: size of the vocabulary.
-    keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks
-        together would take more than BUDGET, none is kept, and the backward runs fn again.
-    compiled: fn is compiled. It writes no fp32 logits, and nothing runs again.
+    keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks take
+        more than BUDGET, none is kept, and the backward runs fn again.   compiled: fn keeps none.
     """
     N, one_row, on_cpu = len(rows[0]), 4 * V, rows[0].device.type == "cpu"
-    # Measured peak while fn works, in tensors of the size of the fp32 logits: 6.7 for SM over all
-    # of |V|, 5.6 for SM with top-k, 3.5 for the cross-entropy. Most of them are gone when fn
-    # returns.
+    # While fn works it holds at most 6.7 tensors (n, V) in fp32, measured for SM over all of |V|.
     size = max(1, int((CPU_LOGITS if on_cpu else BUDGET / 6.7) / one_row))
     if compiled:
-        size = COMPILED
+        size = COMPILED  # a single chunk is split, too: torch compiles once more for what is whole
     elif N <= size:
         return fn(*rows)
-    run = fn
     if torch.is_grad_enabled() and keeps * N * one_row > BUDGET and not compiled:
-        def run(*chunk):
-            return recomputed(fn, *chunk, use_reentrant=False, preserve_rng_state=False)
-    parts = [run(*chunk) for chunk in zip(*(r.split(size) for r in rows))]
+        fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
+    parts = [fn(*chunk) for chunk in zip(*(r.split(size) for r in rows))]
     if isinstance(parts[0], tuple):
         return tuple(torch.cat(part) for part in zip(*parts))
     return torch.cat(parts)
@@ -329,11 +279,8 @@ class TwoPass(nn.Module):
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     mask_id: id of [MASK].   two_updates: the first pass gets gradients too (App. C.3).
 
-    After a forward without feedback the gradient of ω is exactly 0. Set it to None before the
-    optimizer's step, as train.py does. Otherwise Adam moves ω by its momentum. For the log, the
-    last forward with feedback leaves `lam`, the mean of λ, 0-d.
-
-    A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
+    `lam`, 0-d, is the mean of λ in the last forward with feedback. A subclass defines its loss as
+    `forward`, so that DDP sees one forward per backward.
     """
 
     def __init__(self, net, sm, mask_id, two_updates=False):
@@ -342,10 +289,7 @@ class TwoPass(nn.Module):
         self.lam, self.compiled = torch.zeros(()), False
 
     def weigh(self, h, logits=None):
-        """A chunk of `feedback`: λ (n,), ids (n, k), π (n, k); for k = |V| their mix (n, D) as π.
-
-        logits: (n, V) head(h), if they are known.
-        """
+        """λ (n,), ids (n, k), π (n, k) of a chunk of masks; for k = |V| the mix (n, D) as π"""
         sm = self.sm
         if logits is None:
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
@@ -362,85 +306,75 @@ class TwoPass(nn.Module):
     def feedback(self, h, logits=None):
         """What masked positions look like in the next pass                 Alg. 1 l.6-7, Alg. 2 l.6
 
-        h: (n, D) hidden states that predict them.
-        logits: (n, V) head(h), if the caller has them: the head does not run again.
+        h: (n, D) hidden states that predict them.   logits: (n, V) head(h), if they are known.
         Returns their embeddings (n, D), λ (n,), and the most likely tokens (n,).
         """
-        sm, table, keeps = self.sm, self.net.table, 0
-        if self.two_updates or sm.k is None:
+        table, keeps = self.net.table, 0
+        if self.two_updates or self.sm.k is None:
             keeps = 5
         if logits is None:
             lam, ids, pi = in_chunks(self.weigh, h, V=len(table), keeps=keeps,
                                      compiled=self.compiled)
         else:
             lam, ids, pi = self.weigh(h, logits)
+        if self.sm.k is None:
+            return pi, lam, ids[:, 0]
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
-        mixed = pi if sm.k is None else sm.mix(table, lam, ids, pi)            # (n, D)
-        return mixed, lam, ids[:, 0]
+        return self.sm.mix(table, lam, ids, pi), lam, ids[:, 0]
 
     def feedback_of_certain(self, ids):
-        """`feedback` of re-masked tokens. Each was predicted with p = 1: H = 0, λ at its maximum.
-
-        ids: (m,).   Returns embeddings (m, D), λ (m,) and ids, like `feedback`.
-        """
+        """`feedback` of re-masked tokens ids (m,), predicted with p = 1: H = 0, λ at its maximum"""
         zero = torch.zeros(len(ids), device=ids.device)                        # (m,)  −H
         lam, one = self.sm.strength(zero), torch.ones_like(zero)[:, None]      # (m,), (m, 1)
         return self.sm.mix(self.net.table, lam, ids[:, None], one), lam, ids
 
     def warning(self):
-        """What to tell the user if training has left feedback off, which no loss shows. Else "".
-
-        In a continuation the paper's ω_s may fall from its start. Then this is a binary model.
-        """
+        """What to tell the user if training has left feedback off, which no loss shows, else ""."""
         if self.sm is None or not 0 < self.lam < 1e-3:
             return ""
-        return (f"feedback is off: λ is {self.lam:.1g} on average. Train longer, or start with a "
-                f"larger ω_s, such as --omega_s=0.5 --omega_a=1 --omega_b=-2.8")
-
-    def cross_entropy(self, h, x):
-        """−log p(x) in nats                                                              Alg. 1 l.8
-
-        h: (N, D) hidden states.   x: (N,) tokens.   Returns (N,) fp32.
-        """
-        return in_chunks(self.score, h, x, V=len(self.net.table), keeps=1, compiled=self.compiled)
+        return (f"feedback is off: λ is {self.lam:.1g} on average. Train longer, or start with "
+                f"--omega_s=0.5 --omega_a=1 --omega_b=-2.8")
 
     def score(self, h, x):
         return F.cross_entropy(self.net.head(h), x, reduction="none")          # (n,)
 
-    def token_nll(self, x0, xt, t, soft):
+    def cross_entropy(self, h, x):
+        """−log p(x), (N,) fp32 nats, of tokens x (N,) from hidden states h (N, D)     Alg. 1 l.8"""
+        return in_chunks(self.score, h, x, V=len(self.net.table), keeps=1, compiled=self.compiled)
+
+    def token_nll(self, x0, xt, t, soft, at=None):
         """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
 
         x0, xt: (B, L) ids.   t: (B,) times.
         soft: True for two passes, False for one pass on plain masks.
-        Returns nll (N,) fp32, and rows (N,), the positions of [MASK] in the flat batch.
-        Checked against tests/oracles.py dense_nll.
+        at: (N,) positions of [MASK] in the flat batch, if they are known.
+        Returns nll (N,) fp32, and at. Checked against tests/oracles.py dense_nll.
         """
         net = self.net
-        # Only this line waits for the device.
-        rows = (xt == self.mask_id).flatten().nonzero().squeeze(1)             # (N,)
+        if at is None:  # the host waits for the device here, and nowhere else
+            at = (xt == self.mask_id).flatten().nonzero().squeeze(1)           # (N,)
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
             # Pass 1 keeps dropout on [code]. It has a graph only with two_updates.
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):         # l.5
-                h = net.hidden(emb, rows, t)                                   # (N, D)          l.6
+                h = net.hidden(emb, at, t)                                     # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
-            emb = emb.flatten(0, 1).index_copy(0, rows, mixed.to(emb.dtype)).view_as(emb)
+            emb = emb.flatten(0, 1).index_copy(0, at, mixed.to(emb.dtype)).view_as(emb)
             self.lam = lam.detach().sum() / max(1, len(lam))
-        h = net.hidden(emb, rows, t)                                           # (N, D)        l.7 g
-        nll = self.cross_entropy(h, x0.flatten()[rows])                        # (N,)            l.8
+        h = net.hidden(emb, at, t)                                             # (N, D)        l.7 g
+        nll = self.cross_entropy(h, x0.flatten()[at])                          # (N,)            l.8
         if self.sm is not None:
             # This adds 0 to the gradient of ω, so it is in the graph of every step. Else DDP would
             # wait for the gradient of ω after a step without SM, and would then apply a wrong one.
             # 0 times each: the sums alone would give all of ω one gradient in one piece of memory.
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
-        return nll, rows
+        return nll, at
 
 
 def compile_parts(model, mode=None):
     """Compile what takes the time of a TwoPass on CUDA: its trunk and its chunks of rows [ours]
 
-    mode: of the trunk. "reduce-overhead" makes CUDA graphs, for sampling. Chunks have none, because
-        their number of rows changes. So they are compiled for any number.
+    mode: of the trunk; "reduce-overhead" makes CUDA graphs. Chunks have none: their length changes.
     Methods are compiled, not modules, so that the names in the state_dict stay.
     """
     def any_length(fn):
@@ -454,80 +388,49 @@ def compile_parts(model, mode=None):
 
 
 class MDLM(TwoPass):
-    """The DiT, its soft mask, and Eq. 2.
-
-    cfg: ModelConfig. Raises Refused for sizes that do not fit together.
-    """
+    """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig."""
 
     def __init__(self, cfg):
         if cfg.n_embd % (2 * cfg.n_head):
-            raise Refused(f"n_embd={cfg.n_embd} does not divide into n_head={cfg.n_head} heads of "
-                          f"even width")
-        if not 0 <= cfg.mask_id < cfg.vocab_size:
-            raise Refused(f"mask_id={cfg.mask_id} is outside the vocabulary of {cfg.vocab_size}")
+            raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
         net, sm = DiT(cfg), None
         if cfg.soft_mask:
-            try:
-                sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, omega_s=cfg.omega_s,
-                                   omega_a=cfg.omega_a, omega_b=cfg.omega_b)
-            except KeyError:
-                raise Refused(f"arm={cfg.arm!r} is none of {', '.join(filter(None, ARMS))}")
-            except ValueError as e:
-                raise Refused(str(e))
+            sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
         super().__init__(net, sm, cfg.mask_id, cfg.two_updates)
         self.cfg = cfg
 
-    def forward(self, x0, xt, t, soft):
+    def forward(self, x0, xt, t, soft, at=None):
         """Cross-entropy of the masked tokens, times 1/t                         Eq. 2, Alg. 1 l.5-8
 
-        x0, xt: (B, L) ids.   t: (B,) in (0, 1].
-        soft: True for two passes (§3.2), False for the plain MDLM loss.
+        x0, xt: (B, L) ids.   t: (B,) in (0, 1].   soft, at: see `token_nll`.
         Returns nll: (B,) nats per sequence. nll · t is the plain cross-entropy of its masks.
-        Checked against tests/oracles.py dense_nll.
 
-        Its mean over t and x_t is an upper bound of −log p(x0) for a sampler that calls the network
-        as this loss does, with T → ∞ and without a nucleus. With soft = True, such a sampler makes
-        both passes in every step, the first on plain masks: its prediction is then a function of
-        x_t alone. For the sampler of Alg. 2 it is no bound: that one makes a single pass, with the
-        feedback of the step before, and pass 1 of the loss is only a proxy of it (§3.2).
-
-        ALPHA_FLOOR makes the mean too small by 0.1 to 0.3 %: even at t = 1 some tokens are visible,
-        and a token costs most where none is. The released code does the same, so numbers compare
-        [code]. `eval.bound` can compute it without the floor.
+        Its mean over t and x_t bounds −log p(x0) from above for a sampler that calls the network as
+        this loss does: with soft = True, with both passes in every step. For Alg. 2 it is no bound:
+        there one pass has the feedback of the step before, of which pass 1 is a proxy (§3.2).
+        ALPHA_FLOOR makes it 0.1 to 0.3 % too small [code], because at t = 1 some are visible.
         """
         B, L = xt.shape
-        nll, rows = self.token_nll(x0, xt, t, soft)                            # (N,), (N,)
-        return nll.new_zeros(B).index_add(0, rows // L, nll) / t               # (B,)        l.8 1/t
+        nll, at = self.token_nll(x0, xt, t, soft, at)                          # (N,), (N,)
+        return nll.new_zeros(B).index_add(0, at // L, nll) / t                 # (B,)        l.8 1/t
 
     @classmethod
     def load(cls, path, ema=True):
         """A model in eval mode, from any file that checkpoint.load reads.
 
         ema: take the averaged backbone if there is one, as every published number does. ω has no
-            average [code].
-        `.info` holds what else is in the checkpoint.
-        Raises Refused when the file holds another kind of model, or weights that do not fit its
-        configuration or are not finite.
+            average [code].   `.info` holds what else is in the checkpoint.
         """
         ckpt = checkpoint.load(path)
         if ckpt["kind"] != "mdlm":
-            raise Refused(f"{path} holds a {ckpt['kind']}, not an MDLM: sample_dream.py and "
-                          f"eval_dream.py take adapters of Dream")
+            raise Refused(f"{path} holds a {ckpt['kind']}, not an MDLM")
         average = ckpt.get("ema") or {}
         if not (ema or average):
-            raise Refused(f"{path} holds one set of weights, which in step-N.pt and in published "
-                          f"files is the average: --ema=False needs both, as in last.pt")
-        known = {f.name for f in fields(ModelConfig)}
-        try:
-            model = cls(ModelConfig(**{k: v for k, v in ckpt["config"].items() if k in known}))
-            model.load_state_dict(ckpt["model"] | (average if ema else {}))
-        except Exception as e:  # somebody else's file can hold anything
-            # torch writes a heading, then a line for each problem. One problem says enough.
-            lines = str(e).splitlines() or [""]
-            reason = f"{type(e).__name__}, {lines[:2][-1].strip()}"
-            raise Refused(f"the weights in {path} do not fit its configuration: {reason}")
+            raise Refused(f"{path} holds the average alone: --ema=False needs a last.pt")
+        names = {f.name for f in fields(ModelConfig)} & ckpt["config"].keys()
+        model = cls(ModelConfig(**{name: ckpt["config"][name] for name in names}))
+        model.load_state_dict(ckpt["model"] | (average if ema else {}))
         if not all(t.isfinite().all() for t in model.state_dict().values()):
-            raise Refused(f"the weights in {path} are not all numbers: its run diverged, take an "
-                          f"earlier file")
+            raise Refused(f"the weights in {path} are not all numbers: take an earlier file")
         model.info = {k: v for k, v in ckpt.items() if k not in ("model", "ema", "optimizer")}
         return model.eval()

@@ -179,13 +179,17 @@ def test_compiled_chunks_equal_eager_ones_and_compile_once(k, two_updates, devic
 
 
 @pytest.mark.parametrize("V", [62, 64])
-def test_a_padded_vocabulary_gives_the_same_logits(V):
+def test_a_padded_vocabulary_gives_the_same_logits(V, monkeypatch):
+    """As in compiled CUDA code, by a tensor that says that it is there."""
     h, weight, bias = torch.randn(5, 8), torch.randn(V, 8), torch.randn(V)
-    padded = mdlm.padded(weight, bias)
-    assert [len(x) for x in padded] == [64, 64]
     expected = mdlm.vocabulary(h, weight, bias)
-    torch.testing.assert_close(F.linear(h, *padded)[:, :V], expected)
-    assert expected.shape == (5, V) == mdlm.vocabulary(h, weight).shape
+    there = type("There", (torch.Tensor,), {"is_cuda": True})
+    products, whole = [], F.linear
+    monkeypatch.setattr(F, "linear", lambda *args: products.append(whole(*args)) or products[-1])
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    logits = mdlm.vocabulary(h.as_subclass(there), weight, bias)
+    assert products[0].shape == (5, 64) and logits.shape == (5, V)
+    torch.testing.assert_close(logits.as_subclass(torch.Tensor), expected)
 
 
 class Watch(TorchDispatchMode):
@@ -259,11 +263,8 @@ def test_bf16_autocast_stays_close_and_returns_fp32():
 
 
 def test_sizes_that_do_not_fit_are_refused():
-    for change, message in ((dict(n_embd=62), "n_embd=62 does not divide into n_head=4"),
-                            (dict(mask_id=62), "mask_id=62 is outside"),
-                            (dict(omega_b=0.5), "omega_b=0.5")):
-        with pytest.raises(launch.Refused, match=message):
-            MDLM(replace(TINY, **change))
+    with pytest.raises(launch.Refused, match="n_embd=62"):  # before a run replaces another
+        MDLM(replace(TINY, n_embd=62))
 
 
 # ---- the authors' code
