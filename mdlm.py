@@ -395,7 +395,8 @@ class MDLM(TwoPass):
             raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
         net, sm = DiT(cfg), None
         if cfg.soft_mask:
-            sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+            sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, omega_s=cfg.omega_s, omega_a=cfg.omega_a,
+                               omega_b=cfg.omega_b)
         super().__init__(net, sm, cfg.mask_id, cfg.two_updates)
         self.cfg = cfg
 

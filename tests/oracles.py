@@ -98,17 +98,17 @@ def certain(token, like):
 
 
 def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False,
-         passes=1, fresh=False):
+         passes=1):
     """Alg. 2 for one sequence: ids (L,) and the number of network calls.
 
     predict: (emb (L, D), t) → logits (L, V).   x: (L,) ids.   times: [(t, s)] of all T steps.
     probs: (t, s) → (P[reveal], P[re-mask]).   soft: as in `dense_nll`.
     always: call the network in every step; otherwise only after a token changed [code].
-    passes: calls in each step, each on the feedback of the one before.   fresh: not the first.
+    passes: calls in each step, each on the feedback of the one before.
     """
     def call(t):
         """l.6 of the last turn, then l.3. What is visible is certain (SUBS [code])."""
-        seen = None if fresh else feedback
+        seen = feedback
         for _ in range(passes):
             emb = table[x].clone()
             for l in range(len(x)):
