@@ -405,6 +405,7 @@ class MDLM(TwoPass):
 
         x0, xt: (B, L) ids.   t: (B,) in (0, 1].   soft, at: see `token_nll`.
         Returns nll: (B,) nats per sequence. nll · t is the plain cross-entropy of its masks.
+        Checked against tests/oracles.py dense_nll.
 
         Its mean over t and x_t bounds −log p(x0) from above for a sampler that calls the network as
         this loss does: with soft = True, with both passes in every step. For Alg. 2 it is no bound:

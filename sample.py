@@ -10,15 +10,14 @@
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --sampler=remdm-loop
 
-The last command makes the samples of one cell of Tables 1 and 2. Each sample is one JSON line of
---out: ids, text, nfe, seed, index, settings. The same command goes on after a stop. Under torchrun
-each rank has a file of its own: samples.RANK.jsonl. Not here: metrics (eval.py), drawing (show.py).
+The last command makes the samples of one cell of Tables 1 and 2, one JSON line each, and goes on
+after a stop. Under torchrun each rank has a file: samples.RANK.jsonl. Not here: metrics (eval.py).
 """
 
-import functools
 import json
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
+from functools import partial, wraps
 from itertools import zip_longest
 from typing import Annotated, Literal
 
@@ -35,6 +34,7 @@ from show import show, trace
 
 T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
+OF_THE_FILE = "count", "batch_size", "seed", "out", "show", "trace", "device"  # flags
 GRAPHS_PAY = 5000  # network calls from which CUDA graphs, some 12 ms faster, are worth a minute
 
 
@@ -46,10 +46,9 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
     t_on, t_off, alpha_on: remdm-loop holds α at alpha_on between these times. Before and after
         them, it is mdlm with a faster clock.
 
-    The network decides *which* token appears, and the schedule alone decides *whether* one does. So
-    a sampler is just this pair. A new sampler must take the masked share from t to s:
-    t (1 − reveal) + (1 − t) remask = s. The share of remdm-loop is not t but its own 1 − α: from 1
-    to 1 − alpha_on before t_on, then constant to t_off, then to 0.
+    The network decides *which* token appears, the schedule alone *whether* one does. So a sampler
+    is just this pair. It must take the masked share from t to s: t (1 − reveal) + (1 − t) remask =
+    s. With remdm-loop this share is not t, but 1 − α of its own clock.
     """
     if sampler not in SAMPLERS:
         raise Refused(f"sampler={sampler} is none of {', '.join(SAMPLERS)}")
@@ -72,14 +71,12 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
     """At which steps each position of one sequence turns: this needs no network               Eq. 1
 
     free: (L,) bool, True where the position may change.   steps: T.   schedule: for `step_probs`.
-    every: yield the steps without a change too.
+    every: yield the steps without a change too, as Alg. 2 and App. C.5 do. App. C.4 and the
+        released code skip them [code]. A binary model would only repeat its prediction there, one
+        with SM would iterate its feedback.
     Yields (t, flips, u): at time t the positions `flips` (L,) bool turn, from [MASK] to a token or
-    back. u: (L,) float64 in [0, 1), for `sample_categorical`.
-
-    Steps without a change are left out. A binary model would only repeat its prediction there. A
-    model with SM would predict something else, from its own feedback. App. C.4 and the released
-    code skip these steps too, App. C.5 and Alg. 2 do not. Every step draws 2 L numbers, whether it
-    needs them or not, so that the numbers of a step do not depend on what happened before it.
+    back. u: (L,) float64 in [0, 1), for `sample_categorical`. Every step draws 2 L numbers, so that
+    they do not depend on what happened before.
     """
     masked, dt = free.copy(), (1 - T_END) / steps
     for i in range(steps):
@@ -103,9 +100,9 @@ def one_each(generator, n):
 
 
 def schedule_batch(free, steps, generators, every, **schedule):
-    """`schedule_flips` of n sequences. In each turn, every sequence takes its own next step [ours].
+    """`schedule_flips` of n sequences: (t, flips, u), now (n,), (n, L), (n, L).
 
-    Yields (t, flips, u): (n,), (n, L), (n, L). A finished sequence has t = T_END and no flips.
+    In each turn, every sequence takes its own next step [ours]. A finished one has t = T_END.
     """
     sequences = [schedule_flips(row, steps, g, every, **schedule)
                  for row, g in zip(free, generators)]
@@ -119,7 +116,7 @@ def nucleus(probs, p):
 
     probs: (n, V).   p: in (0, 1].   Returns (n, V). Checked against tests/oracles.py nucleus.
     The likeliest token is always kept. The token that crosses p is dropped [code]. The usual
-    rule keeps it. Dream follows that rule: see sample_dream.filtered.
+    rule, which Dream follows, keeps it (sample_dream.filtered).
     """
     if p == 1:
         return probs
@@ -137,9 +134,9 @@ def sample_categorical(probs, u):
     u: (n,) float64, uniform in [0, 1). The drawn token is where u falls in the cumulative sum.
     Checked against tests/oracles.py draw.
 
-    With fp32 noise, tokens rarer than 6e-8 would never come. Then entropy falls, and generative
-    perplexity falls with it, although the text is no better. One number per row [ours] gives the
-    same distribution as V exponentials per row [code].
+    With fp32 noise, tokens rarer than 6e-8 would never come. Entropy would fall, and generative
+    perplexity with it, although the text is no better. One number per row [ours] gives the same
+    distribution as V exponentials [code].
     """
     cdf = probs.to(u.device, torch.float64).cumsum(-1)                         # (n, V)
     # right=True: a token with p = 0 is never drawn.
@@ -147,7 +144,32 @@ def sample_categorical(probs, u):
     return drawn[:, 0].to(probs.device)
 
 
-@torch.no_grad()
+def for_sampling(function):
+    """A function of a model that runs without gradients and without dropout."""
+    @wraps(function)
+    @torch.no_grad()
+    def call(model, *args, **kwargs):
+        was_training = model.training
+        model.eval()
+        found = function(model, *args, **kwargs)
+        model.train(was_training)
+        return found
+    return call
+
+
+def starts(model, n, x):
+    return torch.full((n, model.cfg.length), model.mask_id) if x is None else x.expand(n, -1)
+
+
+def on_device(array, device):
+    return launch.to_device(torch.from_numpy(array), device)
+
+
+def float64_device(x):
+    return torch.device("cpu") if x.device.type == "mps" else x.device  # MPS has no float64
+
+
+@for_sampling
 def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
              soft=True, passes=1, every=False, **schedule):
     """Inference with soft-masking                                                    Alg. 2, App. A
@@ -155,8 +177,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     model: MDLM.   n: sequences, one batch.   steps: T.   sampler, schedule: for `step_probs`.
     top_p: for `nucleus`.   soft: False decodes in binary.
     passes: network calls in each step, each with the feedback of the call before (Alg. 2: one).
-    every: also make the steps without a change, as Alg. 2 and App. C.5 do. Then the feedback
-        changes in these steps. In the released code it does not [code].
+    every: see `schedule_flips`.
     generator: a torch.Generator on the CPU, or a list of n, one per sequence. With a list, a sample
         is the same in any batch.
     on_step(x, lam, guess, at, h): called after every turn, with the ids (n, L). Where they are
@@ -166,29 +187,23 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
     Checked against tests/oracles.py alg2.
 
-    In each turn every sequence takes its own next step, at its own time. A finished sequence stays
-    in the batch, so that shapes are static, as CUDA graphs need. The schedules are known before, so
-    the host runs ahead of the device.
+    A finished sequence stays in the batch: CUDA graphs need static shapes. The schedules are known
+    before, so that the host runs ahead of the device.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
-    device, V, soft = table.device, len(table), soft and model.sm is not None
-    was_training = model.training
-    model.eval()  # no dropout
-    x = torch.full((n, model.cfg.length), mask_id) if x is None else x.expand(n, -1)
-    (n, L), masked = x.shape, (x == mask_id).numpy()                           # (n, L), on the host
+    V, soft = len(table), soft and model.sm is not None
+    x = starts(model, n, x)                                                    # (n, L)
+    L, masked = x.shape[1], (x == mask_id).numpy()                             # (n, L), on the host
     every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
     turns = schedule_batch(masked.copy(), steps, one_each(generator, n), every, sampler=sampler,
                            **schedule)
     nfe = np.zeros(n, np.int64)                                                # (n,)
-    x = x.flatten().to(device, copy=True)                                      # (nL,)
+    x = x.flatten().to(table.device, copy=True)                                # (nL,)
     emb = F.embedding(x, table)                                                # (nL, D)
-    lam, guess = torch.zeros(n * L, device=device), x.clone()                  # (nL,), (nL,)
-
-    def on_device(array, where=device):
-        return launch.to_device(torch.from_numpy(array), torch.device(where))
+    lam, guess = torch.zeros(n * L, device=x.device), x.clone()                # (nL,), (nL,)
 
     def positions(which):
-        return on_device(np.flatnonzero(which))                                # (m,) of n·L
+        return on_device(np.flatnonzero(which), x.device)                      # (m,) of n·L
 
     def predict(t, waiting):
         """The network, `passes` times. Every call but the first overwrites the masks `waiting`."""
@@ -201,42 +216,37 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     def pick(h, u):
         return sample_categorical(nucleus(net.head(h).softmax(-1), top_p), u)  # (m,)
 
-    def watch(at):
-        if on_step:
-            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), at, h[at])
-
     for t, flips, u in progress(turns, "steps", steps, leave=False, disable=bool(on_step) or None):
         live = t > T_END                                                       # (n,)
         appear, vanish = positions(masked & flips), positions(~masked & flips)
         waiting = positions(masked & live[:, None])
         stay = positions(masked & ~flips & live[:, None])
-        # MPS has no float64.
-        u = on_device(u[masked & flips], "cpu" if device.type == "mps" else device)
+        u = on_device(u[masked & flips], float64_device(x))                    # (m,)
         masked ^= flips
         nfe += live * passes
-        h = predict(on_device(t.astype(np.float32)), waiting)                  # (nL, D)         l.3
+        h = predict(on_device(t.astype(np.float32), x.device), waiting)        # (nL, D)         l.3
         x[appear] = in_chunks(pick, h[appear], u, V=V)                         #               l.4-5
         emb[appear] = F.embedding(x[appear], table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-            # A re-masked token was visible in this call. So the model predicts this very
-            # token, with p = 1 (SUBS [code]).
+            # A re-masked token was visible in this call: it is predicted with p = 1 (SUBS [code]).
             emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(x[vanish])
         else:
             emb[vanish] = table[mask_id]
         x.index_fill_(0, vanish, mask_id)  # x[vanish] = mask_id, but a GPU is not waited for
-        watch(stay)
+        if on_step:
+            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), stay, h[stay])
     if masked.any():  # rare, except for remdm-loop: a tenth of L after 20 steps
         left = positions(masked)
-        h = predict(torch.full((n,), T_END, device=device), left)              # (nL, D)
+        h = predict(torch.full((n,), T_END, device=x.device), left)            # (nL, D)
         x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=V)  # no nucleus [code]
         nfe += masked.any(1) * passes
-        watch(left[:0])
-    model.train(was_training)
+        if on_step:
+            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), left[:0], h[:0])
     return x.view(n, L).cpu(), torch.from_numpy(nfe)
 
 
-@torch.no_grad()
+@for_sampling
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
                       soft=True, passes=1):
     """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
@@ -246,12 +256,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     Others, and what is returned: see `generate`. Checked against tests/oracles.py in_order.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
-    soft, was_training = soft and model.sm is not None, model.training
-    model.eval()  # no dropout
-    generators = one_each(generator, n)
-    x = torch.full((n, model.cfg.length), mask_id) if x is None else x.expand(n, -1)
-    x, nfe = x.to(table.device), torch.zeros(n, dtype=torch.long)              # (n, L), (n,)
-    where = "cpu" if x.device.type == "mps" else x.device  # MPS has no float64
+    soft, generators = soft and model.sm is not None, one_each(generator, n)
+    x = starts(model, n, x).to(table.device)                                   # (n, L)
+    nfe = torch.zeros(n, dtype=torch.long, device=x.device)                    # (n,)
 
     def choose(h, u):
         logits = net.head(h)                                                   # (m, V)
@@ -266,22 +273,23 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         at = masked.flatten().nonzero().squeeze(1)                             # (N,)
         t = masked.float().mean(-1)                                            # (n,)
         draws = [torch.rand(x.shape[1], 2, dtype=torch.float64, generator=g) for g in generators]
-        u = torch.stack(draws).to(where).flatten(0, 1)[at.to(where)]           # (N, 2)
+        u = torch.cat(draws).to(float64_device(x))                             # (n·L, 2)
+        u = u[at.to(u.device)]                                                 # (N, 2)
         h = net.hidden(emb, at, t)                                             # (N, D)          l.3
         for _ in range(passes - 1):
             emb = emb.flatten(0, 1).index_copy(0, at, model.feedback(h)[0]).view_as(emb)
             h = net.hidden(emb, at, t)                                         # (N, D)
         x0, conf, *feedback = in_chunks(choose, h, u[:, 0], V=len(table))      #            l.4, l.6
-        # From masks alone, a DiT predicts the same at every position. So chance chooses one, not
-        # rounding errors, which differ from batch to batch [ours].
-        blank = masked.all(-1, keepdim=True).expand_as(masked)[masked]         # (N,)
+        # From masks alone, a DiT predicts the same everywhere. There chance chooses, not rounding
+        # errors, which differ from batch to batch [ours].
+        blank = masked.all(-1, keepdim=True).expand_as(masked).flatten()[at]   # (N,)
         chance = torch.full_like(blank, order == "random") | blank             # (N,)
         conf = torch.where(chance, u[:, 1].to(conf), conf)                     # (N,)
         score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)
         rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # (n, L)
         count = -(-masked.sum(-1, keepdim=True) // left)                       # (n, 1)  rounded up
         x = torch.where(masked & (rank < count), x.masked_scatter(masked, x0), x)  # (n, L)      l.5
-        nfe += passes * masked.any(-1).cpu()
+        nfe += passes * masked.any(-1)
         emb, stay = F.embedding(x, table), x == mask_id                        # (n, L, D), (n, L)
         if soft:
             mixes = emb.masked_scatter(masked[..., None], feedback[0].to(emb.dtype))
@@ -292,8 +300,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
                 lam = lam.masked_scatter(masked, feedback[1]).where(stay, lam)
                 guess = guess.masked_scatter(masked, feedback[2]).where(stay, guess)
             on_step(x, lam, guess, at, h)
-    model.train(was_training)
-    return x.cpu(), nfe
+    return x.cpu(), nfe.cpu()
 
 
 @dataclass
@@ -328,14 +335,15 @@ class Config:
     compile: bool | None = None  # CUDA graphs, which take a minute (default: where that pays)
 
 
-def starting_ids(cfg, tok, special, L):
+def starting_ids(cfg, tok, special):
     """The ids to start from: a row as in training (data.rows), with masks where text is missing.
 
     prompt: masks follow it.   infill: as many masks for each ___, then EOS.
     given: a whole document, a mask for each dot. Its own EOS stands before that of the row.
     special: {name: id}.   Returns (L,).
     """
-    encode, bos, eos, mask = tok.encode_ordinary, special["bos"], special["eos"], special["mask_id"]
+    encode, L = tok.encode_ordinary, cfg.length
+    bos, eos, mask = special["bos"], special["eos"], special["mask_id"]
     if cfg.given:
         cells = [mask if c == "." else encode(c)[0] for c in cfg.given]
         ids = [bos, *cells, eos, eos]
@@ -356,29 +364,16 @@ def starting_ids(cfg, tok, special, L):
     return torch.tensor(ids)
 
 
-def settings_of(cfg, model, tok, dtype, steps, compiled):
-    """What decides how a sample looks, from the flags and the model. It stands in every line."""
-    of_the_file = "count", "batch_size", "seed", "out", "show", "trace", "device"
-    settings = {name: v for name, v in asdict(cfg).items() if name not in of_the_file}
-    settings |= {"length": cfg.length or model.cfg.length, "steps": steps, "compile": compiled,
-                 "soft": cfg.soft and model.sm is not None, "step": model.info["step"],
-                 "every": cfg.every or cfg.trace != "", "tokenizer": tok.name,
-                 "dtype": str(dtype or torch.float32).removeprefix("torch.")}
-    if cfg.eta is None:
-        settings["eta"] = SAMPLERS[cfg.sampler]
-    # Another run may have the same path and the same step.
-    settings["weights"] = model.net.table.double().sum().item()
-    return settings
-
-
-def sampler_of(cfg, settings):
-    """`generate` or `generate_in_order`, with the settings that it takes."""
-    names = ["steps", "top_p", "soft", "passes"]
-    if cfg.order:
-        return functools.partial(generate_in_order, order=cfg.order,
-                                 **{name: settings[name] for name in names})
-    names += ["sampler", "eta", "every"]
-    return functools.partial(generate, **{name: settings[name] for name in names})
+def resolved(cfg, model, device, world, n_masks):
+    """cfg with numbers where it has defaults.   n_masks: in the ids to start from."""
+    steps = cfg.steps or (n_masks if cfg.order else cfg.length)
+    compiled = cfg.compile
+    if compiled is None:
+        calls = steps * math.ceil(cfg.count / cfg.batch_size / world)
+        compiled = device.type == "cuda" and calls >= GRAPHS_PAY
+    return replace(cfg, steps=steps, compile=compiled, soft=cfg.soft and model.sm is not None,
+                   eta=SAMPLERS[cfg.sampler] if cfg.eta is None else cfg.eta,
+                   every=cfg.every or cfg.trace != "")
 
 
 def main(cfg):
@@ -386,19 +381,23 @@ def main(cfg):
     model = MDLM.load(cfg.checkpoint)
     model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
     model.to(device)
-    L, special = cfg.length or model.cfg.length, model.info["tokenizer"]
+    cfg, special = replace(cfg, length=cfg.length or model.cfg.length), model.info["tokenizer"]
     tok = tokenizer(special["name"])
-    if tok.n_vocab != model.mask_id or L > model.cfg.length:
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens and length "
-                      f"{model.cfg.length}, not {tok.name}'s {tok.n_vocab} or --length={L}")
-    x = starting_ids(cfg, tok, special, L)
-    n_masks = int((x == model.mask_id).sum())
-    steps = cfg.steps or (n_masks if cfg.order else L)
-    compiled = cfg.compile
-    if compiled is None:
-        calls = steps * math.ceil(cfg.count / cfg.batch_size / world)
-        compiled = device.type == "cuda" and calls >= GRAPHS_PAY
-    settings = settings_of(cfg, model, tok, dtype, steps, compiled)
+    if tok.n_vocab != model.mask_id or cfg.length > model.cfg.length:
+        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens and length {model.cfg.length}, "
+                      f"not the {tok.n_vocab} of {tok.name} or --length={cfg.length}")
+    x = starting_ids(cfg, tok, special)
+    cfg = resolved(cfg, model, device, world, int((x == model.mask_id).sum()))
+    same = dict(steps=cfg.steps, top_p=cfg.top_p, soft=cfg.soft, passes=cfg.passes, x=x)
+    if cfg.order:
+        make = partial(generate_in_order, order=cfg.order, **same)
+    else:
+        make = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every, **same)
+    # What decides how a sample looks stands in every line, with a number that tells the weights
+    # from those of another run of the same path and step.
+    settings = {name: v for name, v in asdict(cfg).items() if name not in OF_THE_FILE}
+    settings |= {"step": model.info["step"], "weights": model.net.table.double().sum().item(),
+                 "tokenizer": tok.name, "dtype": str(dtype or torch.float32)[len("torch."):]}
     path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl" if world > 1 else cfg.out
     found = {}  # {index: text}
     for line in read_jsonl(path):
@@ -412,21 +411,20 @@ def main(cfg):
         watch = show(tok, model.mask_id)
     todo = [i for i in range(rank, cfg.count, world) if i not in old or watch]
     title = f"{len(todo)} samples"
-    if compiled:
+    if cfg.compile:
         compile_parts(model, "reduce-overhead")
         title += ", the first after a minute of compiling"
-    make = sampler_of(cfg, settings)
     batches = range(0, len(todo), cfg.batch_size)
     for start in progress(batches, title, disable=rank > 0 or cfg.show or not todo):
         batch = todo[start:start + cfg.batch_size]
         generators = [rng("sample", cfg.seed, i) for i in batch]
-        if compiled:
+        if cfg.compile:
             # It would compile again for a smaller batch. So copies of its last sample fill the last
             # batch, which costs less, and `zip` leaves them out.
             copies = min(len(todo), cfg.batch_size) - len(batch)
             generators += [rng("sample", cfg.seed, batch[-1]) for _ in range(copies)]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            ids, nfe = make(model, len(generators), generator=generators, x=x, on_step=watch)
+            ids, nfe = make(model, len(generators), generator=generators, on_step=watch)
         for i, row, calls in zip(batch, ids.tolist(), nfe.tolist()):
             found[i] = tok.decode(row)
             if i not in old:

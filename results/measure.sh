@@ -75,7 +75,7 @@ for model in scratch-{binary,sm}-1/step-10000; do
             samples=$out/samples/$name.jsonl result=$out/samples-$name
             [ ! -e "$result.json" ] || continue
             python sample.py --checkpoint="$out/$model.pt" --count=128 --batch_size=64 \
-                --steps=$T --sampler=$sampler --dtype=bfloat16 --out="$samples" > /dev/null
+                --steps=$T --sampler=$sampler --out="$samples" > /dev/null
             python eval.py samples --samples="$samples" --scorer=data/smollm2 --data="$novels" \
                 --label="$label" --out="$result.json"
         done

@@ -474,7 +474,7 @@ def test_bad_input_is_refused_and_leaves_nothing(run, saved, tmp_path):
     other, model = str(tmp_path / "other.pt"), model_of(vocab_size=300, mask_id=299, length=32)
     checkpoint.save(other, kind="mdlm", config=vars(model.cfg), step=0, seed=0,
                     model=model.state_dict(), tokenizer=checkpoint.load(saved)["tokenizer"])
-    refused("bytes's 258", run, checkpoint=other)
+    refused("the 258 of bytes", run, checkpoint=other)
     refused("sampler=ddim", generate, model, 1, 2, "ddim")
 
 
