@@ -111,7 +111,7 @@ def adapter_state(model):
 def load_adapter_state(model, state):
     """Copies such a state into attached layers. Raises ValueError, if names or shapes differ."""
     own = adapter_state(model)
-    for name in own.keys() | state.keys():
+    for name in sorted(own.keys() | state.keys()):
         if name not in own or name not in state or own[name].shape != state[name].shape:
             raise ValueError(f"{name} is not in both, in one shape")
     for name, p in own.items():

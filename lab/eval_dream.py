@@ -50,7 +50,7 @@ SHAPE_NOTHING = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_cod
 # Results that are averaged share these, and all of the finetuning but those.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
           "temperature", "top_p", "top_k", "merge", "dtype")
-OF_A_SEED = {"seed", "held_out", "model", "out", "resume", "overwrite"}
+OF_A_SEED = {"seed", "model", "out", "resume", "overwrite"}
 
 
 @dataclass

@@ -383,15 +383,6 @@ def test_feedback_by_an_omega_given_at_decoding(model, talking_dream, adapter):
     assert omega_b == pytest.approx(-1.5) and others == pytest.approx([0.9, 2.0], rel=1e-5)
 
 
-def test_feedback_has_a_name():
-    for sm, flags, want in (
-            (soft(3), {}, "SM k=3"), (None, {"soft": False}, "SM off"), (None, {}, "binary"),
-            (soft(None), {"schedule": "linear"}, "SM k=|V|, linear"),
-            (soft(1), {"schedule": "stepwise", "switch": 0.2}, "SM k=1, stepwise 0.2"),
-            (soft(1), {"omega_s": 0.5}, "SM k=1, omega_s=0.5")):
-        assert S.feedback_label(S.Decoding(**flags), sm) == want
-
-
 def test_command_line_prompts_chats_and_infills(talking_dream, adapter, capsys, monkeypatch):
     def go(**flags):
         S.main(S.Config(model=talking_dream, gen_len=8, **flags))
@@ -402,7 +393,8 @@ def test_command_line_prompts_chats_and_infills(talking_dream, adapter, capsys, 
     assert go(prompt="a\\nb", temperature=0.0).out == go(prompt="a\nb", temperature=0.0).out
     filled = go(infill="def f():\\n    ___ # end").out
     assert filled.startswith("def f():\n    ") and filled.endswith(" # end\n")
-    assert "NFE 4" in go(prompt="hello", block=4, threshold=1e-9, cache="dual").err
+    few = go(prompt="hello", block=4, threshold=1e-9, cache="dual", omega_s=0.5, schedule="linear")
+    assert "NFE 4" in few.err and "SM k=3, omega_s=0.5, linear, ω_s" in few.err
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
     seen, stats = [], {"n": 1, "nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}
     monkeypatch.setattr(S, "answer", lambda model, tok, sm, ids, *rest: (

@@ -59,7 +59,7 @@ def test_dream(path, capsys):
         h = net.hidden(F.embedding(x, net.table), rows, torch.ones(1))
         assert net.head(h).isfinite().all()
     del net
-    sample_dream.main(sample_dream.Config(model=path, prompt="Say hello.", gen_len=16, show=False))
+    sample_dream.main(sample_dream.Config(model=path, prompt="Say hello.", gen_len=16))
     assert "16 tokens" in capsys.readouterr().err
 
 
