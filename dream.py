@@ -6,8 +6,8 @@ it is `table`, `hidden` and `head`, and soft masks go in between the first two:
 
     model, tok = Dream.load(folder), Tokenizer(folder)   # the folder as published on the model hub
     x = torch.tensor([tok.encode(tok.chat(messages), special=True) + 32 * [mask_id]])   # (B, L)
-    rows = (x == mask_id).flatten().nonzero().squeeze(1)                # (N,)
-    h = model.hidden(F.embedding(x, model.table), rows)                 # (N, D)
+    at = (x == mask_id).flatten().nonzero().squeeze(1)                  # (N,)
+    h = model.hidden(F.embedding(x, model.table), at)                   # (N, D)
     logits = model.head(h)                                              # (N, V)
 
 The modules have the published names, so weights load without a table of names. Dream can predict
@@ -192,18 +192,18 @@ class Dream(nn.Module):
                 kv.append(new)
         return self.model["norm"](h), kv
 
-    def before(self, h, rows):
-        """h (B, L, D) → (N, D), the hidden states that predict the positions `rows` (N,).
+    def before(self, h, at):
+        """h (B, L, D) → (N, D), the hidden states that predict the positions `at` (N,).
 
         Dream grew out of a next-token model and kept its shift: position i is predicted from
         hidden state i − 1. So position 0 must never be masked: nothing here would notice, because
         a GPU would have to be waited for. `sample_dream.pad_prompts` refuses it.
         """
-        return h.flatten(0, 1)[rows - 1]                                # (N, D)  the shift
+        return h.flatten(0, 1)[at - 1]                                  # (N, D)  the shift
 
-    def hidden(self, emb, rows, t=None):
-        """emb (B, L, D) → (N, D), the states that predict `rows` (N,). Dream does not use t."""
-        return self.before(self.trunk(emb)[0], rows)
+    def hidden(self, emb, at, t=None):
+        """emb (B, L, D) → (N, D), the states that predict `at` (N,). Dream does not use t."""
+        return self.before(self.trunk(emb)[0], at)
 
     def head(self, h):
         """Hidden states (n, D) → logits (n, V), fp32. The product is in the weights' dtype [code].
@@ -348,8 +348,8 @@ class Tokenizer:
                  if token not in self.special}
         self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks,
                                      special_tokens=self.special)
-        self.known = {*ranks.values(), *self.special.values()}
-        self.n_vocab = max(self.known) + 1
+        self.ids = {*ranks.values(), *self.special.values()}
+        self.n_vocab = max(self.ids) + 1
 
     def encode(self, text, special=False):
         """The token ids of a text, a list.   special: <|im_end|> and the like become one token.
@@ -363,7 +363,7 @@ class Tokenizer:
 
     def decode(self, ids):
         """The text of token ids. The model can produce ids without a token, which give no text."""
-        return self.bpe.decode([i for i in ids if i in self.known])
+        return self.bpe.decode([i for i in ids if i in self.ids])
 
     def chat(self, messages):
         """[{"role": …, "content": …}, …] as a text that ends where the next answer begins."""

@@ -346,9 +346,9 @@ def resume(model, optimizer, cfg, source, last):
     source: contents of data and base.   Raises Refused, unless this repeats the run that was cut.
     """
     ckpt = checkpoint.load(last)
-    there, here = ckpt["config"] | ckpt["data"], asdict(cfg) | source
-    different = [f"{name} ({there.get(name)} there, {value} here)" for name, value in here.items()
-                 if name not in MAY_DIFFER_ON_RESUME and there.get(name) != value]
+    then, now = ckpt["config"] | ckpt["data"], asdict(cfg) | source
+    different = [f"{name} ({then.get(name)} then, {value} now)" for name, value in now.items()
+                 if name not in MAY_DIFFER_ON_RESUME and then.get(name) != value]
     if different:
         raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, "
                       f"or another --out")
@@ -543,8 +543,8 @@ def finetune(cfg):
     if stop:
         launch.leave(world, f"stopped after update {done:,}: --resume goes on", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
-    how = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
-    launch.leave(world, f"{model.warning()}\n{how}".strip(), 0)
+    command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
+    launch.leave(world, f"{model.warning()}\n{command}".strip(), 0)
     return model
 
 

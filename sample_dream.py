@@ -255,11 +255,11 @@ def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, algorithm
     soft = plain.repeat(B * L, 1)                                       # (BL, D)  at each mask
     for i in range(steps):
         last = i == steps - 1
-        at = masked.flatten().nonzero().squeeze(1)                      # (N,)    on the host
-        rows = to_device(at, x.device)                                  # (N,)
+        on_host = masked.flatten().nonzero().squeeze(1)                 # (N,)
+        at = to_device(on_host, x.device)                               # (N,)
         emb = F.embedding(x, net.table)                                 # (B, L, D)
         emb = torch.where((x == mask_id)[..., None], soft.view_as(emb), emb)    # (B, L, D)  l.6
-        h = net.hidden(emb, rows, None)                                 # (N, D)             l.3
+        h = net.hidden(emb, at, None)                                   # (N, D)             l.3
         # Where the model predicts [MASK], the last step takes the best real token [ours]. The
         # authors' code leaves masks in its answers.
         never = mask_id if last else None
@@ -268,7 +268,7 @@ def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, algorithm
         x = reveal(x, x == mask_id, x0, conf, *step, algorithm=algorithm)            # l.5
         masked = x.cpu() == mask_id                                     # (B, L)  on the host
         if model.sm:
-            soft[rows] = faded(plain, mixed, at // L, schedule, switch, masked.sum(-1), start)
+            soft[at] = faded(plain, mixed, on_host // L, schedule, switch, masked.sum(-1), start)
         if on_step:
             on_step(x)
     return x
@@ -305,8 +305,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     check(gen_len, steps, block, threshold)
     algorithm = algorithm if threshold is None else "maskgit_plus"
     times = torch.linspace(1, 1e-3, steps * block // gen_len + 1)       # of the steps of a block
-    start, at = torch.full((B,), gen_len), torch.arange(L)              # (B,), (L,)  on the host
-    starts = to_device(at, x.device)  # of this, a 0-d view is a start that nobody waits for
+    start, place = torch.full((B,), gen_len), torch.arange(L)           # (B,), (L,)  on the host
+    starts = to_device(place, x.device)  # of this, a 0-d view is a start that nobody waits for
     plain, kv = net.table[mask_id], None                                # (D,); keys and values
     soft = plain.repeat(B, L, 1)                                        # (B, L, D)  at each mask
     for b in range(L - gen_len, L, block):
@@ -320,16 +320,18 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             if first or cache == "none":
                 lo, hi = 0, L
             part = slice(lo, hi)
-            opened = masked & (at >= b) & (at < end)                    # (B, L)  may be revealed
+            opened = masked & (place >= b) & (place < end)              # (B, L)  may be revealed
             emb = F.embedding(x[:, part], net.table)                    # (B, hi − lo, D)
             emb = torch.where((x[:, part] == mask_id)[..., None], soft[:, part], emb)
             h, kv = net.trunk(emb, kv if lo else None, starts[lo])      # (B, hi − lo, D)
-            rows = opened[:, part].flatten().nonzero().squeeze(1)       # (n,)    on the host
-            n = len(rows)
+            on_host = opened[:, part].flatten().nonzero().squeeze(1)    # (n,)
+            n = len(on_host)
             if model.sm:  # feedback for all masks, but a sequence whose block is full keeps its own
                 others = masked & ~opened & opened.any(1, keepdim=True)          # (B, L)
-                rows = torch.cat([rows, others[:, part].flatten().nonzero().squeeze(1)])  # (N,)
-            h = net.before(h, to_device(rows, x.device))                # (N, D)
+                more = others[:, part].flatten().nonzero().squeeze(1)
+                on_host = torch.cat([on_host, more])                    # (N,)
+            at = to_device(on_host, x.device)                           # (N,)
+            h = net.before(h, at)                                       # (N, D)
             # A pass that has to reveal something takes a real token, not [MASK].
             never = mask_id if first or last or threshold is not None else None
             x0, conf, mixed = predictions(model, h, n, never, algorithm, **pick)
@@ -338,11 +340,10 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
                        algorithm=algorithm)
             masked = x.cpu() == mask_id                                 # (B, L)  on the host
             if model.sm:
-                mixed = faded(plain, mixed, rows // (hi - lo), schedule, switch,
+                mixed = faded(plain, mixed, on_host // (hi - lo), schedule, switch,
                               masked.sum(-1), start)                    # (N, D)
-                seen = soft[:, part].flatten(0, 1)                      # (B·(hi − lo), D)
-                seen = seen.index_copy(0, to_device(rows, x.device), mixed)
-                soft[:, part] = seen.view(B, hi - lo, -1)
+                new = soft[:, part].flatten(0, 1).index_copy(0, at, mixed)
+                soft[:, part] = new.view(B, hi - lo, -1)                # (B, hi − lo, D)
             if on_step:
                 on_step(x)
             if not masked[:, b:b + block].any():

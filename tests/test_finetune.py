@@ -476,7 +476,7 @@ def test_a_run_is_neither_overwritten_nor_mixed(cfg):
     assert finetune(cfg).sm is None
     refused("already holds a run", finetune, cfg)
     again = replace(cfg, resume=True)
-    refused(r"steps \(2 there, 4 here\)", finetune, replace(again, steps=4))
+    refused(r"steps \(2 then, 4 now\)", finetune, replace(again, steps=4))
     with launch.lock(cfg.out):
         refused("another process", finetune, again)
     killed(replace(cfg, overwrite=True), ft, "mask_response", 1)  # before its first save
