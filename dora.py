@@ -33,7 +33,8 @@ class DoRALinear(nn.Module):
 
     def __init__(self, linear, r=16, alpha=16, generator=None):
         super().__init__()
-        self.base, self.s = linear.requires_grad_(False), alpha / r
+        self.base = linear.requires_grad_(False)
+        self.s = alpha / r
         fp32 = dict(dtype=torch.float32, device=linear.weight.device)
         A = torch.rand(r, linear.in_features, generator=generator) * 2 - 1
         A = A / linear.in_features ** 0.5
@@ -112,7 +113,8 @@ def load_adapter_state(model, state):
     """Copies such a state into attached layers. Raises ValueError, if names or shapes differ."""
     own = adapter_state(model)
     for name in sorted(own.keys() | state.keys()):
-        if name not in own or name not in state or own[name].shape != state[name].shape:
+        in_both = name in own and name in state
+        if not in_both or own[name].shape != state[name].shape:
             raise ValueError(f"{name} is not in both, in one shape")
     for name, p in own.items():
         p.copy_(state[name])

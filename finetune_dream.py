@@ -10,7 +10,6 @@
 The last answer of each dialogue is masked and predicted. The folder `out` gets best/ and last/,
 adapters that sample_dream.py, peft and the authors' code read; last.pt to resume from; log.jsonl.
 Every draw is keyed by what it is for (data.rng): a resumed run, or one on more GPUs, is the same.
-
 Not here: the two passes (mdlm.py), decoding (sample_dream.py), DoRA (dora.py), full finetuning.
 """
 
@@ -233,7 +232,8 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
     none = ~masked.any(1)                                               # (B,)
     if none.any():
         low = torch.as_tensor(prompt_len).expand(len(x0), 1)[none][0].item()
-        masked[none, low + torch.randint(x0.shape[1] - low, (1,), generator=generator)] = True
+        place = low + torch.randint(x0.shape[1] - low, (1,), generator=generator)   # one for all
+        masked[none, place] = True
     return x0.masked_fill(masked, mask_id)
 
 
@@ -346,7 +346,8 @@ def resume(model, optimizer, cfg, source, last):
     source: contents of data and base.   Raises Refused, unless this repeats the run that was cut.
     """
     ckpt = checkpoint.load(last)
-    then, now = ckpt["config"] | ckpt["data"], asdict(cfg) | source
+    then = ckpt["config"] | ckpt["data"]
+    now = asdict(cfg) | source
     different = [f"{name} ({then.get(name)} then, {value} now)" for name, value in now.items()
                  if name not in MAY_DIFFER_ON_RESUME and then.get(name) != value]
     if different:
@@ -367,11 +368,11 @@ def finetune(cfg):
         raise Refused("give --model=FOLDER and --data=FILE.jsonl, mix or coding, or try "
                       "`python finetune_dream.py tiny`")
     rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
-    master, last = rank == 0, os.path.join(cfg.out, "last.pt")
+    master = rank == 0
+    last = os.path.join(cfg.out, "last.pt")
     accum, rest = divmod(cfg.batch_size, world)
     if rest:
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes: "
-                      f"give one that is")
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes")
     launch.join(world, device)
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)
     tiny = PRESETS["tiny"]
