@@ -84,9 +84,7 @@ def open_split(dir, split):
     """
     path, meta_path = Path(dir, f"{split}.bin"), Path(dir, "meta.json")
     if not meta_path.is_file():
-        names = {fields["out"]: name for name, fields in PRESETS.items()}
-        source = names.get(str(dir), "PATH")
-        raise Refused(f"{dir} holds no data: make them with `python data.py {source} --out={dir}`")
+        raise Refused(f"{dir} holds no data: make them with `python data.py … --out={dir}`")
     meta = read_json(meta_path)
     n_bytes = 2 * meta[split]["tokens"]
     if meta["format"] != FORMAT or path.stat().st_size != n_bytes:
@@ -97,10 +95,7 @@ def open_split(dir, split):
 
 
 def n_rows(tokens, L):
-    """The number of whole rows. Only the end of the stream is dropped [ours].
-
-    The authors drop the remainder of every 1,000 documents [code].
-    """
+    """The number of whole rows [ours]. The authors drop the end of every 1,000 texts [code]."""
     if len(tokens) < L - 2:
         raise Refused(f"{len(tokens):,} tokens do not fill one row of length {L:,}: give more "
                       f"text or a shorter length")
@@ -132,20 +127,13 @@ def seed_of(*key):
 
 
 def rng(*key):
-    """The generator of one draw, seeded by what the draw is for, such as rng(seed, "t", step).
-
-    So a checkpoint has no random state to save, and ranks need not be kept in step.
-    """
+    """The generator of one draw: no random state is saved, no rank is kept in step with others."""
     return torch.Generator().manual_seed(seed_of(*key))
 
 
 def order(n, epoch, seed):
     """The permutation (n,) of n rows in this epoch, the same on every rank and machine."""
     return torch.randperm(n, generator=rng("order", epoch, seed))
-
-
-# -------------------------------------------------------------------------------------------------
-# reading a corpus: a stream of texts, one for each document
 
 
 def find_files(source):
@@ -162,10 +150,7 @@ def find_files(source):
 
 
 def read_file(path):
-    """The texts of one file: parquet or JSON lines with a "text" each, else one plain text.
-
-    All but parquet may be packed as .gz or .xz. A plain text is held in memory as a whole.
-    """
+    """The texts of one file: parquet or JSON lines with a "text" each, else one plain text."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
@@ -202,10 +187,6 @@ def stdlib_files():
     return [root / name for name in names]
 
 
-# -------------------------------------------------------------------------------------------------
-# preparing a corpus
-
-
 def encode(docs, tok):
     """Yields (ids uint16, bytes of text) for each text of a stream. EOS is the last id [code]."""
     docs, eos = iter(docs), describe(tok)["eos"]
@@ -231,7 +212,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
     docs: a stream of texts.   source: what meta.json says about where they are from.
     val_docs: documents to hold out, the last ones (default: 1 %, at least 1, at most 10,000; of a
         corpus of one document, the last tenth [ours]).
-    Returns what meta.json holds. Refused: nothing is left to train on.
+    Returns what meta.json holds.
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
@@ -243,21 +224,20 @@ def prepare(docs, out, tok, val_docs=None, source=""):
                 sizes.append(size)
         n = len(lengths)
         n_val = val_docs or min(10_000, max(1, n // 100))
-        cut = n - n_val, sum(lengths[:-n_val]), sum(sizes[:-n_val])
+        kept, cut, n_bytes = n - n_val, sum(lengths[:-n_val]), sum(sizes[:-n_val])
         if n == 1 and not val_docs:
-            cut = 1, lengths[0] * 9 // 10, sizes[0] * 9 // 10
-        if cut[0] < 1 or cut[1] < 1:
+            kept, cut, n_bytes = 1, lengths[0] * 9 // 10, sizes[0] * 9 // 10
+        if kept < 1 or cut < 1:
             raise Refused(f"holding out {n_val} of {n} documents leaves nothing to train on: lower "
                           f"--val_docs, or give more text")
-        np.memmap(train, np.uint16, "r")[cut[1]:].tofile(val)
-        os.truncate(train, 2 * cut[1])
-        rest = n - cut[0], sum(lengths) - cut[1], sum(sizes) - cut[2]
+        np.memmap(train, np.uint16, "r")[cut:].tofile(val)
+        os.truncate(train, 2 * cut)
+        counts = {"documents": kept, "tokens": cut, "bytes": n_bytes}
+        rest = {"documents": n - kept, "tokens": sum(lengths) - cut, "bytes": sum(sizes) - n_bytes}
         meta = {"format": FORMAT, "tokenizer": describe(tok), "source": source}
-        for split, path, counts in ("train", train, cut), ("val", val, rest):
+        for split, path, count in ("train", train, counts), ("val", val, rest):
             digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
-            documents, tokens, n_bytes = counts
-            meta[split] = {"documents": documents, "tokens": tokens, "bytes": n_bytes,
-                           "sha256": digest}
+            meta[split] = count | {"sha256": digest}
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
         # Three files are renamed now, meta.json last. If the process is killed in between, new and
         # old files must not pass for one corpus.

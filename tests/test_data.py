@@ -192,8 +192,7 @@ def test_data_of_another_source_are_kept(tmp_path, monkeypatch):
 
 
 def test_missing_and_cut_data_are_refused(tmp_path):
-    refused("python data.py PATH --out=", open_split, tmp_path, "train")
-    refused("`python data.py openwebtext --out=data/owt`", open_split, "data/owt", "nowhere")
+    refused("holds no data: make them with `python data.py", open_split, tmp_path, "train")
     prepared(tmp_path)
     os.truncate(tmp_path / "train.bin", 10)
     refused("prepare both again", open_split, tmp_path, "train")
