@@ -57,16 +57,16 @@ def save(path, **parts):
         torch.save({"format": FORMAT, "git": git_version(), "versions": versions, **parts}, tmp)
 
 
-# -------------------------------------------------------------------------------------------------
-# safetensors: 8 bytes with the length of the header, the header in JSON, the raw tensors
-
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
           "U8": torch.uint8, "BOOL": torch.bool}
 
 
 def read_header(path):
-    """({name: dtype, shape and place}, metadata, bytes before the tensors) of such a file."""
+    """({name: dtype, shape and place}, metadata, bytes before the tensors) of a safetensors file.
+
+    It is 8 bytes with the length of the header, the header in JSON, and the raw tensors.
+    """
     with open(path, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(min(size, os.path.getsize(path))))
@@ -74,7 +74,7 @@ def read_header(path):
 
 
 def read_safetensors(path):
-    """{name: tensor}, memory-mapped: a tensor is read from disk when it is used."""
+    """{name: tensor} of a safetensors file: a tensor is read from disk when it is used."""
     header, _, offset = read_header(path)
     # Torch wants memory that can be written. Mode "c" is copy on write: the file never changes.
     data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=offset))
@@ -89,7 +89,7 @@ def read_safetensors(path):
 
 
 def write_safetensors(path, tensors, metadata=None):
-    """Write such a file, atomically.   tensors: {name: tensor}.   metadata: {str: str}."""
+    """Write a safetensors file, atomically.   tensors: {name: tensor}.   metadata: {str: str}."""
     names = {dtype: name for name, dtype in DTYPES.items()}
     header, offset = {"__metadata__": metadata} if metadata else {}, 0
     for name, tensor in tensors.items():
@@ -106,10 +106,6 @@ def write_safetensors(path, tensors, metadata=None):
             f.write(raw.numpy().data)
 
 
-# -------------------------------------------------------------------------------------------------
-# pickles of others, read without running code
-
-
 class Inert(dict):
     """Replaces every foreign class in a pickle. It takes any arguments and only keeps its state."""
 
@@ -122,8 +118,7 @@ class Inert(dict):
     def append(self, item):
         pass
 
-    def extend(self, items):
-        pass
+    extend = append
 
 
 HARMLESS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2",
@@ -160,9 +155,6 @@ def plain_values(node):
     return node
 
 
-# -------------------------------------------------------------------------------------------------
-# models of others
-
 HUB_FILES = "model.safetensors", "pytorch_model.bin"
 # Only these values are implemented. With others, the same tensors are another model, or SM is on
 # only at some t.
@@ -171,10 +163,7 @@ ONLY = {"model_type": "mdlm", "parameterization": "subs", "causal_attention": Fa
 
 
 def read_omega(said, state):
-    """(k, tensors) of the authors' soft mask. Another mix than the paper's is refused.
-
-    said: its settings.   state: all tensors of the file.
-    """
+    """(k, tensors) of the authors' soft mask, from its settings and all tensors of the file."""
     mix = said.get("transparency_alg", "mixinputs_with_topk")
     names = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
     fixed = said.get("fixed_lambda")
@@ -192,9 +181,8 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
 
     state: {name: tensor} under any prefix.
     shadow: the EMA, a bare list in the order of the parameters [code].
-    settings: config.json of a folder from the hub, or the configuration of a run. What no setting
-        and no tensor shows has the paper's value.
-    Raises Refused for what would compute something else here.
+    settings: config.json of the hub, or the configuration of a run (default: the paper's values).
+    Refused: what would compute something else here.
     """
     tables = [name for name in state if name.endswith("vocab_embed.embedding")]
     if not tables:
@@ -236,15 +224,11 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
             "ema": dict(zip(net, shadow, strict=True)) if shadow else None, "tokenizer": special}
 
 
-# -------------------------------------------------------------------------------------------------
-# files of any format
-
-
 def load(path):
     """Any checkpoint as the dict at the top of this file.
 
     path: ours, a Lightning .ckpt (MDLM's and the authors'), .safetensors, pytorch_model.bin, or a
-        folder: of the hub, with one of the last two and config.json, or of a run, with last.pt.
+        folder of the hub or of a run.
     """
     for name in ("last.pt", *HUB_FILES):
         if os.path.exists(os.path.join(path, name)):
