@@ -6,9 +6,8 @@
     slerp      the mix on the sphere: from the direction of [MASK] towards that of the guess
     permuted   each mask gets the mix of another one: is it the content that matters?
 
-A new gate overrides `strength`, a new mix overrides `mix`, and a name in ARMS makes it known to
-`train.py --arm=…`. The definitions are [ours]; arXiv 2601.07351 and 2608.06529 discuss the first
-three. Not here: the paper's own method (softmask.py).
+A new gate overrides `strength`, a new mix `mix`, and a name in ARMS is known to `train.py --arm=…`.
+All are [ours]. Not here: the paper's own method (softmask.py).
 """
 
 import copy
@@ -24,7 +23,7 @@ class Constant(SoftMask):
     """λ = ω_s for every mask, whatever the entropy. It is not learned, so it must be given."""
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, **others):
-        if omega_s < 1e-3:  # binary masking for ever, and nothing would show it
+        if omega_s < 1e-3:
             raise Refused(f"a constant λ of {omega_s:g} is no feedback: give omega_s, say 0.3")
         super().__init__(mask_id, k, omega_s, **others)
 
@@ -64,11 +63,6 @@ class Permuted(SoftMask):
 
 
 ARMS = {"": SoftMask, "constant": Constant, "renorm": Renorm, "slerp": Slerp, "permuted": Permuted}
-
-
-def soft_mask(arm="", **omega):
-    """The SoftMask of an adapter, from the arguments that dream.read_omega returns."""
-    return ARMS[arm](**omega)
 
 
 def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):

@@ -23,7 +23,7 @@ released checkpoints. Not here: the reverse process (sample.py), the training lo
 import math
 from dataclasses import dataclass, fields
 from functools import partial
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn as nn
@@ -60,7 +60,7 @@ class ModelConfig:
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
-    arm: str = ""                    # another gate or mix: its name in arms.py
+    arm: Literal["", "constant", "renorm", "slerp", "permuted"] = ""  # other gates and mixes
 
 
 def sample_times(n, generator, low=ALPHA_FLOOR, high=1.0):

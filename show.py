@@ -4,9 +4,9 @@
     generate(model, 1, steps, on_step=show(tok, mask_id))           # drawn in place, λ in green
     generate(model, 1, steps, on_step=trace(tok, model, states))    # a list, for lab/plot.py
 
-An `on_step` gets (x, lam, guess, at, h). x (n, L) are the token ids. Where they are [MASK], lam is
-λ and guess the most likely token. at (m,) are the masks of the flat batch that were predicted, from
-h (m, D). Only the first sequence is followed. Not here: decoding (sample.py).
+An `on_step` gets (x, lam, guess, at, h): ids (n, L), λ and the most likely tokens of the masks, and
+the masks of the flat batch that were predicted, at (m,), from h (m, D). Only the first sequence is
+followed. Not here: decoding (sample.py).
 """
 
 import shutil
@@ -33,10 +33,7 @@ def painted(text, lam=None):
 
 
 def draw(lines, drawn, pause):
-    """Prints lines over the last picture, of `drawn` lines. Returns how many there are now.
-
-    pause: seconds per picture. Without it a small model is too fast to watch.
-    """
+    """Prints lines over the last picture, of `drawn` lines, for `pause` s. Returns their number."""
     lines = lines[1 - max(2, shutil.get_terminal_size().lines):]  # the end of a long text
     back = f"\x1b[{drawn}F\x1b[J" if drawn else ""
     print(back + "\n".join(lines), flush=True)
@@ -46,7 +43,7 @@ def draw(lines, drawn, pause):
 
 def show(tok, mask_id, pause=0.05):
     """An `on_step` that draws the first sequence in place, if somebody watches."""
-    drawn = 0  # lines of the last picture
+    drawn = 0
 
     def on_step(x, lam, guess, *_):
         nonlocal drawn

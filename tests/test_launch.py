@@ -71,6 +71,7 @@ def test_a_literal_takes_its_words():
     ("--steps", "--steps: expected one argument"),
     ("--steps=1.5", "--steps=1.5 is not int"),
     ("--resume=maybe", "--resume=maybe is not .*bool.*auto"),
+    ("--arm=cubic", "--arm=cubic is not .*constant"),
     ("--p_sm=80", "--p_sm=80.0 must be a number from 0 to 1"),
     ("--clip=nan", "--clip=nan must be a number from"),
 ])
