@@ -1,10 +1,6 @@
 # SPDX-License-Identifier: MIT
 """6×6 Sudokus: a language whose entropy is known, so that a bound can be compared with the truth.
 
-    grids, NATS, texts    all grids, the entropy of one drawn uniformly, and documents to learn
-    puzzles, right        grids with some cells given, and how many samples are without a mistake
-    demonstrate           a model fills puzzles with soft-masked feedback and without
-
     python sudoku.py                                                # the shipped model, 100 puzzles
     python sudoku.py --given=1..4......2........3.......5......6.   # your own puzzle
     python sudoku.py --checkpoint=out/quickstart/last.pt            # your own model
@@ -37,29 +33,25 @@ def grids():
 
     Any grid is one of these with its digits exchanged, so there are 39,168 · 6! = 28,200,960.
     """
-    rows = list(itertools.permutations(range(6)))
-    # The rows that can be in one grid with this row: they differ from it in every column.
-    fits = {row: {other for other in rows if all(a != b for a, b in zip(row, other))}
-            for row in rows}
-
-    def complete(grid, candidates):
+    def complete(grid, rows):
+        """All grids that begin with `grid`. rows: those that repeat no digit in a column of it."""
         if len(grid) == 6:
             yield sum(grid, ())
-        for row in candidates:
+        for row in rows:
             # The second row of a box must not repeat the three digits above it.
             if len(grid) % 2 == 0 or not set(row[:3]) & set(grid[-1][:3]):
-                yield from complete(grid + [row], [c for c in candidates if c in fits[row]])
+                yield from complete(grid + [row], [other for other in rows if fit(row, other)])
 
-    first = rows[0]
-    return torch.tensor(list(complete([first], sorted(fits[first]))), dtype=torch.uint8)
+    def fit(row, other):
+        return all(a != b for a, b in zip(row, other))
+
+    first, *others = itertools.permutations(range(6))
+    found = complete([first], [row for row in others if fit(row, first)])
+    return torch.tensor(list(found), dtype=torch.uint8)
 
 
 def texts(n, generator):
-    """n grids drawn uniformly, as texts of 36 digits, row by row.
-
-    With its EOS, a grid is a document of 37 tokens. So rows of L = 39, which hold 37 tokens of the
-    stream, hold one whole grid each.
-    """
+    """n grids drawn uniformly, as texts of 36 digits. With EOS, one fills a row of L = 39."""
     which = torch.randint(len(grids()), (n,), generator=generator)                   # (n,)
     digits = torch.rand(n, 6, generator=generator).argsort(-1)                       # (n, 6)
     cells = digits.gather(1, grids()[which].long()) + 1                              # (n, 36)
@@ -67,10 +59,7 @@ def texts(n, generator):
 
 
 def puzzles(x, given, mask_id, generators):
-    """Grids of which `given` random cells are left, and their ends. All others become masks.
-
-    x: (n, 39) ids.   given: 0 to 36.   generators: one for each grid.   Returns (n, 39).
-    """
+    """Grids x (n, 39), of which `given` random cells are left. generators: one for each grid."""
     x = x.clone()                                                                    # (n, 39)
     for row, generator in zip(x, generators):
         order = torch.randperm(36, generator=generator)                              # (36,)
@@ -90,37 +79,17 @@ def mistake(cells):
     return ""
 
 
-def completion(cells):
-    """A grid with these cells, or "" if there is none: tries the cell with the fewest options."""
-    options = {}
-    for i in range(36):
-        if cells[i] == ".":
-            seen = {cells[j] for unit in UNITS.values() if i in unit for j in unit}
-            options[i] = set("123456") - seen
-    if not options:
-        return cells
-    i = min(options, key=lambda i: len(options[i]))
-    tried = (completion(cells[:i] + digit + cells[i + 1:]) for digit in options[i])
-    return next(filter(None, tried), "")
-
-
 def right(samples):
-    """How many samples are whole grids, and how varied these are. Ends of a document are left out.
-
-    Returns {right: share, right_se: its standard error, distinct: different grids among the right
-    ones, commonest: share of the most frequent one, if digits may be exchanged}.
+    """{right: share of whole grids, right_se: its standard error, distinct: how many differ among
+    these, commonest: share of the most frequent one, if digits may be exchanged}.
     """
-    found = [re.sub(r"<\|\w+\|>", "", text) for text in samples]
-    found = [text for text in found if "." not in text and not mistake(text)]
+    texts = [re.sub(r"<\|\w+\|>", "", text) for text in samples]  # without ends of a document
+    found = [text for text in texts if "." not in text and not mistake(text)]
     relabelled = [grid.translate(str.maketrans(grid[:6], "123456")) for grid in found]
     commonest = max(map(relabelled.count, set(relabelled)), default=0)
     share = len(found) / len(samples)
     return {"right": share, "right_se": math.sqrt(share * (1 - share) / len(samples)),
             "distinct": len(set(found)), "commonest": commonest / max(1, len(found))}
-
-
-# -------------------------------------------------------------------------------------------------
-# the demonstration
 
 
 def ids_of(cells, mask_id):
@@ -136,9 +105,8 @@ def cells_of(x, mask_id):
 
 
 def fill(model, x, order):
-    """Puzzles x (n, 39) with equally many masks, filled with and without feedback, one cell a call.
-
-    Returns {title: [(cells, λ, guesses) after each call]}, each of them n texts or lists of 36.
+    """Puzzles x (n, 39) with equally many masks, filled with and without feedback, one cell a call:
+    {title: [(cells, λ, guesses) after each call]}, each of them n texts or lists of 36.
     """
     from data import rng
     from launch import progress
@@ -148,7 +116,8 @@ def fill(model, x, order):
     with progress(total=len(sides) * n_masks, desc="filling", leave=False) as bar:
         for title, states in sides.items():
             def on_step(now, lam, guess, *_, states=states):
-                cells, guesses = (cells_of(ids, model.mask_id) for ids in (now, guess))
+                cells = cells_of(now, model.mask_id)
+                guesses = cells_of(guess, model.mask_id)
                 states.append((cells, lam[:, 1:37].tolist(), guesses))
                 bar.update()
             generators = [rng("fill", i) for i in range(len(x))]
@@ -182,8 +151,9 @@ def compare(sides, i):
     else:
         calls = calls[-1:]
     for call in calls:
-        columns = [picture(title, *(values[i] for values in state))
-                   for title, state in zip(sides, call)]
+        columns = []
+        for title, (cells, lam, guesses) in zip(sides, call):
+            columns.append(picture(title, cells[i], lam[i], guesses[i]))
         lines = ["     ".join(f"{part:21}" for part in parts) for parts in zip(*columns)]
         drawn = draw(lines, drawn, pause=0.2)
 
@@ -204,11 +174,11 @@ def demonstrate(model, count=100):
     print(*rows, sep="\n")
     print(f"  ± at most {math.sqrt(count) / 2:.0f}: a standard error over puzzles, of one model")
     differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
+    if model.sm:
+        print(f"\nThe surest cell next: the two differ in {len(differ)} of {count} puzzles.")
     shown, why = 0, ""
     if differ:
         shown, why = differ[0], ", because it is the first of these"
-    if model.sm:
-        print(f"\nThe surest cell next: the two differ in {len(differ)} of {count} puzzles.")
     print(f"Puzzle {shown + 1} is shown{why}:")
     compare(sides, shown)
 
@@ -222,13 +192,9 @@ class Config:
 def main(cfg):
     from launch import Refused
     from mdlm import MDLM
-    if cfg.given:
-        wrong = mistake(cfg.given)
-        if not wrong and not completion(cfg.given):
-            wrong = "no grid has these"
-        if wrong:
-            raise Refused(f"--given={cfg.given} cannot be filled, {wrong}: give 36 digits from 1 "
-                          f"to 6, row by row, with dots for empty cells")
+    if cfg.given and mistake(cfg.given):
+        raise Refused(f"--given={cfg.given} cannot be filled, {mistake(cfg.given)}: give 36 digits "
+                      f"from 1 to 6, row by row, with dots for empty cells")
     model = MDLM.load(cfg.checkpoint)
     if cfg.given:
         x = ids_of([cfg.given], model.mask_id)                                       # (1, 39)
