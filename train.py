@@ -10,8 +10,8 @@
 
 Every random number is a function of what it is for: (seed, "t", step), (seed, "q", step, j), with
 steps from 0 (update 17 of the log has step 16), and micro-batches j counted over all ranks. So one
-process with 4 micro-batches and two with 2 make the same run. A run that was stopped, or killed,
-goes on as if it had not been: there is no random state to save. log.jsonl has what is on screen.
+process with 4 micro-batches and two with 2 make the same run, and a run that was stopped or killed
+goes on as if it had not been: there is no random state to save.
 
 Not here: the model and its loss (mdlm.py), sampling (sample.py), metrics (eval.py).
 """
@@ -36,7 +36,7 @@ from data import rng
 from eval import bits_per_byte, val_ppl
 from launch import Count, Positive, Rate, Refused, Share, Size
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, compile_parts, corrupt, sample_times
-from sample import generate, generate_in_order
+from sample import generate
 from show import show
 
 
@@ -80,31 +80,24 @@ PRESETS = {
     # 6×6 Sudoku, whose entropy is known, from the paper's ω. With four heads, some seeds stay for
     # thousands of updates on the plateau where only the digits' frequencies are known.
     "quickstart": dict(
-        data="data/sudoku", out_dir="out/quickstart", overwrite=True, show=True,
+        data="data/sudoku", out_dir="out/quickstart", show=True,
         n_layer=2, n_head=8, n_embd=128, n_cond=32, length=39, dropout=0.0,
         steps=3500, batch_size=32, micro_batch=32, eta_bb=1e-3, warmup=200, ema=0.995,
         log_every=50, eval_every=0, eval_rows=2000, save_every=500, keep_every=0),
     # Text that every machine has. Bytes have entropies at which the paper's ω_b keeps λ near 0, and
     # in so few updates ω_s would hardly grow. So ω starts where small runs drift to [ours].
     "stdlib": dict(
-        data="data/stdlib", out_dir="out/stdlib", overwrite=True, show=True,
+        data="data/stdlib", out_dir="out/stdlib", show=True,
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
         omega_s=0.5, omega_a=1.0, omega_b=-2.8,
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
         log_every=50, eval_every=0, eval_rows=256, save_every=500, keep_every=0),
-    # Some MB of your own text on two CPU cores. ω starts as above.
-    "small": dict(
-        out_dir="out/small", n_layer=4, n_head=4, n_embd=256, length=128,
-        omega_s=0.5, omega_a=1.0, omega_b=-2.8,
-        steps=10_000, batch_size=8, micro_batch=8, eta_bb=1e-3, warmup=200, ema=0.999,
-        eval_every=500, keep_every=0),
     "owt": {},
     "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),  # MDLM's own
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# Seed of held-out times and masks. It does not follow cfg.seed: all runs are compared on the same
-# masks, which are also those of `eval.py ppl`.
+# Seed of held-out times and masks, also those of `eval.py ppl`: all runs are compared on the same.
 EVAL_SEED = 1
 
 # Dense bf16 peak of one device in FLOP/s. The first name that is part of the device's name counts.
@@ -118,9 +111,18 @@ MAY_DIFFER_ON_RESUME = {
     "log_every", "eval_every", "eval_rows", "save_every", "keep_every", "show", "device", "dtype",
     "compile", "peak_flops"}
 
+order = functools.lru_cache(2)(data.order)  # of this epoch, and at its end of the next
 
-# -------------------------------------------------------------------------------------------------
-# pieces of an update
+
+def batch(tokens, cfg, step, j, M):
+    """x0 (b, L): sequences j, j + M, j + 2M, … of an update in M micro-batches.        Alg. 1 l.2
+
+    A function of step and j: no row is seen twice in an epoch, whatever happens to the run.
+    """
+    n = data.n_rows(tokens, cfg.length)
+    numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
+    index = [order(n, i // n, cfg.seed)[i % n] for i in numbers]
+    return data.rows(tokens, index, cfg.length)
 
 
 def lr_at(step, cfg):
@@ -132,8 +134,8 @@ def lr_at(step, cfg):
 def update_ema(ema, model, step, decay=0.9999):
     """ema ← d ema + (1 − d) model, in place, with d = min(decay, (1 + step)/(10 + step)) [code]
 
-    ema, model: modules with the same parameters.   step: updates made. Without this warm-up of d,
-    the average would remember the random start for 1/(1 − decay) updates.
+    step: updates made. Without this warm-up of d, the average would remember the random start for
+    1/(1 − decay) updates.
     """
     d = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - d)
@@ -149,159 +151,8 @@ def flops_per_token(cfg, p_sm):
     return forward * (3 + p_sm * (3 if cfg.two_updates else 1))
 
 
-# -------------------------------------------------------------------------------------------------
-# what cannot be run
-
-
-def validate(cfg, special):
-    """cfg with the vocabulary of the data.   special: its tokenizer, as in meta.json.
-
-    Raises Refused for values that cannot be run.
-    """
-    launch.check_ranges(cfg)
-    if not cfg.b_l < cfg.b_h:
-        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    if cfg.k is not None and cfg.k >= special["vocab_size"]:
-        raise Refused(f"--k={cfg.k} must be less than the {special['vocab_size']} tokens of "
-                      f"{cfg.data}")
-    if not cfg.out_dir:
-        raise Refused("--out_dir= is empty: name a folder for checkpoints and log")
-    vocabulary = {"vocab_size": special["mask_id"] + 1, "mask_id": special["mask_id"]}
-    for name, value in vocabulary.items():
-        if getattr(cfg, name) not in (getattr(ModelConfig, name), value):
-            raise Refused(f"--{name}={getattr(cfg, name)} is not that of {cfg.data}: leave it out, "
-                          f"the tokenizer of the data decides")
-    return replace(cfg, **vocabulary, soft_mask=cfg.soft_mask and cfg.p_sm > 0)
-
-
-def check_resume(ckpt, cfg, source):
-    """Raises Refused unless going on from this checkpoint repeats the run that it was cut from."""
-    last = f"{cfg.out_dir}/last.pt"
-    if ckpt["kind"] != "mdlm" or not ({"optimizer", "ema", "data", "metrics"} <= ckpt.keys()):
-        raise Refused(f"{last} was not written by a running train.py: start from its weights, "
-                      f"--init_from={last} --out_dir=…")
-    there = ckpt["config"]
-    different = [f"{name} ({there.get(name)!r} there, {value!r} here)"
-                 for name, value in asdict(cfg).items()
-                 if name not in MAY_DIFFER_ON_RESUME and there.get(name) != value]
-    if ckpt["data"].get("sha256") != source["sha256"]:
-        different.append("the data")
-    if ckpt.get("keys", 1) != data.KEYS:
-        different.append("the random numbers of data.rng")
-    if different:
-        raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, "
-                      f"or another --out_dir")
-    if ckpt["step"] > cfg.steps:
-        raise Refused(f"--steps={cfg.steps}, but {last} has made {ckpt['step']}: give more")
-
-
-@contextlib.contextmanager
-def refused_if_odd(path):
-    """Raises Refused when this block cannot use the contents of `path`, which may be anything."""
-    try:
-        yield
-    except (AttributeError, KeyError, RuntimeError, TypeError, ValueError) as e:
-        raise Refused(f"{path} is not whole ({type(e).__name__}): take an earlier file with "
-                      f"--init_from=…, or start again with --overwrite")
-
-
-def check_init(ckpt, cfg, special):
-    """Raises Refused unless these weights can start a model of this configuration and tokenizer."""
-    if ckpt["kind"] != "mdlm":
-        raise Refused(f"{cfg.init_from} holds a {ckpt['kind']}, not an MDLM")
-    here = asdict(cfg)
-    there = here | {"arm": ""} | ckpt["config"]  # an older file does not name its arm: it has none
-    names = ["n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "mask_id", "time_conditioning"]
-    if cfg.soft_mask and there["soft_mask"]:
-        names += ["arm", "k"]  # the ω of the file was learned for one mix, and suits no other
-    different = [f"{name} ({there[name]!r} there, {here[name]!r} here)"
-                 for name in names if there[name] != here[name]]
-    tok = ckpt.get("tokenizer")
-    if tok and tok["name"] != special["name"]:
-        different.append(f"tokenizer ({tok['name']} there, {special['name']} in {cfg.data})")
-    if different:
-        raise Refused(f"{cfg.init_from} holds another model than this configuration: "
-                      f"{', '.join(different)}; give the same")
-
-
-# -------------------------------------------------------------------------------------------------
-# what a first run shows
-
-
-# Training rarely shows an empty grid, which is the hardest start. So a puzzle is filled as well.
-SHOWN = (("at random places", "random", 0), ("the surest place first", "entropy", 0),
-         ("the same, 12 cells given", "entropy", 12))
-
-
-def count_right(cfg, model, tok, grids):
-    """How many Sudokus a model gets right: empty ones and puzzles, with feedback and without.
-
-    grids: (n, 39) ids, of which the puzzles are made.
-    """
-    kinds = {True: "with feedback", False: "without"} if model.sm else {False: "without"}
-    print(f"\nwhole grids right, of {len(grids)} (± standard error), one token a call\n{'':28}"
-          + "".join(f"{kind:16}" for kind in kinds.values()))
-    for text, order, given in SHOWN:
-        draws = [rng("puzzle", i) for i in range(len(grids))]
-        x = sudoku.puzzles(grids, given, model.mask_id, draws)                       # (n, 39)
-        shares = []
-        for soft in kinds:
-            generators = [rng(cfg.seed, "grids", i) for i in range(len(x))]
-            ids, _ = generate_in_order(model, len(x), 36 - given, order, 1.0, generators, x=x,
-                                       soft=soft)
-            found = sudoku.right([tok.decode(row) for row in ids.tolist()])
-            shares.append(f"{found['right']:.2f} ± {found['right_se']:.2f}")
-        print(f"  {text:26}" + "".join(f"{share:16}" for share in shares), flush=True)
-
-
-def print_omega(cfg):
-    """About ten lines of the log: how ω got to where it is."""
-    print("\n  update     ω_s     ω_a   ω_b   mean λ")
-    lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
-    lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
-    for line in lines[:-1:max(1, len(lines) // 10)] + lines[-1:]:
-        row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
-        print(row.format(**line))
-
-
-def demonstrate(cfg, model, bounds, held_out, meta):
-    """Shows whether feedback helps this model, how ω got there, and a sample that appears.
-
-    model: the average.   bounds: {name: nats per token}.   held_out: (n, L).   meta: of the data.
-    """
-    tok = data.tokenizer(meta["tokenizer"]["name"])
-    grids = sudoku.right([tok.decode(held_out[0].tolist())])["right"] == 1
-    unit = f"nats per grid (the entropy is {sudoku.NATS:.2f})" if grids else "bits per byte"
-    print(f"\nheld-out bound, {len(held_out)} rows, in {unit}; one model, the same masks")
-    for name, text in (("val_soft", "with feedback"), ("val_plain", "without")):
-        if name in bounds:
-            per_byte = bits_per_byte(bounds[name], cfg.length, meta["val"])
-            print(f"  {text:15}{bounds[name] * cfg.length if grids else per_byte:.4f}")
-    if model.sm:
-        print_omega(cfg)
-    x, make, steps = None, generate, cfg.length
-    if grids:
-        # The ends are always given. From masks alone, a model without absolute positions predicts
-        # the same everywhere, so the first token could be a digit in the place of BOS.
-        count_right(cfg, model, tok, held_out[:256])
-        draws = [rng("puzzle", 0)]
-        x = sudoku.puzzles(held_out[:1], 12, model.mask_id, draws)[0]                # (39,)
-        steps = 36 - 12
-        make = functools.partial(generate_in_order, order="entropy", top_p=1.0)
-    print("\none sample; green: masks, the greener the larger λ")
-    ids, _ = make(model, 1, steps, generator=[rng(cfg.seed, "demonstrate")], x=x,
-                  on_step=show(tok, cfg.mask_id))
-    more = f" --order=entropy --top_p=1 --given=1..4{'.' * 26}5....6" if grids else ""
-    print(f"\n{tok.decode(ids[0].tolist())}\n"
-          f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show{more}")
-
-
-# -------------------------------------------------------------------------------------------------
-# Alg. 1
-
-
 def train(cfg):
-    """Alg. 1: what is trained, one update, and the loop. Returns (the MDLM, its average).
+    """Alg. 1: the data, the model, one update, and the loop. Returns (the MDLM, its average).
 
     Checked against tests/oracles.py alg1.
     """
@@ -321,59 +172,39 @@ def train(cfg):
                       f"{cfg.micro_batch} times {world} processes: change one of them")
     n = data.n_rows(tokens, cfg.length)
     source = {"path": cfg.data, "n_tokens": len(tokens), "sha256": meta["train"]["sha256"]}
-    last = os.path.join(cfg.out_dir, "last.pt")
-    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)
     if cfg.eval_every or cfg.show:
-        val = data.open_split(cfg.data, "val")[0]
-        n_val = data.n_rows(val, cfg.length)
-        m = min(cfg.eval_rows, n_val)
-        # The rows of `eval.py ppl --rows=m`
-        held_out = data.rows(val, torch.arange(m) * n_val // m, cfg.length)    # (m, L)
+        held_out = held_out_rows(cfg)                                          # (m, L)
 
     # ---- the model, its average, the optimizer
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model = MDLM(cfg)
-    start, metrics, ckpt = 0, {}, None
-    if going_on:
+    last, start, metrics, ckpt = os.path.join(cfg.out_dir, "last.pt"), 0, {}, None
+    if launch.goes_on(last, cfg.resume, cfg.overwrite):
         ckpt = checkpoint.load(last)
         check_resume(ckpt, cfg, source)
-        with refused_if_odd(last):
-            model.load_state_dict(ckpt["model"])
+        model.load_state_dict(ckpt["model"])
         start, metrics = ckpt["step"], ckpt["metrics"]
         # Its files still say where the run began, whatever the flags of the resume are.
-        began = {"init_from", "omega_s", "omega_a", "omega_b"} & ckpt["config"].keys()
-        cfg = replace(cfg, **{name: ckpt["config"][name] for name in began})
-    elif cfg.init_from:  # raw weights and a new optimizer [code]; ω is new if the file has none
-        source_file, folder = map(os.path.realpath, (cfg.init_from, cfg.out_dir))
-        if folder in (source_file, os.path.dirname(source_file)):
-            raise Refused(f"--init_from={cfg.init_from} is in --out_dir={cfg.out_dir}, where this "
-                          f"run replaces files: give another --out_dir")
-        initial = checkpoint.load(cfg.init_from)
-        check_init(initial, cfg, meta["tokenizer"])
-        ours = model.state_dict()
-        model.load_state_dict(ours | {k: t for k, t in initial["model"].items() if k in ours})
-        if master and "sm.raw_s" in initial["model"].keys() & ours.keys():
-            print(f"ω goes on from {cfg.init_from}: --omega_s, _a and _b are not used")
-        if master and not initial.get("ema"):
-            print(f"{cfg.init_from} has one set of weights, which in step-N.pt and in published "
-                  f"files is the average. In the paper, θ starts from raw weights")
-        del initial
+        cfg = replace(cfg, **{name: ckpt["config"][name] for name in
+                              ("init_from", "omega_s", "omega_a", "omega_b")})
+    elif cfg.init_from:
+        load_initial(model, cfg, meta["tokenizer"])
     model.to(device)
     # The EMA is a second backbone around the same ω: the average that is published and evaluated
     # [code]. In a continuation it starts at the loaded weights [ours]. That of the authors starts
     # at random ones, which twenty updates forget.
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
+    average = {"net." + name: t for name, t in ema.net.state_dict().items()}
     theta = list(model.net.parameters())
     omega = list(model.sm.parameters()) if model.sm else []
     groups = [{"params": params} for params in (theta, omega) if params]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0,  # [code]
                                   fused=device.type in ("cuda", "cpu"))
     if ckpt:
-        with refused_if_odd(last):
-            ema.net.load_state_dict({k.removeprefix("net."): t for k, t in ckpt["ema"].items()})
-            optimizer.load_state_dict(ckpt["optimizer"])
+        ema.load_state_dict(model.state_dict() | ckpt["ema"])
+        optimizer.load_state_dict(ckpt["optimizer"])
         del ckpt  # it is as large as the model and its optimizer
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
         compile_parts(model)
@@ -381,34 +212,11 @@ def train(cfg):
     if world > 1:
         ids = [device.index] if device.type == "cuda" else None
         net = DistributedDataParallel(model, device_ids=ids)
-
-    peak = cfg.peak_flops
-    if device.type == "cuda" and not peak:
-        name = torch.cuda.get_device_name(device)
-        peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
-    done, stop = start, 0
+    # cache_enabled: with a cache, older torch (2.6 does, 2.13 does not) takes the bf16 weights of
+    # pass 1, which have no graph, for pass 2 too. Then they get no gradient, and nothing says so.
+    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=dtype is not None,
+                                 cache_enabled=False)
     log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, master)
-
-    # ---- one update
-    @functools.lru_cache(1)
-    def permutation(epoch):
-        return data.order(n, epoch, cfg.seed)                                        # (n,)
-
-    def batch(step, j):
-        """x0 (b, L): sequences j, j + M, j + 2M, … of an update in M micro-batches.    Alg. 1 l.2
-
-        They are a function of step and j, so no row is seen twice in an epoch, whatever happens to
-        the run.
-        """
-        numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, accum * world)
-        index = [permutation(i // n)[i % n] for i in numbers]
-        return data.rows(tokens, index, cfg.length)
-
-    def autocast():
-        # cache_enabled: with a cache, older torch (2.6 does, 2.13 does not) takes the bf16 weights
-        # of pass 1, which have no graph, for pass 2 too. Then they get no gradient, and nothing
-        # says so.
-        return torch.autocast(device.type, dtype, enabled=dtype is not None, cache_enabled=False)
 
     def update(step):
         """One update of θ and ω. Returns the norm of the gradient, 0-d.             Alg. 1 l.2-9"""
@@ -420,22 +228,24 @@ def train(cfg):
             group["lr"] = eta * lr_at(step, cfg)
         for i in range(accum):
             j = i * world + rank        # counted over all ranks: any rank may compute it
-            x0 = batch(step, j)                                                # (b, L)          l.2
+            x0 = batch(tokens, cfg, step, j, accum * world)                    # (b, L)          l.2
             # With the stride, every micro-batch spans all times, and half of its tokens are
             # masked. Of slices, that with t ≈ 1 would have twice as many masks [ours].
             t = times[j::accum * world]                                        # (b,)            l.3
             xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))      # (b, L)          l.4
-            masks = (xt == cfg.mask_id).sum()    # counted on the CPU, where it waits for nothing
-            x0, xt, t = (launch.to_device(x, device) for x in (x0, xt, t))
-            torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
+            # Found on the CPU, so that the host need not wait for a GPU to know how many they are.
+            at = (xt == cfg.mask_id).flatten().nonzero().squeeze(1)            # (N,)
+            x0, xt, t, at = (launch.to_device(x, device) for x in (x0, xt, t, at))
+            if cfg.dropout:
+                torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
             more = i + 1 < accum        # ranks add up their gradients in the last micro-batch
             with net.no_sync() if world > 1 and more else contextlib.nullcontext():
                 with autocast():
-                    nll = net(x0, xt, t, soft)                               # (b,)            l.5-8
+                    nll = net(x0, xt, t, soft, at)                           # (b,)            l.5-8
                 # Divided by all tokens, not by the masks [code]: so any split gives the same.
                 (nll.sum() / (accum * x0.numel())).backward()
             nll = nll.detach()
-            log.add(nll=nll.sum(), ce=nll @ t, masks=masks, softs=soft, lam=model.lam * soft)
+            log.add(nll=nll.sum(), ce=nll @ t, masks=len(at), softs=soft, lam=model.lam * soft)
         if not soft:
             # The gradient of ω is 0, which DDP needed (TwoPass). Adam would still move ω by its
             # momentum [ours].
@@ -447,9 +257,8 @@ def train(cfg):
         update_ema(ema.net, model.net, step + 1, cfg.ema)
         return norm
 
-    # ---- what is due now and then
     def evaluate():
-        """Nats per token of the EMA on fixed rows, with feedback and without, over all ranks."""
+        """{name: nats per token} of the EMA on fixed rows, with feedback and without."""
         bounds = {}
         for soft in [True, False] if omega else [False]:
             with autocast():
@@ -458,22 +267,22 @@ def train(cfg):
             bounds["val_soft" if soft else "val_plain"] = nll / count
         return bounds
 
-    def describe(sums, updates, seconds, norm):
-        """The line of log.jsonl for the updates since the last one."""
+    def describe(done, norm):
+        """The line of log.jsonl for the updates since the last one. It refuses a nan."""
+        sums, updates, seconds, norm = log.collect(done, norm)
         tokens_seen = updates * cfg.batch_size * cfg.length
         line = {"step": done, "loss": sums["nll"] / tokens_seen,
                 "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
-                "lr": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": norm,
-                "tokens_per_s": tokens_seen / seconds}
-        line["lam"] = sums["lam"] / max(1, sums["softs"])
+                "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": norm,
+                "tokens_per_s": tokens_seen / seconds, "lam": sums["lam"] / max(1, sums["softs"])}
         if omega:
             line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
         if omega and cfg.k is None:
             line["tau"] = model.sm.tau.item()
-        if peak:
+        if peak_flops(cfg, device):
             flops = flops_per_token(cfg, cfg.p_sm if omega else 0)
-            line["mfu"] = line["tokens_per_s"] * flops / peak / world
-        return line | (metrics if metrics.get("step") == done else {})
+            line["mfu"] = line["tokens_per_s"] * flops / peak_flops(cfg, device) / world
+        return line
 
     def save(name, **parts):
         if master:
@@ -481,43 +290,27 @@ def train(cfg):
                             step=done, seed=cfg.seed, keys=data.KEYS, metrics=metrics,
                             tokenizer=meta["tokenizer"], data=source, **parts)
 
-    def average():
-        return {"net." + k: t for k, t in ema.net.state_dict().items()}
-
-    def save_last():
-        save("last.pt", model=model.state_dict(), ema=average(), optimizer=optimizer.state_dict())
-
-    def save_step():
-        save(f"step-{done}.pt", model=model.state_dict() | average())
-
     def due(every):
         return every and (done % every == 0 or done == cfg.steps)
 
     # ---- the loop
+    done, stop = start, 0
     # Rank 0 alone writes, so it alone locks.
     alone = launch.lock(cfg.out_dir) if master else contextlib.nullcontext()
     with alone, launch.signals() as caught:
         log.begin()
-        if master and not start and os.path.exists(last):
-            # If this run is killed before its first save, --resume must not find the old run. Nor
-            # must anyone take a step-N.pt of it that this run has not reached.
-            for path in [last, *glob.glob(os.path.join(glob.escape(cfg.out_dir), "step-*.pt"))]:
-                os.remove(path)
+        if master and not start:
+            remove_old_run(cfg.out_dir)
         if master:
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
                   f"{dtype or 'float32'}; {n:,} rows of {cfg.length}, {cfg.batch_size} a step = "
                   f"{accum} × {world} × {cfg.micro_batch}; updates {start:,} to {cfg.steps:,}")
         # A continuation first measures the bound where it starts (Fig. 3): the best check that the
-        # weights were read correctly. A run that was stopped when an evaluation was due makes it
-        # now.
-        if due(cfg.eval_every) and metrics.get("step") != done and (done or cfg.init_from):
-            metrics = {"step": done, **evaluate()}
+        # weights were read correctly.
+        if cfg.eval_every and cfg.init_from and not start:
+            metrics = {"step": 0, **evaluate()}
             log.write(metrics)
             log.print()
-            if done:
-                save_last()
-            if done == cfg.steps:
-                save_step()
         model.train()
         for step in log.updates():
             norm = update(step)
@@ -529,11 +322,13 @@ def train(cfg):
                     metrics = {"step": done, **evaluate()}
             logged = due(cfg.log_every) or due(cfg.save_every) or stop
             if logged or done == 1 or metrics.get("step") == done:  # 1: the user sees a line soon
-                log.write(describe(*log.collect(done, norm)))  # refuses a nan, before the save
+                line = describe(done, norm)
+                log.write(line | metrics if metrics.get("step") == done else line)
             if due(cfg.save_every) or stop:
-                save_last()
+                save("last.pt", model=model.state_dict(), ema=average,
+                     optimizer=optimizer.state_dict())
             if due(cfg.keep_every) or done == cfg.steps:
-                save_step()
+                save(f"step-{done}.pt", model=model.state_dict() | average)
             log.print()
             if stop:
                 break
@@ -541,13 +336,118 @@ def train(cfg):
     if cfg.show and done == cfg.steps and not stop:
         bounds = evaluate()
         if master:
-            demonstrate(cfg, ema, bounds, held_out, meta)
-    if stop:  # also in the last update: its evaluation may still be due
+            demonstrate(cfg, ema, bounds, meta)
+    if stop:
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
     complete = f"{last} has made all {cfg.steps:,} updates: more --steps go on"
     launch.leave(world, complete if start == cfg.steps else model.warning(), 0)
     return model, ema
+
+
+def held_out_rows(cfg):
+    """(m, L): the rows of `eval.py ppl --rows=m`, evenly spaced."""
+    val = data.open_split(cfg.data, "val")[0]
+    n = data.n_rows(val, cfg.length)
+    m = min(cfg.eval_rows, n)
+    return data.rows(val, torch.arange(m) * n // m, cfg.length)
+
+
+def peak_flops(cfg, device):
+    if device.type != "cuda" or cfg.peak_flops:
+        return cfg.peak_flops
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
+
+
+def remove_old_run(folder):
+    """For --overwrite: --resume must not find the old run, nor anyone results of its weights."""
+    for pattern in "last.pt*", "step-*.pt*":
+        for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
+            os.remove(path)
+
+
+def validate(cfg, special):
+    """cfg with the vocabulary of the data.   special: its tokenizer, as in meta.json."""
+    if not cfg.b_l < cfg.b_h:
+        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
+    if cfg.k is not None and cfg.k >= special["vocab_size"]:
+        raise Refused(f"--k={cfg.k} must be below the {special['vocab_size']} tokens of {cfg.data}")
+    return replace(cfg, vocab_size=special["mask_id"] + 1, mask_id=special["mask_id"],
+                   soft_mask=cfg.soft_mask and cfg.p_sm > 0)
+
+
+def check_resume(ckpt, cfg, source):
+    """Raises Refused unless going on from this checkpoint repeats the run that it was cut from."""
+    last, before = f"{cfg.out_dir}/last.pt", ckpt["config"]
+    different = [f"{name} ({before.get(name)!r} there, {value!r} here)"
+                 for name, value in asdict(cfg).items()
+                 if name not in MAY_DIFFER_ON_RESUME and before.get(name) != value]
+    if (ckpt["data"]["sha256"], ckpt["keys"]) != (source["sha256"], data.KEYS):
+        different.append("the data, or the keys of the random numbers")
+    if different:
+        raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, "
+                      f"or another --out_dir")
+    if ckpt["step"] > cfg.steps:
+        raise Refused(f"--steps={cfg.steps}, but {last} has made {ckpt['step']}: give more")
+
+
+def load_initial(model, cfg, special):
+    """Start from the raw weights of a file [code], and from its ω, if it has one.
+
+    Raises Refused unless they suit this configuration and tokenizer: n_head shows in no shape.
+    """
+    if os.path.realpath(os.path.dirname(cfg.init_from)) == os.path.realpath(cfg.out_dir):
+        raise Refused(f"--init_from={cfg.init_from} is in --out_dir={cfg.out_dir}, where this run "
+                      f"replaces files: give another --out_dir")
+    ckpt, here = checkpoint.load(cfg.init_from), asdict(cfg)
+    if ckpt["kind"] != "mdlm":
+        raise Refused(f"{cfg.init_from} holds a {ckpt['kind']}, not an MDLM")
+    names = ["n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "mask_id", "time_conditioning"]
+    before = here | ckpt["config"]
+    if cfg.soft_mask and before["soft_mask"]:
+        names += ["arm", "k"]
+    different = [f"{name} ({before[name]!r} there, {here[name]!r} here)"
+                 for name in names if before[name] != here[name]]
+    if ckpt.get("tokenizer") and ckpt["tokenizer"]["name"] != special["name"]:
+        different.append(f"tokenizer ({ckpt['tokenizer']['name']} there, {special['name']} here)")
+    if different:
+        raise Refused(f"{cfg.init_from} holds another model than this configuration: "
+                      f"{', '.join(different)}; give the same")
+    ours = model.state_dict()
+    model.load_state_dict(ours | {k: t for k, t in ckpt["model"].items() if k in ours})
+    if not ckpt.get("ema"):
+        print(f"{cfg.init_from} has one set of weights, which in step-N.pt and in published files "
+              f"is the average. In the paper, θ starts from raw weights")
+
+
+def demonstrate(cfg, model, bounds, meta):
+    """What --show ends with: the bound, five lines of ω's story, and what the model writes.
+
+    model: the average.   bounds: {name: nats per token}.   meta: of the data.
+    """
+    grids = meta["source"] == "sudoku"
+    unit = f"nats per grid (the entropy is {sudoku.NATS:.2f})" if grids else "bits per byte"
+    print(f"\nheld-out bound in {unit}; one model, the same masks")
+    for name, nats in bounds.items():
+        value = nats * cfg.length if grids else bits_per_byte(nats, cfg.length, meta["val"])
+        print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{value:.4f}")
+    if model.sm:
+        lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
+        lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
+        print("\n  update     ω_s     ω_a   ω_b   mean λ")
+        for line in lines[:-1:max(1, len(lines) // 4)] + lines[-1:]:
+            row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
+            print(row.format(**line))
+    print()
+    if grids:
+        sudoku.demonstrate(model)
+        return
+    tok = data.tokenizer(meta["tokenizer"]["name"])
+    ids, _ = generate(model, 1, cfg.length, generator=[rng(cfg.seed, "demonstrate")],
+                      on_step=show(tok, cfg.mask_id))
+    print(f"{tok.decode(ids[0].tolist())}\n"
+          f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")
 
 
 if __name__ == "__main__":

@@ -205,7 +205,7 @@ def alg1(model, batch, rng, cfg, mask_id):
         d = min(cfg.ema, (2 + step) / (11 + step))
         average = [d * a + (1 - d) * p.detach().double() for a, p in zip(average, theta)]
         yield {"loss": loss.item(), "ce_per_mask": ce / masks, "grad_norm": norm,
-               "lr": warm * cfg.eta_bb}, average
+               "eta_bb": warm * cfg.eta_bb}, average
 
 
 # -------------------------------------------------------------------------------------------------

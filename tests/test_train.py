@@ -6,7 +6,6 @@ Not here: the loss (test_mdlm.py), flags, signals and the log by themselves (tes
 
 import math
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -273,8 +272,8 @@ def test_a_run_killed_in_a_save_resumes_as_the_uninterrupted_one_bit_for_bit(tin
     assert [line["loss"] for line in log(whole)] == [line["loss"] for line in log(cut)]
 
 
-def test_sigterm_saves_the_update_and_what_was_due_is_made_on_resume(tiny, capsys):
-    """In an update after which an evaluation is due, and again in the last one."""
+def test_sigterm_saves_the_update_and_the_rest_is_the_same_run(tiny, capsys):
+    """In an update after which an evaluation is due, which is left out, and again in the last."""
     whole = replace(tiny, steps=4, eval_every=2, eval_rows=4)
     cut = beside(whole, "cut", resume="auto")
     train(whole)
@@ -286,10 +285,6 @@ def test_sigterm_saves_the_update_and_what_was_due_is_made_on_resume(tiny, capsy
         assert checkpoint.load(file(cut))["step"] == done and done not in bounds(cut)
         out = capsys.readouterr().out
         assert f"stopped after update {done}, saved in" in out and "--resume goes on" in out
-    train(cut)
-    assert bounds(cut) == bounds(whole)
-    for name in ("last.pt", "step-4.pt"):
-        assert checkpoint.load(file(cut, name))["metrics"]["val_soft"] == bounds(whole)[4]
     assert_same_bits(whole, cut)
     assert [line["step"] for line in log(cut) if "loss" in line] == [1, 2, 3, 4]
 
@@ -311,11 +306,9 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     train(replace(cfg, init_from="", steps=7, resume=True))  # a continuation stays one
     assert checkpoint.load(file(cfg))["config"]["init_from"] == cfg.init_from
     again = beside(tiny, "again", init_from=file(cfg), omega_s=0.3, steps=1)
-    assert "ω goes on from" not in capsys.readouterr().out
-    assert train(again)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)
+    assert train(again)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)  # that of the file
     said = capsys.readouterr().out
-    assert "ω goes on from" in said and "has one set of weights" not in said
-    assert "feedback is off" not in said
+    assert "has one set of weights" not in said and "feedback is off" not in said
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
@@ -331,16 +324,11 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
 
 def test_bad_values_are_refused(tiny):
     for change, message in (
-            (dict(p_sm=1.5), "--p_sm=1.5 must be a number from 0 to 1"),
             (dict(b_l=0.5, b_h=0.5), "--b_l=0.5 must be below --b_h=0.5"),
-            (dict(k=259), "--k=259 must be less than the 259 tokens of"),
-            (dict(vocab_size=7), "--vocab_size=7 is not"),
-            (dict(out_dir=""), "--out_dir= is empty"),
+            (dict(k=259), "--k=259 must be below the 259 tokens of"),
+            (dict(n_embd=30, n_head=4), "n_embd=30"),
             (dict(batch_size=6), "--batch_size=6 is not a multiple of --micro_batch=4"),
-            (dict(length=10**6), "tokens do not fill one row"),
-            (dict(data="nowhere"), "nowhere holds no data"),
-            (dict(resume=True), "no checkpoint at"),
-            (dict(init_from="nowhere.pt"), "no checkpoint at nowhere.pt")):
+            (dict(length=10**6), "tokens do not fill one row")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)  # a wrong flag never starts a run
 
@@ -357,9 +345,12 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny, 
     assert checkpoint.load(file(tiny))["step"] == 2
     with open(file(tiny, "log.jsonl"), "a") as f:
         f.write("not a line of ours\n\n")
+    for name in "last.pt.ppl.json", "step-2.pt.ppl.json", "mine.txt":
+        open(file(tiny, name), "w").close()
     train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
-    assert sorted(f for f in os.listdir(tiny.out_dir) if "step" in f) == ["step-1.pt"]
-    for path in file(tiny, "step-1.pt"), file(tiny), tiny.out_dir:
+    assert sorted(os.listdir(tiny.out_dir)) == [
+        ".lock", "last.pt", "log.jsonl", "mine.txt", "step-1.pt"]
+    for path in file(tiny, "step-1.pt"), file(tiny):
         again = replace(tiny, overwrite=True, init_from=path)
         refused("is in --out_dir=.*, where this run replaces files", train, again)
     assert checkpoint.load(file(tiny))["step"] == 1
@@ -384,31 +375,20 @@ def test_another_run_and_weights_of_another_model_are_refused(tiny, tmp_path, mo
     for change, message in (
             (dict(n_layer=1, micro_batch=8),
              r"resume: n_layer \(2 there, 1 here\), micro_batch \(4 there, 8 here\) differ"),
-            (dict(data=other), "cannot resume: the data differ")):
+            (dict(data=other), "cannot resume: the data")):
         refused(message, train, replace(tiny, resume=True, **change))
     with monkeypatch.context() as patch:
         patch.setattr(data, "KEYS", data.KEYS + 1)
-        refused("the random numbers of data.rng differ", train, replace(tiny, resume=True))
-    whole = checkpoint.load(file(tiny))
-    for part in "optimizer", "ema":
-        checkpoint.save(file(tiny), **whole | {part: {}})
-        refused("last.pt is not whole", train, replace(tiny, resume=True))
-    checkpoint.save(file(tiny), **whole)
-    other = tiny.out_dir + "-other.pt"
+        refused("the keys of the random numbers differ", train, replace(tiny, resume=True))
+    whole, other = checkpoint.load(file(tiny)), tiny.out_dir + "-other.pt"
     checkpoint.save(other, **whole | {"tokenizer": whole["tokenizer"] | {"name": "gpt2"}})
-    old = {name: value for name, value in whole["config"].items() if name != "arm"}
-    checkpoint.save(tiny.out_dir + "-old.pt", **whole | {"config": old})
     for change, message in (
             (dict(n_head=4), r"n_head \(2 there, 4 here\)"),  # the shapes would fit
             (dict(arm="slerp"), r"arm \('' there, 'slerp' here\)"),
-            (dict(arm="slerp", init_from=tiny.out_dir + "-old.pt"), r"arm \('' there"),
             (dict(k=None), r"k \(3 there, None here\)"),
-            (dict(init_from=other), r"tokenizer \(gpt2 there, bytes in")):
+            (dict(init_from=other), r"tokenizer \(gpt2 there, bytes here")):
         cfg = beside(tiny, "2", **dict(init_from=file(tiny)) | change)
         refused("another model than this configuration: " + message, train, cfg)
-    shutil.copy(file(tiny, "step-1.pt"), file(tiny))
-    refused("not written by a running train.py: start from its weights", train,
-            replace(tiny, resume=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(),
