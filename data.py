@@ -112,9 +112,8 @@ def rows(tokens, index, L):
     x = torch.empty(len(index), L, dtype=torch.int64)                    # (n, L)
     x[:, 0] = special["bos"]
     x[:, -1] = special["eos"]
-    for row, i in zip(x, index):
-        start = int(i) * (L - 2)
-        row[1:-1] = torch.from_numpy(tokens[start:start + L - 2].astype(np.int64))
+    start = np.asarray(index)[:, None] * (L - 2)                         # (n, 1)
+    x[:, 1:-1] = torch.from_numpy(tokens[start + np.arange(L - 2)].astype(np.int64))
     return x
 
 

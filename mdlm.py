@@ -242,8 +242,8 @@ def likeliest(probs, p):
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
-    if probs.is_cuda and len(probs) <= 16:
-        sizes = (V,)  # to sort few rows costs a GPU less than to let the host wait for `all`
+    if probs.is_cuda and probs.numel() < 1e6:
+        sizes = (V,)  # to sort so few costs a GPU less than to let the host wait for `all`
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():
