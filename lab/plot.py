@@ -45,6 +45,7 @@ class Config:
     trajectory: str = ""     # .svg, a row per network call: Fig. 7
     sudoku: str = ""         # .svg of a grid that fills, a picture per network call
     page: str = ""           # .html of a pattern, to step through
+    note: str = ""           # a sentence at the top of that page: why it shows these samples
     out: str = ""            # (default: plot.png of a figure, else the screen)
 
 
@@ -399,11 +400,11 @@ def sudoku(path):
     return drawing(224, 230, parts)
 
 
-def page(patterns):
+def page(patterns, note=""):
     """A page that goes through traces step by step, side by side: HTML that needs no network."""
     traces = [{"name": Path(path).stem, "steps": read_jsonl(path)} for path in files(patterns)]
     columns = 6 if len(traces[0]["steps"][0]) == 39 else 0  # of a Sudoku
-    values = json.dumps({"columns": columns, "traces": traces})
+    values = json.dumps({"columns": columns, "note": note, "traces": traces})
     template = Path(__file__).with_name("trajectory_template.html").read_text("utf-8").strip()
     # A token may be </script>. Without <, no text of a sample can end the element that holds it.
     return template.replace(">TRACES<", f">{values.replace('<', chr(92) + 'u003c')}<")
@@ -417,7 +418,8 @@ def main(cfg):
     wanted = [maker for maker in MAKERS if getattr(cfg, maker.__name__)]
     if len(wanted) != 1:
         raise Refused(f"give one of --{', --'.join(maker.__name__ for maker in MAKERS)}")
-    made = wanted[0](getattr(cfg, wanted[0].__name__))
+    source = getattr(cfg, wanted[0].__name__)
+    made = page(source, cfg.note) if cfg.page else wanted[0](source)
     if not isinstance(made, str):
         out = cfg.out or "plot.png"
         with atomic(out) as tmp:

@@ -261,12 +261,12 @@ def test_a_page_holds_its_traces_and_no_text_of_theirs_as_html(tmp_path):
     for name, lam in ("off", 0.0), ("on", 0.5):
         log(folder / f"{name}.jsonl", [["x", None], *[mask(lam)] * 4],
             [["x", None], *[mask(lam)] * 3, [EVIL, None]])
-    plot.main(plot.Config(page=f"{folder}/*.jsonl", out=f"{folder}/t.html"))
+    plot.main(plot.Config(page=f"{folder}/*.jsonl", note=EVIL, out=f"{folder}/t.html"))
     text = (folder / "t.html").read_text()
     assert EVIL not in text and text.count("</script>") == 2
     assert "http" not in text.replace("http-equiv", "")
     held = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])
-    assert held == {"columns": 0, "traces": [
+    assert held == {"columns": 0, "note": EVIL, "traces": [
         {"name": name, "steps": read_jsonl(folder / f"{name}.jsonl")}
         for name in ("off", "on")]}
     template, shipped = (Path(ROOT, name).read_text(encoding="utf-8")
