@@ -2,17 +2,12 @@
 """Speed and memory, by one command.                                       §4, App. B.1, App. C.4
 
     python lab/bench.py --json=bench.json      # the paper's sizes, which need a GPU of 80 GB
-    python lab/bench.py cpu --parts=train                         # 8 blocks of 256: some minutes
+    python lab/bench.py cpu --parts=train      # 8 blocks of 256: some minutes
     python lab/bench.py cpu --parts=against --against=../old --repeats=15      # another checkout
 
-Machines are shared and clocks drift. So the functions of a case take turns, A B C A B C …, and a
-ratio is the median over turns. Seconds are medians too. `cpu` is processor time, summed over
-threads: the better measure where other programs run.
-
-Weights are random. Speed depends on them in one place: the nucleus has less to do when predictions
-are peaked. So the head is scaled until they are as peaked as a trained model's (--sharpness).
-
-Not here: quality, and anything that learns. results/gpu.sh runs all that needs a GPU.
+Clocks drift. So the functions of a case take turns, A B C A B C …, and a ratio is the median over
+turns. `cpu` is processor time, summed over threads: the better measure where other programs run.
+Not here: quality.
 """
 
 import copy
@@ -58,14 +53,14 @@ class Config(ModelConfig):
     many: Size = 64                    # sequences that are sampled together
     many_steps: Size = 128             # and their T
     top_p: float = 0.9
-    sharpness: float = 3.5             # standard deviation of the random logits
+    sharpness: float = 3.5             # deviation of the random logits: like a trained model's
     dream_layers: Size = 28
     dream_width: Size = 3584
     dream_vocab: Size = 152064
     dream_length: Size = 2048          # tokens of a dialogue, for finetuning
     dream_answer: Size = 256           # tokens of a prompt, and of its answer
-    device: str = "auto"               # cuda, else mps, else cpu
-    dtype: str = "auto"                # bfloat16 where the GPU has it, else float32
+    device: str = "auto"
+    dtype: str = "auto"
     compile: bool | None = None        # (default: on CUDA)
 
 
@@ -97,10 +92,9 @@ def timed(fn, device):
 
 
 def interleaved(cases, repeats, device, tokens):
-    """Time functions in turns. The first turn warms up and does not count.
+    """Time functions in turns, of which the first does not count: {name: {column: median}}.
 
-    cases: {name: function}; the others are compared with the first.   tokens: that each makes.
-    Returns {name: {column of `timed`: median, "ratio" of seconds, "cpu ratio", "tokens/s"}}.
+    cases: {name: function}. Ratios are to the first of them.   tokens: that each makes.
     """
     turns = [{name: timed(fn, device) for name, fn in cases.items()}
              for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
@@ -116,7 +110,6 @@ def interleaved(cases, repeats, device, tokens):
 
 
 def print_table(title, rows):
-    """Print measurements.   rows: {name: {column: number}}."""
     columns = list(dict.fromkeys(c for row in rows.values() for c in row))
     print(f"\n{title:32}" + "".join(f"{c:>12}" for c in columns))
     for name, row in rows.items():
@@ -134,7 +127,7 @@ def build(cfg, device):
 
 
 def training(cfg, device, dtype):
-    """One update of train.py on random tokens, as a function, and the model that it updates."""
+    """One update of train.py on random tokens, as a function, and its model."""
     model = build(cfg, device)
     ema = copy.deepcopy(model.net).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
@@ -169,11 +162,7 @@ def sampling(cfg, device, dtype, model, n, steps, soft):
 
 
 def train_rows(cfg, device, dtype):
-    """An update, binary and with SM. For a GPU that train.PEAK_FLOPS knows, MFU.          App. B.1
-
-    hours × n: what the paper's 1M updates of 512 × 1024 tokens would take on n such devices, which
-    lose nothing. Another model is converted by its FLOPs. A continuation takes a tenth.
-    """
+    """An update, binary and with SM. hours: of the paper's 1M updates on one device.    App. B.1"""
     step, model = training(cfg, device, dtype)
     cases = {"binary": partial(step, False), "SM, p_sm = 1": partial(step, True)}
     tokens = cfg.batch * cfg.length
@@ -189,7 +178,7 @@ def train_rows(cfg, device, dtype):
         if peak:
             row["MFU %"] = 100 * rate / peak
         seconds = 1e6 * 512 * 1024 * flops_per_token(ModelConfig(), p_sm) / rate
-        row |= {f"hours × {n}": seconds / 3600 / n for n in (1, 4, 8)}
+        row["hours"] = seconds / 3600
     return rows
 
 
@@ -202,11 +191,10 @@ def sample_rows(cfg, device, dtype, n, steps, graphs):
 
     def run(name):
         calls[name] = sampling(cfg, device, dtype, model, n, steps, name == "SM")
-
     cases = {name: partial(run, name) for name in ("binary", "SM")}
     rows = interleaved(cases, max(2, cfg.repeats // 2), device, n * cfg.length)
     for name, row in rows.items():
-        row |= {"s/step": row["seconds"] / steps, "s/call": row["seconds"] / calls[name]}
+        row["s/call"] = row["seconds"] / calls[name]
     return rows
 
 
@@ -240,7 +228,6 @@ def finetuning_rows(cfg, device, dtype):
         dream.checkpointing = checkpointing
         model.zero_grad(set_to_none=True)
         model(x0, xt, soft).mean().backward()
-
     cases = {}
     for way, checkpointing in ("all kept", False), ("checkpointing", True):
         cases[f"binary, {way}"] = partial(step, False, checkpointing)
@@ -249,7 +236,7 @@ def finetuning_rows(cfg, device, dtype):
 
 
 def decoding_rows(cfg, device, dtype, compiling):
-    """An answer as long as its prompt, in half as many passes, at once and in blocks."""
+    """An answer as long as its prompt, in half as many passes."""
     dream, sm = build_dream(cfg, device, dtype)
     if compiling:
         torch.compiler.reset()
@@ -265,7 +252,6 @@ def decoding_rows(cfg, device, dtype, compiling):
             decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, **pick)
         else:
             decode(model, x, n // 2, **pick)
-
     cases = {}
     for way, cache in ("at once", ""), ("prefix cache", "prefix"), ("dual cache", "dual"):
         cases[f"binary, {way}"] = partial(run, None, cache)
@@ -309,8 +295,8 @@ def main(cfg):
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
     name = torch.cuda.get_device_name(device) if cuda else platform.machine()
     found = {"machine": {"device": name, "threads": torch.get_num_threads(),
-                         "torch": torch.__version__, "python": platform.python_version(),
-                         "dtype": str(dtype or torch.float32), **checkpoint.git_version()},
+                         "torch": torch.__version__, "dtype": str(dtype or torch.float32),
+                         **checkpoint.git_version()},
              "settings": asdict(replace(cfg, parts="", json=""))}
     if os.path.exists(cfg.json):
         before = launch.read_json(cfg.json)
@@ -318,9 +304,8 @@ def main(cfg):
             raise Refused(f"{cfg.json} is of another machine, commit or setting: give another name")
         found = before
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
-
     def case(name, measure, *args):
-        """Measure a case of the part that it is named after, unless the file has it; print it."""
+        """Measure a case of the part that it is named after, unless the file has it."""
         if name not in found and cfg.parts in ("all", name.split(",")[0]):
             torch.manual_seed(0)
             found[name] = measure(cfg, device, dtype, *args)
@@ -328,18 +313,16 @@ def main(cfg):
                 launch.write_text(cfg.json, json.dumps(found, indent=1))
         if name in found:
             print_table(name, found[name])
-
-    many = cfg.many, cfg.many_steps
     case("train", train_rows)
     case("sample, batch 1", sample_rows, 1, cfg.steps, False)
     case("dream, finetuning", finetuning_rows)
     case("dream, decoding", decoding_rows, False)
     if cfg.compile:
         case("sample, batch 1, CUDA graphs", sample_rows, 1, cfg.steps, True)
-        case(f"sample, batch {cfg.many}, CUDA graphs", sample_rows, *many, True)
+        case(f"sample, batch {cfg.many}, CUDA graphs", sample_rows, cfg.many, cfg.many_steps, True)
         case("dream, decoding, compiled", decoding_rows, True)
     else:
-        case(f"sample, batch {cfg.many}", sample_rows, *many, False)
+        case(f"sample, batch {cfg.many}", sample_rows, cfg.many, cfg.many_steps, False)
     if cfg.parts == "against":
         that = checkout(cfg.against)
         commit = that.checkpoint.git_version().get("commit", "unknown")[:7]

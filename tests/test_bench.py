@@ -51,8 +51,8 @@ def test_hours_are_tokens_by_rate(monkeypatch):
     monkeypatch.setattr(bench, "interleaved", lambda cases, repeats, device, tokens: {
         name: {"seconds": s, "tokens/s": tokens / s} for name, s in zip(cases, (1.0, 2.0))})
     binary, _, mixed = bench.train_rows(Config(), CPU, None).values()
-    assert binary["hours × 1"] == pytest.approx(1e6 * 16 / 3600)
-    assert mixed["hours × 8"] == pytest.approx(1e6 * 16 * 1.8 / 8 / 3600)
+    assert binary["hours"] == pytest.approx(1e6 * 16 / 3600)
+    assert mixed["hours"] == pytest.approx(1e6 * 16 * 1.8 / 3600)
 
 
 def test_flops_are_those_of_the_matrices():
@@ -92,7 +92,7 @@ def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch
     binary, soft, expected = found["train"].values()
     assert expected["seconds"] == pytest.approx(0.2 * binary["seconds"] + 0.8 * soft["seconds"])
     for row in found["sample, batch 2"].values():
-        assert row["s/call"] >= row["s/step"] == pytest.approx(row["seconds"] / 8)
+        assert row["s/call"] >= row["seconds"] / 8
         assert row["tokens/s"] * row["seconds"] == pytest.approx(64)
     assert [len(found[f"dream, {name}"]) for name in ("finetuning", "decoding")] == [4, 6]
     refused("another machine, commit or setting", main, replace(cfg, batch=3))
