@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
 """Dream in lm-evaluation-harness: answers, scores, tokens/s.           §4.2, App. B.2, C.6-C.9
 
-The harness asks and scores. Here is the model that it asks, and what it lacks: several NFE budgets
-and block lengths in one call, and answers that outlive a killed run. In tasks/ are the paper's:
+The harness asks and scores. Here is the model that it asks, at several NFE budgets and block
+lengths in one call, with answers that outlive a killed run. In tasks/ are the paper's:
 
     task                      length  --data, a .json or .jsonl(.gz) file    right is what
     humaneval_instruct           768  openai/openai_humaneval                passes the tests
@@ -12,16 +12,13 @@ and block lengths in one call, and answers that outlive a killed run. In tasks/ 
     gsm8k_cot                    256  openai/gsm8k, test                     ends on the number
     math500                      512  HuggingFaceH4/MATH-500                 has it in the last box
 
-Other tasks of the harness that generate text can be named, too. --data is then a folder with more
-task files, if any. MBPP+ in the authors' harness counts three asserts [code]: so does mbpp_instruct
-with its data. Code from a model is executed only after --confirm_run_unsafe_code. It has limits,
-but no sandbox: use a container. Without the flag the answers are stored, for a second run with it.
-
-Not here: decoding (sample_dream.py), figures and the table (plot.py).
+Other tasks of the harness that generate text can be named, too. MBPP+ in the authors' harness
+counts three asserts [code]: so does mbpp_instruct with its data. Code from a model is executed only
+after --confirm_run_unsafe_code. It has limits, but no sandbox: use a container. Without the flag
+the answers are stored, for a second run with it. Not here: decoding (sample_dream.py).
 
     python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
     python lab/eval_dream.py --model=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9
-    python lab/plot.py --benchmarks=out/answers   # the table that every call prints
 """
 
 import itertools
@@ -45,7 +42,7 @@ from sample_dream import Decoding, answer, check, feedback_label, load_for_decod
 TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 
-# Fields of Config that shape no answer. Files are named after all others.
+# Fields that shape no answer. Files are named after all others.
 SHAPE_NOTHING = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
 # Results that are averaged share these, and all of the finetuning but those.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
@@ -67,7 +64,7 @@ class Config(Decoding):
 
 
 def load_tasks(cfg):
-    """What the harness calls a TaskDict: cfg.task, or the tasks of this group, under "tasks"."""
+    """{"tasks": {name: task}} of the harness."""
     from lm_eval.tasks import TaskManager
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is intended here
     if os.path.exists(os.path.join(TASKS, f"{cfg.task}.yaml")):
@@ -117,7 +114,6 @@ def newest_file(*folders):
 class DreamInHarness:
     """What the harness asks of a model, for one cell of the grid. Every answer goes to a file.
 
-    A line of the file is an answer with its prompt and its numbers, in the order of the requests.
     What is there is not made again, or refused if it is of other prompts or other weights.
     """
 
@@ -152,7 +148,7 @@ class DreamInHarness:
 
 
 def ask(lm, loaded, limit, scored):
-    """All requests of the tasks to lm. Returns what the harness finds, {} if not `scored`."""
+    """What the harness finds when it asks lm, {} if not `scored`."""
     import lm_eval
     settings = {"limit": limit or None, "apply_chat_template": True, "fewshot_as_multiturn": True}
     if scored:
@@ -175,7 +171,8 @@ def group(cfg, budget, feedback):
     if not os.path.exists(path):  # another trainer's: nothing says which adapters are seeds of it
         return shared | {"FT": "yes", "FT adapter": cfg.adapter}
     training = launch.read_json(path)
-    steps, epochs = training.pop("steps"), training.pop("epochs")
+    steps = training.pop("steps")
+    epochs = training.pop("epochs")
     shared["FT"] = f"{steps} updates" if steps else f"{epochs} epochs"
     shared["FT folder"] = os.path.basename(cfg.adapter)  # best or last
     return shared | {f"FT {name}": value for name, value in training.items()

@@ -6,9 +6,8 @@
 
 Each source in Config is a flag, which makes one table or one figure.
 A number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
-figures are means over seeds. ± and bands are the standard deviation over seeds.
-
-Not here: any measurement. Every number comes from JSON that another script has written.
+figures are means over seeds. ± and bands are the standard deviation over seeds. Not here: any
+measurement.
 """
 
 import glob
@@ -50,7 +49,7 @@ class Config:
 
 
 def files(patterns):
-    """The files of all patterns, each once, sorted. Raises Refused if there is none."""
+    """The files of all patterns, each once, sorted."""
     found = {path for pattern in patterns.split(",") for path in glob.glob(pattern)}
     if not found:
         raise Refused(f"no file matches {patterns!r}: correct the pattern")
@@ -68,10 +67,7 @@ def name_and_seed(path):
 
 
 def markdown(rows, columns, text=1):
-    """A markdown table, as one string without the last line break.
-
-    rows: dicts {heading: cell}.   columns: headings, in order. The first `text` of them hold words.
-    """
+    """A markdown table.   rows: {heading: cell}.   text: so many columns hold words."""
     lines = [" | ".join(row.get(column, "") for column in columns) for row in rows]
     rule = "|---" * text + "|--:" * (len(columns) - text) + "|"
     return "\n".join([f"| {' | '.join(columns)} |", rule, *(f"| {line} |" for line in lines)])
@@ -125,8 +121,8 @@ def read_cells(pattern):
 def table(pattern):
     """Results of eval.py side by side, mean ± deviation over seeds.              Tables 1, 2, 4-7
 
-    After a soft row comes its gain over the last binary row of the same unmasking. It is taken in
-    pairs of a seed where there are any: bounds of a pair have the same masks.
+    After a soft row comes its gain over the last binary row of the same unmasking, in pairs of a
+    seed where there are any: bounds of a pair have the same masks.
     """
     cells, bases, lines = read_cells(pattern), {}, []
     columns = sorted({column for row in cells.values() for column in row}, key=lambda column: (
@@ -172,7 +168,6 @@ def dream_results(folder):
 
     row: (block, NFE budget or threshold, in words, model, whether with SM, FT, feedback, all else
     that its results share, so that no others are averaged). It sorts from few passes to many.
-    Raises Refused if a task has other problems in another result.
     """
     rows, problems = {}, {}
     for result in map(read_json, files(f"{folder}/*.json")):
@@ -230,8 +225,7 @@ def figure(panels, width=5, height=4):
 def log_series(patterns):
     """{name: {quantity: {update: [a value per seed]}}} of both trainers' logs.        §4.1, Eq. 3
 
-    The bound is that with feedback if the model has it. The share of feedback is how far it lies
-    below the bound of the same model without feedback. finetune_dream.py logs no bound.
+    The share of feedback is how far the bound lies below that of the same model without it.
     """
     series = {}
     for path in files(patterns):
@@ -352,10 +346,7 @@ def throughput(folder):
 
 
 def drawn_cell(x, y, width, text, lam, *_):
-    """A cell of a trace (show.py) in SVG: a bold token, or the top guess in a mask, green by λ.
-
-    x, y: of its corner, in pixels.   lam: None for a token.
-    """
+    """A cell of a trace (show.py) in SVG: a bold token (lam None), or the top guess, green by λ."""
     fill, color, weight = "#fff", "#000", "bold"
     if lam is not None:
         pale = int(220 * (1 - lam))

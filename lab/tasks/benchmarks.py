@@ -35,10 +35,9 @@ class Documents(list):
 
 
 def documents(data="", timeout=30.0, column="", plus="none", **_):
-    """{"test": rows} of a .json or .jsonl(.gz) file, each with `scoring`: column, plus, timeout.
+    """{"test": rows} of a .json or .jsonl(.gz) file, each with its column of Table 3.
 
-    column: of Table 3. It says so if rows have plus tests that do not count.   timeout: in seconds.
-    plus: the plus tests of the rows are wanted, ignored, or must not be there (none).
+    timeout: in s.   plus: the plus tests of the rows are wanted, ignored, or not there (none).
     """
     with (gzip.open if data.endswith(".gz") else open)(data, "rt", encoding="utf-8") as f:
         text = f.read().strip()
@@ -57,10 +56,6 @@ def mbpp_layouts(docs):
     """MBPP in one layout: some copies have prompt and test for text and test_list."""
     return Documents(
         {"text": row.get("prompt"), "test_list": row.get("test")} | row for row in docs)
-
-
-# -------------------------------------------------------------------------------------------------
-# from a response to what counts
 
 
 def longest_code(text):
@@ -128,9 +123,6 @@ def boxed_match(doc, results):
     """Is what stands in the last box the reference? Without a box the answer is empty."""
     return {"exact_match": float(plain(boxed(results[0]) or "") == plain(doc["answer"]))}
 
-
-# -------------------------------------------------------------------------------------------------
-# programs
 
 # The program is a module, as dataclasses need, and its `if __name__ == "__main__"` does not run.
 # WORD comes after its last test, so that an early exit is not a pass.
