@@ -1,6 +1,7 @@
 """MDLM and Dream on a GPU that is not there (pretend.py): all tensors are in one place.
 
-MDLM runs in bf16 there. Not here: bench.py and eval_dream.py, which need a real one.
+Not here: bench.py and eval_dream.py, which need a real one; bf16; waits of Dream's decoding
+(test_sample_dream.py).
 """
 
 import pytest
@@ -15,7 +16,8 @@ from sample import SAMPLERS, generate
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(),
                                 reason="a GPU is there: tests named cuda use it")
 TINY = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=39 --batch_size=4 --micro_batch=2 "
-        "--steps=4 --eval_rows=4 --eval_every=2 --p_sm=1 --omega_s=0.5 --data=data").split()
+        "--steps=4 --eval_rows=4 --eval_every=2 --p_sm=1 --omega_s=0.5 "
+        "--data=data --peak_flops=1").split()
 
 
 def start(script, *words):
@@ -27,11 +29,9 @@ def start(script, *words):
 REFUSED = {
     "sum": lambda here, there: here + there,
     "index": lambda here, there: here[there.long()],
-    "index of one": lambda here, there: there.index_select(0, torch.tensor(1)),
-    "written": lambda here, there: torch.zeros(()).add_(there.sum()),
+    "written": lambda here, there: here.add_(there.sum()),
     "cat": lambda here, there: torch.cat([here, there]),
     "numpy": lambda here, there: there.numpy(),
-    "pin": lambda here, there: there.pin_memory(),
     "generator on the GPU": lambda here, there: torch.rand(3, generator=torch.Generator("cuda")),
     "generator on the CPU": lambda here, there: there.uniform_(generator=gen())}
 
@@ -51,13 +51,12 @@ def test_what_a_gpu_takes_is_taken_and_what_it_is_waited_for_is_known():
         assert all(x.device.type == "cuda" for x in taken)
         moved = here.to(there), there.cpu(), torch.zeros_like(there, device="cpu")
         assert [x.device.type for x in moved] == ["cuda", "cpu", "cpu"]
-        assert waits == ["index", "to", "cpu"]
-        waits.clear()
         here.pin_memory().to("cuda", non_blocking=True)
-        assert waits == []
+        assert waits == ["index", "to", "to"]
+        waits.clear()
         there[there > 0], there.tolist(), there.sum().item(), there.nonzero()
         there[there.long()] = 7
-        assert waits == ["index", "tolist", "_local_scalar_dense", "nonzero", "index_put_"]
+        assert waits == ["index", "to", "_local_scalar_dense", "nonzero", "index_put_"]
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
@@ -70,7 +69,7 @@ def test_generate_waits_only_for_what_it_returns(sampler):
     with gpu() as waits:
         generate(model.to("cuda"), 3, 20, sampler, generator=data.rng(9), top_p=0.9,
                  on_step=lambda *args: starts.append(len(waits)))
-        assert len(starts) > 5 and waits[starts[0]:] == ["cpu"]
+        assert len(starts) > 5 and waits[starts[0]:] == ["to"]
 
 
 def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):
@@ -88,8 +87,8 @@ def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):
                     "--order=random --soft=False --count=2")):
                 start("sample", "--checkpoint=run/last.pt", "--steps=8", f"--out={k}{i}.jsonl",
                       *words.split())
-            start("eval", "ppl", "--checkpoint=run/last.pt", "--data=data", "--rows=4")
-            start("feedback", "--checkpoint=run/last.pt", "--data=data", "--rows=4")
+            for words in (["eval", "ppl"], ["feedback"]):
+                start(*words, "--checkpoint=run/last.pt", "--data=data", "--rows=4")
 
 
 def test_dream_keeps_to_one_device(tmp_path, monkeypatch):
