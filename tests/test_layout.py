@@ -78,6 +78,16 @@ def test_every_file_has_its_layer_and_imports_follow_the_layers():
         above |= layer
 
 
+def test_the_spine_loads_no_dream_and_the_root_no_lab():
+    loaded = subprocess.check_output(
+        [sys.executable, "-c", "import sys, train, sample; print(*sys.modules)"], cwd=ROOT,
+        text=True).split()
+    dream = {"dream", "dora", "finetune_dream", "sample_dream"}
+    assert {"train", "sample"} <= set(loaded) and not (dream | LAB) & set(loaded)
+    for name in ROOT_FILES:
+        assert not set(imports(ast.walk(TREES[name]))) & LAB, name
+
+
 def test_five_packages_and_optional_ones_only_where_they_are_used():
     for name, module in TREES.items():
         assert foreign(module.body) <= COPYABLE.get(name, PACKAGES), name
@@ -134,12 +144,6 @@ def test_functions_are_short_and_flat():
     long = {function for function, n in sizes.items() if n > SHORT_FUNCTIONS.get(function, LINES)}
     assert long <= LONG_FUNCTIONS.keys(), long
     assert SHORT_FUNCTIONS.keys() | LONG_FUNCTIONS.keys() <= sizes.keys()
-
-
-def test_the_measures_see_what_they_are_for():
-    code = "def f():\n    '''A\n    B'''\n    if a: b\n    elif c:\n        for d in e: f\n"
-    function = ast.parse(code).body[0]
-    assert (lines_of(function), nesting(function)) == (4, 2)
 
 
 def test_files_and_functions_say_what_they_are():
