@@ -213,11 +213,15 @@ AXES = {"bound": "held-out bound (nats per token)", "share": "feedback on, nats 
         **OMEGA, "tau": "τ"}
 
 
-def figure(panels, width=5, height=4):
-    """A figure of matplotlib, which needs no screen, and its axes side by side."""
+def figure(panels, width=4, height=3.6):
+    """A figure of matplotlib, which needs no screen, and its axes side by side.
+
+    Three panels fill a page of GitHub, where this font stays readable.
+    """
     import matplotlib
     from matplotlib.figure import Figure
     matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=COLORS)
+    matplotlib.rcParams["font.size"] = 12
     fig = Figure(figsize=(width * panels, height), layout="constrained")
     return fig, fig.subplots(1, panels, squeeze=False)[0]
 
@@ -259,7 +263,7 @@ def over_updates(patterns, quantities):
                 ax.fill_between(steps, mean - sd, mean + sd, color=color, alpha=0.2, lw=0)
     for ax, quantity in zip(axes, shown):
         ax.set(xlabel="updates", ylabel=AXES[quantity])
-        ax.legend()
+        ax.legend(fontsize="small")
     return fig
 
 

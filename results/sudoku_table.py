@@ -225,7 +225,7 @@ def run_cells(arm, seed, kinds, shares, cells, updates):
 
 def draw(shares):
     """Three groups of cells: means ± standard deviations over seeds, and what the best can do."""
-    fig, axes = figure(len(DRAWN_CELLS), width=4)
+    fig, axes = figure(len(DRAWN_CELLS), height=4.5)
     for ax, title in zip(axes, DRAWN_CELLS):
         cells = CELLS[title]
         found = shares_of(shares, cells)
@@ -241,11 +241,13 @@ def draw(shares):
                     ax.errorbar([i + 0.12 * n - 0.24], [statistics.fmean(percents)], sd, capsize=3,
                                 fmt="o", color=f"C{n}", mfc="white" if "off" in name else None,
                                 label=name)
-        ax.set(title=DRAWN_CELLS[title], ylim=(-3, 105), ylabel="whole grids right (%)",
-               xlim=(-0.5, len(cells) - 0.5), xticks=range(len(cells)), xticklabels=cells.values())
+        names = [name.replace(", ", "\n") for name in cells.values()]
+        ax.set(title=DRAWN_CELLS[title], ylim=(-3, 105), xticks=range(len(cells)),
+               xticklabels=names, xlim=(-0.5, len(cells) - 0.5))
+    axes[0].set(ylabel="whole grids right (%)")
     handles = {label: handle for ax in axes for handle, label in
                zip(*ax.get_legend_handles_labels())}
-    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=6)
+    fig.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=3)
     return fig
 
 
