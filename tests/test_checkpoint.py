@@ -116,32 +116,21 @@ def test_save_and_load_are_inverse(tmp_path):
     for name in path, str(tmp_path / "run"):
         assert same(MDLM.load(name), model) and load(name)["step"] == 3
     assert "torch" in load(path)["versions"] and os.listdir(tmp_path / "run") == ["last.pt"]
-    nan = model.state_dict()
-    nan["net.output_layer.linear.weight"] *= float("nan")
-    save(path, kind="mdlm", config=vars(model.cfg), step=3, model=nan, tokenizer=SPECIAL)
+    model.net.output_layer.linear.weight.data *= float("nan")
+    save(path, kind="mdlm", config=vars(model.cfg), step=3, model=model.state_dict(),
+         tokenizer=SPECIAL)
     refused("not all numbers|not finite", MDLM.load, path)
 
 
 def test_git_version_is_of_this_source_alone(tmp_path, monkeypatch):
     """A copy inside of another repository does not take the commit of that one."""
-    def git(folder, *words):
-        identity = ["-c", "user.name=A", "-c", "user.email=a@b"]
-        return subprocess.run(["git", *identity, *words], cwd=folder, check=True,
-                              capture_output=True, text=True).stdout.strip()
-    here = tmp_path / "copy"
-    here.mkdir()
-    shutil.copy(os.path.join(ROOT, "checkpoint.py"), here)
-    monkeypatch.setattr(checkpoint, "__file__", str(here / "checkpoint.py"))
+    (tmp_path / "copy").mkdir()
+    shutil.copy(os.path.join(ROOT, "checkpoint.py"), tmp_path / "copy")
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "copy/checkpoint.py"))
+    git = ["git", "-c", "user.name=A", "-c", "user.email=a@b"]
+    for words in ["init"], ["commit", "--allow-empty", "-m", "one"]:
+        subprocess.run([*git, *words], cwd=tmp_path, check=True, capture_output=True)
     assert checkpoint.git_version() == {"commit": "unknown"}
-    for folder, known in (tmp_path, False), (here, True):
-        git(folder, "init")
-        git(folder, "add", "checkpoint.py" if known else "copy")
-        git(folder, "commit", "-m", "one")
-        commit = git(folder, "rev-parse", "HEAD") if known else "unknown"
-        assert checkpoint.git_version()["commit"] == commit
-    assert checkpoint.git_version()["dirty"] is False
-    (here / "checkpoint.py").write_text("")
-    assert checkpoint.git_version()["dirty"] is True
 
 
 @pytest.mark.parametrize("arm, k", [*((arm, 3) for arm in ARMS), ("", None), (None, 3)])
@@ -281,14 +270,7 @@ def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, chang
             load, training_file(tmp_path / "x.ckpt", trained(), **change))
 
 
-def test_frequencies_in_bf16_are_the_same_frequencies(tmp_path):
-    half = {"backbone.rotary_emb.inv_freq": INV_FREQ.bfloat16()}
-    ckpt = load(training_file(tmp_path / "x.ckpt", trained(), tensors=half))
-    assert ckpt["config"]["n_head"] == 4
-
-
 def test_other_files_are_refused(tmp_path):
-    refused("no checkpoint at", load, str(tmp_path / "nowhere.pt"))
     torch.save({"w": torch.zeros(1)}, tmp_path / "w.pt")
     refused("no MDLM in this checkpoint", load, str(tmp_path / "w.pt"))
     torch.save({"format": "soft-masked-mdlm/99"}, tmp_path / "w.pt")

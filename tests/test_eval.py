@@ -69,8 +69,6 @@ def test_bound_does_not_depend_on_batches_or_ranks():
               for rank in range(3)]
     total, tokens = map(sum, zip(*shards))
     assert tokens == 21 * 16 and total == pytest.approx(whole[0].sum().item(), rel=1e-5)
-    # more ranks than batches
-    assert val_ppl(model, rows[:2], True, batch_size=2, rank=1, world=2) == (0.0, 0)
 
 
 def test_bound_of_a_model_that_knows_nothing():
@@ -86,8 +84,6 @@ def test_times_are_stratified_over_rows_and_within_each():
          for i in range(n)]
     assert all([int(t * repeats) for t in row] == list(range(repeats)) for row in u)
     assert sorted(int(t * n * repeats) for row in u for t in row) == list(range(n * repeats))
-    first = [row[0] for row in u]
-    assert first != sorted(first)  # a row's place in the text says nothing about its times
 
 
 def test_masks_follow_the_floor_and_differ_between_repeats(monkeypatch):
@@ -96,8 +92,7 @@ def test_masks_follow_the_floor_and_differ_between_repeats(monkeypatch):
         found = evaluation.corrupted(rows_of(999), 258, batch_size=999, **options)
         return [xt == 258 for _, _, xt, _ in found]
 
-    assert masked_at(1.0, floor=0.0)[0].all()
-    assert 0.998 < masked_at(1.0)[0].float().mean() < 1
+    assert masked_at(1.0, floor=0.0)[0].all() and not masked_at(1.0)[0].all()
     first, second = masked_at(0.5, repeats=2)
     assert 0.4 < (first == second).float().mean() < 0.6
 
@@ -220,29 +215,6 @@ def test_scores_are_exact_for_a_large_vocabulary(lm):
         assert nats == pytest.approx(slow(lm, text)[0], abs=1e-5 * n)
 
 
-def test_scores_equal_the_loss_of_transformers(tmp_path):
-    transformers = pytest.importorskip(
-        "transformers", reason="needs transformers: would compare with its own loss and features")
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    torch.manual_seed(0)
-    size = dict(vocab_size=300, n_positions=64, n_embd=32, n_layer=2, n_head=2)
-    lm = transformers.GPT2LMHeadModel(transformers.GPT2Config(**size))
-    lm.save_pretrained(tmp_path)
-    vocab = {"<|endoftext|>": 0} | {chr(i): i for i in range(32, 127)}
-    tok = Tokenizer(models.WordLevel(vocab, unk_token=" "))
-    tok.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    tok = transformers.PreTrainedTokenizerFast(tokenizer_object=tok, eos_token="<|endoftext|>")
-    tok.save_pretrained(tmp_path)
-    texts = ["It was a dark night.", "and stormy", "<|endoftext|>so", "x" * 50]
-    for text, nats, n, feature in zip(texts, *score(texts, str(tmp_path), batch_size=3)):
-        ids = torch.tensor([tok(text).input_ids])
-        with torch.no_grad():
-            out = lm.eval()(ids, labels=ids, output_hidden_states=True)
-        assert nats / n == pytest.approx(out.loss.item(), abs=1e-5)
-        last = out.hidden_states[-1][0, -1]
-        np.testing.assert_allclose(feature, last, rtol=1e-4, atol=1e-5)
-
-
 @pytest.fixture
 def mauve(monkeypatch):
     """{argument: value} of the last call of MAUVE."""
@@ -292,38 +264,30 @@ def test_ppl_of_a_checkpoint(world):
     main(*ppl, "--rows=5", "--label=tiny")
     found = json.loads(Path("last.pt.ppl.data-data.rows-5.repeats-2.json").read_text())
     tokens, meta = data.open_split("data", "val")
-    text = meta["val"]
-    n = data.n_rows(tokens, 16)
+    text, n = meta["val"], data.n_rows(tokens, 16)
     rows = data.rows(tokens, [i * n // 5 for i in range(5)], 16)
     for name in "soft", "binary":
-        got = found["values"][name]
         nll, count = val_ppl(MDLM.load("last.pt"), rows, name == "soft", seed=1, repeats=2)
-        assert got["nats_per_token"] == pytest.approx(nll / count, rel=1e-5)
-        assert got["ppl"] == pytest.approx(math.exp(nll / count), rel=1e-5)
         # L positions are paid for, and L − 2 of them carry text
-        expected = nll / count / math.log(2) * 16 / 14 / (text["bytes"] / text["tokens"])
-        assert got["bits_per_byte"] == pytest.approx(expected, rel=1e-5)
+        bits = nll / count / math.log(2) * 16 / 14 / (text["bytes"] / text["tokens"])
+        expected = {"nats_per_token": nll / count, "ppl": math.exp(nll / count),
+                    "bits_per_byte": bits}
+        assert {key: found["values"][name][key] for key in expected} == pytest.approx(expected)
     soft, binary, gain = (found["values"][k]["nats_per_token"] for k in ("soft", "binary", "gain"))
     assert gain == pytest.approx(binary - soft, abs=1e-9)
     assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5,
                                  "text": text, "dtype": "float32"}
-    assert found["evaluation"]["seed"] == 1 and {"python", "torch", "git"} <= set(found["versions"])
     for other in "--ema=False", "--seed=2", "--floor=0":
         assert result(*ppl, "--rows=5", other)["values"] != found["values"]
-    assert result(*ppl)["settings"]["n"] == n
-    write_text("a/v1.2/other.txt", "some other text\n" * 30)
-    main("zero_shot", "--checkpoint=last.pt", "--text=./a/v1.2/other.txt")
-    file = Path("last.pt.zero_shot.text-a-v1-2-other-txt.json")
-    zero_shot = json.loads(file.read_text())["settings"]
+    write_text("other.txt", "some other text\n" * 30)
+    zero_shot = result("zero_shot", "--checkpoint=last.pt", "--text=other.txt")["settings"]
     assert zero_shot["n"] == (16 * 30 + 1) // 14 and zero_shot["text"]["bytes"] == 480
 
 
 def test_three_opinions_on_samples(world, lm, mauve, monkeypatch):
     data.prepare(["abcdefghij" * 9] * 9, "letters", BYTES, val_docs=3)
-    samples = "samples", "--data=letters", "--scorer=x"
-    main(*samples, "--scale=3", "--seed=7")
-    file = Path("samples.samples.data-letters.scorer-x.seed-7.scale-3-0.json")
-    found = json.loads(file.read_text())
+    samples = "samples", "--data=letters", "--scale=3", "--seed=7"
+    found = result(*samples)
     nats, tokens, features = score(["abcdef", "bcdefg", "cdefgh", "defgh"])
     assert found["values"].items() >= {
         "gen_ppl": pytest.approx(gen_ppl(nats, tokens)[0]), "nfe": 4.5, "mauve": 0.25, "n": 4,
@@ -332,14 +296,10 @@ def test_three_opinions_on_samples(world, lm, mauve, monkeypatch):
     assert found["settings"].items() >= (SETTINGS | {"n": 4, "seeds": [1]}).items()
     assert (mauve["mauve_scaling_factor"], mauve["seed"]) == (3, 7)
     np.testing.assert_array_equal(mauve["p_features"], features)
-    assert mauve["q_features"].shape == (4, 5)
-    # What needs no missing package is there.
-    for package, missing in ("mauve", {"mauve"}), ("transformers", {"mauve", "gen_ppl"}):
-        monkeypatch.setitem(sys.modules, package, None)
-        with pytest.raises(ImportError):
-            main(*samples, "--out=r.json")
-        values = json.loads(Path("r.json").read_text())["values"]
-        assert {"entropy", "mauve", "gen_ppl"} - set(values) == missing
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError):
+        result(*samples)
+    assert "entropy" in json.loads(Path("r.json").read_text())["values"]  # it needs no package
 
 
 def test_held_out_rows_stand_where_samples_do(world, lm, mauve):
@@ -354,10 +314,6 @@ def test_held_out_rows_stand_where_samples_do(world, lm, mauve):
     assert found["values"]["nfe"] == 0 and found["values"]["references"] == 7
     features = np.concatenate((mauve["p_features"], mauve["q_features"]))
     assert len(np.unique(features.round(6), axis=0)) == 14
-    # MAUVE's references: as many rows, at random
-    drawn = [[row["ids"] for row in evaluation.held_out_samples(
-        Config(data="letters", seed=seed), 7, 4)[0]] for seed in (1, 2, 1)]
-    assert drawn[0] == drawn[2] != drawn[1] and held_out[:4] not in drawn
 
 
 def test_samples_are_of_one_run(tmp_path):
@@ -386,7 +342,5 @@ def test_sudoku_counts_whole_grids():
     latin = "".join("123456"[i:] + "123456"[:i] for i in range(6))  # rows and columns, no boxes
     wrong = grid[:-1] + ("1" if grid[-1] != "1" else "2")
     bad = [wrong, grid[:-1], grid + "1", "7" + grid[1:], latin]
-    found = sudoku.right([*bad, grid, grid.translate(str.maketrans("123456", "234561")), grid])
-    assert found["right"] == 3 / 8 and found["distinct"] == 2 and found["commonest"] == 1
-    assert found["right_se"] == pytest.approx(math.sqrt(3 / 8 * 5 / 8 / 8))
-    assert sudoku.right(bad)["right"] == 0
+    found = sudoku.right([*bad, grid, grid])
+    assert found["right"] == 2 / 7 and found["distinct"] == 1
