@@ -442,7 +442,7 @@ def finetune(cfg):
                 # DDP divides the gradient by world.
                 (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()
             nll = nll.detach()
-            log.add(loss=objective(nll, t, cfg.loss, 1), nll=nll.sum(), masks=len(nll),
+            log.add(loss=objective(nll, t, cfg.loss, 1), dialogues=1, nll=nll.sum(), masks=len(nll),
                     tokens=x0.numel(), softs=softs[j], lam=model.lam * softs[j])
         if not any(softs):
             # DDP needs a gradient of ω, here a 0. Adam would still move ω by its momentum.
@@ -481,18 +481,20 @@ def finetune(cfg):
                 save_adapter(os.path.join(cfg.out, "best"), dream, sm, asked)
         return out
 
-    def describe(sums, updates, seconds, norm):
-        """The line of log.jsonl for the updates since the last one."""
-        line = {"step": done, "loss": sums["loss"] / (updates * cfg.batch_size),
+    def describe(norm):
+        """The line of log.jsonl for the updates since the last one. It refuses a nan."""
+        sums = log.collect(norm)
+        line = {"step": done, "loss": sums["loss"] / sums["dialogues"],
                 "ce_per_mask": sums["nll"] / sums["masks"],
-                "lr": lr_at(done - 1, cfg.steps, cfg.warmup) * cfg.eta_bb, "grad_norm": norm,
-                "tokens_per_s": sums["tokens"] / seconds}
+                "lr": lr_at(done - 1, cfg.steps, cfg.warmup) * cfg.eta_bb,
+                "grad_norm": sums["grad_norm"],
+                "tokens_per_s": sums["tokens"] / sums["seconds"]}
         if omega:
             line["lam"] = sums["lam"] / max(1, sums["softs"])
             line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)}
             if cfg.k is None:
                 line["tau"] = sm.tau.item()
-        return line | (metrics if metrics.get("step") == done else {})
+        return line
 
     def save_last():
         if master:
@@ -523,21 +525,22 @@ def finetune(cfg):
                   f"updates {start:,} to {cfg.steps:,}")
         if start:
             save_last()  # a kill between last.pt and last/ may have left an older last/
-        for step in log.updates():
+        for step in range(start, cfg.steps):
             norm = update(step)
             done = step + 1
             # The maximum over ranks: all stop after the same update.
             stop = launch.any_rank(max(caught, default=0))
             end = stop or done == cfg.steps
-            if val and due(cfg.eval_every) and not stop:
-                with log.pause():
-                    metrics = evaluate()
+            evaluated = val and due(cfg.eval_every) and not stop
             logged = due(cfg.log_every) or due(cfg.save_every) or done == 1  # 1: a line comes soon
-            if logged or end or metrics.get("step") == done:
-                log.write(describe(*log.collect(done, norm)))  # refuses a nan, before the save
+            if logged or end or evaluated:
+                line = describe(norm)  # refuses a nan, before the save
+                if evaluated:
+                    metrics = evaluate()
+                    line |= metrics
+                log.write(line)
             if due(cfg.save_every) or end:
                 save_last()
-            log.print()
             if stop:
                 break
 

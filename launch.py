@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """What every script does around its own work: flags, ranks, stopping, whole files, the log.
 
-Not here: checkpoints (checkpoint.py), or anything about diffusion. This file is a module: every
-script of this project runs it.
+Not here: checkpoints (checkpoint.py), or anything about diffusion.
 """
 
 import argparse
@@ -15,7 +14,6 @@ import os
 import signal
 import sys
 import time
-import types
 import typing
 
 import torch
@@ -36,7 +34,6 @@ Positive = typing.Annotated[float, 1e-6, 1e9]
 Negative = typing.Annotated[float, -1e9, -1e-6]
 
 WORDS = {bool: (True, False), type(None): (None,)}
-OPTIONAL_VALUE = {"nargs": "?", "const": "True"}
 # What other programs call these fields: a refusal asks whether ours was meant.
 OTHER_NAMES = {
     "eta_bb": "lr learning_rate", "batch_size": "batch bs", "steps": "epochs iters max_steps nfe",
@@ -59,10 +56,9 @@ def check_ranges(cfg):
 
 def parse_value(name, text, kind):
     """`--name=text` as its type: int, float, str, bool or Literal, alone or in a union."""
-    is_union = typing.get_origin(kind) in (typing.Union, types.UnionType)
-    options = typing.get_args(kind) if is_union else (kind,)
+    options = typing.get_args(kind) or (kind,)  # the parts of a union, the words of a Literal
     for option in options:
-        for value in WORDS.get(option) or typing.get_args(option):
+        for value in WORDS.get(option) or typing.get_args(option) or (option,):
             if text.lower() == str(value).lower():
                 return value
     if options[0] in (int, float, str):
@@ -72,11 +68,9 @@ def parse_value(name, text, kind):
 
 
 def from_cli(Config, argv=None, presets=None):
-    """A dataclass from `[preset] --key=value --key value --flag …`. Raises Refused.
-
-    argv: (default: of this process).   presets: {name: {field: value}}. A flag overrides them.
-    """
-    argv, presets = list(sys.argv[1:] if argv is None else argv), presets or {}
+    """A dataclass from `[preset] --key=value --key value --flag …`. A flag overrides the preset."""
+    argv = list(sys.argv[1:] if argv is None else argv)
+    presets = presets or {}
     if {"-h", "--help"} & set(argv):
         for cls in reversed(Config.__mro__[:-1]):  # a commented class is the table of the flags
             print(inspect.getsource(cls))
@@ -89,12 +83,11 @@ def from_cli(Config, argv=None, presets=None):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
                                      argument_default=argparse.SUPPRESS)
     for name, kind in kinds.items():
-        is_flag = bool in (kind, *typing.get_args(kind))  # its value may be left out
-        parser.add_argument(f"--{name}", **OPTIONAL_VALUE if is_flag else {})
-    try:
-        given, unknown = parser.parse_known_args(argv)
-    except argparse.ArgumentError as e:
-        raise Refused(str(e))
+        if bool in (kind, *typing.get_args(kind)):
+            parser.add_argument(f"--{name}", nargs="?", const="True")  # its value may be left out
+        else:
+            parser.add_argument(f"--{name}")
+    given, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].strip("-").partition("=")[0].replace("-", "_")
         near = [name for name in kinds if word in OTHER_NAMES.get(name, "").split()]
@@ -108,38 +101,25 @@ def from_cli(Config, argv=None, presets=None):
     return cfg
 
 
-def line_breaks(text):
-    r"""A text of the command line, with a line break for each \n, which is hard to type there."""
-    return text.replace("\\n", "\n")
-
-
 def run(main, Config, presets=None):
     """The last line of every script. Bad input gives one line on stderr instead of a traceback."""
     for stream in sys.stdout, sys.stderr:
         stream.reconfigure(errors="replace", line_buffering=True)  # not every terminal can show ω
-    status = 2
     try:
         return main(from_cli(Config, presets=presets))
-    except KeyboardInterrupt:
-        status, reason = 130, "stopped by Ctrl-C: what was written before is whole"
     except ImportError as e:
         package = str(e.name).partition(".")[0]
         reason = f"{e}: pip install {PIP_NAMES.get(package, package)}"
-    except torch.OutOfMemoryError as e:
-        reason = f"{e} Make the model, the length or the batch smaller"
-    except (Refused, OSError) as e:
+    except (Refused, OSError, argparse.ArgumentError) as e:
         reason = e
     if int(os.environ.get("LOCAL_RANK", 0)):
         time.sleep(5)  # rank 0 mostly says the same, and then torchrun ends this rank
     print(f"{os.path.basename(sys.argv[0])}: {reason}", file=sys.stderr)
-    raise SystemExit(status)
+    raise SystemExit(2)
 
 
 def machine(device="auto", dtype="auto"):
-    """(rank, world, device, autocast dtype or None) of this process. torchrun sets the first two.
-
-    auto is cuda, else mps, else cpu, and bfloat16 on a GPU that has it, else float32.
-    """
+    """(rank, world, device, autocast dtype or None). torchrun sets the first two."""
     if device == "auto":
         device = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.device_count() else device
@@ -163,11 +143,9 @@ def to_device(x, device):
 
 
 def join(world, device):
-    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU.
-
-    `torchrun --max_restarts` needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in its environment: torch
-    2.6 to 2.13 may otherwise tell restarted ranks the addresses of dead ones.
-    """
+    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU."""
+    # With --max_restarts, torch 2.6 to 2.13 may tell restarted ranks the addresses of dead ones,
+    # unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is in the environment.
     if world > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -182,7 +160,7 @@ def over_ranks(tensor, how=dist.ReduceOp.SUM):
 
 
 def any_rank(number):
-    """The maximum of this number over all ranks, so that all ranks take the same decision."""
+    """The maximum of a number over all ranks, so that all take the same decision."""
     return over_ranks(torch.tensor(number), dist.ReduceOp.MAX).item()
 
 
@@ -200,10 +178,7 @@ def leave(world, message, status):
 
 @contextlib.contextmanager
 def signals():
-    """Yields a list of the SIGTERM, SIGHUP and Ctrl-C that came, and do not end the process.
-
-    A training loop reads it after each update, saves, and ends.
-    """
+    """Yields a list of the SIGTERM, SIGHUP and Ctrl-C that came, for a loop that saves and ends."""
     caught, before = [], {}
 
     def take(number, frame):
@@ -212,6 +187,7 @@ def signals():
         # while the run is still saving.
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
+
     for name in {"SIGTERM", "SIGINT", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
         number = getattr(signal, name)
         if signal.getsignal(number) != signal.SIG_IGN:  # nohup has the closed terminal ignored
@@ -224,11 +200,7 @@ def signals():
 
 
 def goes_on(last, resume, overwrite):
-    """Whether a run goes on from the checkpoint `last`. Every rank must call it.
-
-    resume: "auto" goes on if there is a checkpoint. If there is one, and neither `resume` nor
-        `overwrite` says what to do with it: Refused.
-    """
+    """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
     exists = any_rank(os.path.exists(last)) > 0
     if exists and not (resume or overwrite):
         raise Refused(f"{os.path.dirname(last)} already holds a run: --resume goes on with it, "
@@ -301,20 +273,21 @@ def progress(*args, **options):
     return tqdm(*args, dynamic_ncols=True, **options)
 
 
-SHOWN = "loss", "val_soft", "val_plain", "val_binary", "lam", "omega_s", "tokens_per_s"  # on screen
+SHOWN = {"loss": ".4g", "val_soft": ".4g", "val_plain": ".4g", "val_binary": ".4g", "lam": ".4g",
+         "omega_s": ".4g", "tokens_per_s": ",.0f"}  # the numbers on screen, and how
 
 
 class Log:
     """What a trainer reports: means since its last line, over all ranks, into `path` and on screen.
 
-    start, steps: the updates made before this process, and all.   master: this rank reports.
+    It goes from update `start` to `steps`.   master: this rank reports.
     """
 
     def __init__(self, path, start, steps, master):
-        self.path, self.start, self.steps, self.master = path, start, steps, master
-        self.done, self.sums = start, {}                        # since the last call of `collect`
-        self.latest, self.is_new, self.bar = {}, False, None    # for the screen
-        self.before = 0.0                                       # seconds of earlier processes
+        self.path, self.master = path, master
+        self.start, self.steps = start, steps
+        self.sums = {}        # since the last line
+        self.before = 0.0     # seconds of earlier processes
         self.began = self.last = time.time()
 
     def begin(self):
@@ -325,65 +298,34 @@ class Log:
             write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
             self.before = lines[-1]["seconds"] if lines else 0.0
 
-    def updates(self):
-        """Yields the numbers, from start on, of the updates left to make. On a terminal: a bar."""
-        drawn = self.master and sys.stdout.isatty()
-        with tqdm(range(self.start, self.steps), initial=self.start, total=self.steps,
-                  file=sys.stdout, disable=not drawn, dynamic_ncols=True) as bar:
-            self.bar = bar if drawn else None
-            yield from bar
-
     def add(self, **sums):
         """Add numbers, or 0-d tensors, to the sums of these names. It never waits for a device."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
-    @contextlib.contextmanager
-    def pause(self):
-        """Time spent in this block does not count as time between two lines."""
-        start = time.time()
-        yield
-        self.last += time.time() - start
-
-    def collect(self, done, norm):
-        """({name: sum over all ranks}, updates, seconds, norm as a float) since the last call.
-
-        norm: 0-d, of the gradient. What is not finite is refused, before weights are saved.
-        """
+    def collect(self, norm):
+        """{name: sum over all ranks, "grad_norm", "seconds"} since the last line. Refuses a nan."""
         values = [torch.as_tensor(v, device=norm.device).float() for v in self.sums.values()]
         *values, norm = torch.stack([*values, norm.float()]).tolist()  # the one wait for the device
         values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
         if not math.isfinite(sum(values) + norm):
-            raise Refused(f"the loss or its gradient is not a number by update {done:,}: start "
-                          f"again with a lower --eta_bb; what was saved before is unharmed")
-        now = time.time()
-        found = dict(zip(self.sums, values)), done - self.done, now - self.last, norm
-        self.done, self.last, self.sums = done, now, {}
+            raise Refused("the loss or its gradient is not a number: start again with a lower "
+                          "--eta_bb; what was saved before is unharmed")
+        found = dict(zip(self.sums, values), grad_norm=norm, seconds=time.time() - self.last)
+        self.sums = {}
         return found
 
     def write(self, line):
-        """Append a dict to log.jsonl, with the seconds of the run."""
-        line = line | {"seconds": self.before + time.time() - self.began}
-        self.latest, self.is_new = self.latest | line, True
-        if self.master:
-            append_jsonl(self.path, line)
-
-    def print(self):
-        """Print the line that was written last, once."""
-        if not (self.master and self.is_new):
+        """Append a dict to log.jsonl, with the seconds of the run, and print its numbers."""
+        self.last = time.time()  # so an evaluation after `collect` costs no tokens/s
+        if not self.master:
             return
-        self.is_new = False
-        numbers = []
-        for name in SHOWN:
-            if name in self.latest:
-                digits = ",.0f" if self.latest[name] >= 1000 else ".4g"
-                numbers.append(f"{name} {self.latest[name]:{digits}}")
-        if self.bar is not None:
-            self.bar.set_postfix_str("  ".join(numbers))
-            return
-        seconds = (time.time() - self.began) / max(1, self.done - self.start)
-        left = tqdm.format_interval(seconds * (self.steps - self.done)) + " left"
+        line = line | {"seconds": self.before + self.last - self.began}
+        append_jsonl(self.path, line)
+        numbers = [f"{name} {line[name]:{form}}" for name, form in SHOWN.items() if name in line]
+        seconds = (self.last - self.began) / max(1, line["step"] - self.start)
+        left = tqdm.format_interval(seconds * (self.steps - line["step"])) + " left"
         try:
-            print(f"update {self.done:,} of {self.steps:,}", *numbers, left, sep="  ")
+            print(f"update {line['step']:,} of {self.steps:,}", *numbers, left, sep="  ")
         except BrokenPipeError:  # `train.py | head`: the run goes on, and prints nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

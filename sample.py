@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import launch
 from arms import with_omega
 from data import rng, tokenizer
-from launch import Refused, Share, Size, append_jsonl, line_breaks, machine, progress, read_jsonl
+from launch import Refused, Share, Size, append_jsonl, machine, progress, read_jsonl
 from mdlm import MDLM, compile_parts, in_chunks, likeliest
 from show import show, trace
 
@@ -348,7 +348,7 @@ def starting_ids(cfg, tok, special):
         cells = [mask if c == "." else encode(c)[0] for c in cfg.given]
         ids = [bos, *cells, eos, eos]
     elif cfg.infill:
-        first, *parts = [encode(part) for part in line_breaks(cfg.infill).split("___")]
+        first, *parts = [encode(part) for part in cfg.infill.replace("\\n", "\n").split("___")]
         room = L - 2 - len(first) - sum(map(len, parts))
         ids = [bos, *first]
         for i, part in enumerate(parts):
@@ -356,7 +356,7 @@ def starting_ids(cfg, tok, special):
             ids += width * [mask] + part
         ids.append(eos)
     else:
-        ids = [bos, *encode(line_breaks(cfg.prompt))] if cfg.prompt else []
+        ids = [bos, *encode(cfg.prompt.replace("\\n", "\n"))] if cfg.prompt else []
         ids += (L - len(ids)) * [mask]
     if len(ids) != L or mask not in ids:
         raise Refused(f"the text makes {len(ids)} tokens, {ids.count(mask)} of them to be filled, "

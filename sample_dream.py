@@ -30,7 +30,7 @@ import torch.nn.functional as F
 import dora
 from arms import with_omega
 from dream import Dream, Tokenizer, load_adapter
-from launch import Count, Refused, Share, line_breaks, machine, progress, run, to_device
+from launch import Count, Refused, Share, machine, progress, run, to_device
 from mdlm import TwoPass, in_chunks, likeliest
 from softmask import SoftMask, time_gain
 
@@ -424,7 +424,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
 
 
 def main(cfg):
-    before, gap, after = line_breaks(cfg.infill).partition("___")
+    before, gap, after = cfg.infill.replace("\\n", "\n").partition("___")
     wishes = [bool(cfg.prompt), cfg.chat, bool(gap)]
     if not cfg.model or sum(wishes) != 1:
         raise Refused("give --model=DIR, and one of --prompt=…, --chat, --infill='… ___ …'")
@@ -433,7 +433,7 @@ def main(cfg):
     if sm:
         label += f", ω_s = {sm.omega[0].item():.3g}"
     messages = []
-    for prompt in sys.stdin if cfg.chat else [line_breaks(cfg.prompt)]:
+    for prompt in sys.stdin if cfg.chat else [cfg.prompt.replace("\\n", "\n")]:
         if gap:
             ids = tok.encode(before) + cfg.gen_len * [model.cfg.mask_token_id] + tok.encode(after)
             settings, until = replace(cfg, gen_len=0), ()

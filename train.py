@@ -245,7 +245,8 @@ def train(cfg):
                 # Divided by all tokens, not by the masks [code]: so any split gives the same.
                 (nll.sum() / (accum * x0.numel())).backward()
             nll = nll.detach()
-            log.add(nll=nll.sum(), ce=nll @ t, masks=len(at), softs=soft, lam=model.lam * soft)
+            log.add(nll=nll.sum(), ce=nll @ t, masks=len(at), tokens=x0.numel(), softs=soft,
+                    lam=model.lam * soft)
         if not soft:
             # The gradient of ω is 0, which DDP needed (TwoPass). Adam would still move ω by its
             # momentum [ours].
@@ -269,12 +270,12 @@ def train(cfg):
 
     def describe(done, norm):
         """The line of log.jsonl for the updates since the last one. It refuses a nan."""
-        sums, updates, seconds, norm = log.collect(done, norm)
-        tokens_seen = updates * cfg.batch_size * cfg.length
-        line = {"step": done, "loss": sums["nll"] / tokens_seen,
+        sums = log.collect(norm)
+        line = {"step": done, "loss": sums["nll"] / sums["tokens"],
                 "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
-                "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": norm,
-                "tokens_per_s": tokens_seen / seconds, "lam": sums["lam"] / max(1, sums["softs"])}
+                "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
+                "tokens_per_s": sums["tokens"] / sums["seconds"],
+                "lam": sums["lam"] / max(1, sums["softs"])}
         if omega:
             line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
         if omega and cfg.k is None:
@@ -310,26 +311,25 @@ def train(cfg):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate()}
             log.write(metrics)
-            log.print()
         model.train()
-        for step in log.updates():
+        for step in range(start, cfg.steps):
             norm = update(step)
             done = step + 1
             # The maximum over ranks: all stop after the same update.
             stop = launch.any_rank(max(caught, default=0))
-            if due(cfg.eval_every) and not stop:
-                with log.pause():
-                    metrics = {"step": done, **evaluate()}
-            logged = due(cfg.log_every) or due(cfg.save_every) or stop
-            if logged or done == 1 or metrics.get("step") == done:  # 1: the user sees a line soon
+            evaluated = due(cfg.eval_every) and not stop
+            logged = evaluated or due(cfg.log_every) or due(cfg.save_every) or stop
+            if logged or done == 1:     # 1: the user sees a line soon
                 line = describe(done, norm)
-                log.write(line | metrics if metrics.get("step") == done else line)
+                if evaluated:
+                    metrics = {"step": done, **evaluate()}
+                    line |= metrics
+                log.write(line)
             if due(cfg.save_every) or stop:
                 save("last.pt", model=model.state_dict(), ema=average,
                      optimizer=optimizer.state_dict())
             if due(cfg.keep_every) or done == cfg.steps:
                 save(f"step-{done}.pt", model=model.state_dict() | average)
-            log.print()
             if stop:
                 break
 

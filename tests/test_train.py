@@ -364,7 +364,7 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_an_older_one(tiny, 
     broken = {k: t * math.nan if k.startswith("net.") else t for k, t in ckpt["model"].items()}
     path = tiny.out_dir + "-broken.pt"
     checkpoint.save(path, **ckpt | {"model": broken})
-    refused("not a number by update 1", train, replace(tiny, overwrite=True, init_from=path))
+    refused("not a number: start again", train, replace(tiny, overwrite=True, init_from=path))
     # Neither what is not a number, nor the old run, which --resume would take by mistake.
     assert "last.pt" not in os.listdir(tiny.out_dir)
 
