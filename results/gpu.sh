@@ -41,7 +41,7 @@ tests() {  # every test that needs CUDA; on a CPU most of them are skipped, and 
 
 ddp() {  # SM is on in about half of the updates; two micro-batches each, so no_sync is used
     [ ! -e "$out/gpu-ddp.json" ] || return 0
-    local flags="quickstart $model --steps=20 --micro_batch=16 --warmup=1 --log_every=1"
+    local flags="quickstart $model --overwrite --steps=20 --micro_batch=16 --warmup=1 --log_every=1"
     flags="$flags --p_sm=0.5 --omega_s=0.5 --omega_a=1 --omega_b=-2.8 --show=False"
     # train.py takes DDP where there are several processes. Here one process passes for several, so
     # that the same lines run over NCCL on one GPU.
