@@ -102,6 +102,7 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
     "quickstart": ["--length=39"],
     "--resume=auto": ["--steps=3"],
     "openwebtext": ["--overwrite"],
+    "sudoku": ["--given=.5.43.341562524316163254632145415623"],
     "sample": ["--device=cpu"],
     "--count=5000": ["--count=2", "--steps=4"],
     "eval": ["--device=cpu", "--rows=4"],
@@ -109,7 +110,7 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
     "finetune_dream": ["--steps=2", "--device=cpu"],
     "--model=Dream-v0-Instruct-7B": ["--model=out/tiny_dream/model"],
     "--data=mix": ["--data=out/tiny_dream/dialogues.jsonl"]}
-NEEDS_A_PACKAGE = {"openwebtext", "samples", "--runs=out/*/log.jsonl", "--task=gsm8k_cot"}
+NEEDS_A_PACKAGE = {"openwebtext", "samples", "--runs=out/*/log.jsonl"}
 
 
 def start(script, words):
@@ -120,16 +121,15 @@ def start(script, words):
 
 
 def test_commands_of_the_readme_run(tmp_path, monkeypatch):
-    # What a reader has before: texts, questions, OpenWebText, a pretrained MDLM.
+    # What a reader has before: texts, OpenWebText, a pretrained MDLM.
     monkeypatch.chdir(tmp_path)
     shutil.copytree(os.path.join(ROOT, "results"), "results")
     words = [" ".join(str(i * j) for i in range(1, 90)) for j in range(1, 12)]
-    append_jsonl("novels.jsonl", *[{"text": text} for text in words * 30])
-    append_jsonl("gsm8k.jsonl", {"question": "What is 1 + 1?", "answer": "2\n#### 2"})
+    append_jsonl("yours.jsonl", *[{"text": text} for text in words * 30])
     library = data.stdlib_files()
     monkeypatch.setattr(data, "stdlib_files", lambda: library[:60])
     monkeypatch.setitem(data.PRESETS["sudoku"], "grids", 300)
-    start("data", ["novels.jsonl", "--val_docs=9", "--tokenizer=bytes", "--out=data/owt"])
+    start("data", ["yours.jsonl", "--val_docs=9", "--tokenizer=bytes", "--out=data/owt"])
     start("train", ["--out_dir=.", "--p_sm=0"])
     os.rename("last.pt", "mdlm.ckpt")
     for package in "datasets", "transformers":  # they would fetch GB
@@ -140,7 +140,7 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
             start(script, words)
         except ImportError:
             assert NEEDS_A_PACKAGE & set(words)
-    runs = {"novels", "owt", "binary", "continue", "quickstart", "stdlib", "tiny_dream"}
+    runs = {"yours", "owt", "binary", "continue", "quickstart", "stdlib", "tiny_dream"}
     assert runs <= {*os.listdir("out")}
 
 
