@@ -88,10 +88,7 @@ UNMASKING = "", "standard", "random", "entropy", "ReMDM", "data"    # the order 
 
 
 def read_cells(pattern):
-    """{row: {column: {seed: value}}} of eval.py's results.
-
-    row: (unmasking, feedback, label).   column: (metric, NFE / L or text). The later file counts.
-    """
+    """{(unmasking, feedback, label): {(metric, NFE / L or text): {seed: value}}} of results."""
     cells = {}
     for result in map(read_json, files(pattern)):
         if result.get("metric") in (None, "feedback"):  # other files beside them
@@ -206,7 +203,7 @@ def benchmarks(folder):
     return markdown(lines, ["NFE budget", "Model", "FT", "Feedback", *tasks], text=4)
 
 
-# The palette of Okabe and Ito, for color-blind readers [ours].
+# The palette of Okabe and Ito, for color-blind readers
 COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
 OMEGA = {"omega_s": "ω_s", "omega_a": "ω_a (1/nat)", "omega_b": "ω_b (nats)"}
 AXES = {"bound": "held-out bound (nats per token)", "share": "feedback on, nats below off",
@@ -252,14 +249,14 @@ def over_updates(patterns, quantities):
     shown = [name for name in quantities if any(points[name] for points in series.values())]
     fig, axes = figure(len(shown))
     for i, (name, points) in enumerate(series.items()):
-        color, line = COLORS[i % len(COLORS)], ("-", "--", ":")[i // len(COLORS) % 3]
+        color = COLORS[i % len(COLORS)]
         for ax, quantity in zip(axes, shown):
             seeds = max(map(len, points[quantity].values()), default=0)
             steps = sorted(s for s, values in points[quantity].items() if len(values) == seeds)
             values = np.array([points[quantity][step] for step in steps])        # (steps, seeds)
             if steps:
                 mean, sd = values.mean(1), values.std(1, ddof=min(1, seeds - 1))
-                ax.plot(steps, mean, label=f"{name} (n = {seeds})", color=color, ls=line)
+                ax.plot(steps, mean, label=f"{name} (n = {seeds})", color=color)
                 ax.fill_between(steps, mean - sd, mean + sd, color=color, alpha=0.2, lw=0)
     for ax, quantity in zip(axes, shown):
         ax.set(xlabel="updates", ylabel=AXES[quantity])
@@ -312,7 +309,7 @@ def frontier(pattern):
 
 
 def feedback(path):
-    """The gains of three feedbacks over t. Bands are one standard error on both sides."""
+    """The gains of three feedbacks over t ± one standard error."""
     rows = [row for name, row in read_json(path)["values"].items() if name != "all"]
     t = [row["t"] for row in rows]
     fig, [ax] = figure(1, width=6)
@@ -362,7 +359,7 @@ def drawn_cell(x, y, width, text, lam, *_):
 
 
 def drawing(width, height, parts):
-    """A whole SVG on a gray ground. width, height: in pixels."""
+    """A whole SVG on a gray ground."""
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="monospace" font-size="18" text-anchor="middle">',
