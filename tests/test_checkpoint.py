@@ -167,16 +167,6 @@ def test_safetensors_round_trip_with_every_dtype(tmp_path):
     assert all(torch.equal(back[n], t) and back[n].dtype == t.dtype for n, t in tensors.items())
 
 
-def test_safetensors_equal_the_library_s(tmp_path):
-    reason = "needs safetensors: would check both directions against it"
-    library = pytest.importorskip("safetensors.torch", reason=reason)
-    tensors = {"a": torch.randn(3, 4), "b": torch.randn(5).bfloat16()}
-    write_safetensors(str(tmp_path / "ours"), tensors)
-    library.save_file(tensors, str(tmp_path / "theirs"))
-    for back in (library.load_file(tmp_path / "ours"), read_safetensors(tmp_path / "theirs")):
-        assert all(torch.equal(back[n], t) for n, t in tensors.items())
-
-
 # ---- theirs
 
 
