@@ -312,7 +312,7 @@ def test_only_seeds_are_averaged(tmp_path):
     assert all(a != b for a, b in itertools.combinations(groups[1:], 2))
 
 
-# --- tasks of the harness, bad input -------------------------------------------------------------
+# --- tasks of the harness -------------------------------------------------------------------------
 
 
 def test_any_task_that_generates_text_can_be_run(harness, config, tmp_path, monkeypatch):
