@@ -184,15 +184,15 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     settings: config.json of the hub, or the configuration of a run (default: the paper's values).
     Refused: what would compute something else here.
     """
-    tables = [name for name in state if name.endswith("vocab_embed.embedding")]
-    if not tables:
-        raise Refused("no MDLM in this checkpoint: no tensor is called …vocab_embed.embedding")
     said = settings or {}
     for section in ("algo", "model", "data", "optim"):
         said = said | said.get(section, {})
     for name, want in ONLY.items():
         if said.get(name, want) != want:
             raise Refused(f"this checkpoint has {name} = {said[name]!r}, not {want!r}")
+    tables = [name for name in state if name.endswith("vocab_embed.embedding")]
+    if not tables:
+        raise Refused("no MDLM in this checkpoint: no tensor is called …vocab_embed.embedding")
     prefix = tables[0].removesuffix("vocab_embed.embedding")
     unread = [name for name in state if not name.startswith((prefix, "tran_head.raw_"))]
     if unread:

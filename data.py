@@ -11,7 +11,7 @@ rows that are cut in another way cannot be compared with these.
 
     python data.py sudoku                                      # 6×6 grids, drawn uniformly
     python data.py stdlib                                      # Python's own library, as bytes
-    python data.py novels.jsonl.xz more/ --val_docs=300 --out=data/novels
+    python data.py yours.jsonl.xz more/ --val_docs=300 --out=data/yours
     python data.py openwebtext                                 # needs `pip install datasets`
 
 Not here: a DataLoader, workers, shuffling state. A batch is a function of its number.

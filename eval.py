@@ -4,7 +4,7 @@
 A bound on the perplexity of held-out text, with feedback and without:
 
     python eval.py ppl --checkpoint=out/last.pt --data=data/owt
-    python eval.py zero_shot --checkpoint=out/last.pt --text=wikitext.txt  # of another text
+    python eval.py zero_shot --checkpoint=out/last.pt --text=yours.txt  # of another text
 
 Three opinions on samples: how varied their tokens are (low where a sample repeats itself), how
 likely GPT-2 large finds them, and how far they are from held-out text:

@@ -2,7 +2,7 @@
 """Finetune Dream-7B with soft masks: Alg. 1 on dialogues, a DoRA adapter and ω.     §4.2, App. B.2
 
     python finetune_dream.py tiny                            # a dry run without weights or data
-    python finetune_dream.py --model=DIR --data=chats.jsonl  # {"messages": [{"role": …, …}]}
+    python finetune_dream.py --model=DIR --data=yours.jsonl  # {"messages": [{"role": …, …}]}
     torchrun --nproc_per_node=8 finetune_dream.py --model=DIR --data=mix     # pip install datasets
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
@@ -486,7 +486,7 @@ def finetune(cfg):
         sums = log.collect(norm)
         line = {"step": done, "loss": sums["loss"] / sums["dialogues"],
                 "ce_per_mask": sums["nll"] / sums["masks"],
-                "lr": lr_at(done - 1, cfg.steps, cfg.warmup) * cfg.eta_bb,
+                "eta_bb": lr_at(done - 1, cfg.steps, cfg.warmup) * cfg.eta_bb,
                 "grad_norm": sums["grad_norm"],
                 "tokens_per_s": sums["tokens"] / sums["seconds"]}
         if omega:

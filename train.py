@@ -6,7 +6,7 @@
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
     torchrun --nproc_per_node=8 train.py continue --init_from=mdlm.ckpt       # 100k updates more
-    python train.py owt --data=data/novels --n_layer=6 --length=256 --resume  # any field of Config
+    python train.py owt --data=data/yours --n_layer=6 --length=256 --resume  # any field of Config
 
 Every random number is a function of what it is for: (seed, "t", step), (seed, "q", step, j), with
 steps from 0 (update 17 of the log has step 16), and micro-batches j counted over all ranks. So one

@@ -81,9 +81,10 @@ def mean_sd(values, spec):
 
 
 # What eval.py measures, in the order of the columns.
-METRICS = {"mauve": ("MAUVE ↑", ".3f"), "gen_ppl": ("gen. PPL ↓", ".2f"),
-           "entropy": ("entropy ↑", ".3f"), "ppl": ("PPL ↓", ".3f"),
-           "nats": ("nats ↓", ".4f"), "off": ("nats, feedback off", ".4f")}
+METRICS = {"right": ("grids right ↑", ".3f"), "mauve": ("MAUVE ↑", ".3f"),
+           "gen_ppl": ("gen. PPL ↓", ".2f"), "entropy": ("entropy ↑", ".3f"),
+           "ppl": ("PPL ↓", ".3f"), "nats": ("nats ↓", ".4f"),
+           "off": ("nats, feedback off", ".4f")}
 UNMASKING = "", "standard", "random", "entropy", "ReMDM", "data"    # the order of the rows
 
 

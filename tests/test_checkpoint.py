@@ -263,6 +263,9 @@ def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, chang
 def test_other_files_are_refused(tmp_path):
     torch.save({"w": torch.zeros(1)}, tmp_path / "w.pt")
     refused("no MDLM in this checkpoint", load, str(tmp_path / "w.pt"))
+    torch.save({"wte.weight": torch.zeros(1)}, tmp_path / "pytorch_model.bin")
+    (tmp_path / "config.json").write_text('{"model_type": "gpt2"}')
+    refused("model_type = 'gpt2', not 'mdlm'", load, str(tmp_path))
     torch.save({"format": "soft-masked-mdlm/99"}, tmp_path / "w.pt")
     refused("has the format soft-masked-mdlm/99, not", load, str(tmp_path / "w.pt"))
     ema = checkpoint.load_inert(training_file(tmp_path / "x.ckpt", trained()))

@@ -88,6 +88,13 @@ def test_table_lays_samples_out_as_the_paper_does(tmp_path, capsys):
         ["data", "", "data/owt", "14.80", "", "", ""]]
 
 
+def test_right_grids_are_a_column(tmp_path):
+    samples_result(tmp_path / "grids.json", {"right": 0.25}, "1M", order="entropy", steps=1024)
+    assert cells(plot.table(str(tmp_path / "grids.json")))[::2] == [
+        ["unmasking", "feedback", "model", "grids right ↑ 1/1"],
+        ["entropy", "soft", "1M", "0.250"]]
+
+
 def test_differences_of_bounds_are_those_of_a_seed(tmp_path):
     """Seeds 1 and 2 gain 0.1 and 0.3 nats, however far the seeds are apart."""
     for seed, binary, soft in (1, 2.0, 1.9), (2, 1.0, 0.7), (3, 5.0, None):
