@@ -144,8 +144,6 @@ def to_device(x, device):
 
 def join(world, device):
     """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU."""
-    # With --max_restarts, torch 2.6 to 2.13 may tell restarted ranks the addresses of dead ones,
-    # unless TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 is in the environment.
     if world > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
@@ -183,8 +181,7 @@ def signals():
 
     def take(number, frame):
         caught.append(number)
-        # A second Ctrl-C ends the process. A second SIGTERM does not, because torchrun may send one
-        # while the run is still saving.
+        # A second Ctrl-C ends the process. torchrun may send a second SIGTERM during a save.
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
 
@@ -278,10 +275,7 @@ SHOWN = {"loss": ".4g", "val_soft": ".4g", "val_plain": ".4g", "val_binary": ".4
 
 
 class Log:
-    """What a trainer reports: means since its last line, over all ranks, into `path` and on screen.
-
-    It goes from update `start` to `steps`.   master: this rank reports.
-    """
+    """What a trainer reports, from update `start` to `steps`: sums over all ranks since a line."""
 
     def __init__(self, path, start, steps, master):
         self.path, self.master = path, master
