@@ -435,10 +435,10 @@ def demonstrate(cfg, model, bounds, meta):
     if model.sm:
         lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
         lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
-        print("\n  update     ω_s     ω_a   ω_b   mean λ")
-        for line in lines[:-1:max(1, len(lines) // 4)] + lines[-1:]:
+        print(f"\n  update{'ω_s':>8}{'ω_a':>8}{'ω_b':>8}{'mean λ':>9}")
+        for i in sorted({i * (len(lines) - 1) // 4 for i in range(5)}):
             row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
-            print(row.format(**line))
+            print(row.format(**lines[i]))
     print()
     if grids:
         sudoku.demonstrate(model)
