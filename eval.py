@@ -93,7 +93,7 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     """
     n = len(rows)
     deal = torch.randperm(n, generator=rng("deal", seed))
-    times = sample_times(n * repeats, rng("times", seed), low=max(floor, 1e-6))       # (repeats·n,)
+    times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))       # (repeats·n,)
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
     # disable=None hides the bar where stderr is no terminal.

@@ -7,6 +7,7 @@ Not here: checkpoints (checkpoint.py), or anything about diffusion.
 import argparse
 import contextlib
 import difflib
+import glob
 import inspect
 import json
 import math
@@ -198,9 +199,11 @@ def signals():
 
 def goes_on(last, resume, overwrite):
     """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
+    folder = os.path.dirname(last)
     exists = any_rank(os.path.exists(last)) > 0
-    if exists and not (resume or overwrite):
-        raise Refused(f"{os.path.dirname(last)} already holds a run: --resume goes on with it, "
+    kept = any_rank(bool(glob.glob(os.path.join(glob.escape(folder), "step-*.pt"))))
+    if (exists and not (resume or overwrite)) or (kept and not (exists or overwrite)):
+        raise Refused(f"{folder} already holds a run: --resume goes on with its last.pt, "
                       f"--overwrite replaces it, another folder starts another")
     return resume is True or resume == "auto" and exists
 

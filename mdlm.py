@@ -35,6 +35,7 @@ from arms import ARMS
 from launch import Count, Negative, Positive, Refused, Size
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
+T_MIN = 1e-3        # the smallest time: the loss divides by t [code]
 BUDGET = 1e9        # bytes of a chunk's (n, V) tensors, and of all those kept for a backward
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
 CPU_CACHE = 1.6e6   # bytes of the logits that SM goes over again and again, for a CPU's caches
@@ -43,7 +44,7 @@ COMPILED = 4096     # rows of a chunk where chunks are compiled: large products,
 
 @dataclass
 class ModelConfig:
-    # the backbone, App. B.1
+    # the backbone, App. B.1; the numbers of a type are its range (launch.py)
     n_layer: Annotated[int, 1, 1000] = 12
     n_head: Size = 12
     n_embd: Size = 768
@@ -63,13 +64,13 @@ class ModelConfig:
     arm: Literal["", "constant", "renorm", "slerp", "permuted"] = ""  # other gates and mixes
 
 
-def sample_times(n, generator, low=ALPHA_FLOOR, high=1.0):
+def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
     """n times in [b_l, b_h], one from each of n equal slices                       Alg. 1 l.3, §3.2
 
     Returns t: (n,) fp32, ascending. The loss varies far less than with independent draws [code].
     """
     u = (torch.arange(n) + torch.rand(n, generator=generator)) / n             # (n,)
-    return low + (high - low) * u                                              # (n,)
+    return b_l + (b_h - b_l) * u                                               # (n,)
 
 
 def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
@@ -77,12 +78,16 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
 
     x0: (B, L) ids.   t: (B,) in (0, 1].   floor: α_1.   Returns x_t: (B, L).
     """
-    u = torch.rand(x0.shape, generator=generator)  # on the CPU: the same for every device (B, L)
+    # Drawn on the CPU: the same masks for every device.
+    u = torch.rand(x0.shape, generator=generator)                              # (B, L)
     return torch.where(u < (1 - floor) * t[:, None], mask_id, x0)              # (B, L)
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm without a bias, then adaLN's shift and scale (B | 1, 1, D). Always fp32 [code]."""
+    """LayerNorm without a bias, then adaLN's shift and scale, in fp32 [code]
+
+    shift, scale: (B, 1, D), or (1, 1, D) where all sequences share them: B | 1 below.
+    """
 
     def __init__(self, dim):
         super().__init__()
@@ -148,7 +153,7 @@ class Block(nn.Module):
         modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)        # 6 × (B | 1, 1, D)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
         qkv = self.attn_qkv(self.norm1(x, shift1, scale1))                     # (B, L, 3D)
-        qk, v = qkv.view(B, L, 3, self.n_head, -1).split((2, 1), dim=2)        # (B, L, 2|1, H, d)
+        qk, v = qkv.view(B, L, 3, self.n_head, -1).split((2, 1), dim=2)        # (B, L, 2, H, d)
         q, k = rotate(qk, cos, sin).permute(2, 0, 3, 1, 4)                     # 2 × (B, H, L, d)
         y = F.scaled_dot_product_attention(q, k, v.squeeze(2).transpose(1, 2))  # (B, H, L, d)
         y = self.attn_out(y.transpose(1, 2).reshape(B, L, D))                  # (B, L, D)
@@ -176,7 +181,6 @@ class DiT(nn.Module):
         self.sigma_map = SigmaMap(cfg.n_cond)
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.output_layer = OutputLayer(cfg)
-        self.register_buffer("mask_row", torch.tensor([cfg.mask_id]), persistent=False)
 
     @property
     def table(self):
@@ -202,6 +206,7 @@ class DiT(nn.Module):
         # Angles in fp32: bf16 would lose the phase of far positions.
         angles = position[:, None] * 10000 ** (-i / d)                         # (L, d/2)
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else emb.dtype
+        # cos is even and sin is odd: the first of each pair gets −sin.
         angles = torch.cat((-angles, angles), dim=-1)[:, None, None]           # (L, 1, 1, d)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)              # (L, 1, 1, d)
         c, x = self.time_embedding(t), emb                                     # (B | 1, cond)
@@ -217,8 +222,8 @@ class DiT(nn.Module):
     def head(self, h):
         """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code]."""
         linear = self.output_layer.linear
-        # A bias of −1e6 makes p and gradient 0 without one more pass over an (n, V) tensor.
-        bias = linear.bias.index_fill(0, self.mask_row, -1e6)                  # (V,)
+        bias = linear.bias.clone()                                             # (V,)
+        bias[self.cfg.mask_id] = -1e6  # p = 0 without one more pass over an (n, V) tensor
         return vocabulary(h, linear.weight, bias)                              # (n, V)
 
 
@@ -256,13 +261,14 @@ def in_chunks(fn, *rows, V, keeps=0, compiled=False):
     fn: maps tensors (n, …) to a tensor (n, …), or to a tuple of them. Rows must not interact.
     rows: tensors of one length N, which may be 0.   V: size of the vocabulary.
     keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks take
-        more than BUDGET, none is kept, and the backward runs fn again.   compiled: fn keeps none.
+        more than BUDGET, none is kept, and the backward runs fn again.
+    compiled: fn is compiled, so that it keeps no fp32 (n, V) tensor.
     """
     N, one_row, on_cpu = len(rows[0]), 4 * V, rows[0].device.type == "cpu"
     # While fn works it holds at most 6.7 tensors (n, V) in fp32, measured for SM over all of |V|.
     size = max(1, int((CPU_LOGITS if on_cpu else BUDGET / 6.7) / one_row))
     if compiled:
-        size = COMPILED  # a single chunk is split, too: torch compiles once more for what is whole
+        size = COMPILED  # always split: a whole tensor would be compiled for once more
     elif N <= size:
         return fn(*rows)
     if torch.is_grad_enabled() and keeps * N * one_row > BUDGET and not compiled:
@@ -286,7 +292,7 @@ class TwoPass(nn.Module):
     def __init__(self, net, sm, mask_id, two_updates=False):
         super().__init__()
         self.net, self.sm, self.mask_id, self.two_updates = net, sm, mask_id, two_updates
-        self.lam, self.compiled = torch.zeros(()), False
+        self.lam, self.compiled = torch.tensor(torch.nan), False
 
     def weigh(self, h, logits=None):
         """λ (n,), ids (n, k), π (n, k) of a chunk of masks; for k = |V| the mix (n, D) as π"""
@@ -299,7 +305,7 @@ class TwoPass(nn.Module):
             return lam, pi.argmax(-1)[:, None], sm.mix(self.net.table, lam, None, pi)
         if self.compiled or not logits.is_cpu:
             return sm(logits)
-        # In pieces that stay in a CPU's caches, SM is several times as fast.
+        # In pieces that stay in a CPU's caches, SM is faster.
         pieces = logits.split(max(1, int(CPU_CACHE / 4 / logits.shape[1])))
         return tuple(torch.cat(parts) for parts in zip(*map(sm, pieces)))
 
@@ -309,15 +315,14 @@ class TwoPass(nn.Module):
         h: (n, D) hidden states that predict them.   logits: (n, V) head(h), if they are known.
         Returns their embeddings (n, D), λ (n,), and the most likely tokens (n,).
         """
-        table, keeps = self.net.table, 0
-        if self.two_updates or self.sm.k is None:
-            keeps = 5
+        table = self.net.table
         if logits is None:
+            keeps = 5 if self.two_updates or self.sm.k is None else 0  # logits, d, clamped d, e, p
             lam, ids, pi = in_chunks(self.weigh, h, V=len(table), keeps=keeps,
                                      compiled=self.compiled)
         else:
             lam, ids, pi = self.weigh(h, logits)
-        if self.sm.k is None:
+        if self.sm.k is None:  # mixed in `weigh`, so that an (n, V) tensor stays in its chunk
             return pi, lam, ids[:, 0]
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
         return self.sm.mix(table, lam, ids, pi), lam, ids[:, 0]
@@ -330,7 +335,7 @@ class TwoPass(nn.Module):
 
     def warning(self):
         """What to tell the user if training has left feedback off, which no loss shows, else ""."""
-        if self.sm is None or not 0 < self.lam < 1e-3:
+        if self.sm is None or not self.lam < 1e-3:
             return ""
         return (f"feedback is off: λ is {self.lam:.1g} on average. Train longer, or start with "
                 f"--omega_s=0.5 --omega_a=1 --omega_b=-2.8")
@@ -366,7 +371,7 @@ class TwoPass(nn.Module):
         if self.sm is not None:
             # This adds 0 to the gradient of ω, so it is in the graph of every step. Else DDP would
             # wait for the gradient of ω after a step without SM, and would then apply a wrong one.
-            # 0 times each: the sums alone would give all of ω one gradient in one piece of memory.
+            # 0 · p for each: the gradients of 0 · Σp would all be views of one number.
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, at
 
@@ -408,9 +413,8 @@ class MDLM(TwoPass):
         Checked against tests/oracles.py dense_nll.
 
         Its mean over t and x_t bounds −log p(x0) from above for a sampler that calls the network as
-        this loss does: with soft = True, with both passes in every step. For Alg. 2 it is no bound:
-        there one pass has the feedback of the step before, of which pass 1 is a proxy (§3.2).
-        ALPHA_FLOOR makes it 0.1 to 0.3 % too small [code], because at t = 1 some are visible.
+        this loss does. Alg. 2 is another one: its single pass has the feedback of the step before,
+        of which pass 1 is a proxy (§3.2).
         """
         B, L = xt.shape
         nll, at = self.token_nll(x0, xt, t, soft, at)                          # (N,), (N,)

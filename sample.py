@@ -39,7 +39,7 @@ GRAPHS_PAY = 5000  # network calls from which CUDA graphs, some 12 ms faster, ar
 
 
 def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
-    """One reverse step t → s < t: (P[reveal a masked token], P[re-mask a visible one])        Eq. 1
+    """One reverse step t → s < t: P[reveal a mask], P[re-mask a token]              Eq. 1, App. B.1
 
     t, s: times in [0, 1]. Here α_t = 1 − t, without the floor of training [code].
     eta: the largest P[re-mask] (default: SAMPLERS[sampler]).
@@ -62,7 +62,7 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
             t, s = (time * (1 - alpha_on) / t_off for time in (t, s))
     if sampler == "remdm-cap":
         remask = min(eta, s / max(1 - t, 1e-9))  # the cap keeps P[reveal] at most 1
-    reveal = (t - s + remask * (1 - t)) / t
+    reveal = (t - s + remask * (1 - t)) / t  # solves t (1 − reveal) + (1 − t) remask = s
     # The quotient is above 1 when a step of remdm-loop goes from before t_on to long after it.
     return min(1.0, reveal), remask
 
@@ -161,10 +161,6 @@ def starts(model, n, x):
     return torch.full((n, model.cfg.length), model.mask_id) if x is None else x.expand(n, -1)
 
 
-def on_device(array, device):
-    return launch.to_device(torch.from_numpy(array), device)
-
-
 def float64_device(x):
     return torch.device("cpu") if x.device.type == "mps" else x.device  # MPS has no float64
 
@@ -174,24 +170,23 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
              soft=True, passes=1, every=False, **schedule):
     """Inference with soft-masking                                                    Alg. 2, App. A
 
-    model: MDLM.   n: sequences, one batch.   steps: T.   sampler, schedule: for `step_probs`.
+    model: MDLM.   n: sequences.   steps: T.   sampler, every, schedule: see `schedule_flips`.
     top_p: for `nucleus`.   soft: False decodes in binary.
     passes: network calls in each step, each with the feedback of the call before (Alg. 2: one).
-    every: see `schedule_flips`.
-    generator: a torch.Generator on the CPU, or a list of n, one per sequence. With a list, a sample
-        is the same in any batch.
-    on_step(x, lam, guess, at, h): called after every turn, with the ids (n, L). Where they are
-        [MASK], lam (n, L) is λ and guess (n, L) is the most likely token. at (m,) are the masks of
-        the flat batch that stay, and h (m, D) are the hidden states that predict them.
-    x: (L,) or (n, L) ids to start from. All but [MASK] stays as it is (default: all [MASK]).
+    generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
+    on_step(x, lam, guess, at, h): called after every turn. x (n, L) are the ids. Where they are
+        [MASK], lam (n, L) is λ, and guess (n, L) the most likely token. at (m,) are the masks of
+        the flat batch that stay, predicted from h (m, D).
+    x: (L,) or (n, L) ids on the CPU to start from. All but [MASK] stays (default: all [MASK]).
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
     Checked against tests/oracles.py alg2.
 
-    A finished sequence stays in the batch: CUDA graphs need static shapes. The schedules are known
-    before, so that the host runs ahead of the device.
+    A finished sequence stays in the batch, because CUDA graphs need static shapes. The schedules
+    are known before, so the host runs ahead of the device.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
     V, soft = len(table), soft and model.sm is not None
+    passes = passes if soft else 1
     x = starts(model, n, x)                                                    # (n, L)
     L, masked = x.shape[1], (x == mask_id).numpy()                             # (n, L), on the host
     every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
@@ -202,8 +197,11 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     emb = F.embedding(x, table)                                                # (nL, D)
     lam, guess = torch.zeros(n * L, device=x.device), x.clone()                # (nL,), (nL,)
 
+    def on_device(array):
+        return launch.to_device(torch.from_numpy(array), x.device)
+
     def positions(which):
-        return on_device(np.flatnonzero(which), x.device)                      # (m,) of n·L
+        return on_device(np.flatnonzero(which))                                # (m,) of n·L
 
     def predict(t, waiting):
         """The network, `passes` times. Every call but the first overwrites the masks `waiting`."""
@@ -221,10 +219,10 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         appear, vanish = positions(masked & flips), positions(~masked & flips)
         waiting = positions(masked & live[:, None])
         stay = positions(masked & ~flips & live[:, None])
-        u = on_device(u[masked & flips], float64_device(x))                    # (m,)
+        u = launch.to_device(torch.from_numpy(u[masked & flips]), float64_device(x))   # (m,)
         masked ^= flips
         nfe += live * passes
-        h = predict(on_device(t.astype(np.float32), x.device), waiting)        # (nL, D)         l.3
+        h = predict(on_device(t.astype(np.float32)), waiting)                  # (nL, D)         l.3
         x[appear] = in_chunks(pick, h[appear], u, V=V)                         #               l.4-5
         emb[appear] = F.embedding(x[appear], table)
         if soft:
@@ -253,10 +251,12 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
     order: "entropy", the surest first (§2.2), or "random", its control.
     steps: T. Each step reveals its share of the masks that are left, rounded up [ours].
-    Others, and what is returned: see `generate`. Checked against tests/oracles.py in_order.
+    Others, and what is returned: see `generate`. `at` of on_step are all masks before the step.
+    Checked against tests/oracles.py in_order.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
     soft, generators = soft and model.sm is not None, one_each(generator, n)
+    passes = passes if soft else 1
     x = starts(model, n, x).to(table.device)                                   # (n, L)
     nfe = torch.zeros(n, dtype=torch.long, device=x.device)                    # (n,)
 
@@ -264,30 +264,35 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         logits = net.head(h)                                                   # (m, V)
         p = nucleus(logits.softmax(-1), top_p)                                 # (m, V)
         conf = (p * (p + 1e-10).log()).sum(-1)       # −H, 0 where one token is left: (m,)
-        found = sample_categorical(p, u), conf
-        return found + model.feedback(h, logits) if soft else found
+        x0 = sample_categorical(p, u)                                          # (m,)
+        if not soft:
+            return x0, conf
+        return x0, conf, *model.feedback(h, logits)
 
     emb = F.embedding(x, table)                                                # (n, L, D)
     for left in range(steps, 0, -1):
         masked = x == mask_id                                                  # (n, L)
         at = masked.flatten().nonzero().squeeze(1)                             # (N,)
+        if not len(at):
+            break
         t = masked.float().mean(-1)                                            # (n,)
         draws = [torch.rand(x.shape[1], 2, dtype=torch.float64, generator=g) for g in generators]
         u = torch.cat(draws).to(float64_device(x))                             # (n·L, 2)
-        u = u[at.to(u.device)]                                                 # (N, 2)
+        u, chance = u[at.to(u.device), 0], u[:, 1].view(x.shape).to(x.device)  # (N,), (n, L)
         h = net.hidden(emb, at, t)                                             # (N, D)          l.3
         for _ in range(passes - 1):
             emb = emb.flatten(0, 1).index_copy(0, at, model.feedback(h)[0]).view_as(emb)
             h = net.hidden(emb, at, t)                                         # (N, D)
-        x0, conf, *feedback = in_chunks(choose, h, u[:, 0], V=len(table))      #            l.4, l.6
+        x0, conf, *feedback = in_chunks(choose, h, u, V=len(table))            #            l.4, l.6
+        score = torch.zeros(x.shape, device=x.device).masked_scatter(masked, conf)      # (n, L)
+        if order == "random":
+            score = chance
         # From masks alone, a DiT predicts the same everywhere. There chance chooses, not rounding
         # errors, which differ from batch to batch [ours].
-        blank = masked.all(-1, keepdim=True).expand_as(masked).flatten()[at]   # (N,)
-        chance = torch.full_like(blank, order == "random") | blank             # (N,)
-        conf = torch.where(chance, u[:, 1].to(conf), conf)                     # (N,)
-        score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)
-        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # (n, L)
-        count = -(-masked.sum(-1, keepdim=True) // left)                       # (n, 1)  rounded up
+        score = torch.where(masked.all(-1, keepdim=True), chance, score).float()
+        score = score.masked_fill(~masked, -torch.inf)                         # (n, L)
+        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # its place: (n, L)
+        count = (masked.sum(-1, keepdim=True) + left - 1) // left              # (n, 1)  rounded up
         x = torch.where(masked & (rank < count), x.masked_scatter(masked, x0), x)  # (n, L)      l.5
         nfe += passes * masked.any(-1)
         emb, stay = F.embedding(x, table), x == mask_id                        # (n, L, D), (n, L)
@@ -310,10 +315,9 @@ class Config:
     batch_size: Size = 16       # sequences at a time, which changes no sample
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L, with --order one step for each mask)
-    order: Literal["", "entropy", "random"] = ""  # entropy: no coins, but equally many tokens in
-                                # each step, the surest first. random: as many, anywhere
-    sampler: Literal["mdlm", "remdm-cap", "remdm-loop"] = "mdlm"  # App. B.1: cap for T < L, loop
-                                                                  # for T >= L
+    # entropy: no coins, but equally many tokens a step, the surest first. random: as many, anywhere
+    order: Literal["", "entropy", "random"] = ""
+    sampler: Literal["mdlm", "remdm-cap", "remdm-loop"] = "mdlm"  # App. B.1: cap for T < L
     eta: Share | None = None    # P[re-mask] at most (default: the sampler's in App. B.1)
     top_p: Annotated[float, 1e-12, 1] = 0.9  # nucleus
     soft: bool = True           # False: decode an SM model in binary
@@ -352,7 +356,7 @@ def starting_ids(cfg, tok, special):
         room = L - 2 - len(first) - sum(map(len, parts))
         ids = [bos, *first]
         for i, part in enumerate(parts):
-            width = len(range(i, room, len(parts)))  # an even share of the room
+            width = (room + len(parts) - 1 - i) // len(parts)  # an even share of the room
             ids += width * [mask] + part
         ids.append(eos)
     else:

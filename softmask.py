@@ -19,8 +19,8 @@ Train ω with the model, at a learning rate near 1e-2 (App. B.2), and in a share
 updates without feedback: the first decoding step has none (§3.2). In such an update, set the
 gradient of ω to None before the optimizer's step, or Adam moves ω by its momentum. Under DDP, add
 sum((0 * p).sum() for p in sm.parameters()) to every loss, so that ω is always in the graph.
-Print λ, the first output of `sm(logits)`: if it stays near 0, feedback is off, and no loss shows
-it. Then start ω_b near minus the entropy, in nats, that your model has at its masks.
+Print λ at the masks, the first output of sm(logits[x == mask_id]): if it stays near 0, feedback is
+off, and no loss shows it. Then start ω_b near minus the entropy, in nats, that the model has there.
 
 A comment without a tag follows the paper, [code] the authors' released code. [ours] is our choice.
 Not here: the two passes (mdlm.py). Nothing detaches: the caller's no_grad decides. A model that can
@@ -43,7 +43,7 @@ def softplus_inverse(y):
 def largest(logits, k):
     """logits.topk(k) of (N, V), in one pass over a large vocabulary; ids may differ at ties [ours]
 
-    The k largest lie in the k groups with the largest maxima. A radix sort goes over V four times.
+    The k largest lie in the k groups with the largest maxima. `topk` itself reads all V four times.
     """
     width, V = 128, logits.shape[1]
     if V < 8 * k * width:
@@ -128,7 +128,8 @@ class SoftMask(nn.Module):
     def forward(self, logits, gain=1.0):
         """For each row: how much feedback, of which tokens, in what shares              §3.1, Eq. 3
 
-        logits: (N, V), one row per masked position, any float dtype.   gain: see `time_gain`.
+        logits: (N, V), one row per masked position, any float dtype.
+        gain: factor on λ (`time_gain`), a number or one for each row.
         Returns λ (N,), ids (N, k) or None for k = |V|, π (N, k) or (N, V). λ and π are fp32.
         """
         logits = logits.float()                                                    # (N, V)
@@ -139,7 +140,7 @@ class SoftMask(nn.Module):
         d = logits - logits.detach().amax(-1, keepdim=True)                        # (N, V)  <= 0
         e = d.exp()                                                                # (N, V)
         total = e.sum(-1)                                                          # (N,)
-        # −H = Σ p log p with p = e / Σe, by one exponential. The clamp matters only where p = 0:
+        # −H = Σ p log p = Σ e·d / Σe − log Σe: one exponential. The clamp matters only where p = 0:
         # there 0 · −inf would be NaN.
         neg_entropy = (e * d.clamp_min(-100)).sum(-1) / total - total.log()        # (N,)
         lam = gain * self.strength(neg_entropy)                                    # (N,)
@@ -170,7 +171,7 @@ class SoftMask(nn.Module):
     def embed(self, table, x, logits, gain=1.0):
         """sm(x̂, p) for a whole batch: soft where x is [MASK], else plain          §3.1, both cases
 
-        table: (V, D).   x: (B, L) token ids.   gain: factor on λ.
+        table: (V, D).   x: (B, L) token ids.   gain: see `forward`.
         logits: the model's last prediction, in one of two forms:
             (B, L, V)  everywhere. Shapes are static: `torch.compile(fullgraph=True)` takes it.
             (N, V)     only where x is [MASK], row-major: logits[x == mask_id]. This is cheaper.

@@ -6,7 +6,9 @@
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
     torchrun --nproc_per_node=8 train.py continue --init_from=mdlm.ckpt       # 100k updates more
-    python train.py owt --data=data/yours --n_layer=6 --length=256 --resume  # any field of Config
+    python train.py owt --data=data/yours --n_layer=6 --length=256 --resume   # any field of Config
+
+The first word is a preset, below.
 
 Every random number is a function of what it is for: (seed, "t", step), (seed, "q", step, j), with
 steps from 0 (update 17 of the log has step 16), and micro-batches j counted over all ranks. So one
@@ -22,7 +24,7 @@ import functools
 import glob
 import os
 from dataclasses import asdict, dataclass, replace
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,7 @@ import sudoku
 from data import rng
 from eval import bits_per_byte, val_ppl
 from launch import Count, Positive, Rate, Refused, Share, Size
-from mdlm import ALPHA_FLOOR, MDLM, ModelConfig, compile_parts, corrupt, sample_times
+from mdlm import MDLM, T_MIN, ModelConfig, compile_parts, corrupt, sample_times
 from sample import generate
 from show import show
 
@@ -60,7 +62,7 @@ class Config(ModelConfig):
     ema: Share = 0.9999              # over θ, not ω [code]
     # soft-masking, §3.2
     p_sm: Share = 0.8                # probability of two passes; 0 trains a binary MDLM
-    b_l: Positive = ALPHA_FLOOR      # t ~ U(b_l, b_h); the paper narrows it for Dream only
+    b_l: Positive = T_MIN      # t ~ U(b_l, b_h); the paper narrows it for Dream only
     b_h: Share = 1.0
     # reporting
     log_every: Size = 10
@@ -73,7 +75,6 @@ class Config(ModelConfig):
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: str = "auto"              # bfloat16 where the GPU has it, else float32
     compile: bool | None = None      # trunk, loss and feedback (default: on CUDA)
-    peak_flops: Annotated[float, 0, 1e20] = 0.0  # of one device, for MFU (default: by its name)
 
 
 PRESETS = {
@@ -100,18 +101,13 @@ PRESETS = {
 # Seed of held-out times and masks, also those of `eval.py ppl`: all runs are compared on the same.
 EVAL_SEED = 1
 
-# Dense bf16 peak of one device in FLOP/s. The first name that is part of the device's name counts.
-PEAK_FLOPS = {
-    "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12, "3090": 71e12}
-
 # What may differ when a run is resumed. Everything else decides what the next update does.
 MAY_DIFFER_ON_RESUME = {
     "data", "out_dir", "init_from", "resume", "overwrite", "steps", "omega_s", "omega_a", "omega_b",
     "log_every", "eval_every", "eval_rows", "save_every", "keep_every", "show", "device", "dtype",
-    "compile", "peak_flops"}
+    "compile"}
 
-order = functools.lru_cache(2)(data.order)  # of this epoch, and at its end of the next
+order = functools.lru_cache(2)(data.order)  # kept: to permute all rows takes long
 
 
 def batch(tokens, cfg, step, j, M):
@@ -127,7 +123,7 @@ def batch(tokens, cfg, step, j, M):
 
 def lr_at(step, cfg):
     """Factor on both learning rates after `step` updates: 0 at first [code], linear, then 1."""
-    return min(1.0, step / max(1, cfg.warmup))
+    return min(1.0, step / cfg.warmup) if cfg.warmup else 1.0
 
 
 @torch.no_grad()
@@ -139,16 +135,6 @@ def update_ema(ema, model, step, decay=0.9999):
     """
     d = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - d)
-
-
-def flops_per_token(cfg, p_sm):
-    """Useful FLOPs of one training token: the trunk everywhere, the head on the masked half.
-
-    A backward costs two forwards. The first pass of SM has none, except with two updates.
-    """
-    D, L = cfg.n_embd, cfg.length
-    forward = 2 * (12 * cfg.n_layer * D * D + 2 * cfg.n_layer * D * L + cfg.vocab_size * D / 2)
-    return forward * (3 + p_sm * (3 if cfg.two_updates else 1))
 
 
 def train(cfg):
@@ -245,8 +231,9 @@ def train(cfg):
                 # Divided by all tokens, not by the masks [code]: so any split gives the same.
                 (nll.sum() / (accum * x0.numel())).backward()
             nll = nll.detach()
+            # nll @ t is the cross-entropy without its weight 1/t.
             log.add(nll=nll.sum(), ce=nll @ t, masks=len(at), tokens=x0.numel(), softs=soft,
-                    lam=model.lam * soft)
+                    lam=model.lam if soft else 0)
         if not soft:
             # The gradient of ω is 0, which DDP needed (TwoPass). Adam would still move ω by its
             # momentum [ours].
@@ -280,9 +267,6 @@ def train(cfg):
             line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
         if omega and cfg.k is None:
             line["tau"] = model.sm.tau.item()
-        if peak_flops(cfg, device):
-            flops = flops_per_token(cfg, cfg.p_sm if omega else 0)
-            line["mfu"] = line["tokens_per_s"] * flops / peak_flops(cfg, device) / world
         return line
 
     def save(name, **parts):
@@ -318,9 +302,9 @@ def train(cfg):
             # The maximum over ranks: all stop after the same update.
             stop = launch.any_rank(max(caught, default=0))
             evaluated = due(cfg.eval_every) and not stop
-            logged = evaluated or due(cfg.log_every) or due(cfg.save_every) or stop
-            if logged or done == 1:     # 1: the user sees a line soon
-                line = describe(done, norm)
+            saved = stop or due(cfg.save_every) or due(cfg.keep_every)
+            if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: so that a line is soon
+                line = describe(done, norm)     # a nan is refused here, before it is saved
                 if evaluated:
                     metrics = {"step": done, **evaluate()}
                     line |= metrics
@@ -351,13 +335,6 @@ def held_out_rows(cfg):
     n = data.n_rows(val, cfg.length)
     m = min(cfg.eval_rows, n)
     return data.rows(val, torch.arange(m) * n // m, cfg.length)
-
-
-def peak_flops(cfg, device):
-    if device.type != "cuda" or cfg.peak_flops:
-        return cfg.peak_flops
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), 0.0)
 
 
 def remove_old_run(folder):
@@ -397,7 +374,8 @@ def load_initial(model, cfg, special):
 
     Raises Refused unless they suit this configuration and tokenizer: n_head shows in no shape.
     """
-    if os.path.realpath(os.path.dirname(cfg.init_from)) == os.path.realpath(cfg.out_dir):
+    folder = cfg.init_from if os.path.isdir(cfg.init_from) else os.path.dirname(cfg.init_from)
+    if os.path.realpath(folder) == os.path.realpath(cfg.out_dir):
         raise Refused(f"--init_from={cfg.init_from} is in --out_dir={cfg.out_dir}, where this run "
                       f"replaces files: give another --out_dir")
     ckpt, here = checkpoint.load(cfg.init_from), asdict(cfg)
@@ -422,7 +400,7 @@ def load_initial(model, cfg, special):
 
 
 def demonstrate(cfg, model, bounds, meta):
-    """What --show ends with: the bound, five lines of ω's story, and what the model writes.
+    """What --show ends with: the bound, some lines of ω's story, and what the model writes.
 
     model: the average.   bounds: {name: nats per token}.   meta: of the data.
     """

@@ -38,7 +38,7 @@ from mdlm import MDLM, ModelConfig, TwoPass, compile_parts, corrupt, sample_time
 from sample import generate
 from sample_dream import decode, decode_blocks
 from softmask import SoftMask
-from train import PEAK_FLOPS, flops_per_token, update_ema
+from train import update_ema
 
 
 @dataclass
@@ -74,6 +74,21 @@ PRESETS = {
         many_steps=8, repeats=2, dream_layers=2, dream_width=32, dream_vocab=300, dream_length=32,
         dream_answer=16),
 }
+
+# Dense bf16 peak of one device in FLOP/s. The first name that is part of the device's name counts.
+PEAK_FLOPS = {
+    "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
+    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12, "3090": 71e12}
+
+
+def flops_per_token(cfg, p_sm):
+    """Useful FLOPs of one training token: the trunk everywhere, the head on the masked half.
+
+    A backward costs two forwards. The first pass of SM has none, except with two updates.
+    """
+    D, L = cfg.n_embd, cfg.length
+    forward = 2 * (12 * cfg.n_layer * D * D + 2 * cfg.n_layer * D * L + cfg.vocab_size * D / 2)
+    return forward * (3 + p_sm * (3 if cfg.two_updates else 1))
 
 
 def timed(fn, device):

@@ -19,7 +19,6 @@ import bench
 from bench import PRESETS, Config, interleaved, main
 from conftest import ROOT, Killed, configure, kill, refused
 from mdlm import MDLM, ModelConfig
-from train import flops_per_token
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
@@ -60,7 +59,7 @@ def test_flops_are_those_of_the_matrices():
         h = model.net.trunk(emb, torch.full((2,), 0.5))
         model.net.head(h.flatten(0, 1)[:L])  # half of the rows
     found = counter.get_total_flops()
-    assert flops_per_token(model.cfg, 0) / 3 * 2 * L == pytest.approx(found, rel=0.1)
+    assert bench.flops_per_token(model.cfg, 0) / 3 * 2 * L == pytest.approx(found, rel=0.1)
 
 
 def test_dream_has_its_real_size():

@@ -17,7 +17,7 @@ pytestmark = pytest.mark.skipif(torch.cuda.is_available(),
                                 reason="a GPU is there: tests named cuda use it")
 TINY = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=39 --batch_size=4 --micro_batch=2 "
         "--steps=4 --eval_rows=4 --eval_every=2 --p_sm=1 --omega_s=0.5 "
-        "--data=data --peak_flops=1").split()
+        "--data=data").split()
 
 
 def start(script, *words):
