@@ -30,17 +30,14 @@ def some_rows():
     return torch.randn(4, 5, generator=gen(9))
 
 
-def dense(layer):
-    """W + s B A and the norm n of its rows, in float64. s = α/r is 2 here."""
-    W, A, B = (w.double() for w in (layer.base.weight, layer.lora_A, layer.lora_B))
-    V = W + 2 * B @ A
-    return V, V.square().sum(1).sqrt()
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_is_the_equation(bias):
-    layer, x = trained(bias), some_rows()
-    V, n = dense(layer)
+    """In float64. s = α/r is 2 here."""
+    layer = trained(bias)
+    x = some_rows()
+    W, A, B = (w.double() for w in (layer.base.weight, layer.lora_A, layer.lora_B))
+    V = W + 2 * B @ A
+    n = V.square().sum(1).sqrt()
     y = x.double() @ V.T * layer.lora_magnitude_vector / n
     y = y + layer.base.bias if bias else y
     torch.testing.assert_close(layer(x).double(), y, rtol=1e-5, atol=1e-5)
@@ -57,18 +54,11 @@ def test_fresh_adapter_is_exactly_the_layer():
         assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_norm_is_that_of_the_product_also_after_a_step():
-    layer = trained()
-    for _ in range(2):
-        torch.testing.assert_close(layer.norm(), dense(layer)[1].float())
-        with torch.no_grad():
-            layer.lora_A.mul_(2)
-    assert "square" not in layer.state_dict()  # what peft does not know is not in a file
-
-
 def test_merged_is_unmerged_and_only_when_asked():
-    model, x = nn.Sequential(trained()), some_rows()
-    want, bias = model(x), model[0].base.bias.clone()
+    model = nn.Sequential(trained())
+    x = some_rows()
+    want = model(x)
+    bias = model[0].base.bias.clone()
     model.eval()
     assert isinstance(model[0], DoRALinear) and torch.equal(model(x), want)
     merge_(model)
@@ -76,20 +66,15 @@ def test_merged_is_unmerged_and_only_when_asked():
     torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
 
 
-def test_only_the_adapter_is_trained_and_foreign_state_changes_nothing(tiny_dream):
+def test_only_the_adapter_is_trained(tiny_dream):
     dream = recorded_adapter(Dream.load(tiny_dream).requires_grad_(True))
     names = {n.split(".")[-1] for n, p in dream.named_parameters() if p.requires_grad}
     assert names == {"lora_A", "lora_B", "lora_magnitude_vector"}
     assert len(dora.layers(dream)) == 4 * 3
-    before = {name: p.clone() for name, p in adapter_state(dream).items()}
-    name = "base_model.model.model.layers.2.self_attn.v_proj.lora_A.weight"
-    fewer = {n: t + 1 for n, t in before.items() if n != name}
-    for wrong in fewer, before | {name: torch.zeros(8, 64)}:
-        with pytest.raises(ValueError, match="layers.2.self_attn.v_proj.lora_A.weight"):
-            load_adapter_state(dream, wrong)
-    assert all(torch.equal(before[n], p) for n, p in adapter_state(dream).items())
-    with pytest.raises(ValueError, match="c_attn"):
-        attach(dream, ["c_attn"])
+    other = Dream.load(tiny_dream)
+    attach(other, TARGETS)
+    load_adapter_state(other, adapter_state(dream))
+    assert all(map(torch.equal, *(adapter_state(d).values() for d in (dream, other))))
 
 
 # ---- recorded
@@ -101,11 +86,12 @@ def test_recorded_logits_loss_gradients_and_merge(tiny_dream, recorded):
 
     def run():
         return dream.head(dream.trunk(F.embedding(x, dream.table))[0])
-    logits, close = run(), torch.testing.assert_close
+    close = torch.testing.assert_close
+    logits = run()
     close(logits[:, ::6, ::8], recorded["b/logits"], rtol=0, atol=1e-5)
     close(digest(logits), recorded["digest/b/logits"].numpy(), rtol=0, atol=1e-3)
-    rows, y = logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()
-    loss = F.cross_entropy(rows, y, ignore_index=-100)
+    rows = logits[:, :-1].flatten(0, 1)
+    loss = F.cross_entropy(rows, labels[:, 1:].flatten(), ignore_index=-100)
     close(loss, recorded["b/loss"], rtol=0, atol=1e-5)
     loss.backward()
     for name, want in zip(recorded["names"], recorded["b/grads"]):

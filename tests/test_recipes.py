@@ -116,8 +116,6 @@ def test_bd3lm_softens_the_noisy_half_alone():
     assert ((net.seen[:, :5] != net.vocab_embed(xt)).any(-1) == (xt == MASK)).all()
     done = RECIPES.bd3lm_second_pass(net, x0, x0, sigma, soft_mask(), logits[:0])  # into the cache
     assert torch.equal(done, net(torch.cat((x0, x0), 1), sigma))
-    with pytest.raises(ValueError, match="rows of logits"):
-        RECIPES.bd3lm_second_pass(net, xt, x0, sigma, soft_mask(), logits[1:])
     assert torch.equal(net(torch.cat((xt, x0), 1), sigma), own)  # the hook is gone
 
 
@@ -131,8 +129,6 @@ def test_sedd_scores_become_probabilities_first():
         assert not torch.equal(RECIPES.sedd_second_pass(model, x, sigma, sm, own), own)
         seen.append(model.seen)
     torch.testing.assert_close(*seen)  # p does not know the noise, which scales all scores alike
-    left_in = [sm(model(x, torch.tensor([noise]))[0, 1:2])[0].item() for noise in (0.5, 5.0)]
-    assert abs(left_in[0] - left_in[1]) > 0.1
 
 
 def test_modern_bert_is_a_backbone():
