@@ -134,6 +134,14 @@ def test_a_mistake_is_named():
         assert sudoku.mistake("".join(broken)) == f"5 twice in {name}"
 
 
+def test_a_puzzle_is_possible_if_a_grid_has_its_cells():
+    [grid] = sudoku.texts(1, gen())
+    some = "".join(digit if i % 3 else "." for i, digit in enumerate(grid))
+    assert sudoku.possible(grid) and sudoku.possible(some) and sudoku.possible("." * 36)
+    stuck = "12345....6" + 26 * "."  # no digit is left for the last cell of the first row
+    assert sudoku.mistake(stuck) == "" and not sudoku.possible(stuck)
+
+
 def test_the_demonstration_counts_and_shows_where_feedback_matters(monkeypatch, capsys):
     """Of 8 puzzles, and the first on which the two ways differ, if there is one."""
     model = MDLM.load(os.path.join(ROOT, "results", "sudoku.safetensors"))
@@ -175,7 +183,8 @@ def test_a_puzzle_of_the_user_is_filled_or_refused_before_anything_runs(monkeypa
     cells = re.sub(r"\D", "", "".join(line for line in halves if "│" in line))
     assert len(cells) == 36 and all(c in (".", d) for c, d in zip(given, cells))
     monkeypatch.setattr(MDLM, "load", None)
-    for given, why in ("11" + 34 * ".", "1 twice in row 1"), ("12", "not 36 digits"):
+    for given, why in (("11" + 34 * ".", "1 twice in row 1"), ("12", "not 36 digits"),
+                       ("12345....6" + 26 * ".", "no grid has these cells")):
         refused(f"cannot be filled, {why}", sudoku.main, sudoku.Config(given=given))
 
 
