@@ -110,15 +110,8 @@ PRESETS = {
 }
 
 
-# -------------------------------------------------------------------------------------------------
-# dialogues
-
-
 def conversation(record):
-    """The messages of a record up to the last answer, with the usual names of roles.
-
-    [] if there is no answer, or what is no message.
-    """
+    """The messages of a record up to the last answer. [] if there is none, or an odd message."""
     messages = [{"role": ROLES.get(m["role"]), "content": m["content"]} for m in record["messages"]]
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
@@ -150,11 +143,9 @@ def read_hub(cfg):
 
 
 def encode_chat(messages, tok):
-    """(ids, prompt length). The response ends with <|im_end|> and a line break.
-
-    Prompt and response are encoded apart, because decoding starts from the prompt alone. Together,
-    the line break before the response and one that begins it could be one token.
-    """
+    """(ids, prompt length). The response ends with <|im_end|> and a line break."""
+    # Encoded apart, because decoding starts from the prompt alone. Together, the line break before
+    # the response and one that begins it could be one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
     return prompt + response, len(prompt)
@@ -197,21 +188,17 @@ def digest_of(dialogues):
 
 
 def load_dialogues(cfg, tok, mask_id, show):
-    """(train, val, what was dropped in words). Raises Refused if nothing is left."""
+    """(train, val, what was dropped in words)"""
     parts = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
     train, dropped = encode_all(parts[0], cfg, tok, mask_id, show)
     val, _ = encode_all(parts[1], cfg, tok, mask_id, show)
-    dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items()) or "none"
-    if not train:
-        raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
-    return train, val, dropped
+    dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
+    return train, val, dropped or "none"
 
 
 def pad_with_eos(ids, eos, generator):
-    """ids (L,) and n_end ~ U{0..49} end tokens, and up to 7 more to a multiple of 8 [code] → (L',)
-
-    They are masked and predicted like the response. So the model learns where to stop.
-    """
+    """ids (L,) and 0 to 49 end tokens, and up to 7 more to a multiple of 8 [code]"""
+    # They are masked and predicted like the response. So the model learns where to stop.
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     n_end += -(len(ids) + n_end) % 8
     return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=eos)               # (L',)
@@ -237,18 +224,11 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
     return x0.masked_fill(masked, mask_id)
 
 
-# -------------------------------------------------------------------------------------------------
-# the loss
-
-
 class TwoPassDream(TwoPass):
-    """Dream and its soft mask in one forward, for DDP.                                 Alg. 1 l.5-8
-
-    x0, xt: (B, L) ids.   soft: two passes.   Returns nll (N,) of the masks, fp32 nats. Checked
-    against tests/oracles.py dense_dream_nll.
-    """
+    """Dream and its soft mask in one forward, for DDP. See tests/oracles.py dense_dream_nll."""
 
     def forward(self, x0, xt, soft):
+        """nll (N,) of the masks, fp32 nats. x0, xt: (B, L) ids                      Alg. 1 l.5-8"""
         return self.token_nll(x0, xt, None, soft)[0]  # None: Dream is not conditioned on the time
 
 
@@ -271,10 +251,6 @@ def lr_at(step, steps, warmup):
     if step < warm:
         return step / warm
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
-# -------------------------------------------------------------------------------------------------
-# files
 
 
 def soft_mask_files(sm):
@@ -330,10 +306,6 @@ def make_tiny(model, data):
     write_text(data, "\n".join(lines) + "\n")
 
 
-# -------------------------------------------------------------------------------------------------
-# the run
-
-
 def trained(model):
     """{name: parameter} of what is trained, in the order of the optimizer: DoRA, then ω."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
@@ -341,10 +313,7 @@ def trained(model):
 
 @torch.no_grad()
 def resume(model, optimizer, cfg, source, last):
-    """Put the trained weights of `last` back. Returns the number of updates, and the metrics.
-
-    source: contents of data and base.   Raises Refused, unless this repeats the run that was cut.
-    """
+    """Put back what was trained. Returns the number of updates in `last`, and the metrics."""
     ckpt = checkpoint.load(last)
     then = ckpt["config"] | ckpt["data"]
     now = asdict(cfg) | source
@@ -364,9 +333,6 @@ def finetune(cfg):
     # ---- what is to be trained
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    if not cfg.model or not cfg.data:
-        raise Refused("give --model=FOLDER and --data=FILE.jsonl, mix or coding, or try "
-                      "`python finetune_dream.py tiny`")
     rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     master = rank == 0
     last = os.path.join(cfg.out, "last.pt")
@@ -381,12 +347,14 @@ def finetune(cfg):
     if world > 1:
         dist.barrier()
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32
-    tok, dream = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
+    tok = Tokenizer(cfg.model)
+    dream = Dream.load(cfg.model, device, dtype)
+    dream.checkpointing = cfg.checkpointing
     mask_id, eos, V = dream.cfg.mask_token_id, dream.cfg.pad_token_id, dream.cfg.vocab_size
     if (cfg.k or 1) >= V:
         raise Refused(f"--k={cfg.k} must be below the {V} tokens of {cfg.model}, or none for all")
-    dream.checkpointing, sm = cfg.checkpointing, None
     dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
+    sm = None
     if cfg.p_sm > 0:
         sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(device)
     model = TwoPassDream(dream, sm, mask_id)
@@ -399,8 +367,8 @@ def finetune(cfg):
     train, val, dropped = load_dialogues(cfg, tok, mask_id, master)
     source = {"dialogues": digest_of(train + val), "base": dream.fingerprint(), "keys": data.KEYS}
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-    # finetune.json says what was asked for. The number of updates depends on the seed, by the
-    # filters, so with it eval_dream.py would not average the seeds.
+    # finetune.json says what was asked for: the number of updates depends on the seed, by the
+    # filters, and lab/eval_dream.py averages the seeds of one setting.
     asked, cfg = cfg, replace(cfg, steps=cfg.steps or by_epochs)
     start, metrics = 0, {}
     if going_on:
@@ -443,7 +411,7 @@ def finetune(cfg):
                 (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()
             nll = nll.detach()
             log.add(loss=objective(nll, t, cfg.loss, 1), dialogues=1, nll=nll.sum(), masks=len(nll),
-                    tokens=x0.numel(), softs=softs[j], lam=model.lam * softs[j])
+                    tokens=x0.numel(), softs=softs[j], lam=model.lam if softs[j] else 0)
         if not any(softs):
             # DDP needs a gradient of ω, here a 0. Adam would still move ω by its momentum.
             for p in omega:
@@ -456,10 +424,7 @@ def finetune(cfg):
     # ---- what is due now and then
     @torch.no_grad()
     def evaluate():
-        """Loss and nats per mask of the held-out dialogues, with feedback and without.
-
-        best/ is chosen with feedback on every dialogue [ours]. The authors toss the coin [code].
-        """
+        """Loss and nats per mask of the held-out dialogues, with feedback and without"""
         out = {**metrics, "step": done}
         for soft in [True, False] if omega else [False]:
             total = torch.zeros(3, dtype=torch.float64)
@@ -474,6 +439,7 @@ def finetune(cfg):
             loss, nll, masks = launch.over_ranks(total).tolist()
             name = "val_soft" if soft else "val_binary"
             out |= {name: loss / len(val), name + "_ce": nll / masks}
+        # With feedback on every dialogue [ours]. The authors toss the coin [code].
         score = out["val_soft" if omega else "val_binary"]
         if score < out.get("best", math.inf):
             out["best"] = score
@@ -482,7 +448,7 @@ def finetune(cfg):
         return out
 
     def describe(norm):
-        """The line of log.jsonl for the updates since the last one. It refuses a nan."""
+        """The line of log.jsonl for the updates since the last one"""
         sums = log.collect(norm)
         line = {"step": done, "loss": sums["loss"] / sums["dialogues"],
                 "ce_per_mask": sums["nll"] / sums["masks"],
@@ -530,16 +496,15 @@ def finetune(cfg):
             done = step + 1
             # The maximum over ranks: all stop after the same update.
             stop = launch.any_rank(max(caught, default=0))
-            end = stop or done == cfg.steps
             evaluated = val and due(cfg.eval_every) and not stop
-            logged = due(cfg.log_every) or due(cfg.save_every) or done == 1  # 1: a line comes soon
-            if logged or end or evaluated:
-                line = describe(norm)  # refuses a nan, before the save
+            saved = stop or due(cfg.save_every)
+            if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: so that a line is soon
+                line = describe(norm)  # a nan is refused here, before it is saved
                 if evaluated:
                     metrics = evaluate()
                     line |= metrics
                 log.write(line)
-            if due(cfg.save_every) or end:
+            if saved:
                 save_last()
             if stop:
                 break
