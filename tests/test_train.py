@@ -105,6 +105,7 @@ def test_six_updates_are_alg1_with_adamw(tiny):
     for p, q in zip(ema.net.parameters(), average, strict=True):
         torch.testing.assert_close(p.double(), q, rtol=0, atol=5e-5)
     assert not torch.allclose(ema.net.table, model.net.table, atol=5e-5)
+    assert all(map(torch.equal, ema.sm.parameters(), model.sm.parameters()))  # ω has no average
     soft = [line["lam"] > 0 for line in log(cfg)]
     assert (True, False) in zip(soft, soft[1:])  # ω rests after one pass, whatever its momentum
 
