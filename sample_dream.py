@@ -84,10 +84,6 @@ def check(gen_len, steps, block, threshold, **others):
                       f"{block}: change one of them")
 
 
-# -------------------------------------------------------------------------------------------------
-# one step
-
-
 def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
     """Probabilities after temperature, top-p and top-k, in this order [code].
 
@@ -109,11 +105,8 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
 
 
 def draw(p, generator):
-    """One token (n,) per row of p (n, V), in float64: fp32 noise would cut the tail.
-
-    torch.multinomial would let the host wait twice.
-    """
-    # MPS has no float64, so its generator is on the CPU.
+    """One token (n,) per row of p (n, V), in float64: fp32 noise would cut the tail."""
+    # torch.multinomial would let the host wait twice. MPS has no float64, so draws are on the CPU.
     where = dict(device=generator.device, dtype=torch.float64)
     u = torch.rand(len(p), 1, generator=generator, **where)             # (n, 1)
     cdf = p.to(**where).cumsum(-1)                                      # (n, V)
@@ -126,10 +119,8 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
     logits: (n, V) fp32.   never: a token to replace by the best other one (default: none).
-    generator: for the draws.
-    Returns x0 (n,) and conf (n,). The token with the highest conf goes first.
-
-    Both come from the filtered probabilities: temperature and top-p also decide the order [code].
+    Returns x0 (n,) and conf (n,), where the highest goes first. Both come from the filtered
+    probabilities: temperature and top-p also decide the order [code].
     """
     p = filtered(logits, temperature, top_p, top_k)                     # (n, V)
     x0 = p.argmax(-1) if temperature == 0 else draw(p, generator)       # (n,)
@@ -198,10 +189,6 @@ def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algori
     else:
         chosen = rank < reveal_count(masked.sum(-1), t, s, last)[:, None]
     return torch.where(masked & chosen, x.masked_scatter(masked, x0), x)
-
-
-# -------------------------------------------------------------------------------------------------
-# whole responses
 
 
 def pad_prompts(cfg, prompt, gen_len, device="cpu"):
@@ -351,10 +338,6 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     return x
 
 
-# -------------------------------------------------------------------------------------------------
-# texts
-
-
 def load_for_decoding(cfg):
     """The model that cfg names: (Dream, Tokenizer, SoftMask or None)."""
     check(cfg.gen_len, cfg.steps or cfg.gen_len, cfg.block, cfg.threshold)
@@ -386,12 +369,10 @@ def feedback_label(cfg, sm):
 
 
 def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
-    """Decode one prompt as cfg says.
+    """Decode one prompt, a list of ids, as cfg says.
 
-    ids: list; masks in it are filled, too.   until: strings that end the text, in turn [code].
-    Returns the text that was filled in, and {n: 1, nfe: passes, tokens: filled in, kept: those
-    before the end token, seconds}. The draws are keyed by seed and prompt: an answer does not
-    depend on what was asked before.
+    until: strings that end the text, in turn [code].   Returns the text that was filled in, and
+    {n: 1, nfe: passes, tokens: filled in, kept: those before the end token, seconds}.
     """
     def count(x):
         stats["nfe"] += 1
@@ -400,6 +381,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
 
     stats, begin = {"n": 1, "nfe": 0}, time.perf_counter()
     mask_id, eos, device = model.cfg.mask_token_id, model.cfg.eos_token_id, model.table.device
+    # By seed and prompt: an answer does not depend on what was asked before.
     key = hashlib.blake2b(repr((cfg.seed, ids)).encode(), digest_size=7).digest()
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(int.from_bytes(key, "big"))

@@ -368,8 +368,8 @@ def test_command_line_prompts_chats_and_infills(talking_dream, adapter, capsys, 
 
 @pytest.mark.parametrize("flags", [{}, {"block": 8, "cache": "dual"},
                                    {"block": 8, "threshold": 0.5}])
-def test_bf16_decodes_with_feedback(talking_dream, flags):
-    """On a GPU, if there is one: devices and bf16 mix nowhere."""
+def test_cuda_or_cpu_decodes_in_bf16_with_feedback(talking_dream, flags):
+    """On a GPU, if there is one: neither devices nor dtypes are mixed."""
     cfg = S.Decoding(talking_dream, dtype="bfloat16", gen_len=16, schedule="linear", **flags)
     model, tok, _ = S.load_for_decoding(cfg)
     sm = soft(3).to(model.table.device)
