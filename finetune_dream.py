@@ -193,6 +193,8 @@ def load_dialogues(cfg, tok, mask_id, show):
     train, dropped = encode_all(parts[0], cfg, tok, mask_id, show)
     val, _ = encode_all(parts[1], cfg, tok, mask_id, show)
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
+    if not train:  # before --overwrite removes a run
+        raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
     return train, val, dropped or "none"
 
 
