@@ -54,18 +54,6 @@ def test_fresh_adapter_is_exactly_the_layer():
         assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_merged_is_unmerged_and_only_when_asked():
-    model = nn.Sequential(trained())
-    x = some_rows()
-    want = model(x)
-    bias = model[0].base.bias.clone()
-    model.eval()
-    assert isinstance(model[0], DoRALinear) and torch.equal(model(x), want)
-    merge_(model)
-    assert type(model[0]) is nn.Linear and torch.equal(model[0].bias, bias)
-    torch.testing.assert_close(model(x), want, rtol=1e-5, atol=1e-5)
-
-
 def test_only_the_adapter_is_trained(tiny_dream):
     dream = recorded_adapter(Dream.load(tiny_dream).requires_grad_(True))
     names = {n.split(".")[-1] for n, p in dream.named_parameters() if p.requires_grad}
