@@ -182,7 +182,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     Checked against tests/oracles.py alg2.
 
     A finished sequence stays in the batch, because CUDA graphs need static shapes. The schedules
-    are known before, so the host runs ahead of the device.
+    are known before, so the host runs ahead of the device, but for a nucleus of many tokens
+    (`likeliest`).
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
     V, soft = len(table), soft and model.sm is not None
@@ -406,7 +407,7 @@ def main(cfg):
     found = {}  # {index: text}
     for line in read_jsonl(path):
         if (line.get("settings"), line.get("seed")) != (settings, cfg.seed):
-            raise Refused(f"{path} holds samples of other settings: choose another --out")
+            raise Refused(f"{path} holds samples of other settings or --compile: give another --out")
         found[line["index"]] = line["text"]
     old, states, watch = set(found), [], None
     if cfg.trace:

@@ -8,7 +8,7 @@
 
 Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only inside
 `in_chunks`. In both loops the host has a copy of x, so it knows where masks are. It waits for a GPU
-once in a pass, for this copy.
+once in a pass for this copy, and once more for the filter of many rows (`mdlm.likeliest`).
 
 Not here: training, benchmarks (lab/eval_dream.py), re-masking (Dream never takes a token back).
 

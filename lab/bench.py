@@ -154,12 +154,13 @@ def training(cfg, device, dtype):
     x0 = torch.randint(mask_id, (cfg.batch, cfg.length), generator=generator)
     t = sample_times(cfg.batch, generator)
     # One x_t for all calls, because the number of masks decides how long an update takes.
-    xt = corrupt(x0, t, mask_id, generator).to(device)
-    x0, t = x0.to(device), t.to(device)
+    xt = corrupt(x0, t, mask_id, generator)                                    # (B, L)
+    at = (xt == mask_id).flatten().nonzero().squeeze(1)                        # (N,)
+    x0, xt, t, at = (x.to(device) for x in (x0, xt, t, at))
 
     def step(soft):
         with torch.autocast(device.type, dtype, enabled=bool(dtype), cache_enabled=False):
-            nll = model(x0, xt, t, soft)                                       # (B,)
+            nll = model(x0, xt, t, soft, at)                                   # (B,)
         (nll.sum() / x0.numel()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()

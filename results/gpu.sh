@@ -3,7 +3,7 @@
 # less than 9 minutes:
 #     bash results/gpu.sh              # all blocks
 #     bash results/gpu.sh train        # one of tests, train, sample, dream, ddp
-#     SIZE=toy bash results/gpu.sh     # the same commands on a CPU, about 2 minutes
+#     SIZE=toy bash results/gpu.sh     # the same commands on a CPU, about 3 minutes
 # Results go to $OUT (default: results/bench): gpu.log has what was printed, gpu-*.json the numbers.
 # A block that was stopped goes on: what lies in $OUT is not measured again.
 # As they stand here, these blocks have not run on a GPU. README.md has what an older commit showed.
@@ -71,24 +71,30 @@ PY
     run train.py $flags --out_dir="$work/alone"
     PYTHONPATH=. run -m torch.distributed.run --standalone --nproc_per_node=1 "$work/ddp.py" \
         $flags --out_dir="$work/ddp"
-    # Both runs must have made the same updates, up to the rounding of bf16.
-    "$python" - "$work/alone" "$work/ddp" > "$work/ddp.json" <<'PY'
+    # Both runs must have made the same updates, up to the rounding of bf16, which the norm of the
+    # gradient shows after some updates.
+    local status=0
+    "$python" - "$work/alone" "$work/ddp" > "$work/ddp.json" <<'PY' || status=$?
 import json, sys
 from launch import read_jsonl
 alone, ddp = (read_jsonl(f"{folder}/log.jsonl") for folder in sys.argv[1:])
-names = "loss", "grad_norm", "omega_s"
-worst = max(abs(a[name] / b[name] - 1) for a, b in zip(alone, ddp, strict=True) for name in names)
+compared = {"loss": 20, "omega_s": 20, "grad_norm": 5}  # over so many updates
+worst = {name: max(abs(a[name] / b[name] - 1) for a, b in zip(alone[:n], ddp[:n]))
+         for name, n in compared.items()}
 print(json.dumps({"largest relative difference": worst, "updates": ddp}, indent=1))
-sys.exit(len(ddp) != 20 or worst > 0.02)
+sys.exit(not len(alone) == len(ddp) == 20 or max(worst.values()) > 0.02)
 PY
     mv "$work/ddp.json" "$out/gpu-ddp.json"
+    return $status
 }
 
 block=$1
 case $block in
     tests | ddp) $block ;;
-    train | sample | dream)
+    train | dream)
         run lab/bench.py $bench --parts="$block" --repeats=9 --json="$out/gpu-$block.json" ;;
+    sample)  # fewer turns: a sample alone takes 20 seconds where it is eager
+        run lab/bench.py $bench --parts=sample --repeats=5 --json="$out/gpu-sample.json" ;;
     *) echo "no block of this name: $block (tests, train, sample, dream, ddp)" >&2; exit 2 ;;
 esac | tee -a "$out/gpu.log"
 echo "$block: $SECONDS s" | tee -a "$out/gpu.log"
