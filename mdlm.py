@@ -84,17 +84,14 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm without a bias, then adaLN's shift and scale, in fp32 [code]
-
-    shift, scale: (B, 1, D), or (1, 1, D) where all sequences share them: B | 1 below.
-    """
+    """LayerNorm without a bias, then adaLN's shift and scale, in fp32 [code]"""
 
     def __init__(self, dim):
         super().__init__()
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x, shift, scale):
-        gain, shift = self.weight * (1 + scale), shift.float()                 # 2 × (B | 1, 1, D)
+        gain, shift = self.weight * (1 + scale), shift.float()                 # 2 × (B or 1, 1, D)
         if len(gain) == 1:  # all sequences share it: layer_norm applies it, and saves a pass over x
             return F.layer_norm(x.float(), x.shape[-1:], gain[0, 0], shift[0, 0])
         return F.layer_norm(x.float(), x.shape[-1:]) * gain + shift            # (B, L, D)
@@ -150,7 +147,7 @@ class Block(nn.Module):
 
     def forward(self, x, c, cos, sin):
         B, L, D = x.shape
-        modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)        # 6 × (B | 1, 1, D)
+        modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)        # 6 × (B or 1, 1, D)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
         qkv = self.attn_qkv(self.norm1(x, shift1, scale1))                     # (B, L, 3D)
         qk, v = qkv.view(B, L, 3, self.n_head, -1).split((2, 1), dim=2)        # (B, L, 2, H, d)
@@ -192,7 +189,7 @@ class DiT(nn.Module):
             sigma = t.new_zeros(1)                                             # (1,)
             if self.cfg.time_conditioning:
                 sigma = -torch.log1p(-(1 - ALPHA_FLOOR) * t)                   # (B,)
-            return F.silu(self.sigma_map(sigma.float()))                       # (B | 1, cond)
+            return F.silu(self.sigma_map(sigma.float()))                       # (B or 1, cond)
 
     def trunk(self, emb, t):
         """Embeddings to the last hidden states, normed and modulated, ready for `head`.
@@ -209,11 +206,11 @@ class DiT(nn.Module):
         # cos is even and sin is odd: the first of each pair gets −sin.
         angles = torch.cat((-angles, angles), dim=-1)[:, None, None]           # (L, 1, 1, d)
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)              # (L, 1, 1, d)
-        c, x = self.time_embedding(t), emb                                     # (B | 1, cond)
+        c, x = self.time_embedding(t), emb                                     # (B or 1, cond)
         for block in self.blocks:
             x = block(x, c, cos, sin)                                          # (B, L, D)
-        modulation = self.output_layer.adaLN_modulation(c)[:, None]            # (B | 1, 1, 2D)
-        shift, scale = modulation.chunk(2, dim=-1)                             # 2 × (B | 1, 1, D)
+        modulation = self.output_layer.adaLN_modulation(c)[:, None]            # (B or 1, 1, 2D)
+        shift, scale = modulation.chunk(2, dim=-1)                             # 2 × (B or 1, 1, D)
         return self.output_layer.norm_final(x, shift, scale)                   # (B, L, D)
 
     def hidden(self, emb, at, t):
@@ -221,29 +218,21 @@ class DiT(nn.Module):
 
     def head(self, h):
         """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code]."""
-        linear = self.output_layer.linear
-        bias = linear.bias.clone()                                             # (V,)
+        linear, V = self.output_layer.linear, self.cfg.vocab_size
+        weight, bias = linear.weight, linear.bias.clone()                      # (V, D), (V,)
         bias[self.cfg.mask_id] = -1e6  # p = 0 without one more pass over an (n, V) tensor
-        return vocabulary(h, linear.weight, bias)                              # (n, V)
-
-
-def vocabulary(h, weight, bias):
-    """Logits (n, V), fp32: h (n, D) times weight (V, D), plus bias (V,).
-
-    Where 64 does not divide V, CUDA takes an old kernel for the gradient of weight. So compiled
-    code pads V inside of the product [ours]. Eager code would copy the weights each time.
-    """
-    V = len(weight)
-    if torch.compiler.is_compiling() and h.is_cuda:
-        weight, bias = F.pad(weight, (0, 0, 0, -V % 64)), F.pad(bias, (0, -V % 64))
-    return F.linear(h, weight, bias)[:, :V].float()                            # (n, V)
+        if torch.compiler.is_compiling() and h.is_cuda:
+            # Where 64 does not divide V, CUDA takes an old kernel for the gradient of weight. So V
+            # is padded inside of the product [ours]. Eager code would copy the weights each time.
+            weight, bias = F.pad(weight, (0, 0, 0, -V % 64)), F.pad(bias, (0, -V % 64))
+        return F.linear(h, weight, bias)[:, :V].float()                        # (n, V)
 
 
 def likeliest(probs, p):
     """The largest of each row of probs (n, V), so many that their sum is above p in every row.
 
-    Returns values and ids, both (n, m), the largest first: what a nucleus can hold. Mostly a few
-    tokens reach p. To sort all of V would cost as much as the network [ours].
+    Returns values and ids, both (n, m), the largest first. Mostly a few tokens reach p, and to sort
+    all of V would cost as much as the network [ours].
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
@@ -261,8 +250,7 @@ def in_chunks(fn, *rows, V, keeps=0, compiled=False):
     fn: maps tensors (n, …) to a tensor (n, …), or to a tuple of them. Rows must not interact.
     rows: tensors of one length N, which may be 0.   V: size of the vocabulary.
     keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks take
-        more than BUDGET, none is kept, and the backward runs fn again.
-    compiled: fn is compiled, so that it keeps no fp32 (n, V) tensor.
+        more than BUDGET, none is kept, and the backward runs fn again.   compiled: fn keeps none.
     """
     N, one_row, on_cpu = len(rows[0]), 4 * V, rows[0].device.type == "cpu"
     # While fn works it holds at most 6.7 tensors (n, V) in fp32, measured for SM over all of |V|.

@@ -407,7 +407,7 @@ def main(cfg):
     found = {}  # {index: text}
     for line in read_jsonl(path):
         if (line.get("settings"), line.get("seed")) != (settings, cfg.seed):
-            raise Refused(f"{path} holds samples of other settings or --compile: choose --out")
+            raise Refused(f"{path} holds samples of other settings: choose another --out")
         found[line["index"]] = line["text"]
     old, states, watch = set(found), [], None
     if cfg.trace:

@@ -181,13 +181,12 @@ def test_compiled_chunks_equal_eager_ones_and_compile_once(k, two_updates, devic
 @pytest.mark.parametrize("V", [62, 64])
 def test_a_padded_vocabulary_gives_the_same_logits(V, monkeypatch):
     """As in compiled CUDA code, by a tensor that says that it is there."""
-    h, weight, bias = torch.randn(5, 8), torch.randn(V, 8), torch.randn(V)
-    expected = mdlm.vocabulary(h, weight, bias)
+    net, h = recorded_model(vocab_size=V).net, torch.randn(5, 64)
+    expected, products, whole = net.head(h), [], F.linear
     there = type("There", (torch.Tensor,), {"is_cuda": True})
-    products, whole = [], F.linear
     monkeypatch.setattr(F, "linear", lambda *args: products.append(whole(*args)) or products[-1])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
-    logits = mdlm.vocabulary(h.as_subclass(there), weight, bias)
+    logits = net.head(h.as_subclass(there))
     assert products[0].shape == (5, 64) and logits.shape == (5, V)
     torch.testing.assert_close(logits.as_subclass(torch.Tensor), expected)
 
