@@ -7,9 +7,6 @@ import itertools
 import json
 import lzma
 import os
-import sys
-import types
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -130,71 +127,12 @@ def test_every_format_gives_the_same_tokens(tmp_path):
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
 
 
-def test_parquet_is_read_with_pyarrow(tmp_path):
-    pyarrow = pytest.importorskip("pyarrow", reason="needs pyarrow: would read parquet")
-    from pyarrow.parquet import write_table
-    for i in range(2):
-        table = pyarrow.table({"id": [1, 2], "text": [f"{i} one", f"{i} two"]})
-        write_table(table, tmp_path / f"train-0000{i}-of-00002.parquet")
-    found = list(data.documents(data.find_files(str(tmp_path))))
-    assert found == ["0 one", "0 two", "1 one", "1 two"]
-
-
-def test_stdlib_is_python_without_its_tests_and_held_out_files_are_mixed():
-    paths = data.stdlib_files()
-    assert {"ast.py", "threading.py"} <= {p.name for p in paths}
-    assert not any({"test", "tests", "site-packages"} & set(p.parts) for p in paths)
-    held_out = set(paths[-data.PRESETS["stdlib"]["val_docs"]:])
-    assert 10 <= len(held_out & set(sorted(paths)[:len(paths) // 2])) <= 30
-
-
-def test_openwebtext_comes_through_datasets(tmp_path, monkeypatch):
-    def load_dataset(path, split, revision):
-        assert (path, split, revision) == ("Skylion007/openwebtext", "train", "parquet")
-        return [{"text": text} for text in TEXTS]
-    monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-    preset = Config(**data.PRESETS["openwebtext"], revision="parquet")
-    main(replace(preset, tokenizer="bytes", val_docs=2, out=str(tmp_path)))
-    assert open_split(tmp_path, "train")[0].tolist() == ids_of(TEXTS[:3])
-
-
 def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
     tokens, meta = open_split(prepared(tmp_path, val_docs=1), "train")
     rows, counts = data.text_rows(TEXTS[:-1], BYTES, 12)
     assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 12)), 12))
     assert counts.items() <= meta["train"].items() and counts["documents"] == 4
     refused("tokens do not fill one row", data.text_rows, ["short"], BYTES, 12)
-
-
-def test_data_of_another_source_are_kept(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in "own.txt", "own.jsonl":
-        Path(name).write_text(jsonl(TEXTS))
-    main(Config(source="own.txt", tokenizer="bytes"))
-    other = Config(source="own.jsonl", tokenizer="bytes")
-    refused("data/own holds the text of own.txt: give another --out, or --overw", main, other)
-    main(replace(other, overwrite=True, val_docs=1))
-    assert open_split("data/own", "val")[0].tolist() == ids_of(TEXTS[-1:])
-
-
-def test_missing_and_cut_data_are_refused(tmp_path):
-    refused("make them with `python data.py", open_split, "data/owt", "nowhere")
-    prepared(tmp_path)
-    os.truncate(tmp_path / "train.bin", 10)
-    refused("prepare both again", open_split, tmp_path, "train")
-
-
-def test_a_broken_source_leaves_the_old_data_alone(tmp_path):
-    before = contents(prepared(tmp_path / "out"))
-    whole = gzip.compress(jsonl(TEXTS).encode())
-    for name, content in {
-            "a.jsonl": b'{"text": "fine"}\n{"txt": "x"}\n', "c.txt": b"caf\xe9",
-            "d.jsonl.gz": whole[:-9], "g.pdf": b"%PDF-1.4 is text, too"}.items():
-        (tmp_path / name).write_bytes(content)
-        cfg = Config(source=str(tmp_path / name), out=str(tmp_path / "out"), tokenizer="bytes",
-                     overwrite=True)
-        refused(f"{name} is (not whole|a PDF)", main, cfg)
-        assert before.items() <= contents(tmp_path / "out").items()
 
 
 def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch):
