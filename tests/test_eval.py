@@ -21,7 +21,7 @@ import data
 import eval as evaluation
 import feedback
 import sudoku
-from conftest import gen, refused
+from conftest import gen
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
 from launch import from_cli, write_text
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
@@ -113,22 +113,6 @@ def test_feedbacks_are_what_they_are_called():
     assert torch.equal(none, off) and torch.equal(own, on)
     assert torch.equal(permuted, on) and not torch.equal(on, off)
     torch.testing.assert_close((truth * t).sum(), shown.double(), rtol=1e-4, atol=0)
-
-
-def test_feedback_by_bins_of_t_adds_up_to_the_bound(world):
-    cfg = Config("ppl", "r.json", checkpoint="last.pt", data="data", device="cpu", repeats=2,
-                 floor=0.0)
-    found = []
-    for main in feedback.main, evaluation.main:
-        main(cfg)
-        found.append(json.loads(Path("r.json").read_text())["values"])
-    values, ppl = found
-    whole = values.pop("all")
-    for name, kind in ("none", "binary"), ("own", "soft"):
-        assert whole[name] == pytest.approx(ppl[kind]["nats_per_token"])
-    for name in "own", "permuted", "truth_gain":
-        mean = sum(row["draws"] * row[name] for row in values.values()) / whole["draws"]
-        assert mean == pytest.approx(whole[name])
 
 
 def test_entropy_is_the_recorded_one():
@@ -293,38 +277,6 @@ def test_three_opinions_on_samples(world, lm, mauve, monkeypatch):
     with pytest.raises(ImportError):
         result(*samples)
     assert "entropy" in json.loads(Path("r.json").read_text())["values"]  # it needs no package
-
-
-def test_held_out_rows_stand_where_samples_do(world, lm, mauve):
-    """The row "Data": rows of --length, half of all at most, and none of them is a reference."""
-    data.prepare(["".join(c * 5 for c in "abcdefghijklmn")] * 3, "letters", BYTES, val_docs=1)
-    tokens = data.open_split("letters", "val")[0]
-    held_out = [row.tolist() for row in data.rows(tokens, range(14), 7)]
-    assert len({*map(tuple, held_out)}) == 14 == data.n_rows(tokens, 7)
-    found = result("samples", "--samples=", "--data=letters", "--length=7")
-    assert found["settings"] == {"sampler": "data", "checkpoint": "letters", "tokenizer": "bytes",
-                                 "L": 7, "n": 7, "seeds": [1]}
-    assert found["values"]["nfe"] == 0 and found["values"]["references"] == 7
-    features = np.concatenate((mauve["p_features"], mauve["q_features"]))
-    assert len(np.unique(features.round(6), axis=0)) == 14
-
-
-def test_samples_are_of_one_run(tmp_path):
-    """The shards of torchrun are one file. What was made twice counts once."""
-    for name, start in ("s.0", 0), ("s.1", 1), ("s.trace", 5):  # the last is no shard
-        samples_file(tmp_path / f"{name}.jsonl", n=2, start=start)
-    samples, settings = evaluation.read_samples(str(tmp_path / "s.jsonl"))
-    assert [s["index"] for s in samples] == [0, 1, 2] and settings["sampler"] == "mdlm"
-    samples_file(tmp_path / "s.1.jsonl", n=2, top_p=1.0)
-    refused("samples of different settings", evaluation.read_samples, str(tmp_path / "s.jsonl"))
-
-
-def test_another_tokenizer_is_refused(world, lm, mauve):
-    meta = json.loads(Path("data/meta.json").read_text())
-    gpt2 = {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257, "bos": 50256, "eos": 50256}
-    Path("data/meta.json").write_text(json.dumps(meta | {"tokenizer": gpt2}))
-    refused("data holds tokens of .*gpt2", main, "ppl", "--checkpoint=last.pt", "--data=data")
-    refused("samples.jsonl is of tokenizer bytes, data of gpt2", main, "samples", "--data=data")
 
 
 def test_sudoku_counts_whole_grids():
