@@ -3,7 +3,6 @@
 answers count and nothing else does; what is added to lm-evaluation-harness."""
 
 import gzip
-import itertools
 import json
 import os
 import sys
@@ -15,7 +14,7 @@ import eval_dream as E
 import plot
 from conftest import GOLDEN, Killed, kill, refused, spy
 from dream import Tokenizer
-from launch import read_json, read_jsonl, write_text
+from launch import read_json, read_jsonl
 from tasks import benchmarks as B
 
 RECORDED = read_json(os.path.join(GOLDEN, "decode_prompts.json"))
@@ -31,8 +30,6 @@ SHIFT = {"task_id": "HumanEval/0", "entry_point": "back",
 TWICE = {"task_id": 1, "text": "Write a function to double.",
          "code": "def twice(x):\r\n    return 2 * x",
          "test_list": ["assert twice(1) == 2", "assert twice(0) == 0", "assert twice(-1) == -2"]}
-SETUP = TWICE | {"task_id": 3, "test_setup_code": "two = 2",
-                 "test_list": ["assert twice(1) == two"] * 3}
 PLUS = TWICE | {"task_id": 4, "test": "inputs = list(range(50))\nfor x in inputs:\n"
                                       "    assert twice(x) == x + x\n"}
 HUMAN_PLUS = SHIFT | {"test": "def check(candidate):\n    inputs = [[[1, 2]], [[]]]\n"
@@ -206,14 +203,7 @@ def test_verdicts_equal_those_recorded_from_the_scorer_before(judge):
         assert 0 < sum(right) < len(right)
 
 
-def test_what_is_read_and_a_column_with_a_plus_is_plus_tests_or_says_so(judge, tmp_path):
-    for plus, row, label in (("none", SHIFT, "X"), ("wanted", HUMAN_PLUS, "X+"),
-                             ("ignored", TWICE, "X"), ("ignored", PLUS, "X+ (base tests)")):
-        [doc] = B.documents(data(tmp_path, [row]), column="X", plus=plus)["test"]
-        assert doc["scoring"] == {"column": label, "plus": plus == "wanted", "timeout": 30.0}
-    for task, row, field in (("mbpp_instruct", SETUP, "code"), ("mbpp_plus_instruct", PLUS, "code"),
-                             ("humaneval_plus_instruct", HUMAN_PLUS, "canonical_solution")):
-        assert judge(task, [(row, row[field]), (row, "")]) == [True, False]
+def test_plus_tasks_run_the_tests_that_were_added(judge):
     by_heart = "def twice(x):\n    return {1: 2, 0: 0, -1: -2}[x]\n"  # right in the base tests
     assert judge("mbpp_instruct", [(PLUS, by_heart)]) == [True]
     assert judge("mbpp_plus_instruct", [(PLUS, by_heart)]) == [False]
@@ -285,55 +275,3 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
             replace(cfg, data=data(tmp_path, rows[::-1])))
     monkeypatch.setattr(E, "newest_file", lambda *_: 0.0)
     refused("or of other weights", E.evaluate, cfg)
-
-
-def test_other_settings_are_other_files(config):
-    cfg = config("gsm8k_cot")
-    flags = [{}, {"seed": 1}, {"soft": False}, {"limit": 2}, {"adapter": "a/last"},
-             {"task": "math500"}]
-    names = [E.cell_path(replace(cfg, **f)) for f in flags]
-    assert len(set(names)) == len(names)
-    assert E.cell_path(replace(cfg, confirm_run_unsafe_code=False, timeout=1.0)) == names[0]
-
-
-def test_only_seeds_are_averaged(tmp_path):
-    """Each of the other runs differs in one thing."""
-    groups = []
-    base = {"epochs": 1.0, "steps": 0, "p_sm": 0.5, "k": 1, "loss": "authors"}
-    other = [({}, {"epochs": 0.5}), ({}, {"k": 3}), ({}, {"loss": "paper"}), ({"block": 32}, {}),
-             ({"model": "b"}, {}), ({"limit": 3}, {}), ({"algorithm": "random"}, {})]
-    for i, (flags, training) in enumerate([({}, {}), ({}, {}), *other]):
-        adapter = str(tmp_path / str(i) / "best")
-        write_text(f"{adapter}/finetune.json", json.dumps(base | {"seed": i} | training))
-        cfg = E.Config(**{"model": "a", "adapter": adapter, "seed": i} | flags)
-        groups.append(E.group(cfg, "1/4", "SM k=1"))
-    assert groups[0] == groups[1] and groups[0]["FT"] == "1.0 epochs"
-    groups += [E.group(cfg, "1/2", "SM k=1"), E.group(cfg, "1/4", "SM off")]
-    assert all(a != b for a, b in itertools.combinations(groups[1:], 2))
-
-
-# --- tasks of the harness -------------------------------------------------------------------------
-
-
-def test_any_task_that_generates_text_can_be_run(harness, config, tmp_path, monkeypatch):
-    folder = str(tmp_path / "more")
-    write_text(f"{folder}/rows.py", "class Rows(list):\n    features = {'word': 1}\n"
-                                    "def rows(**_):\n    return {'test': Rows([{'word': 'hi'}])}")
-    write_text(f"{folder}/say.yaml", """task: say
-custom_dataset: !function rows.rows
-test_split: test
-output_type: generate_until
-doc_to_text: "say {{word}}"
-doc_to_target: word
-gen_prefix: "Well,"
-num_fewshot: 1
-generation_kwargs: {until: x}
-metric_list:
-  - metric: exact_match
-""")
-    answers = spy(monkeypatch, E, "answer")
-    [r] = E.evaluate(config("say", data=folder, gen_len=0, nfe="1/64", temperature=0.0))
-    [(_, tok, _, ids, cell, until)] = answers
-    assert tok.decode(ids) == CHAT.format("say hi", "Well,") and until == ["x"]
-    assert (cell.steps, cell.gen_len, r["nfe"], r["tokens"]) == (4, 256, 4, 256)
-    assert (r["score"], r["column"]) == (0, "say (harness)")
