@@ -41,7 +41,7 @@ def script(body, **env):
     (["--resume"], dict(resume=True)),
     (["--resume=auto"], dict(resume="auto")),
     (["--k=None"], dict(k=None)),
-    (["--k=none", "--compile=False"], dict(k=None, compile=False)),
+    (["--compile=False"], dict(compile=False)),
     (["--show", "--seed=3"], dict(show=True, seed=3)),
     (["--resume", "auto", "--show", "--steps", "7"], dict(resume="auto", show=True, steps=7)),
     (["--data=x=y", "--arm=", "--eta_bb=1e-3", "--omega_b", "-2.8"],
@@ -55,10 +55,8 @@ def test_flags_become_typed_fields(words, fields):
 @pytest.mark.parametrize("word, message", [
     ("--stepz=1", "unknown argument '--stepz=1': did you mean --steps[?] --help shows"),
     ("--lr=1", "did you mean --eta_bb[?]"),
-    ("--step=1", "did you mean --steps[?]"),  # no abbreviation
     ("--steps=1.5", "--steps=1.5 is not int"),
     ("--resume=maybe", "--resume=maybe is not .*bool.*auto"),
-    ("--arm=cubic", "--arm=cubic is not .*constant"),
     ("--p_sm=80", "--p_sm=80.0 must be a number from 0 to 1"),
 ])
 def test_bad_flags_are_refused(word, message):
@@ -107,16 +105,6 @@ print('ω end', file=sys.stderr)"""
 
 
 # ---- the machine and signals
-
-
-def test_machine(monkeypatch):
-    assert launch.machine("cpu", "auto") == (0, 1, torch.device("cpu"), None)
-    assert launch.machine("cpu", "bfloat16")[3] == torch.bfloat16
-    for name, value in dict(RANK=3, WORLD_SIZE=4, LOCAL_RANK=1).items():
-        monkeypatch.setenv(name, str(value))
-    assert launch.machine("cpu", "float32")[:2] == (3, 4)
-    assert launch.machine("cuda", "float32")[2] == torch.device("cuda", 1)
-    refused("--dtype=float16: use auto", launch.machine, "cpu", "float16")
 
 
 @pytest.mark.parametrize("hangup", [signal.SIG_IGN, signal.default_int_handler])
