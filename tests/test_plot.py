@@ -14,7 +14,7 @@ import checkpoint
 import data
 import plot
 import sample
-from conftest import ROOT, refused
+from conftest import ROOT
 from launch import read_jsonl
 from mdlm import MDLM, ModelConfig
 from show import cell_text
@@ -88,13 +88,6 @@ def test_table_lays_samples_out_as_the_paper_does(tmp_path, capsys):
         ["data", "", "data/owt", "14.80", "", "", ""]]
 
 
-def test_right_grids_are_a_column(tmp_path):
-    samples_result(tmp_path / "grids.json", {"right": 0.25}, "1M", order="entropy", steps=1024)
-    assert cells(plot.table(str(tmp_path / "grids.json")))[::2] == [
-        ["unmasking", "feedback", "model", "grids right ↑ 1/1"],
-        ["entropy", "soft", "1M", "0.250"]]
-
-
 def test_differences_of_bounds_are_those_of_a_seed(tmp_path):
     """Seeds 1 and 2 gain 0.1 and 0.3 nats, however far the seeds are apart."""
     for seed, binary, soft in (1, 2.0, 1.9), (2, 1.0, 0.7), (3, 5.0, None):
@@ -114,17 +107,6 @@ def test_differences_of_bounds_are_those_of_a_seed(tmp_path):
     [ax] = plot.ablation(f"{tmp_path}/[bs]*.json").axes
     assert [line.get_xdata().tolist() for line in ax.lines] == [
         [pytest.approx(math.exp(x)) for x in xs] for xs in ([2.0, 1.0, 5.0], [1.9, 0.7])]
-
-
-def test_where_runs_ended(tmp_path):
-    line = {"step": 500, "lam": 0.25, "tokens_per_s": 2000, "seconds": 60}
-    omega = {"omega_s": 0.5, "omega_a": 1.0, "omega_b": -2.5}
-    log(tmp_path / "binary-10.jsonl", line)
-    log(tmp_path / "sm-9" / "log.jsonl", {"step": 0, "val_soft": 2.0}, line,
-        line | omega | {"step": 1000})
-    assert cells(plot.logs(f"{tmp_path}/*.jsonl,{tmp_path}/*/log.jsonl"), 2) == [
-        ["binary 10", "", "500", "0.250", "2,000", "1"],
-        ["sm 9", "0.500, 1.000, -2.500", "1,000", "0.250", "2,000", "1"]]
 
 
 def dream_result(folder, name, score, feedback="binary", FT="-", budget="1/4", **settings):
@@ -173,19 +155,6 @@ def logs(tmp_path):
     return f"{tmp_path}/*.jsonl,{tmp_path}/binary/log.jsonl"
 
 
-def test_runs_are_grouped_by_name_and_seed(logs, tmp_path):
-    """A log counts once, and Dream's has no bound."""
-    dream = {"step": 1, "val_soft": 4.0, "val_plain": 5, "val_soft_ce": 2.0, "tau": 0.9}
-    more = log(tmp_path / "dream-1231" / "log.jsonl", dream)
-    found = plot.log_series(f"{more},{logs},{tmp_path}/sm-1.jsonl")
-    shown = ("bound", "share", "omega_s", "omega_a", "tau")
-    assert {name: tuple(map(quantities.get, shown)) for name, quantities in found.items()} == {
-        "sm": ({10: [math.log(8), math.log(6)]}, {10: pytest.approx([0.117783, 0.405465])},
-               {5: [0.1, 0.3], 10: [0.2, 0.2]}, {5: [4.0, 8.0], 10: [4.0, 8.0]}, {}),
-        "binary": ({10: [math.log(4)]}, {}, {}, {}, {}), "dream": ({}, {}, {}, {}, {1: [0.9]})}
-    refused("no file matches", plot.log_series, f"{tmp_path}/none-*.jsonl")
-
-
 def test_figures_over_updates(logs, tmp_path):
     """Fig. 3 and 8: lines have the updates that all seeds have, and one color in all panels."""
     drawing()
@@ -202,18 +171,6 @@ def test_figures_over_updates(logs, tmp_path):
     out = str(tmp_path / "f.svg")
     plot.main(plot.Config(runs=logs, out=out))
     ElementTree.parse(out)
-    refused("give one of --table, --logs", plot.main, plot.Config(runs="a", learned="b"))
-
-
-def test_frontier_has_a_line_per_row_and_a_dot_per_budget(tmp_path):
-    """Fig. 9, means over seeds, budgets from small to large."""
-    for seed, T, ppl, nats in (1, 1024, 23.0, 5.3), (1, 128, 40.0, 5.5), (2, 128, 42.0, 5.4):
-        samples_result(tmp_path / f"{ppl}.json", {"gen_ppl": ppl, "entropy": nats}, "1M",
-                       f"out/sm-{seed}/x.pt", steps=T)
-    drawing()
-    [ax] = plot.frontier(f"{tmp_path}/*.json").axes
-    assert ax.lines[0].get_xydata().tolist() == [[pytest.approx(5.45), 41.0], [5.3, 23.0]]
-    assert [text.get_text() for text in ax.texts] == ["1/8", "1/1"]
 
 
 # the way of a sample -----------------------------------------------------------------------------
@@ -244,19 +201,6 @@ def test_trace_follows_the_sample(tmp_path):
         assert all(new == old for old, new in zip(before, after) if old[1] is None)
     picture = ElementTree.fromstring(plot.trajectory(cfg.trace))  # Fig. 7: a row per call
     assert len(picture.findall("{*}text")) == 12 * len(steps)
-
-
-def test_a_grid_appears_picture_by_picture(tmp_path):
-    """In green as long as it is masked; a viewer that does not move shows the last picture."""
-    grid = [["<|bos|>", None], *([["<", 0.5, -1.0, [["<", 1.0]]]] * 36), ["", None], ["", None]]
-    steps = [grid, [*grid[:7], ["4", None], *grid[8:]]]
-    root = ElementTree.fromstring(plot.sudoku(log(tmp_path / "t.jsonl", *steps)))
-    first, second = root.findall("{*}g")
-    texts = [[text.text for text in picture.findall("{*}text")] for picture in (first, second)]
-    assert texts == [["<"] * 36, ["<"] * 6 + ["4"] + ["<"] * 29]
-    green, *others = dict.fromkeys(square.get("fill") for square in second.findall("{*}rect"))
-    assert others == ["#fff"] and green.startswith("rgb(")
-    assert first.get("visibility") == "hidden" and second.get("visibility") is None
 
 
 EVIL = "</script><b>&"
