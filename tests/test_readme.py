@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """The pages: every command parses, links lead somewhere, and README's commands run, cut short."""
 
-import glob
 import importlib
 import os
 import re
@@ -63,14 +62,6 @@ def test_every_command_parses(name, least):
         if module.__name__ == "eval_dream":
             task = page(f"lab/tasks/{cfg.task.replace('_plus', '')}.yaml")
             module.cells(cfg, int(re.search(r"max_gen_toks: (\d+)", task)[1]))
-
-
-def test_reproduce_fetches_the_problems_of_every_task():
-    [fetch] = blocks("REPRODUCE.md", "python")
-    scope = {}
-    exec(fetch[fetch.index("SOURCES"):fetch.index("for ")], scope)
-    tasks = glob.glob(os.path.join(ROOT, "lab", "tasks", "*.yaml"))
-    assert set(scope["SOURCES"]) == {os.path.basename(path)[:-5] for path in tasks}
 
 
 def test_links_within_the_project_lead_somewhere():
