@@ -1,12 +1,8 @@
 """sample.py against §2.1's posterior, Eq. 1, Alg. 2, App. B.1, and the authors' transitions."""
 
-import contextlib
 import functools
-import io
 import itertools
 import os
-import sys
-import types
 
 import numpy as np
 import pytest
@@ -30,7 +26,6 @@ from sample import (
     sample_categorical,
     step_probs,
 )
-from show import show
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, n_cond=8, vocab_size=12, mask_id=11, length=10,
              dropout=0.3, omega_s=0.7, omega_a=2.5, omega_b=-1.3)
@@ -275,24 +270,6 @@ def test_a_compiled_trunk_gives_the_same_samples(device, how):
     assert torch.equal(generate(model, 3, 20, "remdm-cap", generator=data.rng(9))[0], expected)
 
 
-# ---- App. C.5
-
-
-def test_show_draws_confidence_and_tokens(monkeypatch):
-    out = io.StringIO()
-    out.isatty = lambda: True
-    monkeypatch.setattr(sys, "stdout", out)
-    tok = data.tokenizer("bytes")
-    step = show(tok, tok.n_vocab, pause=0)
-    step(torch.tensor([[ord("a"), 258, 258, 10]]), torch.tensor([[0.0, 1.0, 0.0, 0]]),
-         torch.tensor([[0, ord("b"), 258, 0]]))
-    drawn = out.getvalue()
-    assert "\x1b[1ma\x1b[0m" in drawn                                 # a token: bold
-    assert "48;2;0;100;0;" in drawn and "48;2;220;246;220;" in drawn  # λ = 1 deep green, 0 pale
-    assert "mb\x1b[0m" in drawn and "m·\x1b[0m" in drawn              # top guess, and none yet
-    assert "↵" in drawn and drawn.count("\n") == 1                    # no end of line of the text
-
-
 # ---- the command
 
 
@@ -316,18 +293,6 @@ def run(saved, tmp_path):
     return run
 
 
-def test_samples_file_says_what_and_how(run, saved):
-    line = run(count=2, sampler="remdm-cap")[1]
-    assert set(line) == {"ids", "text", "nfe", "seed", "index", "settings"}
-    assert len(line["ids"]) == 32 and 0 < line["nfe"] <= 9
-    assert line["index"] == 1 and line["seed"] == 1
-    assert line["text"] == data.tokenizer("bytes").decode(line["ids"])
-    assert line["settings"].items() >= {
-        "checkpoint": saved, "step": 7, "tokenizer": "bytes", "length": 32, "steps": 8, "eta": 0.04,
-        "sampler": "remdm-cap", "top_p": 0.9, "soft": True, "passes": 1, "every": False,
-        "dtype": "float32", "compile": False}.items()
-
-
 def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     whole = run("whole", count=5, batch_size=3)
     run(count=2)
@@ -338,15 +303,6 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
             assert run(count=5) == whole
     refused("other settings", run, count=5, seed=2)
     assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
-
-
-def test_a_model_trained_anew_is_not_taken_for_the_one_before(run, saved, tmp_path):
-    path, ckpt = str(tmp_path / "x.pt"), checkpoint.load(saved)
-    checkpoint.save(path, **ckpt)
-    [line] = run(checkpoint=path)
-    checkpoint.save(path, **ckpt | {"model": {k: 3 * t for k, t in ckpt["model"].items()}})
-    refused("other settings", run, checkpoint=path)  # although path and step are the same
-    assert read_jsonl(tmp_path / "samples.jsonl") == [line]
 
 
 def test_ranks_write_their_own_shards(run, monkeypatch, capsys):
@@ -397,48 +353,3 @@ def test_feedback_without_training_by_an_omega_given_at_decoding(run, saved, tmp
     [soft] = run("soft", **omega)
     [plain] = run("plain", checkpoint=binary)
     assert soft["ids"] == given["ids"] != plain["ids"]
-
-
-def test_a_smaller_last_batch_has_the_shape_of_the_others_if_compiled(run, monkeypatch):
-    shapes = []
-
-    def watched(model, mode):
-        trunk = model.net.trunk
-        model.net.trunk = lambda emb, t: (shapes.append(len(emb)), trunk(emb, t))[1]
-    monkeypatch.setattr(sample, "compile_parts", watched)
-    for how in (dict(batch_size=3), dict(batch_size=9), dict(batch_size=3, order="random")):
-        shapes.clear()
-        plain, fast = (run(f"{flag}{how}", count=5, compile=flag, **how) for flag in (False, True))
-        assert [line["ids"] for line in fast] == [line["ids"] for line in plain]
-        assert set(shapes) == {min(5, how["batch_size"])}
-
-
-@pytest.mark.parametrize("count, flag, expected", [
-    (1, None, False), (2, None, True), (2, False, False), (1, True, True)])
-def test_graphs_are_built_where_they_pay_and_a_sample_says_so(run, monkeypatch, count, flag,
-                                                               expected):
-    """By the number of network calls of the whole command. A flag wins."""
-    made, cuda = [], types.SimpleNamespace(type="cuda", index=0)
-    monkeypatch.setattr(sample, "GRAPHS_PAY", 16)
-    monkeypatch.setattr(sample, "compile_parts", lambda model, mode: made.append(mode))
-    monkeypatch.setattr(sample, "machine", lambda device: (0, 1, cuda, None))
-    monkeypatch.setattr(MDLM, "to", lambda model, device: model)  # it stays on the CPU
-    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
-    lines = run(count=count, batch_size=1, compile=flag)
-    assert made == (["reduce-overhead"] if expected else [])
-    assert [line["settings"]["compile"] for line in lines] == count * [expected]
-
-
-def test_bad_input_is_refused_and_leaves_nothing(run, saved, tmp_path):
-    for flags, message in ((dict(prompt="x" * 31), "32 tokens, 0 of them"),
-                           (dict(infill="no gap"), "--infill needs ___"),
-                           (dict(length=33), "--length=33"),
-                           (dict(given="1.3"), "6 tokens, 1 of them"),
-                           (dict(given=29 * "1"), "0 of them to be filled")):
-        refused(message, run, **flags)
-    assert not list(tmp_path.iterdir())
-    other, model = str(tmp_path / "other.pt"), model_of(vocab_size=300, mask_id=299, length=32)
-    checkpoint.save(other, kind="mdlm", config=vars(model.cfg), step=0, seed=0,
-                    model=model.state_dict(), tokenizer=checkpoint.load(saved)["tokenizer"])
-    refused("the 258 of bytes", run, checkpoint=other)
-    refused("sampler=ddim", generate, model, 1, 2, "ddim")
