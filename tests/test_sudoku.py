@@ -4,14 +4,10 @@
 Not here: the grids themselves (test_data.py), counting the right ones (test_eval.py).
 """
 
-import dataclasses
-import importlib
-import json
 import math
 import os
 import re
 import sys
-import time
 from pathlib import Path
 
 import numpy as np
@@ -24,14 +20,12 @@ import train
 from conftest import ROOT, gen, refused, spy
 from data import rng
 from eval import bound
-from launch import append_jsonl, read_json, read_jsonl
 from mdlm import MDLM, ModelConfig
 from sample import generate_in_order
 
 MASKS = torch.tensor([256, *[258] * 36, 257, 257])  # a row without its grid
 sys.path.insert(0, os.path.join(ROOT, "results"))
 
-import add  # noqa: E402
 import sudoku_table  # noqa: E402
 from exact import Posterior, posterior  # noqa: E402
 from tied import Tied  # noqa: E402
@@ -125,23 +119,6 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
 
 
-def test_a_mistake_is_named():
-    [grid] = sudoku.texts(1, gen())
-    assert sudoku.mistake(grid) == "" == sudoku.mistake("." * 36)
-    assert sudoku.mistake(grid[:35]) == sudoku.mistake(grid[:35] + "7") == "not 36 digits"
-    for cells, name in ((0, 5), "row 1"), ((1, 31), "column 2"), ((16, 21), "box 4"):
-        broken = ["5" if i in cells else "." for i in range(36)]
-        assert sudoku.mistake("".join(broken)) == f"5 twice in {name}"
-
-
-def test_a_puzzle_is_possible_if_a_grid_has_its_cells():
-    [grid] = sudoku.texts(1, gen())
-    some = "".join(digit if i % 3 else "." for i, digit in enumerate(grid))
-    assert sudoku.possible(grid) and sudoku.possible(some) and sudoku.possible("." * 36)
-    stuck = "12345....6" + 26 * "."  # no digit is left for the last cell of the first row
-    assert sudoku.mistake(stuck) == "" and not sudoku.possible(stuck)
-
-
 def test_the_demonstration_counts_and_shows_where_feedback_matters(monkeypatch, capsys):
     """Of 8 puzzles, and the first on which the two ways differ, if there is one."""
     model = MDLM.load(os.path.join(ROOT, "results", "sudoku.safetensors"))
@@ -160,20 +137,6 @@ def test_the_demonstration_counts_and_shows_where_feedback_matters(monkeypatch, 
     for states in sides.values():  # one cell a call
         assert [cells[i].count(".") for cells, _, _ in states] == list(range(23, -1, -1))
     assert not any(np.any(lam) for _, lam, _ in sides["without"])
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    monkeypatch.setattr(time, "sleep", lambda seconds: None)
-    sudoku.compare(sides, i)  # on a terminal it appears, call after call
-    out = capsys.readouterr().out
-    assert out.count("with feedback") == 24 and out.count("\x1b[10F\x1b[J") == 23
-    assert out.count("✗") == 1 and "48;2;220;246;220;" in out
-    bare = [re.sub("\x1b.*?[mFJ]", "", line) for line in out.splitlines()]
-    assert {line.rindex("│") for line in bare if "│" in line} == {35}
-
-
-def test_the_demonstration_of_a_binary_model_has_one_side(capsys):
-    sudoku.demonstrate(MDLM(small(soft_mask=False)), 2)
-    out = capsys.readouterr().out
-    assert "with feedback" not in out and "the two" not in out and "Puzzle 1 is shown:" in out
 
 
 def test_a_puzzle_of_the_user_is_filled_or_refused_before_anything_runs(monkeypatch, capsys):
@@ -191,62 +154,6 @@ def test_a_puzzle_of_the_user_is_filled_or_refused_before_anything_runs(monkeypa
 def test_the_page_of_tables_is_made_of_the_lines_beside_it(capsys):
     sudoku_table.main()
     assert capsys.readouterr().out == Path(ROOT, "results", "sudoku.md").read_text("utf-8")
-
-
-def test_results_and_logs_are_kept_as_lines(tmp_path, monkeypatch):
-    """A result replaces that of its name, a log is made shorter, and unpacked they are files."""
-    kept, logs = (str(tmp_path / f"{name}.jsonl") for name in ("sudoku", "sudoku_logs"))
-    for nats, step in ((0.7, ""), (0.6, ""), (0.5, ".step-12000")):
-        for name, values in (("binary-1", {"binary": {"nats_per_token": nats}}),
-                             ("binary-1.random-36-off", {"right": 1 - nats})):
-            path = tmp_path / f"{name}{step}.json"
-            path.write_text(json.dumps({"values": values}))
-            add.add(kept, [str(path)])
-    for run in "sm-2", "sm-1":
-        (tmp_path / run).mkdir()
-        for step in 50, 100:
-            append_jsonl(str(tmp_path / run / "log.jsonl"), {"step": step, "loss": 1.23456789})
-        add.add(logs, [str(tmp_path / run / "log.jsonl")])
-    add.unpack(kept, str(tmp_path / "files"))
-    add.unpack(logs, str(tmp_path / "files"))
-    assert read_json(str(tmp_path / "files" / "binary-1.json")) == {
-        "values": {"binary": {"nats_per_token": 0.6}}}
-    assert read_jsonl(str(tmp_path / "files" / "sm-1.jsonl")) == [
-        {"step": step, "loss": 1.234568} for step in (50, 100)]
-    monkeypatch.setattr(sudoku_table, "lines_of", lambda name: read_jsonl(kept))
-    for step, nats in (("", 0.6), ("12000", 0.5)):  # a longer run is another row
-        bounds, shares = sudoku_table.read(step)
-        assert bounds == {("binary", "1"): {"binary": nats}}
-        assert shares == {("binary", "random-36", False): {"1": 1 - nats}}
-
-
-def test_the_scripts_in_results_use_flags_that_exist():
-    found = []
-    for path in Path(ROOT, "results").glob("*.sh"):
-        text = re.sub(r"\\\n", " ", path.read_text("utf-8"))
-        found += re.findall(r"python (?:lab/)?(\w+)\.py (.*)", text)
-        found += [("eval", words) for words in re.findall(r"python \S+/eval.py} (.*)", text)]
-        if path.name in ("run.sh", "sudoku.sh"):
-            words = re.findall(r'\b(?:flags|model|scratch|cont|stdlib|ours|two)=(".*?")', text)
-            found += [("train", each.replace('"', " ")) for each in words]
-    assert len(found) > 20
-    for script, words in found:
-        if script in ("train", "sample", "eval", "plot"):
-            fields = {f.name for f in dataclasses.fields(importlib.import_module(script).Config)}
-            assert set(re.findall(r" --(\w+)", words)) <= fields, words
-
-
-def test_the_figure_has_the_seeds_and_the_ceiling():
-    pytest.importorskip("matplotlib", reason="would draw the shares of right grids")
-    shares = {("sm", "mdlm-5", True): {1: 0.5, 2: 0.7}, ("exact", "mdlm-5", False): {"": 0.9},
-              ("sm", "mdlm-5", False): {1: 0.1}}
-    ax = sudoku_table.draw(shares).axes[1]
-    points = [[bar.lines[0].get_ydata()[0], bar.lines[0].get_markerfacecolor() == "white"]
-              for bar in ax.containers]
-    assert points == [[pytest.approx(60), False], [pytest.approx(10), True]]
-    assert ax.collections[0].get_segments()[0][:, 1] == pytest.approx(90)
-    [[low, high]] = ax.containers[0].lines[2][0].get_segments()
-    assert high[1] - low[1] == pytest.approx(2 * math.sqrt(200))
 
 
 def test_a_puzzle_keeps_the_given_cells_and_the_ends():
