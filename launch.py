@@ -7,7 +7,6 @@ Not here: checkpoints (checkpoint.py), or anything about diffusion.
 import argparse
 import contextlib
 import difflib
-import glob
 import inspect
 import json
 import math
@@ -16,6 +15,7 @@ import signal
 import sys
 import time
 import typing
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -35,13 +35,10 @@ Positive = typing.Annotated[float, 1e-6, 1e9]
 Negative = typing.Annotated[float, -1e9, -1e-6]
 
 WORDS = {bool: (True, False), type(None): (None,)}
-# What other programs call these fields: a refusal asks whether ours was meant.
-OTHER_NAMES = {
-    "eta_bb": "lr learning_rate", "batch_size": "batch bs", "steps": "epochs iters max_steps nfe",
-    "length": "seq_len block_size max_length", "n_layer": "layers", "n_head": "heads",
-    "n_embd": "dim hidden_size", "k": "top_k", "top_p": "nucleus temperature", "r": "rank",
-    "clip": "grad_clip", "count": "n num_samples", "gen_len": "max_new_tokens length",
-    "out_dir": "out", "out": "out_dir output", "init_from": "checkpoint", "checkpoint": "model"}
+# What other programs call our fields, where the words are not alike.
+OTHER_NAMES = {"lr": "eta_bb", "learning_rate": "eta_bb", "epochs": "steps", "iters": "steps",
+               "seq_len": "length", "block_size": "length", "dim": "n_embd", "top_k": "k",
+               "temperature": "top_p", "rank": "r", "max_new_tokens": "gen_len"}
 PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # the others are imported by this name
 
 
@@ -91,8 +88,7 @@ def from_cli(Config, argv=None, presets=None):
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].strip("-").partition("=")[0].replace("-", "_")
-        near = [name for name in kinds if word in OTHER_NAMES.get(name, "").split()]
-        near += difflib.get_close_matches(word, kinds, 1)
+        near = difflib.get_close_matches(OTHER_NAMES.get(word, word), kinds, 1)
         meant = f"did you mean --{near[0]}? " if near else ""
         raise Refused(f"unknown argument {unknown[0]!r}: {meant}--help shows all flags and presets")
     for name, text in vars(given).items():
@@ -113,8 +109,6 @@ def run(main, Config, presets=None):
         reason = f"{e}: pip install {PIP_NAMES.get(package, package)}"
     except (Refused, OSError, argparse.ArgumentError) as e:
         reason = e
-    if int(os.environ.get("LOCAL_RANK", 0)):
-        time.sleep(5)  # rank 0 mostly says the same, and then torchrun ends this rank
     print(f"{os.path.basename(sys.argv[0])}: {reason}", file=sys.stderr)
     raise SystemExit(2)
 
@@ -177,8 +171,8 @@ def leave(world, message, status):
 
 @contextlib.contextmanager
 def signals():
-    """Yields a list of the SIGTERM, SIGHUP and Ctrl-C that came, for a loop that saves and ends."""
-    caught, before = [], {}
+    """Yields a list of the SIGTERM and Ctrl-C that came, for a loop that then saves and ends."""
+    caught = []
 
     def take(number, frame):
         caught.append(number)
@@ -186,10 +180,7 @@ def signals():
         if number == signal.SIGINT:
             signal.signal(number, signal.SIG_DFL)
 
-    for name in {"SIGTERM", "SIGINT", "SIGHUP"} & set(dir(signal)):  # Windows has no SIGHUP
-        number = getattr(signal, name)
-        if signal.getsignal(number) != signal.SIG_IGN:  # nohup has the closed terminal ignored
-            before[number] = signal.signal(number, take)
+    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield caught
     finally:
@@ -200,9 +191,9 @@ def signals():
 def goes_on(last, resume, overwrite):
     """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
     folder = os.path.dirname(last)
-    exists = any_rank(os.path.exists(last)) > 0
-    kept = any_rank(bool(glob.glob(os.path.join(glob.escape(folder), "step-*.pt"))))
-    if (exists and not (resume or overwrite)) or (kept and not (exists or overwrite)):
+    exists = any_rank(os.path.exists(last))
+    kept = any_rank(any(Path(folder).glob("step-*.pt")))
+    if (exists or kept) and not overwrite and not (exists and resume):
         raise Refused(f"{folder} already holds a run: --resume goes on with its last.pt, "
                       f"--overwrite replaces it, another folder starts another")
     return resume is True or resume == "auto" and exists
@@ -235,7 +226,6 @@ def atomic(path):
 
 
 def write_text(path, text):
-    """Write a whole text file, atomically."""
     with atomic(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
         f.write(text)
 
@@ -246,7 +236,6 @@ def read_json(path):
 
 
 def append_jsonl(path, *values):
-    """Append one line of JSON for each value."""
     os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
     with open(path, "a+b") as f:
         f.seek(max(0, f.tell() - 1))
