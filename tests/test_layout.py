@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""The house: who may import whom, five packages, short functions, and commands that exist."""
+"""The house: who may import whom, five packages, short functions, nothing from outside."""
 
 import ast
 import glob
 import json
 import os
-import pkgutil
 import re
 import subprocess
 import sys
 
 import pytest
 
-import oracles
 from conftest import ROOT
 
 # A file imports only from the lines above its own.
@@ -33,7 +31,7 @@ IMPORT_INSIDE = {"sudoku"}  # its demonstration imports model and sampler, the l
 COPYABLE = {"softmask": {"torch"}, "dora": {"torch"}}  # made to be copied: torch alone
 OPTIONAL = {"transformers", "mauve", "lm_eval", "datasets", "matplotlib", "pyarrow", "sklearn",
             "gguf"}
-LINES, NESTING = 60, 4
+LINES = 60
 LONG_FUNCTIONS = {
     "train.train": "one flat script: what is set up is used by the update and the loop below it",
     "finetune_dream.finetune": "the same for Dream",
@@ -120,40 +118,16 @@ def lines_of(function):
     return function.end_lineno - start
 
 
-BLOCKS = (ast.If, ast.For, ast.While, ast.With, ast.Try, ast.FunctionDef)
-
-
-def nesting(node, depth=0):
-    """The deepest nesting of statements below a node. A def inside a def counts, elif does not."""
-    deepest = depth
-    for child in ast.iter_child_nodes(node):
-        is_elif = isinstance(node, ast.If) and node.orelse == [child] and isinstance(child, ast.If)
-        deeper = isinstance(child, BLOCKS) and not is_elif
-        deepest = max(deepest, nesting(child, depth + deeper))
-    return deepest
-
-
-def test_functions_are_short_and_flat():
+def test_functions_are_short():
     sizes = {}
     for name, module in TREES.items():
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef):
                 function = f"{name}.{node.name}"
                 sizes[function] = max(lines_of(node), sizes.get(function, 0))
-                assert nesting(node) <= NESTING, function
     long = {function for function, n in sizes.items() if n > SHORT_FUNCTIONS.get(function, LINES)}
     assert long <= LONG_FUNCTIONS.keys(), long
     assert SHORT_FUNCTIONS.keys() | LONG_FUNCTIONS.keys() <= sizes.keys()
-
-
-def test_oracles_and_what_they_check_name_each_other():
-    links = re.findall(r"^    (\w+) .* checks (.*)$", oracles.__doc__, re.M)
-    assert len(links) >= 5
-    for oracle, checked in links:
-        assert callable(getattr(oracles, oracle))
-        for path in checked.split(", "):
-            thing = pkgutil.resolve_name(path)
-            assert f"tests/oracles.py {oracle}" in " ".join(thing.__doc__.split()), path
 
 
 def test_nothing_points_out_of_the_folder():
