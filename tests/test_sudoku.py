@@ -131,9 +131,6 @@ def test_the_demonstration_counts_and_shows_where_feedback_matters(monkeypatch, 
     assert re.search("  the surest cell next (.*)", out)[1].split() == [
         str(found.count("")) for found in wrong.values()]
     assert differ and i == differ[0] and f"the two differ in {len(differ)} of 8 puzzles" in out
-    assert f"Puzzle {i + 1} is shown, because it is the first of these:" in out
-    assert out.count("✓ right") == out.count("✗") == 1 and "\x1b" not in out
-    assert next(filter(None, (found[i] for found in wrong.values()))) in out
     for states in sides.values():  # one cell a call
         assert [cells[i].count(".") for cells, _, _ in states] == list(range(23, -1, -1))
     assert not any(np.any(lam) for _, lam, _ in sides["without"])
