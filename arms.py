@@ -71,10 +71,7 @@ def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
     given = {name: value for name, value in given.items() if value is not None}
     if given and sm is None and omega_s is None:
         raise Refused(f"{given} leaves feedback off in a binary model: give --omega_s, say 0.5")
-    try:
-        start = SoftMask(mask_id, **given)
-    except ValueError as e:
-        raise Refused(str(e))
+    start = SoftMask(mask_id, **given)
     new = copy.deepcopy(sm or start)
     for name in given:
         raw = name.replace("omega", "raw")

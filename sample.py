@@ -325,9 +325,9 @@ class Config:
     passes: Size = 1            # network calls in each step, each with feedback of the one before
     every: bool = False         # also make the steps without a change, as --trace always does
     # Another ω than the model's. A binary model then decodes with feedback, with k = 3.
-    omega_s: float | None = None
-    omega_a: float | None = None  # (default for a binary model: the paper's start)
-    omega_b: float | None = None  # (the same)
+    omega_s: Annotated[float, 0, 1 - 1e-6] | None = None
+    omega_a: launch.Positive | None = None  # (default for a binary model: the paper's start)
+    omega_b: launch.Negative | None = None  # (the same)
     # In these texts, the two characters \n are a line break.
     prompt: str = ""            # text that the sample starts with
     infill: str = ""            # text with ___ where some is missing

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 import dora
 from arms import with_omega
 from dream import Dream, Tokenizer, load_adapter
-from launch import Count, Refused, Share, machine, progress, run, to_device
+from launch import Count, Negative, Positive, Refused, Share, machine, progress, run, to_device
 from mdlm import TwoPass, in_chunks, likeliest
 from softmask import SoftMask, time_gain
 
@@ -58,9 +58,10 @@ class Decoding:
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
     threshold: Probability | None = None  # with block: reveal all tokens that are at least so sure
-    omega_s: float | None = None    # another ω than the adapter's. A model without SM then gets
-    omega_a: float | None = None    # k = 3, and the paper's start for what is not given
-    omega_b: float | None = None
+    # Another ω than the adapter's. A model without SM then gets k = 3, and the paper's other two.
+    omega_s: Annotated[float, 0, 1 - 1e-6] | None = None
+    omega_a: Positive | None = None
+    omega_b: Negative | None = None
     seed: int = 0
     device: str = "auto"            # cuda > mps > cpu
     dtype: str = "auto"             # auto: as stored; or float32, bfloat16
