@@ -69,11 +69,13 @@ def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
     """sm with another ω, for decoding. None keeps its own. A binary model gets k = 3 [ours]."""
     given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
     given = {name: value for name, value in given.items() if value is not None}
-    if given and sm is None and omega_s is None:
+    if not given:
+        return sm
+    if sm is None and omega_s is None:
         raise Refused(f"{given} leaves feedback off in a binary model: give --omega_s, say 0.5")
     start = SoftMask(mask_id, **given)
     new = copy.deepcopy(sm or start)
     for name in given:
         raw = name.replace("omega", "raw")
         getattr(new, raw).data.copy_(getattr(start, raw).data)
-    return new if given else sm
+    return new
