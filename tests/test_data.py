@@ -70,14 +70,6 @@ def test_draws_are_named_by_their_whole_key_and_an_order_is_a_permutation():
     assert sorted(orders[0]) == list(range(1000))
 
 
-def test_byte_tokenizer_is_utf8_and_two_ends():
-    for text in TEXTS:
-        assert BYTES.encode_ordinary(text) == list(text.encode())
-        assert BYTES.decode(BYTES.encode_ordinary(text)) == text
-    assert data.describe(BYTES) == {"name": "bytes", "vocab_size": 259, "mask_id": 258,
-                                    "bos": 256, "eos": 257}
-
-
 def test_gpt2_tokenizer_is_the_published_one():
     try:
         tok = data.tokenizer("gpt2", os.environ.get("GPT2_DIR"))
