@@ -137,9 +137,6 @@ def test_extracted_code_equals_the_recorded_and_follows_names():
             "def g():\n    return C"]
     others = ["B = 2", "def h():\n    return B", "for"]
     assert B.sanitize("\n".join(kept + others), "f") == "\n".join(kept)
-    code = "\ndef f():\n    return 1"  # the first hundred lines count
-    assert B.sanitize("\n".join(["# talk"] * 98) + code, "f") == code.strip()
-    assert B.sanitize("\n".join(["# talk"] * 99) + code, "f") == ""
 
 
 # --- execution and verdicts ----------------------------------------------------------------------
