@@ -136,15 +136,13 @@ def test_the_demonstration_counts_and_shows_where_feedback_matters(monkeypatch, 
     assert not any(np.any(lam) for _, lam, _ in sides["without"])
 
 
-def test_a_puzzle_of_the_user_is_filled_or_refused_before_anything_runs(monkeypatch, capsys):
+def test_a_puzzle_of_the_user_is_filled_or_refused(capsys):
     given = "1..4......2........3.......5......6."
     sudoku.main(sudoku.Config(given=given))
     halves = [line.split("     ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
     cells = re.sub(r"\D", "", "".join(line for line in halves if "│" in line))
     assert len(cells) == 36 and all(c in (".", d) for c, d in zip(given, cells))
-    monkeypatch.setattr(MDLM, "load", None)
-    for given, why in ("11" + 34 * ".", "1 twice in row 1"), ("12", "not 36 digits"):
-        refused(f"cannot be filled, {why}", sudoku.main, sudoku.Config(given=given))
+    refused("cannot be filled, 1 twice in row 1", sudoku.main, sudoku.Config(given="11" + 34 * "."))
 
 
 def test_the_page_of_tables_is_made_of_the_lines_beside_it(capsys):
