@@ -246,9 +246,12 @@ def load(path):
             return json.loads(metadata[FORMAT]) | {"model": tensors}
         return from_mdlm_family(tensors, settings=hub)
     try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        ckpt = load_inert(path)
+        try:
+            ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        except pickle.UnpicklingError:
+            ckpt = load_inert(path)
+    except (EOFError, RuntimeError, pickle.UnpicklingError) as e:
+        raise Refused(f"{path} is no whole checkpoint ({type(e).__name__}): fetch it again")
     if "state_dict" in ckpt:
         shadow = (ckpt.get("ema") or {}).get("shadow_params")
         settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))

@@ -335,6 +335,8 @@ def finetune(cfg):
     # ---- what is to be trained
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
+    if not (cfg.model and cfg.data):
+        raise Refused("give --model=FOLDER and --data=FILE, or the preset tiny")
     rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     master = rank == 0
     last = os.path.join(cfg.out, "last.pt")
@@ -482,10 +484,11 @@ def finetune(cfg):
     locked = launch.lock(cfg.out) if master else contextlib.nullcontext()
     with locked, launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
         log.begin()
-        if master and not start and os.path.exists(last):  # --overwrite
-            os.remove(last)
-            for name in ("best", "last"):  # else a binary run would leave the ω of the older one
+        if master and not start:  # a binary run must not stand beside the ω of an older one
+            for name in ("best", "last"):
                 shutil.rmtree(os.path.join(cfg.out, name), ignore_errors=True)
+            with contextlib.suppress(FileNotFoundError):
+                os.remove(last)
         if master:
             size = sum(p.numel() for p in theta)
             print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}")

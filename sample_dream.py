@@ -28,9 +28,10 @@ import torch
 import torch.nn.functional as F
 
 import dora
+import launch
 from arms import with_omega
 from dream import Dream, Tokenizer, load_adapter
-from launch import Count, Negative, Positive, Refused, Share, machine, progress, run, to_device
+from launch import Count, Negative, Positive, Refused, Share, Size, machine, progress, to_device
 from mdlm import TwoPass, in_chunks, likeliest
 from softmask import SoftMask, time_gain
 
@@ -47,8 +48,8 @@ class Decoding:
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
     merge: bool = True              # fold DoRA into the weights: faster, the same up to rounding
     soft: bool = True               # false: binary feedback, even if the adapter has an ω
-    gen_len: int = 256              # L, tokens of the response
-    steps: int = 0                  # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
+    gen_len: Size = 256             # L, tokens of the response
+    steps: Count = 0                # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
     algorithm: Algorithm = "entropy"
     temperature: AtLeast0 = 0.1     # App. B.2; 0: argmax
     top_p: Probability = 0.9        # App. B.2; 1: off. Dream's rule, see `filtered`
@@ -436,4 +437,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    launch.run(main, Config)

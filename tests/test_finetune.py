@@ -386,7 +386,10 @@ def test_a_binary_run_takes_the_place_of_another_only_when_asked(cfg):
     refused("already holds a run", finetune, cfg)
     killed(replace(cfg, overwrite=True), checkpoint, "save", 1)
     assert not {"last", "last.pt"} & {*os.listdir(cfg.out)}  # with the ω of the older run
+    os.makedirs(os.path.join(cfg.out, "best"), exist_ok=True)
+    open(os.path.join(cfg.out, "best", "softmask.json"), "w").close()  # of a run that was killed
     assert finetune(replace(cfg, resume="auto")).sm is None
+    assert not os.path.exists(os.path.join(cfg.out, "best", "softmask.json"))
 
 
 def test_tiny_preset_learns(tmp_path, monkeypatch):
