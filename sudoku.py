@@ -79,6 +79,16 @@ def mistake(cells):
     return ""
 
 
+def possible(cells):
+    """Whether any grid has these cells. cells: digits, dots where empty."""
+    at = [i for i in range(36) if cells[i] != "."]                                   # m of 36
+    digits = torch.tensor([int(cells[i]) for i in at])                               # (m,)
+    found = grids()[:, at]                                                           # (39168, m)
+    # Any two digits of a grid may be exchanged: so only which cells are equal counts.
+    alike = (found[:, :, None] == found[:, None]) == (digits[:, None] == digits)     # (…, m, m)
+    return bool(alike.flatten(1).all(1).any())
+
+
 def right(samples):
     """{right: share of whole grids, right_se: its standard error, distinct: how many differ among
     these, commonest: share of the most frequent one, if digits may be exchanged}.
@@ -176,8 +186,10 @@ def demonstrate(model, count=100):
     differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
     if model.sm:
         print(f"\nThe surest cell next: the two differ in {len(differ)} of {count} puzzles.")
-    shown = differ[0] if differ else 0
-    print(f"Puzzle {shown + 1} is shown:")
+    shown, why = 0, ""
+    if differ:
+        shown, why = differ[0], ", because it is the first of these"
+    print(f"Puzzle {shown + 1} is shown{why}:")
     compare(sides, shown)
 
 
@@ -190,10 +202,13 @@ class Config:
 def main(cfg):
     from launch import Refused
     from mdlm import MDLM
-    wrong = mistake(cfg.given or 36 * ".")
-    if wrong:
-        raise Refused(f"--given={cfg.given} cannot be filled, {wrong}: give 36 digits from 1 to 6, "
-                      f"row by row, with dots for empty cells")
+    if cfg.given:
+        wrong = mistake(cfg.given)
+        if not wrong and not possible(cfg.given):
+            wrong = "no grid has these cells"
+        if wrong:
+            raise Refused(f"--given={cfg.given} cannot be filled, {wrong}: give 36 digits from 1 "
+                          f"to 6, row by row, with dots for empty cells")
     model = MDLM.load(cfg.checkpoint)
     if cfg.given:
         x = ids_of([cfg.given], model.mask_id)                                       # (1, 39)
