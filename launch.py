@@ -72,7 +72,8 @@ def from_cli(Config, argv=None, presets=None):
     if {"-h", "--help"} & set(argv):
         for cls in reversed(Config.__mro__[:-1]):  # a commented class is the table of the flags
             print(inspect.getsource(cls))
-        print("\n".join(f"preset {name}: {fields}" for name, fields in presets.items()))
+        for name, fields in presets.items():
+            print(f"preset {name}: {fields}")
         raise SystemExit(0)
     values = {}
     if argv and argv[0] in presets:
@@ -248,22 +249,20 @@ def read_jsonl(path):
     """The values of all whole lines: a kill may have cut one. [] for a file that does not exist."""
     values = []
     if os.path.exists(path):
-        with open(path, "rb") as f:
-            for line in f:
-                with contextlib.suppress(ValueError):
-                    values.append(json.loads(line))
+        for line in Path(path).read_bytes().splitlines():
+            with contextlib.suppress(ValueError):
+                values.append(json.loads(line))
     return values
 
 
 def progress(*args, **options):
     """tqdm's bar on stderr. A file keeps every picture, so there it is drawn each half minute."""
-    if not sys.stderr.isatty():
-        options = {"mininterval": 30, "maxinterval": 30} | options
-    return tqdm(*args, dynamic_ncols=True, **options)
+    seconds = 0.1 if sys.stderr.isatty() else 30
+    return tqdm(*args, mininterval=seconds, maxinterval=30, dynamic_ncols=True, **options)
 
 
-SHOWN = {"loss": ".4g", "val_soft": ".4g", "val_plain": ".4g", "val_binary": ".4g", "lam": ".4g",
-         "omega_s": ".4g", "tokens_per_s": ",.0f"}  # the numbers on screen, and how
+# The numbers on screen, if a line has them.
+SHOWN = "loss", "val_soft", "val_plain", "val_binary", "lam", "omega_s", "tokens_per_s"
 
 
 class Log:
@@ -308,7 +307,7 @@ class Log:
             return
         line = line | {"seconds": self.before + self.last - self.began}
         append_jsonl(self.path, line)
-        numbers = [f"{name} {line[name]:{form}}" for name, form in SHOWN.items() if name in line]
+        numbers = [f"{name} {line[name]:,.6g}" for name in SHOWN if name in line]
         seconds = (self.last - self.began) / max(1, line["step"] - self.start)
         left = tqdm.format_interval(seconds * (self.steps - line["step"])) + " left"
         try:
