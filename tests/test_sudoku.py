@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The Sudoku language from end to end: the quickstart, its exact posterior, the shipped model.
+"""The Sudoku language from end to end: its exact posterior, the shipped model, the demonstration.
 
 Not here: the grids themselves (test_data.py), counting the right ones (test_eval.py).
 """
@@ -16,7 +16,6 @@ import torch
 
 import data
 import sudoku
-import train
 from conftest import ROOT, gen, refused, spy
 from data import rng
 from eval import bound
@@ -82,25 +81,6 @@ def test_tied_layers_read_their_own_hidden_states():
     assert not torch.equal(changed, plain)
     changed.sum().backward()
     assert model.net.again.weight.grad.abs().sum() > 0
-
-
-def test_the_quickstart_shows_the_entropy_omega_and_right_grids(tmp_path, monkeypatch, capsys):
-    """Cut short: what it prints, and that it starts where the paper does."""
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setitem(data.PRESETS["sudoku"], "grids", 64)
-    monkeypatch.setattr(sudoku.demonstrate, "__defaults__", (3,))
-    cut = dict(steps=2, n_layer=1, n_embd=16, n_head=2, eval_rows=4, device="cpu", eval_every=1)
-    cfg = train.Config(**train.PRESETS["quickstart"] | cut)
-    assert (cfg.omega_s, cfg.omega_a, cfg.omega_b) == (1e-6, 10 / 1.5, -0.75)
-    train.train(cfg)
-    out = capsys.readouterr().out
-    for part in ("nats per grid (the entropy is 17.15)", "with feedback", "without", "ω_s",
-                 "3 puzzles, 12 of 36 cells given"):
-        assert part in out, part
-    assert "\n       2   0.000   6.667  -0.750" in out  # ω's story ends with the last update
-    made = os.stat("data/sudoku/train.bin").st_mtime_ns
-    data.prepare_preset("data/sudoku")  # there already
-    assert os.stat("data/sudoku/train.bin").st_mtime_ns == made
 
 
 def test_the_shipped_model_is_as_good_as_is_claimed():
