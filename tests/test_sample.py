@@ -1,8 +1,10 @@
 """sample.py against §2.1's posterior, Eq. 1, Alg. 2, App. B.1, and the authors' transitions."""
 
+import contextlib
 import functools
 import itertools
 import os
+import types
 
 import numpy as np
 import pytest
@@ -345,3 +347,19 @@ def test_feedback_without_training_by_an_omega_given_at_decoding(run, saved, tmp
     [soft] = run("soft", **omega)
     [plain] = run("plain", checkpoint=binary)
     assert soft["ids"] == given["ids"] != plain["ids"]
+
+
+@pytest.mark.parametrize("count, flag, expected", [
+    (1, None, False), (2, None, True), (2, False, False), (1, True, True)])
+def test_graphs_are_built_where_they_pay_and_a_sample_says_so(run, monkeypatch, count, flag,
+                                                               expected):
+    """By the number of network calls of the whole command. A flag wins."""
+    made, cuda = [], types.SimpleNamespace(type="cuda", index=0)
+    monkeypatch.setattr(sample, "GRAPHS_PAY", 16)
+    monkeypatch.setattr(sample, "compile_parts", lambda model, mode: made.append(mode))
+    monkeypatch.setattr(sample, "machine", lambda device: (0, 1, cuda, None))
+    monkeypatch.setattr(MDLM, "to", lambda model, device: model)  # it stays on the CPU
+    monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
+    lines = run(count=count, batch_size=1, compile=flag)
+    assert made == (["reduce-overhead"] if expected else [])
+    assert [line["settings"]["compile"] for line in lines] == count * [expected]
