@@ -61,7 +61,7 @@ class ModelConfig:
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
-    arm: Literal["", "constant", "renorm", "slerp", "permuted"] = ""  # other gates and mixes
+    arm: Literal[tuple(ARMS)] = ""   # another gate or mix: its name in arms.py
 
 
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
