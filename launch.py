@@ -110,6 +110,8 @@ def run(main, Config, presets=None):
         reason = f"{e}: pip install {PIP_NAMES.get(package, package)}"
     except (Refused, OSError, argparse.ArgumentError) as e:
         reason = e
+    if int(os.environ.get("LOCAL_RANK", 0)):
+        time.sleep(5)  # rank 0 mostly says the same, and then torchrun ends this rank
     print(f"{os.path.basename(sys.argv[0])}: {reason}", file=sys.stderr)
     raise SystemExit(2)
 
