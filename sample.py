@@ -34,7 +34,7 @@ from show import show, trace
 
 T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
-OF_THE_FILE = "count", "batch_size", "seed", "out", "show", "trace", "device"  # flags
+OF_THE_FILE = "count", "batch_size", "seed", "out", "show", "trace", "tokenizer_dir", "device"
 GRAPHS_PAY = 5000  # network calls from which CUDA graphs, some 12 ms faster, are worth a minute
 
 
@@ -336,6 +336,7 @@ class Config:
     out: str = "samples.jsonl"  # appended to. A sample that it already holds is not made again
     show: bool = False          # watch the first sequence of every batch
     trace: str = ""             # a file for one trajectory, a JSON line per step, for lab/plot.py
+    tokenizer_dir: str = ""     # folder of GPT-2's vocabulary, for machines without a network
     device: str = "auto"        # cuda, else mps, else cpu
     compile: bool | None = None  # CUDA graphs, which take a minute (default: where that pays)
 
@@ -387,7 +388,7 @@ def main(cfg):
     model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
     model.to(device)
     cfg, special = replace(cfg, length=cfg.length or model.cfg.length), model.info["tokenizer"]
-    tok = tokenizer(special["name"])
+    tok = tokenizer(special["name"], cfg.tokenizer_dir)
     if tok.n_vocab != model.mask_id or cfg.length > model.cfg.length:
         raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens and length {model.cfg.length}, "
                       f"not the {tok.n_vocab} of {tok.name} or --length={cfg.length}")
