@@ -36,6 +36,7 @@ import torch.nn.functional as F
 
 import checkpoint
 import data
+import launch
 import sudoku
 from data import rng
 from launch import Count, Refused, Share, Size, machine, progress, read_jsonl, run, write_text
@@ -59,7 +60,7 @@ class Config:
     rows: Count = 0                 # so many rows, evenly spaced (default: all; of "Data": half)
     repeats: Size = 1               # draws of times and masks per row
     floor: Share = ALPHA_FLOOR      # smallest t and α. 0: Eq. 2 itself, 0.1 to 0.3 % above this
-    dtype: str = "auto"             # bfloat16 where the GPU has it [code], else float32
+    dtype: launch.DType = "auto"    # bfloat16 where the GPU has it [code], else float32
     # samples, sudoku
     samples: str = "samples.jsonl"  # of sample.py; shards NAME.RANK.jsonl of a run are one file
     length: Size = 1024             # tokens of a held-out row, where --samples= is empty

@@ -91,7 +91,7 @@ class Config:
     # checkpointing 28.5 GB, or 44 where there is no flash attention, and a quarter less work.
     checkpointing: bool = True
     device: str = "auto"        # cuda, else mps, else cpu
-    dtype: str = "auto"         # of the frozen weights (auto: as stored): float32, bfloat16
+    dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
     log_every: Size = 10
     save_every: Size = 100      # last.pt and last/, and a line in the log: a run resumes from these
     eval_every: Size = 500      # and best/; the authors' 100 would take a third of the run's time
@@ -478,12 +478,11 @@ def finetune(cfg):
         return done % every == 0 or done == cfg.steps
 
     done, stop = start, 0
-    log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
 
     # ---- the loop
     locked = launch.lock(cfg.out) if master else contextlib.nullcontext()
     with locked, launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
-        log.begin()
+        log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
         if master and not start:  # a binary run must not stand beside the ω of an older one
             for name in ("best", "last"):
                 shutil.rmtree(os.path.join(cfg.out, name), ignore_errors=True)

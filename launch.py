@@ -1,12 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""What every script does around its own work: flags, ranks, stopping, whole files, the log.
-
-Not here: checkpoints (checkpoint.py), or anything about diffusion.
-"""
+"""What every script does around its own work: flags, ranks, stopping, whole files, the log."""
 
 import argparse
 import contextlib
 import difflib
+import functools
 import inspect
 import json
 import math
@@ -15,7 +13,6 @@ import signal
 import sys
 import time
 import typing
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -33,13 +30,12 @@ Share = typing.Annotated[float, 0, 1]
 Rate = typing.Annotated[float, 0, 10]
 Positive = typing.Annotated[float, 1e-6, 1e9]
 Negative = typing.Annotated[float, -1e9, -1e-6]
+DType = typing.Literal["auto", "float32", "bfloat16"]  # in float16 the loss, nats / t, overflows
 
-WORDS = {bool: (True, False), type(None): (None,)}
-# What other programs call our fields, where the words are not alike.
-OTHER_NAMES = {"lr": "eta_bb", "learning_rate": "eta_bb", "epochs": "steps", "iters": "steps",
-               "seq_len": "length", "block_size": "length", "dim": "n_embd", "top_k": "k",
-               "temperature": "top_p", "rank": "r", "max_new_tokens": "gen_len"}
+WORDS = {"true": True, "false": False, "none": None}
+OTHER_NAMES = {"lr": "eta_bb", "epochs": "steps", "top_k": "k"}  # what other programs call them
 PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # the others are imported by this name
+progress = functools.partial(tqdm, mininterval=1, dynamic_ncols=True)  # a file keeps every picture
 
 
 def check_ranges(cfg):
@@ -52,22 +48,21 @@ def check_ranges(cfg):
                 raise Refused(f"--{name}={value} must be a number from {low} to {high}")
 
 
-def parse_value(name, text, kind):
-    """`--name=text` as its type: int, float, str, bool or Literal, alone or in a union."""
-    options = typing.get_args(kind) or (kind,)  # the parts of a union, the words of a Literal
-    for option in options:
-        for value in WORDS.get(option) or typing.get_args(option) or (option,):
-            if text.lower() == str(value).lower():
-                return value
-    if options[0] in (int, float, str):
-        with contextlib.suppress(ValueError):
-            return options[0](text)
-    raise Refused(f"--{name}={text} is not {inspect.formatannotation(kind)}")
+def parse_value(text, kind):
+    """A text as its type: int, float, str, bool or Literal, alone or in a union."""
+    parts = typing.get_args(kind) or (kind,)  # of a union, or the words of a Literal
+    words = [word for part in parts for word in typing.get_args(part)]
+    value = WORDS.get(text.lower(), text)
+    if value in (*parts, *words) or type(value) in parts:
+        return value
+    with contextlib.suppress(ValueError):
+        if parts[0] in (int, float, str):
+            return parts[0](text)
+    raise argparse.ArgumentTypeError(f"{text} is not {inspect.formatannotation(kind)}")
 
 
-def from_cli(Config, argv=None, presets=None):
+def from_cli(Config, argv, presets=None):
     """A dataclass from `[preset] --key=value --key value --flag …`. A flag overrides the preset."""
-    argv = list(sys.argv[1:] if argv is None else argv)
     presets = presets or {}
     if {"-h", "--help"} & set(argv):
         for cls in reversed(Config.__mro__[:-1]):  # a commented class is the table of the flags
@@ -77,24 +72,20 @@ def from_cli(Config, argv=None, presets=None):
         raise SystemExit(0)
     values = {}
     if argv and argv[0] in presets:
-        values.update(presets[argv.pop(0)])
+        values, argv = presets[argv[0]], argv[1:]
     kinds = typing.get_type_hints(Config)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
                                      argument_default=argparse.SUPPRESS)
     for name, kind in kinds.items():
+        argument = parser.add_argument(f"--{name}", type=functools.partial(parse_value, kind=kind))
         if bool in (kind, *typing.get_args(kind)):
-            parser.add_argument(f"--{name}", nargs="?", const="True")  # its value may be left out
-        else:
-            parser.add_argument(f"--{name}")
+            argument.nargs, argument.const = "?", True  # its value may be left out
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        word = unknown[0].strip("-").partition("=")[0].replace("-", "_")
-        near = difflib.get_close_matches(OTHER_NAMES.get(word, word), kinds, 1)
-        meant = f"did you mean --{near[0]}? " if near else ""
-        raise Refused(f"unknown argument {unknown[0]!r}: {meant}--help shows all flags and presets")
-    for name, text in vars(given).items():
-        values[name] = parse_value(name, text, kinds[name])
-    cfg = Config(**values)
+        word = unknown[0].strip("-").partition("=")[0]
+        near = difflib.get_close_matches(OTHER_NAMES.get(word, word), kinds, 1) or ["help"]
+        raise Refused(f"unknown argument {unknown[0]!r}: did you mean --{near[0]}?")
+    cfg = Config(**values | vars(given))
     check_ranges(cfg)
     return cfg
 
@@ -104,10 +95,9 @@ def run(main, Config, presets=None):
     for stream in sys.stdout, sys.stderr:
         stream.reconfigure(errors="replace", line_buffering=True)  # not every terminal can show ω
     try:
-        return main(from_cli(Config, presets=presets))
+        return main(from_cli(Config, sys.argv[1:], presets))
     except ImportError as e:
-        package = str(e.name).partition(".")[0]
-        reason = f"{e}: pip install {PIP_NAMES.get(package, package)}"
+        reason = f"{e}: pip install {PIP_NAMES.get(e.name, e.name)}"
     except (Refused, OSError, argparse.ArgumentError) as e:
         reason = e
     if int(os.environ.get("LOCAL_RANK", 0)):
@@ -124,13 +114,12 @@ def machine(device="auto", dtype="auto"):
     if dtype == "auto":
         has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
         dtype = "bfloat16" if has_bf16 else "float32"
-    half = {"float32": None, "bfloat16": torch.bfloat16}  # in float16 the loss, nats / t, overflows
-    if dtype not in half:
-        raise Refused(f"--dtype={dtype}: use auto, bfloat16 or float32")
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    return rank, world, torch.device(device), half[dtype]
+    rank = int(os.environ.get("RANK", 0))
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    autocast = {"float32": None, "bfloat16": torch.bfloat16}
+    return rank, world, torch.device(device), autocast[dtype]
 
 
 def to_device(x, device):
@@ -148,10 +137,9 @@ def join(world, device):
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
 
 
-def over_ranks(tensor, how=dist.ReduceOp.SUM):
-    """The tensor, reduced over all ranks in place."""
+def over_ranks(tensor, operation=dist.ReduceOp.SUM):
     if dist.is_initialized():
-        dist.all_reduce(tensor, how)
+        dist.all_reduce(tensor, operation)
     return tensor
 
 
@@ -179,9 +167,7 @@ def signals():
 
     def take(number, frame):
         caught.append(number)
-        # A second Ctrl-C ends the process. torchrun may send a second SIGTERM during a save.
-        if number == signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends the process at once
 
     before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -193,12 +179,10 @@ def signals():
 
 def goes_on(last, resume, overwrite):
     """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
-    folder = os.path.dirname(last)
     exists = any_rank(os.path.exists(last))
-    kept = any_rank(any(Path(folder).glob("step-*.pt")))
-    if (exists or kept) and not overwrite and not (exists and resume):
-        raise Refused(f"{folder} already holds a run: --resume goes on with its last.pt, "
-                      f"--overwrite replaces it, another folder starts another")
+    if exists and not (resume or overwrite):
+        raise Refused(f"{os.path.dirname(last)} already holds a run: --resume goes on with its "
+                      f"last.pt, --overwrite replaces it, another folder starts another")
     return resume is True or resume == "auto" and exists
 
 
@@ -250,40 +234,28 @@ def append_jsonl(path, *values):
 def read_jsonl(path):
     """The values of all whole lines: a kill may have cut one. [] for a file that does not exist."""
     values = []
-    if os.path.exists(path):
-        for line in Path(path).read_bytes().splitlines():
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
+        for line in f:
             with contextlib.suppress(ValueError):
                 values.append(json.loads(line))
     return values
 
 
-def progress(*args, **options):
-    """tqdm's bar on stderr. A file keeps every picture, so there it is drawn each half minute."""
-    seconds = 0.1 if sys.stderr.isatty() else 30
-    return tqdm(*args, mininterval=seconds, maxinterval=30, dynamic_ncols=True, **options)
-
-
-# The numbers on screen, if a line has them.
-SHOWN = "loss", "val_soft", "val_plain", "val_binary", "lam", "omega_s", "tokens_per_s"
-
-
 class Log:
     """What a trainer reports, from update `start` to `steps`: sums over all ranks since a line."""
+    on_screen = "loss", "val_soft", "val_plain", "val_binary", "lam", "omega_s", "tokens_per_s"
 
     def __init__(self, path, start, steps, master):
-        self.path, self.master = path, master
-        self.start, self.steps = start, steps
+        self.path, self.steps, self.master = path, steps, master
         self.sums = {}        # since the last line
-        self.before = 0.0     # seconds of earlier processes
         self.began = self.last = time.time()
-
-    def begin(self):
-        """Remove the lines of updates that will be made again, and one that a kill has cut."""
-        if self.master:
-            lines = read_jsonl(self.path) if self.start else []
-            lines = [line for line in lines if line["step"] <= self.start]
-            write_text(self.path, "".join(json.dumps(line) + "\n" for line in lines))
-            self.before = lines[-1]["seconds"] if lines else 0.0
+        if master:
+            # Without the lines of updates that will be made again, and one that a kill has cut.
+            lines = read_jsonl(path) if start else []
+            lines = [line for line in lines if line["step"] <= start]
+            write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+            if lines:
+                self.began -= lines[-1]["seconds"]  # the run goes on counting
 
     def add(self, **sums):
         """Add numbers, or 0-d tensors, to the sums of these names. It never waits for a device."""
@@ -293,26 +265,24 @@ class Log:
     def collect(self, norm):
         """{name: sum over all ranks, "grad_norm", "seconds"} since the last line. Refuses a nan."""
         values = [torch.as_tensor(v, device=norm.device).float() for v in self.sums.values()]
-        *values, norm = torch.stack([*values, norm.float()]).tolist()  # the one wait for the device
-        values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
-        if not math.isfinite(sum(values) + norm):
-            raise Refused("the loss or its gradient is not a number: start again with a lower "
-                          "--eta_bb; what was saved before is unharmed")
-        found = dict(zip(self.sums, values), grad_norm=norm, seconds=time.time() - self.last)
+        values = torch.stack([*values, norm.float()]).cpu().double()  # the one wait for the device
+        found = dict(zip(self.sums, over_ranks(values[:-1]).tolist()), grad_norm=values[-1].item())
+        if not math.isfinite(sum(found.values())):
+            raise Refused("the loss or its gradient is not a number: start again, lower --eta_bb")
         self.sums = {}
-        return found
+        return found | {"seconds": time.time() - self.last}
 
     def write(self, line):
         """Append a dict to log.jsonl, with the seconds of the run, and print its numbers."""
         self.last = time.time()  # so an evaluation after `collect` costs no tokens/s
         if not self.master:
             return
-        line = line | {"seconds": self.before + self.last - self.began}
-        append_jsonl(self.path, line)
-        numbers = [f"{name} {line[name]:,.6g}" for name in SHOWN if name in line]
-        seconds = (self.last - self.began) / max(1, line["step"] - self.start)
-        left = tqdm.format_interval(seconds * (self.steps - line["step"])) + " left"
+        done = line["step"]
+        seconds = self.last - self.began
+        append_jsonl(self.path, line | {"seconds": seconds})
+        numbers = [f"{name} {line[name]:,.6g}" for name in self.on_screen if name in line]
+        left = tqdm.format_interval(seconds / max(1, done) * (self.steps - done)) + " left"
         try:
-            print(f"update {line['step']:,} of {self.steps:,}", *numbers, left, sep="  ")
+            print(f"update {done:,} of {self.steps:,}", *numbers, left, sep="  ")
         except BrokenPipeError:  # `train.py | head`: the run goes on, and prints nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -65,7 +65,7 @@ class Decoding:
     omega_b: Negative | None = None
     seed: int = 0
     device: str = "auto"            # cuda > mps > cpu
-    dtype: str = "auto"             # auto: as stored; or float32, bfloat16
+    dtype: launch.DType = "auto"    # auto: as stored
     compile: bool | None = None     # the trunk, in a minute (default: off, eval_dream: on CUDA)
 
 

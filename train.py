@@ -21,9 +21,9 @@ Not here: the model and its loss (mdlm.py), sampling (sample.py), metrics (eval.
 import contextlib
 import copy
 import functools
-import glob
 import os
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Literal
 
 import torch
@@ -70,10 +70,10 @@ class Config(ModelConfig):
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
     keep_every: Count = 100_000      # step-N.pt, EMA and ω only; 0: only the last one
-    show: bool = False               # end with the bound, ω over time, and one sample on screen
+    show: bool = False               # end with the bound, and with a sample on screen
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
-    dtype: str = "auto"              # bfloat16 where the GPU has it, else float32
+    dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
     compile: bool | None = None      # trunk, loss and feedback (default: on CUDA)
 
 
@@ -103,9 +103,8 @@ EVAL_SEED = 1
 
 # What may differ when a run is resumed. Everything else decides what the next update does.
 MAY_DIFFER_ON_RESUME = {
-    "data", "out_dir", "init_from", "resume", "overwrite", "steps", "omega_s", "omega_a", "omega_b",
-    "log_every", "eval_every", "eval_rows", "save_every", "keep_every", "show", "device", "dtype",
-    "compile"}
+    "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows", "save_every",
+    "keep_every", "show", "device", "dtype", "compile"}
 
 order = functools.lru_cache(2)(data.order)  # kept: to permute all rows takes long
 
@@ -151,7 +150,7 @@ def train(cfg):
     if world > 1:
         dist.barrier()
     tokens, meta = data.open_split(cfg.data, "train")
-    cfg = validate(cfg, meta["tokenizer"])
+    cfg = with_vocabulary(cfg, meta["tokenizer"])
     accum, rest = divmod(cfg.batch_size, cfg.micro_batch * world)  # micro-batches of a rank
     if rest or not accum:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch="
@@ -159,7 +158,10 @@ def train(cfg):
     n = data.n_rows(tokens, cfg.length)
     source = {"path": cfg.data, "n_tokens": len(tokens), "sha256": meta["train"]["sha256"]}
     if cfg.eval_every or cfg.show:
-        held_out = held_out_rows(cfg)                                          # (m, L)
+        val = data.open_split(cfg.data, "val")[0]
+        n_val = data.n_rows(val, cfg.length)
+        m = min(cfg.eval_rows, n_val)
+        held_out = data.rows(val, torch.arange(m) * n_val // m, cfg.length)    # (m, L)
 
     # ---- the model, its average, the optimizer
     with torch.random.fork_rng(devices=[]):
@@ -168,12 +170,11 @@ def train(cfg):
     last, start, metrics, ckpt = os.path.join(cfg.out_dir, "last.pt"), 0, {}, None
     if launch.goes_on(last, cfg.resume, cfg.overwrite):
         ckpt = checkpoint.load(last)
-        check_resume(ckpt, cfg, source)
+        before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
+        here = asdict(cfg) | {"data": source["sha256"], "keys": data.KEYS}
+        check_same(last, before, here, here.keys() - MAY_DIFFER_ON_RESUME)
         model.load_state_dict(ckpt["model"])
         start, metrics = ckpt["step"], ckpt["metrics"]
-        # Its files still say where the run began, whatever the flags of the resume are.
-        cfg = replace(cfg, **{name: ckpt["config"][name] for name in
-                              ("init_from", "omega_s", "omega_a", "omega_b")})
     elif cfg.init_from:
         load_initial(model, cfg, meta["tokenizer"])
     model.to(device)
@@ -196,13 +197,11 @@ def train(cfg):
         compile_parts(model)
     net = model
     if world > 1:
-        ids = [device.index] if device.type == "cuda" else None
-        net = DistributedDataParallel(model, device_ids=ids)
+        net = DistributedDataParallel(model)
     # cache_enabled: with a cache, older torch (2.6 does, 2.13 does not) takes the bf16 weights of
     # pass 1, which have no graph, for pass 2 too. Then they get no gradient, and nothing says so.
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=dtype is not None,
                                  cache_enabled=False)
-    log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, master)
 
     def update(step):
         """One update of θ and ω. Returns the norm of the gradient, 0-d.             Alg. 1 l.2-9"""
@@ -283,9 +282,12 @@ def train(cfg):
     # Rank 0 alone writes, so it alone locks.
     alone = launch.lock(cfg.out_dir) if master else contextlib.nullcontext()
     with alone, launch.signals() as caught:
-        log.begin()
-        if master and not start:
-            remove_old_run(cfg.out_dir)
+        log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, master)
+        if master and cfg.overwrite and not start:
+            # --resume must not find the old run, nor anyone results of its weights.
+            for pattern in "last.pt*", "step-*.pt*":
+                for path in Path(cfg.out_dir).glob(pattern):
+                    path.unlink()
         if master:
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
                   f"{dtype or 'float32'}; {n:,} rows of {cfg.length}, {cfg.batch_size} a step = "
@@ -324,27 +326,11 @@ def train(cfg):
     if stop:
         launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
                             f"with --resume goes on", 128 + stop)
-    complete = f"{last} has made all {cfg.steps:,} updates: more --steps go on"
-    launch.leave(world, complete if start == cfg.steps else model.warning(), 0)
+    launch.leave(world, model.warning(), 0)
     return model, ema
 
 
-def held_out_rows(cfg):
-    """(m, L): the rows of `eval.py ppl --rows=m`, evenly spaced."""
-    val = data.open_split(cfg.data, "val")[0]
-    n = data.n_rows(val, cfg.length)
-    m = min(cfg.eval_rows, n)
-    return data.rows(val, torch.arange(m) * n // m, cfg.length)
-
-
-def remove_old_run(folder):
-    """For --overwrite: --resume must not find the old run, nor anyone results of its weights."""
-    for pattern in "last.pt*", "step-*.pt*":
-        for path in glob.glob(os.path.join(glob.escape(folder), pattern)):
-            os.remove(path)
-
-
-def validate(cfg, special):
+def with_vocabulary(cfg, special):
     """cfg with the vocabulary of the data.   special: its tokenizer, as in meta.json."""
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
@@ -354,69 +340,42 @@ def validate(cfg, special):
                    soft_mask=cfg.soft_mask and cfg.p_sm > 0)
 
 
-def check_resume(ckpt, cfg, source):
-    """Raises Refused unless going on from this checkpoint repeats the run that it was cut from."""
-    last, before = f"{cfg.out_dir}/last.pt", ckpt["config"]
-    different = [f"{name} ({before.get(name)!r} there, {value!r} here)"
-                 for name, value in asdict(cfg).items()
-                 if name not in MAY_DIFFER_ON_RESUME and before.get(name) != value]
-    if (ckpt["data"]["sha256"], ckpt["keys"]) != (source["sha256"], data.KEYS):
-        different.append("the data, or the keys of the random numbers")
+def check_same(path, before, here, names):
+    """Raises Refused unless the settings of a checkpoint are those of this run."""
+    different = [f"{name} ({before.get(name)!r} there, {here[name]!r} here)"
+                 for name in sorted(names) if before.get(name) != here[name]]
     if different:
-        raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, "
-                      f"or another --out_dir")
-    if ckpt["step"] > cfg.steps:
-        raise Refused(f"--steps={cfg.steps}, but {last} has made {ckpt['step']}: give more")
+        raise Refused(f"{path} is of other settings: {', '.join(different)}")
 
 
 def load_initial(model, cfg, special):
-    """Start from the raw weights of a file [code], and from its ω, if it has one.
-
-    Raises Refused unless they suit this configuration and tokenizer: n_head shows in no shape.
-    """
-    folder = cfg.init_from if os.path.isdir(cfg.init_from) else os.path.dirname(cfg.init_from)
-    if os.path.realpath(folder) == os.path.realpath(cfg.out_dir):
+    """Start from the raw weights of a file [code], and from its ω, if it has one."""
+    path = os.path.realpath(cfg.init_from)
+    if os.path.realpath(cfg.out_dir) in (path, os.path.dirname(path)):
         raise Refused(f"--init_from={cfg.init_from} is in --out_dir={cfg.out_dir}, where this run "
                       f"replaces files: give another --out_dir")
-    ckpt, here = checkpoint.load(cfg.init_from), asdict(cfg)
-    if ckpt["kind"] != "mdlm":
-        raise Refused(f"{cfg.init_from} holds a {ckpt['kind']}, not an MDLM")
-    names = ["n_layer", "n_head", "n_embd", "n_cond", "vocab_size", "mask_id", "time_conditioning"]
-    before = here | ckpt["config"]
+    ckpt = checkpoint.load(path)
+    before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
+    here = asdict(cfg) | {"tokenizer": special["name"]}
+    # Not all of these show in a shape.
+    names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
         names += ["arm", "k"]
-    different = [f"{name} ({before[name]!r} there, {here[name]!r} here)"
-                 for name in names if before[name] != here[name]]
-    if ckpt.get("tokenizer") and ckpt["tokenizer"]["name"] != special["name"]:
-        different.append(f"tokenizer ({ckpt['tokenizer']['name']} there, {special['name']} here)")
-    if different:
-        raise Refused(f"{cfg.init_from} holds another model than this configuration: "
-                      f"{', '.join(different)}; give the same")
-    ours = model.state_dict()
-    model.load_state_dict(ours | {k: t for k, t in ckpt["model"].items() if k in ours})
-    if not ckpt.get("ema"):
-        print(f"{cfg.init_from} has one set of weights, which in step-N.pt and in published files "
-              f"is the average. In the paper, θ starts from raw weights")
+    check_same(cfg.init_from, before, here, names)
+    # A model without SM leaves the ω of the file, and a file without ω that of the model.
+    omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
+    state = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
+    model.load_state_dict(omega | state)
 
 
 def demonstrate(cfg, model, bounds, meta):
-    """What --show ends with: the bound, some lines of ω's story, and what the model writes.
-
-    model: the average.   bounds: {name: nats per token}.   meta: of the data.
-    """
+    """What --show ends with: the bound, and what the average writes.   bounds: nats per token."""
     grids = meta["source"] == "sudoku"
     unit = f"nats per grid (the entropy is {sudoku.NATS:.2f})" if grids else "bits per byte"
     print(f"\nheld-out bound in {unit}; one model, the same masks")
     for name, nats in bounds.items():
         value = nats * cfg.length if grids else bits_per_byte(nats, cfg.length, meta["val"])
         print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{value:.4f}")
-    if model.sm:
-        lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
-        lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
-        print(f"\n  update{'ω_s':>8}{'ω_a':>8}{'ω_b':>8}{'mean λ':>9}")
-        for i in sorted({i * (len(lines) - 1) // 4 for i in range(5)}):
-            row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
-            print(row.format(**lines[i]))
     print()
     if grids:
         sudoku.demonstrate(model)

@@ -60,7 +60,7 @@ class Config(ModelConfig):
     dream_length: Size = 2048          # tokens of a dialogue, for finetuning
     dream_answer: Size = 256           # tokens of a prompt, and of its answer
     device: str = "auto"
-    dtype: str = "auto"
+    dtype: launch.DType = "auto"
     compile: bool | None = None        # (default: on CUDA)
 
 

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from textwrap import indent
 
 import pytest
@@ -52,17 +53,6 @@ def test_flags_become_typed_fields(words, fields):
     assert repr(from_cli(Config, words, {"quick": dict(steps=1, k=5)})) == repr(Config(**fields))
 
 
-@pytest.mark.parametrize("word, message", [
-    ("--stepz=1", "unknown argument '--stepz=1': did you mean --steps[?] --help shows"),
-    ("--lr=1", "did you mean --eta_bb[?]"),
-    ("--steps=1.5", "--steps=1.5 is not int"),
-    ("--resume=maybe", "--resume=maybe is not .*bool.*auto"),
-    ("--p_sm=80", "--p_sm=80.0 must be a number from 0 to 1"),
-])
-def test_bad_flags_are_refused(word, message):
-    refused(message, from_cli, Config, [word], {"quick": {}})
-
-
 def test_help_is_the_commented_class(capsys):
     with pytest.raises(SystemExit):
         from_cli(Config, ["--help"], {"quick": dict(steps=1)})
@@ -71,12 +61,16 @@ def test_help_is_the_commented_class(capsys):
 
 
 def needs_a_package(cfg):
-    raise ModuleNotFoundError("No module named 'mauve'", name="mauve.compute")
+    raise ModuleNotFoundError("No module named 'mauve'", name="mauve")
 
 
 @pytest.mark.parametrize("main, flags, message", [
-    (print, ["--k=0"], "--k=0 must be"),
+    (print, ["--stepz=1"], "unknown argument '--stepz=1': did you mean --steps?"),
+    (print, ["--lr=1"], "unknown argument '--lr=1': did you mean --eta_bb?"),
     (print, ["--steps"], "argument --steps: expected one argument"),
+    (print, ["--steps=1.5"], "argument --steps: 1.5 is not int"),
+    (print, ["--resume=maybe"], "argument --resume: maybe is not "),
+    (print, ["--k=0"], "--k=0 must be a number from 1 to"),
     (lambda cfg: open("no/x"), [], "[Errno 2] No such file or directory: 'no/x'"),
     (needs_a_package, [], "No module named 'mauve': pip install mauve-text\n"),
 ])
@@ -104,17 +98,17 @@ print('ω end', file=sys.stderr)"""
     assert len(read_jsonl(tmp_path / "log.jsonl")) == 10_000
 
 
-# ---- the machine and signals
+# ---- signals
 
 
 def test_signals_are_collected_and_only_a_second_ctrl_c_ends_the_process():
     outside = signal.getsignal(signal.SIGTERM)
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)  # & ignores it
     with launch.signals() as caught:
-        for number in signal.SIGTERM, signal.SIGTERM, signal.SIGINT:
+        for number in signal.SIGINT, signal.SIGTERM, signal.SIGTERM:
             assert signal.getsignal(number) != signal.SIG_DFL  # or this would end pytest
             os.kill(os.getpid(), number)
-        assert caught.count(signal.SIGTERM) == 2 and signal.SIGINT in caught
+        assert caught == [signal.SIGINT, signal.SIGTERM, signal.SIGTERM]
         assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert signal.signal(signal.SIGINT, handler) == signal.default_int_handler
     assert signal.getsignal(signal.SIGTERM) == outside
@@ -171,7 +165,7 @@ def test_json_lines_survive_a_kill_at_any_byte(tmp_path):
 
 KILLED = """
 log = launch.Log("log.jsonl", 0, 9, True)
-log.begin()
+log.began -= 1000
 for step in range(9):
     log.write({"step": step + 1})
     if step == 4:
@@ -186,17 +180,16 @@ def test_a_resumed_log_has_no_line_of_an_update_that_is_made_again(tmp_path, mon
     """The process was killed in a line, after update 5. Its last checkpoint is of update 2."""
     monkeypatch.chdir(tmp_path)
     assert script(KILLED).wait() == -signal.SIGKILL
-    Log("log.jsonl", 2, 9, master=False).begin()
+    Log("log.jsonl", 2, 9, master=False)
     assert len(read_jsonl("log.jsonl")) == 5
     for start, kept in ((2, [1, 2]), (0, [])):
         log = Log("log.jsonl", start, 9, master=True)
-        log.begin()
         with open("log.jsonl") as f:
             assert [json.loads(line)["step"] for line in f] == kept
-        assert (log.before > 0) == bool(kept)  # the seconds of the run go on
+        assert (time.time() - log.began > 1000) == bool(kept)  # the seconds of the run go on
 
 
-def test_log_sums_until_it_is_collected(tmp_path):
+def test_log_sums_until_it_is_collected_and_refuses_what_is_not_a_number(tmp_path):
     log = Log(str(tmp_path / "log.jsonl"), 4, 10, master=True)
     for _ in range(3):
         log.add(nll=torch.tensor(2.0), masks=5)
@@ -204,16 +197,11 @@ def test_log_sums_until_it_is_collected(tmp_path):
     found = log.collect(torch.tensor(1.5))
     assert found.pop("seconds") > 0 and found == {"nll": 6.0, "masks": 15.0, "grad_norm": 1.5}
     assert log.last == before
-    log.add(nll=torch.tensor(1.0))
-    assert log.collect(torch.tensor(1.5))["nll"] == 1.0
-    log.write({"step": 8, "loss": 0.25, "grad_norm": 1.5, "val_plain": 3.0, "val_soft": 2.0})
+    log.write({"step": 8, "loss": 0.25})
     assert log.last > before  # the time of an evaluation before this line is not counted
     line = json.loads((tmp_path / "log.jsonl").read_text())
-    assert line["grad_norm"] == 1.5 and line["val_plain"] == 3.0 and line["seconds"] >= 0
-
-
-def test_log_refuses_what_is_not_a_number(tmp_path):
-    for nll, norm in ((math.nan, 1.0), (1.0, math.inf)):
-        log = Log(str(tmp_path / "log.jsonl"), 0, 10, master=True)
-        log.add(nll=torch.tensor(nll))
-        refused("not a number: start again", log.collect, torch.tensor(norm))
+    assert line["loss"] == 0.25 and line["seconds"] >= 0
+    log.add(nll=torch.tensor(1.0))
+    refused("not a number: start again", log.collect, torch.tensor(math.inf))
+    log.add(nll=torch.tensor(math.nan))
+    refused("not a number: start again", log.collect, torch.tensor(1.0))
