@@ -170,6 +170,7 @@ def train(cfg):
     last, start, metrics, ckpt = os.path.join(cfg.out_dir, "last.pt"), 0, {}, None
     if launch.goes_on(last, cfg.resume, cfg.overwrite):
         ckpt = checkpoint.load(last)
+        # Data are known by their content, wherever they lie.
         before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
         here = asdict(cfg) | {"data": source["sha256"], "keys": data.KEYS}
         check_same(last, before, here, here.keys() - MAY_DIFFER_ON_RESUME)
