@@ -17,7 +17,6 @@ import data
 import sudoku
 from conftest import Killed, kill, refused, spy
 from data import Config, main, open_split, prepare
-from launch import Refused
 
 ROOT = Path(data.__file__).parent
 BYTES = data.tokenizer("bytes")
@@ -36,10 +35,6 @@ def jsonl(texts):
 def ids_of(texts):
     """What the texts are in the files: their bytes, and EOS after each."""
     return list(itertools.chain(*(list(text.encode()) + [257] for text in texts)))
-
-
-def contents(folder):
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 def test_rows_are_the_recorded_blocks(tmp_path):
@@ -73,7 +68,7 @@ def test_draws_are_named_by_their_whole_key_and_an_order_is_a_permutation():
 def test_gpt2_tokenizer_is_the_published_one():
     try:
         tok = data.tokenizer("gpt2", os.environ.get("GPT2_DIR"))
-    except Refused:
+    except (OSError, ImportError):  # tiktoken fetches it with requests
         pytest.skip("needs GPT-2's vocabulary in tiktoken's cache or $GPT2_DIR: would check ids")
     words = [15496, 995, 11, 220, 836, 470, 628, 2245]
     assert tok.encode_ordinary("Hello world,  don't\n\n stop") == words
@@ -83,7 +78,7 @@ def test_gpt2_tokenizer_is_the_published_one():
 
 def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
     """By default one percent of the documents, or the last tenth of the only one."""
-    prepared(tmp_path, val_docs=2)
+    prepared(tmp_path)
     for split, texts in ("train", TEXTS[:3]), ("val", TEXTS[3:]):
         tokens, meta = open_split(tmp_path, split)
         assert tokens.tolist() == ids_of(texts)
@@ -95,7 +90,6 @@ def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
     assert [meta[split]["documents"] for split in ("train", "val")] == [347, 3]
     prepare(["0123456789" * 100], tmp_path, BYTES)
     assert [len(open_split(tmp_path, split)[0]) for split in ("train", "val")] == [900, 101]
-    refused("leaves nothing to train on", prepare, ["a", "b"], tmp_path, BYTES, 2)
 
 
 def test_every_format_gives_the_same_tokens(tmp_path):
@@ -135,10 +129,11 @@ def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch)
             spy(patch, os, "replace", renamed + 1, kill)
             prepared(tmp_path)
         for split in "train", "val":
-            refused("holds no data", open_split, tmp_path, split)
+            with pytest.raises(FileNotFoundError):
+                open_split(tmp_path, split)
     prepared(tmp_path)
     assert open_split(tmp_path, "train")[0].tolist() == ids_of(TEXTS[:3])
-    assert sorted(contents(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]
+    assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]
 
 
 def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path):
