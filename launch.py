@@ -50,14 +50,14 @@ def check_ranges(cfg):
 
 def parse_value(text, kind):
     """A text as its type: int, float, str, bool or Literal, alone or in a union."""
-    parts = typing.get_args(kind) or (kind,)  # of a union, or the words of a Literal
-    words = [word for part in parts for word in typing.get_args(part)]
-    value = WORDS.get(text.lower(), text)
-    if value in (*parts, *words) or type(value) in parts:
+    parts = typing.get_args(kind) or (kind,)
+    options = [option for part in parts for option in typing.get_args(part) or (part,)]
+    value = text if text in options else WORDS.get(text.lower(), text)  # "none" may be a name
+    if value in options or type(value) in options:
         return value
     with contextlib.suppress(ValueError):
-        if parts[0] in (int, float, str):
-            return parts[0](text)
+        if options[0] in (int, float, str):
+            return options[0](text)
     raise argparse.ArgumentTypeError(f"{text} is not {inspect.formatannotation(kind)}")
 
 
@@ -181,8 +181,8 @@ def goes_on(last, resume, overwrite):
     """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
     exists = any_rank(os.path.exists(last))
     if exists and not (resume or overwrite):
-        raise Refused(f"{os.path.dirname(last)} already holds a run: --resume goes on with its "
-                      f"last.pt, --overwrite replaces it, another folder starts another")
+        raise Refused(f"{last} already holds a run: --resume goes on with it, --overwrite replaces "
+                      f"it, another folder starts another")
     return resume is True or resume == "auto" and exists
 
 
