@@ -56,7 +56,11 @@ def tokenizer(name="gpt2", dir=None):
             "bytes", pat_str=r"(?s).{1,64}", mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|bos|>": 256, "<|eos|>": 257})
     if not dir:
-        return tiktoken.get_encoding(name)
+        try:
+            return tiktoken.get_encoding(name)
+        except OSError:
+            raise Refused("GPT-2's vocabulary needs a network, or its vocab.bpe and encoder.json "
+                          "in --tokenizer_dir=FOLDER")
     ranks = data_gym_to_mergeable_bpe_ranks(
         os.path.join(dir, "vocab.bpe"), os.path.join(dir, "encoder.json"),
         "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",

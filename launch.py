@@ -13,6 +13,7 @@ import signal
 import sys
 import time
 import typing
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -63,15 +64,14 @@ def parse_value(text, kind):
 
 def from_cli(Config, argv, presets=None):
     """A dataclass from `[preset] --key=value --key value --flag …`. A flag overrides the preset."""
-    presets = presets or {}
     if {"-h", "--help"} & set(argv):
         for cls in reversed(Config.__mro__[:-1]):  # a commented class is the table of the flags
             print(inspect.getsource(cls))
-        for name, fields in presets.items():
+        for name, fields in (presets or {}).items():
             print(f"preset {name}: {fields}")
         raise SystemExit(0)
     values = {}
-    if argv and argv[0] in presets:
+    if presets and argv and argv[0] in presets:
         values, argv = presets[argv[0]], argv[1:]
     kinds = typing.get_type_hints(Config)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
@@ -180,9 +180,10 @@ def signals():
 def goes_on(last, resume, overwrite):
     """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
     exists = any_rank(os.path.exists(last))
-    if exists and not (resume or overwrite):
-        raise Refused(f"{last} already holds a run: --resume goes on with it, --overwrite replaces "
-                      f"it, another folder starts another")
+    kept = any_rank(any(Path(last).parent.glob("step-*.pt")))
+    if (exists or kept) and not overwrite and not (exists and resume):
+        raise Refused(f"{Path(last).parent} already holds a run: --resume goes on with its last.pt, "
+                      f"--overwrite replaces it, another folder starts another")
     return resume is True or resume == "auto" and exists
 
 
@@ -218,8 +219,7 @@ def write_text(path, text):
 
 
 def read_json(path):
-    with open(path, encoding="utf-8") as f:
-        return json.load(f)
+    return json.loads(Path(path).read_text(encoding="utf-8"))
 
 
 def append_jsonl(path, *values):

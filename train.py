@@ -70,7 +70,7 @@ class Config(ModelConfig):
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
     keep_every: Count = 100_000      # step-N.pt, EMA and ω only; 0: only the last one
-    show: bool = False               # end with the bound, and with a sample on screen
+    show: bool = False               # end with the bound, ω over time, and one sample on screen
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
@@ -370,13 +370,23 @@ def load_initial(model, cfg, special):
 
 
 def demonstrate(cfg, model, bounds, meta):
-    """What --show ends with: the bound, and what the average writes.   bounds: nats per token."""
+    """What --show ends with: the bound, some lines of ω's story, and what the average writes.
+
+    bounds: {name: nats per token}.   meta: of the data.
+    """
     grids = meta["source"] == "sudoku"
     unit = f"nats per grid (the entropy is {sudoku.NATS:.2f})" if grids else "bits per byte"
     print(f"\nheld-out bound in {unit}; one model, the same masks")
     for name, nats in bounds.items():
         value = nats * cfg.length if grids else bits_per_byte(nats, cfg.length, meta["val"])
         print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{value:.4f}")
+    if model.sm:
+        lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
+        lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
+        print(f"\n  update{'ω_s':>8}{'ω_a':>8}{'ω_b':>8}{'mean λ':>9}")
+        for i in sorted({i * (len(lines) - 1) // 4 for i in range(5)}):
+            row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
+            print(row.format(**lines[i]))
     print()
     if grids:
         sudoku.demonstrate(model)

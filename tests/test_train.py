@@ -358,6 +358,8 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny, tmp_p
     assert sorted(os.listdir(tiny.out_dir)) == [
         ".lock", "last.pt", "log.jsonl", "mine.txt", "step-1.pt"]
     assert [line["step"] for line in log(tiny)] == [1]
+    os.remove(file(tiny))  # step-1.pt alone is a run, too
+    refused("already holds a run", train, tiny)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(),
