@@ -182,7 +182,7 @@ def goes_on(last, resume, overwrite):
     exists = any_rank(os.path.exists(last))
     kept = any_rank(any(Path(last).parent.glob("step-*.pt")))
     if (exists or kept) and not overwrite and not (exists and resume):
-        raise Refused(f"{Path(last).parent} already holds a run: --resume goes on with its last.pt, "
+        raise Refused(f"{Path(last).parent} already holds a run: --resume goes on with last.pt, "
                       f"--overwrite replaces it, another folder starts another")
     return resume is True or resume == "auto" and exists
 

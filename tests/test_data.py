@@ -17,6 +17,7 @@ import data
 import sudoku
 from conftest import Killed, kill, refused, spy
 from data import Config, main, open_split, prepare
+from launch import Refused
 
 ROOT = Path(data.__file__).parent
 BYTES = data.tokenizer("bytes")
@@ -68,7 +69,7 @@ def test_draws_are_named_by_their_whole_key_and_an_order_is_a_permutation():
 def test_gpt2_tokenizer_is_the_published_one():
     try:
         tok = data.tokenizer("gpt2", os.environ.get("GPT2_DIR"))
-    except (OSError, ImportError):  # tiktoken fetches it with requests
+    except (Refused, ImportError):  # tiktoken fetches it with requests
         pytest.skip("needs GPT-2's vocabulary in tiktoken's cache or $GPT2_DIR: would check ids")
     words = [15496, 995, 11, 220, 836, 470, 628, 2245]
     assert tok.encode_ordinary("Hello world,  don't\n\n stop") == words
