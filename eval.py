@@ -29,6 +29,7 @@ import platform
 import re
 import statistics
 from dataclasses import asdict, dataclass
+from typing import Literal
 
 import numpy as np
 import torch
@@ -42,10 +43,13 @@ from data import rng
 from launch import Count, Refused, Share, Size, machine, progress, read_jsonl, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
+METRICS = "ppl", "zero_shot", "samples", "sudoku"
+PRESETS = {metric: {"metric": metric} for metric in METRICS}
+
 
 @dataclass
 class Config:
-    metric: str = ""                # the first word: ppl, zero_shot, samples or sudoku
+    metric: Literal[METRICS] = "ppl"  # the first word
     out: str = ""                   # result (default: beside the input, NAME.METRIC.SETTINGS.json)
     label: str = ""                 # row of the table, such as 1M+100k (default: the checkpoint)
     device: str = "auto"            # cuda, else mps, else cpu
@@ -69,10 +73,7 @@ class Config:
 
 
 def mean_and_se(total, count):
-    """Σ total / Σ count and its standard error over n sequences, two floats.
-
-    total, count: (n,). One sequence has no error: nan.
-    """
+    """Σ total / Σ count, of (n,) each, and its standard error over n sequences: nan of one."""
     total, count = np.asarray(total, np.float64), np.asarray(count, np.float64)
     n, mean = len(total), total.sum() / count.sum()
     if n == 1:
@@ -135,21 +136,15 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
 
 
 def val_ppl(model, rows, soft, seed=0, **options):
-    """(sum_nll, n_tokens) of `bound`: exp(sum_nll / n_tokens) is the perplexity.         App. C.1
-
-    n_tokens counts all L positions of every row, also BOS, EOS and those that were never masked,
-    as for the published numbers [code]. Over several ranks, add up both numbers first.
-    """
-    nll = bound(model, rows, soft, seed, **options)[0]
+    """(nats, tokens): the perplexity is exp(Σ nats / Σ tokens), over all ranks.         App. C.1"""
+    nll = bound(model, rows, soft, seed, **options)[0]                               # (m,)
+    # All L positions count, also BOS, EOS and those that were never masked [code].
     return nll.sum().item(), nll.numel() * rows.shape[1]
 
 
 def bits_per_byte(nats_per_token, L, split):
-    """The bound in a unit that compares across tokenizers.
-
-    split: {tokens, bytes} of the whole text. Every row is taken to have as many bytes per token.
-    """
-    bytes_in_a_row = (L - 2) * split["bytes"] / split["tokens"]
+    """The bound in a unit that compares across tokenizers. split: {tokens, bytes} of the text."""
+    bytes_in_a_row = (L - 2) * split["bytes"] / split["tokens"]  # on average
     return nats_per_token / math.log(2) * L / bytes_in_a_row
 
 
@@ -242,10 +237,7 @@ def held_out_samples(cfg, L, n=None, name=None):
 
 
 def entropy(ids):
-    """Entropy of the tokens within one sample, in nats.                                  App. B.1
-
-    ids: (L,). It is log L if all tokens differ, and 0 if all are the same.
-    """
+    """Of the tokens ids (L,) within one sample, in nats: log L if all of them differ.   App. B.1"""
     counts = torch.unique(torch.as_tensor(ids), return_counts=True)[1]
     return torch.special.entr(counts.double() / counts.sum()).sum().item()
 
@@ -286,18 +278,14 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
 
 
 def gen_ppl(nats, tokens):
-    """Generative perplexity and its standard error over texts.                     §4.1, App. B.1
-
-    nats, tokens: (n,), from `score`. The tokens of all texts are averaged together.
-    """
-    mean, se = mean_and_se(nats, tokens)
+    """Generative perplexity and its standard error over texts, from `score`.      §4.1, App. B.1"""
+    mean, se = mean_and_se(nats, tokens)  # of the tokens of all texts together
     return math.exp(mean), math.exp(mean) * se
 
 
 def mauve(features, references, scale=5, seed=25, **scorer):
-    """MAUVE of samples against held-out text, in (0, 1].                           §4.1, App. B.1
+    """MAUVE of samples, features (n, D) of `score`, against texts, in (0, 1].      §4.1, App. B.1
 
-    features: (n, D) of the samples, from `score`.   references: texts.   scorer: see `score`.
     It depends on the number of texts, 5,000 on either side in the paper, and on the seed.
     """
     from mauve import compute_mauve
@@ -364,12 +352,7 @@ def write_result(cfg, stem, values, settings):
     print(f"written to {path}")
 
 
-PRESETS = {name: {"metric": name} for name in ("ppl", "zero_shot", "samples", "sudoku")}
-
-
 def main(cfg):
-    if cfg.metric not in PRESETS:
-        raise Refused(f"{cfg.metric!r} is not something to measure: use {', '.join(PRESETS)}")
     if cfg.metric in ("ppl", "zero_shot"):
         measure_bound(cfg)
     else:
