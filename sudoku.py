@@ -4,8 +4,6 @@
     python sudoku.py                                                # the shipped model, 100 puzzles
     python sudoku.py --given=1..4......2........3.......5......6.   # your own puzzle
     python sudoku.py --checkpoint=out/quickstart/last.pt            # your own model
-
-Not here: the stream of tokens (data.py), training (`train.py quickstart`).
 """
 
 import functools
@@ -20,34 +18,24 @@ import torch
 
 NATS = math.log(28_200_960)  # entropy of a grid drawn uniformly, by the count below
 
-# The cells of which each digit stands in one. Boxes have two rows and three columns.
-UNITS = {f"row {n}": range(6 * n - 6, 6 * n) for n in range(1, 7)}
-UNITS |= {f"column {n}": range(n - 1, 36, 6) for n in range(1, 7)}
-UNITS |= {f"box {n}": [first + i for i in (0, 1, 2, 6, 7, 8)]
-          for n, first in enumerate((0, 3, 12, 15, 24, 27), 1)}
-
 
 @functools.cache
 def grids():
-    """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0.
-
-    Any grid is one of these with its digits exchanged, so there are 39,168 · 6! = 28,200,960.
+    """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0. Any grid is
+    one of these with its digits exchanged, so there are 39,168 · 6! = 28,200,960.
     """
-    def complete(grid, rows):
-        """All grids that begin with `grid`. rows: those that repeat no digit in a column of it."""
-        if len(grid) == 6:
-            yield sum(grid, ())
-        for row in rows:
-            # The second row of a box must not repeat the three digits above it.
-            if len(grid) % 2 == 0 or not set(row[:3]) & set(grid[-1][:3]):
-                yield from complete(grid + [row], [other for other in rows if fit(row, other)])
-
-    def fit(row, other):
-        return all(a != b for a, b in zip(row, other))
-
-    first, *others = itertools.permutations(range(6))
-    found = complete([first], [row for row in others if fit(row, first)])
-    return torch.tensor(list(found), dtype=torch.uint8)
+    rows = torch.tensor(list(itertools.permutations(range(6))))                      # (720, 6)
+    # Which two rows may stand in one grid, and which in one box, where no left half may repeat.
+    apart = (rows[:, None] != rows).all(-1)                                          # (720, 720)
+    boxed = (rows[:, None, :3, None] != rows[:, None, :3]).flatten(2).all(-1)        # (720, 720)
+    found = torch.zeros(1, 1, dtype=torch.long)  # n grids of h rows, as numbers of rows: (n, h)
+    for h in range(1, 6):
+        fits = apart[found].all(1)                                                   # (n, 720)
+        if h % 2:  # the second row of a box
+            fits &= boxed[found[:, -1]]
+        grid, row = fits.nonzero(as_tuple=True)
+        found = torch.cat((found[grid], row[:, None]), dim=1)                        # (n', h + 1)
+    return rows[found].flatten(1).to(torch.uint8)
 
 
 def texts(n, generator):
@@ -71,41 +59,40 @@ def mistake(cells):
     """The first rule that these cells break, in words, or "". cells: digits, dots where empty."""
     if not re.fullmatch("[1-6.]{36}", cells):
         return "not 36 digits"
-    for name, unit in UNITS.items():
-        digits = [cells[i] for i in unit if cells[i] != "."]
-        for digit in digits:
-            if digits.count(digit) > 1:
-                return f"{digit} twice in {name}"
+    seen = set()
+    for i, digit in enumerate(cells):
+        row, column = divmod(i, 6)
+        box = row // 2 * 2 + column // 3  # of two rows and three columns
+        for place in f"row {row + 1}", f"column {column + 1}", f"box {box + 1}":
+            if digit != "." and (digit, place) in seen:
+                return f"{digit} twice in {place}"
+            seen.add((digit, place))
     return ""
 
 
 def possible(cells):
     """Whether any grid has these cells. cells: digits, dots where empty."""
-    at = [i for i in range(36) if cells[i] != "."]                                   # m of 36
-    digits = torch.tensor([int(cells[i]) for i in at])                               # (m,)
-    found = grids()[:, at]                                                           # (39168, m)
-    # Any two digits of a grid may be exchanged: so only which cells are equal counts.
-    alike = (found[:, :, None] == found[:, None]) == (digits[:, None] == digits)     # (…, m, m)
-    return bool(alike.flatten(1).all(1).any())
+    found = grids()                                                                  # (n, 36)
+    for i, j in itertools.combinations([i for i in range(36) if cells[i] != "."], 2):
+        # Any two digits of a grid may be exchanged: so only which cells are equal counts.
+        alike = found[:, i] == found[:, j]                                           # (n,)
+        found = found[alike == (cells[i] == cells[j])]
+    return len(found) > 0
 
 
 def right(samples):
-    """{right: share of whole grids, right_se: its standard error, distinct: how many differ among
-    these, commonest: share of the most frequent one, if digits may be exchanged}.
-    """
+    """{right: share of whole grids, right_se: its standard error, distinct: how many differ}"""
     texts = [re.sub(r"<\|\w+\|>", "", text) for text in samples]  # without ends of a document
     found = [text for text in texts if "." not in text and not mistake(text)]
-    relabelled = [grid.translate(str.maketrans(grid[:6], "123456")) for grid in found]
-    commonest = max(map(relabelled.count, set(relabelled)), default=0)
     share = len(found) / len(samples)
     return {"right": share, "right_se": math.sqrt(share * (1 - share) / len(samples)),
-            "distinct": len(set(found)), "commonest": commonest / max(1, len(found))}
+            "distinct": len(set(found))}
 
 
 def ids_of(cells, mask_id):
     """(n, 39) ids of n texts of 36 cells: BOS, the cells, EOS and EOS. A dot is a mask."""
-    ids = {".": mask_id} | {digit: ord(digit) for digit in "123456"}
-    return torch.tensor([[256, *map(ids.get, text), 257, 257] for text in cells])
+    x = torch.tensor([[256, *text.encode(), 257, 257] for text in cells])            # (n, 39)
+    return x.masked_fill(x == ord("."), mask_id)
 
 
 def cells_of(x, mask_id):
@@ -122,13 +109,11 @@ def fill(model, x, order):
     from launch import progress
     from sample import generate_in_order
     sides = {"with feedback": [], "without": []} if model.sm else {"without": []}
-    n_masks = int((x[0] == model.mask_id).sum())
+    mask, n_masks = model.mask_id, int((x[0] == model.mask_id).sum())
     with progress(total=len(sides) * n_masks, desc="filling", leave=False) as bar:
         for title, states in sides.items():
             def on_step(now, lam, guess, *_, states=states):
-                cells = cells_of(now, model.mask_id)
-                guesses = cells_of(guess, model.mask_id)
-                states.append((cells, lam[:, 1:37].tolist(), guesses))
+                states.append((cells_of(now, mask), lam[:, 1:37].tolist(), cells_of(guess, mask)))
                 bar.update()
             generators = [rng("fill", i) for i in range(len(x))]
             generate_in_order(model, len(x), n_masks, order, 1.0, generators, on_step, x,
@@ -139,32 +124,26 @@ def fill(model, x, order):
 def picture(title, cells, lam, guesses):
     """The lines of a grid, 21 wide, and its mistake. A mask is a guess on green, deeper with λ."""
     from show import painted
-    parts, lines = [], [title]
+    parts, lines = [], [f"{title:21}"]
     for cell, strength, guess in zip(cells, lam, guesses):
         parts.append(painted(f" {guess} ", strength) if cell == "." else f" {cell} ")
     for i in range(0, 36, 6):
-        lines.append("".join(parts[i:i + 3]) + "│" + "".join(parts[i + 3:i + 6]) + "  ")
+        lines.append("{}{}{}│{}{}{}  ".format(*parts[i:i + 6]))
         if i in (6, 18):
-            lines.append("─────────┼─────────")
-    wrong, verdict = mistake(cells), ""
-    if "." not in cells:
-        verdict = f"✗ {wrong}" if wrong else "✓ right"
-    return [*lines, verdict]
+            lines.append("─────────┼─────────  ")
+    return [*lines, f"{mistake(cells) or 'no mistake':21}"]
 
 
 def compare(sides, i):
     """Draws puzzle i of what `fill` returns, side by side, or, if nobody watches, its end alone."""
     from show import draw
     drawn, calls = 0, list(zip(*sides.values()))
-    if sys.stdout.isatty():
-        print("green: what the next call sees of a guess, the deeper the larger λ")
-    else:
+    if not sys.stdout.isatty():
         calls = calls[-1:]
     for call in calls:
-        columns = []
-        for title, (cells, lam, guesses) in zip(sides, call):
-            columns.append(picture(title, cells[i], lam[i], guesses[i]))
-        lines = ["     ".join(f"{part:21}" for part in parts) for parts in zip(*columns)]
+        columns = [picture(title, cells[i], lam[i], guesses[i])
+                   for title, (cells, lam, guesses) in zip(sides, call)]
+        lines = ["     ".join(parts) for parts in zip(*columns)]
         drawn = draw(lines, drawn, pause=0.2)
 
 
@@ -177,19 +156,14 @@ def demonstrate(model, count=100):
     rows = []
     for name, order in ("any cell next", "random"), ("the surest cell next", "entropy"):
         sides = fill(model, x, order)
-        solved = [[not mistake(cells) for cells in states[-1][0]] for states in sides.values()]
+        ends = [states[-1][0] for states in sides.values()]
+        solved = [[not mistake(cells) for cells in end] for end in ends]
         rows.append(f"  {name:38}" + "".join(f"{sum(found):16}" for found in solved))
     title = f"{count} puzzles, 12 of 36 cells given: right"
-    print(f"{title:40}" + "".join(f"{way:>16}" for way in sides))
-    print(*rows, sep="\n")
+    print(f"{title:40}" + "".join(f"{way:>16}" for way in sides), *rows, sep="\n")
     print(f"  ± at most {math.sqrt(count) / 2:.0f}: a standard error over puzzles, of one model")
-    differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
-    if model.sm:
-        print(f"\nThe surest cell next: the two differ in {len(differ)} of {count} puzzles.")
-    shown, why = 0, ""
-    if differ:
-        shown, why = differ[0], ", because it is the first of these"
-    print(f"Puzzle {shown + 1} is shown{why}:")
+    shown = next((i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1), 0)
+    print(f"\nPuzzle {shown + 1}, the surest cell next: the first on which both differ, if any")
     compare(sides, shown)
 
 
@@ -202,17 +176,13 @@ class Config:
 def main(cfg):
     from launch import Refused
     from mdlm import MDLM
-    if cfg.given:
-        wrong = mistake(cfg.given)
-        if not wrong and not possible(cfg.given):
-            wrong = "no grid has these cells"
-        if wrong:
-            raise Refused(f"--given={cfg.given} cannot be filled, {wrong}: give 36 digits from 1 "
-                          f"to 6, row by row, with dots for empty cells")
+    if cfg.given and (mistake(cfg.given) or not possible(cfg.given)):
+        wrong = mistake(cfg.given) or "no grid has these cells"
+        raise Refused(f"--given={cfg.given} cannot be filled, {wrong}: give 36 digits from 1 to 6, "
+                      f"row by row, with dots for empty cells")
     model = MDLM.load(cfg.checkpoint)
     if cfg.given:
-        x = ids_of([cfg.given], model.mask_id)                                       # (1, 39)
-        compare(fill(model, x, "entropy"), 0)
+        compare(fill(model, ids_of([cfg.given], model.mask_id), "entropy"), 0)
     else:
         demonstrate(model)
 
