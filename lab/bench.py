@@ -6,15 +6,13 @@
     python lab/bench.py cpu --parts=against --against=../old --repeats=15      # another checkout
 
 Clocks drift. So the functions of a case take turns, A B C A B C …, and a ratio is the median over
-turns. `cpu` is processor time, summed over threads: the better measure where other programs run.
-Not here: quality.
+turns. `cpu` is the time of all threads: the better measure where other programs run.
 """
 
 import copy
 import importlib
 import json
 import os
-import platform
 import statistics
 import sys
 import time
@@ -53,14 +51,12 @@ class Config(ModelConfig):
     many: Size = 64                    # sequences that are sampled together
     many_steps: Size = 128             # and their T
     top_p: float = 0.9
-    sharpness: float = 3.5             # deviation of the random logits: like a trained model's
     dream_layers: Size = 28
     dream_width: Size = 3584
     dream_vocab: Size = 152064
     dream_length: Size = 2048          # tokens of a dialogue, for finetuning
     dream_answer: Size = 256           # tokens of a prompt, and of its answer
     device: str = "auto"
-    dtype: launch.DType = "auto"
     compile: bool | None = None        # (default: on CUDA)
 
 
@@ -75,20 +71,17 @@ PRESETS = {
         dream_answer=16),
 }
 
-# Dense bf16 peak of one device in FLOP/s. The first name that is part of the device's name counts.
-PEAK_FLOPS = {
-    "A100": 312e12, "H100 PCIe": 756e12, "H100 NVL": 835e12, "H100": 989e12, "H200": 989e12,
-    "L40S": 362e12, "L40": 181e12, "L4": 121e12, "A10G": 70e12, "4090": 165e12, "3090": 71e12}
+PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # dense bf16 of an SXM card, FLOP/s
+SHARPNESS = 3.5  # standard deviation of the random logits: like a trained model's
 
 
 def flops_per_token(cfg, p_sm):
-    """Useful FLOPs of one training token: the trunk everywhere, the head on the masked half.
-
-    A backward costs two forwards. The first pass of SM has none, except with two updates.
-    """
-    D, L = cfg.n_embd, cfg.length
-    forward = 2 * (12 * cfg.n_layer * D * D + 2 * cfg.n_layer * D * L + cfg.vocab_size * D / 2)
-    return forward * (3 + p_sm * (3 if cfg.two_updates else 1))
+    """Useful FLOPs of a token in training: the trunk everywhere, the head on the masked half."""
+    D = cfg.n_embd
+    trunk = cfg.n_layer * (12 * D * D + 2 * D * cfg.length)
+    # A backward costs two forwards. The first pass of SM has none, except with two updates.
+    passes = 3 + p_sm * (3 if cfg.two_updates else 1)
+    return 2 * (trunk + cfg.vocab_size * D / 2) * passes
 
 
 def timed(fn, device):
@@ -107,13 +100,11 @@ def timed(fn, device):
 
 
 def interleaved(cases, repeats, device, tokens):
-    """Time functions in turns, of which the first does not count: {name: {column: median}}.
-
-    cases: {name: function}. Ratios are to the first of them.   tokens: that each makes.
-    """
-    turns = [{name: timed(fn, device) for name, fn in cases.items()}
-             for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
-    first, found = next(iter(cases)), {}
+    """{name: {column: median}} of functions in turns. The first turn does not count."""
+    turns, found = [], {}
+    for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False):
+        turns.append({name: timed(fn, device) for name, fn in cases.items()})
+    first = next(iter(cases))
     for name in cases:
         columns = {key: [turn[name][key] for turn in turns[1:]] for key in turns[0][name]}
         for ratio, key in ("ratio", "seconds"), ("cpu ratio", "cpu"):
@@ -125,18 +116,17 @@ def interleaved(cases, repeats, device, tokens):
 
 
 def print_table(title, rows):
-    columns = list(dict.fromkeys(c for row in rows.values() for c in row))
-    print(f"\n{title:32}" + "".join(f"{c:>12}" for c in columns))
+    columns = list(next(iter(rows.values())))
+    print(f"\n{title:32}" + "".join(f"{column:>12}" for column in columns))
     for name, row in rows.items():
-        texts = [f"{row[c]:,.3g}" if c in row else "" for c in columns]
-        print(f"{name:32}" + "".join(f"{text:>12}" for text in texts), flush=True)
+        cells = [f"{row[column]:12,.3g}" if column in row else 12 * " " for column in columns]
+        print(f"{name:32}" + "".join(cells), flush=True)
 
 
 def build(cfg, device):
     """A random MDLM whose feedback is as strong as after training."""
-    omega = dict(omega_s=0.5, omega_a=1.0, omega_b=-5.0)
-    model = MDLM(replace(cfg, mask_id=cfg.vocab_size - 1, **omega))
-    std = cfg.sharpness / cfg.n_embd ** 0.5  # hidden states have |h|² = D
+    model = MDLM(replace(cfg, mask_id=cfg.vocab_size - 1, omega_s=0.5, omega_a=1.0, omega_b=-5.0))
+    std = SHARPNESS / cfg.n_embd ** 0.5  # hidden states have |h|² = D
     nn.init.normal_(model.net.output_layer.linear.weight, std=std)
     return model.to(device)
 
@@ -190,11 +180,9 @@ def train_rows(cfg, device, dtype):
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
     for row, p_sm in zip(rows.values(), (0, 1, 0.8)):
         rate = row["tokens/s"] * flops_per_token(model.cfg, p_sm)              # FLOP/s
-        row["TFLOP/s"] = rate / 1e12
         if peak:
             row["MFU %"] = 100 * rate / peak
-        seconds = 1e6 * 512 * 1024 * flops_per_token(ModelConfig(), p_sm) / rate
-        row["hours"] = seconds / 3600
+        row["hours"] = 1e6 * 512 * 1024 * flops_per_token(ModelConfig(), p_sm) / rate / 3600
     return rows
 
 
@@ -223,31 +211,26 @@ def build_dream(cfg, device, dtype):
         num_hidden_layers=cfg.dream_layers, num_attention_heads=heads, rope_theta=1e6,
         num_key_value_heads=max(1, heads // 7), max_position_embeddings=4096,
         mask_token_id=V - 1, pad_token_id=V - 2, eos_token_id=V - 2)
-    torch.set_default_dtype(dtype or torch.float32)  # made in fp32, Dream-7B would need 30 GB first
-    with torch.device(device):
-        dream = Dream(size).requires_grad_(False).eval()
-    torch.set_default_dtype(torch.float32)
-    nn.init.normal_(dream.lm_head.weight, std=cfg.sharpness / D ** 0.5)
+    with torch.device(device):  # in fp32, Dream-7B takes 30 GB for a moment
+        dream = Dream(size).to(dtype or torch.float32).requires_grad_(False).eval()
+    nn.init.normal_(dream.lm_head.weight, std=SHARPNESS / D ** 0.5)
     return dream, SoftMask(V - 1, 1, omega_s=0.5).to(device)
 
 
 def finetuning_rows(cfg, device, dtype):
     """Forward and backward of a random dialogue. Beside them, the optimizer's step is nothing."""
     dream, sm = build_dream(cfg, device, dtype)
+    dream.checkpointing = True
     dora.attach(dream, TARGETS, 16, 16, rng("bench"))
     model = TwoPassDream(dream, sm, sm.mask_id)
     x0 = torch.randint(sm.mask_id - 1, (1, cfg.dream_length), generator=rng("bench")).to(device)
     xt = x0.clone()
     xt[:, cfg.dream_length // 2::2] = sm.mask_id  # half of an answer as long as its prompt
 
-    def step(soft, checkpointing):
-        dream.checkpointing = checkpointing
+    def step(soft):
         model.zero_grad(set_to_none=True)
         model(x0, xt, soft).mean().backward()
-    cases = {}
-    for way, checkpointing in ("all kept", False), ("checkpointing", True):
-        cases[f"binary, {way}"] = partial(step, False, checkpointing)
-        cases[f"SM, {way}"] = partial(step, True, checkpointing)
+    cases = {"binary": partial(step, False), "SM": partial(step, True)}
     return interleaved(cases, cfg.repeats, device, cfg.dream_length)
 
 
@@ -258,8 +241,8 @@ def decoding_rows(cfg, device, dtype, compiling):
         torch.compiler.reset()
         dream.compile_trunk()
     n = cfg.dream_answer
-    prompt = torch.randint(sm.mask_id - 1, (1, n), generator=rng("bench"))
-    x = torch.cat((prompt, torch.full((1, n), sm.mask_id)), dim=1).to(device)  # (1, 2n)
+    x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench")).to(device)
+    x[:, n:] = sm.mask_id
 
     def run(feedback, cache):
         model = TwoPass(dream, feedback, sm.mask_id)
@@ -290,9 +273,9 @@ def checkout(folder):
 
 
 def against_rows(cfg, device, dtype, that, kind, soft):
-    """The other checkout's function and ours in turns, with the settings that both know."""
-    known = {field.name for field in fields(that.Config)}
-    theirs = that.Config(**{name: v for name, v in asdict(cfg).items() if name in known})
+    """The other checkout's function and ours in turns, with the settings that both have."""
+    names = {field.name for field in fields(that.Config)}
+    theirs = that.Config(**{name: v for name, v in asdict(cfg).items() if name in names})
     cases = {}
     for name, module, own in ("that", that, theirs), ("this", sys.modules[__name__], cfg):
         torch.manual_seed(0)  # the same weights for both
@@ -306,10 +289,10 @@ def against_rows(cfg, device, dtype, that, kind, soft):
 
 
 def main(cfg):
-    _, _, device, dtype = launch.machine(cfg.device, cfg.dtype)
+    _, _, device, dtype = launch.machine(cfg.device)
     cuda = device.type == "cuda"
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
-    name = torch.cuda.get_device_name(device) if cuda else platform.machine()
+    name = torch.cuda.get_device_name(device) if cuda else "CPU"
     found = {"machine": {"device": name, "threads": torch.get_num_threads(),
                          "torch": torch.__version__, "dtype": str(dtype or torch.float32),
                          **checkpoint.git_version()},
@@ -320,6 +303,7 @@ def main(cfg):
             raise Refused(f"{cfg.json} is of another machine, commit or setting: give another name")
         found = before
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
+
     def case(name, measure, *args):
         """Measure a case of the part that it is named after, unless the file has it."""
         if name not in found and cfg.parts in ("all", name.split(",")[0]):
@@ -331,14 +315,12 @@ def main(cfg):
             print_table(name, found[name])
     case("train", train_rows)
     case("sample, batch 1", sample_rows, 1, cfg.steps, False)
+    case(f"sample, batch {cfg.many}", sample_rows, cfg.many, cfg.many_steps, cfg.compile)
     case("dream, finetuning", finetuning_rows)
     case("dream, decoding", decoding_rows, False)
     if cfg.compile:
         case("sample, batch 1, CUDA graphs", sample_rows, 1, cfg.steps, True)
-        case(f"sample, batch {cfg.many}, CUDA graphs", sample_rows, cfg.many, cfg.many_steps, True)
         case("dream, decoding, compiled", decoding_rows, True)
-    else:
-        case(f"sample, batch {cfg.many}", sample_rows, cfg.many, cfg.many_steps, False)
     if cfg.parts == "against":
         that = checkout(cfg.against)
         commit = that.checkpoint.git_version().get("commit", "unknown")[:7]
