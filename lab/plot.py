@@ -4,20 +4,20 @@
     python lab/plot.py --table="out/*/*.json"                   # eval.py's results, as in Table 1
     python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # held-out bounds, as in Fig. 3
 
-Each source in Config is a flag, which makes one table or one figure.
 A number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
-figures are means over seeds. ± and bands are the standard deviation over seeds. Not here: any
-measurement.
+figures are means over seeds. ± and bands are the standard deviation over seeds.
 """
 
 import glob
 import html
+import itertools
 import json
 import os
 import statistics
 import sys
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -58,10 +58,8 @@ def files(patterns):
 
 def name_and_seed(path):
     """("sm", "1") of out/sm-1/log.jsonl, of out/sm-1/step-9.pt and of logs/sm-1.jsonl."""
-    folder, file = os.path.split(path)
-    run = os.path.basename(folder)
-    if file != "log.jsonl" and file.endswith(".jsonl"):
-        run = file.removesuffix(".jsonl")
+    path = Path(path)
+    run = path.stem if path.suffix == ".jsonl" and path.stem != "log" else path.parent.name
     name, _, seed = run.rpartition("-")
     return (name, seed) if seed.isdigit() else (run, "")
 
@@ -148,17 +146,17 @@ def table(pattern):
 
 def logs(patterns):
     """Where ω, λ and the speed of each run of train.py ended."""
-    columns = ["run", "ω_s, ω_a, ω_b", "updates", "mean λ", "tokens/s (median)", "minutes"]
     rows = []
     for path in files(patterns):
         # A continuation also logs the bound at update 0, before it has a speed.
         lines = [line for line in read_jsonl(path) if "tokens_per_s" in line]
         last, speed = lines[-1], statistics.median(line["tokens_per_s"] for line in lines)
         omega = [f"{last[name]:.3f}" for name in OMEGA if name in last]
-        cells = (" ".join(name_and_seed(path)), ", ".join(omega), f"{last['step']:,}",
-                 f"{last['lam']:.3f}", f"{speed:,.0f}", f"{last['seconds'] / 60:.0f}")
-        rows.append(dict(zip(columns, cells)))
-    return markdown(rows, columns, text=2)
+        rows.append({
+            "run": " ".join(name_and_seed(path)), "ω_s, ω_a, ω_b": ", ".join(omega),
+            "updates": f"{last['step']:,}", "mean λ": f"{last['lam']:.3f}",
+            "tokens/s (median)": f"{speed:,.0f}", "minutes": f"{last['seconds'] / 60:.0f}"})
+    return markdown(rows, list(rows[0]), text=2)
 
 
 def dream_results(folder):
@@ -212,10 +210,7 @@ AXES = {"bound": "held-out bound (nats per token)", "share": "feedback on, nats 
 
 
 def figure(panels, width=4, height=3.6):
-    """A figure of matplotlib, which needs no screen, and its axes side by side.
-
-    Three panels fill a page of GitHub, where this font stays readable.
-    """
+    """A figure that needs no screen, and its axes side by side. Three fill a page of GitHub."""
     import matplotlib
     from matplotlib.figure import Figure
     matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=COLORS)
@@ -224,55 +219,40 @@ def figure(panels, width=4, height=3.6):
     return fig, fig.subplots(1, panels, squeeze=False)[0]
 
 
-def log_series(patterns):
-    """{name: {quantity: {update: [a value per seed]}}} of both trainers' logs.        §4.1, Eq. 3
-
-    The share of feedback is how far the bound lies below that of the same model without it.
-    """
-    series = {}
-    for path in files(patterns):
-        name, _ = name_and_seed(path)
-        quantities = series.setdefault(name, {quantity: {} for quantity in AXES})
-        for line in read_jsonl(path):
-            values = {name: line[name] for name in (*OMEGA, "tau") if name in line}
-            if "val_plain" in line and "val_soft_ce" not in line:
-                values["bound"] = line.get("val_soft", line["val_plain"])
-                if "val_soft" in line:
-                    values["share"] = line["val_plain"] - line["val_soft"]
-            for quantity, value in values.items():
-                quantities[quantity].setdefault(line["step"], []).append(value)
-    return series
+def logged(path):
+    """{quantity of AXES: {update: value}} of a log of either trainer.                §4.1, Eq. 3"""
+    found = {quantity: {} for quantity in AXES}
+    for line in read_jsonl(path):
+        values = {name: line[name] for name in (*OMEGA, "tau") if name in line}
+        if "val_plain" in line:
+            values["bound"] = line.get("val_soft", line["val_plain"])
+        if "val_soft" in line:
+            values["share"] = line["val_plain"] - line["val_soft"]
+        for quantity, value in values.items():
+            found[quantity][line["step"]] = value
+    return found
 
 
 def over_updates(patterns, quantities):
     """A figure with a panel for each quantity that is logged. Lines end with the shortest seed."""
-    series = log_series(patterns)
-    shown = [name for name in quantities if any(points[name] for points in series.values())]
+    seeds_of = {}
+    for path in files(patterns):
+        seeds_of.setdefault(name_and_seed(path)[0], []).append(logged(path))
+    every = [seed for seeds in seeds_of.values() for seed in seeds]
+    shown = [quantity for quantity in quantities if any(seed[quantity] for seed in every)]
     fig, axes = figure(len(shown))
-    for i, (name, points) in enumerate(series.items()):
-        color = COLORS[i % len(COLORS)]
-        for ax, quantity in zip(axes, shown):
-            seeds = max(map(len, points[quantity].values()), default=0)
-            steps = sorted(s for s, values in points[quantity].items() if len(values) == seeds)
-            values = np.array([points[quantity][step] for step in steps])        # (steps, seeds)
-            if steps:
-                mean, sd = values.mean(1), values.std(1, ddof=min(1, seeds - 1))
-                ax.plot(steps, mean, label=f"{name} (n = {seeds})", color=color)
-                ax.fill_between(steps, mean - sd, mean + sd, color=color, alpha=0.2, lw=0)
     for ax, quantity in zip(axes, shown):
+        for color, (name, seeds) in zip(itertools.cycle(COLORS), seeds_of.items()):
+            seeds = [seed[quantity] for seed in seeds]                           # {update: value}
+            steps = sorted(set.intersection(*map(set, seeds)))
+            values = np.array([[seed[step] for seed in seeds] for step in steps])  # (steps, seeds)
+            if steps:
+                mean, sd = values.mean(1), values.std(1, ddof=min(1, len(seeds) - 1))
+                ax.plot(steps, mean, label=f"{name} (n = {len(seeds)})", color=color)
+                ax.fill_between(steps, mean - sd, mean + sd, color=color, alpha=0.2, lw=0)
         ax.set(xlabel="updates", ylabel=AXES[quantity])
         ax.legend(fontsize="small")
     return fig
-
-
-def runs(patterns):
-    """The held-out bound over updates, what feedback contributes to it, and ω_s.          Fig. 3"""
-    return over_updates(patterns, ("bound", "share", "omega_s"))
-
-
-def learned(patterns):
-    """ω, and τ where k = |V|.                                                  App. C.10, Fig. 8"""
-    return over_updates(patterns, (*OMEGA, "tau"))
 
 
 def ablation(pattern):
@@ -287,11 +267,12 @@ def ablation(pattern):
     return fig
 
 
-def dots(ax, points, names, label):
-    """A line through points (x, y), each with its name beside it."""
-    ax.plot(*zip(*points), marker="o", label=label)
-    for name, point in zip(names, points):
-        ax.annotate(name, point, xytext=(3, 3), textcoords="offset points", size=8)
+def dots(ax, points, label):
+    """A line through points (name, x, y), each with its name beside it."""
+    _, x, y = zip(*points)
+    ax.plot(x, y, marker="o", label=label)
+    for name, *place in points:
+        ax.annotate(name, place, xytext=(3, 3), textcoords="offset points", size=8)
 
 
 def frontier(pattern):
@@ -299,11 +280,10 @@ def frontier(pattern):
     fig, [ax] = figure(1, width=7, height=5)
     for row, columns in read_cells(pattern).items():
         mean = {column: statistics.mean(seeds.values()) for column, seeds in columns.items()}
-        budgets = [budget for metric, budget in mean if metric == "gen_ppl"]
-        budgets.sort(key=lambda budget: Fraction(budget or 0))
-        if budgets:
-            points = [(mean["entropy", budget], mean["gen_ppl", budget]) for budget in budgets]
-            dots(ax, points, budgets, " ".join(row))
+        points = [(budget, mean["entropy", budget], mean["gen_ppl", budget])
+                  for metric, budget in mean if metric == "gen_ppl"]
+        if points:
+            dots(ax, sorted(points, key=lambda point: Fraction(point[0] or 0)), " ".join(row))
     ax.set(xlabel="entropy (nats)", ylabel="generative perplexity")
     ax.legend()
     return fig
@@ -325,23 +305,18 @@ def feedback(path):
     return fig
 
 
-def throughput_series(folder):
-    """{label: [(block, tokens/s, score)]}, by block, means over seeds."""
+def throughput(folder):
+    """Score over tokens/s, means over seeds. A dot is a block length.           App. B.2, Fig. 4"""
+    fig, [ax] = figure(1, width=7)
     series = {}
-    for (block, _, budget, model, _, FT, fed_back, _), row in dream_results(folder).items():
+    for (block, _, budget, model, _, FT, label, _), row in dream_results(folder).items():
         for task, results in row.items():
             speed = statistics.mean(r["tokens"] / r["seconds"] for r in results)
             score = statistics.mean(r["score"] for r in results)
-            label = f"{task}, {model}, {FT}, {fed_back}, {budget}"
-            series.setdefault(label, []).append((block, speed, score))
-    return series
-
-
-def throughput(folder):
-    """Score over tokens/s. A dot is a block length.                           App. B.2, Fig. 4"""
-    fig, [ax] = figure(1, width=7)
-    for label, points in throughput_series(folder).items():
-        dots(ax, [point[1:] for point in points], [block for block, _, _ in points], label)
+            name = f"{task}, {model}, {FT}, {label}, {budget}"
+            series.setdefault(name, []).append((block, speed, score))
+    for name, points in series.items():
+        dots(ax, points, name)
     ax.set(xlabel="tokens/s", ylabel="score (%)")
     ax.legend()
     return fig
@@ -381,15 +356,12 @@ def sudoku(path):
     steps, parts = read_jsonl(path), []
     seconds = 0.35 * len(steps) + 4  # and four more for the last picture
     for i, step in enumerate(steps):
-        begin, end = 0.35 * i / seconds, 0.35 * (i + 1) / seconds
-        hidden, values = ' visibility="hidden"', "hidden;visible;hidden"
-        if i == len(steps) - 1:  # it stays, and a viewer that does not move shows it
-            hidden, values = "", "hidden;visible;visible"
         cells = [drawn_cell(8 + 34 * (j % 6) + 6 * (j % 6 // 3), 8 + 34 * (j // 6) + 6 * (j // 12),
                             32, *cell) for j, cell in enumerate(step[1:37])]
-        parts.append(f'<g{hidden}><animate attributeName="visibility" calcMode="discrete" '
-                     f'values="{values}" keyTimes="0;{begin:.4f};{end:.4f}" dur="{seconds:.2f}s" '
-                     f'repeatCount="indefinite"/>{"".join(cells)}</g>')
+        # It covers the pictures before it. So a viewer that does not move shows the last one.
+        parts.append(f'<g><animate attributeName="visibility" calcMode="discrete" '
+                     f'values="hidden;visible" keyTimes="0;{0.35 * i / seconds:.4f}" '
+                     f'dur="{seconds:.2f}s" repeatCount="indefinite"/>{"".join(cells)}</g>')
     return drawing(224, 230, parts)
 
 
@@ -403,16 +375,20 @@ def page(patterns, note=""):
     return template.replace(">TRACES<", f">{values.replace('<', chr(92) + 'u003c')}<")
 
 
-MAKERS = (table, logs, benchmarks, runs, throughput, ablation, learned, frontier, feedback,
-          trajectory, sudoku, page)
+MAKERS = {
+    "table": table, "logs": logs, "benchmarks": benchmarks, "throughput": throughput,
+    "runs": partial(over_updates, quantities=("bound", "share", "omega_s")),             # Fig. 3
+    "learned": partial(over_updates, quantities=(*OMEGA, "tau")),             # App. C.10, Fig. 8
+    "ablation": ablation, "frontier": frontier, "feedback": feedback, "trajectory": trajectory,
+    "sudoku": sudoku, "page": page}
 
 
 def main(cfg):
-    wanted = [maker for maker in MAKERS if getattr(cfg, maker.__name__)]
+    wanted = [name for name in MAKERS if getattr(cfg, name)]
     if len(wanted) != 1:
-        raise Refused(f"give one of --{', --'.join(maker.__name__ for maker in MAKERS)}")
-    source = getattr(cfg, wanted[0].__name__)
-    made = page(source, cfg.note) if cfg.page else wanted[0](source)
+        raise Refused(f"give one of --{', --'.join(MAKERS)}")
+    source = getattr(cfg, wanted[0])
+    made = page(source, cfg.note) if cfg.page else MAKERS[wanted[0]](source)
     if not isinstance(made, str):
         out = cfg.out or "plot.png"
         with atomic(out) as tmp:
