@@ -14,8 +14,8 @@ lengths in one call, with answers that outlive a killed run. In tasks/ are the p
 
 Other tasks of the harness that generate text can be named, too. MBPP+ in the authors' harness
 counts three asserts [code]: so does mbpp_instruct with its data. Code from a model is executed only
-after --confirm_run_unsafe_code. It has limits, but no sandbox: use a container. Without the flag
-the answers are stored, for a second run with it. Not here: decoding (sample_dream.py).
+after --confirm_run_unsafe_code, with limits, but in no sandbox: use a container. Without the flag
+the answers are stored, for a second run with it.
 
     python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
     python lab/eval_dream.py --model=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9
@@ -25,7 +25,6 @@ import itertools
 import json
 import logging
 import os
-import platform
 import sys
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -36,7 +35,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 from checkpoint import git_version
 from launch import Count, Positive, Refused
-from plot import benchmarks
+from plot import benchmarks, name_and_seed
 from sample_dream import Decoding, answer, check, feedback_label, load_for_decoding
 
 TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
@@ -44,10 +43,9 @@ PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 
 # Fields that shape no answer. Files are named after all others.
 SHAPE_NOTHING = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
-# Results that are averaged share these, and all of the finetuning but those.
+# Results that are averaged share these.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
           "temperature", "top_p", "top_k", "merge", "dtype")
-OF_A_SEED = {"seed", "model", "out", "resume", "overwrite"}
 
 
 @dataclass
@@ -81,7 +79,6 @@ def load_tasks(cfg):
 
 def cells(cfg, length):
     """[(budget, cfg)], every NFE budget with every block length. length: of a response."""
-    launch.check_ranges(cfg)
     if cfg.steps:
         raise Refused(f"--steps={cfg.steps}: here steps follow from --nfe, a share of the tokens")
     grid, L = [], cfg.gen_len or length
@@ -112,11 +109,7 @@ def newest_file(*folders):
 
 
 class DreamInHarness:
-    """What the harness asks of a model, for one cell of the grid. Every answer goes to a file.
-
-    What is there is not made again, or refused if it is of other prompts or other weights.
-    """
-
+    """What the harness asks of a model, for one cell of the grid. What its file has is kept."""
     rank, world_size, tokenizer_name = 0, 1, "dream"
 
     def __init__(self, model, tok, sm, cell):
@@ -162,28 +155,27 @@ def ask(lm, loaded, limit, scored):
 
 
 def group(cfg, budget, feedback):
-    """What results share that the table averages. Keys with FT are of the finetuning."""
+    """What results share that the table averages: seeds of a run of finetuning have its name."""
     shared = {name: getattr(cfg, name) for name in SHARED}
     shared |= {"budget": budget, "feedback": feedback, "FT": "-"}
-    if not cfg.adapter:
-        return shared
-    path = os.path.join(cfg.adapter, "finetune.json")
-    if not os.path.exists(path):  # another trainer's: nothing says which adapters are seeds of it
-        return shared | {"FT": "yes", "FT adapter": cfg.adapter}
-    training = launch.read_json(path)
-    steps = training.pop("steps")
-    epochs = training.pop("epochs")
-    shared["FT"] = f"{steps} updates" if steps else f"{epochs} epochs"
-    shared["FT folder"] = os.path.basename(cfg.adapter)  # best or last
-    return shared | {f"FT {name}": value for name, value in training.items()
-                     if name not in OF_A_SEED}
+    if cfg.adapter:
+        run, _ = name_and_seed(cfg.adapter)  # dream-sm of out/dream-sm-1231/best
+        shared |= {"FT": "yes", "FT run": run, "FT folder": os.path.basename(cfg.adapter)}
+        path = os.path.join(cfg.adapter, "finetune.json")
+        if os.path.exists(path):  # other trainers leave none
+            training = launch.read_json(path)
+            steps, epochs = training["steps"], training["epochs"]
+            shared["FT"] = f"{steps} updates" if steps else f"{epochs} epochs"
+    return shared
 
 
 def score_of(found):
     """The last metric that is a number, in percent, of what the harness found. None without one."""
-    scores = [value for name, value in found.items()
-              if isinstance(value, float) and "stderr" not in name]
-    return 100 * scores[-1] if scores else None
+    score = None
+    for name, value in found.items():
+        if isinstance(value, float) and "stderr" not in name:
+            score = 100 * value
+    return score
 
 
 def evaluate(cfg):
@@ -206,15 +198,11 @@ def evaluate(cfg):
         found = out.get("results", {}).get(cfg.task, {})
         lines = launch.read_jsonl(lm.path)
         result = {
-            "by": "eval_dream.py", "git": git_version(), "lm_eval": lm_eval.__version__,
-            "machine": torch.cuda.get_device_name() if gpu else platform.machine(),
-            "task": cfg.task, "column": column, "budget": budget, "feedback": feedback,
-            "settings": asdict(cell),
+            "git": git_version(), "lm_eval": lm_eval.__version__,
+            "machine": torch.cuda.get_device_name() if gpu else "CPU",
+            "column": column, "budget": budget, "feedback": feedback, "settings": asdict(cell),
             "group": group(replace(cfg, block=cell.block), budget, feedback),
-            "prompt": lines[0]["prompt"],
-            "n": len(lines),
-            "score": score_of(found),
-            "harness": found}
+            "prompt": lines[0]["prompt"], "n": len(lines), "score": score_of(found), "harness": found}
         for name in "nfe", "tokens", "kept", "seconds":
             result[name] = sum(line[name] for line in lines)
         launch.write_text(cell_path(cell) + ".json", json.dumps(result, indent=1))
@@ -223,11 +211,9 @@ def evaluate(cfg):
 
 
 def main(cfg):
-    for r in evaluate(cfg):
-        score = "not scored" if r["score"] is None else f"{r['score']:.1f}%"
-        rate = r["tokens"] / max(r["seconds"], 1e-9)
-        print(f"{r['column']}: {score}, {r['feedback']}, NFE {r['nfe']}, {r['tokens']} tokens "
-              f"({r['kept']} before the end) in {r['seconds']:.1f} s, {rate:.1f} tokens/s")
+    for result in evaluate(cfg):
+        print("{column}: score {score}, {feedback}, NFE {nfe}, {tokens} tokens ({kept} before the "
+              "end) in {seconds:.1f} s".format(**result))
     print(benchmarks(cfg.out))
 
 
