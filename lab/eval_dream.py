@@ -198,11 +198,11 @@ def evaluate(cfg):
         found = out.get("results", {}).get(cfg.task, {})
         lines = launch.read_jsonl(lm.path)
         result = {
-            "git": git_version(), "lm_eval": lm_eval.__version__,
+            "git": git_version(), "lm_eval": lm_eval.__version__, "n": len(lines),
             "machine": torch.cuda.get_device_name() if gpu else "CPU",
             "column": column, "budget": budget, "feedback": feedback, "settings": asdict(cell),
             "group": group(replace(cfg, block=cell.block), budget, feedback),
-            "prompt": lines[0]["prompt"], "n": len(lines), "score": score_of(found), "harness": found}
+            "prompt": lines[0]["prompt"], "score": score_of(found), "harness": found}
         for name in "nfe", "tokens", "kept", "seconds":
             result[name] = sum(line[name] for line in lines)
         launch.write_text(cell_path(cell) + ".json", json.dumps(result, indent=1))

@@ -104,7 +104,7 @@ def test_feedbacks_are_what_they_are_called():
     model = model_of(omega_s=1 - 1e-6, omega_b=-9.0).eval()
     x0, t = rows_of(1).expand(3, -1), torch.tensor([0.2, 0.5, 1.0])
     xt = torch.where(rows_of(3, V=2, seed=1) == 0, 258, x0)
-    none, own, permuted, truth = feedback.bound_by_feedback(model, x0, xt, t, xt).values()
+    none, own, permuted, truth = feedback.bound_by_feedback(model, x0, xt, t, xt)
     with torch.no_grad():
         off, on = (model(x0, xt, t, soft).double() for soft in (False, True))
         masked = (xt == 258).flatten().nonzero()[:, 0]
