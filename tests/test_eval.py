@@ -4,11 +4,10 @@
 Not here: what the bound is (test_bound.py).
 """
 
-import json
 import math
+import os
 import sys
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -21,12 +20,11 @@ import data
 import eval as evaluation
 import feedback
 import sudoku
-from conftest import gen
+from conftest import GOLDEN, gen
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
-from launch import from_cli, write_text
+from launch import append_jsonl, from_cli, read_json, write_text
 from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
 
-ROOT = Path(evaluation.__file__).parent
 BYTES = data.tokenizer("bytes")
 TINY = dict(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=259, mask_id=258, length=16,
             dropout=0.1)
@@ -41,8 +39,8 @@ def model_of(seed=0, **changes):
     return model
 
 
-def rows_of(n, L=16, V=258, seed=0):
-    return torch.randint(V, (n, L), generator=torch.Generator().manual_seed(seed))
+def rows_of(n, V=258, seed=0):
+    return torch.randint(V, (n, 16), generator=gen(seed))
 
 
 class Spy(nn.Module):
@@ -116,7 +114,7 @@ def test_feedbacks_are_what_they_are_called():
 
 
 def test_entropy_is_the_recorded_one():
-    golden = json.loads((ROOT / "tests/golden/language_misc.json").read_text())["entropy"]
+    golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["entropy"]
     found = [evaluation.entropy(ids) for ids in golden["tokens"]]
     assert found == pytest.approx(golden["nats"], abs=1e-6)
     assert evaluation.entropy(range(32)) == pytest.approx(math.log(32))
@@ -137,9 +135,8 @@ class LM(nn.Module):
 
     def __init__(self):
         super().__init__()
-        g = torch.Generator().manual_seed(0)
-        self.table = nn.Parameter(2 * torch.randn(28, 5, generator=g))
-        self.out = nn.Parameter(2 * torch.randn(5, 28, generator=g))
+        self.table = nn.Parameter(2 * torch.randn(28, 5, generator=gen(0)))
+        self.out = nn.Parameter(2 * torch.randn(5, 28, generator=gen(1)))
 
     def forward(self, input_ids, attention_mask, output_hidden_states):
         assert output_hidden_states
@@ -187,29 +184,19 @@ def test_scores_follow_the_rule_token_by_token(lm):
 
 def test_scores_are_exact_for_a_large_vocabulary(lm):
     """With V in the middle of the logits, the CPU's log-softmax is off by 4e-5 nats a token."""
-    lm.out = nn.Parameter(torch.randn(5, 50_000, generator=torch.Generator().manual_seed(1)))
+    lm.out = nn.Parameter(torch.randn(5, 50_000, generator=gen(1)))
     for text, nats, n in zip(TEXTS, *score(TEXTS)[:2]):
         assert nats == pytest.approx(slow(lm, text)[0], abs=1e-5 * n)
-
-
-@pytest.fixture
-def mauve(monkeypatch):
-    """{argument: value} of the last call of MAUVE."""
-    got = {}
-    compute = lambda **how: got.update(how) or types.SimpleNamespace(mauve=0.25)
-    monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute))
-    return got
 
 
 SETTINGS = {"checkpoint": "last.pt", "step": 9, "sampler": "mdlm", "steps": 4, "top_p": 0.9,
             "soft": True, "tokenizer": "bytes"}
 
 
-def samples_file(path, n=4, start=0, **changes):
-    texts = {i: "abcdefgh"[i:i + 6] for i in range(start, start + n)}
-    lines = [{"ids": list(text.encode()), "text": text, "nfe": 3 + i, "seed": 1, "index": i,
-              "settings": SETTINGS | changes} for i, text in texts.items()]
-    Path(path).write_text("".join(json.dumps(line) + "\n" for line in lines))
+def samples_file(path, texts):
+    append_jsonl(path, *[
+        {"ids": list(text.encode()), "text": f"<|bos|>{text}<|eos|><|eos|>", "nfe": 3 + i,
+         "seed": 1, "index": i, "settings": SETTINGS} for i, text in enumerate(texts)])
 
 
 @pytest.fixture
@@ -222,7 +209,7 @@ def world(tmp_path, monkeypatch):
     ema = {k: v + 0.01 for k, v in model.state_dict().items() if k.startswith("net.")}
     checkpoint.save("last.pt", kind="mdlm", config=vars(model.cfg), model=model.state_dict(),
                     ema=ema, step=9, seed=1, tokenizer=data.describe(BYTES))
-    samples_file("samples.jsonl")
+    samples_file("samples.jsonl", ["abcdef", "bcdefg", "cdefgh", "defgh"])
 
 
 def main(*argv):
@@ -230,16 +217,15 @@ def main(*argv):
 
 
 def result(*argv):
-    """What a command writes to its result file."""
     main(*argv, "--out=r.json")
-    return json.loads(Path("r.json").read_text())
+    return read_json("r.json")
 
 
 def test_ppl_of_a_checkpoint(world):
     """EMA is the default, and the rows are spread over the text."""
     ppl = "ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2"
     main(*ppl, "--rows=5", "--label=tiny")
-    found = json.loads(Path("last.pt.ppl.data-data.rows-5.repeats-2.json").read_text())
+    found = read_json("last.pt.ppl.data-data.rows-5.repeats-2.json")
     tokens, meta = data.open_split("data", "val")
     text, n = meta["val"], data.n_rows(tokens, 16)
     rows = data.rows(tokens, [i * n // 5 for i in range(5)], 16)
@@ -261,11 +247,14 @@ def test_ppl_of_a_checkpoint(world):
     assert zero_shot["n"] == (16 * 30 + 1) // 14 and zero_shot["text"]["bytes"] == 480
 
 
-def test_three_opinions_on_samples(world, lm, mauve, monkeypatch):
+def test_three_opinions_on_samples(world, lm, monkeypatch):
+    mauve = {}  # the arguments of its last call
+    compute = lambda **given: mauve.update(given) or types.SimpleNamespace(mauve=0.25)
+    monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute))
     data.prepare(["abcdefghij" * 9] * 9, "letters", BYTES, val_docs=3)
     samples = "samples", "--data=letters", "--scale=3", "--seed=7"
     found = result(*samples)
-    nats, tokens, features = score(["abcdef", "bcdefg", "cdefgh", "defgh"])
+    nats, tokens, features = score(["$abcdef$$", "$bcdefg$$", "$cdefgh$$", "$defgh$$"])
     assert found["values"].items() >= {
         "gen_ppl": pytest.approx(gen_ppl(nats, tokens)[0]), "nfe": 4.5, "mauve": 0.25, "n": 4,
         "entropy": pytest.approx(np.mean([math.log(n) for n in (6, 6, 6, 5)])),
@@ -276,16 +265,15 @@ def test_three_opinions_on_samples(world, lm, mauve, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
         result(*samples)
-    assert "entropy" in json.loads(Path("r.json").read_text())["values"]  # it needs no package
+    assert "entropy" in read_json("r.json")["values"]  # it needs no package
 
 
-def test_sudoku_counts_whole_grids():
+def test_sudoku_counts_whole_grids(world):
     """Drawn grids are right; one wrong digit, a missing one or a repeated box is not."""
-    texts = [f"<|bos|>{text}<|eos|><|eos|>" for text in sudoku.texts(50, gen())]
-    assert sudoku.right(texts) == {"right": 1.0, "right_se": 0.0, "distinct": 50, "commonest": 0.02}
-    grid = texts[0][7:43]
+    *drawn, grid = sudoku.texts(50, gen())
     latin = "".join("123456"[i:] + "123456"[:i] for i in range(6))  # rows and columns, no boxes
     wrong = grid[:-1] + ("1" if grid[-1] != "1" else "2")
-    bad = [wrong, grid[:-1], grid + "1", "7" + grid[1:], latin]
-    found = sudoku.right([*bad, grid, grid])
-    assert found["right"] == 2 / 7 and found["distinct"] == 1
+    samples_file("grids.jsonl", [*drawn, grid, grid, wrong, grid[:-1], "7" + grid[1:], latin])
+    found = result("sudoku", "--samples=grids.jsonl")["values"]
+    assert (found["right"], found["distinct"], found["n"]) == (51 / 55, 50, 55)
+    assert found["right_se"] == pytest.approx((51 * 4 / 55**3) ** 0.5)

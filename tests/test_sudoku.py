@@ -8,6 +8,7 @@ import math
 import os
 import re
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ import torch
 
 import data
 import sudoku
-from conftest import ROOT, gen, refused, spy
+from conftest import ROOT, gen, refused
 from data import rng
 from eval import bound
 from mdlm import MDLM, ModelConfig
@@ -99,21 +100,28 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
 
 
-def test_the_demonstration_counts_and_shows_where_feedback_matters(monkeypatch, capsys):
-    """Of 8 puzzles, and the first on which the two ways differ, if there is one."""
-    model = MDLM.load(os.path.join(ROOT, "results", "sudoku.safetensors"))
-    shown = spy(monkeypatch, sudoku, "compare")
-    sudoku.demonstrate(model, 8)
+def test_the_demonstration_counts_right_grids_and_shows_where_feedback_matters(
+        monkeypatch, capsys):
+    """Of three grids, two are right with feedback and one without: they differ on the last."""
+    [grid], latin = sudoku.texts(1, gen()), "".join("123456123456"[i:i + 6] for i in range(6))
+    ends = [latin, grid, grid], [latin, grid, latin]  # rows and columns are right, and no box
+    states = [[(cells, torch.zeros(3, 36), cells)] for cells in ends]
+    monkeypatch.setattr(sudoku, "fill", lambda *_: dict(zip(("with feedback", "without"), states)))
+    sudoku.demonstrate(types.SimpleNamespace(mask_id=258), 3)
     out = capsys.readouterr().out
-    [(sides, i)] = shown
-    wrong = {side: list(map(sudoku.mistake, states[-1][0])) for side, states in sides.items()}
-    differ = [j for j, pair in enumerate(zip(*wrong.values())) if len(set(map(bool, pair))) > 1]
-    assert re.search("  the surest cell next (.*)", out)[1].split() == [
-        str(found.count("")) for found in wrong.values()]
-    assert differ and i == differ[0] and f"Puzzle {i + 1}, " in out
-    for states in sides.values():  # one cell a call
-        assert [cells[i].count(".") for cells, _, _ in states] == list(range(23, -1, -1))
-    assert not any(np.any(lam) for _, lam, _ in sides["without"])
+    assert re.findall("next +(.*)", out)[:2] == ["2               1"] * 2
+    assert "Puzzle 3" in out and len(re.findall("no mistake +2 twice in box 1", out)) == 1
+
+
+def test_puzzles_are_filled_one_cell_a_call_with_feedback_and_without():
+    model = MDLM.load(os.path.join(ROOT, "results", "sudoku.safetensors"))
+    x = sudoku.ids_of(sudoku.texts(2, gen()), 258)
+    puzzles = sudoku.puzzles(x, 30, 258, [gen(1), gen(2)])
+    for side, states in sudoku.fill(model, puzzles, "entropy").items():
+        assert [cells[1].count(".") for cells, _, _ in states] == [5, 4, 3, 2, 1, 0]
+        ends = sudoku.ids_of(states[-1][0], 258)
+        assert torch.equal(torch.where(puzzles == 258, 258, ends), puzzles)
+        assert any(np.any(lam) for _, lam, _ in states) == (side == "with feedback")
 
 
 def test_a_puzzle_of_the_user_is_filled_or_refused(capsys):
@@ -134,10 +142,9 @@ def test_the_page_of_tables_is_made_of_the_lines_beside_it(capsys):
 
 def test_a_puzzle_keeps_the_given_cells_and_the_ends():
     grids = torch.arange(78).view(2, 39)
-    draws = lambda: [gen(i) for i in range(2)]
-    for given in (0, 12, 36):
-        x = sudoku.puzzles(grids, given, 99, draws())
+    for given in (0, 36, 12):
+        x = sudoku.puzzles(grids, given, 99, [gen(0), gen(1)])
         kept = x == grids
         assert kept.sum(1).tolist() == [given + 3] * 2 and kept[:, [0, 37, 38]].all()
         assert (x[~kept] == 99).all()
-    assert not torch.equal(*(sudoku.puzzles(grids, 12, 99, draws()) == grids))
+    assert not torch.equal(*kept)
