@@ -6,7 +6,6 @@ import os
 import subprocess
 import sys
 import time
-import types
 from dataclasses import replace
 
 import pytest
@@ -17,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 from bench import PRESETS, Config, interleaved, main
 from conftest import ROOT, Killed, configure, kill, refused
-from mdlm import MDLM, ModelConfig
+from mdlm import MDLM
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
@@ -37,17 +36,6 @@ def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
     assert calls == ["a", "b"] * 5  # the first two do not count
     assert found["a"] == {"seconds": 2.0, "cpu": 4.0, "ratio": 1.0, "cpu ratio": 1.0, "tokens/s": 4}
     assert found["b"]["ratio"] == found["b"]["cpu ratio"] == pytest.approx(1.5)
-
-
-def test_hours_are_tokens_by_rate(monkeypatch):
-    """At the paper's size, a second for 32 × 1024 tokens is 16 s for an update, and 1M of them."""
-    model = types.SimpleNamespace(cfg=ModelConfig())
-    monkeypatch.setattr(bench, "training", lambda *_: (print, model))
-    monkeypatch.setattr(bench, "interleaved", lambda cases, repeats, device, tokens: {
-        name: {"seconds": s, "tokens/s": tokens / s} for name, s in zip(cases, (1.0, 2.0))})
-    binary, _, mixed = bench.train_rows(Config(), CPU, None).values()
-    assert binary["hours"] == pytest.approx(1e6 * 16 / 3600)
-    assert mixed["hours"] == pytest.approx(1e6 * 16 * 1.8 / 3600)
 
 
 def test_flops_are_those_of_the_matrices():

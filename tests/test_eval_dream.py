@@ -5,6 +5,7 @@ answers count and nothing else does; what is added to lm-evaluation-harness."""
 import gzip
 import json
 import os
+import re
 import sys
 from dataclasses import fields, replace
 
@@ -77,12 +78,8 @@ class Answers(E.DreamInHarness):
         return str(messages)
 
     def generate_until(self, requests):
-        answers = []
-        for request, text in zip(requests, self.texts, strict=True):
-            for stop in request.args[1]["until"]:
-                text = text.split(stop)[0]
-            answers.append(text)
-        return answers
+        return [re.split("|".join(map(re.escape, request.args[1]["until"])), text)[0]
+                for request, text in zip(requests, self.texts, strict=True)]
 
 
 @pytest.fixture
@@ -96,9 +93,6 @@ def judge(harness, config, tmp_path):
         [metric] = found[0]["metrics"]
         return [s[metric] == 1 for s in sorted(found, key=lambda s: s["doc_id"])]
     return judge_all
-
-
-# --- prompts, extraction -------------------------------------------------------------------------
 
 
 def test_prompts_stop_strings_and_lengths(harness, config, tmp_path, talking_dream):
@@ -137,9 +131,6 @@ def test_extracted_code_equals_the_recorded_and_follows_names():
             "def g():\n    return C"]
     others = ["B = 2", "def h():\n    return B", "for"]
     assert B.sanitize("\n".join(kept + others), "f") == "\n".join(kept)
-
-
-# --- execution and verdicts ----------------------------------------------------------------------
 
 
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
@@ -190,9 +181,6 @@ def test_plus_tasks_run_the_tests_that_were_added(judge):
     by_heart = "def twice(x):\n    return {1: 2, 0: 0, -1: -2}[x]\n"  # right in the base tests
     assert judge("mbpp_instruct", [(PLUS, by_heart)]) == [True]
     assert judge("mbpp_plus_instruct", [(PLUS, by_heart)]) == [False]
-
-
-# --- runs ----------------------------------------------------------------------------------------
 
 
 def test_a_model_at_several_nfe_budgets_and_blocks(harness, config):

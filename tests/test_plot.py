@@ -4,7 +4,6 @@
 import json
 import math
 import re
-from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -14,7 +13,6 @@ import checkpoint
 import data
 import plot
 import sample
-from conftest import ROOT
 from launch import read_jsonl
 from mdlm import MDLM, ModelConfig
 from show import cell_text
@@ -32,12 +30,9 @@ def log(path, *lines):
     return str(path)
 
 
-# tables ------------------------------------------------------------------------------------------
-
-
-def cells(table, start=0):
+def cells(table):
     """The cells of a markdown table, line by line."""
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()[start:]]
+    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
 
 
 def samples_result(path, values, label="", checkpoint="x/x.pt", **settings):
@@ -57,7 +52,7 @@ def bound_result(path, checkpoint, nats, off=None, label=""):
                "evaluation": evaluation})
 
 
-def test_table_lays_samples_out_as_the_paper_does(tmp_path, capsys):
+def test_table_lays_samples_out_as_the_paper_does(tmp_path):
     """Tables 1 and 2: means over seeds, and gains over the last binary row in pairs of a seed."""
     rows = [("mdlm", "mdlm", False, "1M", 60.02, 50.46), ("mdlm", "mdlm", True, "0.5M", 39.61, 24),
             ("remdm-cap", "remdm-loop", False, "1M", 42.53, 28.62)]
@@ -72,9 +67,7 @@ def test_table_lays_samples_out_as_the_paper_does(tmp_path, capsys):
                    checkpoint="data/owt")
     log(tmp_path / "finetune.json", {"epochs": 1})  # another file
     pattern, out = f"{tmp_path}/*.json", tmp_path / "table.md"
-    plot.main(plot.Config(table=pattern))
     plot.main(plot.Config(table=pattern, out=str(out)))
-    assert out.read_text() == capsys.readouterr().out
     found = cells(out.read_text())
     assert found[:2] == [["unmasking", "feedback", "model", "gen. PPL ↓", "gen. PPL ↓ 1/8",
                           "gen. PPL ↓ 1/1", "entropy ↑ 1/8"], ["---"] * 3 + ["--:"] * 4]
@@ -154,9 +147,6 @@ def test_figures_over_updates_are_means_over_seeds(tmp_path):
     assert means == [[[5, pytest.approx(y)], [10, pytest.approx(y)]] for y in (0.2, 6.0, -0.5)]
 
 
-# the way of a sample -----------------------------------------------------------------------------
-
-
 def test_trace_follows_the_sample(tmp_path):
     """Cells are masks with 0 < λ < ω_s, or tokens without λ. Nothing revealed changes."""
     torch.manual_seed(0)
@@ -170,11 +160,10 @@ def test_trace_follows_the_sample(tmp_path):
     sample.main(cfg)
     steps, (line,) = read_jsonl(cfg.trace), read_jsonl(cfg.out)
     assert [cell for cell, _ in steps[-1]] == [cell_text(BYTES, token) for token in line["ids"]]
-    omega_s, omega_a, omega_b = (w.item() for w in model.sm.omega)
     masks = [cell for step in steps for cell in step if cell[1] is not None]
     assert len(masks) > 12
     for guess, lam, neg_entropy, mixed in masks:
-        gate = omega_s / (1 + math.exp(-omega_a * (neg_entropy - omega_b)))
+        gate = 0.5 / (1 + math.exp(-(neg_entropy + 5)))
         assert lam == pytest.approx(gate, abs=1e-4) and guess == mixed[0][0]
         shares = [share for _, share in mixed]
         assert len(shares) == 3 and sum(shares) == pytest.approx(1, abs=2e-4)
@@ -182,13 +171,14 @@ def test_trace_follows_the_sample(tmp_path):
         assert all(new == old for old, new in zip(before, after) if old[1] is None)
     picture = ElementTree.fromstring(plot.trajectory(cfg.trace))  # Fig. 7: a row per call
     assert len(picture.findall("{*}text")) == 12 * len(steps)
+    picture = ElementTree.fromstring(plot.sudoku(cfg.trace))  # a group per call
+    assert [len(group.findall("{*}text")) for group in picture.findall("{*}g")] == [11] * len(steps)
 
 
 EVIL = "</script><b>&"
 
 
 def test_a_page_holds_its_traces_and_no_text_of_theirs_as_html(tmp_path):
-    """The shipped page is made from the same template."""
     folder, mask = tmp_path / "page", lambda lam: ["a", lam, -0.5, [["a", 0.75], [EVIL, 0.25]]]
     for name, lam in ("off", 0.0), ("on", 0.5):
         log(folder / f"{name}.jsonl", [["x", None], *[mask(lam)] * 4],
@@ -199,9 +189,4 @@ def test_a_page_holds_its_traces_and_no_text_of_theirs_as_html(tmp_path):
     assert "http" not in text.replace("http-equiv", "")
     held = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])
     assert held == {"columns": 0, "note": EVIL, "traces": [
-        {"name": name, "steps": read_jsonl(folder / f"{name}.jsonl")}
-        for name in ("off", "on")]}
-    template, shipped = (Path(ROOT, name).read_text(encoding="utf-8")
-                         for name in ("lab/trajectory_template.html", "results/trajectory.html"))
-    before, mark, after = template.partition(">TRACES<")
-    assert mark and shipped.startswith(before + ">{") and shipped.endswith("}<" + after)
+        {"name": name, "steps": read_jsonl(folder / f"{name}.jsonl")} for name in ("off", "on")]}
