@@ -78,6 +78,17 @@ def test_times_are_stratified_over_rows_and_within_each():
     assert sorted(int(t * n * repeats) for row in u for t in row) == list(range(n * repeats))
 
 
+def test_masks_follow_the_floor_and_differ_between_repeats(monkeypatch):
+    def masked_at(t, **options):
+        monkeypatch.setattr(evaluation, "sample_times", lambda n, *_, **__: torch.full((n,), t))
+        found = evaluation.corrupted(rows_of(999), 258, batch_size=999, **options)
+        return [xt == 258 for _, _, xt, _ in found]
+
+    assert masked_at(1.0, floor=0.0)[0].all() and not masked_at(1.0)[0].all()
+    first, second = masked_at(0.5, repeats=2)
+    assert 0.4 < (first == second).float().mean() < 0.6
+
+
 def test_standard_error_of_a_ratio():
     x = np.random.default_rng(0).normal(3, 1, 50)
     mean, se = mean_and_se(x * 7, np.full(50, 7))
