@@ -16,14 +16,13 @@ from dataclasses import dataclass
 
 import torch
 
-NATS = math.log(28_200_960)  # entropy of a grid drawn uniformly, by the count below
+# Entropy of a grid drawn uniformly: any is one of `grids` with its digits exchanged, in 6! ways.
+NATS = math.log(39_168 * 720)
 
 
 @functools.cache
 def grids():
-    """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0. Any grid is
-    one of these with its digits exchanged, so there are 39,168 · 6! = 28,200,960.
-    """
+    """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0."""
     rows = torch.tensor(list(itertools.permutations(range(6))))                      # (720, 6)
     # Which two rows may stand in one grid, and which in one box, where no left half may repeat.
     apart = (rows[:, None] != rows).all(-1)                                          # (720, 720)
@@ -75,8 +74,7 @@ def possible(cells):
     found = grids()                                                                  # (n, 36)
     for i, j in itertools.combinations([i for i in range(36) if cells[i] != "."], 2):
         # Any two digits of a grid may be exchanged: so only which cells are equal counts.
-        alike = found[:, i] == found[:, j]                                           # (n,)
-        found = found[alike == (cells[i] == cells[j])]
+        found = found[(found[:, i] == found[:, j]) == (cells[i] == cells[j])]        # (n, 36)
     return len(found) > 0
 
 
@@ -131,7 +129,9 @@ def picture(title, cells, lam, guesses):
         lines.append("{}{}{}│{}{}{}  ".format(*parts[i:i + 6]))
         if i in (6, 18):
             lines.append("─────────┼─────────  ")
-    return [*lines, f"{mistake(cells) or 'no mistake':21}"]
+    wrong = mistake(cells)
+    verdict = f"✗ {wrong}" if wrong else "✓ no rule broken"
+    return [*lines, f"{verdict:21}"]
 
 
 def compare(sides, i):
@@ -156,14 +156,15 @@ def demonstrate(model, count=100):
     rows = []
     for name, order in ("any cell next", "random"), ("the surest cell next", "entropy"):
         sides = fill(model, x, order)
-        ends = [states[-1][0] for states in sides.values()]
-        solved = [[not mistake(cells) for cells in end] for end in ends]
+        solved = [[not mistake(cells) for cells in states[-1][0]] for states in sides.values()]
         rows.append(f"  {name:38}" + "".join(f"{sum(found):16}" for found in solved))
     title = f"{count} puzzles, 12 of 36 cells given: right"
     print(f"{title:40}" + "".join(f"{way:>16}" for way in sides), *rows, sep="\n")
     print(f"  ± at most {math.sqrt(count) / 2:.0f}: a standard error over puzzles, of one model")
-    shown = next((i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1), 0)
-    print(f"\nPuzzle {shown + 1}, the surest cell next: the first on which both differ, if any")
+    differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
+    shown = differ[0] if differ else 0
+    print(f"\nSurest next, the two differ in {len(differ)} of {count}. Puzzle {shown + 1} is the first of "
+          f"these, or of all.\nGreen: a guess that the next call sees, the deeper the larger λ.")
     compare(sides, shown)
 
 
@@ -181,10 +182,9 @@ def main(cfg):
         raise Refused(f"--given={cfg.given} cannot be filled, {wrong}: give 36 digits from 1 to 6, "
                       f"row by row, with dots for empty cells")
     model = MDLM.load(cfg.checkpoint)
-    if cfg.given:
-        compare(fill(model, ids_of([cfg.given], model.mask_id), "entropy"), 0)
-    else:
-        demonstrate(model)
+    if not cfg.given:
+        return demonstrate(model)
+    compare(fill(model, ids_of([cfg.given], model.mask_id), "entropy"), 0)
 
 
 if __name__ == "__main__":
