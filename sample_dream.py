@@ -8,7 +8,7 @@
 
 Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only inside
 `in_chunks`. In both loops the host has a copy of x, so it knows where masks are. It waits for a GPU
-once in a pass for this copy, and once more for the filter of many rows (`mdlm.likeliest`).
+once in a pass, for this copy.
 
 Not here: training, benchmarks (lab/eval_dream.py), re-masking (Dream never takes a token back).
 
@@ -86,18 +86,20 @@ def check(gen_len, steps, block, threshold, **others):
                       f"{block}: change one of them")
 
 
-def filtered(logits, temperature=0.0, top_p=1.0, top_k=0):
+def filtered(logits, temperature=0.0, top_p=1.0, top_k=0, m=None):
     """Probabilities after temperature, top-p and top-k, in this order [code].
 
     logits: (n, V) fp32.   Returns (n, V) fp32. Temperature 0 divides nothing. Top-p keeps the token
     that crosses p, which sample.nucleus drops: the two rules give different texts and must not be
     exchanged. Checked against tests/oracles.py dream_filter.
+    m: top-p looks at the m likeliest tokens alone (default: at as many as it needs, for which the
+    host may wait for a GPU). Where all m are kept, it may have needed more.
     """
     if temperature > 0:
         logits = logits / temperature
     p = logits.softmax(-1)                                              # (n, V)
     if top_p < 1:
-        top, ids = likeliest(p, top_p)                                  # (n, m), descending
+        top, ids = p.topk(min(m, p.shape[-1])) if m else likeliest(p, top_p)
         before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                  # (n, m)  of likelier ones
         p = torch.zeros_like(p).scatter(-1, ids, top.masked_fill(before > top_p, 0))
     if top_k:
@@ -117,14 +119,15 @@ def draw(p, generator):
 
 
 def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0,
-            generator=None):
+            generator=None, m=None):
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
     logits: (n, V) fp32.   never: a token to replace by the best other one (default: none).
     Returns x0 (n,) and conf (n,), where the highest goes first. Both come from the filtered
-    probabilities: temperature and top-p also decide the order [code].
+    probabilities: temperature and top-p also decide the order [code]. The third is the number (n,)
+    of tokens that the filters kept.
     """
-    p = filtered(logits, temperature, top_p, top_k)                     # (n, V)
+    p = filtered(logits, temperature, top_p, top_k, m)                  # (n, V)
     x0 = p.argmax(-1) if temperature == 0 else draw(p, generator)       # (n,)
     if never is not None:  # before conf, so that a threshold is about the token that is written
         first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
@@ -139,7 +142,7 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
         conf = -p.topk(2).values.diff()[:, 0]
     elif algorithm in ("origin", "random"):
         conf = torch.rand(len(x0), generator=generator, device=generator.device).to(p.device)
-    return x0, conf
+    return x0, conf, p.count_nonzero(-1)
 
 
 def predictions(model, h, n, never, algorithm, **pick):
@@ -147,22 +150,22 @@ def predictions(model, h, n, never, algorithm, **pick):
 
     model: TwoPass.   h: (N, D) hidden states, the first n of masks that may be revealed. The others
     only get feedback, because a proposal costs more than its logits.   Others: see `propose`.
-    Returns x0 (n,) and conf (n,), and the soft masks (N, D), or None for a binary model. These come
-    from the logits without temperature and top-p [code].
+    Returns x0, conf, kept, all (n,), and the soft masks (N, D), or None for a binary model. These
+    come from the logits without temperature and top-p [code].
     """
     V = len(model.net.table)
 
     def both(h):
         logits = model.net.head(h)                                      # (n, V)
-        found = propose(logits, never, algorithm, **pick)               # (n,), (n,)
+        found = propose(logits, never, algorithm, **pick)               # 3 × (n,)
         return (*found, model.feedback(h, logits)[0]) if model.sm else found
 
-    x0, conf, *mixed = in_chunks(both, h[:n], V=V)
+    x0, conf, kept, *mixed = in_chunks(both, h[:n], V=V)
     if not model.sm:
-        return x0, conf, None
+        return x0, conf, kept, None
     if n < len(h):
         mixed.append(model.feedback(h[n:])[0])                          # (N − n, D)
-    return x0, conf, torch.cat(mixed)
+    return x0, conf, kept, torch.cat(mixed)
 
 
 def reveal_count(masked, t, s, last):
@@ -191,6 +194,30 @@ def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algori
     else:
         chosen = rank < reveal_count(masked.sum(-1), t, s, last)[:, None]
     return torch.where(masked & chosen, x.masked_scatter(masked, x0), x)
+
+
+def advance(model, x, opened, h, n, never, *step, threshold=None, algorithm="entropy", top_p=1.0,
+            generator=None, **pick):
+    """A pass, from the hidden states of its masks to the tokens that it reveals    Alg. 2 l.4-6
+
+    opened: (B, L), the n masks that may be revealed.   Others: see `predictions` and `reveal`.
+    Returns x, where it is masked (B, L) on the host, and the soft masks.
+
+    Top-p nearly always keeps less than 1,024 tokens, but to ask would be another wait for a GPU. So
+    the answer travels with the copy of x. If it is no, the pass chooses once more, from all of V
+    and with the same random numbers [ours].
+    """
+    state = generator.get_state() if generator else None
+    for m in (1024, None) if x.is_cuda and top_p < 1 else (None,):
+        if generator:
+            generator.set_state(state)
+        x0, conf, kept, mixed = predictions(model, h, n, never, algorithm, top_p=top_p,
+                                            generator=generator, m=m, **pick)
+        new = reveal(x, opened, x0, conf, *step, threshold=threshold, algorithm=algorithm)
+        on_host = torch.cat([new.flatten(), kept]).cpu()                # (BL + n,)
+        if m and (on_host[x.numel():] < m).all():
+            break
+    return new, on_host[:x.numel()].view_as(x) == model.mask_id, mixed
 
 
 def pad_prompts(cfg, prompt, gen_len, device="cpu"):
@@ -252,10 +279,8 @@ def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, algorithm
         # Where the model predicts [MASK], the last step takes the best real token [ours]. The
         # authors' code leaves masks in its answers.
         never = mask_id if last else None
-        x0, conf, mixed = predictions(model, h, len(h), never, algorithm, **pick)     # l.4, l.6
-        step = times[i], times[i + 1], last
-        x = reveal(x, x == mask_id, x0, conf, *step, algorithm=algorithm)            # l.5
-        masked = x.cpu() == mask_id                                     # (B, L)  on the host
+        x, masked, mixed = advance(model, x, x == mask_id, h, len(h), never, times[i],
+                                   times[i + 1], last, algorithm=algorithm, **pick)  # l.4-6
         if model.sm:
             soft[at] = faded(plain, mixed, on_host // L, schedule, switch, masked.sum(-1), start)
         if on_step:
@@ -323,11 +348,9 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             h = net.before(h, at)                                       # (N, D)
             # A pass that has to reveal something takes a real token, not [MASK].
             never = mask_id if first or last or threshold is not None else None
-            x0, conf, mixed = predictions(model, h, n, never, algorithm, **pick)
             step = (times[i], times[i + 1], first or last) if threshold is None else ()
-            x = reveal(x, to_device(opened, x.device), x0, conf, *step, threshold=threshold,
-                       algorithm=algorithm)
-            masked = x.cpu() == mask_id                                 # (B, L)  on the host
+            x, masked, mixed = advance(model, x, to_device(opened, x.device), h, n, never, *step,
+                                       threshold=threshold, algorithm=algorithm, **pick)
             if model.sm:
                 mixed = faded(plain, mixed, on_host // (hi - lo), schedule, switch,
                               masked.sum(-1), start)                    # (N, D)

@@ -19,7 +19,7 @@ import mdlm
 import pretend
 import sample_dream as S
 from conftest import GOLDEN, gen, recorded_adapter, refused, spy
-from dream import Dream
+from dream import Dream, DreamConfig
 from oracles import dream_filter, slow_blocks, slow_decode, softmax
 from softmask import SoftMask
 
@@ -89,7 +89,7 @@ def test_probabilities_and_confidences_equal_the_recorded():
         probs = recorded(f"filter/{name}_filtered_probs")
         torch.testing.assert_close(S.filtered(logits, temperature, top_p), probs, atol=1e-6, rtol=0)
         for algorithm, key in keys.items():
-            x0, conf = S.propose(logits, None, algorithm, temperature, top_p, 0, gen())
+            x0, conf, _ = S.propose(logits, None, algorithm, temperature, top_p, 0, gen())
             want = recorded(f"filter/{name}_{key}_conf")
             if temperature and key == "prob":  # of the drawn token: draws differ between torches
                 want = probs.gather(-1, x0[:, None])[:, 0]
@@ -110,12 +110,12 @@ def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     """Of all vocabulary-wide tensors of a pass, none has more rows than a chunk."""
     h, two = torch.randn(30, 64, generator=gen()), mdlm.TwoPass(model, soft(3), MASK)
     ask = lambda n: S.predictions(two, h, n, MASK, "topk_margin")
-    x0, conf, mixed = ask(30)
+    x0, conf, kept, mixed = ask(30)
     monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
     calls = spy(monkeypatch, model, "head")
     close = lambda got, want: torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    close(ask(30), (x0, conf, mixed))
-    close(ask(9), (x0[:9], conf[:9], mixed))  # no proposal for the others, but feedback
+    close(ask(30), (x0, conf, kept, mixed))
+    close(ask(9), (x0[:9], conf[:9], kept[:9], mixed))  # no proposal for the others, but feedback
     assert [len(rows) for rows, in calls] == [7, 7, 7, 7, 2] + [7, 2] + [7, 7, 7]
 
 
@@ -134,7 +134,7 @@ def test_reveal_counts_equal_the_recorded():
 def test_origin_tosses_a_coin_for_each_token():
     x = torch.full((4, 5000), MASK)
     logits = torch.randn(20_000, 8, generator=gen())
-    found = S.propose(logits, None, "origin", generator=gen())
+    found = S.propose(logits, None, "origin", generator=gen())[:2]
     step = lambda last: S.reveal(x, x == MASK, *found, 0.8, 0.6, last, algorithm="origin") == MASK
     left = step(False).float().mean(-1)
     torch.testing.assert_close(left, torch.full((4,), 0.75), atol=0.03, rtol=0)  # s / t
@@ -199,7 +199,7 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
 def test_a_threshold_is_about_the_token_that_is_written():
     """Dream is sure of [MASK] in the second row, and not of what is written instead."""
     p = torch.tensor([[0.99, 0.004, 0.003, 0.003], [0.02, 0.015, 0.015, 0.95]])
-    x0, conf = S.propose(p.log(), never=3, algorithm="maskgit_plus")
+    x0, conf, _ = S.propose(p.log(), never=3, algorithm="maskgit_plus")
     assert x0.tolist() == [0, 0] and conf.tolist() == pytest.approx([0.99, 0.02])
 
 
@@ -242,24 +242,33 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
 # ---- on a GPU
 
 
+def wide(sharpness):
+    """A random Dream whose logits vary by so much, with many tokens: to sort them takes long."""
+    model = Dream(DreamConfig(130_000, 8, 8, 1, 1, 1, 1e-6, 1e6, 64, MASK, PAD, PAD))
+    for p in model.requires_grad_(False).parameters():
+        p.normal_(generator=gen())
+    model.lm_head.weight *= sharpness
+    return model
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: pretends that one is")
 def test_cuda_is_waited_for_once_in_a_pass(model):
-    """Before the first, too. Another wait is for the filter, which may need more than 1,024."""
-    cases = ({"schedule": "linear"}, {"algorithm": "random"}, {"temperature": 0.5},
-             {"block": 4, "cache": "dual"}, {"block": 4, "threshold": 0.5})
-    for words, sm in itertools.product(cases, (None, soft(3))):
-        passes = []
+    """And before the first, and at the end. Flat logits do not reach top-p with 1,024 tokens."""
+    drawn = {"temperature": 1.0, "top_p": 0.9}
+    blocks, peaked, flat = drawn | {"block": 4, "cache": "dual"}, wide(5.0), wide(0.1)
+    cases = ((model, {"schedule": "linear"}), (model, {"algorithm": "random"}), (model, blocks),
+             (model, {"block": 4, "threshold": 0.5}), (peaked, drawn), (peaked, blocks),
+             (flat, drawn))
+    for (net, words), sm in itertools.product(cases, (None, soft(3))):
+        want = decode(net, [TEXT, TEXT[::-1]], 8, 4, sm=sm, generator=gen(), **words)
         with pretend.gpu() as waits:
-            two = mdlm.TwoPass(copy.deepcopy(model), sm, MASK).to("cuda")
-            how = {"generator": torch.Generator("cuda").manual_seed(0)} | words
-            how["on_step"] = lambda _, waits=waits, passes=passes: passes.append(len(waits))
-            x = S.pad_prompts(model.cfg, [TEXT, TEXT[::-1]], 8, "cuda")
+            two = mdlm.TwoPass(copy.deepcopy(net), copy.deepcopy(sm), MASK).to("cuda")
             waits.clear()
-            if "block" in how:
-                S.decode_blocks(two, x, 8, 4, **how)
-            else:
-                S.decode(two, x, 4, **how)
-        assert passes == list(range(2, len(passes) + 2)) and len(passes) >= 4, words
+            generator = torch.Generator("cuda").manual_seed(0)
+            got = decode(two.net, [TEXT, TEXT[::-1]], 8, 4, sm=two.sm, generator=generator, **words)
+        once = ["to"] * (len(got) + 2) + ["equal"]  # the last is of `decode` above
+        assert (waits == once) == (net is not flat) and len(waits) >= len(once), words
+        assert torch.equal(got, want), words
 
 
 @pytest.mark.parametrize("device, backend", [("cpu", "aot_eager"), pytest.param(
