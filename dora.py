@@ -12,7 +12,7 @@ n has one value for each output row, and no gradient goes through it.
     save_file(adapter_state(model), "adapter_model.safetensors")     # as peft reads it
     merge_(model)                                            # plain linear layers again
 
-One file, torch only, made to be copied. Not here: dropout, other adapters, quantised layers.
+Torch only, made to be copied. Not here: dropout, other adapters, quantised layers.
 """
 
 import torch
@@ -21,14 +21,12 @@ import torch.nn.functional as F
 
 
 class DoRALinear(nn.Module):
-    """A linear layer with its adapter.
+    """A linear layer, which is frozen, with its adapter.
 
-    linear: the nn.Linear, which is frozen.   r: rank.   alpha: α, the update is scaled by α/r.
-    generator: of the random A (default: torch's own). A, B and m are fp32, whatever W is.
-
-    A new adapter changes nothing, not even a rounding: B = 0, and m is the row norm n in fp32, so
-    m/n is exactly 1. (peft rounds m to the dtype of the model, so its new adapter on a bf16 model
-    already changes the logits.)
+    r: rank.   alpha: α, the update is scaled by α/r.   generator: of A (default: torch's own).
+    A, B and m are fp32, whatever W is. A new adapter changes nothing, not even a rounding: B = 0,
+    and m is n in fp32, so m/n is exactly 1. (peft's is in the dtype of the model: a new adapter on
+    a bf16 model changes the logits.)
     """
 
     def __init__(self, linear, r=16, alpha=16, generator=None):
@@ -54,10 +52,7 @@ class DoRALinear(nn.Module):
         return (self.square + 2 * s * cross + s * s * update).sqrt()
 
     def forward(self, x):
-        """(..., in) → (..., out), in the dtype of x.
-
-        The adapter is added as a correction, so that the correction of a new one is exactly 0.
-        """
+        """(..., in) → (..., out), in the dtype of x. A new adapter adds exactly 0."""
         y = F.linear(x, self.base.weight, self.base.bias)                        # (..., out)
         u = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         gain = self.lora_magnitude_vector / self.norm()                          # (out,)
@@ -82,19 +77,12 @@ def replace(model, name, module):
 
 
 def attach(model, names, r=16, alpha=16, generator=None):
-    """DoRA on every nn.Linear whose last name is in names, in place. All else is frozen.
-
-    r, alpha, generator: see DoRALinear.   Raises ValueError if there is no such layer.
-    """
-    found = {}
-    for name, module in model.named_modules():
-        if isinstance(module, nn.Linear) and name.split(".")[-1] in names:
-            found[name] = module
-    if not found:
-        raise ValueError(f"no linear layer is called {' or '.join(names)}")
+    """DoRA on every nn.Linear whose last name is in names, in place. All else is frozen."""
     model.requires_grad_(False)
-    for name, linear in found.items():
-        replace(model, name, DoRALinear(linear, r, alpha, generator))
+    modules = list(model.named_modules())
+    for name, module in modules:
+        if isinstance(module, nn.Linear) and name.split(".")[-1] in names:
+            replace(model, name, DoRALinear(module, r, alpha, generator))
 
 
 def adapter_state(model):
@@ -110,13 +98,13 @@ def adapter_state(model):
 
 @torch.no_grad()
 def load_adapter_state(model, state):
-    """Copies such a state into attached layers. Raises ValueError, if names or shapes differ."""
+    """Copies such a state into attached layers. Raises ValueError if names or shapes differ."""
     own = adapter_state(model)
-    for name in sorted(own.keys() | state.keys()):
-        in_both = name in own and name in state
-        if not in_both or own[name].shape != state[name].shape:
-            raise ValueError(f"{name} is not in both, in one shape")
+    if own.keys() != state.keys():
+        raise ValueError(f"not in both: {sorted(own.keys() ^ state.keys())}")
     for name, p in own.items():
+        if p.shape != state[name].shape:  # `copy_` would repeat a single row
+            raise ValueError(f"{name} has another shape in the model")
         p.copy_(state[name])
 
 

@@ -12,9 +12,7 @@ it is `table`, `hidden` and `head`, and soft masks go in between the first two:
 
 The modules have the published names, so weights load without a table of names. Dream can predict
 [MASK] itself, and the few hundred unused ids above it: nothing here suppresses them [code].
-
-Not here: decoding (sample_dream.py), training (finetune_dream.py), the maths of the adapter
-(dora.py).
+Not here: decoding (sample_dream.py), training (finetune_dream.py), the adapter's maths (dora.py).
 """
 
 import hashlib
@@ -31,9 +29,6 @@ from torch.utils.checkpoint import checkpoint
 import dora
 from checkpoint import read_safetensors
 from launch import Refused, read_json
-
-# -------------------------------------------------------------------------------------------------
-# the model
 
 
 @dataclass
@@ -54,7 +49,7 @@ class DreamConfig:
 
     @classmethod
     def read(cls, folder):
-        """config.json of a model folder. Raises Refused for another variant."""
+        """config.json of a model folder"""
         raw = read_json(os.path.join(folder, "config.json"))
         nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
         raw |= {"rope_theta": nested.get("rope_theta", raw.get("rope_theta")),
@@ -82,9 +77,9 @@ def only(settings, where, **wanted):
 def rope(pos, cfg):
     """The rotation of each position of pos (B, L): cos and sin, each (B, L, 1, head_dim), fp32.
 
-    The frequencies are computed here. If they were stored, they would be rounded to bf16 with the
-    rest of the model, and angles would be off by more than half a radian at position 500. The
-    released evaluation of finetuned models has this error.
+    Stored frequencies would be rounded to bf16 with the rest of the model, and angles would be off
+    by over half a radian at position 500. The released evaluation of finetuned models has this
+    error.
     """
     even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
     inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)            # (head_dim/2,)
@@ -151,9 +146,8 @@ class Layer(nn.Module):
 class Dream(nn.Module):
     """The transformer. Checked against tests/oracles.py slow_forward.
 
-    With `checkpointing` on, each layer keeps only one (B, L, D) for the backward pass, which
-    computes the rest again: a third more work, and 0.4 GB instead of 11 at 2,048 tokens (28
-    layers, bf16).
+    With `checkpointing`, each layer keeps one (B, L, D) for the backward pass, which computes the
+    rest again: a third more work, and 0.4 GB instead of 11 at 2,048 tokens (28 layers, bf16).
     """
 
     def __init__(self, cfg):
@@ -172,11 +166,9 @@ class Dream(nn.Module):
     def trunk(self, emb, past=None, start=0):
         """Embeddings (B, L, D) to final hidden states. Every position sees every other.
 
-        past: what an earlier call over S positions returned, (k, v) per layer. emb then stands
-            for the positions start .. start + L − 1 of these S. Their keys and values are
-            replaced *in place*, all others are used as they were.
-        start: int, or 0-d on the device, which a compiled trunk wants: it is compiled again for
-            another int.
+        past: what an earlier call over S positions returned. emb then stands for the positions
+            start .. start + L − 1 of these S. Their keys and values are replaced *in place*.
+        start: int, or 0-d on the device: a trunk that is compiled is compiled anew for another int.
         Returns h (B, L, D) and kv, (k, v) per layer, each (B, S, groups, head_dim), the keys
         rotated already. While checkpointing, kv is empty.
         """
@@ -195,9 +187,8 @@ class Dream(nn.Module):
     def before(self, h, at):
         """h (B, L, D) → (N, D), the hidden states that predict the positions `at` (N,).
 
-        Dream grew out of a next-token model and kept its shift: position i is predicted from
-        hidden state i − 1. So position 0 must never be masked: nothing here would notice, because
-        a GPU would have to be waited for. `sample_dream.pad_prompts` refuses it.
+        Dream grew out of a next-token model and kept its shift: hidden state i − 1 predicts
+        position i. So position 0 must never be masked, which `sample_dream.pad_prompts` refuses.
         """
         return h.flatten(0, 1)[at - 1]                                  # (N, D)  the shift
 
@@ -206,17 +197,13 @@ class Dream(nn.Module):
         return self.before(self.trunk(emb)[0], at)
 
     def head(self, h):
-        """Hidden states (n, D) → logits (n, V), fp32. The product is in the weights' dtype [code].
-
-        A loss in bf16 would round its gradients.
-        """
-        return self.lm_head(h).float()                                  # (n, V)
+        """Hidden states (n, D) → logits (n, V). The product is in the weights' dtype [code]."""
+        return self.lm_head(h).float()  # a loss in bf16 would round its gradients
 
     def compile_trunk(self):
-        """Compile the trunk, in place: once for all positions, once for a part of them.
+        """Compile the trunk, in place: once for all positions, once for a part, of any length.
 
         It takes a minute, and pays where the host cannot launch 28 layers as fast as they run.
-        Lengths are symbols: the next prompt and the next block, at another start, compile nothing.
         """
         self.trunk = torch.compile(self.trunk, dynamic=True)  # not a submodule: names stay
 
@@ -233,8 +220,7 @@ class Dream(nn.Module):
     def load(cls, folder, device="cpu", dtype=None):
         """The published folder, frozen, in evaluation mode. dtype: (default: as stored).
 
-        On the CPU the weights are the mapped files themselves: processes that load the same
-        folder share the memory. Raises Refused for values that are not finite.
+        On the CPU the weights are the mapped files: processes that load them share the memory.
         """
         files, state = {"model.safetensors"}, {}
         index = os.path.join(folder, "model.safetensors.index.json")
@@ -258,15 +244,11 @@ def check_numbers(state, folder):
                           f"again, or take an earlier save")
 
 
-# -------------------------------------------------------------------------------------------------
-# the adapter folder
-
-
 def load_adapter(model, folder):
-    """Attach the DoRA in `folder`, in place. Returns the arguments of SoftMask, or None.
+    """Attach the DoRA in `folder`, in place. Returns the arguments of SoftMask, see `read_omega`.
 
-    None: it was trained with binary masks.   Raises Refused for another kind of adapter, or for one
-    of another model. finetune.json tells models of the same shapes apart, if it is there.
+    Raises Refused for another kind of adapter, or for one of another model, and ValueError for one
+    of other shapes. finetune.json, which only our folders have, tells models of one shape apart.
     """
     cfg = read_json(os.path.join(folder, "adapter_config.json"))
     state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
@@ -278,43 +260,29 @@ def load_adapter(model, folder):
     if base not in (None, model.fingerprint()):
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
                       f"{cfg['base_model_name_or_path']}: same shapes, other weights")
-    try:
-        dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
-        dora.load_adapter_state(model, state)
-    except ValueError as e:
-        raise Refused(f"{folder} is not an adapter of this model: {e}")
     check_numbers(state, folder)
+    dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
+    dora.load_adapter_state(model, state)
     return read_omega(model.cfg, folder)
 
 
 def read_omega(cfg, folder):
-    """The arguments of SoftMask for an adapter, or None for binary masks.
-
-    softmask.json is preferred to the authors' file, whose numbers are rounded to bf16. Raises
-    Refused for a setting of theirs that means something else here.
-    """
+    """The arguments of SoftMask for an adapter, or None for binary masks."""
     ours, theirs = (os.path.join(folder, name)
                     for name in ("softmask.json", "transparency_config.json"))
-    if os.path.exists(ours):
+    if os.path.exists(ours):  # preferred: the authors' numbers are rounded to bf16
         return read_json(ours)
-    if not os.path.exists(theirs):
+    raw = read_json(theirs) if os.path.exists(theirs) else {"transparency_alg": "none"}
+    if raw["transparency_alg"] == "none":
         return None
-    raw = read_json(theirs)
-    mix = raw["transparency_alg"]
-    if mix == "none":
-        return None
-    if mix not in ("mixinputs_with_topk", "mixinputs_with_temp"):
-        raise Refused(f"{theirs} has transparency_alg = {mix!r}, which is not the paper's mix")
     only(raw, theirs, transparency_scheduling="none")  # here a flag of decoding: --schedule
+    k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
     return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
-                k=None if mix == "mixinputs_with_temp" else raw["mixinputs_k"],
+                k=k[raw["transparency_alg"]],  # their other mixes are not the paper's
                 # bf16 rounds all above 0.998 up to 1, which no ω_s can be
                 omega_s=min(raw["transparency_scale"], 1 - 1e-6),
                 omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
 
-
-# -------------------------------------------------------------------------------------------------
-# the tokenizer
 
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
            r"|\s*[\r\n]+|\s+(?!\S)|\s+")
@@ -329,27 +297,17 @@ def byte_characters():
 
 
 class Tokenizer:
-    """The tokenizer in a model folder, by tiktoken: added_tokens.json, vocab.json or merges.txt.
-
-    n_vocab: its largest id + 1; the model's table has more rows.
-    """
+    """The tokenizer in a model folder, by tiktoken"""
 
     def __init__(self, folder):
-        vocab, to_byte = os.path.join(folder, "vocab.json"), byte_characters()
-        if os.path.exists(vocab):
-            ids = read_json(vocab)
-        else:  # merges.txt says the ids, too: the 256 bytes come first, then the merges
-            with open(os.path.join(folder, "merges.txt"), encoding="utf-8") as f:
-                pairs = [line.split() for line in f if not line.startswith("#version")]
-            tokens = [*to_byte, *("".join(pair) for pair in pairs if pair)]
-            ids = {token: i for i, token in enumerate(tokens)}
+        vocab = read_json(os.path.join(folder, "vocab.json"))
         self.special = read_json(os.path.join(folder, "added_tokens.json"))
-        ranks = {bytes(to_byte[c] for c in token): i for token, i in ids.items()
+        to_byte = byte_characters()
+        ranks = {bytes(to_byte[c] for c in token): i for token, i in vocab.items()
                  if token not in self.special}
         self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks,
                                      special_tokens=self.special)
         self.ids = {*ranks.values(), *self.special.values()}
-        self.n_vocab = max(self.ids) + 1
 
     def encode(self, text, special=False):
         """The token ids of a text, a list.   special: <|im_end|> and the like become one token.

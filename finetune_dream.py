@@ -36,7 +36,7 @@ import data
 import dora
 import launch
 from data import rng
-from dream import Dream, DreamConfig, Tokenizer
+from dream import Dream, DreamConfig, Tokenizer, byte_characters
 from launch import Count, Negative, Positive, Rate, Refused, Share, Size, progress, write_text
 from mdlm import TwoPass
 from softmask import SoftMask
@@ -300,7 +300,8 @@ def make_tiny(model, data):
         state[name] = torch.ones(t.shape) if "norm" in name else noise
     checkpoint.write_safetensors(f"{model}/model.safetensors", state)
     write_text(f"{model}/config.json", json.dumps(cfg))
-    write_text(f"{model}/merges.txt", "#version: 0.2\n")
+    bytes_alone = {character: i for i, character in enumerate(byte_characters())}
+    write_text(f"{model}/vocab.json", json.dumps(bytes_alone))
     write_text(f"{model}/added_tokens.json", json.dumps(special))
     lines = [json.dumps({"messages": [{"role": "user", "content": f"{a} + {b} = ?"},
                                       {"role": "assistant", "content": f"It is {a + b}."}]})

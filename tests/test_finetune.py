@@ -19,7 +19,7 @@ import finetune_dream as ft
 import launch
 import mdlm
 from conftest import Killed, digest, gen, kill, recorded_adapter, refused, sigterm, spy
-from dream import Dream, DreamConfig, Tokenizer, load_adapter
+from dream import Dream, DreamConfig, Tokenizer, byte_characters, load_adapter
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from oracles import dense_dream_nll
 from softmask import SoftMask
@@ -180,7 +180,8 @@ def test_recorded_at_least_one_mask(recorded):
 
 def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tmp_path):
     """Also where a line break ends the prompt and another begins the response."""
-    (tmp_path / "merges.txt").write_text("Ċ Ċ\n")
+    vocab = [*byte_characters(), "ĊĊ"]
+    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
     (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 257, "<|im_end|>": 258}')
     tok = Tokenizer(tmp_path)
     said = [("HUMAN", "a"), ("ASSISTANT", "b"), ("user", "c"), ("assistant", "\nd"), ("user", "e")]
