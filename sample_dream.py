@@ -3,14 +3,13 @@
 
     §2.2 conditional generation   pad_prompts       a response of [MASK]s behind each prompt
     §2.2 unmasking strategies     propose, reveal   the surest tokens first, some in each pass
+    Alg. 2 l.4-6                  advance           these, and the feedback, for one pass
     App. A, Alg. 2; App. C.9      decode            the whole response at once
     App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values
 
 Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only inside
 `in_chunks`. In both loops the host has a copy of x, so it knows where masks are. It waits for a GPU
-once in a pass, for this copy.
-
-Not here: training, benchmarks (lab/eval_dream.py), re-masking (Dream never takes a token back).
+once in a pass, for this copy. Not here: benchmarks (lab/eval_dream.py), re-masking.
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
     python sample_dream.py --model=DIR --adapter=DIR --chat       # turns from stdin, with feedback
@@ -18,7 +17,6 @@ Not here: training, benchmarks (lab/eval_dream.py), re-masking (Dream never take
 """
 
 import hashlib
-import itertools
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -78,7 +76,6 @@ class Config(Decoding):
 
 
 def check(gen_len, steps, block, threshold, **others):
-    """Raises Refused for settings that would decode something else than they say."""
     if threshold is not None and not block:
         raise Refused(f"threshold {threshold} works on blocks: add --block=32")
     if block and (gen_len % block or threshold is None and steps % (gen_len // block)):
@@ -87,19 +84,17 @@ def check(gen_len, steps, block, threshold, **others):
 
 
 def filtered(logits, temperature=0.0, top_p=1.0, top_k=0, m=None):
-    """Probabilities after temperature, top-p and top-k, in this order [code].
+    """Probabilities (n, V) of logits after temperature, top-p and top-k, in this order [code]
 
-    logits: (n, V) fp32.   Returns (n, V) fp32. Temperature 0 divides nothing. Top-p keeps the token
-    that crosses p, which sample.nucleus drops: the two rules give different texts and must not be
-    exchanged. Checked against tests/oracles.py dream_filter.
     m: top-p looks at the m likeliest tokens alone (default: at as many as it needs, for which the
-    host may wait for a GPU). Where all m are kept, it may have needed more.
+    host may wait for a GPU). Checked against tests/oracles.py dream_filter.
     """
     if temperature > 0:
         logits = logits / temperature
     p = logits.softmax(-1)                                              # (n, V)
     if top_p < 1:
-        top, ids = p.topk(min(m, p.shape[-1])) if m else likeliest(p, top_p)
+        # The token that crosses p is kept. sample.nucleus drops it: other texts come from it.
+        top, ids = p.topk(min(m, p.shape[-1])) if m else likeliest(p, top_p)     # (n, m)
         before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                  # (n, m)  of likelier ones
         p = torch.zeros_like(p).scatter(-1, ids, top.masked_fill(before > top_p, 0))
     if top_k:
@@ -123,9 +118,8 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
     logits: (n, V) fp32.   never: a token to replace by the best other one (default: none).
-    Returns x0 (n,) and conf (n,), where the highest goes first. Both come from the filtered
-    probabilities: temperature and top-p also decide the order [code]. The third is the number (n,)
-    of tokens that the filters kept.
+    Returns x0 (n,), conf (n,), where the highest goes first, and kept (n,), how many tokens the
+    filters left. Temperature and top-p also decide the order [code].
     """
     p = filtered(logits, temperature, top_p, top_k, m)                  # (n, V)
     x0 = p.argmax(-1) if temperature == 0 else draw(p, generator)       # (n,)
@@ -133,8 +127,7 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
         first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
         x0 = torch.where(x0 == never, torch.where(first == never, second, first), x0)
     if algorithm == "entropy":
-        # Where the filter leaves a single token, −H is exactly 0. With App. B.2's settings this is
-        # common, and among such rows `reveal` goes from left to right.
+        # −H is 0 where the filter leaves one token, as it often does at App. B.2's settings.
         conf = (p * (p + 1e-10).log()).sum(-1)                          # (n,)  −H, guarded [code]
     elif algorithm == "maskgit_plus":
         conf = p.gather(-1, x0[:, None])[:, 0]
@@ -148,39 +141,37 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
 def predictions(model, h, n, never, algorithm, **pick):
     """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
-    model: TwoPass.   h: (N, D) hidden states, the first n of masks that may be revealed. The others
-    only get feedback, because a proposal costs more than its logits.   Others: see `propose`.
-    Returns x0, conf, kept, all (n,), and the soft masks (N, D), or None for a binary model. These
-    come from the logits without temperature and top-p [code].
+    h: (N, D) hidden states, the first n of masks that may be revealed. The others only get
+    feedback: a proposal costs more than its logits.   Others, and x0, conf, kept: see `propose`.
+    Returns soft masks (N, D), too, or None. They do not depend on temperature and top-p [code].
     """
-    V = len(model.net.table)
-
     def both(h):
         logits = model.net.head(h)                                      # (n, V)
         found = propose(logits, never, algorithm, **pick)               # 3 × (n,)
         return (*found, model.feedback(h, logits)[0]) if model.sm else found
 
-    x0, conf, kept, *mixed = in_chunks(both, h[:n], V=V)
-    if not model.sm:
-        return x0, conf, kept, None
-    if n < len(h):
+    x0, conf, kept, *mixed = in_chunks(both, h[:n], V=len(model.net.table))
+    if model.sm and n < len(h):
         mixed.append(model.feedback(h[n:])[0])                          # (N − n, D)
-    return x0, conf, kept, torch.cat(mixed)
+    return x0, conf, kept, torch.cat(mixed) if mixed else None
 
 
-def reveal_count(masked, t, s, last):
-    """How many of `masked` (B,) tokens a step from time t to s < t reveals       §2.2, n ≈ L/T
+def reveal_shares(steps):
+    """The share of the masks that each step, from time t to s < t, reveals: 1 − s/t      §2.2, L/T
 
-    It is rounded down, and the last step takes what is left. So with T = L the steps do not reveal
-    one token each, as App. B.2 says, but 0, 1, …, 1, 2 [code].
+    The product with their number is rounded down, and the last step takes what is left. So with
+    T = L the steps do not reveal one token each, as App. B.2 says, but 0, 1, …, 1, 2 [code].
     """
-    return masked if last else (masked * (1 - s / t)).long()
+    times = torch.linspace(1, 1e-3, steps + 1)                          # (T + 1,)
+    shares = 1 - times[1:] / times[:-1]                                 # (T,)  on the host
+    shares[-1] = 1
+    return shares
 
 
-def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algorithm="entropy"):
+def reveal(x, masked, x0, conf, share=1.0, threshold=None, algorithm="entropy"):
     """x with some of its masks replaced by their proposals                          Alg. 2 l.5
 
-    x, masked: (B, L).   x0, conf: (N,) for the masks, row-major.   t, s: times before and after.
+    x, masked: (B, L).   x0, conf: (N,) for the masks, row-major.   share: see `reveal_shares`.
     threshold: reveals the surest mask of each sequence, and all whose conf is at least this
     (Fast-dLLM).   A proposal can be [MASK] itself. Such a position stays masked [code].
     """
@@ -190,30 +181,31 @@ def reveal(x, masked, x0, conf, t=1.0, s=0.0, last=False, threshold=None, algori
     if threshold is not None:
         chosen = (rank == 0) | (score >= threshold)                     # (B, L)
     elif algorithm == "origin":
-        chosen = score < (1.0 if last else 1 - s / t)                   # a coin each, as Eq. 1
+        chosen = score < share                                          # a coin each, as Eq. 1
     else:
-        chosen = rank < reveal_count(masked.sum(-1), t, s, last)[:, None]
+        chosen = rank < (masked.sum(-1) * share).long()[:, None]
     return torch.where(masked & chosen, x.masked_scatter(masked, x0), x)
 
 
-def advance(model, x, opened, h, n, never, *step, threshold=None, algorithm="entropy", top_p=1.0,
+def advance(model, x, opened, h, n, share, threshold=None, algorithm="entropy", top_p=1.0,
             generator=None, **pick):
     """A pass, from the hidden states of its masks to the tokens that it reveals    Alg. 2 l.4-6
 
     opened: (B, L), the n masks that may be revealed.   Others: see `predictions` and `reveal`.
     Returns x, where it is masked (B, L) on the host, and the soft masks.
-
-    Top-p nearly always keeps less than 1,024 tokens, but to ask would be another wait for a GPU. So
-    the answer travels with the copy of x. If it is no, the pass chooses once more, from all of V
-    and with the same random numbers [ours].
     """
+    # Where the model predicts [MASK], a pass that must reveal takes the best real token [ours]. The
+    # authors' code leaves masks in its answers.
+    never = model.mask_id if share == 1 else None
     state = generator.get_state() if generator else None
+    # Top-p rarely keeps over 1,024 tokens, but to ask would be another wait for a GPU. So the
+    # answer comes with the copy of x. Then the pass may choose again, with the same draws [ours].
     for m in (1024, None) if x.is_cuda and top_p < 1 else (None,):
         if generator:
             generator.set_state(state)
         x0, conf, kept, mixed = predictions(model, h, n, never, algorithm, top_p=top_p,
                                             generator=generator, m=m, **pick)
-        new = reveal(x, opened, x0, conf, *step, threshold=threshold, algorithm=algorithm)
+        new = reveal(x, opened, x0, conf, share, threshold, algorithm)  # (B, L)
         on_host = torch.cat([new.flatten(), kept]).cpu()                # (BL + n,)
         if m and (on_host[x.numel():] < m).all():
             break
@@ -221,66 +213,49 @@ def advance(model, x, opened, h, n, never, *step, threshold=None, algorithm="ent
 
 
 def pad_prompts(cfg, prompt, gen_len, device="cpu"):
-    """prompt (B, P) → x (B, P + gen_len), with masks behind it       §2.2 conditional generation
-
-    cfg: DreamConfig. A mask inside a prompt is a place to fill, too. Raises Refused for more tokens
-    than the model takes, and if position 0 is masked.
-    """
+    """prompt (B, P) → x (B, P + gen_len), with masks behind it       §2.2 conditional generation"""
+    # A mask inside a prompt is a place to fill, too.
     x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
-    if x.shape[1] > cfg.max_position_embeddings:
-        raise Refused(f"prompt and response are {x.shape[1]} tokens, the model takes "
-                      f"{cfg.max_position_embeddings}: shorten one")
     if (x[:, 0] == cfg.mask_token_id).any():
-        raise Refused("position 0 is masked and has no position before it to be predicted from: "
-                      "put a prompt there")
+        raise Refused("position 0 is masked, and no position before it predicts it: add a prompt")
     return x.to(device)
 
 
 def faded(plain, mixed, sequence, schedule, switch, left, start):
-    """Soft masks with λ turned down by the schedule                                   App. C.9
+    """Soft masks (N, D) with λ turned down by the schedule                            App. C.9
 
     plain: (D,) the embedding of [MASK].   mixed: (N, D) with the full λ.   sequence: (N,) of the
-    batch: each has its own time, whatever the others do [ours].   left, start: (B,) masks now and
-    at first.   Returns (N, D). The mix is linear in λ, so a share of λ is this share of the way
-    from [MASK] to the full mix.
+    batch: each has its own time [ours].   left, start: (B,) masks now and at first.
     """
-    if schedule == "none":
-        return mixed
     # Python's floats: in fp32, 3/15 is above 0.2, and the switch is strict. A row may have no mask.
     shares = [now / max(of, 1) for now, of in zip(left.tolist(), start.tolist())]
     gain = torch.tensor([time_gain(schedule, share, switch) for share in shares])        # (B,)
     gain = to_device(gain[sequence], mixed.device)[:, None]             # (N, 1)
+    # The mix is linear in λ: a share of λ is this share of the way from [MASK] to the full mix.
     return torch.lerp(plain.float(), mixed.float(), gain).to(mixed.dtype)
 
 
 @torch.no_grad()
-def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, algorithm="entropy", **pick):
+def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, **pick):
     """Fill the masks of x in `steps` steps                                              Alg. 2
 
     model: TwoPass around any backbone.   x: (B, L) ids.   schedule, switch: see `time_gain`.
-    algorithm; pick: temperature, top_p, top_k, generator, see `propose`.
-    on_step(x): called after every step.
+    on_step(x): called after every step.   pick: algorithm, generator and filters, see `propose`.
     Returns (B, L) ids without any mask. At temperature 0, a sequence does not depend on the rest of
     its batch. Checked against tests/oracles.py slow_decode.
     """
     net, mask_id, (B, L) = model.net, model.mask_id, x.shape
     masked = x.cpu() == mask_id                                         # (B, L)  on the host
     start = masked.sum(-1)                                              # (B,)    on the host
-    times = torch.linspace(1, 1e-3, steps + 1)
     plain = net.table[mask_id]                                          # (D,)
     soft = plain.repeat(B * L, 1)                                       # (BL, D)  at each mask
-    for i in range(steps):
-        last = i == steps - 1
+    for share in reveal_shares(steps):
         on_host = masked.flatten().nonzero().squeeze(1)                 # (N,)
         at = to_device(on_host, x.device)                               # (N,)
         emb = F.embedding(x, net.table)                                 # (B, L, D)
         emb = torch.where((x == mask_id)[..., None], soft.view_as(emb), emb)    # (B, L, D)  l.6
         h = net.hidden(emb, at, None)                                   # (N, D)             l.3
-        # Where the model predicts [MASK], the last step takes the best real token [ours]. The
-        # authors' code leaves masks in its answers.
-        never = mask_id if last else None
-        x, masked, mixed = advance(model, x, x == mask_id, h, len(h), never, times[i],
-                                   times[i + 1], last, algorithm=algorithm, **pick)  # l.4-6
+        x, masked, mixed = advance(model, x, x == mask_id, h, len(h), share, **pick)    # l.4-6
         if model.sm:
             soft[at] = faded(plain, mixed, on_host // L, schedule, switch, masked.sum(-1), start)
         if on_step:
@@ -290,72 +265,62 @@ def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, algorithm
 
 @torch.no_grad()
 def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=None,
-                  schedule="none", switch=0.5, on_step=None, algorithm="entropy", **pick):
+                  schedule="none", switch=0.5, on_step=None, **pick):
     """Fill the last gen_len positions, block after block from the left    App. B.2, Fast-dLLM
 
     x: from `pad_prompts`.   steps: passes, shared by the blocks. With a threshold their number
     depends on the text.   Others, and what is returned: see `decode`.
 
-    A block begins with a pass over everything. It reveals the block's first token whatever its
-    confidence [code]: later passes may start there, and Dream predicts a token from the hidden
-    state to its left. More passes follow until the block is full:
+    A block begins with a pass over everything, which reveals its first token, however unsure
+    [code]: later passes may start there, and Dream predicts a token from the state to its left.
+    More passes follow until the block is full:
 
     cache     a later pass sees        and reuses, from the block's first pass, keys and values of
     none      everything               nothing
     prefix    the block and the rest   what is before the block
     dual      the block                what is before it, and what is after it, which goes stale
 
-    A block with a single step is filled by its first pass [ours]: Fast-dLLM leaves all but one of
-    its masks. The feedback is [ours], because theirs was not released: a mask has the feedback of
-    the last pass that predicted it. So feedback crosses block boundaries, and with `dual` the masks
-    after the block do not change, as their keys and values do not. Checked against
-    tests/oracles.py slow_blocks.
+    A block with a single step is filled by it [ours]: Fast-dLLM leaves all but one of its masks.
+    The feedback is [ours]: a mask has that of the last pass that predicted it. So it crosses block
+    boundaries. Checked against tests/oracles.py slow_blocks.
     """
     net, mask_id, (B, L) = model.net, model.mask_id, x.shape
     masked = x.cpu() == mask_id                                         # (B, L)  on the host
     if masked[:, :L - gen_len].any():
-        raise Refused(f"the prompt contains the mask token {mask_id}: blocks fill a response "
-                      f"only, use block 0 to infill")
+        raise Refused("blocks fill a response only: use --block=0 to infill")
     check(gen_len, steps, block, threshold)
-    algorithm = algorithm if threshold is None else "maskgit_plus"
-    times = torch.linspace(1, 1e-3, steps * block // gen_len + 1)       # of the steps of a block
-    start, place = torch.full((B,), gen_len), torch.arange(L)           # (B,), (L,)  on the host
+    if threshold is not None:
+        pick["algorithm"] = "maskgit_plus"
+    shares = torch.ones(block)         # of the passes of a block, each of which reveals something
+    if threshold is None:
+        shares = reveal_shares(steps * block // gen_len)
+    shares[0] = 1
+    start, place = masked.sum(-1), torch.arange(L)                      # (B,), (L,)  on the host
     starts = to_device(place, x.device)  # of this, a 0-d view is a start that nobody waits for
-    plain, kv = net.table[mask_id], None                                # (D,); keys and values
-    soft = plain.repeat(B, L, 1)                                        # (B, L, D)  at each mask
+    plain = net.table[mask_id]                                          # (D,)
+    soft = plain.repeat(B * L, 1)                                       # (BL, D)  at each mask
+    kv = None
     for b in range(L - gen_len, L, block):
-        for i in itertools.count():
-            first = i == 0
-            last = threshold is None and i == len(times) - 2
-            end = b + 1 if first and not last else b + block            # of what may be revealed
-            lo, hi = b, b + block                                       # what the model sees
-            if cache == "prefix":
-                hi = L
-            if first or cache == "none":
-                lo, hi = 0, L
-            part = slice(lo, hi)
+        later = {"none": (0, L), "prefix": (b, L), "dual": (b, b + block)}[cache]
+        for i, share in enumerate(shares):
+            lo, hi = later if i else (0, L)                             # what the model sees
+            end = b + block if i or len(shares) == 1 else b + 1         # of what may be revealed
+            emb = F.embedding(x, net.table)                             # (B, L, D)
+            emb = torch.where((x == mask_id)[..., None], soft.view_as(emb), emb)
+            h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, starts[lo])   # (B, hi − lo, D)
             opened = masked & (place >= b) & (place < end)              # (B, L)  may be revealed
-            emb = F.embedding(x[:, part], net.table)                    # (B, hi − lo, D)
-            emb = torch.where((x[:, part] == mask_id)[..., None], soft[:, part], emb)
-            h, kv = net.trunk(emb, kv if lo else None, starts[lo])      # (B, hi − lo, D)
-            on_host = opened[:, part].flatten().nonzero().squeeze(1)    # (n,)
+            on_host = opened.flatten().nonzero().squeeze(1)             # (n,)  of B·L
             n = len(on_host)
             if model.sm:  # feedback for all masks, but a sequence whose block is full keeps its own
-                others = masked & ~opened & opened.any(1, keepdim=True)          # (B, L)
-                more = others[:, part].flatten().nonzero().squeeze(1)
-                on_host = torch.cat([on_host, more])                    # (N,)
+                others = masked & ~opened & opened.any(1, keepdim=True) & (place < hi)   # (B, L)
+                on_host = torch.cat([on_host, others.flatten().nonzero().squeeze(1)])    # (N,)
             at = to_device(on_host, x.device)                           # (N,)
-            h = net.before(h, at)                                       # (N, D)
-            # A pass that has to reveal something takes a real token, not [MASK].
-            never = mask_id if first or last or threshold is not None else None
-            step = (times[i], times[i + 1], first or last) if threshold is None else ()
-            x, masked, mixed = advance(model, x, to_device(opened, x.device), h, n, never, *step,
-                                       threshold=threshold, algorithm=algorithm, **pick)
+            h = net.before(h, at // L * (hi - lo) + at % L - lo)        # (N, D)
+            x, masked, mixed = advance(model, x, to_device(opened, x.device), h, n, share,
+                                       threshold, **pick)
             if model.sm:
-                mixed = faded(plain, mixed, on_host // (hi - lo), schedule, switch,
-                              masked.sum(-1), start)                    # (N, D)
-                new = soft[:, part].flatten(0, 1).index_copy(0, at, mixed)
-                soft[:, part] = new.view(B, hi - lo, -1)                # (B, hi − lo, D)
+                soft[at] = faded(plain, mixed, on_host // L, schedule, switch, masked.sum(-1),
+                                 start)
             if on_step:
                 on_step(x)
             if not masked[:, b:b + block].any():
@@ -383,39 +348,35 @@ def feedback_label(cfg, sm):
     """The feedback of a run in words, so that results with other feedback are not mixed with it."""
     if sm is None:
         return "binary" if cfg.soft else "SM off"
-    given = {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b")}
-    parts = [f"SM k={sm.k or '|V|'}"]
-    parts += [f"{name}={value:g}" for name, value in given.items() if value is not None]
-    if "stepwise" in cfg.schedule:
-        parts.append(f"{cfg.schedule} {cfg.switch}")
-    elif cfg.schedule != "none":
-        parts.append(cfg.schedule)
-    return ", ".join(parts)
+    label = f"SM k={sm.k or '|V|'}"
+    for name in ("omega_s", "omega_a", "omega_b", "schedule", "switch"):
+        if getattr(cfg, name) != getattr(Decoding, name):
+            label += f", {name}={getattr(cfg, name)}"
+    return label
 
 
 def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
-    """Decode one prompt, a list of ids, as cfg says.
+    """The text that is filled in for a prompt, a list of ids, and what it cost.
 
-    until: strings that end the text, in turn [code].   Returns the text that was filled in, and
-    {n: 1, nfe: passes, tokens: filled in, kept: those before the end token, seconds}.
+    until: strings that end the text, in turn [code].   kept: tokens before the end token.
     """
     def count(x):
         stats["nfe"] += 1
         if on_step:
             on_step(x)
 
-    stats, begin = {"n": 1, "nfe": 0}, time.perf_counter()
+    stats, begin = {"nfe": 0}, time.perf_counter()
     mask_id, eos, device = model.cfg.mask_token_id, model.cfg.eos_token_id, model.table.device
     # By seed and prompt: an answer does not depend on what was asked before.
     key = hashlib.blake2b(repr((cfg.seed, ids)).encode(), digest_size=7).digest()
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(int.from_bytes(key, "big"))
-    x = pad_prompts(model.cfg, [ids], cfg.gen_len, device)              # (1, L)
-    gaps = x == mask_id                                                 # (1, L)
-    two, steps = TwoPass(model, sm, mask_id), cfg.steps or cfg.gen_len + ids.count(mask_id)
     names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k")
     settings = {name: getattr(cfg, name) for name in names}
     settings |= {"generator": generator, "on_step": count}
+    x = pad_prompts(model.cfg, [ids], cfg.gen_len, device)              # (1, L)
+    gaps = x == mask_id                                                 # (1, L)
+    two, steps = TwoPass(model, sm, mask_id), cfg.steps or cfg.gen_len + ids.count(mask_id)
     if cfg.block:
         x = decode_blocks(two, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
                           **settings)
@@ -431,32 +392,26 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
 
 
 def main(cfg):
-    before, gap, after = cfg.infill.replace("\\n", "\n").partition("___")
-    wishes = [bool(cfg.prompt), cfg.chat, bool(gap)]
-    if not cfg.model or sum(wishes) != 1:
-        raise Refused("give --model=DIR, and one of --prompt=…, --chat, --infill='… ___ …'")
     model, tok, sm = load_for_decoding(cfg)
     label = feedback_label(cfg, sm)
     if sm:
         label += f", ω_s = {sm.omega[0].item():.3g}"
-    messages = []
+    before, _, after = cfg.infill.replace("\\n", "\n").partition("___")
+    messages, settings, until = [], cfg, ["<|im_end|>"]
     for prompt in sys.stdin if cfg.chat else [cfg.prompt.replace("\\n", "\n")]:
-        if gap:
+        messages.append({"role": "user", "content": prompt.removesuffix("\n")})
+        ids = tok.encode(tok.chat(messages), special=True)
+        if cfg.infill:
             ids = tok.encode(before) + cfg.gen_len * [model.cfg.mask_token_id] + tok.encode(after)
             settings, until = replace(cfg, gen_len=0), ()
-        else:
-            messages.append({"role": "user", "content": prompt.removesuffix("\n")})
-            ids = tok.encode(tok.chat(messages), special=True)
-            settings, until = cfg, ["<|im_end|>"]
         total = None if cfg.threshold else cfg.steps or cfg.gen_len
         with progress(total=total, unit="pass", leave=False) as bar:
             text, stats = answer(model, tok, sm, ids, settings, until, lambda _: bar.update())
         messages.append({"role": "assistant", "content": text})
         print(before + text + after)
+        cost = "{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s, "
         rate = stats["tokens"] / stats["seconds"]
-        print(f"{stats['tokens']} tokens, {stats['kept']} before the end token; "
-              f"NFE {stats['nfe']}, {stats['seconds']:.1f} s, {rate:.1f} tokens/s; {label}",
-              file=sys.stderr)
+        print(cost.format(**stats) + f"{rate:.1f} tokens/s; {label}", file=sys.stderr)
 
 
 if __name__ == "__main__":

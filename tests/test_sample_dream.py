@@ -124,21 +124,22 @@ def test_reveal_counts_equal_the_recorded():
     assert len(keys) == 13
     for key in keys:
         masked, steps = map(int, key[7:].split("_"))
-        times, left, counts = torch.linspace(1, 1e-3, steps + 1), torch.tensor([masked]), []
-        for i in range(steps):
-            counts.append(int(S.reveal_count(left, times[i], times[i + 1], i == steps - 1)))
-            left = left - counts[-1]
-        assert counts == RECORDED[key].tolist() and left == 0, key
+        x, left = torch.full((1, masked), MASK), [masked]
+        for share in S.reveal_shares(steps):
+            ids = torch.zeros(left[-1], dtype=torch.long)
+            x = S.reveal(x, x == MASK, ids, ids.float(), share)
+            left.append(int((x == MASK).sum()))
+        assert (-np.diff(left)).tolist() == RECORDED[key].tolist() and left[-1] == 0, key
 
 
 def test_origin_tosses_a_coin_for_each_token():
     x = torch.full((4, 5000), MASK)
     logits = torch.randn(20_000, 8, generator=gen())
     found = S.propose(logits, None, "origin", generator=gen())[:2]
-    step = lambda last: S.reveal(x, x == MASK, *found, 0.8, 0.6, last, algorithm="origin") == MASK
-    left = step(False).float().mean(-1)
-    torch.testing.assert_close(left, torch.full((4,), 0.75), atol=0.03, rtol=0)  # s / t
-    assert left.unique().numel() > 1 and not step(True).any()
+    step = lambda share: S.reveal(x, x == MASK, *found, share, algorithm="origin") == MASK
+    left = step(0.25).float().mean(-1)
+    torch.testing.assert_close(left, torch.full((4,), 0.75), atol=0.03, rtol=0)
+    assert left.unique().numel() > 1 and not step(1.0).any()
 
 
 # ---- whole responses
@@ -304,7 +305,7 @@ def test_cuda_and_cpu_compile_the_trunk_once_for_all_prompts_and_blocks(
 def test_what_would_decode_something_else_is_refused(model):
     for settings, message in (
             ({"steps": 6, "block": 4}, "cannot be shared evenly"),
-            ({"block": 8, "prompt": [[1, MASK, 2]]}, "contains the mask token"),
+            ({"block": 8, "prompt": [[1, MASK, 2]]}, "blocks fill a response only"),
             ({"prompt": [[1], [MASK]]}, "position 0 is masked")):
         usual = {"prompt": PROMPT, "gen_len": 16, "steps": 16}
         refused(message, decode, model, **usual | settings)
@@ -319,7 +320,7 @@ def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(talking_dream):
     prompt, x = tok.encode("abc"), loving(model, tok.encode("x")[0])
     text, stats = S.answer(loving(model, PAD), tok, None, prompt, cfg)
     assert text == "" and stats.pop("seconds") > 0
-    assert stats == {"n": 1, "nfe": 4, "tokens": 16, "kept": 0}
+    assert stats == {"nfe": 4, "tokens": 16, "kept": 0}
     assert S.answer(x, tok, None, prompt, cfg)[0] == 16 * "x"
     assert S.answer(x, tok, None, prompt, cfg, ["y", "xx"])[0] == ""
 
@@ -360,11 +361,11 @@ def test_command_line_prompts_chats_and_infills(talking_dream, adapter, capsys, 
         S.main(S.Config(model=talking_dream, gen_len=8, **flags))
         return capsys.readouterr()
     err = go(prompt="hello", adapter=adapter, block=4, threshold=1e-9, schedule="linear").err
-    assert "8 tokens" in err and "NFE 4" in err and "SM k=3, linear, ω_s = 0.9" in err
+    assert "8 tokens" in err and "NFE 4" in err and "SM k=3, schedule=linear, ω_s = 0.9" in err
     filled = go(infill="def f():\\n    ___ # end").out
     assert filled.startswith("def f():\n    ") and filled.endswith(" # end\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
-    seen, stats = [], {"n": 1, "nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}
+    seen, stats = [], {"nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}
 
     def said(model, tok, sm, ids, *rest):
         seen.append(tok.decode(ids))
