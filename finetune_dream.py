@@ -42,8 +42,7 @@ from mdlm import TwoPass
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
-ROLES = {"system": "system", "user": "user", "assistant": "assistant",
-         "SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}  # Ling-Coder shouts
+ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}  # Ling-Coder's names
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 # Model and data are compared by their contents, so their paths may differ.
 MAY_DIFFER_ON_RESUME = ("model", "data", "out", "resume", "overwrite", "checkpointing", "device",
@@ -63,7 +62,7 @@ class Config:
     n_train: Size = 300_000     # before the filters, which leave 270k
     n_val: Size = 500           # held out; at most a tenth of a .jsonl
     max_length: Size = 2048     # tokens of prompt and response; longer ones are dropped, not cut
-    min_response: Count = 5     # tokens, of which the end of the turn takes two
+    min_response: Size = 5      # tokens, of which the end of the turn takes two
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: as many as epochs says)
@@ -79,16 +78,15 @@ class Config:
     b_h: Share = 0.8
     # soft-masking
     p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
-    # p_sm: one coin for the update [ours], or one for each dialogue [code]. ω learns in updates
-    # that have feedback: half of them with our coin, and nearly all with eight of theirs.
+    # A coin for the update [ours], or one for each dialogue [code]: then ω learns in nearly all.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Share = 1e-6       # the start is close to binary masking
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine
-    # Memory for 2,104 tokens, computed from the sizes of weights and activations: 17.5 GB. Without
-    # checkpointing 28.5 GB, or 44 where there is no flash attention, and a quarter less work.
+    # 17.5 GB, computed for 2,104 tokens. Without it 28.5 GB, or 44 where there is no flash
+    # attention, and a quarter less work.
     checkpointing: bool = True
     device: str = "auto"        # cuda, else mps, else cpu
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
@@ -98,8 +96,7 @@ class Config:
 
 
 PRESETS = {
-    # ω starts where feedback shows at once. From the paper's start, ω_s needs about 1,000 updates
-    # to be seen at all (results/README.md).
+    # ω starts where feedback shows at once. From the paper's start, it takes 1,000 updates.
     "tiny": dict(model="out/tiny_dream/model", data="out/tiny_dream/dialogues.jsonl",
                  out="out/tiny_dream", steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5,
                  save_every=20, eval_every=20),
@@ -108,15 +105,6 @@ PRESETS = {
     "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
-
-
-def conversation(record):
-    """The messages of a record up to the last answer. [] if there is none, or an odd message."""
-    messages = [{"role": ROLES.get(m["role"]), "content": m["content"]} for m in record["messages"]]
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    whole = all(m["role"] and isinstance(m["content"], str) for m in messages)
-    return messages if whole else []
 
 
 def read_lines(cfg):
@@ -142,10 +130,14 @@ def read_hub(cfg):
     return drawn
 
 
-def encode_chat(messages, tok):
-    """(ids, prompt length). The response ends with <|im_end|> and a line break."""
-    # Encoded apart, because decoding starts from the prompt alone. Together, the line break before
-    # the response and one that begins it could be one token.
+def encode_chat(record, tok):
+    """(ids, prompt length) of a record up to its last answer, or ([], 0)"""
+    messages = [m | {"role": ROLES.get(m["role"], m["role"])} for m in record["messages"]]
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages:
+        return [], 0
+    # Apart, as decoding knows the prompt alone: together, two line breaks could be one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
     return prompt + response, len(prompt)
@@ -159,19 +151,15 @@ def why_dropped(ids, prompt_len, cfg, tok, mask_id):
         return f"response under {cfg.min_response} tokens"
     if {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & set(ids):
         return "tool calls"
-    if mask_id in ids:  # it would be taken for a mask of Alg. 1
-        return "[MASK] in the text"
-    return ""
+    return "[MASK] in the text" if mask_id in ids else ""  # Alg. 1 would take it for a mask
 
 
 def encode_all(records, cfg, tok, mask_id, show):
     """[(ids, prompt length)] of the dialogues to keep, and {reason: how many} of the others."""
     kept, dropped = [], Counter()
     for record in progress(records, desc="dialogues", disable=not show, delay=5):
-        messages, reason = conversation(record), "malformed"
-        if messages:
-            ids, prompt_len = encode_chat(messages, tok)
-            reason = why_dropped(ids, prompt_len, cfg, tok, mask_id)
+        ids, prompt_len = encode_chat(record, tok)
+        reason = why_dropped(ids, prompt_len, cfg, tok, mask_id)
         if reason:
             dropped[reason] += 1
         else:
@@ -238,9 +226,8 @@ def objective(nll, t, kind, batch_size):
     """What one dialogue, nll (N,) of its masks, adds to the loss of an update, 0-d
 
     paper    1/t Σ over its masks, averaged over the batch                        Alg. 1 l.8, Eq. 2
-    authors  1/t · mean over its masks, summed over the batch [code]. A long answer counts no more
-             than a short one. A small t counts more than in Eq. 2: its mean is over fewer masks.
-             The gradient that is clipped is batch_size times the mean of the dialogues'.
+    authors  1/t · mean over its masks, summed over the batch [code]: a long answer counts no more
+             than a short one, and the gradient that is clipped is batch_size times larger.
     """
     if kind == "authors":
         return nll.mean() / t
@@ -257,16 +244,15 @@ def lr_at(step, steps, warmup):
 
 def soft_mask_files(sm):
     """{name: content} of the two files that hold ω: our own, and the authors'."""
-    omega = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega)))
-    omega["omega_s"] = min(omega["omega_s"], 1 - 1e-6)  # a sigmoid can give 1, which is refused
+    s, a, b = (w.item() for w in sm.omega)
+    s = min(s, 1 - 1e-6)  # a sigmoid can give 1, which is refused
     tau = sm.tau.item() if sm.k is None else 1.0
-    return {
-        "softmask.json": dict(mask_id=sm.mask_id, k=sm.k, tau=tau, **omega),
-        "transparency_config.json": dict(
-            transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
-            transparency_scale=omega["omega_s"], transparency_steepness=omega["omega_a"],
-            transparency_centre=omega["omega_b"], mixture_temp=tau, mixinputs_k=sm.k or 1,
-            transparency_scheduling="none")}
+    ours = dict(mask_id=sm.mask_id, k=sm.k, tau=tau, omega_s=s, omega_a=a, omega_b=b)
+    theirs = dict(
+        transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
+        transparency_scale=s, transparency_steepness=a, transparency_centre=b, mixture_temp=tau,
+        mixinputs_k=sm.k or 1, transparency_scheduling="none")
+    return {"softmask.json": ours, "transparency_config.json": theirs}
 
 
 def save_adapter(folder, dream, sm, cfg):
@@ -316,7 +302,7 @@ def trained(model):
 
 @torch.no_grad()
 def resume(model, optimizer, cfg, source, last):
-    """Put back what was trained. Returns the number of updates in `last`, and the metrics."""
+    """Put back what was trained. Returns the number of its updates, and the metrics."""
     ckpt = checkpoint.load(last)
     then = ckpt["config"] | ckpt["data"]
     now = asdict(cfg) | source
@@ -336,8 +322,6 @@ def finetune(cfg):
     # ---- what is to be trained
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    if not (cfg.model and cfg.data):
-        raise Refused("give --model=FOLDER and --data=FILE, or the preset tiny")
     rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
     master = rank == 0
     last = os.path.join(cfg.out, "last.pt")
@@ -346,9 +330,8 @@ def finetune(cfg):
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes")
     launch.join(world, device)
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)
-    tiny = PRESETS["tiny"]
-    if master and (cfg.model == tiny["model"] or cfg.data == tiny["data"]):
-        make_tiny(tiny["model"], tiny["data"])
+    if master and cfg.model == PRESETS["tiny"]["model"]:
+        make_tiny(cfg.model, PRESETS["tiny"]["data"])
     if world > 1:
         dist.barrier()
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32
@@ -365,32 +348,26 @@ def finetune(cfg):
     model = TwoPassDream(dream, sm, mask_id)
     theta = list(trained(dream).values())
     omega = list(sm.parameters()) if sm else []
-    groups = [{"params": params} for params in (theta, omega) if params]
+    groups = [{"params": theta}, {"params": omega}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
 
     # ---- the dialogues
     train, val, dropped = load_dialogues(cfg, tok, mask_id, master)
     source = {"dialogues": digest_of(train + val), "base": dream.fingerprint(), "keys": data.KEYS}
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-    # finetune.json says what was asked for: the number of updates depends on the seed, by the
-    # filters, and lab/eval_dream.py averages the seeds of one setting.
+    # finetune.json says what was asked for: the number of updates depends on the seed.
     asked, cfg = cfg, replace(cfg, steps=cfg.steps or by_epochs)
-    start, metrics = 0, {}
-    if going_on:
-        start, metrics = resume(model, optimizer, cfg, source, last)
+    start, metrics = resume(model, optimizer, cfg, source, last) if going_on else (0, {})
     # The buffers of DoRA never change.
     net = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
 
     # ---- one update
-    @functools.lru_cache(1)
-    def permutation(epoch):
-        return data.order(len(train), epoch, cfg.seed)                               # (n,)
+    order = functools.lru_cache(1)(data.order)
 
     def dialogue(step, j):
         """Dialogue j of the update: x0 (1, L), and its prompt length                  Alg. 1 l.2"""
-        # Numbered through all updates, so that an epoch has none of them twice.
         epoch, row = divmod(step * cfg.batch_size + j, len(train))
-        ids, prompt_len = train[permutation(epoch)[row]]
+        ids, prompt_len = train[order(len(train), epoch, cfg.seed)[row]]
         return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
     def is_soft(step, j):
@@ -429,21 +406,19 @@ def finetune(cfg):
     # ---- what is due now and then
     @torch.no_grad()
     def evaluate():
-        """Loss and nats per mask of the held-out dialogues, with feedback and without"""
+        """The loss of the held-out dialogues, with feedback and without"""
         out = {**metrics, "step": done}
         for soft in [True, False] if omega else [False]:
-            total = torch.zeros(3, dtype=torch.float64)
+            total = torch.zeros((), dtype=torch.float64)
             for i in range(rank, len(val), world):
                 # A grid of times, for less noise [code].
                 t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)
                 x0 = pad_with_eos(val[i][0], eos, rng(cfg.seed, "val n_end", i))[None]
                 xt = mask_response(x0, val[i][1], t, mask_id, rng(cfg.seed, "val q", i))
-                nll = model(x0.to(device), xt.to(device), soft).cpu().double()       # (N,)
-                sums = objective(nll, t, cfg.loss, 1), nll.sum(), len(nll)
-                total += torch.tensor(sums, dtype=torch.float64)
-            loss, nll, masks = launch.over_ranks(total).tolist()
+                nll = model(x0.to(device), xt.to(device), soft)               # (N,)
+                total += objective(nll, t, cfg.loss, 1).item()
             name = "val_soft" if soft else "val_binary"
-            out |= {name: loss / len(val), name + "_ce": nll / masks}
+            out[name] = launch.over_ranks(total).item() / len(val)
         # With feedback on every dialogue [ours]. The authors toss the coin [code].
         score = out["val_soft" if omega else "val_binary"]
         if score < out.get("best", math.inf):
@@ -458,13 +433,12 @@ def finetune(cfg):
         line = {"step": done, "loss": sums["loss"] / sums["dialogues"],
                 "ce_per_mask": sums["nll"] / sums["masks"],
                 "eta_bb": lr_at(done - 1, cfg.steps, cfg.warmup) * cfg.eta_bb,
-                "grad_norm": sums["grad_norm"],
+                "grad_norm": sums["grad_norm"], "lam": sums["lam"] / max(1, sums["softs"]),
                 "tokens_per_s": sums["tokens"] / sums["seconds"]}
         if omega:
-            line["lam"] = sums["lam"] / max(1, sums["softs"])
             line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)}
-            if cfg.k is None:
-                line["tau"] = sm.tau.item()
+        if omega and cfg.k is None:
+            line["tau"] = sm.tau.item()
         return line
 
     def save_last():
@@ -490,10 +464,9 @@ def finetune(cfg):
             with contextlib.suppress(FileNotFoundError):
                 os.remove(last)
         if master:
-            size = sum(p.numel() for p in theta)
-            print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}")
-            print(f"{size:,} parameters of DoRA, {len(omega)} of SM, {device} × {world}; "
-                  f"updates {start:,} to {cfg.steps:,}")
+            print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
+                  f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, "
+                  f"{device} × {world}; updates {start:,} to {cfg.steps:,}")
         if start:
             save_last()  # a kill between last.pt and last/ may have left an older last/
         for step in range(start, cfg.steps):

@@ -58,10 +58,6 @@ def trained(model):
     return list(ft.trained(model).values())
 
 
-def turns(prompt, answer):
-    return [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
-
-
 # ---- Alg. 1 l.5-8
 
 
@@ -178,37 +174,37 @@ def test_recorded_at_least_one_mask(recorded):
     assert (xt == 194).sum(1).tolist() == [1, 1]
 
 
+def said(*turns):
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
 def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tmp_path):
     """Also where a line break ends the prompt and another begins the response."""
     vocab = [*byte_characters(), "ĊĊ"]
     (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
     (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 257, "<|im_end|>": 258}')
     tok = Tokenizer(tmp_path)
-    said = [("HUMAN", "a"), ("ASSISTANT", "b"), ("user", "c"), ("assistant", "\nd"), ("user", "e")]
-    messages = ft.conversation({"messages": [{"role": r, "content": c} for r, c in said]})
-    assert [m["role"] for m in messages] == ["user", "assistant", "user", "assistant"]
-    ids, prompt_len = ft.encode_chat(messages, tok)
-    assert tok.decode(ids) == tok.chat(messages[:-1]) + "\nd<|im_end|>\n"
-    assert ids[:prompt_len] == tok.encode(tok.chat(messages[:-1]), special=True)
+    ids, prompt_len = ft.encode_chat(said(("HUMAN", "a"), ("ASSISTANT", "b"), ("user", "c"),
+                                          ("assistant", "\nd"), ("user", "e")), tok)
+    prompt = tok.chat(said(("user", "a"), ("assistant", "b"), ("user", "c"))["messages"])
+    assert tok.decode(ids) == prompt + "\nd<|im_end|>\n"
+    assert ids[:prompt_len] == tok.encode(prompt, special=True)
     assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # two breaks in one
 
 
 def test_the_filters(tiny):
     tok, cfg = Tokenizer(tiny[0]), Config(max_length=200)
-    why = lambda *texts: ft.why_dropped(*ft.encode_chat(turns(*texts), tok), cfg, tok, 261)
-    overhead = len(ft.encode_chat(turns("", "abc"), tok)[0])
-    for prompt, answer, reason in (
-            ("a", "abc", ""),  # 3 bytes, <|im_end|>, line break: five tokens
-            ("a", "ab", "response under 5 tokens"),
-            ("a" * (200 - overhead), "abc", ""),
-            ("a" * (201 - overhead), "abc", "over 200 tokens"),
-            ("a", "abc</tool_call>", "tool calls"),
-            ("a <|mask|>", "abc", "[MASK] in the text")):
-        assert why(prompt, answer) == reason
-    said = lambda *roles: {"messages": [{"role": role, "content": "hello"} for role in roles]}
-    records = [said("SYSTEM", "HUMAN", "ASSISTANT"), said("user"), said("tool", "assistant")]
-    kept, dropped = ft.encode_all(records, cfg, tok, 261, False)
-    assert len(kept) == 1 and dropped == {"malformed": 2}
+    talk = lambda prompt, answer: said(("user", prompt), ("assistant", answer))
+    overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
+    kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
+    dropped = {"response under 5 tokens": (talk("a", "ab"), said(("user", "a"))),
+               "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
+               "tool calls": (talk("a", "abc</tool_call>"),),
+               "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
+    found, why = ft.encode_all([*kept, *sum(dropped.values(), ())], cfg, tok, 261, False)
+    assert [tok.decode(ids) for ids, _ in found] == [
+        tok.decode(ft.encode_chat(record, tok)[0]) for record in kept]
+    assert why == {reason: len(records) for reason, records in dropped.items()}
 
 
 def test_held_out_dialogues_are_not_trained_on(tiny):
@@ -348,7 +344,7 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
     state["model.layers.0.mlp.up_proj.weight"] += 0.01  # another model of the same shapes
     checkpoint.write_safetensors(f"{moved}/model.safetensors", state)
     with open(data, "a") as f:
-        f.write(json.dumps({"messages": turns("hello", "something else")}) + "\n")
+        f.write(json.dumps(said(("user", "hello"), ("assistant", "other"))) + "\n")
     refused("cannot resume: steps.*, dialogues.*, base", finetune, replace(cfg, steps=4))
     refused("of the one that was in", load_adapter, Dream.load(moved), cfg.out + "/last")
 
@@ -377,7 +373,7 @@ def test_validation_is_the_same_every_time_and_best_is_kept(cfg):
     finetune(replace(cfg, steps=3, eval_every=1, eta_bb=0.0, eta_sm=0.0))  # nothing learns
     lines = [{k: v for k, v in line.items() if k.startswith("val")} for line in logged(cfg.out)]
     assert lines[0] == lines[1] == lines[2]
-    assert set(lines[0]) == {"val_soft", "val_soft_ce", "val_binary", "val_binary_ce"}
+    assert set(lines[0]) == {"val_soft", "val_binary"}
     assert os.path.exists(cfg.out + "/best/adapter_model.safetensors")
 
 
