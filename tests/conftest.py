@@ -3,6 +3,7 @@
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -28,12 +29,12 @@ def refused(message, function, *args, **kwargs):
         function(*args, **kwargs)
 
 
-def torchrun(*words, ranks=2, cwd=ROOT, **how):
+def torchrun(*words, ranks=2, cwd=ROOT, **options):
     """The finished run of a script in so many processes of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
     return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=cwd,
-                          env=env, capture_output=True, text=True, timeout=200, **how)
+                          env=env, capture_output=True, text=True, timeout=200, **options)
 
 
 def gen(seed=0):
@@ -75,13 +76,9 @@ def configure(script, words):
 
 @pytest.fixture(scope="session")
 def tiny_dream(tmp_path_factory):
-    """The folder of the random model behind every recorded Dream number.
-
-    It has 3 layers and V = 200, in three shards.
-    """
+    """The folder of the random model behind every recorded number: 3 layers, V = 200, 3 shards."""
     folder = tmp_path_factory.mktemp("tiny_dream")
-    with open(os.path.join(GOLDEN, "dream_tiny.json")) as f:
-        (folder / "config.json").write_text(f.read())
+    shutil.copy(os.path.join(GOLDEN, "dream_tiny.json"), folder / "config.json")
     arrays, weight_map = np.load(os.path.join(GOLDEN, "dream_tiny.npz")), {}
     for name in arrays:
         shard = 3 if "lm_head" in name else 1 if "embed" in name or "layers.0" in name else 2
@@ -109,10 +106,7 @@ def talking_dream(tiny_dream, tmp_path_factory):
 
 
 def digest(tensor):
-    """A tensor in five numbers: its norm and four projections on fixed noise.
-
-    Two tensors that agree here, agree.
-    """
+    """A tensor in five numbers: its norm, and four projections on fixed noise"""
     x = torch.as_tensor(tensor).detach().double().flatten()
     noise = torch.Generator().manual_seed(x.numel())
     probes = torch.randn(4, x.numel(), generator=noise, dtype=torch.float64)
@@ -121,10 +115,7 @@ def digest(tensor):
 
 @pytest.fixture(scope="session")
 def recorded():
-    """Numbers of the authors' Dream code.
-
-    {"a/…": forward, "b/…": DoRA, "c/…": finetuning loss, "digest/…": see `digest`}
-    """
+    """Numbers of the authors' Dream code. a/: forward, b/: DoRA, c/: finetuning loss"""
     values = {}
     for name, v in np.load(os.path.join(GOLDEN, "dream_recorded.npz")).items():
         v = v.astype(np.int64) if v.dtype == np.int16 else v

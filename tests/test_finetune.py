@@ -101,10 +101,7 @@ def test_recorded_loss_and_all_gradients(tiny_dream, recorded, batch):
 
 
 def one_update(sizes, device, checkpointing, k):
-    """Two updates with feedback on 2,048 tokens with random bf16 weights.
-
-    Returns the peak of the GPU's memory in bytes, and the gradients of the second, on the CPU.
-    """
+    """The GPU's memory in bytes, and the gradients, of the second of two updates in bf16."""
     with torch.device("meta"):
         dream = Dream(DreamConfig(*sizes)).to(torch.bfloat16).requires_grad_(False)
     dream.to_empty(device=device).checkpointing = checkpointing
@@ -125,7 +122,7 @@ def one_update(sizes, device, checkpointing, k):
 
 
 def test_update_in_bf16_on_2048_tokens():
-    """The memory test below on a small model: DoRA and ω learn on a frozen bf16 model."""
+    """DoRA and ω learn on a frozen bf16 model."""
     _, grads = one_update((200, 32, 64, 1, 2, 1, 1e-6, 1e6, 4096, 199, 0, 0), "cpu", True, 1)
     assert len(grads) == 4 * 3 + 3
     assert all(g.dtype == torch.float32 and g.isfinite().all() and g.any() for g in grads)
@@ -256,8 +253,7 @@ def test_four_updates_are_adam_on_the_dense_algorithm(cfg, monkeypatch, kind, k,
             p.grad = None
     assert tossed == {0, 8} if coin == "update" else tossed - {0, 8}
     for ours, theirs in zip(trained(model), etas, strict=True):
-        # Of steps of up to 1e-2. Adam divides by √v: where gradients are tiny, their rounding,
-        # which differs between versions of torch, moves a weight by 2.6e-6.
+        # Of steps of up to 1e-2. The rounding of tiny gradients moves a weight by 2.6e-6.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
 
 
@@ -286,23 +282,18 @@ def killed(cfg, module, name, call):
 
 def adapter_is_of_the_checkpoint(folder):
     state = checkpoint.load(folder + "/last.pt")["model"]
-    path = "base_model.model.model.layers.1.self_attn.v_proj.lora_B.weight"
-    saved = checkpoint.read_safetensors(folder + "/last/adapter_model.safetensors")[path]
-    return saved.equal(state["net.model.layers.1.self_attn.v_proj.lora_B"])
+    saved = checkpoint.read_safetensors(folder + "/last/adapter_model.safetensors")
+    layer = "model.layers.1.self_attn.v_proj.lora_B"
+    return saved[f"base_model.model.{layer}.weight"].equal(state[f"net.{layer}"])
 
 
 def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follows(cfg):
-    """Killed before a save, by SIGTERM, between last.pt and last/: bit for bit, log included.
-
-    The adapter in last/ is never newer than last.pt.
-    """
+    """Killed before a save, by SIGTERM, between last.pt and last/: bit for bit, log included."""
     cfg = replace(cfg, log_every=3)
     whole = replace(cfg, out=cfg.out + "-whole")
     finetune(whole)
     killed(cfg, checkpoint, "save", 2)
     assert parts(cfg.out)[0] == 2 and adapter_is_of_the_checkpoint(cfg.out)
-    with open(cfg.out + "/log.jsonl", "a") as f:
-        f.write('{"step": 3, "lo')  # as a kill leaves it
     cfg = replace(cfg, resume="auto")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
         # torchrun sends it again.
@@ -359,34 +350,29 @@ def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
         for name in ("softmask.json", "transparency_config.json"):
             back = Dream.load(tiny_dream)
             omega = SoftMask(**load_adapter(back, tmp_path))
-            assert omega.k == sm.k
             torch.testing.assert_close(omega.omega, sm.omega, rtol=0, atol=1e-4)
-            if sm.k is None:
-                assert omega.raw_tau.item() == pytest.approx(sm.raw_tau.item(), abs=1e-5)
+            assert omega.k == sm.k and (sm.k or abs(omega.tau - sm.tau) < 1e-5)
             os.remove(tmp_path / name)
-    assert dora.adapter_state(back).keys() == dora.adapter_state(dream).keys()
-    assert all(map(torch.equal, *(dora.adapter_state(d).values() for d in (back, dream))))
+    torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)
     assert load_adapter(Dream.load(tiny_dream), tmp_path) is None  # no ω is left
 
 
 def test_validation_is_the_same_every_time_and_best_is_kept(cfg):
     finetune(replace(cfg, steps=3, eval_every=1, eta_bb=0.0, eta_sm=0.0))  # nothing learns
-    lines = [{k: v for k, v in line.items() if k.startswith("val")} for line in logged(cfg.out)]
-    assert lines[0] == lines[1] == lines[2]
-    assert set(lines[0]) == {"val_soft", "val_binary"}
-    assert os.path.exists(cfg.out + "/best/adapter_model.safetensors")
+    first, *others = ((line["val_soft"], line["val_binary"]) for line in logged(cfg.out))
+    assert others == [first, first] and os.path.exists(cfg.out + "/best/softmask.json")
 
 
 def test_a_binary_run_takes_the_place_of_another_only_when_asked(cfg):
+    """And no ω of the other run is left beside it, also after a kill."""
     finetune(replace(cfg, steps=2))
     cfg = replace(cfg, p_sm=0.0)
     refused("already holds a run", finetune, cfg)
     killed(replace(cfg, overwrite=True), checkpoint, "save", 1)
-    assert not {"last", "last.pt"} & {*os.listdir(cfg.out)}  # with the ω of the older run
-    os.makedirs(os.path.join(cfg.out, "best"), exist_ok=True)
-    open(os.path.join(cfg.out, "best", "softmask.json"), "w").close()  # of a run that was killed
-    assert finetune(replace(cfg, resume="auto")).sm is None
-    assert not os.path.exists(os.path.join(cfg.out, "best", "softmask.json"))
+    assert not {"last", "last.pt"} & {*os.listdir(cfg.out)}
+    finetune(replace(cfg, resume="auto"))
+    assert os.listdir(cfg.out + "/best") == os.listdir(cfg.out + "/last")
+    assert load_adapter(Dream.load(cfg.model), cfg.out + "/best") is None
 
 
 def test_tiny_preset_learns(tmp_path, monkeypatch):

@@ -1,8 +1,4 @@
-"""MDLM and Dream on a GPU that is not there (pretend.py): all tensors are in one place.
-
-Not here: bench.py and eval_dream.py, which need a real one; bf16; waits of Dream's decoding
-(test_sample_dream.py).
-"""
+"""MDLM and Dream on a GPU that is not there (pretend.py). Dream's waits: test_sample_dream.py."""
 
 import pytest
 import torch
@@ -97,8 +93,7 @@ def test_dream_keeps_to_one_device(tmp_path, monkeypatch):
         for k in "--k=3", "--k=none":
             model = start("finetune_dream", "tiny", "--steps=2", k, "--overwrite")
             assert all(p.is_cuda for p in model.parameters())
-            for words in ("", "--block=8 --cache=dual", "--block=8 --threshold=0.5",
-                          "--temperature=0.5 --top_p=0.9 --schedule=linear",
-                          "--algorithm=random"):
+            for words in ("--algorithm=random", "--block=8 --cache=dual --schedule=linear",
+                          "--block=8 --threshold=0.5"):
                 start("sample_dream", "--model=out/tiny_dream/model", "--gen_len=16",
                       "--adapter=out/tiny_dream/last", "--prompt=1", *words.split())
