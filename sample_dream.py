@@ -198,8 +198,8 @@ def advance(model, x, opened, h, n, share, threshold=None, algorithm="entropy", 
     # authors' code leaves masks in its answers.
     never = model.mask_id if share == 1 else None
     state = generator.get_state() if generator else None
-    # Top-p rarely keeps over 1,024 tokens, but to ask would be another wait for a GPU. So the
-    # answer comes with the copy of x. Then the pass may choose again, with the same draws [ours].
+    # Top-p rarely keeps 1,024 tokens or more, but to ask would be another wait for a GPU. So their
+    # number comes with the copy of x. Then the pass may choose again, with the same draws [ours].
     for m in (1024, None) if x.is_cuda and top_p < 1 else (None,):
         if generator:
             generator.set_state(state)
