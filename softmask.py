@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Soft-masking: the layer that the paper adds to a model, made to be copied.            §3.1, Eq. 3
 
-At every decoding step, a masked diffusion model commits some tokens and keeps [MASK] elsewhere.
-Binary masking throws away what the model predicted for a kept mask. Soft-masking (SM) feeds this
-prediction back: instead of [MASK], the next step sees a convex mix of the [MASK] embedding and the
-embeddings of the k tokens that the model thought most likely. Their share, λ, grows with the
-confidence of the model. Three scalars of λ are learned: ω_s, ω_a, ω_b. `python softmask.py` works
-one example through. With any model that takes embeddings:
+In every decoding step, a masked diffusion model commits some tokens and keeps [MASK] elsewhere.
+Binary masking throws away what it predicted for a kept mask. Soft-masking (SM) feeds this back: the
+next step sees a convex mix of the [MASK] embedding and the embeddings of the k likeliest tokens.
+Their share, λ, grows with the confidence of the model. Three scalars of λ are learned: ω_s, ω_a,
+ω_b. `python softmask.py` works one example through. With any model that takes embeddings:
 
     sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)
     table = model.get_input_embeddings().weight           # (V, D)
@@ -23,8 +22,8 @@ Print λ at the masks, the first output of sm(logits[x == mask_id]): if it stays
 off, and no loss shows it. Then start ω_b near minus the entropy, in nats, that the model has there.
 
 A comment without a tag follows the paper, [code] the authors' released code. [ours] is our choice.
-Not here: the two passes (mdlm.py). Nothing detaches: the caller's no_grad decides. A model that can
-predict [MASK] may have it among the k [code]: set its logit to −inf first to prevent this.
+Nothing detaches: the caller's no_grad decides. A model that can predict [MASK] may have it among
+the k [code]: set its logit to −inf first to prevent this.
 """
 
 import sys
@@ -47,42 +46,40 @@ def largest(logits, k):
     """
     width, V = 128, logits.shape[1]
     if V < 8 * k * width:
-        return logits.topk(k, dim=-1)
+        return logits.topk(k)
     whole = V // width * width
-    groups = logits[:, :whole].unflatten(1, (-1, width))                       # (N, V/128, 128)
-    best = groups.detach().amax(-1).topk(k).indices[..., None]                 # (N, k, 1)
-    near = groups.gather(1, best.expand(-1, -1, width)).flatten(1)             # (N, k·128)
-    ids = (best * width + torch.arange(width, device=best.device)).flatten(1)  # (N, k·128)
+    groups = logits.detach()[:, :whole].unflatten(1, (-1, width))              # (N, V/128, 128)
+    best = groups.amax(-1).topk(k).indices                                     # (N, k)
+    inside = torch.arange(width, device=best.device)                           # (128,)
+    ids = (best[..., None] * width + inside).flatten(1)                        # (N, k·128)
     rest = torch.arange(whole, V, device=best.device).expand(len(ids), -1)     # (N, < 128)
-    candidates = torch.cat((near, logits[:, whole:]), 1)                       # (N, < (k+1)·128)
-    top, at = candidates.topk(k, dim=-1)                                       # 2 × (N, k)
-    return top, torch.cat((ids, rest), 1).gather(1, at)
+    ids = torch.cat((ids, rest), 1)                                            # (N, < (k+1)·128)
+    top, at = logits.gather(1, ids).topk(k)                                    # 2 × (N, k)
+    return top, ids.gather(1, at)
 
 
 class SoftMask(nn.Module):
     """sm_ω(x̂, p) as (λ, ids, π), the three quantities of §3.1, and as embeddings.
 
-    mask_id: token id of [MASK].   k: tokens in the mix; None: all, at a learned temperature τ.
+    k: tokens in the mix; None: all, at a learned temperature τ.
     omega_s in [0, 1): amplitude.   omega_a > 0: steepness, per nat.   omega_b < 0: offset, nats.
-    Raises ValueError outside these ranges. Checked against tests/oracles.py soft_mask.
-
     The parameters are raw: ω is a sigmoid or a softplus of them, so that its constraints hold.
+    Checked against tests/oracles.py soft_mask.
     """
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):
         super().__init__()
-        positive = all(0 < number < torch.inf for number in (omega_a, -omega_b, tau))
-        if not (0 <= omega_s < 1 and positive and (k is None or k >= 1)):
-            raise ValueError(f"SoftMask needs 0 <= omega_s < 1, omega_a > 0, omega_b < 0, tau > 0, "
-                             f"k >= 1 or None; got {omega_s}, {omega_a}, {omega_b}, {tau}, {k}")
+        in_range = 0 <= omega_s < 1 and omega_a > 0 and omega_b < 0 and tau > 0
+        if not in_range or (k is not None and k < 1):
+            raise ValueError("SoftMask needs 0 <= omega_s < 1, omega_a > 0, omega_b < 0, tau > 0, "
+                             "and k >= 1 or None")
         self.mask_id, self.k = mask_id, k
-        scalar = lambda v: torch.tensor(float(v), dtype=torch.float32)
-        # The logit of 0 is −∞, so ω_s starts at EPS or above [code].
-        self.raw_s = nn.Parameter(torch.logit(scalar(omega_s), eps=EPS))
-        self.raw_a = nn.Parameter(softplus_inverse(scalar(omega_a)))
-        self.raw_b = nn.Parameter(softplus_inverse(scalar(-omega_b)))
+        s, a, minus_b, tau = torch.tensor([omega_s, omega_a, -omega_b, tau], dtype=torch.float32)
+        self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))  # that of ω_s = 0 would be −∞ [code]
+        self.raw_a = nn.Parameter(softplus_inverse(a))
+        self.raw_b = nn.Parameter(softplus_inverse(minus_b))
         if k is None:  # with top-k, τ would have no gradient, and that stops DDP
-            self.raw_tau = nn.Parameter(softplus_inverse(scalar(tau)))
+            self.raw_tau = nn.Parameter(softplus_inverse(tau))
 
     def _apply(self, fn, recurse=True):
         """Moves ω with the model, but never rounds it: `.to(bfloat16)` leaves ω in fp32.
@@ -110,8 +107,8 @@ class SoftMask(nn.Module):
         return F.softplus(self.raw_tau) + EPS
 
     def extra_repr(self):
-        omega_s, omega_a, omega_b = (w.item() for w in self.omega)
-        return f"k={self.k}, omega_s={omega_s:.4g}, omega_a={omega_a:.4g}, omega_b={omega_b:.4g}"
+        words = "k={}, omega_s={:.4g}, omega_a={:.4g}, omega_b={:.4g}"
+        return words.format(self.k, *self.omega)
 
     def strength(self, neg_entropy):
         """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the mix that is not [MASK]          Eq. 3
@@ -134,8 +131,7 @@ class SoftMask(nn.Module):
         """
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
-            # λ too is computed from the tempered p [code]. The clamp: at a logit of −∞, the
-            # gradient of τ would be NaN.
+            # λ is of the tempered p, too [code]. Without the clamp, −∞ makes τ's gradient NaN.
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
         d = logits - logits.detach().amax(-1, keepdim=True)                        # (N, V)  <= 0
         e = d.exp()                                                                # (N, V)
@@ -153,8 +149,7 @@ class SoftMask(nn.Module):
         """(1 − λ) m + λ Σ_i π_i v_i, embedded                                          §3.1 sm(·,·)
 
         table: (V, D), the embeddings.   lam (N,), ids, pi: from `forward`.
-        Returns (N, D) in the table's dtype. To embed a mix of one-hot vectors is to mix their rows
-        of the table, so one-hot vectors are never made.
+        Returns (N, D) in the table's dtype. One-hot vectors are never made.
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
@@ -172,9 +167,8 @@ class SoftMask(nn.Module):
         """sm(x̂, p) for a whole batch: soft where x is [MASK], else plain          §3.1, both cases
 
         table: (V, D).   x: (B, L) token ids.   gain: see `forward`.
-        logits: the model's last prediction, in one of two forms:
-            (B, L, V)  everywhere. Shapes are static: `torch.compile(fullgraph=True)` takes it.
-            (N, V)     only where x is [MASK], row-major: logits[x == mask_id]. This is cheaper.
+        logits: the last prediction, (B, L, V), or where x is [MASK]: logits[x == mask_id], (N, V).
+            The first has static shapes, for torch.compile, the second is cheaper.
         Returns (B, L, D) in the table's dtype. λ = 0 gives F.embedding(x, table) bit for bit.
         """
         masked = x == self.mask_id                                                 # (B, L)
@@ -199,7 +193,6 @@ def time_gain(schedule, t, switch=0.5):
     stepwise-late 1 if t <= switch        binary → SM
 
     t: time left, from 1 to 0. The released code uses the share of masks that remain [code].
-    Raises ValueError for an unknown schedule.
     """
     gains = {"none": 1.0, "linear": t, "stepwise": float(t > switch),
              "linear-late": 1 - t, "stepwise-late": float(t <= switch)}
@@ -211,19 +204,17 @@ def time_gain(schedule, t, switch=0.5):
 def example():
     """Prints what SM makes of one mask in a language of five words."""
     words = ["cat", "dog", "sat", "ran", "[MASK]"]
-    table = torch.tensor([[1.0, 0.2], [0.8, 0.6], [-0.5, 1.0], [-0.9, 0.4], [0.0, -1.0]])  # (V, D)
+    table = torch.tensor([[3.0, 1.0], [3.0, 2.0], [1.0, 3.0], [0.0, 3.0], [0.0, 0.0]])     # (V, D)
     logits = torch.tensor([[2.0, 1.2, -0.5, -1.0, -torch.inf]])                            # (1, V)
-    p = logits.softmax(-1)[0]                                                              # (V,)
-    print("p      ", "  ".join(f"{word} {v:.3f}" for word, v in zip(words, p)))
-    print(f"−H(p)   {-torch.special.entr(p).sum():.3f} nats")
-    starts = {"the paper's start": {}, "a trained ω": dict(omega_s=0.9, omega_a=3.0, omega_b=-1.0)}
-    for name, omega in starts.items():
-        sm = SoftMask(mask_id=4, k=3, **omega)
-        lam, ids, pi = sm(logits)                                           # (1,), (1, 3), (1, 3)
-        x, y = sm.mix(table, lam, ids, pi)[0].tolist()
-        shares = "  ".join(f"{words[i]} {v:.3f}" for i, v in zip(ids[0], pi[0]))
-        print(f"\n{name}: {sm}\nλ       {lam.item():.3g}  (Eq. 3)\ntop k   {shares}  (π)")
-        print(f"sees    {x:.3f}, {y:.3f} instead of [MASK]'s 0, −1")
+    sm = SoftMask(mask_id=4, k=3, omega_s=0.9, omega_a=3.0, omega_b=-1.0)
+    lam, ids, pi = sm(logits)                                               # (1,), (1, 3), (1, 3)
+    p = logits.softmax(-1)                                                                 # (1, V)
+    entropy = torch.special.entr(p).sum()
+    print(f"{sm}\nH(p) = {entropy:.3f} nats, so λ = {lam.item():.3f} (Eq. 3)")
+    for i, share in zip(ids[0], pi[0]):
+        print(f"  {words[i]}  p = {p[0, i]:.3f}  π = {share:.3f}")
+    x, y = sm.mix(table, lam, ids, pi)[0].tolist()
+    print(f"The next step sees ({x:.3f}, {y:.3f}) instead of [MASK]'s (0, 0)")
 
 
 if __name__ == "__main__":

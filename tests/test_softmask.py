@@ -65,9 +65,8 @@ def test_reparameterisation():
         assert 0 <= omega_s <= 1 and omega_a > 0 and omega_b < 0
 
 
-def test_what_cannot_work_is_said_at_once():
-    for bad in (dict(omega_s=1.0), dict(omega_s=-0.1), dict(omega_a=0.0), dict(omega_b=0.1),
-                dict(k=0), dict(tau=0.0), dict(omega_a=math.inf), dict(omega_b=math.nan)):
+def test_what_would_be_silently_wrong_is_refused():
+    for bad in (dict(omega_s=1.0), dict(omega_a=0.0), dict(omega_b=math.nan), dict(k=0)):
         with pytest.raises(ValueError, match="SoftMask needs"):
             SoftMask(MASK, **bad)
     x, logits, table = example()
@@ -235,13 +234,11 @@ def test_recorded_numbers(head, inputs):
 
 
 def test_the_worked_example_is_right(capsys):
-    """`python softmask.py`: its numbers are those of the oracle, and the module says its ω."""
+    """`python softmask.py`: its numbers are those of the oracle."""
     softmask.example()
     out = capsys.readouterr().out
-    logits = torch.tensor([2.0, 1.2, -0.5, -1.0, -math.inf])
-    p = oracles.softmax(logits)
-    minus_H = sum(v * math.log(v) for v in p if v > 0)
-    lam = 0.9 / (1 + math.exp(-3 * (minus_H + 1)))
-    assert f"cat {p[0]:.3f}" in out and f"−H(p)   {minus_H:.3f} nats" in out
-    assert f"λ       {lam:.3g}  (Eq. 3)" in out and f"cat {p[0] / sum(p[:3]):.3f}" in out
-    assert "SoftMask(k=3, omega_s=0.9, omega_a=3, omega_b=-1)" in out
+    p = oracles.softmax(torch.tensor([2.0, 1.2, -0.5, -1.0, -math.inf]))
+    H = -sum(v * math.log(v) for v in p if v > 0)
+    lam = 0.9 / (1 + math.exp(3 * (H - 1)))
+    assert f"H(p) = {H:.3f} nats, so λ = {lam:.3f} (Eq. 3)" in out
+    assert f"cat  p = {p[0]:.3f}  π = {p[0] / sum(p[:3]):.3f}" in out
