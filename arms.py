@@ -7,25 +7,17 @@
     permuted   each mask gets the mix of another one: is it the content that matters?
 
 A new gate overrides `strength`, a new mix `mix`, and a name in ARMS is known to `train.py --arm=…`.
-All are [ours]. Not here: the paper's own method (softmask.py).
+All are [ours].
 """
-
-import copy
 
 import torch
 import torch.nn.functional as F
 
-from launch import Refused
 from softmask import SoftMask
 
 
 class Constant(SoftMask):
-    """λ = ω_s for every mask, whatever the entropy. It is not learned, so it must be given."""
-
-    def __init__(self, mask_id, k=3, omega_s=1e-6, **others):
-        if omega_s < 1e-3:
-            raise Refused(f"a constant λ of {omega_s:g} is no feedback: give omega_s, say 0.3")
-        super().__init__(mask_id, k, omega_s, **others)
+    """λ = ω_s for every mask, whatever the entropy. It is not learned: give omega_s, say 0.3."""
 
     def strength(self, neg_entropy):
         return self.omega[0].detach() + 0 * neg_entropy                            # (...)
@@ -45,13 +37,14 @@ class Slerp(SoftMask):
     def mix(self, table, lam, ids, pi):
         m = table[self.mask_id].float()                                            # (D,)
         g = super().mix(table, torch.ones_like(lam), ids, pi).float()              # (N, D)
-        start, to = F.normalize(m, dim=0), F.normalize(g, dim=-1)                  # (D,), (N, D)
+        start = F.normalize(m, dim=0)                                              # (D,)
+        end = F.normalize(g, dim=-1)                                               # (N, D)
         lam = lam[:, None]                                                         # (N, 1)
-        cos = (start * to).sum(-1, keepdim=True)                                   # (N, 1)
+        cos = (start * end).sum(-1, keepdim=True)                                   # (N, 1)
         # The derivative of acos is infinite at ±1, where the guess is [MASK] itself: stay inside.
         theta = cos.clamp(-1 + 1e-6, 1 - 1e-6).acos()                              # (N, 1)
-        mixed = ((1 - lam) * theta).sin() * start + (lam * theta).sin() * to       # (N, D)
-        return (m.norm() * (mixed / theta.sin())).to(table.dtype)                  # (N, D)
+        mixed = ((1 - lam) * theta).sin() * start + (lam * theta).sin() * end      # (N, D)
+        return (m.norm() * mixed / theta.sin()).to(table.dtype)                    # (N, D)
 
 
 class Permuted(SoftMask):
@@ -66,16 +59,15 @@ ARMS = {"": SoftMask, "constant": Constant, "renorm": Renorm, "slerp": Slerp, "p
 
 
 def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
-    """sm with another ω, for decoding. None keeps its own. A binary model gets k = 3 [ours]."""
+    """sm, given another ω for decoding. None keeps its own. A binary model gets k = 3 [ours]."""
     given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return sm
-    if sm is None and omega_s is None:
-        raise Refused(f"{given} leaves feedback off in a binary model: give --omega_s, say 0.5")
     start = SoftMask(mask_id, **given)
-    new = copy.deepcopy(sm or start)
+    if sm is None:
+        return start
     for name in given:
         raw = name.replace("omega", "raw")
-        getattr(new, raw).data.copy_(getattr(start, raw).data)
-    return new
+        getattr(sm, raw).data.copy_(getattr(start, raw).data)
+    return sm

@@ -4,9 +4,7 @@
     generate(model, 1, steps, on_step=show(tok, mask_id))           # drawn in place, λ in green
     generate(model, 1, steps, on_step=trace(tok, model, states))    # a list, for lab/plot.py
 
-An `on_step` gets (x, lam, guess, at, h): ids (n, L), λ and the most likely tokens of the masks, and
-the masks of the flat batch that were predicted, at (m,), from h (m, D). Only the first sequence is
-followed. Not here: decoding (sample.py).
+What an `on_step` gets says sample.generate. Only the first sequence of a batch is followed.
 """
 
 import shutil
@@ -50,8 +48,7 @@ def show(tok, mask_id, pause=0.05):
         if not sys.stdout.isatty():
             return
         lines, used = [""], 0
-        first = x[0].tolist(), lam[0].tolist(), guess[0].tolist()
-        for token, strength, top in zip(*first):
+        for token, strength, top in zip(x[0].tolist(), lam[0].tolist(), guess[0].tolist()):
             masked = token == mask_id
             text = cell_text(tok, top if masked else token)
             if used + len(text) > shutil.get_terminal_size().columns:
