@@ -15,13 +15,12 @@ A backbone is three things. Soft-masking works between the first and the second:
     head(h)                 (n, D) → (n, V)                  logits, fp32 always
 
 A tensor with a vocabulary axis is (n, V), a row for each *masked* position, and exists only inside
-`in_chunks`. The others, on average half (E[t] = ½), have no loss and no feedback. (B, L, V) in fp32
-would take 6.6 GB for one micro-batch of the paper. Submodules have the names and the order of the
-released checkpoints. Not here: the reverse process (sample.py), the training loop (train.py).
+`in_chunks`: (B, L, V) in fp32 would take 6.6 GB for one micro-batch of the paper. Submodules have
+the names and the order of the released checkpoints.
 """
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Literal
 
@@ -91,10 +90,11 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x, shift, scale):
-        gain, shift = self.weight * (1 + scale), shift.float()                 # 2 × (B or 1, 1, D)
+        x, shift = x.float(), shift.float()
+        gain = self.weight * (1 + scale)                                       # (B or 1, 1, D)
         if len(gain) == 1:  # all sequences share it: layer_norm applies it, and saves a pass over x
-            return F.layer_norm(x.float(), x.shape[-1:], gain[0, 0], shift[0, 0])
-        return F.layer_norm(x.float(), x.shape[-1:]) * gain + shift            # (B, L, D)
+            return F.layer_norm(x, x.shape[-1:], gain[0, 0], shift[0, 0])
+        return F.layer_norm(x, x.shape[-1:]) * gain + shift                    # (B, L, D)
 
 
 def zero_linear(n_in, n_out):
@@ -108,26 +108,6 @@ def zero_linear(n_in, n_out):
 def rotate(x, cos, sin):
     """Rotary positions. They turn the pairs (i, i + d/2) of x, not neighbours [code]."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)           # (B, L, 2, H, d)
-
-
-class VocabEmbed(nn.Module):
-    def __init__(self, vocab_size, dim):
-        super().__init__()
-        self.embedding = nn.Parameter(torch.empty(vocab_size, dim))            # (V, D)  not tied
-        nn.init.kaiming_uniform_(self.embedding, a=math.sqrt(5))
-
-
-class SigmaMap(nn.Module):
-    """Embeds the noise level: cosines and sines of 128 frequencies, then a small MLP."""
-
-    def __init__(self, n_cond):
-        super().__init__()
-        self.mlp = nn.Sequential(nn.Linear(256, n_cond), nn.SiLU(), nn.Linear(n_cond, n_cond))
-
-    def forward(self, sigma):
-        i = torch.arange(128, device=sigma.device)
-        angles = sigma[:, None] * torch.exp(-math.log(10000) * i / 128)        # (B, 128)
-        return self.mlp(torch.cat((angles.cos(), angles.sin()), dim=-1))       # (B, cond)
 
 
 class Block(nn.Module):
@@ -160,24 +140,22 @@ class Block(nn.Module):
         return x + gate2 * F.dropout(y, self.dropout, self.training)           # (B, L, D)
 
 
-class OutputLayer(nn.Module):
-    def __init__(self, cfg):
-        super().__init__()
-        self.norm_final = LayerNorm(cfg.n_embd)
-        self.linear = zero_linear(cfg.n_embd, cfg.vocab_size)
-        self.adaLN_modulation = zero_linear(cfg.n_cond, 2 * cfg.n_embd)
-
-
 class DiT(nn.Module):
     """g_θ as a backbone: table, hidden, head                                      §2.1, App. B.1"""
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        self.vocab_embed = VocabEmbed(cfg.vocab_size, cfg.n_embd)
-        self.sigma_map = SigmaMap(cfg.n_cond)
+        V, D, cond = cfg.vocab_size, cfg.n_embd, cfg.n_cond
+        self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not tied
+        nn.init.kaiming_uniform_(self.table, a=math.sqrt(5))
+        mlp = nn.Sequential(nn.Linear(256, cond), nn.SiLU(), nn.Linear(cond, cond))
+        self.sigma_map = nn.ModuleDict({"mlp": mlp})
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
-        self.output_layer = OutputLayer(cfg)
+        self.output_layer = nn.ModuleDict({
+            "norm_final": LayerNorm(D),
+            "linear": zero_linear(D, V),
+            "adaLN_modulation": zero_linear(cond, 2 * D)})
 
     @property
     def table(self):
@@ -189,50 +167,55 @@ class DiT(nn.Module):
             sigma = t.new_zeros(1)                                             # (1,)
             if self.cfg.time_conditioning:
                 sigma = -torch.log1p(-(1 - ALPHA_FLOOR) * t)                   # (B,)
-            return F.silu(self.sigma_map(sigma.float()))                       # (B or 1, cond)
+            i = torch.arange(128, device=t.device)
+            frequencies = torch.exp(-math.log(10000) * i / 128)                # (128,)
+            angles = sigma.float()[:, None] * frequencies                      # (B or 1, 128)
+            waves = torch.cat((angles.cos(), angles.sin()), dim=-1)            # (B or 1, 256)
+            return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
     def trunk(self, emb, t):
-        """Embeddings to the last hidden states, normed and modulated, ready for `head`.
-
-        emb: (B, L, D) fp32.   t: (B,).   Returns (B, L, D) fp32. Under bf16 autocast the matrix
-        products are in bf16, the residual stream stays fp32 [code].
-        """
-        kind, d = emb.device.type, self.cfg.n_embd // self.cfg.n_head
-        i = torch.arange(0, d, 2, device=emb.device).float()                   # (d/2,)
-        position = torch.arange(emb.shape[1], device=emb.device).float()       # (L,)
+        """emb (B, L, D) → last hidden states (B, L, D), both fp32, under autocast too [code]"""
+        device = emb.device
+        d = self.cfg.n_embd // self.cfg.n_head
+        i = torch.arange(0, d, 2, device=device).float()                       # (d/2,)
+        position = torch.arange(emb.shape[1], device=device).float()           # (L,)
         # Angles in fp32: bf16 would lose the phase of far positions.
         angles = position[:, None] * 10000 ** (-i / d)                         # (L, d/2)
-        dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else emb.dtype
         # cos is even and sin is odd: the first of each pair gets −sin.
         angles = torch.cat((-angles, angles), dim=-1)[:, None, None]           # (L, 1, 1, d)
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)              # (L, 1, 1, d)
-        c, x = self.time_embedding(t), emb                                     # (B or 1, cond)
+        dtype = emb.dtype
+        if torch.is_autocast_enabled(device.type):
+            dtype = torch.get_autocast_dtype(device.type)
+        cos = angles.cos().to(dtype)                                           # (L, 1, 1, d)
+        sin = angles.sin().to(dtype)                                           # (L, 1, 1, d)
+        c = self.time_embedding(t)                                             # (B or 1, cond)
         for block in self.blocks:
-            x = block(x, c, cos, sin)                                          # (B, L, D)
+            emb = block(emb, c, cos, sin)                                      # (B, L, D)
         modulation = self.output_layer.adaLN_modulation(c)[:, None]            # (B or 1, 1, 2D)
         shift, scale = modulation.chunk(2, dim=-1)                             # 2 × (B or 1, 1, D)
-        return self.output_layer.norm_final(x, shift, scale)                   # (B, L, D)
+        return self.output_layer.norm_final(emb, shift, scale)                 # (B, L, D)
 
     def hidden(self, emb, at, t):
         return self.trunk(emb, t).flatten(0, 1)[at]                            # (N, D)
 
     def head(self, h):
         """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code]."""
-        linear, V = self.output_layer.linear, self.cfg.vocab_size
-        weight, bias = linear.weight, linear.bias.clone()                      # (V, D), (V,)
+        V = self.cfg.vocab_size
+        weight = self.output_layer.linear.weight                               # (V, D)
+        bias = self.output_layer.linear.bias.clone()                           # (V,)
         bias[self.cfg.mask_id] = -1e6  # p = 0 without one more pass over an (n, V) tensor
         if torch.compiler.is_compiling() and h.is_cuda:
             # Where 64 does not divide V, CUDA takes an old kernel for the gradient of weight. So V
             # is padded inside of the product [ours]. Eager code would copy the weights each time.
-            weight, bias = F.pad(weight, (0, 0, 0, -V % 64)), F.pad(bias, (0, -V % 64))
+            weight = F.pad(weight, (0, 0, 0, -V % 64))
+            bias = F.pad(bias, (0, -V % 64))
         return F.linear(h, weight, bias)[:, :V].float()                        # (n, V)
 
 
 def likeliest(probs, p):
     """The largest of each row of probs (n, V), so many that their sum is above p in every row.
 
-    Returns values and ids, both (n, m), the largest first. Mostly a few tokens reach p, and to sort
-    all of V would cost as much as the network [ours].
+    Returns values and ids (n, m), descending. To sort all of V costs as much as the network [ours].
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
@@ -247,14 +230,14 @@ def likeliest(probs, p):
 def in_chunks(fn, *rows, V, keeps=0, compiled=False):
     """fn(*rows) in chunks of rows, outputs concatenated. (n, V) tensors exist only in here.
 
-    fn: maps tensors (n, …) to a tensor (n, …), or to a tuple of them. Rows must not interact.
-    rows: tensors of one length N, which may be 0.   V: size of the vocabulary.
+    fn: maps tensors (n, …) to one (n, …), or to a tuple of them.   rows: tensors (N, …), or (0, …).
     keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks take
         more than BUDGET, none is kept, and the backward runs fn again.   compiled: fn keeps none.
     """
-    N, one_row, on_cpu = len(rows[0]), 4 * V, rows[0].device.type == "cpu"
+    N, one_row = len(rows[0]), 4 * V
     # While fn works it holds at most 6.7 tensors (n, V) in fp32, measured for SM over all of |V|.
-    size = max(1, int((CPU_LOGITS if on_cpu else BUDGET / 6.7) / one_row))
+    room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / 6.7
+    size = max(1, int(room / one_row))
     if compiled:
         size = COMPILED  # always split: a whole tensor would be compiled for once more
     elif N <= size:
@@ -271,16 +254,16 @@ class TwoPass(nn.Module):
     """Predict, feed back, predict again, for any backbone                        §3.2, Alg. 1 l.5-8
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
-    mask_id: id of [MASK].   two_updates: the first pass gets gradients too (App. C.3).
-
-    `lam`, 0-d, is the mean of λ in the last forward with feedback. A subclass defines its loss as
-    `forward`, so that DDP sees one forward per backward.
+    A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
     """
 
     def __init__(self, net, sm, mask_id, two_updates=False):
         super().__init__()
-        self.net, self.sm, self.mask_id, self.two_updates = net, sm, mask_id, two_updates
-        self.lam, self.compiled = torch.tensor(torch.nan), False
+        self.net, self.sm = net, sm
+        self.mask_id = mask_id
+        self.two_updates = two_updates      # the first pass gets gradients too, App. C.3
+        self.lam = torch.tensor(torch.nan)  # 0-d, the mean of λ in the last forward with feedback
+        self.compiled = False
 
     def weigh(self, h, logits=None):
         """λ (n,), ids (n, k), π (n, k) of a chunk of masks; for k = |V| the mix (n, D) as π"""
@@ -300,26 +283,26 @@ class TwoPass(nn.Module):
     def feedback(self, h, logits=None):
         """What masked positions look like in the next pass                 Alg. 1 l.6-7, Alg. 2 l.6
 
-        h: (n, D) hidden states that predict them.   logits: (n, V) head(h), if they are known.
+        h: (n, D) hidden states that predict them.   logits: (n, V) head(h), if already computed.
         Returns their embeddings (n, D), λ (n,), and the most likely tokens (n,).
         """
-        table = self.net.table
         if logits is None:
             keeps = 5 if self.two_updates or self.sm.k is None else 0  # logits, d, clamped d, e, p
-            lam, ids, pi = in_chunks(self.weigh, h, V=len(table), keeps=keeps,
+            lam, ids, pi = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
                                      compiled=self.compiled)
         else:
             lam, ids, pi = self.weigh(h, logits)
         if self.sm.k is None:  # mixed in `weigh`, so that an (n, V) tensor stays in its chunk
             return pi, lam, ids[:, 0]
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
-        return self.sm.mix(table, lam, ids, pi), lam, ids[:, 0]
+        return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
 
     def feedback_of_certain(self, ids):
         """`feedback` of re-masked tokens ids (m,), predicted with p = 1: H = 0, λ at its maximum"""
-        zero = torch.zeros(len(ids), device=ids.device)                        # (m,)  −H
-        lam, one = self.sm.strength(zero), torch.ones_like(zero)[:, None]      # (m,), (m, 1)
-        return self.sm.mix(self.net.table, lam, ids[:, None], one), lam, ids
+        neg_entropy = torch.zeros(len(ids), device=ids.device)                 # (m,)
+        lam = self.sm.strength(neg_entropy)                                    # (m,)
+        pi = torch.ones_like(lam)[:, None]                                     # (m, 1)
+        return self.sm.mix(self.net.table, lam, ids[:, None], pi), lam, ids
 
     def warning(self):
         """What to tell the user if training has left feedback off, which no loss shows, else ""."""
@@ -338,9 +321,8 @@ class TwoPass(nn.Module):
     def token_nll(self, x0, xt, t, soft, at=None):
         """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
 
-        x0, xt: (B, L) ids.   t: (B,) times.
-        soft: True for two passes, False for one pass on plain masks.
-        at: (N,) positions of [MASK] in the flat batch, if they are known.
+        x0, xt: (B, L) ids.   t: (B,) times.   soft: two passes, not one on plain masks.
+        at: (N,) positions of [MASK] in the flat batch (default: found here).
         Returns nll (N,) fp32, and at. Checked against tests/oracles.py dense_nll.
         """
         net = self.net
@@ -368,7 +350,7 @@ def compile_parts(model, mode=None):
     """Compile what takes the time of a TwoPass on CUDA: its trunk and its chunks of rows [ours]
 
     mode: of the trunk; "reduce-overhead" makes CUDA graphs. Chunks have none: their length changes.
-    Methods are compiled, not modules, so that the names in the state_dict stay.
+    Methods are compiled, not modules, because those would change the names in the state_dict.
     """
     def any_length(fn):
         fast = torch.compile(fn, dynamic=True)
@@ -384,8 +366,6 @@ class MDLM(TwoPass):
     """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig."""
 
     def __init__(self, cfg):
-        if cfg.n_embd % (2 * cfg.n_head):
-            raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
         net, sm = DiT(cfg), None
         if cfg.soft_mask:
             sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, omega_s=cfg.omega_s, omega_a=cfg.omega_a,
@@ -396,13 +376,9 @@ class MDLM(TwoPass):
     def forward(self, x0, xt, t, soft, at=None):
         """Cross-entropy of the masked tokens, times 1/t                         Eq. 2, Alg. 1 l.5-8
 
-        x0, xt: (B, L) ids.   t: (B,) in (0, 1].   soft, at: see `token_nll`.
-        Returns nll: (B,) nats per sequence. nll · t is the plain cross-entropy of its masks.
-        Checked against tests/oracles.py dense_nll.
-
-        Its mean over t and x_t bounds −log p(x0) from above for a sampler that calls the network as
-        this loss does. Alg. 2 is another one: its single pass has the feedback of the step before,
-        of which pass 1 is a proxy (§3.2).
+        Returns nll: (B,) nats per sequence. Its mean over t and x_t bounds −log p(x0) from above
+        for a sampler with two passes, as here. Alg. 2 is another one: its single pass has the
+        feedback of the step before, of which pass 1 is a proxy (§3.2).
         """
         B, L = xt.shape
         nll, at = self.token_nll(x0, xt, t, soft, at)                          # (N,), (N,)
@@ -410,21 +386,22 @@ class MDLM(TwoPass):
 
     @classmethod
     def load(cls, path, ema=True):
-        """A model in eval mode, from any file that checkpoint.load reads.
+        """A model in eval mode, from any file that checkpoint.load reads. Its rest is `.info`.
 
-        ema: take the averaged backbone if there is one, as every published number does. ω has no
-            average [code].   `.info` holds what else is in the checkpoint.
+        ema: take the averaged backbone, as every published number does. ω has no average [code].
         """
         ckpt = checkpoint.load(path)
-        if ckpt["kind"] != "mdlm":
-            raise Refused(f"{path} holds a {ckpt['kind']}, not an MDLM")
-        average = ckpt.get("ema") or {}
-        if not (ema or average):
+        weights, average = ckpt.pop("model"), ckpt.pop("ema", None)
+        if ema and average:
+            weights = weights | average
+        elif not (ema or average):
             raise Refused(f"{path} holds the average alone: --ema=False needs a last.pt")
-        names = {f.name for f in fields(ModelConfig)} & ckpt["config"].keys()
-        model = cls(ModelConfig(**{name: ckpt["config"][name] for name in names}))
-        model.load_state_dict(ckpt["model"] | (average if ema else {}))
-        if not all(t.isfinite().all() for t in model.state_dict().values()):
+        config = {name: value for name, value in ckpt["config"].items()
+                  if name in ModelConfig.__dataclass_fields__}  # train.Config has more
+        model = cls(ModelConfig(**config))
+        model.load_state_dict(weights)
+        if not all(t.isfinite().all() for t in weights.values()):
             raise Refused(f"the weights in {path} are not all numbers: take an earlier file")
-        model.info = {k: v for k, v in ckpt.items() if k not in ("model", "ema", "optimizer")}
+        ckpt.pop("optimizer", None)
+        model.info = ckpt
         return model.eval()
