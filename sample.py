@@ -11,13 +11,12 @@
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --sampler=remdm-loop
 
 The last command makes the samples of one cell of Tables 1 and 2, one JSON line each, and goes on
-after a stop. Under torchrun each rank has a file: samples.RANK.jsonl. Not here: metrics (eval.py).
+after a stop. Under torchrun each rank has a file: samples.RANK.jsonl.
 """
 
-import json
 import math
 from dataclasses import asdict, dataclass, replace
-from functools import partial, wraps
+from functools import partial
 from itertools import zip_longest
 from typing import Annotated, Literal
 
@@ -28,7 +27,7 @@ import torch.nn.functional as F
 import launch
 from arms import with_omega
 from data import rng, tokenizer
-from launch import Refused, Share, Size, append_jsonl, machine, progress, read_jsonl
+from launch import Refused, Share, Size, append_jsonl, machine, progress, read_jsonl, to_device
 from mdlm import MDLM, compile_parts, in_chunks, likeliest
 from show import show, trace
 
@@ -41,25 +40,25 @@ GRAPHS_PAY = 5000  # network calls from which CUDA graphs, some 12 ms faster, ar
 def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
     """One reverse step t → s < t: P[reveal a mask], P[re-mask a token]              Eq. 1, App. B.1
 
-    t, s: times in [0, 1]. Here α_t = 1 − t, without the floor of training [code].
-    eta: the largest P[re-mask] (default: SAMPLERS[sampler]).
-    t_on, t_off, alpha_on: remdm-loop holds α at alpha_on between these times. Before and after
-        them, it is mdlm with a faster clock.
-
+    t, s: times in [0, 1]. Here α_t = 1 − t, without the floor of training [code]. remdm-loop holds
+    α at alpha_on between t_on and t_off. Before and after, it is mdlm with a faster clock.
     The network decides *which* token appears, the schedule alone *whether* one does. So a sampler
     is just this pair. It must take the masked share from t to s: t (1 − reveal) + (1 − t) remask =
     s. With remdm-loop this share is not t, but 1 − α of its own clock.
     """
-    if sampler not in SAMPLERS:
-        raise Refused(f"sampler={sampler} is none of {', '.join(SAMPLERS)}")
-    remask, eta = 0.0, (SAMPLERS[sampler] if eta is None else eta)
+    remask, default = 0.0, SAMPLERS[sampler]
+    if eta is None:
+        eta = default
     if sampler == "remdm-loop":
         if t_off < t <= t_on:  # the plateau: as many tokens appear as vanish
             return min(1.0, eta * alpha_on / (1 - alpha_on)), eta
         if t > t_on:  # α goes from 0 to alpha_on
-            t, s = (1 - (1 - time) * alpha_on / (1 - t_on) for time in (t, s))
+            speed = alpha_on / (1 - t_on)
+            t = 1 - (1 - t) * speed
+            s = 1 - (1 - s) * speed
         else:  # α goes from alpha_on to 1
-            t, s = (time * (1 - alpha_on) / t_off for time in (t, s))
+            speed = (1 - alpha_on) / t_off
+            t, s = t * speed, s * speed
     if sampler == "remdm-cap":
         remask = min(eta, s / max(1 - t, 1e-9))  # the cap keeps P[reveal] at most 1
     reveal = (t - s + remask * (1 - t)) / t  # solves t (1 − reveal) + (1 − t) remask = s
@@ -70,18 +69,18 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
 def schedule_flips(free, steps, generator, every=False, **schedule):
     """At which steps each position of one sequence turns: this needs no network               Eq. 1
 
-    free: (L,) bool, True where the position may change.   steps: T.   schedule: for `step_probs`.
+    free: (L,) bool, True where the position may change.   schedule: for `step_probs`.
     every: yield the steps without a change too, as Alg. 2 and App. C.5 do. App. C.4 and the
         released code skip them [code]. A binary model would only repeat its prediction there, one
         with SM would iterate its feedback.
     Yields (t, flips, u): at time t the positions `flips` (L,) bool turn, from [MASK] to a token or
-    back. u: (L,) float64 in [0, 1), for `sample_categorical`. Every step draws 2 L numbers, so that
-    they do not depend on what happened before.
+    back. u: (L,) float64 in [0, 1), for `sample_categorical`.
     """
     masked, dt = free.copy(), (1 - T_END) / steps
     for i in range(steps):
         t = 1 - i * dt
         reveal, remask = step_probs(t, t - dt, **schedule)
+        # Always 2 L numbers, so that they do not depend on what happened before.
         draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
         coin, u = draws.numpy()                                                # (L,), (L,)
         flips = free & (coin < np.where(masked, reveal, remask))               # (L,)
@@ -91,18 +90,11 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
         masked ^= flips
 
 
-def one_each(generator, n):
-    """n CPU generators: the list that is given, or new ones, with seeds from a generator."""
-    if isinstance(generator, list):
-        return generator
-    seeds = torch.randint(2**62, (n,), generator=generator).tolist()
-    return [torch.Generator().manual_seed(seed) for seed in seeds]
-
-
 def schedule_batch(free, steps, generators, every, **schedule):
     """`schedule_flips` of n sequences: (t, flips, u), now (n,), (n, L), (n, L).
 
-    In each turn, every sequence takes its own next step [ours]. A finished one has t = T_END.
+    In each turn, every sequence takes its own next step [ours]. A finished one has t = T_END, and
+    stays in the batch: CUDA graphs need static shapes.
     """
     sequences = [schedule_flips(row, steps, g, every, **schedule)
                  for row, g in zip(free, generators)]
@@ -114,9 +106,9 @@ def schedule_batch(free, steps, generators, every, **schedule):
 def nucleus(probs, p):
     """The likeliest tokens, as long as their sum is at most p, renormalised                App. B.1
 
-    probs: (n, V).   p: in (0, 1].   Returns (n, V). Checked against tests/oracles.py nucleus.
-    The likeliest token is always kept. The token that crosses p is dropped [code]. The usual
-    rule, which Dream follows, keeps it (sample_dream.filtered).
+    probs: (n, V).   Returns (n, V). The likeliest token is always kept. The token that crosses p is
+    dropped [code]. The usual rule, which Dream follows, keeps it (sample_dream.filtered).
+    Checked against tests/oracles.py nucleus.
     """
     if p == 1:
         return probs
@@ -128,84 +120,68 @@ def nucleus(probs, p):
 
 
 def sample_categorical(probs, u):
-    """One token (n,) per row, drawn with its probability, in float64
+    """One token (n,) per row, drawn with its probability: where u falls in the cumulative sum
 
-    probs: (n, V), not negative, of any positive sum.
-    u: (n,) float64, uniform in [0, 1). The drawn token is where u falls in the cumulative sum.
+    probs: (n, V), of any positive sum.   u: (n,) float64, uniform in [0, 1). One number per row
+    [ours] gives the same distribution as V exponentials [code]. With fp32 noise, tokens rarer than
+    6e-8 would never come: entropy and generative perplexity would fall, the text be no better.
     Checked against tests/oracles.py draw.
-
-    With fp32 noise, tokens rarer than 6e-8 would never come. Entropy would fall, and generative
-    perplexity with it, although the text is no better. One number per row [ours] gives the same
-    distribution as V exponentials [code].
     """
-    cdf = probs.to(u.device, torch.float64).cumsum(-1)                         # (n, V)
-    # right=True: a token with p = 0 is never drawn.
-    drawn = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)      # (n, 1)
-    return drawn[:, 0].to(probs.device)
+    device = "cpu" if probs.device.type == "mps" else probs.device  # MPS has no float64
+    cdf = probs.to(device, torch.float64).cumsum(-1)                           # (n, V)
+    u = to_device(u, cdf.device)[:, None] * cdf[:, -1:]                        # (n, 1)
+    drawn = torch.searchsorted(cdf, u, right=True)  # right: p = 0 is never drawn
+    return drawn[:, 0].to(probs.device)                                        # (n,)
 
 
-def for_sampling(function):
-    """A function of a model that runs without gradients and without dropout."""
-    @wraps(function)
-    @torch.no_grad()
-    def call(model, *args, **kwargs):
-        was_training = model.training
-        model.eval()
-        found = function(model, *args, **kwargs)
-        model.train(was_training)
-        return found
-    return call
+def beginning(model, n, x, generator):
+    """The ids (n, L) to start from, and n generators: the given ones, or new ones from one."""
+    if x is None:
+        x = torch.full((n, model.cfg.length), model.mask_id)
+    if not isinstance(generator, list):
+        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return x.expand(n, -1), generator
 
 
-def starts(model, n, x):
-    return torch.full((n, model.cfg.length), model.mask_id) if x is None else x.expand(n, -1)
-
-
-def float64_device(x):
-    return torch.device("cpu") if x.device.type == "mps" else x.device  # MPS has no float64
-
-
-@for_sampling
+@torch.no_grad()
 def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
              soft=True, passes=1, every=False, **schedule):
     """Inference with soft-masking                                                    Alg. 2, App. A
 
-    model: MDLM.   n: sequences.   steps: T.   sampler, every, schedule: see `schedule_flips`.
-    top_p: for `nucleus`.   soft: False decodes in binary.
+    n: sequences.   steps: T.   sampler, every, schedule: see `schedule_flips`.
+    soft: False decodes in binary.   top_p: for `nucleus`.
     passes: network calls in each step, each with the feedback of the call before (Alg. 2: one).
     generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
-    on_step(x, lam, guess, at, h): called after every turn. x (n, L) are the ids. Where they are
-        [MASK], lam (n, L) is λ, and guess (n, L) the most likely token. at (m,) are the masks of
-        the flat batch that stay, predicted from h (m, D).
+    on_step(x, lam, guess, at, h): called after every turn. x (n, L): ids. Where they are [MASK],
+        lam (n, L) is λ, guess (n, L) the likeliest token. at (m,): the masks of the flat batch that
+        stay, predicted from h (m, D).
     x: (L,) or (n, L) ids on the CPU to start from. All but [MASK] stays (default: all [MASK]).
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
+    The host knows the schedules before, so it runs ahead of the device, but for a large nucleus.
     Checked against tests/oracles.py alg2.
-
-    A finished sequence stays in the batch, because CUDA graphs need static shapes. The schedules
-    are known before, so the host runs ahead of the device, but for a nucleus of many tokens
-    (`likeliest`).
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
-    V, soft = len(table), soft and model.sm is not None
+    device, was_training = table.device, model.training
+    model.eval()
+    soft = soft and model.sm is not None
     passes = passes if soft else 1
-    x = starts(model, n, x)                                                    # (n, L)
-    L, masked = x.shape[1], (x == mask_id).numpy()                             # (n, L), on the host
     every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
-    turns = schedule_batch(masked.copy(), steps, one_each(generator, n), every, sampler=sampler,
-                           **schedule)
+    x, generators = beginning(model, n, x, generator)                          # (n, L)
+    L, masked = x.shape[1], (x == mask_id).numpy()                             # (n, L), on the host
+    turns = schedule_batch(masked, steps, generators, every, sampler=sampler, **schedule)
     nfe = np.zeros(n, np.int64)                                                # (n,)
-    x = x.flatten().to(table.device, copy=True)                                # (nL,)
+    x = x.flatten().to(device, copy=True)                                      # (nL,)
     emb = F.embedding(x, table)                                                # (nL, D)
-    lam, guess = torch.zeros(n * L, device=x.device), x.clone()                # (nL,), (nL,)
-
-    def on_device(array):
-        return launch.to_device(torch.from_numpy(array), x.device)
+    lam, guess = torch.zeros(n * L, device=device), x.clone()                  # (nL,), (nL,)
+    state = [part.view(n, L) for part in (x, lam, guess)]  # sees every change of these
 
     def positions(which):
-        return on_device(np.flatnonzero(which))                                # (m,) of n·L
+        return to_device(torch.from_numpy(np.flatnonzero(which)), device)      # (m,) of n·L
 
     def predict(t, waiting):
         """The network, `passes` times. Every call but the first overwrites the masks `waiting`."""
+        t = to_device(torch.from_numpy(t).float(), device)                     # (n,)
         h = net.trunk(emb.view(n, L, -1), t).flatten(0, 1)                     # (nL, D)
         for _ in range(passes - 1):
             emb[waiting] = model.feedback(h[waiting])[0]
@@ -218,13 +194,12 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     for t, flips, u in progress(turns, "steps", steps, leave=False, disable=bool(on_step) or None):
         live = t > T_END                                                       # (n,)
         appear, vanish = positions(masked & flips), positions(~masked & flips)
-        waiting = positions(masked & live[:, None])
         stay = positions(masked & ~flips & live[:, None])
-        u = launch.to_device(torch.from_numpy(u[masked & flips]), float64_device(x))   # (m,)
-        masked ^= flips
+        u = torch.from_numpy(u[masked & flips])                                # (m,)
+        masked = masked ^ flips
         nfe += live * passes
-        h = predict(on_device(t.astype(np.float32)), waiting)                  # (nL, D)         l.3
-        x[appear] = in_chunks(pick, h[appear], u, V=V)                         #               l.4-5
+        h = predict(t, torch.cat((appear, stay)))                              # (nL, D)         l.3
+        x[appear] = in_chunks(pick, h[appear], u, V=len(table))                #               l.4-5
         emb[appear] = F.embedding(x[appear], table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
@@ -234,79 +209,84 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             emb[vanish] = table[mask_id]
         x.index_fill_(0, vanish, mask_id)  # x[vanish] = mask_id, but a GPU is not waited for
         if on_step:
-            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), stay, h[stay])
-    if masked.any():  # rare, except for remdm-loop: a tenth of L after 20 steps
+            on_step(*state, stay, h[stay])
+    if masked.any():  # rare, but for remdm-loop a tenth of L after 20 steps; no nucleus [code]
         left = positions(masked)
-        h = predict(torch.full((n,), T_END, device=x.device), left)            # (nL, D)
-        x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=V)  # no nucleus [code]
+        h = predict(np.full(n, T_END), left)                                   # (nL, D)
+        x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=len(table))
         nfe += masked.any(1) * passes
         if on_step:
-            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), left[:0], h[:0])
-    return x.view(n, L).cpu(), torch.from_numpy(nfe)
+            on_step(*state, left[:0], h[:0])
+    model.train(was_training)
+    return state[0].cpu(), torch.from_numpy(nfe)
 
 
-@for_sampling
+@torch.no_grad()
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
                       soft=True, passes=1):
     """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
 
     order: "entropy", the surest first (§2.2), or "random", its control.
-    steps: T. Each step reveals its share of the masks that are left, rounded up [ours].
-    Others, and what is returned: see `generate`. `at` of on_step are all masks before the step.
+    Each of the steps reveals its share of the masks that are left, rounded up [ours].
+    The rest is as in `generate`, but `at` of on_step are all masks before the step.
     Checked against tests/oracles.py in_order.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
-    soft, generators = soft and model.sm is not None, one_each(generator, n)
+    device, was_training = table.device, model.training
+    model.eval()
+    soft = soft and model.sm is not None
     passes = passes if soft else 1
-    x = starts(model, n, x).to(table.device)                                   # (n, L)
-    nfe = torch.zeros(n, dtype=torch.long, device=x.device)                    # (n,)
+    x, generators = beginning(model, n, x, generator)                          # (n, L)
+    L, x = x.shape[1], x.flatten().to(device)                                  # (nL,)
+    emb = F.embedding(x, table)                                                # (nL, D)
+    nfe = torch.zeros(n, dtype=torch.long, device=device)                      # (n,)
 
     def choose(h, u):
         logits = net.head(h)                                                   # (m, V)
         p = nucleus(logits.softmax(-1), top_p)                                 # (m, V)
-        conf = (p * (p + 1e-10).log()).sum(-1)       # −H, 0 where one token is left: (m,)
-        x0 = sample_categorical(p, u)                                          # (m,)
+        neg_entropy = (p * (p + 1e-10).log()).sum(-1)  # 0 where one token is left: (m,)
+        drawn = sample_categorical(p, u)                                       # (m,)
         if not soft:
-            return x0, conf
-        return x0, conf, *model.feedback(h, logits)
+            return drawn, neg_entropy
+        return drawn, neg_entropy, *model.feedback(h, logits)
 
-    emb = F.embedding(x, table)                                                # (n, L, D)
     for left in range(steps, 0, -1):
-        masked = x == mask_id                                                  # (n, L)
+        masked = (x == mask_id).view(n, L)                                     # (n, L)
         at = masked.flatten().nonzero().squeeze(1)                             # (N,)
         if not len(at):
             break
         t = masked.float().mean(-1)                                            # (n,)
-        draws = [torch.rand(x.shape[1], 2, dtype=torch.float64, generator=g) for g in generators]
-        u = torch.cat(draws).to(float64_device(x))                             # (n·L, 2)
-        u, chance = u[at.to(u.device), 0], u[:, 1].view(x.shape).to(x.device)  # (N,), (n, L)
-        h = net.hidden(emb, at, t)                                             # (N, D)          l.3
+        draws = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
+        u, chance = torch.cat(draws).unbind(1)                                 # 2 × (nL,)
+        chance = chance.float().view(n, L).to(device)                          # (n, L)
+        h = net.hidden(emb.view(n, L, -1), at, t)                              # (N, D)          l.3
         for _ in range(passes - 1):
-            emb = emb.flatten(0, 1).index_copy(0, at, model.feedback(h)[0]).view_as(emb)
-            h = net.hidden(emb, at, t)                                         # (N, D)
-        x0, conf, *feedback = in_chunks(choose, h, u, V=len(table))            #            l.4, l.6
-        score = torch.zeros(x.shape, device=x.device).masked_scatter(masked, conf)      # (n, L)
-        if order == "random":
-            score = chance
-        # From masks alone, a DiT predicts the same everywhere. There chance chooses, not rounding
-        # errors, which differ from batch to batch [ours].
-        score = torch.where(masked.all(-1, keepdim=True), chance, score).float()
+            emb[at] = model.feedback(h)[0]
+            h = net.hidden(emb.view(n, L, -1), at, t)                          # (N, D)
+        u = u[at.cpu()]                                                        # (N,)
+        drawn, neg_entropy, *feedback = in_chunks(choose, h, u, V=len(table))  #            l.4, l.6
+        score = chance
+        if order == "entropy":
+            score = torch.zeros(n * L, device=device).index_copy(0, at, neg_entropy).view(n, L)
+            # From masks alone, a DiT predicts the same everywhere. There chance chooses, not
+            # rounding errors, which differ from batch to batch [ours].
+            score = torch.where(masked.all(-1, keepdim=True), chance, score)
         score = score.masked_fill(~masked, -torch.inf)                         # (n, L)
         rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # its place: (n, L)
         count = (masked.sum(-1, keepdim=True) + left - 1) // left              # (n, 1)  rounded up
-        x = torch.where(masked & (rank < count), x.masked_scatter(masked, x0), x)  # (n, L)      l.5
+        chosen = (rank < count).flatten()[at]                                  # (N,)
+        x = x.index_copy(0, at, torch.where(chosen, drawn, mask_id))           # (nL,)           l.5
         nfe += passes * masked.any(-1)
-        emb, stay = F.embedding(x, table), x == mask_id                        # (n, L, D), (n, L)
+        emb = F.embedding(x, table)                                            # (nL, D)
+        lam, guess = torch.zeros(n * L, device=device), x.clone()              # 2 × (nL,)
         if soft:
-            mixes = emb.masked_scatter(masked[..., None], feedback[0].to(emb.dtype))
-            emb = torch.where(stay[..., None], mixes, emb)                     # (n, L, D)       l.6
+            rest = (~chosen).nonzero().squeeze(1)                              # (m,) of N
+            stay = at[rest]                                                    # (m,) of n·L
+            emb[stay], lam[stay], guess[stay] = (part[rest] for part in feedback)      #         l.6
         if on_step:
-            lam, guess = torch.zeros(x.shape, device=x.device), x              # 2 × (n, L)
-            if soft:
-                lam = lam.masked_scatter(masked, feedback[1]).where(stay, lam)
-                guess = guess.masked_scatter(masked, feedback[2]).where(stay, guess)
-            on_step(x, lam, guess, at, h)
-    return x.cpu(), nfe.cpu()
+            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), at, h)
+    model.train(was_training)
+    return x.view(n, L).cpu(), nfe.cpu()
 
 
 @dataclass
@@ -342,44 +322,40 @@ class Config:
 
 
 def starting_ids(cfg, tok, special):
-    """The ids to start from: a row as in training (data.rows), with masks where text is missing.
-
-    prompt: masks follow it.   infill: as many masks for each ___, then EOS.
-    given: a whole document, a mask for each dot. Its own EOS stands before that of the row.
-    special: {name: id}.   Returns (L,).
-    """
+    """The ids (L,) to start from: a row as in training (data.rows), masks where text is missing."""
     encode, L = tok.encode_ordinary, cfg.length
     bos, eos, mask = special["bos"], special["eos"], special["mask_id"]
+    text = (cfg.infill or cfg.prompt).replace("\\n", "\n")
     if cfg.given:
         cells = [mask if c == "." else encode(c)[0] for c in cfg.given]
-        ids = [bos, *cells, eos, eos]
+        ids = [bos, *cells, eos, eos]  # the EOS of the document, and that of the row
     elif cfg.infill:
-        first, *parts = [encode(part) for part in cfg.infill.replace("\\n", "\n").split("___")]
-        room = L - 2 - len(first) - sum(map(len, parts))
+        first, *parts = [encode(part) for part in text.split("___")]
         ids = [bos, *first]
+        room = L - len(ids) - sum(map(len, parts)) - 1  # for masks, between BOS and EOS
         for i, part in enumerate(parts):
-            width = (room + len(parts) - 1 - i) // len(parts)  # an even share of the room
+            width = math.ceil(room / (len(parts) - i))  # an even share
+            room -= width
             ids += width * [mask] + part
         ids.append(eos)
     else:
-        ids = [bos, *encode(cfg.prompt.replace("\\n", "\n"))] if cfg.prompt else []
+        ids = [bos, *encode(text)] if text else []
         ids += (L - len(ids)) * [mask]
     if len(ids) != L or mask not in ids:
-        raise Refused(f"the text makes {len(ids)} tokens, {ids.count(mask)} of them to be filled, "
-                      f"for length {L}: --infill needs ___, --given needs L − 3 cells and dots")
+        raise Refused(f"{len(ids)} tokens, {ids.count(mask)} of them masks, for length {L}: "
+                      f"--infill needs ___, --given needs L − 3 cells and dots")
     return torch.tensor(ids)
 
 
-def resolved(cfg, model, device, world, n_masks):
+def resolved(cfg, n_masks, device, world):
     """cfg with numbers where it has defaults.   n_masks: in the ids to start from."""
-    steps = cfg.steps or (n_masks if cfg.order else cfg.length)
-    compiled = cfg.compile
+    steps, compiled = cfg.steps, cfg.compile
+    if steps is None:
+        steps = n_masks if cfg.order else cfg.length
     if compiled is None:
         calls = steps * math.ceil(cfg.count / cfg.batch_size / world)
         compiled = device.type == "cuda" and calls >= GRAPHS_PAY
-    return replace(cfg, steps=steps, compile=compiled, soft=cfg.soft and model.sm is not None,
-                   eta=SAMPLERS[cfg.sampler] if cfg.eta is None else cfg.eta,
-                   every=cfg.every or cfg.trace != "")
+    return replace(cfg, steps=steps, compile=compiled, every=cfg.every or cfg.trace != "")
 
 
 def main(cfg):
@@ -387,61 +363,58 @@ def main(cfg):
     model = MDLM.load(cfg.checkpoint)
     model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
     model.to(device)
-    cfg, special = replace(cfg, length=cfg.length or model.cfg.length), model.info["tokenizer"]
+    special = model.info["tokenizer"]
     tok = tokenizer(special["name"], cfg.tokenizer_dir)
-    if tok.n_vocab != model.mask_id or cfg.length > model.cfg.length:
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens and length {model.cfg.length}, "
-                      f"not the {tok.n_vocab} of {tok.name} or --length={cfg.length}")
-    x = starting_ids(cfg, tok, special)
-    cfg = resolved(cfg, model, device, world, int((x == model.mask_id).sum()))
-    same = dict(steps=cfg.steps, top_p=cfg.top_p, soft=cfg.soft, passes=cfg.passes, x=x)
+    if tok.n_vocab != model.mask_id:
+        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, {tok.name} {tok.n_vocab}")
+    cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
+    x = starting_ids(cfg, tok, special)                                        # (L,)
+    cfg = resolved(cfg, x.tolist().count(model.mask_id), device, world)
+    decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
     if cfg.order:
-        make = partial(generate_in_order, order=cfg.order, **same)
-    else:
-        make = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every, **same)
-    # What decides how a sample looks stands in every line, with a number that tells the weights
-    # from those of another run of the same path and step.
-    settings = {name: v for name, v in asdict(cfg).items() if name not in OF_THE_FILE}
+        decode = partial(generate_in_order, order=cfg.order)
+    # What decides how a sample looks stands in every line. A sum tells the weights from others.
+    settings = asdict(cfg)
+    for name in OF_THE_FILE:
+        del settings[name]
     settings |= {"step": model.info["step"], "weights": model.net.table.double().sum().item(),
-                 "tokenizer": tok.name, "dtype": str(dtype or torch.float32)[len("torch."):]}
-    path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl" if world > 1 else cfg.out
-    found = {}  # {index: text}
+                 "tokenizer": tok.name, "dtype": str(dtype or torch.float32)}
+    path = cfg.out
+    if world > 1:
+        path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl"
+    texts = {}  # {index: text}
     for line in read_jsonl(path):
         if (line.get("settings"), line.get("seed")) != (settings, cfg.seed):
             raise Refused(f"{path} holds samples of other settings: choose another --out")
-        found[line["index"]] = line["text"]
-    old, states, watch = set(found), [], None
-    if cfg.trace:
-        watch = trace(tok, model, states)
+        texts[line["index"]] = line["text"]
+    watch = None
+    if cfg.trace and rank == 0:
+        launch.write_text(cfg.trace, "")
+        watch = trace(tok, model, cfg.trace)
     elif cfg.show and rank == 0:
         watch = show(tok, model.mask_id)
-    todo = [i for i in range(rank, cfg.count, world) if i not in old or watch]
+    todo = [i for i in range(rank, cfg.count, world) if i not in texts or watch]
     title = f"{len(todo)} samples"
     if cfg.compile:
         compile_parts(model, "reduce-overhead")
         title += ", the first after a minute of compiling"
+    size = min(len(todo), cfg.batch_size)
     batches = range(0, len(todo), cfg.batch_size)
     for start in progress(batches, title, disable=rank > 0 or cfg.show or not todo):
-        batch = todo[start:start + cfg.batch_size]
+        batch = todo[start:start + size]
+        if cfg.compile:  # a smaller batch would compile again: copies of the last sample fill it
+            batch += (size - len(batch)) * batch[-1:]
         generators = [rng("sample", cfg.seed, i) for i in batch]
-        if cfg.compile:
-            # It would compile again for a smaller batch. So copies of its last sample fill the last
-            # batch, which costs less, and `zip` leaves them out.
-            copies = min(len(todo), cfg.batch_size) - len(batch)
-            generators += [rng("sample", cfg.seed, batch[-1]) for _ in range(copies)]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            ids, nfe = make(model, len(generators), generator=generators, on_step=watch)
+            ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
+                              on_step=watch, x=x, soft=cfg.soft, passes=cfg.passes)
         for i, row, calls in zip(batch, ids.tolist(), nfe.tolist()):
-            found[i] = tok.decode(row)
-            if i not in old:
-                append_jsonl(path, {"ids": row, "text": found[i], "nfe": calls, "seed": cfg.seed,
+            if i not in texts:
+                texts[i] = tok.decode(row)
+                append_jsonl(path, {"ids": row, "text": texts[i], "nfe": calls, "seed": cfg.seed,
                                     "index": i, "settings": settings})
-    if cfg.trace and rank == 0:
-        lines = [json.dumps(state, ensure_ascii=False) + "\n" for state in states]
-        launch.write_text(cfg.trace, "".join(lines))
     if rank == 0:
-        print(found[0])
-    print(f"{path}: {len(found) - len(old)} new samples, {len(old)} were there before")
+        print(f"{texts[0]}\n{path}: {len(texts)} samples")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 """A sample while it is made, on a terminal or in a file.                                   App. C.5
 
     generate(model, 1, steps, on_step=show(tok, mask_id))           # drawn in place, λ in green
-    generate(model, 1, steps, on_step=trace(tok, model, states))    # a list, for lab/plot.py
+    generate(model, 1, steps, on_step=trace(tok, model, path))      # JSON lines, for lab/plot.py
 
 What an `on_step` gets says sample.generate. Only the first sequence of a batch is followed.
 """
@@ -13,9 +13,11 @@ import time
 
 import torch
 
+from launch import append_jsonl
+
 
 def cell_text(tok, token):
-    """What stands for a token id: ↵ for the end of a line, a dot for [MASK] and the unprintable."""
+    """A token id as text: ↵ for the end of a line, a dot for [MASK] and the unprintable."""
     text = tok.decode([token]) if token < tok.n_vocab else "·"
     return "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in text)
 
@@ -60,19 +62,19 @@ def show(tok, mask_id, pause=0.05):
     return on_step
 
 
-def trace(tok, model, states):
-    """An `on_step` that appends the cells of the first sequence to the list `states`.
+def trace(tok, model, path):
+    """An `on_step` that appends a JSON line to a file: the cells of the first sequence.
 
-    A cell is [text, None] for a token. For a mask it is [guess, λ, −H in nats, [[text, π], …]] with
-    the k guesses that SM mixes: three without SM, and the five largest of k = |V|.
+    A cell is [text, None] for a token, [guess, λ, −H in nats, [[text, π], …]] for a mask, with the
+    k guesses that SM mixes: three without SM, and the five largest of k = |V|.
     """
-    sm = model.sm
-    dense = sm is not None and sm.k is None  # k = |V|
-    k = 5 if dense else sm.k if sm else 3
+    k = model.sm.k if model.sm else 3
+    dense = k is None  # k = |V|
+    k = k or 5
 
     def prediction(h):
         logits = model.net.head(h)                                                 # (m, V)
-        logp = (logits / sm.tau if dense else logits).log_softmax(-1)              # (m, V)
+        logp = (logits / model.sm.tau if dense else logits).log_softmax(-1)        # (m, V)
         shares, ids = logp.exp().topk(k)                                           # (m, k)
         shares = shares if dense else shares / shares.sum(-1, keepdim=True)
         neg_entropy = (logp.exp() * logp.clamp_min(-100)).sum(-1)                  # (m,)
@@ -87,7 +89,6 @@ def trace(tok, model, states):
             certain = 0.0, [guess[0, i].item()], [1.0]  # a token that was just re-masked
             neg_entropy, ids, shares = predicted.get(i, certain)
             mixed = [[cell_text(tok, j), round(share, 4)] for j, share in zip(ids, shares)]
-            strength = round(lam[0, i].item(), 4)
-            cells[i] = [mixed[0][0], strength, round(neg_entropy, 4), mixed]
-        states.append(cells)
+            cells[i] = [mixed[0][0], round(lam[0, i].item(), 4), round(neg_entropy, 4), mixed]
+        append_jsonl(path, cells)
     return on_step
