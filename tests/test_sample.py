@@ -18,16 +18,7 @@ import sample
 from conftest import GOLDEN, gen, refused, spy
 from launch import read_jsonl
 from mdlm import MDLM, ModelConfig
-from sample import (
-    SAMPLERS,
-    Config,
-    generate,
-    generate_in_order,
-    main,
-    nucleus,
-    sample_categorical,
-    step_probs,
-)
+from sample import SAMPLERS, generate, generate_in_order, nucleus, step_probs
 
 SMALL = dict(n_layer=2, n_head=2, n_embd=16, n_cond=8, vocab_size=12, mask_id=11, length=10,
              dropout=0.3, omega_s=0.7, omega_a=2.5, omega_b=-1.3)
@@ -141,17 +132,14 @@ def test_draw_has_the_given_probabilities():
     """u is uniform: a token is drawn where u falls in its part of the cumulative sum."""
     probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05, 0.0])
     u = torch.rand(2000, dtype=torch.float64, generator=data.rng(2))
-    drawn = sample_categorical(3 * probs.expand(2000, -1), u)  # any sum will do
+    drawn = sample.sample_categorical(3 * probs.expand(2000, -1), u)  # any sum will do
     assert drawn.tolist() == [oracles.draw(probs.tolist(), v) for v in u.tolist()]
-    edges = torch.tensor([0, 0.5], dtype=torch.float64)
-    assert sample_categorical(torch.tensor([[0, 0.5, 0, 0.5]] * 2), edges).tolist() == [1, 3]
-
-
-def test_draw_reaches_what_fp32_noise_cannot():
-    u = torch.tensor([0.0, 0.9e-12, 1.1e-12, 0.5, 1 - 1.1e-12, 1 - 0.9e-12, 1 - 2**-53],
-                     dtype=torch.float64)
-    probs = torch.tensor([[1e-12, 1.0, 1e-12]])
-    assert sample_categorical(probs.expand(7, -1), u).tolist() == [0, 0, 1, 1, 1, 2, 2]
+    for probs, u, tokens in (  # at the edges; and tokens that fp32 noise cannot reach
+            ([0, 0.5, 0, 0.5], [0, 0.5], [1, 3]),
+            ([1e-12, 1, 1e-12], [0, 0.9e-12, 1.1e-12, 1 - 1.1e-12, 1 - 2**-53], [0, 0, 1, 1, 2])):
+        u = torch.tensor(u, dtype=torch.float64)
+        drawn = sample.sample_categorical(torch.tensor(probs).expand(len(u), -1), u)
+        assert drawn.tolist() == tokens
 
 
 # ---- Alg. 2
@@ -247,18 +235,17 @@ def test_one_generator_gives_each_sequence_its_own_and_dropout_is_off(decode):
 
 @pytest.mark.parametrize("soft", [True, False])
 def test_the_head_runs_on_rows_that_appear_and_with_sm_on_those_that_stay(soft, monkeypatch):
-    model, heads, states = model_of(), [], [BLANK]
-    asked, trunk = (spy(monkeypatch, model.net, name) for name in ("head", "trunk"))
+    model, before = model_of(), BLANK
+    heads = spy(monkeypatch, model.net, "head")
 
     def watch(x, *_):
-        heads.append([len(h) for h, in asked])
-        asked.clear()
-        states.append(x[0].clone())
-    _, nfe = generate(model, 1, 20, generator=generators(1), on_step=watch, soft=soft)
-    assert nfe.item() == len(trunk) == len(heads)
-    for rows, x, xs in zip(heads, states, states[1:]):
-        new, stay = (x == MASK) & (xs != MASK), (x == MASK) & (xs == MASK)
-        assert rows == [new.sum(), stay.sum()][:1 + soft]
+        nonlocal before
+        masked = x[0] == MASK
+        rows = [((before == MASK) & ~masked).sum(), (masked & (before == MASK)).sum()][:1 + soft]
+        assert [len(h) for h, in heads] == rows
+        heads.clear()
+        before = x[0].clone()
+    generate(model, 1, 20, generator=generators(1), on_step=watch, soft=soft)
 
 
 @pytest.mark.parametrize("device, how", [
@@ -289,7 +276,8 @@ def run(saved, tmp_path):
     """run(folder, **flags): the lines of all files of samples in the folder, after the command."""
     def run(folder="", **flags):
         out = str(tmp_path / folder / "samples.jsonl")
-        main(Config(**{"checkpoint": saved, "steps": 8, "device": "cpu", "out": out} | flags))
+        flags = {"checkpoint": saved, "steps": 8, "device": "cpu", "out": out} | flags
+        sample.main(sample.Config(**flags))
         paths = sorted((tmp_path / folder).glob("*.jsonl"))
         return [line for path in paths for line in read_jsonl(path)]
     return run
