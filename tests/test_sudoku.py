@@ -110,7 +110,8 @@ def test_the_demonstration_counts_right_grids_and_shows_where_feedback_matters(
     sudoku.demonstrate(types.SimpleNamespace(mask_id=258), 3)
     out = capsys.readouterr().out
     assert re.findall("next +(.*)", out)[:2] == ["2               1"] * 2
-    assert "Puzzle 3" in out and re.search("differ in 1 of 3.*✓ no rule broken +✗ 2 twice in box 1", out, re.S)
+    end = "differ in 1 of 3. Puzzle 3.*✓ no rule broken +✗ 2 twice in box 1"
+    assert re.search(end, out, re.DOTALL)
 
 
 def test_puzzles_are_filled_one_cell_a_call_with_feedback_and_without():
