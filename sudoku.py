@@ -163,8 +163,8 @@ def demonstrate(model, count=100):
     print(f"  ± at most {math.sqrt(count) / 2:.0f}: a standard error over puzzles, of one model")
     differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
     shown = differ[0] if differ else 0
-    print(f"\nSurest next, both differ in {len(differ)} of {count}. Puzzle {shown + 1} is the first "
-          f"of these, or of all.\nGreen: a guess that the next call sees, deeper with λ.")
+    print(f"\nSurest next, both differ in {len(differ)} of {count}. Puzzle {shown + 1} is the "
+          f"first of these, or of all.\nGreen: a guess that the next call sees, deeper with λ.")
     compare(sides, shown)
 
 
