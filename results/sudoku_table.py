@@ -3,6 +3,7 @@
 
     python results/sudoku_table.py > results/sudoku.md
     python results/sudoku_table.py results/figures/sudoku_cells.svg    # the shares, as a figure
+    python results/sudoku_table.py results/figures/completable.svg     # and how grids go wrong
 
 Nats per token are without the floor of α, on all held-out grids. "off" is an SM model without
 feedback, which is a diagnosis and no baseline. Shares are whole grids right of 1,000 from each
@@ -11,6 +12,7 @@ run, in percent.
 
 import functools
 import math
+import operator
 import os
 import re
 import statistics
@@ -36,13 +38,22 @@ ARMS = {
     "batch16": "SM, 16 rows an update", "warmup0": "SM, no warm-up",
     "cont-binary": "binary", "cont-sm": "SM", "cont-ours": "SM, ω from 0.5, 1, −2.8",
     "cont-probe": "SM, ω_s = 0.05, before training"}
+# Six arms with new seeds, each at its own learning rate, and what SM's weights become.
+SIX = {"six-binary": "binary", "six-deep": "binary, twice the layers",
+       "six-ours": "SM, ω from 0.5, 1, −2.8", "six-constant3": "constant λ = 0.3",
+       "six-tied": "tied layers, no vocabulary", "six-selfcond": "self-conditioning"}
+RATES = {"e5": "0.0005", "e10": "0.001", "e20": "0.002"}
+SIX_STEPS = "", "4550", "4700", "3050"  # of the time of 6,000 updates of binary; "": binary's
+T_975 = 12.706, 4.303, 3.182, 2.776, 2.571  # t of 95 % intervals, 1 to 5 degrees of freedom
+CURVES = "exact posterior", "binary", "SM", "binary, twice the layers", "constant λ = 0.3"
+THEN = {"then-off": "SM, then 1,000 with p_sm = 0", "then-on": "SM, then 1,000 with p_sm = 0.8"}
 CELLS = {
     "One or two cells a call": {
-        "random-36": "any, one", "random-18": "any, two", "entropy-36": "surest, one",
-        "entropy-18": "surest, two"},
+        "random-36": "any, one", "random-18": "any, two", "surest-36": "surest, one",
+        "surest-18": "surest, two"},
     "Ancestral, T steps": {f"mdlm-{T}": str(T) for T in (5, 10, 20, 39, 156)},
     "ReMDM, T steps": {f"remdm-{T}": str(T) for T in (5, 10, 20, 39, 156)},
-    "One cell a call, nucleus 0.9": {"random-36-p90": "any", "entropy-36-p90": "surest"},
+    "One cell a call, nucleus 0.9": {"random-36-p90": "any", "surest-36-p90": "surest"},
     "Any cell next, several passes a cell": {
         "random-36-passes2": "2", "random-36-passes4": "4"},
     "Puzzles, the surest cell next, by cells that are given": {
@@ -51,9 +62,11 @@ DRAWN_CELLS = {"One or two cells a call": "One or two cells a call",
                "Ancestral, T steps": "Ancestral, T steps",
                "Puzzles, the surest cell next, by cells that are given": "Puzzles, cells given"}
 DRAWN = "binary", "SM", "SM, off", "tied layers, no vocabulary", "binary, twice the layers"
+KINDS = {"soft", "binary"}  # with feedback, and without
+AFTER = 3, 6, 9, 12, 18, 24, 30, 36  # cells of the curve's table
 ENTROPY = NATS / 39  # nats per token of a row
 # What is compared seed by seed: (arm, cell, whether with feedback), twice.
-PAIRS = [(("sm", cell, True), other) for cell in ("random-36", "entropy-36")
+PAIRS = [(("sm", cell, True), other) for cell in ("random-36", "surest-36")
          for other in (("sm", cell, False), ("binary", cell, False), ("tied", cell, True),
                        ("deep", cell, False))]
 PAIRS += [(("sm", "mdlm-39", True), ("deep", f"mdlm-{T}", False)) for T in (39, 20)]
@@ -94,16 +107,17 @@ def read(step=""):
         name, _, at = result["name"].partition(".step-")
         run, _, cell = name.partition(".")
         arm, _, seed = run.rpartition("-") if "-" in run else (run, "", "")
-        if arm not in ARMS or at != step:
+        if arm not in ARMS | SIX | THEN or at != step:
             continue
-        if cell.startswith("given"):
-            for kind in result.keys() & {"soft", "binary"}:
+        cell = cell.replace("entropy", "surest")  # before surest.py, any token could be drawn
+        if not result.keys().isdisjoint(KINDS):
+            for kind in result.keys() & KINDS:
                 shares.setdefault((arm, cell, kind == "soft"), {})[seed] = result[kind]["right"]
         elif cell:
             cell, soft = re.fullmatch(r"(.*?)(-on|-off)?", cell).groups()
             shares.setdefault((arm, cell, soft != "-off"), {})[seed] = result["values"]["right"]
         else:
-            kinds = result["values"].keys() & {"soft", "binary"}
+            kinds = result["values"].keys() & KINDS
             bounds[arm, seed] = {kind: result["values"][kind]["nats_per_token"] for kind in kinds}
     return bounds, shares
 
@@ -251,10 +265,118 @@ def draw(shares):
     return fig
 
 
+def fills():
+    """{name: [what surest.py found, of each seed]} of empty grids, one cell a call."""
+    results, found = lines_of("sudoku"), {}
+    for arm, name in (ARMS | SIX | THEN).items():
+        if arm in SIX:
+            name = "new seeds: " + name
+        seeds = [result for result in results if
+                 re.fullmatch(arm + r"(-\d+)?\.surest-36", result["name"])]
+        off = name + ", off" if any("soft" in result for result in seeds) else name
+        for kind, title in ("soft", name), ("binary", off):
+            if any(kind in result for result in seeds):
+                found[title] = [result[kind] for result in seeds]
+    return found
+
+
+def over(seeds, column, of, cells):
+    """The mean of a column over seeds and cells.   of: column with the number of grids in each."""
+    weights = [result[of][i] for result in seeds for i in cells]
+    values = [result[column][i] for result in seeds for i in cells]
+    return sum(map(operator.mul, weights, values)) / max(1, sum(weights))
+
+
+def fill_tables():
+    """Surest cell next: how many grids can still be completed, and how sure a model is of cells."""
+    rows, sure, first = [], [], []
+    for name, seeds in fills().items():
+        row = [spread([100 * result["completable"][n - 1] for result in seeds], ".0f")
+               for n in AFTER]
+        rows.append([name, *row])
+        row = [name]
+        for n in range(0, 36, 6):
+            three = [over(seeds, column, "count", range(n, n + 6))
+                     for column in ("sure", "true", "wrong")]
+            row.append(" / ".join(f"{100 * value:.1f}" for value in three))
+        sure.append(row)
+        wrong = [[a * b for a, b in zip(result["count"], result["wrong"])] for result in seeds]
+        grids = sum(map(sum, wrong))
+        if grids:
+            cells = sum(n * x for each in wrong for n, x in enumerate(each)) / grids
+            p = sum(a * b for each, result in zip(wrong, seeds)
+                    for a, b in zip(each, result["sure_wrong"])) / grids
+            first.append([name, f"{grids:.0f}", f"{cells:.1f}", f"{p:.2f}"])
+    table(["can still be completed (%), surest next, after cells", *map(str, AFTER)], rows)
+    table(["sure / true / wrong (%), of grids that can, cells filled",
+           *(f"{n} to {n + 5}" for n in range(0, 36, 6))], sure)
+    table(["first wrong cell", "grids", "cells filled before", "p of its digit"], first)
+
+
+def paired(values, base):
+    """mean difference of two {seed: number}, with a 95 % interval of t, over seeds in both."""
+    each = [values[seed] - base[seed] for seed in values if seed in base]
+    if len(each) < 2:
+        return ""
+    half = T_975[len(each) - 2] * statistics.stdev(each) / math.sqrt(len(each))
+    return f"{statistics.fmean(each):+.3f} [{statistics.fmean(each) - half:+.3f}, " \
+           f"{statistics.fmean(each) + half:+.3f}]"
+
+
+def six_tables():
+    """Six arms on new seeds: the learning rate of each, bounds at equal seconds, each seed."""
+    early = read("2000")[0]
+    rows = []
+    for arm, name in SIX.items():
+        row = [name]
+        for rate in RATES:
+            on = nats_of(early, arm.replace("six", rate))[0]
+            row.append(" ".join(f"{on[seed]:.3f}" for seed in sorted(on)))
+        rows.append(row)
+    table(["after 2,000 updates, seeds 6 and 7", *RATES.values()], rows if any(rows[0][1:]) else [])
+    equal = {}
+    for step in SIX_STEPS:
+        equal |= read(step)[0]
+    for title, bounds in ("equal seconds", equal), ("6,000 updates", read()[0]):
+        rows, base = [], nats_of(bounds, "six-ours")[0]
+        for arm, name in SIX.items():
+            on, off = nats_of(bounds, arm)
+            row = " ".join(f"{on[seed]:.3f}" for seed in sorted(on, key=int))
+            rows.append([name, row, spread([x - ENTROPY for x in on.values()]),
+                         spread([x - ENTROPY for x in off]),
+                         paired(on, base) if arm != "six-ours" else ""])
+        table([f"new seeds, {title}", "nats of seeds 11 to 16", "above the entropy", "off",
+               "above SM [95 %]"], rows if base else [])
+
+
+def draw_fills():
+    """Grids that can still be completed, and the model's probability against the true one."""
+    found, cells = fills(), range(1, 37)
+    fig, (left, right) = figure(2, height=4.5)
+    for n, name in enumerate(CURVES):
+        for text in name, name + ", off":
+            if text not in found:
+                continue
+            color, style = f"C{n}", "--" if text.endswith("off") else "-"
+            means = [statistics.fmean(x) for x in
+                     zip(*(result["completable"] for result in found[text]))]
+            left.plot(cells, [100 * x for x in means], style, color=color, label=text)
+            wrong = [100 * over(found[text], "wrong", "count", range(n, n + 3))
+                     for n in range(0, 36, 3)]
+            right.plot(range(2, 36, 3), wrong, style, color=color)
+    left.set(xlabel="cells filled, the surest next", ylabel="grids that can be completed (%)",
+             ylim=(0, 102))
+    right.set(xlabel="cells filled, the surest next", ylim=(0, None),
+              ylabel="digits with which the grid cannot end right (%)")
+    fig.legend(loc="outside lower center", ncols=3)
+    return fig
+
+
 def main(path=""):
     bounds, shares = read()
     if path:
-        draw(shares).savefig(path)
+        drawn = draw_fills() if "completable" in path else draw(shares)
+        drawn.savefig(path)
         return
     continued = [arm for arm in ARMS if arm.startswith("cont-")]
     scratch = [arm for arm in ARMS if arm not in continued]
@@ -268,7 +390,7 @@ def main(path=""):
 
     for step in "", "3500", "12000":
         found = read(step)[1]
-        after = f" (after {int(step):,} updates)" if step else ""
+        after = f" (after {int(step):,} updates, surest of any token)" if step else ""
         for title, cells in CELLS.items():
             cells = {cell: text for cell, text in cells.items()
                      if any(cell == other for _, other, _ in found)}
@@ -276,15 +398,18 @@ def main(path=""):
                   [[name, *(spread(percents, ".1f") for percents in row)]
                    for name, row in shares_of(found, cells).items()])
 
+    fill_tables()
+    six_tables()
     for step, after in ("", "6,000"), ("12000", "12,000"):
         pairs_table(f"points, and standard errors, after {after} updates", read(step)[1])
 
-    cells = {"random-36": "any", "entropy-36": "surest", "given-12": "12 given"}
+    cells = {"random-36": "any", "surest-36": "surest", "given-12": "12 given"}
     heads = ["nats", "off", "ω_s > 0.1 after", "ω_s at the end"]
     heads += [text + off for text in cells.values() for off in (" (%)", ", off")]
     order = list(ARMS)
     for step, title, updates in ("", "run", 6000), ("12000", "12,000 updates", 12000):
         bounds, shares = read(step)
+        bounds = {run: kinds for run, kinds in bounds.items() if run[0] in ARMS}
         runs = sorted(bounds.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
         table([title, *heads], [run_cells(*run, kinds, shares, cells, updates)
                                 for run, kinds in runs])
