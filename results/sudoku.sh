@@ -30,24 +30,35 @@ if [ "$1" = list ]; then
     for seed in 1 2 3 4 5; do
         echo heads4-$seed eta2-$seed width64-$seed batch16-$seed warmup0-$seed
     done | xargs -n1
+    # The six arms of "SM, or any recurrence?": learning rates on seeds 6 and 7, then new seeds.
+    for seed in 6 7; do
+        for arm in binary deep ours constant3 tied selfcond; do
+            echo e5-$arm-$seed e10-$arm-$seed e20-$arm-$seed
+        done
+    done | xargs -n1
+    for seed in 11 12 13 14 15 16; do
+        for arm in binary ours selfcond tied constant3 deep; do echo six-$arm-$seed; done
+    done
+    # SM after 6,000 updates, then 1,000 with feedback and without it.
+    for seed in 1 2 3 4 5; do echo then-off-$seed; echo then-on-$seed; done
     exit
 fi
 
-name=$1 seed=${1##*-} run=train.py steps=${STEPS:-6000} longer=
-[ "$steps" = 6000 ] || longer=.step-$steps
+shopt -s extglob
+name=$1 seed=${1##*-} run=train.py steps=${STEPS:-6000}
 [ -e data/sudoku/meta.json ] || python data.py sudoku
 model="owt --data=data/sudoku --n_head=8 --n_embd=128 --n_cond=32 --length=39 --dropout=0"
 model="$model --batch_size=32 --micro_batch=32 --eta_bb=1e-3 --warmup=200 --ema=0.995"
 model="$model --log_every=50 --eval_every=500 --eval_rows=512"
 two="--n_layer=2 --keep_every=500"
-case $name in
+case ${name#@(six|e5|e10|e20)-} in
     sm-*)        flags="$two" ;;
     binary-*)    flags="$two --p_sm=0" ;;
     deep-*)      flags="--n_layer=4 --keep_every=500 --p_sm=0" ;;
     deepsm-*)    flags="--n_layer=4 --keep_every=500" ;;
     tied-*)      flags="$two" run="results/tied.py train.py" ;;
     permuted-*)  flags="$two --arm=permuted" ;;
-    cont-*)      flags="$two --init_from=$out/binary-$seed/last.pt" steps=4000 longer=
+    cont-*)      flags="$two --init_from=$out/binary-$seed/last.pt" steps=4000
                  [ -e "$out/$name/last.pt" ] ||
                      tail -1 "$out/binary-$seed/log.jsonl" | grep -q '^{"step": 6000,' ||
                      { echo "$name starts at 6,000 updates of $out/binary-$seed" >&2; exit 2; }
@@ -71,17 +82,31 @@ case $name in
     constant*-*) share=${name#constant}; flags="$two --arm=constant --omega_s=0.${share%-*}" ;;
     renorm-*)    flags="$two --arm=renorm" ;;
     slerp-*)     flags="$two --arm=slerp" ;;
+    selfcond-*)  flags="$two" run="results/selfcond.py train.py" ;;
+    then-*)      steps=1000 flags="$two --init_from=${WEIGHTS:-$out}/sm-$seed.safetensors"
+                 case $name in then-off-*) flags="$flags --p_sm=0" ;; esac ;;
     *) echo "no run of this name: $name (list names them)" >&2; exit 2 ;;
 esac
 case $name in
-    heads4-*|eta2-*|width64-*|batch16-*|warmup0-*) steps=2000 longer=.step-2000 ;;
+    heads4-*|eta2-*|width64-*|batch16-*|warmup0-*) steps=2000 ;;
+    e5-*)  steps=2000 flags="$flags --eta_bb=5e-4" ;;
+    e10-*) steps=2000 ;;
+    e20-*) steps=2000 flags="$flags --eta_bb=2e-3" ;;
+    # First as many updates as fit in the time of 6,000 of binary.
+    six-ours-*|six-selfcond-*) steps="4550 6000" ;;
+    six-tied-*|six-constant3-*) steps="4700 6000" ;;
+    six-deep-*) steps="3050 6000" ;;
+    # With another seed, a continuation does not repeat the batches of the run before.
+    cont-*|then-*) seed=1$seed ;;
 esac
-# With another seed, a continuation does not repeat the batches of the binary run.
-case $name in cont-*) seed=1$seed ;; esac
-if [ ! -e "$out/$name/step-$steps.pt" ]; then
-    python $run $model $flags --steps=$steps --seed="$seed" --out_dir="$out/$name" --resume=auto \
+for step in $steps; do
+    if [ ! -e "$out/$name/step-$step.pt" ]; then
+        python $run $model $flags --steps=$step --seed="$seed" --out_dir="$out/$name" \
+            --resume=auto >> "$out/$name.out" 2>&1
+    fi
+    end=.step-$step
+    case $step-$name in 6000-*|*-cont-*|*-then-*) end= ;; esac
+    python ${run/train.py/eval.py} ppl --checkpoint="$out/$name/step-$step.pt" --data=data/sudoku \
+        --repeats=2 --floor=0 --batch_size=50 --label="$name" --out="$out/$name$end.json" \
         >> "$out/$name.out" 2>&1
-fi
-python ${run/train.py/eval.py} ppl --checkpoint="$out/$name/step-$steps.pt" --data=data/sudoku \
-    --repeats=2 --floor=0 --batch_size=50 --label="$name" --out="$out/$name$longer.json" \
-    >> "$out/$name.out" 2>&1
+done
