@@ -103,31 +103,30 @@ def fill(model, x, steps, top_p, soft):
 def judge(given, order):
     """What became of each grid.   given: [{cell: digit}].   order: from `fill`.
 
-    By the number of cells filled before: completable (share of all grids, after the cell); count,
-    of grids that were still completable, and in these sure (the model's probability of its
-    likeliest digit), true (that of the exact posterior), wrong (share of digits that cannot be).
-    first_wrong: (cells filled before, the model's probability of the digit) of each grid.
+    Lists by the number of cells filled before. completable: share of all grids, after the cell.
+    The others are about grids that could still be completed: count (how many), sure (the model's
+    probability of its likeliest digit), true (that of the exact posterior), wrong (share of digits
+    with which the grid cannot end right), sure_wrong (the model's probability of these digits).
     """
     n, cells = len(order), len(order[0])
-    alive, total = [0] * cells, {name: [0.0] * cells for name in ("count", "sure", "true", "wrong")}
-    first_wrong = []
+    total = {name: [0.0] * cells for name in ("count", "sure", "true", "wrong", "sure_wrong")}
     for known, picks in zip(given, order):
         completions = Completions(known)
         for i, (cell, digit, p, likeliest, sure) in enumerate(picks):
             true = completions.probability(cell, likeliest)
             completions.add(cell, digit)
             wrong = not len(completions.fit)
-            for name, value in zip(total, (1, sure, true, wrong)):
+            for name, value in zip(total, (1, sure, true, wrong, wrong * p)):
                 total[name][i] += value
             if wrong:
-                first_wrong.append((len(known) + i, round(p, 4)))
                 break
-            alive[i] += 1
+    alive = [count - wrong for count, wrong in zip(total["count"], total["wrong"])]
     found = {"right": alive[-1] / n, "completable": [x / n for x in alive]}
-    found["count"] = total.pop("count")
     for name, values in total.items():
-        found[name] = [round(value / max(1, m), 5) for value, m in zip(values, found["count"])]
-    return found | {"first_wrong": first_wrong}
+        of = total["wrong"] if name == "sure_wrong" else total["count"]
+        means = [round(value / max(1, m), 5) for value, m in zip(values, of)]
+        found[name] = total[name] if name == "count" else means
+    return found
 
 
 def main(cfg):
