@@ -14,9 +14,9 @@ A backbone is three things. Soft-masking works between the first and the second:
                                                              which are positions in the flat batch
     head(h)                 (n, D) → (n, V)                  logits, fp32 always
 
-A tensor with a vocabulary axis is (n, V), a row for each *masked* position, and exists only inside
-`in_chunks`: (B, L, V) in fp32 would take 6.6 GB for one micro-batch of the paper. Submodules have
-the names and the order of the released checkpoints.
+Logits have a row for each *masked* position, N in a batch, and exist only in `in_chunks`, n at a
+time: (B, L, V) in fp32 would take 6.6 GB for one micro-batch of the paper. Submodules have the
+names and the order of the released checkpoints.
 """
 
 import math
@@ -37,17 +37,17 @@ ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a f
 T_MIN = 1e-3        # the smallest time: the loss divides by t [code]
 BUDGET = 1e9        # bytes of a chunk's (n, V) tensors, and of all those kept for a backward
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
-CPU_CACHE = 1.6e6   # bytes of the logits that SM goes over again and again, for a CPU's caches
-COMPILED = 4096     # rows of a chunk where chunks are compiled: large products, 0.4 GB of logits
+CPU_CACHE = 1.6e6   # bytes of logits that stay in a CPU's caches while SM passes over them often
+COMPILED_ROWS = 4096  # of a chunk, if chunks are compiled: large products, 0.4 GB of logits
 
 
 @dataclass
 class ModelConfig:
-    # the backbone, App. B.1; the numbers of a type are its range (launch.py)
+    # the backbone, App. B.1; Annotated[int, 1, 1000]: from 1 to 1000, checked by launch.py
     n_layer: Annotated[int, 1, 1000] = 12
     n_head: Size = 12
     n_embd: Size = 768
-    n_cond: Size = 128               # width of the time embedding, which adaLN reads [code]
+    n_cond: Size = 128               # width of the time embedding, for adaLN [code]
     vocab_size: Size = 50258         # GPT-2's 50,257 and [MASK]
     mask_id: Count = 50257
     length: Annotated[int, 3, 2**20] = 1024  # L, tokens per sequence
@@ -106,7 +106,7 @@ def zero_linear(n_in, n_out):
 
 
 def rotate(x, cos, sin):
-    """Rotary positions. They turn the pairs (i, i + d/2) of x, not neighbours [code]."""
+    """Rotary positions of queries and keys: they turn pairs (i, i + d/2), not neighbours [code]"""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)           # (B, L, 2, H, d)
 
 
@@ -126,7 +126,7 @@ class Block(nn.Module):
         self.adaLN_modulation = zero_linear(cfg.n_cond, 6 * D)
 
     def forward(self, x, c, cos, sin):
-        B, L, D = x.shape
+        B, L, D = x.shape  # c: (B or 1, cond), the time embedding.   cos, sin: (L, 1, 1, d)
         modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)        # 6 × (B or 1, 1, D)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
         qkv = self.attn_qkv(self.norm1(x, shift1, scale1))                     # (B, L, 3D)
@@ -147,7 +147,7 @@ class DiT(nn.Module):
         super().__init__()
         self.cfg = cfg
         V, D, cond = cfg.vocab_size, cfg.n_embd, cfg.n_cond
-        self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not tied
+        self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not that of `head`
         nn.init.kaiming_uniform_(self.table, a=math.sqrt(5))
         mlp = nn.Sequential(nn.Linear(256, cond), nn.SiLU(), nn.Linear(cond, cond))
         self.sigma_map = nn.ModuleDict({"mlp": mlp})
@@ -162,7 +162,7 @@ class DiT(nn.Module):
         return self.vocab_embed.embedding                                      # (V, D)
 
     def time_embedding(self, t):
-        """t (B,) → (B, cond) in fp32; (1, cond), of σ = 0 [code], without time conditioning"""
+        """(B, cond) fp32, of σ = −log α_t. Without time conditioning (1, cond), of σ = 0 [code]"""
         with torch.autocast(t.device.type, enabled=False):
             sigma = t.new_zeros(1)                                             # (1,)
             if self.cfg.time_conditioning:
@@ -181,9 +181,9 @@ class DiT(nn.Module):
         position = torch.arange(emb.shape[1], device=device).float()           # (L,)
         # Angles in fp32: bf16 would lose the phase of far positions.
         angles = position[:, None] * 10000 ** (-i / d)                         # (L, d/2)
-        # cos is even and sin is odd: the first of each pair gets −sin.
+        # As cos(−a) = cos a and sin(−a) = −sin a, this negates sin for the first of each pair.
         angles = torch.cat((-angles, angles), dim=-1)[:, None, None]           # (L, 1, 1, d)
-        dtype = emb.dtype
+        dtype = emb.dtype  # that of queries and keys
         if torch.is_autocast_enabled(device.type):
             dtype = torch.get_autocast_dtype(device.type)
         cos = angles.cos().to(dtype)                                           # (L, 1, 1, d)
@@ -213,14 +213,14 @@ class DiT(nn.Module):
 
 
 def likeliest(probs, p):
-    """The largest of each row of probs (n, V), so many that their sum is above p in every row.
+    """The m largest of each row of probs (n, V). In every row, their sum is above p, or m = V.
 
     Returns values and ids (n, m), descending. To sort all of V costs as much as the network [ours].
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
     if probs.is_cuda and probs.numel() < 1e6:
-        sizes = (V,)  # to sort so few costs a GPU less than to let the host wait for `all`
+        sizes = (V,)  # on a GPU, to sort so few takes less time than to wait for `all`
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():
@@ -230,16 +230,16 @@ def likeliest(probs, p):
 def in_chunks(fn, *rows, V, keeps=0, compiled=False):
     """fn(*rows) in chunks of rows, outputs concatenated. (n, V) tensors exist only in here.
 
-    fn: maps tensors (n, …) to one (n, …), or to a tuple of them.   rows: tensors (N, …), or (0, …).
+    fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks take
         more than BUDGET, none is kept, and the backward runs fn again.   compiled: fn keeps none.
     """
-    N, one_row = len(rows[0]), 4 * V
+    N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
     # While fn works it holds at most 6.7 tensors (n, V) in fp32, measured for SM over all of |V|.
     room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / 6.7
     size = max(1, int(room / one_row))
     if compiled:
-        size = COMPILED  # always split: a whole tensor would be compiled for once more
+        size = COMPILED_ROWS  # always split: a whole tensor would be compiled for once more
     elif N <= size:
         return fn(*rows)
     if torch.is_grad_enabled() and keeps * N * one_row > BUDGET and not compiled:
@@ -266,7 +266,7 @@ class TwoPass(nn.Module):
         self.compiled = False
 
     def weigh(self, h, logits=None):
-        """λ (n,), ids (n, k), π (n, k) of a chunk of masks; for k = |V| the mix (n, D) as π"""
+        """λ (n,), ids (n, k), π (n, k) of a chunk. For k = |V|: λ, best id (n, 1), mix (n, D)."""
         sm = self.sm
         if logits is None:
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
@@ -287,18 +287,18 @@ class TwoPass(nn.Module):
         Returns their embeddings (n, D), λ (n,), and the most likely tokens (n,).
         """
         if logits is None:
-            keeps = 5 if self.two_updates or self.sm.k is None else 0  # logits, d, clamped d, e, p
+            keeps = 5 if self.two_updates or self.sm.k is None else 0  # logits, d, clamped d, e, π
             lam, ids, pi = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
                                      compiled=self.compiled)
         else:
             lam, ids, pi = self.weigh(h, logits)
-        if self.sm.k is None:  # mixed in `weigh`, so that an (n, V) tensor stays in its chunk
+        if self.sm.k is None:  # pi is the mix: π is (n, V), and stays in its chunk
             return pi, lam, ids[:, 0]
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
         return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
 
     def feedback_of_certain(self, ids):
-        """`feedback` of re-masked tokens ids (m,), predicted with p = 1: H = 0, λ at its maximum"""
+        """`feedback` of re-masked tokens ids (m,), as if predicted with p = 1: H = 0, largest λ"""
         neg_entropy = torch.zeros(len(ids), device=ids.device)                 # (m,)
         lam = self.sm.strength(neg_entropy)                                    # (m,)
         pi = torch.ones_like(lam)[:, None]                                     # (m, 1)
@@ -312,7 +312,7 @@ class TwoPass(nn.Module):
                 f"--omega_s=0.5 --omega_a=1 --omega_b=-2.8")
 
     def score(self, h, x):
-        return F.cross_entropy(self.net.head(h), x, reduction="none")          # (n,)
+        return F.cross_entropy(self.net.head(h), x, reduction="none")          # (n,)  of one chunk
 
     def cross_entropy(self, h, x):
         """−log p(x), (N,) fp32 nats, of tokens x (N,) from hidden states h (N, D)     Alg. 1 l.8"""
@@ -347,7 +347,7 @@ class TwoPass(nn.Module):
 
 
 def compile_parts(model, mode=None):
-    """Compile what takes the time of a TwoPass on CUDA: its trunk and its chunks of rows [ours]
+    """Compile the slow parts of a TwoPass on CUDA: its trunk and its work on a chunk [ours]
 
     mode: of the trunk; "reduce-overhead" makes CUDA graphs. Chunks have none: their length changes.
     Methods are compiled, not modules, because those would change the names in the state_dict.
@@ -386,7 +386,7 @@ class MDLM(TwoPass):
 
     @classmethod
     def load(cls, path, ema=True):
-        """A model in eval mode, from any file that checkpoint.load reads. Its rest is `.info`.
+        """A model in eval mode, from any file that checkpoint.load reads. `.info`: the rest of it.
 
         ema: take the averaged backbone, as every published number does. ω has no average [code].
         """

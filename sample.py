@@ -33,8 +33,8 @@ from show import show, trace
 
 T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
-OF_THE_FILE = "count", "batch_size", "seed", "out", "show", "trace", "tokenizer_dir", "device"
-GRAPHS_PAY = 5000  # network calls from which CUDA graphs, some 12 ms faster, are worth a minute
+NOT_IN_SETTINGS = "count", "batch_size", "seed", "out", "show", "trace", "tokenizer_dir", "device"
+GRAPHS_PAY = 5000  # network calls from which CUDA graphs, 12 ms a call faster, are worth a minute
 
 
 def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
@@ -67,13 +67,13 @@ def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0
 
 
 def schedule_flips(free, steps, generator, every=False, **schedule):
-    """At which steps each position of one sequence turns: this needs no network               Eq. 1
+    """At which steps each position of one sequence flips: this needs no network               Eq. 1
 
     free: (L,) bool, True where the position may change.   schedule: for `step_probs`.
     every: yield the steps without a change too, as Alg. 2 and App. C.5 do. App. C.4 and the
         released code skip them [code]. A binary model would only repeat its prediction there, one
         with SM would iterate its feedback.
-    Yields (t, flips, u): at time t the positions `flips` (L,) bool turn, from [MASK] to a token or
+    Yields (t, flips, u): at time t the positions `flips` (L,) bool go from [MASK] to a token or
     back. u: (L,) float64 in [0, 1), for `sample_categorical`.
     """
     masked, dt = free.copy(), (1 - T_END) / steps
@@ -91,10 +91,10 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
 
 
 def schedule_batch(free, steps, generators, every, **schedule):
-    """`schedule_flips` of n sequences: (t, flips, u), now (n,), (n, L), (n, L).
+    """`schedule_flips` of n sequences. Yields t (n,), flips (n, L), u (n, L).
 
-    In each turn, every sequence takes its own next step [ours]. A finished one has t = T_END, and
-    stays in the batch: CUDA graphs need static shapes.
+    In each turn, every sequence takes its own next step, at its own t [ours]. A finished one has
+    t = T_END, and stays in the batch: CUDA graphs need static shapes.
     """
     sequences = [schedule_flips(row, steps, g, every, **schedule)
                  for row, g in zip(free, generators)]
@@ -113,9 +113,9 @@ def nucleus(probs, p):
     if p == 1:
         return probs
     top, ids = likeliest(probs, p)                                             # 2 × (n, m)
-    out = top.cumsum(-1) > p                                                   # (n, m)
-    out[:, 0] = False
-    top = top.masked_fill(out, 0)                                              # (n, m)
+    dropped = top.cumsum(-1) > p                                               # (n, m)
+    dropped[:, 0] = False
+    top = top.masked_fill(dropped, 0)                                          # (n, m)
     return torch.zeros_like(probs).scatter(1, ids, top / top.sum(-1, keepdim=True))  # (n, V)
 
 
@@ -135,7 +135,7 @@ def sample_categorical(probs, u):
 
 
 def beginning(model, n, x, generator):
-    """The ids (n, L) to start from, and n generators: the given ones, or new ones from one."""
+    """The ids (n, L) to start from, and n generators: those of a list, or n seeded by one."""
     if x is None:
         x = torch.full((n, model.cfg.length), model.mask_id)
     if not isinstance(generator, list):
@@ -150,7 +150,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     """Inference with soft-masking                                                    Alg. 2, App. A
 
     n: sequences.   steps: T.   sampler, every, schedule: see `schedule_flips`.
-    soft: False decodes in binary.   top_p: for `nucleus`.
+    soft: False decodes without feedback.   top_p: for `nucleus`.
     passes: network calls in each step, each with the feedback of the call before (Alg. 2: one).
     generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
     on_step(x, lam, guess, at, h): called after every turn. x (n, L): ids. Where they are [MASK],
@@ -158,7 +158,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         stay, predicted from h (m, D).
     x: (L,) or (n, L) ids on the CPU to start from. All but [MASK] stays (default: all [MASK]).
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
-    The host knows the schedules before, so it runs ahead of the device, but for a large nucleus.
+    Flips need no prediction, so the host runs ahead of the device. Only `likeliest` makes it wait.
     Checked against tests/oracles.py alg2.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
@@ -174,13 +174,13 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     x = x.flatten().to(device, copy=True)                                      # (nL,)
     emb = F.embedding(x, table)                                                # (nL, D)
     lam, guess = torch.zeros(n * L, device=device), x.clone()                  # (nL,), (nL,)
-    state = [part.view(n, L) for part in (x, lam, guess)]  # sees every change of these
+    state = [part.view(n, L) for part in (x, lam, guess)]  # views: they see every change
 
     def positions(which):
         return to_device(torch.from_numpy(np.flatnonzero(which)), device)      # (m,) of n·L
 
     def predict(t, waiting):
-        """The network, `passes` times. Every call but the first overwrites the masks `waiting`."""
+        """The network, `passes` times: each more call has new feedback at the masks `waiting`."""
         t = to_device(torch.from_numpy(t).float(), device)                     # (n,)
         h = net.trunk(emb.view(n, L, -1), t).flatten(0, 1)                     # (nL, D)
         for _ in range(passes - 1):
@@ -203,14 +203,14 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         emb[appear] = F.embedding(x[appear], table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-            # A re-masked token was visible in this call: it is predicted with p = 1 (SUBS [code]).
+            # A re-masked token was visible in this call: MDLM predicts it with p = 1 [code].
             emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(x[vanish])
         else:
             emb[vanish] = table[mask_id]
         x.index_fill_(0, vanish, mask_id)  # x[vanish] = mask_id, but a GPU is not waited for
         if on_step:
             on_step(*state, stay, h[stay])
-    if masked.any():  # rare, but for remdm-loop a tenth of L after 20 steps; no nucleus [code]
+    if masked.any():  # few, but a tenth of L with remdm-loop and 20 steps; no nucleus [code]
         left = positions(masked)
         h = predict(np.full(n, T_END), left)                                   # (nL, D)
         x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=len(table))
@@ -227,7 +227,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
 
     order: "entropy", the surest first (§2.2), or "random", its control.
-    Each of the steps reveals its share of the masks that are left, rounded up [ours].
+    A step reveals 1 / steps_left of the masks that are left, rounded up [ours].
     The rest is as in `generate`, but `at` of on_step are all masks before the step.
     Checked against tests/oracles.py in_order.
     """
@@ -244,13 +244,13 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     def choose(h, u):
         logits = net.head(h)                                                   # (m, V)
         p = nucleus(logits.softmax(-1), top_p)                                 # (m, V)
-        neg_entropy = (p * (p + 1e-10).log()).sum(-1)  # 0 where one token is left: (m,)
+        neg_entropy = (p * (p + 1e-10).log()).sum(-1)  # (m,), 0 where one token is left
         drawn = sample_categorical(p, u)                                       # (m,)
         if not soft:
             return drawn, neg_entropy
         return drawn, neg_entropy, *model.feedback(h, logits)
 
-    for left in range(steps, 0, -1):
+    for steps_left in range(steps, 0, -1):
         masked = (x == mask_id).view(n, L)                                     # (n, L)
         at = masked.flatten().nonzero().squeeze(1)                             # (N,)
         if not len(at):
@@ -272,9 +272,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
             # rounding errors, which differ from batch to batch [ours].
             score = torch.where(masked.all(-1, keepdim=True), chance, score)
         score = score.masked_fill(~masked, -torch.inf)                         # (n, L)
-        rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # its place: (n, L)
-        count = (masked.sum(-1, keepdim=True) + left - 1) // left              # (n, 1)  rounded up
-        chosen = (rank < count).flatten()[at]                                  # (N,)
+        place = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # (n, L)  0: first
+        count = (masked.sum(-1, keepdim=True) + steps_left - 1) // steps_left  # (n, 1)  rounded up
+        chosen = (place < count).flatten()[at]                                 # (N,)
         x = x.index_copy(0, at, torch.where(chosen, drawn, mask_id))           # (nL,)           l.5
         nfe += passes * masked.any(-1)
         emb = F.embedding(x, table)                                            # (nL, D)
@@ -373,9 +373,9 @@ def main(cfg):
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
     if cfg.order:
         decode = partial(generate_in_order, order=cfg.order)
-    # What decides how a sample looks stands in every line. A sum tells the weights from others.
+    # Every line says what decides how a sample looks. A sum tells the weights from others.
     settings = asdict(cfg)
-    for name in OF_THE_FILE:
+    for name in NOT_IN_SETTINGS:
         del settings[name]
     settings |= {"step": model.info["step"], "weights": model.net.table.double().sum().item(),
                  "tokenizer": tok.name, "dtype": str(dtype or torch.float32)}
@@ -409,7 +409,7 @@ def main(cfg):
             ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
                               on_step=watch, x=x, soft=cfg.soft, passes=cfg.passes)
         for i, row, calls in zip(batch, ids.tolist(), nfe.tolist()):
-            if i not in texts:
+            if i not in texts:  # else it was made to be watched
                 texts[i] = tok.decode(row)
                 append_jsonl(path, {"ids": row, "text": texts[i], "nfe": calls, "seed": cfg.seed,
                                     "index": i, "settings": settings})

@@ -2,10 +2,10 @@
 """Soft-masking: the layer that the paper adds to a model, made to be copied.            §3.1, Eq. 3
 
 In every decoding step, a masked diffusion model commits some tokens and keeps [MASK] elsewhere.
-Binary masking throws away what it predicted for a kept mask. Soft-masking (SM) feeds this back: the
+Binary masking throws away the prediction at a kept mask. Soft-masking (SM) feeds this back: the
 next step sees a convex mix of the [MASK] embedding and the embeddings of the k likeliest tokens.
-Their share, λ, grows with the confidence of the model. Three scalars of λ are learned: ω_s, ω_a,
-ω_b. `python softmask.py` works one example through. With any model that takes embeddings:
+Their share, λ, grows with the confidence of the model. Three scalars in λ are learned: ω_s, ω_a,
+ω_b. `python softmask.py` prints an example. To use it with any model that takes embeddings:
 
     sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)
     table = model.get_input_embeddings().weight           # (V, D)
@@ -14,16 +14,16 @@ Their share, λ, grows with the confidence of the model. Three scalars of λ are
     emb = sm.embed(table, x, logits)                      # (B, L, D)  only the [MASK]s change
     logits = model(inputs_embeds=emb).logits              # (B, L, V)  train or decode from these
 
-Train ω with the model, at a learning rate near 1e-2 (App. B.2), and in a share 1 − p_sm of the
-updates without feedback: the first decoding step has none (§3.2). In such an update, set the
+Train ω with the model, at a learning rate near 1e-2 (App. B.2). A share 1 − p_sm of the updates
+has no feedback, because the first decoding step has none (§3.2). In such an update, set the
 gradient of ω to None before the optimizer's step, or Adam moves ω by its momentum. Under DDP, add
 sum((0 * p).sum() for p in sm.parameters()) to every loss, so that ω is always in the graph.
-Print λ at the masks, the first output of sm(logits[x == mask_id]): if it stays near 0, feedback is
-off, and no loss shows it. Then start ω_b near minus the entropy, in nats, that the model has there.
+Print λ at the masks, the first output of sm(logits[x == mask_id]). If it stays near 0, feedback is
+off, and no loss shows it: start ω_b near −H, in nats, of what the model predicts at the masks.
 
 A comment without a tag follows the paper, [code] the authors' released code. [ours] is our choice.
-Nothing detaches: the caller's no_grad decides. A model that can predict [MASK] may have it among
-the k [code]: set its logit to −inf first to prevent this.
+Nothing here is detached: the caller's no_grad decides. A model that can predict [MASK] may have it
+among the k [code]: set its logit to −inf first to prevent this.
 """
 
 import sys
@@ -45,7 +45,7 @@ def largest(logits, k):
     The k largest lie in the k groups with the largest maxima. `topk` itself reads all V four times.
     """
     width, V = 128, logits.shape[1]
-    if V < 8 * k * width:
+    if V < 8 * k * width:  # the candidates would be a large part of V
         return logits.topk(k)
     whole = V // width * width
     groups = logits.detach()[:, :whole].unflatten(1, (-1, width))              # (N, V/128, 128)
@@ -54,8 +54,8 @@ def largest(logits, k):
     ids = (best[..., None] * width + inside).flatten(1)                        # (N, k·128)
     rest = torch.arange(whole, V, device=best.device).expand(len(ids), -1)     # (N, < 128)
     ids = torch.cat((ids, rest), 1)                                            # (N, < (k+1)·128)
-    top, at = logits.gather(1, ids).topk(k)                                    # 2 × (N, k)
-    return top, ids.gather(1, at)
+    top, place = logits.gather(1, ids).topk(k)                                 # 2 × (N, k)
+    return top, ids.gather(1, place)                                           # 2 × (N, k)
 
 
 class SoftMask(nn.Module):
@@ -75,7 +75,7 @@ class SoftMask(nn.Module):
                              "and k >= 1 or None")
         self.mask_id, self.k = mask_id, k
         s, a, minus_b, tau = torch.tensor([omega_s, omega_a, -omega_b, tau], dtype=torch.float32)
-        self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))  # that of ω_s = 0 would be −∞ [code]
+        self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))  # eps: ω_s = 0 would give −∞ [code]
         self.raw_a = nn.Parameter(softplus_inverse(a))
         self.raw_b = nn.Parameter(softplus_inverse(minus_b))
         if k is None:  # with top-k, τ would have no gradient, and that stops DDP
@@ -131,7 +131,7 @@ class SoftMask(nn.Module):
         """
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
-            # λ is of the tempered p, too [code]. Without the clamp, −∞ makes τ's gradient NaN.
+            # τ changes λ, too [code]. Without the clamp, a logit of −∞ makes τ's gradient NaN.
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
         d = logits - logits.detach().amax(-1, keepdim=True)                        # (N, V)  <= 0
         e = d.exp()                                                                # (N, V)
@@ -167,8 +167,8 @@ class SoftMask(nn.Module):
         """sm(x̂, p) for a whole batch: soft where x is [MASK], else plain          §3.1, both cases
 
         table: (V, D).   x: (B, L) token ids.   gain: see `forward`.
-        logits: the last prediction, (B, L, V), or where x is [MASK]: logits[x == mask_id], (N, V).
-            The first has static shapes, for torch.compile, the second is cheaper.
+        logits: the last prediction, (B, L, V), or only its rows logits[x == mask_id], (N, V).
+            The first has static shapes, for torch.compile. The second is cheaper.
         Returns (B, L, D) in the table's dtype. λ = 0 gives F.embedding(x, table) bit for bit.
         """
         masked = x == self.mask_id                                                 # (B, L)

@@ -10,12 +10,10 @@
 
 The first word is a preset, below.
 
-Every random number is a function of what it is for: (seed, "t", step), (seed, "q", step, j), with
-steps from 0 (update 17 of the log has step 16), and micro-batches j counted over all ranks. So one
-process with 4 micro-batches and two with 2 make the same run, and a run that was stopped or killed
-goes on as if it had not been: there is no random state to save.
-
-Not here: the model and its loss (mdlm.py), sampling (sample.py), metrics (eval.py).
+Every random number is a function of what it is for: (seed, "t", step) for times, (seed, "q", step,
+j) for masks. Steps count from 0: update 17 of the log has step 16. Micro-batches j count over all
+ranks: one process with 4 of them and two with 2 make the same run. And a run that was stopped or
+killed goes on as if it had not been: there is no random state to save.
 """
 
 import contextlib
@@ -44,7 +42,7 @@ from show import show
 
 @dataclass
 class Config(ModelConfig):
-    """The model's fields (mdlm.ModelConfig; the data decide the vocabulary), and App. B.1."""
+    """What mdlm.ModelConfig has (the data decide the vocabulary), and how to train it: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
     init_from: str = ""              # weights to start from: any file that checkpoint.py describes
@@ -59,10 +57,10 @@ class Config(ModelConfig):
     eta_sm: Rate = 1e-2              # of ω: it has far to go, App. B.2
     warmup: Count = 2500             # linear, then constant
     clip: Positive = 1.0             # of the norm over θ and ω together [code]
-    ema: Share = 0.9999              # over θ, not ω [code]
+    ema: Share = 0.9999              # decay of the average over θ, not ω [code]
     # soft-masking, §3.2
     p_sm: Share = 0.8                # probability of two passes; 0 trains a binary MDLM
-    b_l: Positive = T_MIN      # t ~ U(b_l, b_h); the paper narrows it for Dream only
+    b_l: Positive = T_MIN            # t ~ U(b_l, b_h); the paper narrows it for Dream only
     b_h: Share = 1.0
     # reporting
     log_every: Size = 10
@@ -98,7 +96,7 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# Seed of held-out times and masks, also those of `eval.py ppl`: all runs are compared on the same.
+# Seed of the times and masks of held-out rows, as in `eval.py ppl`: all runs meet the same masks.
 EVAL_SEED = 1
 
 # What may differ when a run is resumed. Everything else decides what the next update does.
@@ -106,7 +104,7 @@ MAY_DIFFER_ON_RESUME = {
     "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows", "save_every",
     "keep_every", "show", "device", "dtype", "compile"}
 
-order = functools.lru_cache(2)(data.order)  # kept: to permute all rows takes long
+order = functools.lru_cache(2)(data.order)  # slow, so cached; an update may lie in two epochs
 
 
 def batch(tokens, cfg, step, j, M):
@@ -117,7 +115,7 @@ def batch(tokens, cfg, step, j, M):
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
     index = [order(n, i // n, cfg.seed)[i % n] for i in numbers]
-    return data.rows(tokens, index, cfg.length)
+    return data.rows(tokens, index, cfg.length)                                # (b, L)
 
 
 def lr_at(step, cfg):
@@ -155,7 +153,7 @@ def train(cfg):
     if rest or not accum:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch="
                       f"{cfg.micro_batch} times {world} processes: change one of them")
-    n = data.n_rows(tokens, cfg.length)
+    n_train = data.n_rows(tokens, cfg.length)
     source = {"path": cfg.data, "n_tokens": len(tokens), "sha256": meta["train"]["sha256"]}
     if cfg.eval_every or cfg.show:
         val = data.open_split(cfg.data, "val")[0]
@@ -170,7 +168,7 @@ def train(cfg):
     last, start, metrics, ckpt = os.path.join(cfg.out_dir, "last.pt"), 0, {}, None
     if launch.goes_on(last, cfg.resume, cfg.overwrite):
         ckpt = checkpoint.load(last)
-        # Data are known by their content, wherever they lie.
+        # Data are compared by their content: their folder may have moved.
         before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
         here = asdict(cfg) | {"data": source["sha256"], "keys": data.KEYS}
         check_same(last, before, here, here.keys() - MAY_DIFFER_ON_RESUME)
@@ -184,7 +182,7 @@ def train(cfg):
     # at random ones, which twenty updates forget.
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
-    average = {"net." + name: t for name, t in ema.net.state_dict().items()}
+    average = {"net." + name: t for name, t in ema.net.state_dict().items()}  # no copy
     theta = list(model.net.parameters())
     omega = list(model.sm.parameters()) if model.sm else []
     groups = [{"params": params} for params in (theta, omega) if params]
@@ -196,9 +194,9 @@ def train(cfg):
         del ckpt  # it is as large as the model and its optimizer
     if cfg.compile or (cfg.compile is None and device.type == "cuda"):
         compile_parts(model)
-    net = model
+    parallel = model
     if world > 1:
-        net = DistributedDataParallel(model)
+        parallel = DistributedDataParallel(model)
     # cache_enabled: with a cache, older torch (2.6 does, 2.13 does not) takes the bf16 weights of
     # pass 1, which have no graph, for pass 2 too. Then they get no gradient, and nothing says so.
     autocast = functools.partial(torch.autocast, device.type, dtype, enabled=dtype is not None,
@@ -216,23 +214,23 @@ def train(cfg):
             j = i * world + rank        # counted over all ranks: any rank may compute it
             x0 = batch(tokens, cfg, step, j, accum * world)                    # (b, L)          l.2
             # With the stride, every micro-batch spans all times, and half of its tokens are
-            # masked. Of slices, that with t ≈ 1 would have twice as many masks [ours].
+            # masked. A slice of the last times would have twice as many masks [ours].
             t = times[j::accum * world]                                        # (b,)            l.3
             xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))      # (b, L)          l.4
-            # Found on the CPU, so that the host need not wait for a GPU to know how many they are.
+            # Found on the CPU: the host need not wait for a GPU to know the number of masks N.
             at = (xt == cfg.mask_id).flatten().nonzero().squeeze(1)            # (N,)
             x0, xt, t, at = (launch.to_device(x, device) for x in (x0, xt, t, at))
             if cfg.dropout:
                 torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
             more = i + 1 < accum        # ranks add up their gradients in the last micro-batch
-            with net.no_sync() if world > 1 and more else contextlib.nullcontext():
+            with parallel.no_sync() if world > 1 and more else contextlib.nullcontext():
                 with autocast():
-                    nll = net(x0, xt, t, soft, at)                           # (b,)            l.5-8
+                    nll = parallel(x0, xt, t, soft, at)                      # (b,)            l.5-8
                 # Divided by all tokens, not by the masks [code]: so any split gives the same.
                 (nll.sum() / (accum * x0.numel())).backward()
             nll = nll.detach()
             # nll @ t is the cross-entropy without its weight 1/t.
-            log.add(nll=nll.sum(), ce=nll @ t, masks=len(at), tokens=x0.numel(), softs=soft,
+            log.add(nll=nll.sum(), ce=nll @ t, masks=len(at), tokens=x0.numel(), soft=soft,
                     lam=model.lam if soft else 0)
         if not soft:
             # The gradient of ω is 0, which DDP needed (TwoPass). Adam would still move ω by its
@@ -255,14 +253,14 @@ def train(cfg):
             bounds["val_soft" if soft else "val_plain"] = nll / count
         return bounds
 
-    def describe(done, norm):
-        """The line of log.jsonl for the updates since the last one. It refuses a nan."""
+    def log_line(done, norm):
+        """The line of log.jsonl for the updates since the last line. It refuses a nan."""
         sums = log.collect(norm)
         line = {"step": done, "loss": sums["nll"] / sums["tokens"],
                 "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
                 "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
                 "tokens_per_s": sums["tokens"] / sums["seconds"],
-                "lam": sums["lam"] / max(1, sums["softs"])}
+                "lam": sums["lam"] / max(1, sums["soft"])}
         if omega:
             line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
         if omega and cfg.k is None:
@@ -279,20 +277,21 @@ def train(cfg):
         return every and (done % every == 0 or done == cfg.steps)
 
     # ---- the loop
-    done, stop = start, 0
+    done, stop = start, 0  # updates made, which `save` and `due` read; the signal that stops it
     # Rank 0 alone writes, so it alone locks.
-    alone = launch.lock(cfg.out_dir) if master else contextlib.nullcontext()
-    with alone, launch.signals() as caught:
+    locked = launch.lock(cfg.out_dir) if master else contextlib.nullcontext()
+    with locked, launch.signals() as caught:
         log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, master)
         if master and cfg.overwrite and not start:
-            # --resume must not find the old run, nor anyone results of its weights.
+            # Of the old run, weights and the results beside them go: they are not of this run.
             for pattern in "last.pt*", "step-*.pt*":
                 for path in Path(cfg.out_dir).glob(pattern):
                     path.unlink()
         if master:
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
-                  f"{dtype or 'float32'}; {n:,} rows of {cfg.length}, {cfg.batch_size} a step = "
-                  f"{accum} × {world} × {cfg.micro_batch}; updates {start:,} to {cfg.steps:,}")
+                  f"{dtype or 'float32'}; {n_train:,} rows of {cfg.length}, "
+                  f"{cfg.batch_size} a step = {accum} × {world} × {cfg.micro_batch}; "
+                  f"updates {start:,} to {cfg.steps:,}")
         # A continuation first measures the bound where it starts (Fig. 3): the best check that the
         # weights were read correctly.
         if cfg.eval_every and cfg.init_from and not start:
@@ -302,12 +301,12 @@ def train(cfg):
         for step in range(start, cfg.steps):
             norm = update(step)
             done = step + 1
-            # The maximum over ranks: all stop after the same update.
+            # One rank's signal counts for all: they stop after the same update.
             stop = launch.any_rank(max(caught, default=0))
             evaluated = due(cfg.eval_every) and not stop
             saved = stop or due(cfg.save_every) or due(cfg.keep_every)
-            if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: so that a line is soon
-                line = describe(done, norm)     # a nan is refused here, before it is saved
+            if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: a line at once
+                line = log_line(done, norm)     # a nan is refused here, before it is saved
                 if evaluated:
                     metrics = {"step": done, **evaluate()}
                     line |= metrics
@@ -332,7 +331,7 @@ def train(cfg):
 
 
 def with_vocabulary(cfg, special):
-    """cfg with the vocabulary of the data.   special: its tokenizer, as in meta.json."""
+    """cfg with the vocabulary of the data, checked.   special: its tokenizer, as in meta.json."""
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
     if cfg.k is not None and cfg.k >= special["vocab_size"]:
@@ -363,32 +362,32 @@ def load_initial(model, cfg, special):
     if cfg.soft_mask and before["soft_mask"]:
         names += ["arm", "k"]
     check_same(cfg.init_from, before, here, names)
-    # A model without SM leaves the ω of the file, and a file without ω that of the model.
+    # A model without SM drops the ω of the file. If the file has none, the model keeps its own.
     omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     state = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
     model.load_state_dict(omega | state)
 
 
 def demonstrate(cfg, model, bounds, meta):
-    """What --show ends with: the bound, some lines of ω's story, and what the average writes.
+    """What --show ends with: the bound, ω at five times, and a sample of the averaged model.
 
     bounds: {name: nats per token}.   meta: of the data.
     """
-    grids = meta["source"] == "sudoku"
-    unit = f"nats per grid (the entropy is {sudoku.NATS:.2f})" if grids else "bits per byte"
+    is_sudoku = meta["source"] == "sudoku"
+    unit = f"nats per grid (the entropy is {sudoku.NATS:.2f})" if is_sudoku else "bits per byte"
     print(f"\nheld-out bound in {unit}; one model, the same masks")
     for name, nats in bounds.items():
-        value = nats * cfg.length if grids else bits_per_byte(nats, cfg.length, meta["val"])
+        value = nats * cfg.length if is_sudoku else bits_per_byte(nats, cfg.length, meta["val"])
         print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{value:.4f}")
     if model.sm:
         lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
         lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
         print(f"\n  update{'ω_s':>8}{'ω_a':>8}{'ω_b':>8}{'mean λ':>9}")
-        for i in sorted({i * (len(lines) - 1) // 4 for i in range(5)}):
+        for i in sorted({quarter * (len(lines) - 1) // 4 for quarter in range(5)}):
             row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
             print(row.format(**lines[i]))
     print()
-    if grids:
+    if is_sudoku:
         sudoku.demonstrate(model)
         return
     tok = data.tokenizer(meta["tokenizer"]["name"])
