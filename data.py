@@ -217,6 +217,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         kept, cut, n_bytes = n - n_val, sum(lengths[:-n_val]), sum(sizes[:-n_val])
         if n == 1 and not val_docs:
             kept, cut, n_bytes = 1, lengths[0] * 9 // 10, sizes[0] * 9 // 10
+        if not cut:
+            raise Refused(f"with {n_val} of {n} documents held out, nothing is left to train on")
         np.memmap(train, np.uint16, "r")[cut:].tofile(val)
         os.truncate(train, 2 * cut)
         counts = {"documents": kept, "tokens": cut, "bytes": n_bytes}

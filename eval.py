@@ -346,9 +346,9 @@ def write_result(cfg, stem, values, settings):
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
     rows = {cfg.metric: values} if cfg.metric in ("samples", "sudoku") else values
+    write_text(path, json.dumps(result, indent=2))  # before the prints: `eval.py | head` keeps it
     for name, row in rows.items():
         print(f"{name}: " + ", ".join(f"{key} {value:.5g}" for key, value in row.items()))
-    write_text(path, json.dumps(result, indent=2))
     print(f"written to {path}")
 
 

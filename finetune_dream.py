@@ -135,7 +135,7 @@ def encode_chat(record, tok):
     messages = [m | {"role": ROLES.get(m["role"], m["role"])} for m in record["messages"]]
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
-    if not messages:
+    if not messages or not all(isinstance(m["content"], str) for m in messages):  # calls of tools
         return [], 0
     # Apart, as decoding knows the prompt alone: together, two line breaks could be one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)

@@ -298,7 +298,7 @@ class Config:
     steps: Size | None = None   # T (default: L, with --order one step for each mask)
     # entropy: no coins, but equally many tokens a step, the surest first. random: as many, anywhere
     order: Literal["", "entropy", "random"] = ""
-    sampler: Literal["mdlm", "remdm-cap", "remdm-loop"] = "mdlm"  # App. B.1: cap for T < L
+    sampler: Literal[tuple(SAMPLERS)] = "mdlm"  # or remdm-cap, for T < L, or remdm-loop, App. B.1
     eta: Share | None = None    # P[re-mask] at most (default: the sampler's in App. B.1)
     top_p: Annotated[float, 1e-12, 1] = 0.9  # nucleus
     soft: bool = True           # False: decode an SM model in binary
