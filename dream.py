@@ -42,7 +42,6 @@ class DreamConfig:
     num_key_value_heads: int  # fewer than heads: several queries share one key and value
     rms_norm_eps: float
     rope_theta: float
-    max_position_embeddings: int
     mask_token_id: int
     pad_token_id: int         # fills the space after the end of an answer, too
     eos_token_id: int

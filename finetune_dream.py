@@ -278,7 +278,7 @@ def make_tiny(model, data):
                "</tool_call>": 260, "<|mask|>": 261}
     cfg = dict(vocab_size=264, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
                num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6,
-               max_position_embeddings=4096, mask_token_id=261, pad_token_id=256, eos_token_id=256)
+               mask_token_id=261, pad_token_id=256, eos_token_id=256)
     with torch.device("meta"):
         state = Dream(DreamConfig(**cfg)).state_dict()
     for name, t in state.items():

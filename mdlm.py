@@ -366,6 +366,8 @@ class MDLM(TwoPass):
     """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig."""
 
     def __init__(self, cfg):
+        if cfg.n_embd % (2 * cfg.n_head):  # rotary positions turn pairs
+            raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
         net, sm = DiT(cfg), None
         if cfg.soft_mask:
             sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, omega_s=cfg.omega_s, omega_a=cfg.omega_a,

@@ -365,9 +365,10 @@ def main(cfg):
     model.to(device)
     special = model.info["tokenizer"]
     tok = tokenizer(special["name"], cfg.tokenizer_dir)
-    if tok.n_vocab != model.mask_id:
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, {tok.name} {tok.n_vocab}")
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
+    if tok.n_vocab != model.mask_id or cfg.length > model.cfg.length:
+        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens and length {model.cfg.length}, "
+                      f"not the {tok.n_vocab} of {tok.name} or --length={cfg.length}")
     x = starting_ids(cfg, tok, special)                                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), device, world)
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)

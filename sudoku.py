@@ -164,7 +164,7 @@ def demonstrate(model, count=100):
     differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
     shown = differ[0] if differ else 0
     print(f"\nSurest next, both differ in {len(differ)} of {count}. Puzzle {shown + 1} is the "
-          f"first of these, or of all.\nGreen: a guess that the next call sees, deeper with λ.")
+          f"first:\ngreen is a guess that the next call sees, the deeper the larger λ")
     compare(sides, shown)
 
 

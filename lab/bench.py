@@ -209,7 +209,7 @@ def build_dream(cfg, device, dtype):
     size = DreamConfig(
         vocab_size=V, hidden_size=D, intermediate_size=D * 37 // 7, rms_norm_eps=1e-6,
         num_hidden_layers=cfg.dream_layers, num_attention_heads=heads, rope_theta=1e6,
-        num_key_value_heads=max(1, heads // 7), max_position_embeddings=4096,
+        num_key_value_heads=max(1, heads // 7),
         mask_token_id=V - 1, pad_token_id=V - 2, eos_token_id=V - 2)
     with torch.device(device):  # in fp32, Dream-7B takes 30 GB for a moment
         dream = Dream(size).to(dtype or torch.float32).requires_grad_(False).eval()

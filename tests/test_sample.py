@@ -292,6 +292,7 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
         for _ in range(2):  # the second time nothing is left to do
             assert run(count=5) == whole
     refused("other settings", run, count=5, seed=2)
+    refused("or --length=99", run, length=99)
     assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
 
 

@@ -110,7 +110,7 @@ def test_the_demonstration_counts_right_grids_and_shows_where_feedback_matters(
     sudoku.demonstrate(types.SimpleNamespace(mask_id=258), 3)
     out = capsys.readouterr().out
     assert re.findall("next +(.*)", out)[:2] == ["2               1"] * 2
-    end = "differ in 1 of 3. Puzzle 3.*✓ no rule broken +✗ 2 twice in box 1"
+    end = "differ in 1 of 3. Puzzle 3 .*✓ no rule broken +✗ 2 twice in box 1"
     assert re.search(end, out, re.DOTALL)
 
 

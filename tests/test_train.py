@@ -329,6 +329,7 @@ def test_a_wrong_flag_never_starts_a_run(tiny):
     for change, message in (
             (dict(b_l=0.5, b_h=0.5), "--b_l=0.5 must be below --b_h=0.5"),
             (dict(k=259), "--k=259 must be below the 259 tokens of"),
+            (dict(n_head=7), "is no multiple of 2 × n_head=7"),
             (dict(batch_size=6), "--batch_size=6 is not a multiple of --micro_batch=4"),
             (dict(length=10**6), "tokens do not fill one row")):
         refused(message, train, replace(tiny, **change))
