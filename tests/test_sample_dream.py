@@ -243,7 +243,7 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
 
 def wide(sharpness):
     """A random Dream whose logits vary by so much, with many tokens: to sort them takes long."""
-    model = Dream(DreamConfig(130_000, 8, 8, 1, 1, 1, 1e-6, 1e6, 64, MASK, PAD, PAD))
+    model = Dream(DreamConfig(130_000, 8, 8, 1, 1, 1, 1e-6, 1e6, MASK, PAD, PAD))
     for p in model.requires_grad_(False).parameters():
         p.normal_(generator=gen())
     model.lm_head.weight *= sharpness
