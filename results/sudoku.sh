@@ -79,7 +79,7 @@ case ${name#@(six|e5|e10|e20)-} in
     p05-*)       flags="$two --p_sm=0.5" ;;
     p10-*)       flags="$two --p_sm=1" ;;
     ours-*)      flags="$two --omega_s=0.5 --omega_a=1 --omega_b=-2.8" ;;
-    constant*-*) share=${name#constant}; flags="$two --arm=constant --omega_s=0.${share%-*}" ;;
+    constant*-*) share=${name##*constant}; flags="$two --arm=constant --omega_s=0.${share%-*}" ;;
     renorm-*)    flags="$two --arm=renorm" ;;
     slerp-*)     flags="$two --arm=slerp" ;;
     selfcond-*)  flags="$two" run="results/selfcond.py train.py" ;;
