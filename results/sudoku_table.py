@@ -107,7 +107,9 @@ def read(step=""):
         name, _, at = result["name"].partition(".step-")
         run, _, cell = name.partition(".")
         arm, _, seed = run.rpartition("-") if "-" in run else (run, "", "")
-        if arm not in ARMS | SIX | THEN or at != step:
+        first, _, others = arm.partition("-")
+        family = f"six-{others}" if first in RATES else arm
+        if family not in ARMS | SIX | THEN or at != step:
             continue
         cell = cell.replace("entropy", "surest")  # before surest.py, any token could be drawn
         if not result.keys().isdisjoint(KINDS):
@@ -367,7 +369,7 @@ def draw_fills():
     left.set(xlabel="cells filled, the surest next", ylabel="grids that can be completed (%)",
              ylim=(0, 102))
     right.set(xlabel="cells filled, the surest next", ylim=(0, None),
-              ylabel="digits with which the grid cannot end right (%)")
+              ylabel="digits written that cannot be (%)")
     fig.legend(loc="outside lower center", ncols=3)
     return fig
 
