@@ -38,7 +38,8 @@ def bound_by_feedback(model, x0, xt, t, other):
         return torch.zeros_like(t).index_add(0, at // L, nll) / t                    # (B,)
 
     theirs = net.hidden(net.table[other], at, t)                                     # (N, D)
-    none, own = model(x0, xt, t, soft=False), model(x0, xt, t, soft=True)
+    none = model(x0, xt, t, soft=False)                                              # (B,)
+    own = model(x0, xt, t, soft=True)                                                # (B,)
     permuted = after(model.feedback(theirs)[0])
     truth = after(model.feedback_of_certain(tokens)[0])
     return torch.stack((none, own, permuted, truth)).double()
@@ -55,14 +56,16 @@ def main(cfg):
         batch = [part.to(device) for part in (x0, xt, t, other)]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             terms = bound_by_feedback(model, *batch)                                 # (4, b)
-        draws.append(torch.cat((t[None], terms.cpu() / L)))
+        terms = terms.cpu() / L
+        draws.append(torch.cat((t[None], terms)))
     draws = torch.cat(draws, dim=1)                                                  # (5, m)
     for tenth in draws[:, draws[0].argsort()].chunk(10, dim=1):
         t, none, *others = tenth                                                     # (m/10,) each
         row = {"t": t.mean().item(), "none": none.mean().item()}
         for name, term in zip(("own", "permuted", "truth"), others):
             # Its error takes draws for independent: many --repeats of few rows make it too small.
-            gain, se = mean_and_se(none - term, torch.ones(len(t)))
+            one = torch.ones_like(t)
+            gain, se = mean_and_se(none - term, one)
             row[f"{name}_gain"] = gain
             row[f"{name}_gain_se"] = se
         values[f"t from {t[0]:.2f} to {t[-1]:.2f}"] = row
