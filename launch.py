@@ -100,9 +100,9 @@ def run(main, Config, presets=None):
         reason = f"{e}: pip install {PIP_NAMES.get(e.name, e.name)}"
     except (Refused, OSError, argparse.ArgumentError) as e:
         reason = e
-    if int(os.environ.get("LOCAL_RANK", 0)):
+    if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)  # rank 0 mostly says the same, and then torchrun ends this rank
-    print(f"{os.path.basename(sys.argv[0])}: {reason}", file=sys.stderr)
+    print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
     raise SystemExit(2)
 
 
@@ -191,7 +191,7 @@ def goes_on(last, resume, overwrite):
 def lock(folder):
     """A block that only one process runs for this folder. A kill releases the lock, too."""
     os.makedirs(folder, exist_ok=True)
-    with open(os.path.join(folder, ".lock"), "a") as f:
+    with open(f"{folder}/.lock", "a") as f:
         try:
             import fcntl
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -205,7 +205,7 @@ def lock(folder):
 @contextlib.contextmanager
 def atomic(path):
     """Yields a temporary path, which becomes `path` if the block ends without an exception."""
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     tmp = f"{path}.tmp"
     yield tmp
     with open(tmp, "rb+") as f:
@@ -223,7 +223,7 @@ def read_json(path):
 
 
 def append_jsonl(path, *values):
-    os.makedirs(os.path.dirname(path) or ".", exist_ok=True)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as f:
         f.seek(max(0, f.tell() - 1))
         if f.read(1) not in (b"", b"\n"):  # a kill left half a line: no other is joined to it
@@ -251,8 +251,7 @@ class Log:
         self.began = self.last = time.time()
         if master:
             # Without the lines of updates that will be made again, and one that a kill has cut.
-            lines = read_jsonl(path) if start else []
-            lines = [line for line in lines if line["step"] <= start]
+            lines = [line for line in read_jsonl(path) if start and line["step"] <= start]
             write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
             if lines:
                 self.began -= lines[-1]["seconds"]  # the run goes on counting
@@ -266,7 +265,8 @@ class Log:
         """{name: sum over all ranks, "grad_norm", "seconds"} since the last line. Refuses a nan."""
         values = [torch.as_tensor(v, device=norm.device).float() for v in self.sums.values()]
         values = torch.stack([*values, norm.float()]).cpu().double()  # the one wait for the device
-        found = dict(zip(self.sums, over_ranks(values[:-1]).tolist()), grad_norm=values[-1].item())
+        totals = over_ranks(values[:-1]).tolist()
+        found = dict(zip(self.sums, totals), grad_norm=values[-1].item())
         if not math.isfinite(sum(found.values())):
             raise Refused("the loss or its gradient is not a number: start again, lower --eta_bb")
         self.sums = {}
