@@ -163,7 +163,7 @@ def demonstrate(model, count=100):
     print(f"  ± at most {math.sqrt(count) / 2:.0f}: a standard error over puzzles, of one model")
     differ = [i for i, found in enumerate(zip(*solved)) if len(set(found)) > 1]
     shown = differ[0] if differ else 0
-    print(f"\nSurest next, both differ in {len(differ)} of {count}. Puzzle {shown + 1} is the "
+    print(f"\nSurest next, the two differ in {len(differ)} of {count}. Puzzle {shown + 1} is the "
           f"first:\ngreen is a guess that the next call sees, the deeper the larger λ")
     compare(sides, shown)
 
