@@ -40,7 +40,7 @@ class Slerp(SoftMask):
         start = F.normalize(m, dim=0)                                              # (D,)
         end = F.normalize(g, dim=-1)                                               # (N, D)
         lam = lam[:, None]                                                         # (N, 1)
-        cos = (start * end).sum(-1, keepdim=True)                                   # (N, 1)
+        cos = (start * end).sum(-1, keepdim=True)                                  # (N, 1)
         # The derivative of acos is infinite at ±1, where the guess is [MASK] itself: stay inside.
         theta = cos.clamp(-1 + 1e-6, 1 - 1e-6).acos()                              # (N, 1)
         mixed = ((1 - lam) * theta).sin() * start + (lam * theta).sin() * end      # (N, D)

@@ -118,8 +118,8 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
     logits: (n, V) fp32.   never: a token to replace by the best other one (default: none).
-    Returns x0 (n,), conf (n,), where the highest goes first, and kept (n,), how many tokens the
-    filters left. Temperature and top-p also decide the order [code].
+    Returns x0 (n,), conf (n,), where the highest goes first, and kept (n,): given m, how many
+    tokens the filters left. Temperature and top-p also decide the order [code].
     """
     p = filtered(logits, temperature, top_p, top_k, m)                  # (n, V)
     x0 = p.argmax(-1) if temperature == 0 else draw(p, generator)       # (n,)
@@ -135,7 +135,8 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
         conf = -p.topk(2).values.diff()[:, 0]
     elif algorithm in ("origin", "random"):
         conf = torch.rand(len(x0), generator=generator, device=generator.device).to(p.device)
-    return x0, conf, p.count_nonzero(-1)
+    kept = p.count_nonzero(-1) if m else torch.zeros_like(x0)           # (n,)
+    return x0, conf, kept
 
 
 def predictions(model, h, n, never, algorithm, **pick):
@@ -227,6 +228,8 @@ def faded(plain, mixed, sequence, schedule, switch, left, start):
     plain: (D,) the embedding of [MASK].   mixed: (N, D) with the full λ.   sequence: (N,) of the
     batch: each has its own time [ours].   left, start: (B,) masks now and at first.
     """
+    if schedule == "none":
+        return mixed
     # Python's floats: in fp32, 3/15 is above 0.2, and the switch is strict. A row may have no mask.
     shares = [now / max(of, 1) for now, of in zip(left.tolist(), start.tolist())]
     gain = torch.tensor([time_gain(schedule, share, switch) for share in shares])        # (B,)

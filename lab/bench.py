@@ -71,7 +71,8 @@ PRESETS = {
         dream_answer=16),
 }
 
-PEAK_FLOPS = {"A100": 312e12, "H100": 989e12, "H200": 989e12}  # dense bf16 of an SXM card, FLOP/s
+# Dense bf16 FLOP/s by a part of the device's name, in which PCIe and NVL H100s have no "80GB HBM3".
+PEAK_FLOPS = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12}
 SHARPNESS = 3.5  # standard deviation of the random logits: like a trained model's
 
 

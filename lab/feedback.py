@@ -62,9 +62,9 @@ def main(cfg):
     for tenth in draws[:, draws[0].argsort()].chunk(10, dim=1):
         t, none, *others = tenth                                                     # (m/10,) each
         row = {"t": t.mean().item(), "none": none.mean().item()}
+        one = torch.ones_like(t)
         for name, term in zip(("own", "permuted", "truth"), others):
             # Its error takes draws for independent: many --repeats of few rows make it too small.
-            one = torch.ones_like(t)
             gain, se = mean_and_se(none - term, one)
             row[f"{name}_gain"] = gain
             row[f"{name}_gain_se"] = se

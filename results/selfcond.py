@@ -4,28 +4,19 @@
     python results/selfcond.py train.py owt --data=data/sudoku …     # or sample.py, or eval.py
 
 A mask sees m + W Σ_i π_i v_i: the guess of the first pass (top k, SM's shares π) through a D × D
-matrix (arXiv 2208.04202), which starts at 0 and belongs to the backbone. No gradient goes through
-π. ω stays where it starts. A token that ReMDM masks again becomes a plain [MASK], as in tied.py.
+matrix (arXiv 2208.04202), which starts at 0 and belongs to the backbone, as in tied.py. No gradient
+goes through π. ω stays where it starts. A token that ReMDM masks again becomes a plain [MASK].
 """
 
-import os
 import runpy
 import sys
 
 import torch
-import torch.nn as nn
 import torch.nn.functional as F
-
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import mdlm  # noqa: E402
+from tied import Tied, mdlm
 
 
-class SelfConditioned(mdlm.MDLM):
-    def __init__(self, cfg):
-        super().__init__(cfg)
-        self.net.again = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
-        nn.init.zeros_(self.net.again.weight)
-
+class SelfConditioned(Tied):
     def feedback(self, h, logits=None):
         """(embeddings (n, D), λ = 0 (n,), the most likely tokens (n,)), as TwoPass."""
         with torch.no_grad():

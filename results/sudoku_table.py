@@ -320,9 +320,9 @@ def paired(values, base):
     each = [values[seed] - base[seed] for seed in values if seed in base]
     if len(each) < 2:
         return ""
+    mean = statistics.fmean(each)
     half = T_975[len(each) - 2] * statistics.stdev(each) / math.sqrt(len(each))
-    return f"{statistics.fmean(each):+.3f} [{statistics.fmean(each) - half:+.3f}, " \
-           f"{statistics.fmean(each) + half:+.3f}]"
+    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
 
 
 def six_tables():
