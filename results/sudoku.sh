@@ -87,15 +87,16 @@ case ${name#@(six|e5|e10|e20)-} in
                  case $name in then-off-*) flags="$flags --p_sm=0" ;; esac ;;
     *) echo "no run of this name: $name (list names them)" >&2; exit 2 ;;
 esac
+[[ $name != six-* ]] || flags="$flags --eta_bb=5e-4"  # the best of each arm after 2,000 updates
 case $name in
     heads4-*|eta2-*|width64-*|batch16-*|warmup0-*) steps=2000 ;;
     e5-*)  steps=2000 flags="$flags --eta_bb=5e-4" ;;
     e10-*) steps=2000 ;;
     e20-*) steps=2000 flags="$flags --eta_bb=2e-3" ;;
     # First as many updates as fit in the time of 6,000 of binary.
-    six-ours-*|six-selfcond-*) steps="4550 6000" ;;
-    six-tied-*|six-constant3-*) steps="4700 6000" ;;
-    six-deep-*) steps="3050 6000" ;;
+    six-ours-*|six-selfcond-*) steps=${STEPS:-4550 6000} ;;
+    six-tied-*|six-constant3-*) steps=${STEPS:-4700 6000} ;;
+    six-deep-*) steps=${STEPS:-3050 6000} ;;
     # With another seed, a continuation does not repeat the batches of the run before.
     cont-*|then-*) seed=1$seed ;;
 esac
