@@ -87,7 +87,8 @@ case ${name#@(six|e5|e10|e20)-} in
                  case $name in then-off-*) flags="$flags --p_sm=0" ;; esac ;;
     *) echo "no run of this name: $name (list names them)" >&2; exit 2 ;;
 esac
-[[ $name != six-* ]] || flags="$flags --eta_bb=5e-4"  # the best of each arm after 2,000 updates
+# The best learning rate of each arm after 2,000 updates: that of deep is 1e-3.
+case $name in six-deep-*) ;; six-*) flags="$flags --eta_bb=5e-4" ;; esac
 case $name in
     heads4-*|eta2-*|width64-*|batch16-*|warmup0-*) steps=2000 ;;
     e5-*)  steps=2000 flags="$flags --eta_bb=5e-4" ;;
