@@ -383,6 +383,8 @@ def main(cfg):
     path = cfg.out
     if world > 1:
         path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl"
+    if cfg.trace == path:
+        raise Refused(f"--trace={cfg.trace} would replace the samples: choose another --out")
     texts = {}  # {index: text}
     for line in read_jsonl(path):
         if (line.get("settings"), line.get("seed")) != (settings, cfg.seed):

@@ -293,6 +293,8 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
             assert run(count=5) == whole
     refused("other settings", run, count=5, seed=2)
     refused("or --length=99", run, length=99)
+    refused("would replace the samples", run, count=5, trace=str(file))
+    assert run(count=5) == whole
     assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
 
 
