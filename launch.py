@@ -125,7 +125,8 @@ def machine(device="auto", dtype="auto"):
 def to_device(x, device):
     """A tensor of the CPU, on the device. The host does not wait until a GPU has it."""
     if device.type == "cuda":
-        return x.pin_memory().to(device, non_blocking=True)  # from other memory it may wait
+        # From other memory than contiguous pinned one, it may wait.
+        return x.contiguous().pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
 

@@ -220,7 +220,7 @@ def likeliest(probs, p):
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
     if probs.is_cuda and probs.numel() < 1e6:
-        sizes = (V,)  # on a GPU, to sort so few takes less time than to wait for `all`
+        sizes = (V,)  # `all` makes the host wait for a GPU; 1e6 is a guess, not measured [ours]
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():
@@ -287,7 +287,7 @@ class TwoPass(nn.Module):
         Returns their embeddings (n, D), λ (n,), and the most likely tokens (n,).
         """
         if logits is None:
-            keeps = 5 if self.two_updates or self.sm.k is None else 0  # logits, d, clamped d, e, π
+            keeps = 6 if self.two_updates or self.sm.k is None else 0  # 6 where it is both
             lam, ids, pi = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
                                      compiled=self.compiled)
         else:
@@ -298,7 +298,10 @@ class TwoPass(nn.Module):
         return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
 
     def feedback_of_certain(self, ids):
-        """`feedback` of re-masked tokens ids (m,), as if predicted with p = 1: H = 0, largest λ"""
+        """`feedback` of re-masked tokens ids (m,): H = 0, largest λ.
+
+        They were visible in this call: MDLM predicts such a token with p = 1 [code].
+        """
         neg_entropy = torch.zeros(len(ids), device=ids.device)                 # (m,)
         lam = self.sm.strength(neg_entropy)                                    # (m,)
         pi = torch.ones_like(lam)[:, None]                                     # (m, 1)

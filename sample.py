@@ -203,9 +203,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         emb[appear] = F.embedding(x[appear], table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-            # A re-masked token was visible in this call: MDLM predicts it with p = 1 [code].
+        if len(vanish) and soft:
             emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(x[vanish])
-        else:
+        elif len(vanish):
             emb[vanish] = table[mask_id]
         x.index_fill_(0, vanish, mask_id)  # x[vanish] = mask_id, but a GPU is not waited for
         if on_step:
@@ -347,11 +347,16 @@ def starting_ids(cfg, tok, special):
     return torch.tensor(ids)
 
 
-def resolved(cfg, n_masks, device, world):
-    """cfg with numbers where it has defaults.   n_masks: in the ids to start from."""
+def resolved(cfg, n_masks, device, world, lines):
+    """cfg with numbers where it has defaults.
+
+    n_masks: in the ids to start from.   lines: samples that are there. More are made in their way.
+    """
     steps, compiled = cfg.steps, cfg.compile
     if steps is None:
         steps = n_masks if cfg.order else cfg.length
+    if compiled is None and lines:
+        compiled = lines[0].get("settings", {}).get("compile")
     if compiled is None:
         calls = steps * math.ceil(cfg.count / cfg.batch_size / world)
         compiled = device.type == "cuda" and calls >= GRAPHS_PAY
@@ -369,24 +374,24 @@ def main(cfg):
     if tok.n_vocab != model.mask_id or cfg.length > model.cfg.length:
         raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens and length {model.cfg.length}, "
                       f"not the {tok.n_vocab} of {tok.name} or --length={cfg.length}")
-    x = starting_ids(cfg, tok, special)                                        # (L,)
-    cfg = resolved(cfg, x.tolist().count(model.mask_id), device, world)
-    decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
-    if cfg.order:
-        decode = partial(generate_in_order, order=cfg.order)
-    # Every line says what decides how a sample looks. A sum tells the weights from others.
-    settings = asdict(cfg)
-    for name in NOT_IN_SETTINGS:
-        del settings[name]
-    settings |= {"step": model.info["step"], "weights": model.net.table.double().sum().item(),
-                 "tokenizer": tok.name, "dtype": str(dtype or torch.float32)}
     path = cfg.out
     if world > 1:
         path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl"
     if cfg.trace == path:
         raise Refused(f"--trace={cfg.trace} would replace the samples: choose another --out")
+    lines = read_jsonl(path)
+    x = starting_ids(cfg, tok, special)                                        # (L,)
+    cfg = resolved(cfg, x.tolist().count(model.mask_id), device, world, lines)
+    decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
+    if cfg.order:
+        decode = partial(generate_in_order, order=cfg.order)
+    # Every line says what decides how a sample looks. A sum tells the weights from others.
+    settings = {name: value for name, value in asdict(cfg).items()
+                if name not in NOT_IN_SETTINGS}
+    settings |= {"step": model.info["step"], "weights": model.net.table.double().sum().item(),
+                 "tokenizer": tok.name, "dtype": str(dtype or torch.float32)}
     texts = {}  # {index: text}
-    for line in read_jsonl(path):
+    for line in lines:
         if (line.get("settings"), line.get("seed")) != (settings, cfg.seed):
             raise Refused(f"{path} holds samples of other settings: choose another --out")
         texts[line["index"]] = line["text"]

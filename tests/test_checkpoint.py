@@ -5,6 +5,7 @@ import collections
 import json
 import os
 import pickle
+import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -223,3 +224,11 @@ def test_mdlms_code_has_time_conditioning_beside_the_sections_and_later_code_in_
 def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, change):
     refused("this checkpoint has|soft mask with|not that of base 10000",
             load, training_file(tmp_path / "x.ckpt", trained(), **change))
+
+
+def test_a_copy_inside_another_repository_is_of_no_commit(tmp_path, monkeypatch):
+    assert len(checkpoint.git_version()["commit"]) in (7, 40)
+    subprocess.check_call(["git", "init", "-q", str(tmp_path)])
+    (tmp_path / "copy").mkdir()
+    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "copy" / "checkpoint.py"))
+    assert checkpoint.git_version() == {"commit": "unknown"}

@@ -14,7 +14,7 @@ import pytest
 import eval_dream as E
 import plot
 from conftest import GOLDEN, Killed, kill, refused, spy
-from dream import Tokenizer
+from dream import Dream, Tokenizer
 from launch import read_json, read_jsonl
 from tasks import benchmarks as B
 
@@ -196,6 +196,16 @@ def test_a_model_at_several_nfe_budgets_and_blocks(harness, config):
     results = E.evaluate(replace(cfg, nfe="1/1", blocks="4,8", threshold=0.9))
     assert [(r["settings"]["block"], r["nfe"]) for r in results] == [(4, 8), (8, 8)]
     assert [row[0] for row in plot.dream_results(cfg.out)] == [4, 8]
+
+
+def test_compiling_counts_in_no_cell(harness, config, monkeypatch):
+    """An answer for the canvas and one for a block come before the cells, and are kept nowhere."""
+    monkeypatch.setattr(Dream, "compile_trunk", lambda model: None)
+    answers = spy(monkeypatch, E, "answer")
+    results = E.evaluate(config("gsm8k_cot", nfe="1/2,1/1", blocks="0,2,4", compile=True))
+    asked = [(cell.block, tok.decode(ids) == "Hello") for _, tok, _, ids, cell, *_ in answers]
+    assert asked[:3] == [(0, True), (4, True), (0, False)] and len(asked) == 2 + 6
+    assert [(r["n"], r["compiled"]) for r in results] == 6 * [(1, True)]
 
 
 def test_the_prompt_is_cut_to_its_last_1024_tokens(harness, config, tmp_path, monkeypatch):

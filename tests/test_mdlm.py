@@ -177,6 +177,31 @@ def test_compiled_chunks_equal_eager_ones_and_compile_once(k, two_updates, devic
     assert list(fast.state_dict()) == list(model.state_dict())
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
+    not torch.cuda.is_available(), reason="needs CUDA: would check its gradients in bf16"))])
+def test_compiled_gradients_in_bf16_are_as_near_to_those_in_fp32(device, monkeypatch):
+    """Each parameter's, as near as eager ones are."""
+    if device == "cpu":
+        monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
+    torch._dynamo.reset()
+    eager = recorded_model(dropout=0.0).to(device)
+    batch = [x.to(device) for x in example(eager, B=16)]
+    fast = copy.deepcopy(eager)
+    mdlm.compile_parts(fast)
+
+    def gradients(model, half):
+        model.zero_grad()
+        with torch.autocast(device, torch.bfloat16, enabled=half, cache_enabled=False):
+            nll = model(*batch, soft=True)
+        nll.sum().backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters()}
+
+    exact, ours, theirs = gradients(eager, False), gradients(fast, True), gradients(eager, True)
+    for name, g in exact.items():
+        compiled, not_compiled = ((half[name] - g).norm() / g.norm() for half in (ours, theirs))
+        assert g.norm() > 0 and compiled < 1.5 * not_compiled + 1e-3, name
+
+
 @pytest.mark.parametrize("V", [62, 64])
 def test_a_padded_vocabulary_gives_the_same_logits(V, monkeypatch):
     """As in compiled CUDA code, by a tensor that says that it is there."""

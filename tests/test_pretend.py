@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import data
+import train
 from conftest import configure, gen
 from mdlm import MDLM, ModelConfig
 from pretend import gpu
@@ -66,6 +67,18 @@ def test_generate_waits_only_for_what_it_returns(sampler):
         generate(model.to("cuda"), 3, 20, sampler, generator=data.rng(9), top_p=0.9,
                  on_step=lambda *args: starts.append(len(waits)))
         assert len(starts) > 5 and waits[starts[0]:] == ["to"]
+
+
+def test_an_update_waits_for_nothing(tmp_path, monkeypatch):
+    """Its one copy is that of a norm, within the GPU."""
+    monkeypatch.chdir(tmp_path)
+    data.prepare([" ".join(map(str, range(90)))] * 30, "data", data.tokenizer("bytes"), val_docs=9)
+    times, starts = train.sample_times, []
+    with gpu() as waits:
+        monkeypatch.setattr(train, "sample_times",
+                            lambda *key: starts.append(len(waits)) or times(*key))
+        start("train", *TINY, "--out_dir=run", "--steps=6", "--eval_every=0", "--p_sm=0.5")
+        assert waits[starts[1]:starts[-1]] == 4 * ["to"]
 
 
 def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):

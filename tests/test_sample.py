@@ -354,3 +354,4 @@ def test_graphs_are_built_where_they_pay_and_a_sample_says_so(run, monkeypatch, 
     lines = run(count=count, batch_size=1, compile=flag)
     assert made == (["reduce-overhead"] if expected else [])
     assert [line["settings"]["compile"] for line in lines] == count * [expected]
+    assert run(count=3, batch_size=1)[:count] == lines  # more samples of a file are as its first
