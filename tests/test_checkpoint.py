@@ -227,7 +227,6 @@ def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, chang
 
 
 def test_a_copy_inside_another_repository_is_of_no_commit(tmp_path, monkeypatch):
-    assert len(checkpoint.git_version()["commit"]) in (7, 40)
     subprocess.check_call(["git", "init", "-q", str(tmp_path)])
     (tmp_path / "copy").mkdir()
     monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "copy" / "checkpoint.py"))
