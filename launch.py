@@ -125,7 +125,7 @@ def machine(device="auto", dtype="auto"):
 def to_device(x, device):
     """A tensor of the CPU, on the device. The host does not wait until a GPU has it."""
     if device.type == "cuda":
-        # From other memory than contiguous pinned one, it may wait.
+        # The host would wait for a copy from memory that is not pinned, or not contiguous.
         return x.contiguous().pin_memory().to(device, non_blocking=True)
     return x.to(device)
 

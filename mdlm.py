@@ -287,7 +287,8 @@ class TwoPass(nn.Module):
         Returns their embeddings (n, D), λ (n,), and the most likely tokens (n,).
         """
         if logits is None:
-            keeps = 6 if self.two_updates or self.sm.k is None else 0  # 6 where it is both
+            # At most, of (n, V): logits, the same clamped, d, d clamped, e, π.
+            keeps = 6 if self.two_updates or self.sm.k is None else 0
             lam, ids, pi = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
                                      compiled=self.compiled)
         else:
@@ -300,7 +301,7 @@ class TwoPass(nn.Module):
     def feedback_of_certain(self, ids):
         """`feedback` of re-masked tokens ids (m,): H = 0, largest λ.
 
-        They were visible in this call: MDLM predicts such a token with p = 1 [code].
+        The network has just seen them as tokens. Of such a token, MDLM predicts p = 1 [code].
         """
         neg_entropy = torch.zeros(len(ids), device=ids.device)                 # (m,)
         lam = self.sm.strength(neg_entropy)                                    # (m,)

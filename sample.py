@@ -15,6 +15,7 @@ after a stop. Under torchrun each rank has a file: samples.RANK.jsonl.
 """
 
 import math
+import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -203,7 +204,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         emb[appear] = F.embedding(x[appear], table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-        if len(vanish) and soft:
+        if len(vanish) and soft:  # with the sampler mdlm, no token vanishes
             emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(x[vanish])
         elif len(vanish):
             emb[vanish] = table[mask_id]
@@ -318,7 +319,7 @@ class Config:
     trace: str = ""             # a file for one trajectory, a JSON line per step, for lab/plot.py
     tokenizer_dir: str = ""     # folder of GPT-2's vocabulary, for machines without a network
     device: str = "auto"        # cuda, else mps, else cpu
-    compile: bool | None = None  # CUDA graphs, which take a minute (default: where that pays)
+    compile: bool | None = None  # CUDA graphs: a minute (default: as in --out, else where it pays)
 
 
 def starting_ids(cfg, tok, special):
@@ -347,10 +348,20 @@ def starting_ids(cfg, tok, special):
     return torch.tensor(ids)
 
 
+def files_of(cfg, rank, world):
+    """The file of this rank, and the lines of all ranks, so that all decide alike."""
+    paths = [cfg.out]
+    if world > 1:
+        paths = [f"{cfg.out.removesuffix('.jsonl')}.{r}.jsonl" for r in range(world)]
+    if cfg.trace and os.path.realpath(cfg.trace) in map(os.path.realpath, [cfg.out, *paths]):
+        raise Refused(f"--trace={cfg.trace} is a file of samples: give another --trace")
+    return paths[rank], [line for path in paths for line in read_jsonl(path)]
+
+
 def resolved(cfg, n_masks, device, world, lines):
     """cfg with numbers where it has defaults.
 
-    n_masks: in the ids to start from.   lines: samples that are there. More are made in their way.
+    n_masks: in the ids to start from.   lines: of --out. New samples are compiled if these are.
     """
     steps, compiled = cfg.steps, cfg.compile
     if steps is None:
@@ -374,24 +385,18 @@ def main(cfg):
     if tok.n_vocab != model.mask_id or cfg.length > model.cfg.length:
         raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens and length {model.cfg.length}, "
                       f"not the {tok.n_vocab} of {tok.name} or --length={cfg.length}")
-    path = cfg.out
-    if world > 1:
-        path = f"{cfg.out.removesuffix('.jsonl')}.{rank}.jsonl"
-    if cfg.trace == path:
-        raise Refused(f"--trace={cfg.trace} would replace the samples: choose another --out")
-    lines = read_jsonl(path)
+    path, lines = files_of(cfg, rank, world)
     x = starting_ids(cfg, tok, special)                                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), device, world, lines)
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
     if cfg.order:
         decode = partial(generate_in_order, order=cfg.order)
     # Every line says what decides how a sample looks. A sum tells the weights from others.
-    settings = {name: value for name, value in asdict(cfg).items()
-                if name not in NOT_IN_SETTINGS}
+    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
     settings |= {"step": model.info["step"], "weights": model.net.table.double().sum().item(),
                  "tokenizer": tok.name, "dtype": str(dtype or torch.float32)}
     texts = {}  # {index: text}
-    for line in lines:
+    for line in read_jsonl(path):
         if (line.get("settings"), line.get("seed")) != (settings, cfg.seed):
             raise Refused(f"{path} holds samples of other settings: choose another --out")
         texts[line["index"]] = line["text"]

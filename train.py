@@ -12,9 +12,9 @@ The first word is a preset, below.
 
 Every random number is a function of what it is for: (seed, "t", step) for times, (seed, "q", step,
 j) for masks. Steps count from 0: update 17 of the log has step 16. Micro-batches j count over all
-ranks: one process with 4 of them and two with 2 make the same run. (Compiled, it is another draw of
-dropout: DDP cuts the trunk in pieces.) And a run that was stopped or killed goes on as if it had
-not been: there is no random state to save.
+ranks: one process with 4 of them and two with 2 make the same run. (Except for dropout in a
+compiled trunk: DDP cuts it into pieces, and each draws its own.) And a run that was stopped or
+killed goes on as if it had not been: there is no random state to save.
 """
 
 import contextlib

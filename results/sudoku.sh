@@ -87,14 +87,14 @@ case ${name#@(six|e5|e10|e20)-} in
                  case $name in then-off-*) flags="$flags --p_sm=0" ;; esac ;;
     *) echo "no run of this name: $name (list names them)" >&2; exit 2 ;;
 esac
-# The best learning rate of each arm after 2,000 updates: that of deep is 1e-3.
+# Learning rates, the best of e5-, e10- and e20-: 1e-3 for deep, 5e-4 for the others.
 case $name in six-deep-*) ;; six-*) flags="$flags --eta_bb=5e-4" ;; esac
 case $name in
     heads4-*|eta2-*|width64-*|batch16-*|warmup0-*) steps=2000 ;;
     e5-*)  steps=2000 flags="$flags --eta_bb=5e-4" ;;
     e10-*) steps=2000 ;;
     e20-*) steps=2000 flags="$flags --eta_bb=2e-3" ;;
-    # First as many updates as fit in the time of 6,000 of binary.
+    # First as many updates as fit in the time of 6,000 of binary. STEPS=4550 makes these alone.
     six-ours-*|six-selfcond-*) steps=${STEPS:-4550 6000} ;;
     six-tied-*|six-constant3-*) steps=${STEPS:-4700 6000} ;;
     six-deep-*) steps=${STEPS:-3050 6000} ;;

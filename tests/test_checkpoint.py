@@ -227,7 +227,11 @@ def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, chang
 
 
 def test_a_copy_inside_another_repository_is_of_no_commit(tmp_path, monkeypatch):
-    subprocess.check_call(["git", "init", "-q", str(tmp_path)])
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x",
+           "-c", "commit.gpgsign=false"]
+    subprocess.check_call([*git, "init", "-q"])
+    subprocess.check_call([*git, "commit", "-q", "--allow-empty", "-m", "x"])
     (tmp_path / "copy").mkdir()
-    monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / "copy" / "checkpoint.py"))
-    assert checkpoint.git_version() == {"commit": "unknown"}
+    for folder, known in ("", True), ("copy", False):
+        monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / folder / "checkpoint.py"))
+        assert (checkpoint.git_version()["commit"] != "unknown") == known

@@ -184,7 +184,7 @@ def test_compiled_gradients_in_bf16_are_as_near_to_those_in_fp32(device, monkeyp
     if device == "cpu":
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
-    eager = recorded_model(dropout=0.0).to(device)
+    eager = recorded_model().to(device)
     batch = [x.to(device) for x in example(eager, B=16)]
     fast = copy.deepcopy(eager)
     mdlm.compile_parts(fast)
@@ -199,7 +199,9 @@ def test_compiled_gradients_in_bf16_are_as_near_to_those_in_fp32(device, monkeyp
     exact, ours, theirs = gradients(eager, False), gradients(fast, True), gradients(eager, True)
     for name, g in exact.items():
         compiled, not_compiled = ((half[name] - g).norm() / g.norm() for half in (ours, theirs))
-        assert g.norm() > 0 and compiled < 1.5 * not_compiled + 1e-3, name
+        # A gradient of one number, as those of ω, may be nearly exact in bf16 by chance.
+        slack = 1e-3 if g.dim() else 0.05
+        assert g.norm() > 0 and compiled < 1.5 * not_compiled + slack, name
 
 
 @pytest.mark.parametrize("V", [62, 64])

@@ -293,18 +293,20 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
             assert run(count=5) == whole
     refused("other settings", run, count=5, seed=2)
     refused("or --length=99", run, length=99)
-    refused("would replace the samples", run, count=5, trace=str(file))
+    refused("is a file of samples", run, count=5, trace=str(file))
     assert run(count=5) == whole
     assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
 
 
-def test_ranks_write_their_own_shards(run, monkeypatch):
+def test_ranks_write_their_own_shards(run, tmp_path, monkeypatch):
     whole = run("one", count=5)
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         shards = run("two", count=5)
     assert shards == [whole[i] for i in (0, 2, 4, 1, 3)]
+    other = str(tmp_path / "two" / "samples.0.jsonl")
+    refused("is a file of samples", run, "two", count=5, trace=other)
 
 
 def test_prompt_and_infill_stay_as_given(run):
@@ -355,3 +357,7 @@ def test_graphs_are_built_where_they_pay_and_a_sample_says_so(run, monkeypatch, 
     assert made == (["reduce-overhead"] if expected else [])
     assert [line["settings"]["compile"] for line in lines] == count * [expected]
     assert run(count=3, batch_size=1)[:count] == lines  # more samples of a file are as its first
+    for rank, count in (0, 2), (1, 6):  # and those of a rank as those of the others
+        monkeypatch.setattr(sample, "machine", lambda device: (rank, 2, cuda, None))
+        lines = run("ranks", count=count, batch_size=1)
+    assert [line["settings"]["compile"] for line in lines] == 4 * [False]
