@@ -99,7 +99,7 @@ def test_gradients_of_logits_and_table_are_those_of_the_formula(k):
 
 
 def test_a_bf16_table_gives_the_mix_and_the_gradients_of_an_fp32_one(monkeypatch):
-    """`embedding_bag` with shares has no backward for it on CUDA."""
+    """And that one those of the equation. `embedding_bag` with shares has no backward on CUDA."""
     monkeypatch.delattr(F, "embedding_bag")
     x, logits, table = example()
     sm, results = SoftMask(MASK, **OPEN), []
@@ -112,6 +112,10 @@ def test_a_bf16_table_gives_the_mix_and_the_gradients_of_an_fp32_one(monkeypatch
         assert mixed.dtype == grads[0].dtype == dtype and grads[1].dtype == torch.float32
         results.append([mixed.float(), *(grad.float() for grad in grads)])
     torch.testing.assert_close(*results, rtol=8e-3, atol=16e-3)
+    exact = table.double().requires_grad_()
+    expected = torch.stack([oracles.soft_mask(row, exact, MASK, 3, **OPEN) for row in rows])
+    grad, = torch.autograd.grad(expected, exact, R.double())
+    torch.testing.assert_close(results[1][:2], [expected.float(), grad.float()])
 
 
 @pytest.mark.parametrize("k, vocabulary", [(1, 39), (3, 39), (3, 259), (1, 50_258), (3, 50_258),
