@@ -61,6 +61,7 @@ class Config(ModelConfig):
     ema: Share = 0.9999              # decay of the average over θ, not ω [code]
     # soft-masking, §3.2
     p_sm: Share = 0.8                # probability of two passes; 0 trains a binary MDLM
+    sm_from: Count = 0               # updates that are binary before
     b_l: Positive = T_MIN            # t ~ U(b_l, b_h); the paper narrows it for Dream only
     b_h: Share = 1.0
     # reporting
@@ -103,7 +104,7 @@ EVAL_SEED = 1
 # What may differ when a run is resumed. Everything else decides what the next update does.
 MAY_DIFFER_ON_RESUME = {
     "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows", "save_every",
-    "keep_every", "show", "device", "dtype", "compile"}
+    "keep_every", "show", "device", "dtype", "compile", "p_sm", "sm_from"}
 
 order = functools.lru_cache(2)(data.order)  # slow, so cached; an update may lie in two epochs
 
@@ -207,7 +208,7 @@ def train(cfg):
         """One update of θ and ω. Returns the norm of the gradient, 0-d.             Alg. 1 l.2-9"""
         # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
         coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
-        soft = bool(omega) and coin < cfg.p_sm
+        soft = bool(omega) and step >= cfg.sm_from and coin < cfg.p_sm
         times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)       # l.3
         for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
             group["lr"] = eta * lr_at(step, cfg)
