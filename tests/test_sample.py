@@ -358,6 +358,6 @@ def test_graphs_are_built_where_they_pay_and_a_sample_says_so(run, monkeypatch, 
     assert [line["settings"]["compile"] for line in lines] == count * [expected]
     assert run(count=3, batch_size=1)[:count] == lines  # more samples of a file are as its first
     for rank, count in (0, 2), (1, 6):  # and those of a rank as those of the others
-        monkeypatch.setattr(sample, "machine", lambda device: (rank, 2, cuda, None))
+        monkeypatch.setattr(sample, "machine", lambda device, rank=rank: (rank, 2, cuda, None))
         lines = run("ranks", count=count, batch_size=1)
     assert [line["settings"]["compile"] for line in lines] == 4 * [False]
