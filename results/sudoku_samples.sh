@@ -44,22 +44,17 @@ for run in "$@"; do
         binary-*|deep-*|cont-binary-*) feedback=off ;;
     esac
     surest surest-36
-    surest surest-18 --steps=18
-    surest surest-36-p90 --top_p=0.9
     for soft in $feedback; do
         flag=--soft=$([ $soft = on ] && echo true || echo false)
         cell random-36-$soft --order=random --steps=36 $flag
         cell random-18-$soft --order=random --steps=18 $flag
-        cell random-36-p90-$soft --order=random --steps=36 --top_p=0.9 $flag
         for steps in 5 10 20 39 156; do
             cell mdlm-$steps-$soft --steps=$steps $flag
             cell remdm-$steps-$soft --sampler=remdm-cap --steps=$steps $flag
         done
     done
     case $run in exact|tied-*|placebo-*) continue ;; esac
-    for given in 12 18 24; do
-        surest given-$given --given=$given
-    done
+    surest given-12 --given=12
     [ "$feedback" != off ] || continue
     for passes in 2 4; do
         cell random-36-passes$passes --order=random --steps=36 --passes=$passes

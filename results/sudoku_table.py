@@ -50,17 +50,12 @@ THEN = {"then-off": "SM, then 1,000 with p_sm = 0", "then-on": "SM, then 1,000 w
 CELLS = {
     "One or two cells a call": {
         "random-36": "any, one", "random-18": "any, two", "surest-36": "surest, one",
-        "surest-18": "surest, two"},
+        "given-12": "surest, 12 given"},
     "Ancestral, T steps": {f"mdlm-{T}": str(T) for T in (5, 10, 20, 39, 156)},
     "ReMDM, T steps": {f"remdm-{T}": str(T) for T in (5, 10, 20, 39, 156)},
-    "One cell a call, nucleus 0.9": {"random-36-p90": "any", "surest-36-p90": "surest"},
     "Any cell next, several passes a cell": {
-        "random-36-passes2": "2", "random-36-passes4": "4"},
-    "Puzzles, the surest cell next, by cells that are given": {
-        "given-12": "12", "given-18": "18", "given-24": "24"}}
-DRAWN_CELLS = {"One or two cells a call": "One or two cells a call",
-               "Ancestral, T steps": "Ancestral, T steps",
-               "Puzzles, the surest cell next, by cells that are given": "Puzzles, cells given"}
+        "random-36-passes2": "2", "random-36-passes4": "4"}}
+DRAWN_CELLS = "One or two cells a call", "Ancestral, T steps"
 DRAWN = "binary", "SM", "SM, off", "tied layers, no vocabulary", "binary, twice the layers"
 KINDS = {"soft", "binary"}  # with feedback, and without
 AFTER = 3, 6, 9, 12, 18, 24, 30, 36  # cells of the curve's table
@@ -100,7 +95,7 @@ def lines_of(file):
 def read(step=""):
     """({(arm, seed): {soft, binary: nats}}, {(arm, cell, feedback): {seed: share}}).
 
-    step: after so many updates, "3500" or "12000" (default: at the end, after 6,000 from scratch).
+    step: after so many updates, "2000" or "12000" (default: at the end, after 6,000 from scratch).
     """
     bounds, shares = {}, {}
     for result in lines_of("sudoku"):
@@ -111,7 +106,7 @@ def read(step=""):
         family = f"six-{others}" if first in RATES else arm
         if family not in ARMS | SIX | THEN or at != step:
             continue
-        cell = cell.replace("entropy", "surest")  # before surest.py, any token could be drawn
+        cell = cell.replace("entropy", "surest")  # after 12,000 updates any token could be drawn
         if not result.keys().isdisjoint(KINDS):
             for kind in result.keys() & KINDS:
                 shares.setdefault((arm, cell, kind == "soft"), {})[seed] = result[kind]["right"]
@@ -247,7 +242,7 @@ def draw(shares):
         found = shares_of(shares, cells)
         ceiling = found.get(ARMS["exact"], [[] for _ in cells])
         for i, (cell, percents) in enumerate(zip(cells, ceiling)):
-            if cell.startswith("given"):
+            if cell == "given-12":
                 percents = [100.0]  # one cell a call, from the true conditional
             ax.hlines(percents, i - 0.4, i + 0.4, color="black", label=ARMS["exact"])
         for n, name in enumerate(DRAWN):
@@ -258,7 +253,7 @@ def draw(shares):
                                 fmt="o", color=f"C{n}", mfc="white" if "off" in name else None,
                                 label=name)
         names = [name.replace(", ", "\n") for name in cells.values()]
-        ax.set(title=DRAWN_CELLS[title], ylim=(-3, 105), xticks=range(len(cells)),
+        ax.set(title=title, ylim=(-3, 105), xticks=range(len(cells)),
                xticklabels=names, xlim=(-0.5, len(cells) - 0.5))
     axes[0].set(ylabel="whole grids right (%)")
     handles = {label: handle for ax in axes for handle, label in
@@ -315,14 +310,14 @@ def fill_tables():
     table(["first wrong cell", "grids", "cells filled before", "p of its digit"], first)
 
 
-def paired(values, base):
+def paired(values, base, form="+.3f"):
     """mean difference of two {seed: number}, with a 95 % interval of t, over seeds in both."""
     each = [values[seed] - base[seed] for seed in values if seed in base]
     if len(each) < 2:
         return ""
     mean = statistics.fmean(each)
     half = T_975[len(each) - 2] * statistics.stdev(each) / math.sqrt(len(each))
-    return f"{mean:+.3f} [{mean - half:+.3f}, {mean + half:+.3f}]"
+    return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
 
 
 def six_tables():
@@ -390,9 +385,8 @@ def main(path=""):
            [2000, 4000, 6000, 8000, 10000, 12000])
     equal_seconds([(6000, "binary"), (6000, "sm"), (12000, "binary")])
 
-    for step in "", "3500", "12000":
+    for step, after in ("", ""), ("12000", " (after 12,000 updates, surest of any token)"):
         found = read(step)[1]
-        after = f" (after {int(step):,} updates, surest of any token)" if step else ""
         for title, cells in CELLS.items():
             cells = {cell: text for cell, text in cells.items()
                      if any(cell == other for _, other, _ in found)}
