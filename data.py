@@ -4,7 +4,7 @@
 A corpus becomes two flat files of uint16 ids, with EOS after every document, and a description:
 
     train.bin    val.bin (the last documents)
-    meta.json    {format, tokenizer, source, train and val: documents, tokens, bytes, sha256}
+    meta.json    {tokenizer, source, train and val: documents, tokens, bytes, sha256}
 
 A row is BOS + L − 2 tokens of that stream + EOS, and rows do not overlap [code]. Perplexities on
 rows that are cut in another way cannot be compared with these.
@@ -18,6 +18,7 @@ There is no DataLoader, no worker, no state of shuffling: a batch is a function 
 """
 
 import array
+import functools
 import gzip
 import hashlib
 import itertools
@@ -38,8 +39,6 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
 import sudoku
 from launch import Refused, Size, atomic, lock, progress, read_json, run
-
-FORMAT = "soft-masked-mdlm-data/1"
 
 # GPT-2 first splits a text into these words. No token contains parts of two words.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
@@ -125,6 +124,7 @@ def rng(*key):
     return torch.Generator().manual_seed(seed_of(*key))
 
 
+@functools.lru_cache(2)  # it is slow, and an update may lie in two epochs
 def order(n, epoch, seed):
     """The permutation (n,) of n rows in this epoch, the same on every rank and machine."""
     return torch.randperm(n, generator=rng("order", epoch, seed))
@@ -223,7 +223,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         os.truncate(train, 2 * cut)
         counts = {"documents": kept, "tokens": cut, "bytes": n_bytes}
         rest = {"documents": n - kept, "tokens": sum(lengths) - cut, "bytes": sum(sizes) - n_bytes}
-        meta = {"format": FORMAT, "tokenizer": describe(tok), "source": source}
+        meta = {"tokenizer": describe(tok), "source": source}
         for split, path, count in ("train", train, counts), ("val", val, rest):
             digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
             meta[split] = count | {"sha256": digest}

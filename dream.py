@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
-from checkpoint import read_safetensors
+from checkpoint import check_numbers, only, read_safetensors
 from launch import Refused, read_json
 
 
@@ -61,16 +61,6 @@ class DreamConfig:
     @property
     def head_dim(self):
         return self.hidden_size // self.num_attention_heads
-
-
-def only(settings, where, **wanted):
-    """Raises Refused if one of these settings of somebody else's file has another value.
-
-    What it changes is not implemented here: the same weights would compute something else.
-    """
-    for name, want in wanted.items():
-        if settings.get(name, want) != want:
-            raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} is implemented")
 
 
 def rope(pos, cfg):
@@ -143,7 +133,7 @@ class Layer(nn.Module):
 
 
 class Dream(nn.Module):
-    """The transformer. Checked against tests/oracles.py slow_forward.
+    """The transformer. Checked against recorded logits of the published code.
 
     With `checkpointing`, each layer keeps one (B, L, D) for the backward pass, which computes the
     rest again: a third more work, and 0.4 GB instead of 11 at 2,048 tokens (28 layers, bf16).
@@ -200,11 +190,9 @@ class Dream(nn.Module):
         return self.lm_head(h).float()  # a loss in bf16 would round its gradients
 
     def compile_trunk(self):
-        """Compile the trunk, in place: once for all positions, once for a part, of any length.
-
-        It takes a minute, and pays where the host cannot launch 28 layers as fast as they run.
-        """
-        self.trunk = torch.compile(self.trunk, dynamic=True)  # not a submodule: names stay
+        """In place. It takes a minute, and pays where the host is slower than 28 layers."""
+        # One graph for all positions, one for a part.
+        self.trunk = torch.compile(self.trunk, dynamic=True)
 
     def fingerprint(self):
         """16 hex digits of these weights, whatever their dtype, and without an adapter's."""
@@ -233,14 +221,6 @@ class Dream(nn.Module):
         check_numbers(state, folder)
         model.load_state_dict(state, assign=True)
         return model.requires_grad_(False).eval()
-
-
-def check_numbers(state, folder):
-    """Raises Refused if a value is not a finite number: decoding would just print nonsense."""
-    for name, t in state.items():
-        if not all(value.isfinite() for value in t.aminmax()):  # takes no memory
-            raise Refused(f"{folder}: {name} has values that are not finite numbers: fetch it "
-                          f"again, or take an earlier save")
 
 
 def load_adapter(model, folder):

@@ -257,7 +257,7 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
     nats, tokens, features = [], [], []
     for start in progress(range(0, len(texts), batch_size), f"scoring {len(texts)} texts"):
         # Ends of a document in our tokenizers become that of the scorer. GPT-2 has the same.
-        batch = [re.sub(r"<\|(endoftext|bos|eos)\|>", tok.eos_token or "", text)
+        batch = [re.sub(r"<\|(endoftext|bos|eos)\|>", tok.eos_token, text)
                  for text in texts[start:start + batch_size]]
         ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids)
                for text in batch]
@@ -283,7 +283,7 @@ def gen_ppl(nats, tokens):
     return math.exp(mean), math.exp(mean) * se
 
 
-def mauve(features, references, scale=5, seed=25, **scorer):
+def mauve(features, references, scale, seed, **scorer):
     """MAUVE of samples, features (n, D) of `score`, against texts, in (0, 1].      §4.1, App. B.1
 
     It depends on the number of texts, 5,000 on either side in the paper, and on the seed.

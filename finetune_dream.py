@@ -14,7 +14,6 @@ Not here: the two passes (mdlm.py), decoding (sample_dream.py), DoRA (dora.py), 
 """
 
 import contextlib
-import functools
 import hashlib
 import json
 import math
@@ -22,7 +21,7 @@ import os
 import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -81,7 +80,7 @@ class Config:
     # A coin for the update [ours], or one for each dialogue [code]: then ω learns in nearly all.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: Share = 1e-6       # the start is close to binary masking
+    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6       # the start is close to binary masking
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine
@@ -304,13 +303,8 @@ def trained(model):
 def resume(model, optimizer, cfg, source, last):
     """Put back what was trained. Returns the number of its updates, and the metrics."""
     ckpt = checkpoint.load(last)
-    then = ckpt["config"] | ckpt["data"]
     now = asdict(cfg) | source
-    different = [f"{name} ({then.get(name)} then, {value} now)" for name, value in now.items()
-                 if name not in MAY_DIFFER_ON_RESUME and then.get(name) != value]
-    if different:
-        raise Refused(f"cannot resume: {', '.join(different)} differ from {last}; give the same, "
-                      f"or another --out")
+    launch.check_same(last, ckpt["config"] | ckpt["data"], now, now.keys() - MAY_DIFFER_ON_RESUME)
     for name, p in trained(model).items():
         p.copy_(ckpt["model"][name])
     optimizer.load_state_dict(ckpt["optimizer"])
@@ -362,12 +356,10 @@ def finetune(cfg):
     net = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
 
     # ---- one update
-    order = functools.lru_cache(1)(data.order)
-
     def dialogue(step, j):
         """Dialogue j of the update: x0 (1, L), and its prompt length                  Alg. 1 l.2"""
         epoch, row = divmod(step * cfg.batch_size + j, len(train))
-        ids, prompt_len = train[order(len(train), epoch, cfg.seed)[row]]
+        ids, prompt_len = train[data.order(len(train), epoch, cfg.seed)[row]]
         return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
     def is_soft(step, j):

@@ -188,6 +188,14 @@ def goes_on(last, resume, overwrite):
     return resume is True or resume == "auto" and exists
 
 
+def check_same(path, before, here, names):
+    """Raises Refused unless the settings of a checkpoint are those of this run."""
+    different = [f"{name} ({before.get(name)!r} there, {here[name]!r} here)"
+                 for name in sorted(names) if before.get(name) != here[name]]
+    if different:
+        raise Refused(f"{path} is of other settings: {', '.join(different)}")
+
+
 @contextlib.contextmanager
 def lock(folder):
     """A block that only one process runs for this folder. A kill releases the lock, too."""

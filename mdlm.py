@@ -406,8 +406,7 @@ class MDLM(TwoPass):
                   if name in ModelConfig.__dataclass_fields__}  # train.Config has more
         model = cls(ModelConfig(**config))
         model.load_state_dict(weights)
-        if not all(t.isfinite().all() for t in weights.values()):
-            raise Refused(f"the weights in {path} are not all numbers: take an earlier file")
+        checkpoint.check_numbers(weights, path)
         ckpt.pop("optimizer", None)
         model.info = ckpt
         return model.eval()

@@ -147,12 +147,11 @@ def beginning(model, n, x, generator):
 
 @torch.no_grad()
 def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
-             soft=True, passes=1, every=False, **schedule):
+             soft=True, every=False, **schedule):
     """Inference with soft-masking                                                    Alg. 2, App. A
 
     n: sequences.   steps: T.   sampler, every, schedule: see `schedule_flips`.
     soft: False decodes without feedback.   top_p: for `nucleus`.
-    passes: network calls in each step, each with the feedback of the call before (Alg. 2: one).
     generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
     on_step(x, lam, guess, at, h): called after every turn. x (n, L): ids. Where they are [MASK],
         lam (n, L) is λ, guess (n, L) the likeliest token. at (m,): the masks of the flat batch that
@@ -166,7 +165,6 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     device, was_training = table.device, model.training
     model.eval()
     soft = soft and model.sm is not None
-    passes = passes if soft else 1
     every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
     x, generators = beginning(model, n, x, generator)                          # (n, L)
     L, masked = x.shape[1], (x == mask_id).numpy()                             # (n, L), on the host
@@ -180,14 +178,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     def positions(which):
         return to_device(torch.from_numpy(np.flatnonzero(which)), device)      # (m,) of n·L
 
-    def predict(t, waiting):
-        """The network, `passes` times: each more call has new feedback at the masks `waiting`."""
+    def predict(t):
         t = to_device(torch.from_numpy(t).float(), device)                     # (n,)
-        h = net.trunk(emb.view(n, L, -1), t).flatten(0, 1)                     # (nL, D)
-        for _ in range(passes - 1):
-            emb[waiting] = model.feedback(h[waiting])[0]
-            h = net.trunk(emb.view(n, L, -1), t).flatten(0, 1)                 # (nL, D)
-        return h
+        return net.trunk(emb.view(n, L, -1), t).flatten(0, 1)                  # (nL, D)
 
     def pick(h, u):
         return sample_categorical(nucleus(net.head(h).softmax(-1), top_p), u)  # (m,)
@@ -198,8 +191,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         stay = positions(masked & ~flips & live[:, None])
         u = torch.from_numpy(u[masked & flips])                                # (m,)
         masked = masked ^ flips
-        nfe += live * passes
-        h = predict(t, torch.cat((appear, stay)))                              # (nL, D)         l.3
+        nfe += live
+        h = predict(t)                                                         # (nL, D)         l.3
         x[appear] = in_chunks(pick, h[appear], u, V=len(table))                #               l.4-5
         emb[appear] = F.embedding(x[appear], table)
         if soft:
@@ -213,9 +206,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             on_step(*state, stay, h[stay])
     if masked.any():  # few, but a tenth of L with remdm-loop and 20 steps; no nucleus [code]
         left = positions(masked)
-        h = predict(np.full(n, T_END), left)                                   # (nL, D)
+        h = predict(np.full(n, T_END))                                         # (nL, D)
         x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=len(table))
-        nfe += masked.any(1) * passes
+        nfe += masked.any(1)
         if on_step:
             on_step(*state, left[:0], h[:0])
     model.train(was_training)
@@ -224,7 +217,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
 @torch.no_grad()
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
-                      soft=True, passes=1):
+                      soft=True):
     """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
 
     order: "entropy", the surest first (§2.2), or "random", its control.
@@ -236,7 +229,6 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     device, was_training = table.device, model.training
     model.eval()
     soft = soft and model.sm is not None
-    passes = passes if soft else 1
     x, generators = beginning(model, n, x, generator)                          # (n, L)
     L, x = x.shape[1], x.flatten().to(device)                                  # (nL,)
     emb = F.embedding(x, table)                                                # (nL, D)
@@ -261,9 +253,6 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         u, chance = torch.cat(draws).unbind(1)                                 # 2 × (nL,)
         chance = chance.float().view(n, L).to(device)                          # (n, L)
         h = net.hidden(emb.view(n, L, -1), at, t)                              # (N, D)          l.3
-        for _ in range(passes - 1):
-            emb[at] = model.feedback(h)[0]
-            h = net.hidden(emb.view(n, L, -1), at, t)                          # (N, D)
         u = u[at.cpu()]                                                        # (N,)
         drawn, neg_entropy, *feedback = in_chunks(choose, h, u, V=len(table))  #            l.4, l.6
         score = chance
@@ -277,7 +266,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         count = (masked.sum(-1, keepdim=True) + steps_left - 1) // steps_left  # (n, 1)  rounded up
         chosen = (place < count).flatten()[at]                                 # (N,)
         x = x.index_copy(0, at, torch.where(chosen, drawn, mask_id))           # (nL,)           l.5
-        nfe += passes * masked.any(-1)
+        nfe += masked.any(-1)
         emb = F.embedding(x, table)                                            # (nL, D)
         lam, guess = torch.zeros(n * L, device=device), x.clone()              # 2 × (nL,)
         if soft:
@@ -303,7 +292,6 @@ class Config:
     eta: Share | None = None    # P[re-mask] at most (default: the sampler's in App. B.1)
     top_p: Annotated[float, 1e-12, 1] = 0.9  # nucleus
     soft: bool = True           # False: decode an SM model in binary
-    passes: Size = 1            # network calls in each step, each with feedback of the one before
     every: bool = False         # also make the steps without a change, as --trace always does
     # Another ω than the model's. A binary model then decodes with feedback, with k = 3.
     omega_s: Annotated[float, 0, 1 - 1e-6] | None = None  # (a binary model needs this one)
@@ -420,7 +408,7 @@ def main(cfg):
         generators = [rng("sample", cfg.seed, i) for i in batch]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
-                              on_step=watch, x=x, soft=cfg.soft, passes=cfg.passes)
+                              on_step=watch, x=x, soft=cfg.soft)
         for i, row, calls in zip(batch, ids.tolist(), nfe.tolist()):
             if i not in texts:  # else it was made to be watched
                 texts[i] = tok.decode(row)

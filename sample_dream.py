@@ -16,7 +16,6 @@ once in a pass, for this copy. Not here: benchmarks (lab/eval_dream.py), re-mask
     python sample_dream.py --model=DIR --infill="def f(x):\\n    ___\\n    return y"
 """
 
-import hashlib
 import sys
 import time
 from dataclasses import dataclass, replace
@@ -28,14 +27,15 @@ import torch.nn.functional as F
 import dora
 import launch
 from arms import with_omega
+from data import seed_of
 from dream import Dream, Tokenizer, load_adapter
 from launch import Count, Negative, Positive, Refused, Share, Size, machine, progress, to_device
 from mdlm import TwoPass, in_chunks, likeliest
 from softmask import SoftMask, time_gain
 
 # Dream's names: entropy (lowest first), maskgit_plus (p, highest first), topk_margin (the same),
-# origin: each by a coin. random, the same number by chance, is [ours], to compare the others with.
-Algorithm = Literal["entropy", "maskgit_plus", "topk_margin", "origin", "random"]
+# origin: each by a coin.
+Algorithm = Literal["entropy", "maskgit_plus", "topk_margin", "origin"]
 Schedule = Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"]  # see `time_gain`
 AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # see launch.Share
 
@@ -133,7 +133,7 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
         conf = p.gather(-1, x0[:, None])[:, 0]
     elif algorithm == "topk_margin":
         conf = -p.topk(2).values.diff()[:, 0]
-    elif algorithm in ("origin", "random"):
+    elif algorithm == "origin":
         conf = torch.rand(len(x0), generator=generator, device=generator.device).to(p.device)
     kept = p.count_nonzero(-1) if m else torch.zeros_like(x0)           # (n,)
     return x0, conf, kept
@@ -242,8 +242,9 @@ def faded(plain, mixed, sequence, schedule, switch, left, start):
 def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, **pick):
     """Fill the masks of x in `steps` steps                                              Alg. 2
 
-    model: TwoPass around any backbone.   x: (B, L) ids.   schedule, switch: see `time_gain`.
-    on_step(x): called after every step.   pick: algorithm, generator and filters, see `propose`.
+    model: TwoPass, of a backbone that ignores t.   x: (B, L) ids.   schedule, switch: see
+    `time_gain`.   on_step(x): called after every step.   pick: algorithm, generator and filters,
+    see `propose`.
     Returns (B, L) ids without any mask. At temperature 0, a sequence does not depend on the rest of
     its batch. Checked against tests/oracles.py slow_decode.
     """
@@ -371,9 +372,8 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     stats, begin = {"nfe": 0}, time.perf_counter()
     mask_id, eos, device = model.cfg.mask_token_id, model.cfg.eos_token_id, model.table.device
     # By seed and prompt: an answer does not depend on what was asked before.
-    key = hashlib.blake2b(repr((cfg.seed, ids)).encode(), digest_size=7).digest()
     generator = torch.Generator("cpu" if device.type == "mps" else device)
-    generator.manual_seed(int.from_bytes(key, "big"))
+    generator.manual_seed(seed_of(cfg.seed, ids))
     names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k")
     settings = {name: getattr(cfg, name) for name in names}
     settings |= {"generator": generator, "on_step": count}

@@ -22,7 +22,7 @@ def cell_text(tok, token):
     return "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in text)
 
 
-def painted(text, lam=None):
+def painted(text, lam):
     """The text, for a terminal: a token (lam None) in bold, a guess on green, deeper with λ."""
     if not sys.stdout.isatty():
         return text
@@ -41,7 +41,7 @@ def draw(lines, drawn, pause):
     return len(lines)
 
 
-def show(tok, mask_id, pause=0.05):
+def show(tok, mask_id):
     """An `on_step` that draws the first sequence in place, if somebody watches."""
     drawn = 0
 
@@ -58,7 +58,7 @@ def show(tok, mask_id, pause=0.05):
                 used = 0
             lines[-1] += painted(text, strength if masked else None)
             used += len(text)
-        drawn = draw(lines, drawn, pause)
+        drawn = draw(lines, drawn, pause=0.05)
     return on_step
 
 

@@ -105,7 +105,6 @@ MAY_DIFFER_ON_RESUME = {
     "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows", "save_every",
     "keep_every", "show", "device", "dtype", "compile"}
 
-order = functools.lru_cache(2)(data.order)  # slow, so cached; an update may lie in two epochs
 
 
 def batch(tokens, cfg, step, j, M):
@@ -115,7 +114,7 @@ def batch(tokens, cfg, step, j, M):
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
-    index = [order(n, i // n, cfg.seed)[i % n] for i in numbers]
+    index = [data.order(n, i // n, cfg.seed)[i % n] for i in numbers]
     return data.rows(tokens, index, cfg.length)                                # (b, L)
 
 
@@ -172,7 +171,7 @@ def train(cfg):
         # Data are compared by their content: their folder may have moved.
         before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
         here = asdict(cfg) | {"data": source["sha256"], "keys": data.KEYS}
-        check_same(last, before, here, here.keys() - MAY_DIFFER_ON_RESUME)
+        launch.check_same(last, before, here, here.keys() - MAY_DIFFER_ON_RESUME)
         model.load_state_dict(ckpt["model"])
         start, metrics = ckpt["step"], ckpt["metrics"]
     elif cfg.init_from:
@@ -254,7 +253,7 @@ def train(cfg):
             bounds["val_soft" if soft else "val_plain"] = nll / count
         return bounds
 
-    def log_line(done, norm):
+    def log_line(norm):
         """The line of log.jsonl for the updates since the last line. It refuses a nan."""
         sums = log.collect(norm)
         line = {"step": done, "loss": sums["nll"] / sums["tokens"],
@@ -307,7 +306,7 @@ def train(cfg):
             evaluated = due(cfg.eval_every) and not stop
             saved = stop or due(cfg.save_every) or due(cfg.keep_every)
             if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: a line at once
-                line = log_line(done, norm)     # a nan is refused here, before it is saved
+                line = log_line(norm)     # a nan is refused here, before it is saved
                 if evaluated:
                     metrics = {"step": done, **evaluate()}
                     line |= metrics
@@ -341,14 +340,6 @@ def with_vocabulary(cfg, special):
                    soft_mask=cfg.soft_mask and cfg.p_sm > 0)
 
 
-def check_same(path, before, here, names):
-    """Raises Refused unless the settings of a checkpoint are those of this run."""
-    different = [f"{name} ({before.get(name)!r} there, {here[name]!r} here)"
-                 for name in sorted(names) if before.get(name) != here[name]]
-    if different:
-        raise Refused(f"{path} is of other settings: {', '.join(different)}")
-
-
 def load_initial(model, cfg, special):
     """Start from the raw weights of a file [code], and from its ω, if it has one."""
     path = os.path.realpath(cfg.init_from)
@@ -362,7 +353,7 @@ def load_initial(model, cfg, special):
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
         names += ["arm", "k"]
-    check_same(cfg.init_from, before, here, names)
+    launch.check_same(cfg.init_from, before, here, names)
     # A model without SM drops the ω of the file. If the file has none, the model keeps its own.
     omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     state = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}

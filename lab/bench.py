@@ -3,22 +3,19 @@
 
     python lab/bench.py --json=bench.json      # the paper's sizes, which need a GPU of 80 GB
     python lab/bench.py cpu --parts=train      # 8 blocks of 256: some minutes
-    python lab/bench.py cpu --parts=against --against=../old --repeats=15      # another checkout
 
 Clocks drift. So the functions of a case take turns, A B C A B C …, and a ratio is the median over
 turns. `cpu` is the time of all threads: the better measure where other programs run.
 """
 
 import copy
-import importlib
 import json
 import os
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -42,9 +39,8 @@ from train import update_ema
 @dataclass
 class Config(ModelConfig):
     """The fields of the MDLM (mdlm.ModelConfig), and what is measured."""
-    parts: Literal["all", "train", "sample", "dream", "against"] = "all"  # but against
+    parts: Literal["all", "train", "sample", "dream"] = "all"
     repeats: Size = 5                  # turns that count; half of them in sample and decoding
-    against: str = ""                  # folder of another checkout, for the part of this name
     json: str = ""                     # written after every case. A case that it has is skipped
     batch: Size = 32                   # sequences per update
     steps: Size = 1024                 # T of a sequence that is sampled alone
@@ -160,14 +156,6 @@ def training(cfg, device, dtype):
     return step, model
 
 
-def sampling(cfg, device, dtype, model, n, steps, soft):
-    """n samples (Alg. 2). Returns the mean number of network calls that a sequence needed."""
-    generators = [rng("bench", i) for i in range(n)]
-    with torch.autocast(device.type, dtype, enabled=bool(dtype)):
-        _, nfe = generate(model, n, steps, "mdlm", cfg.top_p, generators, soft=soft)
-    return nfe.double().mean().item()
-
-
 def train_rows(cfg, device, dtype):
     """An update, binary and with SM. hours: of the paper's 1M updates on one device.    App. B.1"""
     step, model = training(cfg, device, dtype)
@@ -195,7 +183,10 @@ def sample_rows(cfg, device, dtype, n, steps, graphs):
         compile_parts(model, "reduce-overhead")
 
     def run(name):
-        calls[name] = sampling(cfg, device, dtype, model, n, steps, name == "SM")
+        generators = [rng("bench", i) for i in range(n)]
+        with torch.autocast(device.type, dtype, enabled=bool(dtype)):
+            _, nfe = generate(model, n, steps, "mdlm", cfg.top_p, generators, soft=name == "SM")
+        calls[name] = nfe.double().mean().item()
     cases = {name: partial(run, name) for name in ("binary", "SM")}
     rows = interleaved(cases, max(2, cfg.repeats // 2), device, n * cfg.length)
     for name, row in rows.items():
@@ -259,36 +250,6 @@ def decoding_rows(cfg, device, dtype, compiling):
     return interleaved(cases, max(2, cfg.repeats // 2), device, n)
 
 
-def checkout(folder):
-    """The bench.py of another checkout (in lab/ or at its top), with that checkout's modules."""
-    folders = [Path(folder).resolve() / "lab", Path(folder).resolve()]
-    names = [file.stem for at in folders for file in at.glob("*.py")]
-    path, mine = sys.path[:], {name: sys.modules.pop(name) for name in names if name in sys.modules}
-    sys.path[:0] = map(str, folders)
-    bench = importlib.import_module("bench")
-    sys.path[:] = path
-    for name in names:
-        sys.modules.pop(name, None)
-    sys.modules.update(mine)
-    return bench
-
-
-def against_rows(cfg, device, dtype, that, kind, soft):
-    """The other checkout's function and ours in turns, with the settings that both have."""
-    names = {field.name for field in fields(that.Config)}
-    theirs = that.Config(**{name: v for name, v in asdict(cfg).items() if name in names})
-    cases = {}
-    for name, module, own in ("that", that, theirs), ("this", sys.modules[__name__], cfg):
-        torch.manual_seed(0)  # the same weights for both
-        if kind == "update":
-            cases[name] = partial(module.training(own, device, dtype)[0], soft)
-        else:
-            model = module.build(own, device).eval()
-            cases[name] = partial(module.sampling, own, device, dtype, model, 1, own.steps, soft)
-    tokens = cfg.length * (cfg.batch if kind == "update" else 1)
-    return interleaved(cases, cfg.repeats, device, tokens)
-
-
 def main(cfg):
     _, _, device, dtype = launch.machine(cfg.device)
     cuda = device.type == "cuda"
@@ -322,12 +283,6 @@ def main(cfg):
     if cfg.compile:
         case("sample, batch 1, CUDA graphs", sample_rows, 1, cfg.steps, True)
         case("dream, decoding, compiled", decoding_rows, True)
-    if cfg.parts == "against":
-        that = checkout(cfg.against)
-        commit = that.checkpoint.git_version().get("commit", "unknown")[:7]
-        for kind in "update", "sample":
-            case(f"against, {commit}, {kind}, binary", against_rows, that, kind, False)
-            case(f"against, {commit}, {kind}, SM", against_rows, that, kind, True)
     return found
 
 

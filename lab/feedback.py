@@ -69,7 +69,7 @@ def main(cfg):
             row[f"{name}_gain"] = gain
             row[f"{name}_gain_se"] = se
         values[f"t from {t[0]:.2f} to {t[-1]:.2f}"] = row
-    write_result(replace(cfg, metric="feedback"), cfg.checkpoint, values,
+    write_result(replace(cfg, metric="feedback", floor=0.0), cfg.checkpoint, values,
                  {"step": model.info["step"], "L": L, "n": len(rows)})
 
 

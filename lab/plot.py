@@ -291,7 +291,7 @@ def frontier(pattern):
 
 def feedback(path):
     """The gains of three feedbacks over t ± one standard error."""
-    rows = [row for name, row in read_json(path)["values"].items() if name != "all"]
+    rows = list(read_json(path)["values"].values())
     t = [row["t"] for row in rows]
     fig, [ax] = figure(1, width=6)
     words = {"own": "its own feedback", "permuted": "that of another text", "truth": "the truth"}

@@ -55,8 +55,4 @@ for run in "$@"; do
     done
     case $run in exact|tied-*|placebo-*) continue ;; esac
     surest given-12 --given=12
-    [ "$feedback" != off ] || continue
-    for passes in 2 4; do
-        cell random-36-passes$passes --order=random --steps=36 --passes=$passes
-    done
 done

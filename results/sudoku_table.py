@@ -52,9 +52,7 @@ CELLS = {
         "random-36": "any, one", "random-18": "any, two", "surest-36": "surest, one",
         "given-12": "surest, 12 given"},
     "Ancestral, T steps": {f"mdlm-{T}": str(T) for T in (5, 10, 20, 39, 156)},
-    "ReMDM, T steps": {f"remdm-{T}": str(T) for T in (5, 10, 20, 39, 156)},
-    "Any cell next, several passes a cell": {
-        "random-36-passes2": "2", "random-36-passes4": "4"}}
+    "ReMDM, T steps": {f"remdm-{T}": str(T) for T in (5, 10, 20, 39, 156)}}
 DRAWN_CELLS = "One or two cells a call", "Ancestral, T steps"
 DRAWN = "binary", "SM", "SM, off", "tied layers, no vocabulary", "binary, twice the layers"
 KINDS = {"soft", "binary"}  # with feedback, and without

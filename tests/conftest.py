@@ -18,6 +18,7 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # plain `pytest` finds the scr
 import dora  # noqa: E402
 from checkpoint import write_safetensors  # noqa: E402
 from launch import Refused, from_cli  # noqa: E402
+from mdlm import MDLM, ModelConfig  # noqa: E402
 
 GOLDEN = os.path.join(ROOT, "tests", "golden")
 torch.set_num_threads(1)  # models here are tiny: more threads only wait for each other
@@ -35,6 +36,17 @@ def torchrun(*words, ranks=2, cwd=ROOT, **options):
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
     return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=cwd,
                           env=env, capture_output=True, text=True, timeout=200, **options)
+
+
+def random_mdlm(scale=0.3, seed=0, **fields):
+    """A small MDLM with noise on its network: a fresh one predicts the same everywhere."""
+    torch.manual_seed(seed)
+    sizes = dict(n_layer=1, n_head=2, n_embd=16, n_cond=8)
+    model = MDLM(ModelConfig(**sizes | fields))
+    with torch.no_grad():
+        for p in model.net.parameters():
+            p.add_(scale * torch.randn_like(p))
+    return model
 
 
 def gen(seed=0):

@@ -7,7 +7,6 @@
     alg2         Alg. 2                   checks sample.generate
     in_order     §2.2, Alg. 2             checks sample.generate_in_order
     alg1         Alg. 1, App. B.1         checks train.train
-    slow_forward                          checks dream.Dream
     dense_dream_nll  Alg. 1 l.5-8         checks finetune_dream.TwoPassDream
     dream_filter     App. B.2             checks sample_dream.filtered
     slow_decode      Alg. 2, App. C.9     checks sample_dream.decode
@@ -97,31 +96,26 @@ def certain(token, like):
     return logits
 
 
-def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False,
-         passes=1):
-    """Alg. 2 for one sequence: ids (L,) and the number of network calls.
+def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False):
+    """Alg. 2 for one sequence: ids (L,), network calls, and how many masks the argmax filled.
 
     predict: (emb (L, D), t) → logits (L, V).   x: (L,) ids.   times: [(t, s)] of all T steps.
     probs: (t, s) → (P[reveal], P[re-mask]).   soft: as in `dense_nll`.
     always: call the network in every step; otherwise only after a token changed [code].
-    passes: calls in each step, each on the feedback of the one before.
     """
     def call(t):
         """l.6 of the last turn, then l.3. What is visible is certain (SUBS [code])."""
-        seen = feedback
-        for _ in range(passes):
-            emb = table[x].clone()
-            for l in range(len(x)):
-                if soft and seen is not None and x[l] == mask_id:
-                    emb[l] = soft_mask(seen[l], table, mask_id, **soft)
-            logits = predict(emb, t)
-            seen = [z if token == mask_id else certain(token, z) for token, z in zip(x, logits)]
-        return seen
+        emb = table[x].clone()
+        for l in range(len(x)):
+            if soft and feedback is not None and x[l] == mask_id:
+                emb[l] = soft_mask(feedback[l], table, mask_id, **soft)
+        logits = predict(emb, t)
+        return [z if token == mask_id else certain(token, z) for token, z in zip(x, logits)]
 
     free, feedback, calls, stale = x == mask_id, None, 0, True
     for t, s in times:
         if stale:
-            feedback, calls = call(t), calls + passes
+            feedback, calls = call(t), calls + 1
         reveal, remask = probs(t, s)
         coin, u = torch.rand(2, len(x), dtype=torch.float64, generator=generator)
         before, x = x, x.clone()
@@ -134,10 +128,10 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     left, logits = (x == mask_id).nonzero()[:, 0], call(times[-1][1])
     for l in left:  # no nucleus at the end [code]
         x[l] = logits[l].argmax()
-    return x, calls + passes
+    return x, calls + bool(len(left)), len(left)
 
 
-def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=None, passes=1):
+def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=None):
     """Alg. 2 with ⌈masks / steps left⌉ tokens a step: ids (L,), and x after each step.
 
     order: "entropy", the surest first, or "random".   Others: as in `alg2`.
@@ -146,12 +140,11 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
     for left in range(steps, 0, -1):
         u = torch.rand(len(x), 2, dtype=torch.float64, generator=generator)
         masks = (x == mask_id).nonzero()[:, 0].tolist()
-        for _ in range(passes):
-            emb = table[x].clone()
-            for l in masks:
-                if soft and seen is not None:
-                    emb[l] = soft_mask(seen[l], table, mask_id, **soft)
-            seen = predict(emb, len(masks) / len(x))                                   # l.3, l.6
+        emb = table[x].clone()
+        for l in masks:
+            if soft and seen is not None:
+                emb[l] = soft_mask(seen[l], table, mask_id, **soft)                    # l.6
+        seen = predict(emb, len(masks) / len(x))                                       # l.3
         p = {l: nucleus(softmax(seen[l]), top_p) for l in masks}
         chance = order == "random" or len(masks) == len(x)  # from masks alone all are equal
         value = {l: u[l, 1] if chance else minus_entropy(p[l]) for l in masks}
@@ -210,41 +203,6 @@ def alg1(model, batch, rng, cfg, mask_id):
 
 # -------------------------------------------------------------------------------------------------
 # Dream
-
-
-def slow_forward(state, cfg, x):
-    """Qwen2.5 without a causal mask, one head at a time, in float64. RoPE by complex numbers.
-
-    state: {name: tensor}.   cfg: DreamConfig.   x: (L,) ids.   Returns logits (L, V).
-    """
-    w = {name.removeprefix("model."): t.double() for name, t in state.items()}
-    d, group = cfg.head_dim, cfg.num_attention_heads // cfg.num_key_value_heads
-    pair = torch.arange(d // 2).double()                                # i, with i + d/2
-    angles = torch.outer(torch.arange(len(x)), cfg.rope_theta ** (-2 * pair / d))      # (L, d/2)
-
-    def norm(h, name):
-        return h / (h.square().mean(1, keepdim=True) + cfg.rms_norm_eps).sqrt() * w[name]
-
-    def linear(h, name):
-        return h @ w[name + ".weight"].T + w.get(name + ".bias", 0)
-
-    def turned(v):
-        z = torch.complex(*v.split(d // 2, 1)) * torch.polar(torch.ones_like(angles), angles)
-        return torch.cat([z.real, z.imag], 1)                           # (L, d)
-
-    h = w["embed_tokens.weight"][x]                                     # (L, D)
-    for n in range(cfg.num_hidden_layers):
-        p, heads = f"layers.{n}.", []
-        u = norm(h, p + "input_layernorm.weight")
-        q, k, v = (linear(u, f"{p}self_attn.{c}_proj").split(d, 1) for c in "qkv")     # (L, d) each
-        for a in range(cfg.num_attention_heads):
-            scores = turned(q[a]) @ turned(k[a // group]).T / d ** 0.5  # (L, L)
-            heads.append(scores.softmax(1) @ v[a // group])
-        h = h + linear(torch.cat(heads, 1), p + "self_attn.o_proj")
-        m = norm(h, p + "post_attention_layernorm.weight")
-        gate = F.silu(linear(m, p + "mlp.gate_proj"))
-        h = h + linear(gate * linear(m, p + "mlp.up_proj"), p + "mlp.down_proj")
-    return norm(h, "norm.weight") @ w["lm_head.weight"].T
 
 
 def dense_dream_nll(dream, sm, x0, xt, soft):

@@ -1,21 +1,18 @@
-# SPDX-License-Identifier: MIT
 """arms.py: each arm against its formula in float64, and inside a model that trains and decodes."""
 
 import itertools
-from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
 
 from arms import ARMS, Constant, Permuted, Renorm, Slerp, with_omega
+from conftest import random_mdlm
 from data import rng
-from mdlm import MDLM, ModelConfig, corrupt, sample_times
+from mdlm import corrupt, sample_times
 from sample import generate
 from softmask import SoftMask
 
 MASK, V, D = 5, 6, 8
-SMALL = ModelConfig(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=V, mask_id=MASK, length=6,
-                    omega_s=0.5, omega_b=-2.0)
 
 
 def rows():
@@ -76,11 +73,8 @@ def test_every_arm_trains_and_decodes():
     t = sample_times(4, rng("t"))
     xt = corrupt(x0, t, MASK, rng("q"))
     for arm, k in itertools.product(ARMS, (2, None)):
-        torch.manual_seed(0)
-        model = MDLM(replace(SMALL, k=k, arm=arm))
-        with torch.no_grad():
-            for p in model.net.parameters():  # a fresh model is uniform: all λ would be the same
-                p.add_(0.3 * torch.randn_like(p))
+        model = random_mdlm(vocab_size=V, mask_id=MASK, length=6, omega_s=0.5, omega_b=-2.0, k=k,
+                            arm=arm)
         model(x0, xt, t, soft=True).sum().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
         assert 0 < model.lam < 0.5 + 1e-6

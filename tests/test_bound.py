@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """What Eq. 2 bounds, on a language that can be enumerated: every text, mask and order.
 
 There are three tokens, and L = 3. With one token revealed at a time, in an order drawn at random,
@@ -16,8 +15,9 @@ import numpy as np
 import pytest
 import torch
 
+from conftest import random_mdlm
 from eval import bound
-from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
+from mdlm import ALPHA_FLOOR
 
 V, L, MASK = 3, 3, 3
 ORDERS = list(itertools.permutations(range(L)))
@@ -33,14 +33,8 @@ def published(t):
 @pytest.fixture(scope="module")
 def model():
     """A random network with feedback strong enough to matter."""
-    torch.manual_seed(0)
-    model = MDLM(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=V + 1,
-                             mask_id=MASK, length=L, k=2, dropout=0.0,
-                             omega_s=0.9, omega_a=1.0, omega_b=-1.0))
-    with torch.no_grad():
-        for p in model.net.parameters():
-            p.add_(0.5 * torch.randn_like(p))
-    return model.eval()
+    return random_mdlm(0.5, vocab_size=V + 1, mask_id=MASK, length=L, k=2,
+                       omega_s=0.9, omega_a=1.0, omega_b=-1.0).eval()
 
 
 @pytest.fixture(scope="module")
@@ -84,6 +78,7 @@ def test_eq2_is_the_mean_over_orders_and_bounds_the_exact_likelihood(tables):
             nlls = [along(order, x0, table) for order in ORDERS]
             exact = -math.log(np.mean(np.exp([-nll for nll in nlls])))
             eq2 = integral(1e-9, 1, lambda t: t, x0, table)
+            # These two hold for any table of numbers: they say what Eq. 2 is.
             assert eq2 == pytest.approx(np.mean(nlls), rel=1e-6)
             assert np.mean(nlls) >= exact
             total += math.exp(-exact)
@@ -95,17 +90,13 @@ def test_the_floor_makes_the_published_bound_a_little_too_small(tables):
         for x0 in TEXTS:
             true = np.mean([along(order, x0, table) for order in ORDERS])
             assert 0.998 < integral(ALPHA_FLOOR, 1, published, x0, table) / true < 1
-        uniform = {key: math.log(V) * np.array(key[1]) for key in table}
-        ratio = integral(ALPHA_FLOOR, 1, published, (0, 0, 0), uniform) / (L * math.log(V))
-        assert ratio == pytest.approx(1 - ALPHA_FLOOR, abs=1e-7)
 
 
-def test_the_code_measures_both(model, tables):
-    """eval.bound against the integrals, within five standard errors of 3,000 repeats."""
+def test_the_code_measures_it(model, tables):
+    """eval.bound against the integral, within five standard errors of 3,000 repeats."""
     x0 = (2, 0, 1)
     rows = torch.tensor([x0]).repeat(3000, 1)
     for soft, table in tables.items():
-        for floor, q in ((ALPHA_FLOOR, published), (0.0, lambda t: t)):
-            nll = bound(model, rows, soft, seed=1, batch_size=500, floor=floor)[0]
-            expected = integral(max(floor, 1e-9), 1, q, x0, table)
-            assert abs(nll.mean() - expected) < 5 * nll.std() / math.sqrt(3000)
+        nll = bound(model, rows, soft, seed=1, batch_size=500, floor=0.0)[0]
+        expected = integral(1e-9, 1, lambda t: t, x0, table)
+        assert abs(nll.mean() - expected) < 5 * nll.std() / math.sqrt(3000)

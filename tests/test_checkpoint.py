@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """checkpoint.py: files of every format, which are made here as their own code writes them."""
 
 import collections
@@ -108,7 +107,7 @@ def test_save_and_load_are_inverse(tmp_path):
     model.net.output_layer.linear.weight.data *= float("nan")
     save(path, kind="mdlm", config=vars(model.cfg), step=3, model=model.state_dict(),
          tokenizer=SPECIAL)
-    refused("not all numbers|not finite", MDLM.load, path)
+    refused("not finite", MDLM.load, path)
 
 
 @pytest.mark.parametrize("arm, k", [*((arm, 3) for arm in ARMS), ("", None), (None, 3)])
@@ -222,7 +221,7 @@ def test_mdlms_code_has_time_conditioning_beside_the_sections_and_later_code_in_
     {"tensors": {"backbone.rotary_emb.inv_freq": 11000 ** (-torch.arange(0, 8, 2) / 8)}},
 ])
 def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, change):
-    refused("this checkpoint has|soft mask with|not that of base 10000",
+    refused("this checkpoint has|the soft mask has|not that of base 10000",
             load, training_file(tmp_path / "x.ckpt", trained(), **change))
 
 

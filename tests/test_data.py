@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """data.py: the published row layout, the tokenizers, and what becomes of a corpus."""
 
 import gzip
@@ -46,7 +45,7 @@ def test_rows_are_the_recorded_blocks(tmp_path):
             "bos": golden["bos"], "eos": golden["eos"]}
     ids.tofile(tmp_path / "val.bin")
     val = {"tokens": len(ids), "bytes": 0, "sha256": ""}
-    meta = {"format": data.FORMAT, "tokenizer": gpt2, "val": val}
+    meta = {"tokenizer": gpt2, "val": val}
     (tmp_path / "meta.json").write_text(json.dumps(meta))
     tokens, _ = open_split(tmp_path, "val")
     L, blocks = golden["block_size"], golden["blocks"]

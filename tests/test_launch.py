@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """launch.py: flags, the machine, signals, files that survive, the log. Ranks: test_train.py."""
 
 import math

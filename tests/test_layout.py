@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """The house: who may import whom, five packages, short functions, nothing from outside."""
 
 import ast

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """mdlm.py against §2.1, Eq. 2, Alg. 1 and App. C.3, and recorded numbers of the authors' code."""
 
 import copy
@@ -51,17 +50,6 @@ def example(model, B=3, seed=0):
 
 
 # ---- §2.1 and Alg. 1 l.3-4
-
-
-def test_a_few_tokens_are_left_at_t_1():
-    xt = corrupt(torch.zeros(1, 200_000), torch.ones(1), 9, torch.Generator().manual_seed(0))
-    assert (xt == 9).double().mean().item() == pytest.approx(0.999, abs=5e-4)
-
-
-def test_times_are_stratified_and_in_bounds():
-    t = sample_times(64, torch.Generator().manual_seed(0), 0.2, 0.8)
-    edges = torch.linspace(0.2, 0.8, 65)
-    assert ((edges[:-1] <= t) & (t <= edges[1:] + 1e-6)).all()  # one in every slice
 
 
 # ---- Eq. 2, Alg. 1
@@ -204,16 +192,15 @@ def test_compiled_gradients_in_bf16_are_as_near_to_those_in_fp32(device, monkeyp
         assert g.norm() > 0 and compiled < 1.5 * not_compiled + slack, name
 
 
-@pytest.mark.parametrize("V", [62, 64])
-def test_a_padded_vocabulary_gives_the_same_logits(V, monkeypatch):
+def test_a_padded_vocabulary_gives_the_same_logits(monkeypatch):
     """As in compiled CUDA code, by a tensor that says that it is there."""
-    net, h = recorded_model(vocab_size=V).net, torch.randn(5, 64)
+    net, h = recorded_model().net, torch.randn(5, 64)
     expected, products, whole = net.head(h), [], F.linear
     there = type("There", (torch.Tensor,), {"is_cuda": True})
     monkeypatch.setattr(F, "linear", lambda *args: products.append(whole(*args)) or products[-1])
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     logits = net.head(h.as_subclass(there))
-    assert products[0].shape == (5, 64) and logits.shape == (5, V)
+    assert products[0].shape == (5, 64) and logits.shape == (5, 62)
     torch.testing.assert_close(logits.as_subclass(torch.Tensor), expected)
 
 
@@ -261,8 +248,11 @@ def test_omega_is_in_the_graph_of_a_binary_step_and_no_masks_cost_nothing():
 
 
 def test_dropout_is_on_in_training():
+    """In both passes: λ is of the first [code], the loss of the second."""
     model = recorded_model(dropout=0.5)
-    assert not torch.equal(*(model(*example(model), soft=True) for _ in range(2)))
+    (nll, lam), (other, of_other) = ((model(*example(model), soft=True), model.lam)
+                                     for _ in range(2))
+    assert not torch.equal(nll, other) and lam != of_other
 
 
 def test_bf16_autocast_stays_close_and_returns_fp32():

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """plot.py: tables, figures over updates, and the way of a sample."""
 
 import json

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """The pages: every command parses, and README's commands run, cut short."""
 
 import importlib

@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """RECIPES.md: its blocks run as they stand, on stubs with the interfaces of the models."""
 
 import contextlib

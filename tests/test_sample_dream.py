@@ -255,7 +255,7 @@ def test_cuda_is_waited_for_once_in_a_pass(model):
     """And before the first, and at the end. Flat logits do not reach top-p with 1,024 tokens."""
     drawn = {"temperature": 1.0, "top_p": 0.9}
     blocks, peaked, flat = drawn | {"block": 4, "cache": "dual"}, wide(5.0), wide(0.1)
-    cases = ((model, {"schedule": "linear"}), (model, {"algorithm": "random"}), (model, blocks),
+    cases = ((model, {"schedule": "linear"}), (model, {"algorithm": "origin"}), (model, blocks),
              (model, {"block": 4, "threshold": 0.5}), (peaked, drawn), (peaked, blocks),
              (flat, drawn))
     for (net, words), sm in itertools.product(cases, (None, soft(3))):

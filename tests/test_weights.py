@@ -1,4 +1,3 @@
-# SPDX-License-Identifier: MIT
 """Released weights, where they are at hand: a strict load, finite logits, one text.
 
     MDLM_WEIGHTS=mdlm-owt DREAM_WEIGHTS=Dream-v0-Instruct-7B python -m pytest tests/test_weights.py
