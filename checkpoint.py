@@ -158,11 +158,11 @@ def only(settings, where, **wanted):
             raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} is implemented")
 
 
-def check_numbers(state, folder):
+def check_numbers(state, path):
     """Raises Refused if a value is not a finite number: decoding would just print nonsense."""
     for name, t in state.items():
         if not all(value.isfinite() for value in t.aminmax()):  # takes no memory
-            raise Refused(f"{folder}: {name} has values that are not finite numbers: fetch it "
+            raise Refused(f"{path}: {name} has values that are not finite numbers: fetch it "
                           f"again, or take an earlier save")
 
 
@@ -187,7 +187,7 @@ def read_omega(said, state):
 def from_mdlm_family(state, shadow=None, settings=None, step=0):
     """Weights of MDLM, or of the authors' SM, as our dict. Only the prefix of the names changes.
 
-    state: {name: tensor} under any prefix.
+    state: {name: tensor} under any prefix, the buffer of the rotary embedding with them.
     shadow: the EMA, a bare list in the order of the parameters [code].
     settings: config.json of the hub, or the configuration of a run (default: the paper's values).
     """

@@ -190,8 +190,10 @@ class Dream(nn.Module):
         return self.lm_head(h).float()  # a loss in bf16 would round its gradients
 
     def compile_trunk(self):
-        """In place. It takes a minute, and pays where the host is slower than 28 layers."""
-        # One graph for all positions, one for a part.
+        """Compile the trunk, in place: a minute. One graph for all positions, one for a part.
+
+        It pays where the host cannot launch 28 layers as fast as they run.
+        """
         self.trunk = torch.compile(self.trunk, dynamic=True)
 
     def fingerprint(self):

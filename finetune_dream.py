@@ -80,7 +80,7 @@ class Config:
     # A coin for the update [ours], or one for each dialogue [code]: then ω learns in nearly all.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6       # the start is close to binary masking
+    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # the start is close to binary masking
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine

@@ -106,7 +106,6 @@ MAY_DIFFER_ON_RESUME = {
     "keep_every", "show", "device", "dtype", "compile"}
 
 
-
 def batch(tokens, cfg, step, j, M):
     """x0 (b, L): sequences j, j + M, j + 2M, … of an update in M micro-batches.        Alg. 1 l.2
 
@@ -306,7 +305,7 @@ def train(cfg):
             evaluated = due(cfg.eval_every) and not stop
             saved = stop or due(cfg.save_every) or due(cfg.keep_every)
             if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: a line at once
-                line = log_line(norm)     # a nan is refused here, before it is saved
+                line = log_line(norm)  # a nan is refused here, before it is saved
                 if evaluated:
                     metrics = {"step": done, **evaluate()}
                     line |= metrics

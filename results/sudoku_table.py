@@ -66,7 +66,8 @@ PAIRS += [(("sm", "mdlm-39", True), ("deep", f"mdlm-{T}", False)) for T in (39, 
 PAIRS += [(("sm", cell, True), ("deep", cell, False))
           for cell in ("mdlm-156", "remdm-39", "remdm-156")]
 PAIRS += [(("sm", "random-36", True), ("deep", "random-18", False)),
-          (("sm", "remdm-156", True), ("exact", "remdm-156", False))]
+          (("sm", "remdm-156", True), ("exact", "remdm-156", False)),
+          (("placebo", "surest-36", True), ("sm", "surest-36", False))]
 
 
 def spread(values, form=".3f"):
@@ -233,7 +234,7 @@ def run_cells(arm, seed, kinds, shares, cells, updates):
 
 
 def draw(shares):
-    """Three groups of cells: means ± standard deviations over seeds, and what the best can do."""
+    """Two groups of cells: means ± standard deviations over seeds, and what the best can do."""
     fig, axes = figure(len(DRAWN_CELLS), height=4.5)
     for ax, title in zip(axes, DRAWN_CELLS):
         cells = CELLS[title]
@@ -400,11 +401,11 @@ def main(path=""):
     cells = {"random-36": "any", "surest-36": "surest", "given-12": "12 given"}
     heads = ["nats", "off", "ω_s > 0.1 after", "ω_s at the end"]
     heads += [text + off for text in cells.values() for off in (" (%)", ", off")]
-    order = list(ARMS)
+    names = [*ARMS, *THEN]
     for step, title, updates in ("", "run", 6000), ("12000", "12,000 updates", 12000):
         bounds, shares = read(step)
-        bounds = {run: kinds for run, kinds in bounds.items() if run[0] in ARMS}
-        runs = sorted(bounds.items(), key=lambda item: (order.index(item[0][0]), item[0][1]))
+        bounds = {run: kinds for run, kinds in bounds.items() if run[0] in names}
+        runs = sorted(bounds.items(), key=lambda item: (names.index(item[0][0]), item[0][1]))
         table([title, *heads], [run_cells(*run, kinds, shares, cells, updates)
                                 for run, kinds in runs])
 

@@ -25,28 +25,25 @@ import data  # noqa: E402
 import sample  # noqa: E402
 import sudoku  # noqa: E402
 from checkpoint import git_version  # noqa: E402
-from launch import Size, run, write_text  # noqa: E402
+from launch import run, write_text  # noqa: E402
 from mdlm import MDLM  # noqa: E402
 
 DIGITS = slice(ord("1"), ord("7"))
-nucleus = sample.nucleus
 
 
 @dataclass
 class Config:
     checkpoint: str = "results/sudoku.safetensors"  # what `python checkpoint.py` can describe
     given: Annotated[int, 0, 35] = 0                # cells of 36
-    steps: Size | None = None                       # calls of the network (default: one a cell)
-    top_p: float = 1.0                              # nucleus, among digits
     count: Annotated[int, 1, 2000] = 1000
     out: str = "out/surest.json"
 
 
-def only_digits(probs, p):
-    """sample.nucleus of the digits alone. probs: (n, V)."""
+def only_digits(probs, _=1.0):
+    """The digits alone, renormalised, in the place of sample.nucleus. probs: (n, V)."""
     digits = torch.zeros_like(probs)                                               # (n, V)
     digits[:, DIGITS] = probs[:, DIGITS]
-    return nucleus(digits / digits.sum(-1, keepdim=True), p)                       # (n, V)
+    return digits / digits.sum(-1, keepdim=True)                                   # (n, V)
 
 
 class Completions:
@@ -77,8 +74,8 @@ class Completions:
         self.seen.setdefault(digit, cell)
 
 
-def fill(model, x, steps, top_p, soft):
-    """Every cell that is filled, in order, for each grid of x (n, 39).
+def fill(model, x, n_masks, soft):
+    """Every cell that is filled, in order, one a call, for each grid of x (n, 39).
 
     Returns [[(cell, digit, probability of the digit, likeliest digit, its probability)]], digits
     from 1, probabilities of the model.
@@ -86,7 +83,7 @@ def fill(model, x, steps, top_p, soft):
     order = [[] for _ in x]
 
     def on_step(now, lam, guess, at, h):
-        p = only_digits(model.net.head(h).softmax(-1), 1.0)                        # (m, V)
+        p = only_digits(model.net.head(h).softmax(-1))                             # (m, V)
         best, token = p.max(-1)                                                    # 2 × (m,)
         row, column = at // 39, at % 39                                            # 2 × (m,)
         drawn = now[row, column]                                                   # (m,)
@@ -96,7 +93,7 @@ def fill(model, x, steps, top_p, soft):
                                   token[i].item() - ord("0"), best[i].item()))
 
     generators = [data.rng("sample", 1, i) for i in range(len(x))]
-    sample.generate_in_order(model, len(x), steps, "entropy", top_p, generators, on_step, x, soft)
+    sample.generate_in_order(model, len(x), n_masks, "entropy", 1.0, generators, on_step, x, soft)
     return order
 
 
@@ -138,13 +135,12 @@ def main(cfg):
     x = sudoku.puzzles(grids, cfg.given, model.mask_id, draws)                     # (n, 39)
     given = [{i: int(c) for i, c in enumerate(cells) if c != "."}
              for cells in sudoku.cells_of(x, model.mask_id)]
-    found, steps = {}, cfg.steps or 36 - cfg.given
+    found = {}
     for soft in (True, False) if model.sm else (False,):
         kind = "soft" if soft else "binary"
-        found[kind] = judge(given, fill(model, x, steps, cfg.top_p, soft))
+        found[kind] = judge(given, fill(model, x, 36 - cfg.given, soft))
         print(f"{cfg.checkpoint}, {cfg.given} given, {kind}: {100 * found[kind]['right']:.1f} %")
-    settings = {"checkpoint": cfg.checkpoint, "given": cfg.given, "steps": steps,
-                "top_p": cfg.top_p, "n": cfg.count, "rule": "digits"}
+    settings = {"checkpoint": cfg.checkpoint, "given": cfg.given, "n": cfg.count}
     write_text(cfg.out, json.dumps({**settings, "git": git_version(), **found}) + "\n")
 
 

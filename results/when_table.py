@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""When to switch SM on, for text: the runs of when.sh against binary ones, from text.jsonl.
+"""When to switch SM on, for text: runs of results/when.sh of 8d152f7, from text.jsonl.
 
     python results/when_table.py
 

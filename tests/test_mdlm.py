@@ -49,9 +49,6 @@ def example(model, B=3, seed=0):
     return x0, corrupt(x0, t, model.cfg.mask_id, g), t
 
 
-# ---- §2.1 and Alg. 1 l.3-4
-
-
 # ---- Eq. 2, Alg. 1
 
 
