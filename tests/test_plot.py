@@ -78,6 +78,9 @@ def test_table_lays_samples_out_as_the_paper_does(tmp_path):
         ["ReMDM", "soft", "1M", "", "29.60 ± 0.14", "", "5.400 ± 0.000"],
         ["", "gain", "", "", "-12.93", "", ""],
         ["data", "", "data/owt", "14.80", "", "", ""]]
+    drawing()
+    [line] = plot.frontier(f"{tmp_path}/[12].json").axes[0].lines
+    assert line.get_xydata().tolist() == [[5.4, pytest.approx(29.6)]]
 
 
 def test_differences_of_bounds_are_those_of_a_seed(tmp_path):
@@ -144,6 +147,26 @@ def test_figures_over_updates_are_means_over_seeds(tmp_path):
     assert {line.get_label() for line in bound.lines} == {"binary (n = 1)", "sm (n = 2)"}
     means = [panel.lines[0].get_xydata().tolist() for panel in plot.MAKERS["learned"](logs).axes]
     assert means == [[[5, pytest.approx(y)], [10, pytest.approx(y)]] for y in (0.2, 6.0, -0.5)]
+
+
+def test_a_log_is_a_row_with_its_last_gate_and_its_median_speed(tmp_path):
+    lines = [{"step": n, "lam": 0.1 * n, "omega_s": 0.2 * n, "tokens_per_s": speed,
+              "seconds": 60 * n} for n, speed in ((1, 10), (2, 3000), (3, 2000))]
+    found = cells(plot.logs(log(tmp_path / "sm-7.jsonl", {"step": 0, "val_soft": 2.0}, *lines)))
+    assert found[2] == ["sm 7", "0.600", "3", "0.300", "2,000", "3"]
+
+
+def test_gains_of_feedback_are_drawn_over_t(tmp_path):
+    drawing()
+    rows = {}
+    for t in 0.2, 0.8:
+        rows[f"t near {t}"] = {"t": t}
+        for kind, gain in ("own", t), ("permuted", -t), ("truth", 2 * t):
+            rows[f"t near {t}"] |= {f"{kind}_gain": gain, f"{kind}_gain_se": 0.1}
+    log(tmp_path / "feedback.json", {"values": rows})
+    own, permuted, truth = plot.feedback(tmp_path / "feedback.json").axes[0].lines[:3]
+    assert own.get_xydata().tolist() == [[0.2, 0.2], [0.8, 0.8]]
+    assert permuted.get_ydata()[1] == -0.8 and truth.get_ydata()[1] == 1.6
 
 
 def test_trace_follows_the_sample(tmp_path):
