@@ -12,10 +12,9 @@ lengths in one call, with answers that outlive a killed run. In tasks/ are the p
     gsm8k_cot                    256  openai/gsm8k, test                     ends on the number
     math500                      512  HuggingFaceH4/MATH-500                 has it in the last box
 
-Other tasks of the harness that generate text can be named, too. MBPP+ in the authors' harness
-counts three asserts [code]: so does mbpp_instruct with its data. Code from a model is executed only
-after --confirm_run_unsafe_code, with limits, but in no sandbox: use a container. Without the flag
-the answers are stored, for a second run with it.
+MBPP+ in the authors' harness counts three asserts [code]: so does mbpp_instruct with its data. Code
+from a model is executed only after --confirm_run_unsafe_code, with limits, but in no sandbox: use a
+container. Without the flag the answers are stored, for a second run with it.
 
     python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
     python lab/eval_dream.py --model=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9
@@ -28,6 +27,7 @@ import os
 import sys
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
+from typing import Literal
 
 import torch
 
@@ -39,6 +39,8 @@ from plot import benchmarks, name_and_seed
 from sample_dream import Decoding, answer, check, feedback_label, load_for_decoding
 
 TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
+Task = Literal["humaneval_instruct", "humaneval_plus_instruct", "mbpp_instruct",
+               "mbpp_plus_instruct", "gsm8k_cot", "math500"]
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 
 # Fields that shape no answer. Files are named after all others.
@@ -50,8 +52,8 @@ SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "a
 
 @dataclass
 class Config(Decoding):
-    task: str = "humaneval_instruct"  # of the table above, or another one of the harness
-    data: str = ""                    # the task's file, or a folder with more task files
+    task: Task = "humaneval_instruct"
+    data: str = ""                    # the task's file
     nfe: str = "1/1"                  # NFE budgets, Eq. 4, comma-separated: steps / gen_len
     blocks: str = ""                  # Fast-dLLM block lengths, comma-separated (default: block)
     gen_len: Count = 0                # (default: the task's, App. B.2)
@@ -61,20 +63,14 @@ class Config(Decoding):
     timeout: Positive = 30.0          # seconds for one program
 
 
-def load_tasks(cfg):
-    """{"tasks": {name: task}} of the harness."""
+def load_task(cfg):
+    """{"tasks": {name: task}} of the harness, of this task alone."""
     from lm_eval.tasks import TaskManager
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is intended here
-    if os.path.exists(os.path.join(TASKS, f"{cfg.task}.yaml")):
-        # The harness needs ten seconds to list its own 14,000 tasks. None of them is wanted here.
-        manager = TaskManager(include_path=TASKS, include_defaults=False,
-                              metadata={"data": cfg.data, "timeout": cfg.timeout})
-    else:
-        manager = TaskManager(include_path=cfg.data or None)
-    loaded = manager.load([cfg.task])
-    for task in loaded["tasks"].values():
-        task.set_config("num_fewshot", 0)
-    return loaded
+    # The harness needs ten seconds to list its own 14,000 tasks. None of them is wanted here.
+    manager = TaskManager(include_path=TASKS, include_defaults=False,
+                          metadata={"data": cfg.data, "timeout": cfg.timeout})
+    return manager.load([cfg.task])
 
 
 def cells(cfg, length):
@@ -149,10 +145,9 @@ def ask(lm, loaded, limit, scored):
     if scored:
         return lm_eval.evaluate(lm, loaded, confirm_run_unsafe_code=True, bootstrap_iters=0,
                                 **settings)
-    tasks = loaded["tasks"].values()
-    for task in tasks:
-        task.build_all_requests(chat_template=lm.apply_chat_template, **settings)
-    lm.generate_until([request for task in tasks for request in task.instances])
+    [task] = loaded["tasks"].values()
+    task.build_all_requests(chat_template=lm.apply_chat_template, **settings)
+    lm.generate_until(task.instances)
     return {}
 
 
@@ -184,25 +179,24 @@ def evaluate(cfg):
     """Answers and scores a task in every cell of the grid. Returns the results, a list of dicts."""
     import lm_eval
     cfg = replace(cfg, model=cfg.model.rstrip("/"), adapter=cfg.adapter.rstrip("/"))
-    loaded = load_tasks(cfg)
-    tasks = list(loaded["tasks"].values())
-    unsafe = any(getattr(task, "UNSAFE_CODE", False) for task in tasks)
-    problem = tasks[0].eval_docs[0]
-    column = problem["scoring"]["column"] if "scoring" in problem else f"{cfg.task} (harness)"
-    grid = cells(cfg, max(task.config.generation_kwargs.get("max_gen_toks", 256) for task in tasks))
+    loaded = load_task(cfg)
+    [task] = loaded["tasks"].values()
+    scored = cfg.confirm_run_unsafe_code or not task.UNSAFE_CODE
+    grid = cells(cfg, task.config.generation_kwargs["max_gen_toks"])
     gpu = launch.machine(cfg.device)[2].type == "cuda"
     compiled = gpu if cfg.compile is None else cfg.compile
     model, tok, sm = load_for_decoding(replace(grid[0][1], compile=compiled))
     feedback, results = feedback_label(cfg, sm), []
     for budget, cell in grid:
         lm = DreamInHarness(model, tok, sm, cell, compiled)
-        out = ask(lm, loaded, cfg.limit, scored=cfg.confirm_run_unsafe_code or not unsafe)
+        out = ask(lm, loaded, cfg.limit, scored)
         found = out.get("results", {}).get(cfg.task, {})
         lines = launch.read_jsonl(lm.path)
         result = {
             "git": git_version(), "lm_eval": lm_eval.__version__, "n": len(lines),
             "machine": torch.cuda.get_device_name() if gpu else "CPU", "compiled": compiled,
-            "column": column, "budget": budget, "feedback": feedback, "settings": asdict(cell),
+            "column": task.eval_docs[0]["scoring"]["column"], "budget": budget,
+            "feedback": feedback, "settings": asdict(cell),
             "group": group(replace(cfg, block=cell.block), budget, feedback),
             "prompt": lines[0]["prompt"], "score": score_of(found), "harness": found}
         for name in "nfe", "tokens", "kept", "seconds":

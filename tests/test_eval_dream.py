@@ -86,7 +86,7 @@ def judge(harness, config, tmp_path):
     """(task name, [(row, raw answer)]) -> [right?], as the harness finds"""
     def judge_all(task, pairs):
         rows, texts = zip(*pairs)
-        loaded = E.load_tasks(config(task, data=data(tmp_path, rows)))
+        loaded = E.load_task(config(task, data=data(tmp_path, rows)))
         found = E.ask(Answers(texts), loaded, 0, True)["samples"][task]
         found = [s for s in found if s["filter"] == found[-1]["filter"]]
         [metric] = found[0]["metrics"]
@@ -110,7 +110,7 @@ def test_prompts_stop_strings_and_lengths(harness, config, tmp_path, talking_dre
     for name, plus in ROWS.items():
         row, text = prompts[name.replace("_plus", "")]
         row = row | {"test": plus["test"]} if "_plus" in name else row
-        task = E.load_tasks(config(name, data=data(tmp_path, [row])))["tasks"][name]
+        task = E.load_task(config(name, data=data(tmp_path, [row])))["tasks"][name]
         task.build_all_requests(apply_chat_template=True, fewshot_as_multiturn=True,
                                 chat_template=lm.apply_chat_template)
         [request] = task.instances
