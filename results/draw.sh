@@ -55,6 +55,7 @@ PY
     python lab/plot.py --logs="$runs/*.jsonl"
     echo
     python lab/plot.py --table="$runs/samples-*.json"
+    python results/when_table.py
 } > results/text.md
 
 continued="$runs/cont-binary-*.jsonl,$runs/cont-sm-*.jsonl,$runs/cont-paper-*.jsonl"
