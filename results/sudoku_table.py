@@ -36,8 +36,9 @@ ARMS = {
     "renorm": "SM, mix on the sphere", "slerp": "SM, slerp",
     "heads4": "SM, 4 heads", "eta2": "SM, η = 0.002", "width64": "SM, width 64",
     "batch16": "SM, 16 rows an update", "warmup0": "SM, no warm-up",
-    "cont-binary": "binary", "cont-sm": "SM", "cont-ours": "SM, ω from 0.5, 1, −2.8",
-    "cont-probe": "SM, ω_s = 0.05, before training"}
+    "cont-binary": "continued: binary", "cont-sm": "continued: SM",
+    "cont-ours": "continued: SM, ω from 0.5, 1, −2.8",
+    "cont-probe": "continued: SM, ω_s = 0.05, before training"}
 # Six arms with new seeds, each at its own learning rate, and what SM's weights become.
 SIX = {"six-binary": "binary", "six-deep": "binary, twice the layers",
        "six-ours": "SM, ω from 0.5, 1, −2.8", "six-constant3": "constant λ = 0.3",
