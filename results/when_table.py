@@ -7,7 +7,7 @@ Nats per token are without the floor of α, on 2,048 held-out rows, with the sam
 "off" is an SM model without feedback.
 """
 
-from sudoku_table import lines_of, paired, spread, table
+from sudoku_table import lines_of, paired, table
 
 ARMS = {"binary": "binary", "paper": "SM from the start, ω as in App. B.2",
         "ours": "SM from the start", "last50": "SM for the last 50 % of the time",
@@ -23,15 +23,16 @@ def main():
             arm, _, seed = result["name"].removeprefix("when-").rpartition("-")
             nats = {kind: result["values"][kind]["nats_per_token"] for kind in ("soft", "binary")}
             on.setdefault(arm, {})[seed] = nats["binary" if arm == "binary" else "soft"]
-            off.setdefault(arm, []).append(nats["binary"])
+            off.setdefault(arm, {})[seed] = nats["binary"]
             steps[arm] = result["settings"]["step"]
     rows = []
     for arm, name in ARMS.items():
         if arm in on:
-            each = " ".join(f"{on[arm][seed]:.4f}" for seed in sorted(on[arm]))
-            row = [name, f"{steps[arm]:,}", each, "", ""]
+            nats, without = (" ".join(f"{x[arm][seed]:.4f}" for seed in sorted(x[arm]))
+                             for x in (on, off))
+            row = [name, f"{steps[arm]:,}", nats, "", ""]
             if arm != "binary":
-                row[3:] = spread(off[arm], ".4f"), paired(on[arm], on["binary"], "+.4f")
+                row[3:] = without, paired(on[arm], on["binary"], "+.4f")
             rows.append(row)
     table(["in the time of 5,000 binary updates", "updates", "nats of seeds 21 to 23", "off",
            "above binary [95 %]"], rows)

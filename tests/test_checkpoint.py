@@ -15,8 +15,8 @@ import torch
 import checkpoint
 from arms import ARMS
 from checkpoint import FORMAT, load, read_safetensors, save, write_safetensors
-from conftest import refused
-from mdlm import MDLM, ModelConfig
+from conftest import random_mdlm, refused
+from mdlm import MDLM
 
 TINY = dict(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29, length=8,
             omega_s=0.3)
@@ -29,11 +29,7 @@ INV_FREQ = 10000 ** (-torch.arange(0, 8, 2) / 8)  # a buffer of their models, fo
 
 def trained(**changes):
     """A model whose every weight counts: new ones predict uniformly."""
-    torch.manual_seed(0)
-    model = MDLM(ModelConfig(**TINY | changes)).eval()
-    for p in model.net.parameters():
-        p.data += 0.1 * torch.randn_like(p)
-    return model
+    return random_mdlm(0.1, **TINY | changes).eval()
 
 
 def same(a, b):
