@@ -13,6 +13,7 @@ All are [ours].
 import torch
 import torch.nn.functional as F
 
+from launch import Refused
 from softmask import SoftMask
 
 
@@ -62,8 +63,10 @@ def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
     """sm, given another ω for decoding. None keeps its own. A binary model gets k = 3 [ours]."""
     given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
     given = {name: value for name, value in given.items() if value is not None}
-    if not given or (sm is None and omega_s is None):  # the paper's ω_s, 1e-6, is no feedback
+    if not given:
         return sm
+    if sm is None and omega_s is None:  # the paper's ω_s, 1e-6, is no feedback
+        raise Refused(f"{' and '.join(given)} of a model without SM: give it --omega_s, too")
     start = SoftMask(mask_id, **given)
     if sm is None:
         return start

@@ -242,7 +242,6 @@ class Config:
     tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json
     val_docs: Size | None = None  # documents to hold out, the last ones (default: about 1 %)
     grids: Size = 200_000        # Sudokus to train on
-    revision: str | None = None  # of OpenWebText: refs/convert/parquet if main is a script
     overwrite: bool = False      # replace data of another source
 
 
@@ -263,7 +262,7 @@ def main(cfg):
             raise Refused(f"{out} holds the text of {before}: give another --out, or --overwrite")
     if cfg.source == "openwebtext":
         import datasets  # a download that broke goes on where it was
-        docs = datasets.load_dataset("Skylion007/openwebtext", split="train", revision=cfg.revision)
+        docs = datasets.load_dataset("Skylion007/openwebtext", split="train")
         docs = (record["text"] for record in progress(docs, desc="tokenizing", unit=" documents"))
     elif cfg.source == "sudoku":
         # Of 28 million grids, so few are drawn that under 1 % of those held out are trained on.

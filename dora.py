@@ -34,14 +34,13 @@ class DoRALinear(nn.Module):
         self.base = linear.requires_grad_(False)
         self.s = alpha / r
         fp32 = dict(dtype=torch.float32, device=linear.weight.device)
-        A = torch.rand(r, linear.in_features, generator=generator) * 2 - 1
-        A = A / linear.in_features ** 0.5
-        self.lora_A = nn.Parameter(A.to(**fp32))                                 # (r, in)
+        A = 2 * torch.rand(r, linear.in_features, generator=generator) - 1
+        self.lora_A = nn.Parameter(A.to(**fp32) / linear.in_features ** 0.5)     # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **fp32))  # (out, r)
         # |W|² row by row, once: W is frozen. Only A and B change, so the rest of n is cheap.
         square = linear.weight.float().pow(2).sum(1)                             # (out,)
         self.register_buffer("square", square, persistent=False)
-        self.lora_magnitude_vector = nn.Parameter(self.norm().clone())           # (out,)
+        self.lora_magnitude_vector = nn.Parameter(self.norm())                   # (out,)
 
     @torch.no_grad()
     def norm(self):
@@ -79,8 +78,7 @@ def replace(model, name, module):
 def attach(model, names, r=16, alpha=16, generator=None):
     """DoRA on every nn.Linear whose last name is in names, in place. All else is frozen."""
     model.requires_grad_(False)
-    modules = list(model.named_modules())
-    for name, module in modules:
+    for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.split(".")[-1] in names:
             replace(model, name, DoRALinear(module, r, alpha, generator))
 

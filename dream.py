@@ -157,7 +157,6 @@ class Dream(nn.Module):
 
         past: what an earlier call over S positions returned. emb then stands for the positions
             start .. start + L − 1 of these S. Their keys and values are replaced *in place*.
-        start: int, or 0-d on the device: a trunk that is compiled is compiled anew for another int.
         Returns h (B, L, D) and kv, (k, v) per layer, each (B, S, groups, head_dim), the keys
         rotated already. While checkpointing, kv is empty.
         """
@@ -249,18 +248,15 @@ def load_adapter(model, folder):
 
 def read_omega(cfg, folder):
     """The arguments of SoftMask for an adapter, or None for binary masks."""
-    ours, theirs = (os.path.join(folder, name)
-                    for name in ("softmask.json", "transparency_config.json"))
-    if os.path.exists(ours):  # preferred: the authors' numbers are rounded to bf16
-        return read_json(ours)
-    raw = read_json(theirs) if os.path.exists(theirs) else {"transparency_alg": "none"}
+    path = os.path.join(folder, "transparency_config.json")
+    raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
     if raw["transparency_alg"] == "none":
         return None
-    only(raw, theirs, transparency_scheduling="none")  # here a flag of decoding: --schedule
+    only(raw, path, transparency_scheduling="none")  # here a flag of decoding: --schedule
     k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
     return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
                 k=k[raw["transparency_alg"]],  # their other mixes are not the paper's
-                # bf16 rounds all above 0.998 up to 1, which no ω_s can be
+                # the authors' bf16 rounds all above 0.998 up to 1, which no ω_s can be
                 omega_s=min(raw["transparency_scale"], 1 - 1e-6),
                 omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
 

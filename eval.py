@@ -3,8 +3,8 @@
 
 A bound on the perplexity of held-out text, with feedback and without:
 
-    python eval.py ppl --checkpoint=out/last.pt --data=data/owt
-    python eval.py zero_shot --checkpoint=out/last.pt --text=yours.txt  # of another text
+    python eval.py ppl --checkpoint=out/owt/last.pt --data=data/owt
+    python eval.py zero_shot --checkpoint=out/owt/last.pt --text=yours.txt  # of another text
 
 Three opinions on samples: how varied their tokens are (low where a sample repeats itself), how
 likely GPT-2 large finds them, and how far they are from held-out text:
@@ -61,7 +61,7 @@ class Config:
     ema: bool = True                # take its averaged backbone
     data: str = "data/owt"          # ppl measures its val.bin, MAUVE compares with it ("": none)
     text: str = ""                  # zero_shot measures these files, read as data.py reads them
-    rows: Count = 0                 # so many rows, evenly spaced (default: all; of "Data": half)
+    rows: Count = 0                 # so many (default: all), evenly spaced, for "Data" at random
     repeats: Size = 1               # draws of times and masks per row
     floor: Share = ALPHA_FLOOR      # smallest t and α. 0: Eq. 2 itself, 0.1 to 0.3 % above this
     dtype: launch.DType = "auto"    # bfloat16 where the GPU has it [code], else float32
@@ -184,7 +184,7 @@ def measure_bound(cfg):
                         "bits_per_byte": bits_per_byte(nats, L, text),
                         "ce_per_masked_token": float(ce.sum() / masked.sum())}
     if model.sm:
-        # On the same masks: surer than either bound.
+        # The masks are the same, so its standard error is smaller than that of either bound.
         gain, se = mean_and_se(nll["binary"] - nll["soft"], tokens)
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
     settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),

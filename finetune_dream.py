@@ -37,7 +37,7 @@ import launch
 from data import rng
 from dream import Dream, DreamConfig, Tokenizer, byte_characters
 from launch import Count, Negative, Positive, Rate, Refused, Share, Size, progress, write_text
-from mdlm import TwoPass
+from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
@@ -77,15 +77,15 @@ class Config:
     b_h: Share = 0.8
     # soft-masking
     p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
-    # A coin for the update [ours], or one for each dialogue [code]: then ω learns in nearly all.
+    # A coin for an update [ours], or for each dialogue [code]: then ω learns in nearly all updates.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # the start is close to binary masking
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine
-    # 17.5 GB, computed for 2,104 tokens. Without it 28.5 GB, or 44 where there is no flash
-    # attention, and a quarter less work.
+    # At 2,048 tokens it takes 17.9 GB of an H100. Without it 28.1, for a quarter less work, and 44
+    # (computed) where there is no flash attention.
     checkpointing: bool = True
     device: str = "auto"        # cuda, else mps, else cpu
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
@@ -99,7 +99,6 @@ PRESETS = {
     "tiny": dict(model="out/tiny_dream/model", data="out/tiny_dream/dialogues.jsonl",
                  out="out/tiny_dream", steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5,
                  save_every=20, eval_every=20),
-    "iso-update": {},
     # §4: half the updates, because an update with feedback has two forward passes.
     "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
@@ -193,10 +192,6 @@ def pad_with_eos(ids, eos, generator):
     return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=eos)               # (L',)
 
 
-def sample_time(b_l, b_h, generator):
-    return b_l + (b_h - b_l) * torch.rand((), generator=generator).item()          # Alg. 1 l.3
-
-
 def mask_response(x0, prompt_len, t, mask_id, generator):
     """x0 (B, L), its response masked with probability t, at least one token             Alg. 1 l.4
 
@@ -241,28 +236,25 @@ def lr_at(step, steps, warmup):
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
-def soft_mask_files(sm):
-    """{name: content} of the two files that hold ω: our own, and the authors'."""
+def omega_file(sm):
+    """{name: content} of the file that holds ω, as the authors write it."""
     s, a, b = (w.item() for w in sm.omega)
-    s = min(s, 1 - 1e-6)  # a sigmoid can give 1, which is refused
-    tau = sm.tau.item() if sm.k is None else 1.0
-    ours = dict(mask_id=sm.mask_id, k=sm.k, tau=tau, omega_s=s, omega_a=a, omega_b=b)
-    theirs = dict(
+    return {"transparency_config.json": dict(
         transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
-        transparency_scale=s, transparency_steepness=a, transparency_centre=b, mixture_temp=tau,
-        mixinputs_k=sm.k or 1, transparency_scheduling="none")
-    return {"softmask.json": ours, "transparency_config.json": theirs}
+        transparency_scale=s, transparency_steepness=a, transparency_centre=b,
+        mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
+        transparency_scheduling="none")}
 
 
 def save_adapter(folder, dream, sm, cfg):
-    """An adapter folder: DoRA as peft has it, ω as we and as the authors write it, and cfg."""
+    """An adapter folder: DoRA as peft has it, ω as the authors have it, and cfg."""
     files = {"finetune.json": asdict(cfg) | {"base": dream.fingerprint()},
              "adapter_config.json": dict(
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
                  target_modules=TARGETS, inference_mode=True)}
     if sm:
-        files |= soft_mask_files(sm)
+        files |= omega_file(sm)
     weights = os.path.join(folder, "adapter_model.safetensors")
     checkpoint.write_safetensors(weights, dora.adapter_state(dream), {"format": "pt"})
     for name, values in files.items():
@@ -349,7 +341,8 @@ def finetune(cfg):
     train, val, dropped = load_dialogues(cfg, tok, mask_id, master)
     source = {"dialogues": digest_of(train + val), "base": dream.fingerprint(), "keys": data.KEYS}
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-    # finetune.json says what was asked for: the number of updates depends on the seed.
+    # finetune.json says what was asked for. The number of updates depends on the seed, and seeds
+    # would not be one row in lab/eval_dream.py.
     asked, cfg = cfg, replace(cfg, steps=cfg.steps or by_epochs)
     start, metrics = resume(model, optimizer, cfg, source, last) if going_on else (0, {})
     # The buffers of DoRA never change.
@@ -375,7 +368,7 @@ def finetune(cfg):
         for i in range(accum):
             j = i * world + rank    # counted over all ranks, so their number changes nothing
             x0, prompt_len = dialogue(step, j)                                # (1, L)          l.2
-            t = sample_time(cfg.b_l, cfg.b_h, rng(cfg.seed, "t", step, j))    #                 l.3
+            t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()          # l.3
             q = rng(cfg.seed, "q", step, j)
             xt = mask_response(x0, prompt_len, t, mask_id, q)                 # (1, L)          l.4
             alone = world > 1 and i + 1 < accum  # ranks sum their gradients once, at the end
@@ -409,10 +402,10 @@ def finetune(cfg):
                 xt = mask_response(x0, val[i][1], t, mask_id, rng(cfg.seed, "val q", i))
                 nll = model(x0.to(device), xt.to(device), soft)               # (N,)
                 total += objective(nll, t, cfg.loss, 1).item()
-            name = "val_soft" if soft else "val_binary"
+            name = "val_soft" if soft else "val_plain"
             out[name] = launch.over_ranks(total).item() / len(val)
         # With feedback on every dialogue [ours]. The authors toss the coin [code].
-        score = out["val_soft" if omega else "val_binary"]
+        score = out["val_soft" if omega else "val_plain"]
         if score < out.get("best", math.inf):
             out["best"] = score
             if master:
@@ -465,7 +458,7 @@ def finetune(cfg):
             norm = update(step)
             done = step + 1
             # The maximum over ranks: all stop after the same update.
-            stop = launch.any_rank(max(caught, default=0))
+            stop = launch.any_rank(max(caught, default=0)) if done < cfg.steps else 0
             evaluated = val and due(cfg.eval_every) and not stop
             saved = stop or due(cfg.save_every)
             if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: so that a line is soon

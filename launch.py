@@ -36,7 +36,8 @@ DType = typing.Literal["auto", "float32", "bfloat16"]  # in float16 the loss, na
 WORDS = {"true": True, "false": False, "none": None}
 OTHER_NAMES = {"lr": "eta_bb", "epochs": "steps", "top_k": "k"}  # what other programs call them
 PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # the others are imported by this name
-progress = functools.partial(tqdm, mininterval=1, dynamic_ncols=True)  # a file keeps every picture
+# Redrawn once a second at most: a log file keeps all drawings.
+progress = functools.partial(tqdm, mininterval=1, dynamic_ncols=True)
 
 
 def check_ranges(cfg):
@@ -112,8 +113,9 @@ def machine(device="auto", dtype="auto"):
         device = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.device_count() else device
     if dtype == "auto":
-        has_bf16 = device == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
-        dtype = "bfloat16" if has_bf16 else "float32"
+        dtype = "float32"
+        if device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False):
+            dtype = "bfloat16"
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     rank = int(os.environ.get("RANK", 0))
@@ -252,7 +254,7 @@ def read_jsonl(path):
 
 class Log:
     """What a trainer reports, from update `start` to `steps`: sums over all ranks since a line."""
-    on_screen = "loss", "val_soft", "val_plain", "val_binary", "lam", "omega_s", "tokens_per_s"
+    on_screen = "loss", "val_soft", "val_plain", "lam", "omega_s", "tokens_per_s"
 
     def __init__(self, path, start, steps, master):
         self.path, self.steps, self.master = path, steps, master
@@ -290,8 +292,10 @@ class Log:
         seconds = self.last - self.began
         append_jsonl(self.path, line | {"seconds": seconds})
         numbers = [f"{name} {line[name]:,.6g}" for name in self.on_screen if name in line]
-        left = tqdm.format_interval(seconds / max(1, done) * (self.steps - done)) + " left"
+        if done > 1:  # the first update compiles, and an evaluation comes before it
+            left = tqdm.format_interval(seconds / done * (self.steps - done))
+            numbers.append(f"{left} left")
         try:
-            print(f"update {done:,} of {self.steps:,}", *numbers, left, sep="  ")
+            print(f"update {done:,} of {self.steps:,}", *numbers, sep="  ")
         except BrokenPipeError:  # `train.py | head`: the run goes on, and prints nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -232,7 +232,8 @@ def in_chunks(fn, *rows, V, keeps=0, compiled=False):
 
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks take
-        more than BUDGET, none is kept, and the backward runs fn again.   compiled: fn keeps none.
+        more than BUDGET, none is kept, and the backward runs fn again.   compiled: fn keeps its
+        logits, in the dtype of the product, and nothing runs again.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
     # While fn works it holds at most 6.7 tensors (n, V) in fp32, measured for SM over all of |V|.

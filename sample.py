@@ -34,43 +34,43 @@ from show import show, trace
 
 T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
+T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
+ORDERS = "entropy", "random"
 NOT_IN_SETTINGS = "count", "batch_size", "seed", "out", "show", "trace", "tokenizer_dir", "device"
 GRAPHS_PAY = 5000  # network calls from which CUDA graphs, 12 ms a call faster, are worth a minute
 
 
-def step_probs(t, s, sampler="mdlm", eta=None, t_on=0.55, t_off=0.05, alpha_on=0.9):
+def step_probs(t, s, sampler="mdlm", eta=None):
     """One reverse step t → s < t: P[reveal a mask], P[re-mask a token]              Eq. 1, App. B.1
 
     t, s: times in [0, 1]. Here α_t = 1 − t, without the floor of training [code]. remdm-loop holds
-    α at alpha_on between t_on and t_off. Before and after, it is mdlm with a faster clock.
+    α at ALPHA_ON between T_ON and T_OFF. Before and after, it is mdlm with a faster clock.
     The network decides *which* token appears, the schedule alone *whether* one does. So a sampler
     is just this pair. It must take the masked share from t to s: t (1 − reveal) + (1 − t) remask =
     s. With remdm-loop this share is not t, but 1 − α of its own clock.
     """
-    remask, default = 0.0, SAMPLERS[sampler]
-    if eta is None:
-        eta = default
+    remask, eta = 0.0, SAMPLERS[sampler] if eta is None else eta
     if sampler == "remdm-loop":
-        if t_off < t <= t_on:  # the plateau: as many tokens appear as vanish
-            return min(1.0, eta * alpha_on / (1 - alpha_on)), eta
-        if t > t_on:  # α goes from 0 to alpha_on
-            speed = alpha_on / (1 - t_on)
+        if T_OFF < t <= T_ON:  # the plateau: as many tokens appear as vanish
+            return min(1.0, eta * ALPHA_ON / (1 - ALPHA_ON)), eta
+        if t > T_ON:  # α goes from 0 to ALPHA_ON
+            speed = ALPHA_ON / (1 - T_ON)
             t = 1 - (1 - t) * speed
             s = 1 - (1 - s) * speed
-        else:  # α goes from alpha_on to 1
-            speed = (1 - alpha_on) / t_off
+        else:  # α goes from ALPHA_ON to 1
+            speed = (1 - ALPHA_ON) / T_OFF
             t, s = t * speed, s * speed
     if sampler == "remdm-cap":
         remask = min(eta, s / max(1 - t, 1e-9))  # the cap keeps P[reveal] at most 1
     reveal = (t - s + remask * (1 - t)) / t  # solves t (1 − reveal) + (1 − t) remask = s
-    # The quotient is above 1 when a step of remdm-loop goes from before t_on to long after it.
+    # The quotient is above 1 when a step of remdm-loop goes from before T_ON to long after it.
     return min(1.0, reveal), remask
 
 
-def schedule_flips(free, steps, generator, every=False, **schedule):
+def schedule_flips(free, steps, generator, every, sampler, eta):
     """At which steps each position of one sequence flips: this needs no network               Eq. 1
 
-    free: (L,) bool, True where the position may change.   schedule: for `step_probs`.
+    free: (L,) bool, True where the position may change.   sampler, eta: for `step_probs`.
     every: yield the steps without a change too, as Alg. 2 and App. C.5 do. App. C.4 and the
         released code skip them [code]. A binary model would only repeat its prediction there, one
         with SM would iterate its feedback.
@@ -80,7 +80,7 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
     masked, dt = free.copy(), (1 - T_END) / steps
     for i in range(steps):
         t = 1 - i * dt
-        reveal, remask = step_probs(t, t - dt, **schedule)
+        reveal, remask = step_probs(t, t - dt, sampler, eta)
         # Always 2 L numbers, so that they do not depend on what happened before.
         draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
         coin, u = draws.numpy()                                                # (L,), (L,)
@@ -91,13 +91,13 @@ def schedule_flips(free, steps, generator, every=False, **schedule):
         masked ^= flips
 
 
-def schedule_batch(free, steps, generators, every, **schedule):
+def schedule_batch(free, steps, generators, every, sampler, eta):
     """`schedule_flips` of n sequences. Yields t (n,), flips (n, L), u (n, L).
 
     In each turn, every sequence takes its own next step, at its own t [ours]. A finished one has
     t = T_END, and stays in the batch: CUDA graphs need static shapes.
     """
-    sequences = [schedule_flips(row, steps, g, every, **schedule)
+    sequences = [schedule_flips(row, steps, g, every, sampler, eta)
                  for row, g in zip(free, generators)]
     finished = T_END, np.zeros(free.shape[1], bool), np.zeros(free.shape[1])
     for turn in zip_longest(*sequences, fillvalue=finished):
@@ -147,10 +147,10 @@ def beginning(model, n, x, generator):
 
 @torch.no_grad()
 def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
-             soft=True, every=False, **schedule):
+             soft=True, every=False, eta=None):
     """Inference with soft-masking                                                    Alg. 2, App. A
 
-    n: sequences.   steps: T.   sampler, every, schedule: see `schedule_flips`.
+    n: sequences.   steps: T.   sampler, every, eta: see `schedule_flips`.
     soft: False decodes without feedback.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
     on_step(x, lam, guess, at, h): called after every turn. x (n, L): ids. Where they are [MASK],
@@ -168,7 +168,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
     x, generators = beginning(model, n, x, generator)                          # (n, L)
     L, masked = x.shape[1], (x == mask_id).numpy()                             # (n, L), on the host
-    turns = schedule_batch(masked, steps, generators, every, sampler=sampler, **schedule)
+    turns = schedule_batch(masked, steps, generators, every, sampler, eta)
     nfe = np.zeros(n, np.int64)                                                # (n,)
     x = x.flatten().to(device, copy=True)                                      # (nL,)
     emb = F.embedding(x, table)                                                # (nL, D)
@@ -220,7 +220,8 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
                       soft=True):
     """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
 
-    order: "entropy", the surest first (§2.2), or "random", its control.
+    order: "entropy", the surest first (§2.2), or "random", its control. The entropy is that of the
+        nucleus: where one token is left it is 0, and of equal ones the first comes first [ours].
     A step reveals 1 / steps_left of the masks that are left, rounded up [ours].
     The rest is as in `generate`, but `at` of on_step are all masks before the step.
     Checked against tests/oracles.py in_order.
@@ -285,10 +286,10 @@ class Config:
     count: Size = 1             # samples (torchrun would take --n as one of its own flags)
     batch_size: Size = 16       # sequences at a time, which changes no sample
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
-    steps: Size | None = None   # T (default: L, with --order one step for each mask)
-    # entropy: no coins, but equally many tokens a step, the surest first. random: as many, anywhere
-    order: Literal["", "entropy", "random"] = ""
-    sampler: Literal[tuple(SAMPLERS)] = "mdlm"  # or remdm-cap, for T < L, or remdm-loop, App. B.1
+    steps: Size | None = None   # T (default: L, with an order one step for each mask)
+    # mdlm, remdm-cap (for T < L) and remdm-loop toss coins, App. B.1. entropy and random reveal
+    # equally many tokens a step: the surest first (§2.2), or any.
+    sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     eta: Share | None = None    # P[re-mask] at most (default: the sampler's in App. B.1)
     top_p: Annotated[float, 1e-12, 1] = 0.9  # nucleus
     soft: bool = True           # False: decode an SM model in binary
@@ -353,7 +354,7 @@ def resolved(cfg, n_masks, device, world, lines):
     """
     steps, compiled = cfg.steps, cfg.compile
     if steps is None:
-        steps = n_masks if cfg.order else cfg.length
+        steps = n_masks if cfg.sampler in ORDERS else cfg.length
     if compiled is None and lines:
         compiled = lines[0].get("settings", {}).get("compile")
     if compiled is None:
@@ -366,6 +367,7 @@ def main(cfg):
     rank, world, device, dtype = machine(cfg.device)
     model = MDLM.load(cfg.checkpoint)
     model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+    weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
     model.to(device)
     special = model.info["tokenizer"]
     tok = tokenizer(special["name"], cfg.tokenizer_dir)
@@ -377,12 +379,12 @@ def main(cfg):
     x = starting_ids(cfg, tok, special)                                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), device, world, lines)
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
-    if cfg.order:
-        decode = partial(generate_in_order, order=cfg.order)
+    if cfg.sampler in ORDERS:
+        decode = partial(generate_in_order, order=cfg.sampler)
     # Every line says what decides how a sample looks. A sum tells the weights from others.
     settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    settings |= {"step": model.info["step"], "weights": model.net.table.double().sum().item(),
-                 "tokenizer": tok.name, "dtype": str(dtype or torch.float32)}
+    settings |= {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
+                 "dtype": str(dtype or torch.float32)}
     texts = {}  # {index: text}
     for line in read_jsonl(path):
         if (line.get("settings"), line.get("seed")) != (settings, cfg.seed):
@@ -394,7 +396,9 @@ def main(cfg):
         watch = trace(tok, model, cfg.trace)
     elif cfg.show and rank == 0:
         watch = show(tok, model.mask_id)
-    todo = [i for i in range(rank, cfg.count, world) if i not in texts or watch]
+    watched = [0] if cfg.trace else range(cfg.count)
+    todo = [i for i in range(rank, cfg.count, world)
+            if i not in texts or (watch and i in watched)]
     title = f"{len(todo)} samples"
     if cfg.compile:
         compile_parts(model, "reduce-overhead")
@@ -409,6 +413,8 @@ def main(cfg):
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
                               on_step=watch, x=x, soft=cfg.soft)
+        if cfg.trace:
+            watch = None  # its file is for one trajectory
         for i, row, calls in zip(batch, ids.tolist(), nfe.tolist()):
             if i not in texts:  # else it was made to be watched
                 texts[i] = tok.decode(row)

@@ -33,9 +33,7 @@ from launch import Count, Negative, Positive, Refused, Share, Size, machine, pro
 from mdlm import TwoPass, in_chunks, likeliest
 from softmask import SoftMask, time_gain
 
-# Dream's names: entropy (lowest first), maskgit_plus (p, highest first), topk_margin (the same),
-# origin: each by a coin.
-Algorithm = Literal["entropy", "maskgit_plus", "topk_margin", "origin"]
+Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest entropy, highest p first
 Schedule = Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"]  # see `time_gain`
 AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # see launch.Share
 
@@ -51,12 +49,13 @@ class Decoding:
     algorithm: Algorithm = "entropy"
     temperature: AtLeast0 = 0.1     # App. B.2; 0: argmax
     top_p: Probability = 0.9        # App. B.2; 1: off. Dream's rule, see `filtered`
-    top_k: Count = 0                # 0: off, as the authors pass it; the hub's own is 50 [code]
     schedule: Schedule = "none"     # App. C.9
     switch: Share = 0.5             # t', the share of masks at which the stepwise schedules switch
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    threshold: Probability | None = None  # with block: reveal all tokens that are at least so sure
+    # With block: reveal all tokens with such a p, after temperature and top_p. After the two values
+    # above, most have p = 1.
+    threshold: Probability | None = None
     # Another ω than the adapter's. A model without SM then gets k = 3, and the paper's other two.
     omega_s: Annotated[float, 0, 1 - 1e-6] | None = None
     omega_a: Positive | None = None
@@ -83,8 +82,8 @@ def check(gen_len, steps, block, threshold, **others):
                       f"{block}: change one of them")
 
 
-def filtered(logits, temperature=0.0, top_p=1.0, top_k=0, m=None):
-    """Probabilities (n, V) of logits after temperature, top-p and top-k, in this order [code]
+def filtered(logits, temperature=0.0, top_p=1.0, m=None):
+    """Probabilities (n, V) of logits after temperature and top-p, in this order [code]
 
     m: top-p looks at the m likeliest tokens alone (default: at as many as it needs, for which the
     host may wait for a GPU). Checked against tests/oracles.py dream_filter.
@@ -92,15 +91,13 @@ def filtered(logits, temperature=0.0, top_p=1.0, top_k=0, m=None):
     if temperature > 0:
         logits = logits / temperature
     p = logits.softmax(-1)                                              # (n, V)
-    if top_p < 1:
-        # The token that crosses p is kept. sample.nucleus drops it: other texts come from it.
-        top, ids = p.topk(min(m, p.shape[-1])) if m else likeliest(p, top_p)     # (n, m)
-        before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                  # (n, m)  of likelier ones
-        p = torch.zeros_like(p).scatter(-1, ids, top.masked_fill(before > top_p, 0))
-    if top_k:
-        least = p.topk(min(top_k, p.shape[-1])).values[:, -1:]          # (n, 1)
-        p = p.masked_fill(p < least, 0)                                 # (n, V)
-    return p / p.sum(-1, keepdim=True) if top_p < 1 or top_k else p
+    if top_p == 1:
+        return p
+    # The token that crosses p is kept. sample.nucleus drops it: other texts come from it.
+    top, ids = p.topk(min(m, p.shape[-1])) if m else likeliest(p, top_p)         # (n, m)
+    before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                      # (n, m)  of likelier ones
+    p = torch.zeros_like(p).scatter(-1, ids, top.masked_fill(before > top_p, 0))
+    return p / p.sum(-1, keepdim=True)
 
 
 def draw(p, generator):
@@ -113,15 +110,15 @@ def draw(p, generator):
     return drawn[:, 0].to(p.device)
 
 
-def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, top_k=0,
-            generator=None, m=None):
+def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, generator=None,
+            m=None):
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
     logits: (n, V) fp32.   never: a token to replace by the best other one (default: none).
     Returns x0 (n,), conf (n,), where the highest goes first, and kept (n,): given m, how many
     tokens the filters left. Temperature and top-p also decide the order [code].
     """
-    p = filtered(logits, temperature, top_p, top_k, m)                  # (n, V)
+    p = filtered(logits, temperature, top_p, m)                         # (n, V)
     x0 = p.argmax(-1) if temperature == 0 else draw(p, generator)       # (n,)
     if never is not None:  # before conf, so that a threshold is about the token that is written
         first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
@@ -130,16 +127,12 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
         # −H is 0 where the filter leaves one token, as it often does at App. B.2's settings.
         conf = (p * (p + 1e-10).log()).sum(-1)                          # (n,)  −H, guarded [code]
     elif algorithm == "maskgit_plus":
-        conf = p.gather(-1, x0[:, None])[:, 0]
-    elif algorithm == "topk_margin":
-        conf = -p.topk(2).values.diff()[:, 0]
-    elif algorithm == "origin":
-        conf = torch.rand(len(x0), generator=generator, device=generator.device).to(p.device)
+        conf = p.gather(-1, x0[:, None])[:, 0]                          # (n,)
     kept = p.count_nonzero(-1) if m else torch.zeros_like(x0)           # (n,)
     return x0, conf, kept
 
 
-def predictions(model, h, n, never, algorithm, **pick):
+def predictions(model, h, n, never, **pick):
     """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
     h: (N, D) hidden states, the first n of masks that may be revealed. The others only get
@@ -148,7 +141,7 @@ def predictions(model, h, n, never, algorithm, **pick):
     """
     def both(h):
         logits = model.net.head(h)                                      # (n, V)
-        found = propose(logits, never, algorithm, **pick)               # 3 × (n,)
+        found = propose(logits, never, **pick)                          # 3 × (n,)
         return (*found, model.feedback(h, logits)[0]) if model.sm else found
 
     x0, conf, kept, *mixed = in_chunks(both, h[:n], V=len(model.net.table))
@@ -169,7 +162,7 @@ def reveal_shares(steps):
     return shares
 
 
-def reveal(x, masked, x0, conf, share=1.0, threshold=None, algorithm="entropy"):
+def reveal(x, masked, x0, conf, share=1.0, threshold=None):
     """x with some of its masks replaced by their proposals                          Alg. 2 l.5
 
     x, masked: (B, L).   x0, conf: (N,) for the masks, row-major.   share: see `reveal_shares`.
@@ -181,15 +174,12 @@ def reveal(x, masked, x0, conf, share=1.0, threshold=None, algorithm="entropy"):
     rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)
     if threshold is not None:
         chosen = (rank == 0) | (score >= threshold)                     # (B, L)
-    elif algorithm == "origin":
-        chosen = score < share                                          # a coin each, as Eq. 1
-    else:
+    else:  # each sequence by its own number of masks [ours], theirs by the batch's mean
         chosen = rank < (masked.sum(-1) * share).long()[:, None]
     return torch.where(masked & chosen, x.masked_scatter(masked, x0), x)
 
 
-def advance(model, x, opened, h, n, share, threshold=None, algorithm="entropy", top_p=1.0,
-            generator=None, **pick):
+def advance(model, x, opened, h, n, share, threshold=None, top_p=1.0, generator=None, **pick):
     """A pass, from the hidden states of its masks to the tokens that it reveals    Alg. 2 l.4-6
 
     opened: (B, L), the n masks that may be revealed.   Others: see `predictions` and `reveal`.
@@ -204,9 +194,9 @@ def advance(model, x, opened, h, n, share, threshold=None, algorithm="entropy", 
     for m in (1024, None) if x.is_cuda and top_p < 1 else (None,):
         if generator:
             generator.set_state(state)
-        x0, conf, kept, mixed = predictions(model, h, n, never, algorithm, top_p=top_p,
-                                            generator=generator, m=m, **pick)
-        new = reveal(x, opened, x0, conf, share, threshold, algorithm)  # (B, L)
+        x0, conf, kept, mixed = predictions(model, h, n, never, top_p=top_p, generator=generator,
+                                            m=m, **pick)
+        new = reveal(x, opened, x0, conf, share, threshold)             # (B, L)
         on_host = torch.cat([new.flatten(), kept]).cpu()                # (BL + n,)
         if m and (on_host[x.numel():] < m).all():
             break
@@ -300,7 +290,6 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
         shares = reveal_shares(steps * block // gen_len)
     shares[0] = 1
     start, place = masked.sum(-1), torch.arange(L)                      # (B,), (L,)  on the host
-    starts = to_device(place, x.device)  # of this, a 0-d view is a start that nobody waits for
     plain = net.table[mask_id]                                          # (D,)
     soft = plain.repeat(B * L, 1)                                       # (BL, D)  at each mask
     kv = None
@@ -311,7 +300,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             end = b + block if i or len(shares) == 1 else b + 1         # of what may be revealed
             emb = F.embedding(x, net.table)                             # (B, L, D)
             emb = torch.where((x == mask_id)[..., None], soft.view_as(emb), emb)
-            h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, starts[lo])   # (B, hi − lo, D)
+            h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (B, hi − lo, D)
             opened = masked & (place >= b) & (place < end)              # (B, L)  may be revealed
             on_host = opened.flatten().nonzero().squeeze(1)             # (n,)  of B·L
             n = len(on_host)
@@ -374,7 +363,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     # By seed and prompt: an answer does not depend on what was asked before.
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(seed_of(cfg.seed, ids))
-    names = ("schedule", "switch", "algorithm", "temperature", "top_p", "top_k")
+    names = "schedule", "switch", "algorithm", "temperature", "top_p"
     settings = {name: getattr(cfg, name) for name in names}
     settings |= {"generator": generator, "on_step": count}
     x = pad_prompts(model.cfg, [ids], cfg.gen_len, device)              # (1, L)

@@ -4,7 +4,7 @@
     generate(model, 1, steps, on_step=show(tok, mask_id))           # drawn in place, λ in green
     generate(model, 1, steps, on_step=trace(tok, model, path))      # JSON lines, for lab/plot.py
 
-What an `on_step` gets says sample.generate. Only the first sequence of a batch is followed.
+sample.generate says what an `on_step` gets. Only the first sequence of a batch is followed.
 """
 
 import shutil

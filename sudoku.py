@@ -150,9 +150,9 @@ def compare(sides, i):
 def demonstrate(model, count=100):
     """Prints how many puzzles a model of `data.py sudoku` gets right, and shows one of them."""
     from data import rng
-    grids = texts(2000, rng("sudoku", "val"))[:count]  # of those that are held out
+    held_out = ids_of(texts(2000, rng("sudoku", "val"))[:count], model.mask_id)      # (count, 39)
     draws = [rng("puzzle", i) for i in range(count)]
-    x = puzzles(ids_of(grids, model.mask_id), 12, model.mask_id, draws)              # (count, 39)
+    x = puzzles(held_out, 12, model.mask_id, draws)                                  # (count, 39)
     rows = []
     for name, order in ("any cell next", "random"), ("the surest cell next", "entropy"):
         sides = fill(model, x, order)

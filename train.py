@@ -46,7 +46,7 @@ class Config(ModelConfig):
     """What mdlm.ModelConfig has (the data decide the vocabulary), and how to train it: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    init_from: str = ""              # weights to start from: any file that checkpoint.py describes
+    init_from: str = ""              # any file that checkpoint.py describes; of a step-N.pt the EMA
     resume: bool | Literal["auto"] = False  # go on from out_dir/last.pt; auto: if it is there
     overwrite: bool = False          # start anew although out_dir holds a run
     seed: Count = 1
@@ -301,7 +301,7 @@ def train(cfg):
             norm = update(step)
             done = step + 1
             # One rank's signal counts for all: they stop after the same update.
-            stop = launch.any_rank(max(caught, default=0))
+            stop = launch.any_rank(max(caught, default=0)) if done < cfg.steps else 0
             evaluated = due(cfg.eval_every) and not stop
             saved = stop or due(cfg.save_every) or due(cfg.keep_every)
             if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: a line at once
@@ -340,7 +340,7 @@ def with_vocabulary(cfg, special):
 
 
 def load_initial(model, cfg, special):
-    """Start from the raw weights of a file [code], and from its ω, if it has one."""
+    """Start from the raw weights of a file [code], or its average alone, and from its ω, if any."""
     path = os.path.realpath(cfg.init_from)
     if os.path.realpath(cfg.out_dir) in (path, os.path.dirname(path)):
         raise Refused(f"--init_from={cfg.init_from} is in --out_dir={cfg.out_dir}, where this run "

@@ -17,7 +17,7 @@ from a model is executed only after --confirm_run_unsafe_code, with limits, but 
 container. Without the flag the answers are stored, for a second run with it.
 
     python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
-    python lab/eval_dream.py --model=DIR --blocks=16,32,48,96,128,192,256 --threshold=0.9
+    python lab/eval_dream.py --model=DIR --data=F --blocks=16,32,48,96 --threshold=0.9
 """
 
 import itertools
@@ -47,7 +47,7 @@ PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 SHAPE_NOTHING = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
 # Results that are averaged share these.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
-          "temperature", "top_p", "top_k", "merge", "dtype")
+          "temperature", "top_p", "merge", "dtype")
 
 
 @dataclass
@@ -82,8 +82,8 @@ def cells(cfg, length):
     for budget, block in itertools.product(cfg.nfe.split(","), blocks):
         budget = Fraction(budget)
         steps = budget * L
-        if steps.denominator > 1:
-            raise Refused(f"--nfe={budget} of {L} tokens is no whole number of steps")
+        if steps < 1 or steps.denominator > 1:
+            raise Refused(f"--nfe={budget} of {L} tokens is no number of steps")
         cell = replace(cfg, gen_len=L, steps=int(steps), block=int(block))
         check(**asdict(cell))
         grid.append((f"{budget.numerator}/{budget.denominator}", cell))

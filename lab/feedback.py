@@ -3,7 +3,7 @@
 
 The bound of `eval.py ppl --floor=0`, with its flags, split by t and by what is fed back:
 
-    python lab/feedback.py --checkpoint=out/last.pt --data=data/owt
+    python lab/feedback.py --checkpoint=out/owt/last.pt --data=data/owt
 """
 
 import os
@@ -42,7 +42,7 @@ def bound_by_feedback(model, x0, xt, t, other):
     own = model(x0, xt, t, soft=True)                                                # (B,)
     permuted = after(model.feedback(theirs)[0])
     truth = after(model.feedback_of_certain(tokens)[0])
-    return torch.stack((none, own, permuted, truth)).double()
+    return torch.stack((none, own, permuted, truth))
 
 
 def main(cfg):
@@ -56,7 +56,7 @@ def main(cfg):
         batch = [part.to(device) for part in (x0, xt, t, other)]
         with torch.autocast(device.type, dtype, enabled=dtype is not None):
             terms = bound_by_feedback(model, *batch)                                 # (4, b)
-        terms = terms.cpu() / L
+        terms = terms.cpu().double() / L  # on the CPU: MPS has no float64
         draws.append(torch.cat((t[None], terms)))
     draws = torch.cat(draws, dim=1)                                                  # (5, m)
     for tenth in draws[:, draws[0].argsort()].chunk(10, dim=1):

@@ -102,8 +102,8 @@ def read_cells(pattern):
             if own is not off:
                 values["off"] = off["nats_per_token"]
         elif settings["sampler"] != "data":
-            sampler = "ReMDM" if settings["sampler"].startswith("remdm") else "standard"
-            unmasking = settings.get("order") or sampler
+            sampler = settings["sampler"].partition("-")[0]
+            unmasking = {"mdlm": "standard", "remdm": "ReMDM"}.get(sampler, sampler)
             feedback = "soft" if settings["soft"] else "binary"
             budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
         checkpoint = settings.get("checkpoint") or evaluation["checkpoint"]

@@ -6,7 +6,7 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 files=$(mktemp -d)
 trap 'rm -rf "$files"' EXIT
-model="--checkpoint=results/sudoku.safetensors --order=entropy --top_p=1"
+model="--checkpoint=results/sudoku.safetensors --sampler=entropy --top_p=1"
 
 python sample.py $model --given=.................................... --out="$files/grid.jsonl" --trace="$files/trace.jsonl"
 python lab/plot.py --sudoku="$files/trace.jsonl" --out=results/figures/sudoku.svg

@@ -46,8 +46,8 @@ for run in "$@"; do
     surest surest-36
     for soft in $feedback; do
         flag=--soft=$([ $soft = on ] && echo true || echo false)
-        cell random-36-$soft --order=random --steps=36 $flag
-        cell random-18-$soft --order=random --steps=18 $flag
+        cell random-36-$soft --sampler=random --steps=36 $flag
+        cell random-18-$soft --sampler=random --steps=18 $flag
         for steps in 5 10 20 39 156; do
             cell mdlm-$steps-$soft --steps=$steps $flag
             cell remdm-$steps-$soft --sampler=remdm-cap --steps=$steps $flag

@@ -11,6 +11,7 @@ run, in percent.
 """
 
 import functools
+import itertools
 import math
 import operator
 import os
@@ -320,6 +321,12 @@ def paired(values, base, form="+.3f"):
     return f"{mean:{form}} [{mean - half:{form}}, {mean + half:{form}}]"
 
 
+def in_order(values, form=None):
+    """The numbers of {seed: number} by seed, or the seeds."""
+    seeds = sorted(values, key=int)
+    return " ".join(f"{values[seed]:{form}}" if form else seed for seed in seeds)
+
+
 def six_tables():
     """Six arms on new seeds: the learning rate of each, bounds at equal seconds, each seed."""
     early = read("2000")[0]
@@ -334,16 +341,26 @@ def six_tables():
     equal = {}
     for step in SIX_STEPS:
         equal |= read(step)[0]
-    for title, bounds in ("equal seconds", equal), ("6,000 updates", read()[0]):
+    after, shares = read()
+    for title, bounds in ("equal seconds", equal), ("6,000 updates", after):
         rows, base = [], nats_of(bounds, "six-ours")[0]
         for arm, name in SIX.items():
             on, off = nats_of(bounds, arm)
-            row = " ".join(f"{on[seed]:.3f}" for seed in sorted(on, key=int))
-            rows.append([name, row, spread([x - ENTROPY for x in on.values()]),
+            rows.append([name, in_order(on, ".3f"), spread([x - ENTROPY for x in on.values()]),
                          spread([x - ENTROPY for x in off]),
                          paired(on, base) if arm != "six-ours" else ""])
-        table([f"new seeds, {title}", "nats of seeds 11 to 16", "above the entropy", "off",
+        table([f"new seeds, {title}", f"nats of seeds {in_order(base)}", "above the entropy", "off",
                "above SM [95 %]"], rows if base else [])
+    for cell in "random-36", "surest-36":
+        rows, base = [], shares.get(("six-ours", cell, True), {})
+        for arm, soft in itertools.product(SIX, (True, False)):
+            right = shares.get((arm, cell, soft), {})
+            off = ", off" if not soft and (arm, cell, True) in shares else ""
+            if right:
+                rows.append([SIX[arm] + off, in_order(right, ".1%"),
+                             paired(right, base, "+.1%") if right is not base else ""])
+        table([f"new seeds, {CELLS['One or two cells a call'][cell]}",
+               f"right of seeds {in_order(base)}", "above SM [95 %]"], rows)
 
 
 def draw_fills():

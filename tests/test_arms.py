@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 
 from arms import ARMS, Constant, Permuted, Renorm, Slerp, with_omega
-from conftest import random_mdlm
+from conftest import random_mdlm, refused
 from data import rng
 from mdlm import corrupt, sample_times
 from sample import generate
@@ -92,3 +92,4 @@ def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():
     of_binary = with_omega(None, MASK, omega_s=0.5, omega_b=-2.0)
     torch.testing.assert_close(torch.stack(of_binary.omega), torch.tensor([0.5, 10 / 1.5, -2.0]))
     assert with_omega(None, MASK) is None and of_binary.k == 3
+    refused("without SM: give it --omega_s, too", with_omega, None, MASK, omega_a=2.0)

@@ -133,12 +133,11 @@ def test_another_variant_and_broken_weights_are_refused(folder, dream):
 THEIRS = {"transparency_alg": "mixinputs_with_topk", "transparency_scale": 0.4,
           "transparency_steepness": 2.0, "transparency_centre": -2.5, "mixture_temp": 1.0,
           "mixinputs_k": 1, "transparency_scheduling": "none"}
-OURS = {"mask_id": 194, "k": 3, "omega_s": 0.4, "omega_a": 2.0, "omega_b": -2.5, "tau": 1.0}
 
 
 @pytest.fixture
 def adapter(tiny_dream, tmp_path):
-    """adapter(omega, **changes) writes a folder as peft does, with the authors' ω or ours."""
+    """adapter(omega, **changes) writes a folder as peft does, with the authors' ω."""
     state = dora.adapter_state(recorded_adapter(Dream.load(tiny_dream)))
 
     def write(omega=None, **changes):
@@ -149,8 +148,7 @@ def adapter(tiny_dream, tmp_path):
                       target_modules=["q_proj", "v_proj", "o_proj", "k_proj"]) | changes
         (folder / "adapter_config.json").write_text(json.dumps(config))
         if omega is not None:
-            name = "transparency_config.json" if "mixture_temp" in omega else "softmask.json"
-            (folder / name).write_text(json.dumps(omega))
+            (folder / "transparency_config.json").write_text(json.dumps(omega))
         return folder
     return write
 
@@ -169,7 +167,7 @@ def test_binary_adapters_and_other_mixes(tiny_dream, adapter):
     """No value is guessed: a field that means something else would change what the model says."""
     def read(*omega, **changes):
         return load_adapter(Dream.load(tiny_dream), adapter(*omega, **changes))
-    assert read(OURS) == OURS and read() is None
+    assert read() is None
     assert read({"transparency_alg": "none", "mixture_temp": 1.0}) is None
     refused("transparency_scheduling", read, THEIRS | {"transparency_scheduling": "linear"})
     refused("use_dora = False, only True", read, use_dora=False)

@@ -178,9 +178,9 @@ def test_trace_follows_the_sample(tmp_path):
     checkpoint.save(tmp_path / "sm.pt", kind="mdlm", step=1, seed=1, config=vars(model.cfg),
                     model=model.state_dict(), tokenizer=data.describe(BYTES))
     cfg = sample.Config(checkpoint=str(tmp_path / "sm.pt"), out=str(tmp_path / "s.jsonl"), steps=6,
-                        device="cpu", trace=str(tmp_path / "trace.jsonl"))
+                        device="cpu", trace=str(tmp_path / "trace.jsonl"), count=2, batch_size=1)
     sample.main(cfg)
-    steps, (line,) = read_jsonl(cfg.trace), read_jsonl(cfg.out)
+    steps, (line, _) = read_jsonl(cfg.trace), read_jsonl(cfg.out)
     assert [cell for cell, _ in steps[-1]] == [cell_text(BYTES, token) for token in line["ids"]]
     masks = [cell for step in steps for cell in step if cell[1] is not None]
     assert len(masks) > 12

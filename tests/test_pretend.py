@@ -92,8 +92,8 @@ def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):
             assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
             for i, words in enumerate((
                     "--sampler=remdm-loop --count=2", "--sampler=remdm-cap --soft=False",
-                    "--every --show", "--order=entropy --trace=trace.jsonl",
-                    "--order=random --soft=False --count=2")):
+                    "--every --show", "--sampler=entropy --trace=trace.jsonl",
+                    "--sampler=random --soft=False --count=2")):
                 start("sample", "--checkpoint=run/last.pt", "--steps=8", f"--out={k}{i}.jsonl",
                       *words.split())
             for words in (["eval", "ppl"], ["feedback"]):
@@ -106,7 +106,7 @@ def test_dream_keeps_to_one_device(tmp_path, monkeypatch):
         for k in "--k=3", "--k=none":
             model = start("finetune_dream", "tiny", "--steps=2", k, "--overwrite")
             assert all(p.is_cuda for p in model.parameters())
-            for words in ("--algorithm=origin", "--block=8 --cache=dual --schedule=linear",
+            for words in ("--algorithm=maskgit_plus", "--block=8 --cache=dual --schedule=linear",
                           "--block=8 --threshold=0.5"):
                 start("sample_dream", "--model=out/tiny_dream/model", "--gen_len=16",
                       "--adapter=out/tiny_dream/last", "--prompt=1", *words.split())

@@ -307,7 +307,7 @@ def test_prompt_and_infill_stay_as_given(run):
 
 def test_a_puzzle_is_filled_in_order_one_token_a_step(run):
     given = "12..3.......................5"
-    [line] = run(given=given, order="entropy", steps=None)
+    [line] = run(given=given, sampler="entropy", steps=None)
     ids = line["ids"]
     assert [ids[0], *ids[-2:]] == [256, 257, 257] and len(ids) == 32
     assert all(c == "." or ids[1 + i] == ord(c) for i, c in enumerate(given))
