@@ -62,6 +62,16 @@ def test_every_command_parses(name, least):
             module.cells(cfg, int(re.search(r"max_gen_toks: (\d+)", task)[1]))
 
 
+def test_tables_of_dream_ask_all_their_tasks():
+    asked = {}
+    for script, words in commands("REPRODUCE.md"):
+        flags = dict(word.split("=", 1) for word in words if "=" in word)
+        if script == "lab/eval_dream":
+            asked.setdefault(flags["--out"], set()).add(flags["--task"])
+    count = {folder.removeprefix("out/"): len(tasks) for folder, tasks in asked.items()}
+    assert count == {"table3": 4, "fig4": 2, "table8": 2, "table10": 4, "table12": 4}
+
+
 def test_the_paper_map_names_what_exists():
     [table] = re.findall(r"\| paper \| code \|.*?\n\n", page("README.md"), re.S)
     named = re.findall(r"`(\w+)\.(\w+)`", table)
