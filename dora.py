@@ -25,8 +25,8 @@ class DoRALinear(nn.Module):
 
     r: rank.   alpha: α, the update is scaled by α/r.   generator: of A (default: torch's own).
     A, B and m are fp32, whatever W is. A new adapter changes nothing, not even a rounding: B = 0,
-    and m is n in fp32, so m/n is exactly 1 [ours]. (peft's is in the dtype of the model: a new adapter on
-    a bf16 model changes the logits.)
+    and m is n in fp32 [ours], so m/n is exactly 1. (peft's is in the dtype of the model: a new
+    adapter on a bf16 model changes the logits.)
     """
 
     def __init__(self, linear, r=16, alpha=16, generator=None):
