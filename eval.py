@@ -116,7 +116,7 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     soft: with feedback, in two passes.   repeats: draws of t and x_t per row.
     rank, world: this process takes every world-th batch. They hold m of the n rows.
     floor: the smallest t and α. The default is the published convention, 0.1 to 0.3 % too small.
-        With 0, the expectation is the bound itself (tests/test_bound.py enumerates both).
+        With 0, the expectation is the bound itself.
     Returns (3, m) float64: means over the repeats of the bound in nats, of the cross-entropy
     without the weight 1/t, in nats, and of the number of masks.
     One seed gives the same masks with feedback and without.

@@ -17,6 +17,7 @@ sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # plain `pytest` finds the scr
 
 import dora  # noqa: E402
 from checkpoint import write_safetensors  # noqa: E402
+from finetune_dream import make_tiny  # noqa: E402
 from launch import Refused, from_cli  # noqa: E402
 from mdlm import MDLM, ModelConfig  # noqa: E402
 
@@ -86,6 +87,13 @@ def configure(script, words):
     return module, from_cli(module.Config, words, presets)
 
 
+def start(script, *words):
+    """What it returns after these words."""
+    module, cfg = configure(script, words)
+    name = {"train": "train", "finetune_dream": "finetune"}.get(script, "main")
+    return getattr(module, name)(cfg)
+
+
 @pytest.fixture(scope="session")
 def tiny_dream(tmp_path_factory):
     """The folder of the random model behind every recorded number: 3 layers, V = 200, 3 shards."""
@@ -104,17 +112,12 @@ def tiny_dream(tmp_path_factory):
 
 
 @pytest.fixture(scope="session")
-def talking_dream(tiny_dream, tmp_path_factory):
-    """The same with a tokenizer: a token per printable ASCII character, and the special ones."""
-    folder = tmp_path_factory.mktemp("talking_dream")
-    for name in os.listdir(tiny_dream):
-        os.link(os.path.join(tiny_dream, name), folder / name)
-    # Space and new line as vocabulary files write them.
-    characters = [chr(b) for b in range(33, 127)] + ["Ġ", "Ċ"]
-    (folder / "vocab.json").write_text(json.dumps({c: i for i, c in enumerate(characters)}))
-    specials = {"<|endoftext|>": 190, "<|im_start|>": 191, "<|im_end|>": 192, "<|mask|>": 194}
-    (folder / "added_tokens.json").write_text(json.dumps(specials))
-    return str(folder)
+def tiny(tmp_path_factory):
+    """(model folder, dialogues) of finetune_dream's `tiny` preset: bytes as tokens, [MASK] 261."""
+    folder = tmp_path_factory.mktemp("tiny")
+    paths = str(folder / "model"), str(folder / "dialogues.jsonl")
+    make_tiny(*paths)
+    return paths
 
 
 def digest(tensor):

@@ -1,13 +1,12 @@
 """The paper read literally: for loops and Python floats, slow on purpose.
 
     soft_mask    §3.1 sm(·,·), Eq. 3      checks softmask.SoftMask
-    dense_nll    Eq. 2, Alg. 1 l.5-8      checks mdlm.MDLM.forward, mdlm.TwoPass.token_nll
+    dense_nll    Eq. 2, Alg. 1 l.5-8      checks mdlm.MDLM.forward, finetune_dream.TwoPassDream
     nucleus      App. B.1                 checks sample.nucleus
     draw                                  checks sample.sample_categorical
     alg2         Alg. 2                   checks sample.generate
     in_order     §2.2, Alg. 2             checks sample.generate_in_order
     alg1         Alg. 1, App. B.1         checks train.train
-    dense_dream_nll  Alg. 1 l.5-8         checks finetune_dream.TwoPassDream
     dream_filter     App. B.2             checks sample_dream.filtered
     slow_decode      Alg. 2, App. C.9     checks sample_dream.decode
     slow_blocks      App. B.2, Fast-dLLM  checks sample_dream.decode_blocks
@@ -89,13 +88,6 @@ def draw(p, u):
             return i
 
 
-def certain(token, like):
-    """Logits (V,) of a token that is known: its p is 1 (SUBS)."""
-    logits = torch.full_like(like, -math.inf)
-    logits[token] = 0
-    return logits
-
-
 def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False):
     """Alg. 2 for one sequence: ids (L,), network calls, and how many masks the argmax filled.
 
@@ -110,7 +102,8 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
             if soft and feedback is not None and x[l] == mask_id:
                 emb[l] = soft_mask(feedback[l], table, mask_id, **soft)
         logits = predict(emb, t)
-        return [z if token == mask_id else certain(token, z) for token, z in zip(x, logits)]
+        known = torch.eye(logits.shape[1]).log()
+        return [z if token == mask_id else known[token] for token, z in zip(x, logits)]
 
     free, feedback, calls, stale = x == mask_id, None, 0, True
     for t, s in times:
@@ -203,35 +196,6 @@ def alg1(model, batch, rng, cfg, mask_id):
 
 # -------------------------------------------------------------------------------------------------
 # Dream
-
-
-def dense_dream_nll(dream, sm, x0, xt, soft):
-    """Alg. 1 l.5-8 as the paper writes it: one-hot vectors, (B, L, V) everywhere, no rows.
-
-    Returns −log p(x0) of the masked tokens (N,).
-    """
-    def shifted(emb):
-        z = dream.lm_head(dream.trunk(emb)[0])                          # (B, L, V)
-        return torch.cat([z[:, :1], z[:, :-1]], 1)
-
-    masked = xt == dream.cfg.mask_token_id                              # (B, L)
-    P = F.one_hot(xt, dream.cfg.vocab_size).float()                     # (B, L, V)
-    if soft:
-        with torch.no_grad():
-            logits = shifted(P @ dream.table)
-        if sm.k is None:
-            logits = logits / (F.softplus(sm.raw_tau) + 1e-6)
-        p = logits.softmax(-1)
-        omega_s, omega_a = torch.sigmoid(sm.raw_s), F.softplus(sm.raw_a) + 1e-6
-        omega_b = -F.softplus(sm.raw_b) - 1e-6
-        neg_entropy = (p * (p + 1e-10).log()).sum(-1, keepdim=True)
-        lam = omega_s * torch.sigmoid(omega_a * (neg_entropy - omega_b))         # (B, L, 1)
-        top = p
-        if sm.k is not None:
-            top = p * torch.zeros_like(p).scatter(-1, p.topk(sm.k).indices, 1.0)
-        pi = top / top.sum(-1, keepdim=True)                            # (B, L, V)
-        P = torch.where(masked[..., None], (1 - lam) * P + lam * pi, P)
-    return F.cross_entropy(shifted(P @ dream.table)[masked], x0[masked], reduction="none")
 
 
 def dream_filter(p, top_p):

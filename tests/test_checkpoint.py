@@ -42,24 +42,6 @@ def published(model, prefix="backbone."):
     return state | {prefix + "rotary_emb.inv_freq": INV_FREQ}
 
 
-def omegaconf():
-    """The modules of a framework that is gone when its file is read: ({name: module}, tree)."""
-    modules = {name: types.ModuleType(name) for name in ("omegaconf.dictconfig", "omegaconf.nodes")}
-    for module, name in zip(modules, ("DictConfig", "AnyNode")):
-        setattr(modules[module], name, type(name, (), {"__module__": module}))
-
-    def tree(value):
-        if isinstance(value, dict):
-            node = modules["omegaconf.dictconfig"].DictConfig()
-            node._content = {k: tree(v) for k, v in value.items()}
-        else:
-            node = modules["omegaconf.nodes"].AnyNode()
-            node._val = value
-        return node
-
-    return modules | {"omegaconf": types.ModuleType("omegaconf")}, tree
-
-
 def training_file(path, model, /, head=None, tensors=None, hostile=None, **settings):
     """A training checkpoint of the authors' framework.   head: settings of the soft mask.
 
@@ -77,15 +59,24 @@ def training_file(path, model, /, head=None, tensors=None, hostile=None, **setti
     for name, value in settings.items():
         config[name] = config[name] | value if isinstance(value, dict) else value
     shadow = [p.data + 1 for p in model.net.parameters()]
-    modules, tree = omegaconf()
-    sys.modules.update(modules)
+    gone = types.ModuleType("omegaconf")  # a framework that is not there when its file is read
+    gone.Node = type("Node", (), {"__module__": "omegaconf"})
+
+    def tree(value):
+        node = gone.Node()
+        if isinstance(value, dict):
+            node._content = {k: tree(v) for k, v in value.items()}
+        else:
+            node._val = value
+        return node
+
+    sys.modules["omegaconf"] = gone
     try:
         torch.save({"state_dict": state, "ema": {"decay": 0.9999, "shadow_params": shadow},
                     "global_step": 9, "hyper_parameters": {"config": tree(config)},
                     "more": collections.defaultdict(list), "hostile": hostile}, path)
     finally:
-        for name in modules:
-            del sys.modules[name]
+        del sys.modules["omegaconf"]
     return str(path)
 
 
@@ -156,6 +147,9 @@ def test_training_checkpoint_without_its_framework(tmp_path):
     assert all(torch.equal(a, b + 1) for a, b in pairs)
     dense = MDLM.load(training_file(path, model, {"transparency_alg": "mixinputs_with_temp"}))
     assert dense.cfg.k is None and dense.sm.raw_tau == 0.5
+    # MDLM's code has it beside the sections, later code in one.
+    for where in ({"time_conditioning": True}, {"algo": {"time_conditioning": True}}):
+        assert MDLM.load(training_file(path, model, **where)).cfg.time_conditioning
 
 
 class Hostile:
@@ -199,12 +193,6 @@ def test_hub_layouts(tmp_path):
                 assert loaded.cfg == replace(model.cfg, length=512, dropout=0.2, omega_s=1e-6)
                 assert loaded.sm is None and same(loaded.net, model.net)
                 assert loaded.info["tokenizer"]["name"] == "gpt2"
-
-
-def test_mdlms_code_has_time_conditioning_beside_the_sections_and_later_code_in_one(tmp_path):
-    model = trained(soft_mask=False)
-    for where in ({"time_conditioning": True}, {"algo": {"time_conditioning": True}}):
-        assert MDLM.load(training_file(tmp_path / "x.ckpt", model, **where)).cfg.time_conditioning
 
 
 @pytest.mark.parametrize("change", [

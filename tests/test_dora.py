@@ -10,8 +10,6 @@ from conftest import digest, gen, recorded_adapter
 from dora import DoRALinear, adapter_state, merge_
 from dream import Dream, load_adapter
 
-TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]
-
 
 def trained(bias=True):
     """A DoRA layer away from its start, not square, so that a wrong axis shows."""
@@ -85,7 +83,7 @@ def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
     needs = "needs peft and transformers: would exchange adapters with them both ways"
     peft = pytest.importorskip("peft", reason=needs)
     transformers = pytest.importorskip("transformers", reason=needs)
-    from finetune_dream import Config, save_adapter
+    from finetune_dream import TARGETS, Config, save_adapter
     dream = recorded_adapter(Dream.load(tiny_dream))
     save_adapter(str(tmp_path / "ours"), dream, None, Config(model=tiny_dream))
 

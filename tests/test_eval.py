@@ -1,7 +1,4 @@
-"""eval.py and lab/feedback.py: how the bound is measured, and the authors' scoring rule as a loop.
-
-Not here: what the bound is (test_bound.py).
-"""
+"""eval.py, lab/feedback.py: how the bound is measured, and the authors' scoring rule as a loop."""
 
 import math
 import os

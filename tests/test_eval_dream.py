@@ -32,13 +32,9 @@ TWICE = {"task_id": 1, "text": "Write a function to double.",
          "test_list": ["assert twice(1) == 2", "assert twice(0) == 0", "assert twice(-1) == -2"]}
 PLUS = TWICE | {"task_id": 4, "test": "inputs = list(range(50))\nfor x in inputs:\n"
                                       "    assert twice(x) == x + x\n"}
-HUMAN_PLUS = SHIFT | {"test": "def check(candidate):\n    inputs = [[[1, 2]], [[]]]\n"
-                              "    for x, in inputs:\n        assert candidate(forth(x)) == x\n"}
-WORDS = {"question": "How many?",
-         "answer": "He has 3 and 4.\n<<1100+134=1234>> dollars.\n#### 1,234"}
-LATEX = {"problem": "What is it?", "answer": "\\left( 3, \\frac{\\pi}{2} \\right)",
-         "solution": "So $\\boxed{1}$, no, "
-                     "$x = \\boxed{\\left( 3, \\dfrac{\\pi}{2} \\right)}.$"}
+HUMAN_PLUS = SHIFT | {"test": "inputs = []\n"}
+WORDS = {"question": "How many?", "answer": "#### 1"}
+LATEX = {"problem": "What is it?", "answer": "1", "solution": "\\boxed{1}"}
 ROWS = {"humaneval_instruct": SHIFT, "humaneval_plus_instruct": HUMAN_PLUS,
         "mbpp_instruct": TWICE, "mbpp_plus_instruct": PLUS, "gsm8k_cot": WORDS, "math500": LATEX}
 CHAT = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
@@ -60,10 +56,10 @@ def harness():
 
 
 @pytest.fixture
-def config(tmp_path, talking_dream):
+def config(tmp_path, tiny):
     return lambda task, **flags: E.Config(**{
         "task": task, "data": data(tmp_path, [ROWS.get(task, WORDS)]), "timeout": 10.0,
-        "model": talking_dream, "out": str(tmp_path / "results"), "gen_len": 4,
+        "model": tiny[0], "out": str(tmp_path / "results"), "gen_len": 4,
         "confirm_run_unsafe_code": True, "compile": False} | flags)
 
 
@@ -94,7 +90,7 @@ def judge(harness, config, tmp_path):
     return judge_all
 
 
-def test_prompts_stop_strings_and_lengths(harness, config, tmp_path, talking_dream):
+def test_prompts_stop_strings_and_lengths(harness, config, tmp_path, tiny):
     """As recorded from the authors' harness; GSM8K and MATH-500 as in its source."""
     mbpp = RECORDED["mbpp_instruct"]
     human = RECORDED["humaneval_instruct"]
@@ -106,7 +102,7 @@ def test_prompts_stop_strings_and_lengths(harness, config, tmp_path, talking_dre
             "Please reason step by step, and put your final answer within \\boxed{{}}. Problem:\n"
             "What is it?\n\nSolution:", ""))}
     lengths = {"humaneval": 768, "mbpp": 512, "gsm8k": 256, "math500": 512}
-    lm = E.DreamInHarness(None, Tokenizer(talking_dream), None, config("math500"))
+    lm = E.DreamInHarness(None, Tokenizer(tiny[0]), None, config("math500"))
     for name, plus in ROWS.items():
         row, text = prompts[name.replace("_plus", "")]
         row = row | {"test": plus["test"]} if "_plus" in name else row
@@ -174,6 +170,10 @@ def test_verdicts_equal_those_recorded_from_the_scorer_before(judge):
         right = judge(task, [(case["row"], case["answer"]) for case in cases])
         assert right == [case["right"] for case in cases], task
         assert 0 < sum(right) < len(right)
+
+
+def test_a_test_may_call_what_stands_in_the_prompt(judge):
+    assert judge("humaneval_instruct", [(SHIFT, SHIFT["canonical_solution"])]) == [True]
 
 
 def test_plus_tasks_run_the_tests_that_were_added(judge):

@@ -6,14 +6,13 @@ import re
 from xml.etree import ElementTree
 
 import pytest
-import torch
 
 import checkpoint
 import data
 import plot
 import sample
+from conftest import random_mdlm
 from launch import read_jsonl
-from mdlm import MDLM, ModelConfig
 from show import cell_text
 
 BYTES = data.tokenizer("bytes")
@@ -171,10 +170,8 @@ def test_gains_of_feedback_are_drawn_over_t(tmp_path):
 
 def test_trace_follows_the_sample(tmp_path):
     """Cells are masks with 0 < λ < ω_s, or tokens without λ. Nothing revealed changes."""
-    torch.manual_seed(0)
-    model = MDLM(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=259, length=12,
-                             mask_id=258, omega_s=0.5, omega_a=1.0, omega_b=-5.0))
-    torch.nn.init.normal_(model.net.output_layer.linear.weight)
+    model = random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5, omega_a=1.0,
+                        omega_b=-5.0)
     checkpoint.save(tmp_path / "sm.pt", kind="mdlm", step=1, seed=1, config=vars(model.cfg),
                     model=model.state_dict(), tokenizer=data.describe(BYTES))
     cfg = sample.Config(checkpoint=str(tmp_path / "sm.pt"), out=str(tmp_path / "s.jsonl"), steps=6,

@@ -28,15 +28,6 @@ def soft_mask(on=True, k=3):
     return sm
 
 
-class Embed(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.embedding = nn.Parameter(torch.randn(V, D))
-
-    def forward(self, ids):
-        return self.embedding[ids]
-
-
 class Hub(nn.Module):
     """A stub of LLaDA and Dream: ids or embeddings, positions that see each other, .logits."""
 
@@ -58,7 +49,8 @@ class Ids(nn.Module):
     def __init__(self, of_scores=False):
         super().__init__()
         torch.manual_seed(1)
-        self.vocab_embed, self.head, self.of_scores = Embed(), nn.Linear(D, V), of_scores
+        self.vocab_embed, self.head, self.of_scores = nn.Embedding(V, D), nn.Linear(D, V), of_scores
+        self.vocab_embed.embedding = self.vocab_embed.weight  # as it is called there
 
     def forward(self, ids, sigma):
         self.seen = h = self.vocab_embed(ids)

@@ -25,7 +25,6 @@ SMALL = dict(n_layer=2, vocab_size=12, mask_id=11, length=10, dropout=0.3, omega
 MASK = 11
 BLANK = torch.full((10,), MASK)
 GIVEN = BLANK.index_fill(0, torch.tensor([0, 4]), 2)
-WAYS = [(sampler, soft) for sampler in SAMPLERS for soft in (True, False)]
 
 
 def model_of(seed=0, scale=0.35, **changes):
@@ -110,10 +109,6 @@ def test_recorded_transition_matrices():
 
 def test_nucleus_is_its_definition():
     """Of a large vocabulary too: the top 1,024 reach p in all rows, in some, or in none."""
-    probs = torch.tensor([[0.5, 0.3, 0.15, 0.05], [0.05, 0.95, 0.0, 0.0]])
-    kept = nucleus(probs, 0.9).tolist()  # a first token that is beyond p alone stays
-    assert kept == [pytest.approx([0.625, 0.375, 0, 0]), [0, 1, 0, 0]]
-    assert nucleus(probs, 1) is probs
     for V, p, spread in ((40, 0.3, 2), (40, 0.999, 2), (5000, 0.9, 0), (5000, 0.9, 0.5),
                          (5000, 0.9, 4)):
         logits = spread * torch.randn(6, V, generator=data.rng(2), dtype=torch.float64)
@@ -147,44 +142,30 @@ def oracle_of(model, soft):
     return predict, oracles.omega(model.sm) if soft else None
 
 
-def alg2_ids(model, T, x, top_p, sampler, eta, soft=True, every=False):
-    """The ids of `generate`, which are those of the dense loop in Python floats.
+@pytest.mark.parametrize("sampler, soft", [*itertools.product(SAMPLERS, (True, False))])
+@pytest.mark.parametrize("changes, t_end, every", [
+    ({}, 1e-5, False), (dict(k=None), 1e-5, False), ({}, 0.1, False), ({}, 1e-5, True),
+    (dict(time_conditioning=True), 1e-5, False)])
+def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
+    """Its ids are those of the dense loop. An early end leaves masks for the argmax.
 
     A sequence alone has the ids and the calls that it has among others.
     """
-    ids, nfe = generate(model, 4, T, sampler, top_p, generators(4, T), x=x, soft=soft, eta=eta,
-                        every=every)
+    monkeypatch.setattr(sample, "T_END", t_end)
+    model, eta = model_of(**changes), 0.3 if "remdm" in sampler else 0.0
     predict, omega = oracle_of(model, soft)
     probs = lambda t, s: step_probs(t, s, sampler, eta)
     always = every or model.cfg.time_conditioning
-    for row, calls, g in zip(ids, nfe, generators(4, T)):
-        with torch.no_grad():
-            expected, needed, left = oracles.alg2(predict, model.net.table, x, MASK, steps_of(T),
-                                                  probs, top_p, g, omega, always)
-        assert row.tolist() == expected.tolist()
-        # Else the loop calls after the last change, too, where no mask is left to be predicted.
-        assert calls == needed if left or always else calls <= needed <= calls + 1
-    return ids.tolist()
-
-
-@pytest.mark.parametrize("sampler, soft", WAYS)
-@pytest.mark.parametrize("changes, t_end", [({}, 1e-5), (dict(k=None), 1e-5), ({}, 0.1),
-                                            (dict(time_conditioning=True), 1e-5)])
-def test_generate_is_alg_2(sampler, soft, changes, t_end, monkeypatch):
-    """The schedule, the rows and the skipped calls. An early end leaves masks for the argmax."""
-    monkeypatch.setattr(sample, "T_END", t_end)
-    model, eta = model_of(**changes), 0.3 if "remdm" in sampler else 0.0
     for T, (top_p, x) in itertools.product((1, 24), ((0.9, BLANK), (1.0, GIVEN))):
-        alg2_ids(model, T, x, top_p, sampler, eta, soft)
-
-
-@pytest.mark.parametrize("sampler, eta", [("mdlm", 0.0), ("remdm-cap", 0.02)])
-def test_a_call_in_every_step_is_alg_2_as_well(sampler, eta):
-    """--every, which changes what is said."""
-    model = model_of(scale=0.5)
-    some, all_ = (alg2_ids(model, 12, BLANK, 1.0, sampler, eta, True, every)
-                  for every in (False, True))
-    assert some != all_
+        ids, nfe = generate(model, 4, T, sampler, top_p, generators(4, T), x=x, soft=soft, eta=eta,
+                            every=every)
+        for row, calls, g in zip(ids, nfe, generators(4, T)):
+            with torch.no_grad():
+                expected, needed, left = oracles.alg2(predict, model.net.table, x, MASK,
+                                                      steps_of(T), probs, top_p, g, omega, always)
+            assert row.tolist() == expected.tolist()
+            # Else the loop calls after the last change, too, where no mask is left to predict.
+            assert calls == needed if left or always else calls <= needed <= calls + 1
 
 
 @pytest.mark.parametrize("order", ["entropy", "random"])
