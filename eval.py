@@ -61,7 +61,7 @@ class Config:
     ema: bool = True                # take its averaged backbone
     data: str = "data/owt"          # ppl measures its val.bin, MAUVE compares with it ("": none)
     text: str = ""                  # zero_shot measures these files, read as data.py reads them
-    rows: Count = 0                 # so many (default: all), evenly spaced, for "Data" at random
+    rows: Count = 0                 # so many, evenly spaced (default: all; "Data": half, random)
     repeats: Size = 1               # draws of times and masks per row
     floor: Share = ALPHA_FLOOR      # smallest t and α. 0: Eq. 2 itself, 0.1 to 0.3 % above this
     dtype: launch.DType = "auto"    # bfloat16 where the GPU has it [code], else float32

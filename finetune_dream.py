@@ -209,7 +209,7 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
 
 
 class TwoPassDream(TwoPass):
-    """Dream and its soft mask in one forward, for DDP. See tests/oracles.py dense_dream_nll."""
+    """Dream and its soft mask in one forward, for DDP. See tests/oracles.py dense_nll."""
 
     def forward(self, x0, xt, soft):
         """nll (N,) of the masks, fp32 nats. x0, xt: (B, L) ids                      Alg. 1 l.5-8"""
@@ -458,7 +458,7 @@ def finetune(cfg):
             norm = update(step)
             done = step + 1
             # The maximum over ranks: all stop after the same update.
-            stop = launch.any_rank(max(caught, default=0)) if done < cfg.steps else 0
+            stop = launch.any_rank(max(caught, default=0))
             evaluated = val and due(cfg.eval_every) and not stop
             saved = stop or due(cfg.save_every)
             if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: so that a line is soon

@@ -301,7 +301,7 @@ def train(cfg):
             norm = update(step)
             done = step + 1
             # One rank's signal counts for all: they stop after the same update.
-            stop = launch.any_rank(max(caught, default=0)) if done < cfg.steps else 0
+            stop = launch.any_rank(max(caught, default=0))
             evaluated = due(cfg.eval_every) and not stop
             saved = stop or due(cfg.save_every) or due(cfg.keep_every)
             if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: a line at once

@@ -199,8 +199,8 @@ def test_held_out_dialogues_are_not_trained_on(tiny):
 
 @pytest.mark.parametrize("kind, k, coin", [
     ("authors", 1, "update"), ("paper", 3, "update"), ("authors", None, "dialogue")])
-def test_four_updates_are_adam_on_the_dense_algorithm(cfg, monkeypatch, kind, k, coin):
-    """The run against a loop of its own: dense passes, summed gradients, joint clip, Adam."""
+def test_four_updates_are_adam_by_hand(cfg, monkeypatch, kind, k, coin):
+    """The run against a loop of its own: summed gradients, joint clip, Adam."""
     cfg = replace(cfg, loss=kind, k=k, coin=coin, clip=0.7, p_sm=0.4, warmup=0.2)
     calls = spy(monkeypatch, TwoPassDream, "forward")
     goals = spy(monkeypatch, ft, "objective")

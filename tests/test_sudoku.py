@@ -48,7 +48,7 @@ def test_the_posterior_is_that_of_uniform_grids():
     assert (posterior(cells, grids) >= 0).all()
 
 
-def test_it_makes_no_mistake_one_token_a_call():
+def test_it_makes_no_mistake_one_token_a_call_and_its_bound_is_the_entropy():
     model, tok = random_mdlm(mask_id=258, soft_mask=False, length=39), data.tokenizer("bytes")
     model.net = Posterior(258, 256, 257)
     for order in "random", "entropy":
@@ -56,6 +56,11 @@ def test_it_makes_no_mistake_one_token_a_call():
         ids, nfe = generate_in_order(model, 4, 39, order, top_p=1.0, generator=generators)
         assert sudoku.right([tok.decode(row) for row in ids.tolist()])["right"] == 1
         assert nfe.tolist() == [39] * 4
+    texts = [text.encode() for text in sudoku.texts(200, gen())]
+    rows = torch.tensor([[256, *text, 257, 257] for text in texts])
+    nats = bound(model, rows, False, floor=0)[0]
+    error = nats.std() / math.sqrt(len(nats))
+    assert abs(nats.mean() - sudoku.NATS) < 3 * error < 5
 
 
 def test_tied_layers_read_their_own_hidden_states():
