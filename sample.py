@@ -49,7 +49,9 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     is just this pair. It must take the masked share from t to s: t (1 − reveal) + (1 − t) remask =
     s. With remdm-loop this share is not t, but 1 − α of its own clock.
     """
-    remask, eta = 0.0, SAMPLERS[sampler] if eta is None else eta
+    remask = 0.0
+    if eta is None:
+        eta = SAMPLERS[sampler]
     if sampler == "remdm-loop":
         if T_OFF < t <= T_ON:  # the plateau: as many tokens appear as vanish
             return min(1.0, eta * ALPHA_ON / (1 - ALPHA_ON)), eta

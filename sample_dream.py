@@ -53,8 +53,8 @@ class Decoding:
     switch: Share = 0.5             # t', the share of masks at which the stepwise schedules switch
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # With block: reveal all tokens with such a p, after temperature and top_p. After the two values
-    # above, most have p = 1.
+    # With block: reveal all tokens with such a p, after temperature and top_p. With the two values
+    # above, a small lead makes it 1 (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Another ω than the adapter's. A model without SM then gets k = 3, and the paper's other two.
     omega_s: Annotated[float, 0, 1 - 1e-6] | None = None
@@ -126,7 +126,7 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
     if algorithm == "entropy":
         # −H is 0 where the filter leaves one token, as it often does at App. B.2's settings.
         conf = (p * (p + 1e-10).log()).sum(-1)                          # (n,)  −H, guarded [code]
-    elif algorithm == "maskgit_plus":
+    else:
         conf = p.gather(-1, x0[:, None])[:, 0]                          # (n,)
     kept = p.count_nonzero(-1) if m else torch.zeros_like(x0)           # (n,)
     return x0, conf, kept
