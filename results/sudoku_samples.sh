@@ -44,6 +44,8 @@ for run in "$@"; do
         binary-*|deep-*|cont-binary-*) feedback=off ;;
     esac
     surest surest-36
+    surest surest-18 --calls=18
+    surest surest-p9 --top_p=0.9
     for soft in $feedback; do
         flag=--soft=$([ $soft = on ] && echo true || echo false)
         cell random-36-$soft --sampler=random --steps=36 $flag
@@ -54,5 +56,5 @@ for run in "$@"; do
         done
     done
     case $run in exact|tied-*|placebo-*) continue ;; esac
-    surest given-12 --given=12
+    for given in 12 18 24; do surest given-$given --given=$given; done
 done

@@ -53,6 +53,9 @@ CELLS = {
     "One or two cells a call": {
         "random-36": "any, one", "random-18": "any, two", "surest-36": "surest, one",
         "given-12": "surest, 12 given"},
+    "The surest cell next": {
+        "surest-18": "two a call", "surest-p9": "one, nucleus 0.9",
+        "given-18": "one, 18 given", "given-24": "one, 24 given"},
     "Ancestral, T steps": {f"mdlm-{T}": str(T) for T in (5, 10, 20, 39, 156)},
     "ReMDM, T steps": {f"remdm-{T}": str(T) for T in (5, 10, 20, 39, 156)}}
 DRAWN_CELLS = "One or two cells a call", "Ancestral, T steps"

@@ -27,6 +27,7 @@ import sudoku  # noqa: E402
 from checkpoint import git_version  # noqa: E402
 from launch import run, write_text  # noqa: E402
 from mdlm import MDLM  # noqa: E402
+from sample import nucleus  # noqa: E402
 
 DIGITS = slice(ord("1"), ord("7"))
 
@@ -35,15 +36,17 @@ DIGITS = slice(ord("1"), ord("7"))
 class Config:
     checkpoint: str = "results/sudoku.safetensors"  # what `python checkpoint.py` can describe
     given: Annotated[int, 0, 35] = 0                # cells of 36
+    calls: Annotated[int, 1, 36] | None = None      # of the model (default: one for each cell)
+    top_p: Annotated[float, 1e-12, 1] = 1.0         # nucleus, of the digits
     count: Annotated[int, 1, 2000] = 1000
     out: str = "out/surest.json"
 
 
-def only_digits(probs, _=1.0):
-    """The digits alone, renormalised, in the place of sample.nucleus. probs: (n, V)."""
+def only_digits(probs, top_p=1.0):
+    """The nucleus of the digits alone, in the place of sample.nucleus. probs: (n, V)."""
     digits = torch.zeros_like(probs)                                               # (n, V)
     digits[:, DIGITS] = probs[:, DIGITS]
-    return digits / digits.sum(-1, keepdim=True)                                   # (n, V)
+    return nucleus(digits / digits.sum(-1, keepdim=True), top_p)                   # (n, V)
 
 
 class Completions:
@@ -74,11 +77,11 @@ class Completions:
         self.seen.setdefault(digit, cell)
 
 
-def fill(model, x, n_masks, soft):
-    """Every cell that is filled, in order, one a call, for each grid of x (n, 39).
+def fill(model, x, calls, soft, top_p=1.0):
+    """Every cell that is filled, in order (those of one call: from the left), for x (n, 39).
 
     Returns [[(cell, digit, probability of the digit, likeliest digit, its probability)]], digits
-    from 1, probabilities of the model.
+    from 1, probabilities of the model, before the nucleus.
     """
     order = [[] for _ in x]
 
@@ -93,7 +96,7 @@ def fill(model, x, n_masks, soft):
                                   token[i].item() - ord("0"), best[i].item()))
 
     generators = [data.rng("sample", 1, i) for i in range(len(x))]
-    sample.generate_in_order(model, len(x), n_masks, "entropy", 1.0, generators, on_step, x, soft)
+    sample.generate_in_order(model, len(x), calls, "entropy", top_p, generators, on_step, x, soft)
     return order
 
 
@@ -135,12 +138,13 @@ def main(cfg):
     x = sudoku.puzzles(grids, cfg.given, model.mask_id, draws)                     # (n, 39)
     given = [{i: int(c) for i, c in enumerate(cells) if c != "."}
              for cells in sudoku.cells_of(x, model.mask_id)]
-    found = {}
+    calls, found = cfg.calls or 36 - cfg.given, {}
     for soft in (True, False) if model.sm else (False,):
         kind = "soft" if soft else "binary"
-        found[kind] = judge(given, fill(model, x, 36 - cfg.given, soft))
+        found[kind] = judge(given, fill(model, x, calls, soft, cfg.top_p))
         print(f"{cfg.checkpoint}, {cfg.given} given, {kind}: {100 * found[kind]['right']:.1f} %")
-    settings = {"checkpoint": cfg.checkpoint, "given": cfg.given, "n": cfg.count}
+    settings = {"checkpoint": cfg.checkpoint, "given": cfg.given, "calls": calls,
+                "top_p": cfg.top_p, "n": cfg.count}
     write_text(cfg.out, json.dumps({**settings, "git": git_version(), **found}) + "\n")
 
 
