@@ -26,6 +26,7 @@ MASKS = torch.tensor([256, *[258] * 36, 257, 257])  # a row without its grid
 sys.path.insert(0, os.path.join(ROOT, "results"))
 
 import sudoku_table  # noqa: E402
+import surest  # noqa: E402
 from exact import Posterior, posterior  # noqa: E402
 from tied import Tied  # noqa: E402
 
@@ -46,6 +47,23 @@ def test_the_posterior_is_that_of_uniform_grids():
     cells = np.full(36, -1)
     cells[[6, 10, 17, 25, 31, 32, 33, 35]] = 0, 3, 0, 5, 4, 0, 5, 2  # shares of 1 + 2e-16
     assert (posterior(cells, grids) >= 0).all()
+
+
+def test_what_is_left_of_a_grid_cell_by_cell_is_what_the_posterior_says():
+    """And a grid with a wrong digit counts as right until there, and not after it."""
+    [text], left, cells = sudoku.texts(1, gen()), surest.Completions({}), np.full(36, -1)
+    order = torch.randperm(36, generator=rng("order")).tolist()
+    picks = [(at, int(text[at]), 0.9, int(text[at]), 0.9) for at in order]
+    for at, digit, *_ in picks:
+        p = posterior(cells, sudoku.grids().numpy())[at]
+        assert [left.probability(at, i + 1) for i in range(6)] == pytest.approx(p.tolist())
+        left.add(at, digit)
+        cells[at] = digit - 1
+    assert len(left.fit) == 1
+    at, digit, *_ = picks[-1]
+    found = surest.judge([{}, {}], [picks, picks[:-1] + [(at, digit % 6 + 1, 0.2, digit, 0.3)]])
+    assert found["right"] == 0.5 and found["completable"] == 35 * [1] + [0.5]
+    assert found["true"][35] == 1 and found["sure"][35] == 0.6 and found["sure_wrong"][35] == 0.2
 
 
 def test_it_makes_no_mistake_one_token_a_call_and_its_bound_is_the_entropy():
