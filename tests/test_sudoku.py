@@ -60,10 +60,12 @@ def test_what_is_left_of_a_grid_cell_by_cell_is_what_the_posterior_says():
         left.add(at, digit)
         cells[at] = digit - 1
     assert len(left.fit) == 1
-    at, digit, *_ = picks[-1]
-    found = surest.judge([{}, {}], [picks, picks[:-1] + [(at, digit % 6 + 1, 0.2, digit, 0.3)]])
-    assert found["right"] == 0.5 and found["completable"] == 35 * [1] + [0.5]
-    assert found["true"][35] == 1 and found["sure"][35] == 0.6 and found["sure_wrong"][35] == 0.2
+    at, digit, *_ = picks[34]
+    wrong = [*picks[:34], (at, digit % 6 + 1, 0.2, digit, 0.3), picks[35]]
+    found = surest.judge([{}, {}], [picks, wrong])
+    assert found["right"] == 0.5 and found["completable"] == 34 * [1] + [0.5, 0.5]
+    assert found["true"][34] == 1 and found["sure"][34] == 0.6 and found["sure_wrong"][34] == 0.2
+    assert found["count"] == 35 * [2] + [1]
 
 
 def test_it_makes_no_mistake_one_token_a_call_and_its_bound_is_the_entropy():
