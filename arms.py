@@ -49,7 +49,10 @@ class Slerp(SoftMask):
 
 
 class Permuted(SoftMask):
-    """A placebo: of N masks, each gets the mix of the one N/2 further on, mostly in another row."""
+    """A placebo: of N masks, each gets the mix of the one N/2 further on, mostly in another row.
+
+    So rows depend on each other, and a mask that is alone keeps its own mix.
+    """
 
     def mix(self, table, lam, ids, pi):
         mixed = super().mix(table, lam, ids, pi)                                   # (N, D)
@@ -65,7 +68,7 @@ def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return sm
-    if sm is None and omega_s is None:  # the paper's ω_s, 1e-6, is no feedback
+    if sm is None and omega_s is None:  # its start, 1e-6, is no feedback
         raise Refused(f"{' and '.join(given)} of a model without SM: give it --omega_s, too")
     start = SoftMask(mask_id, **given)
     if sm is None:

@@ -7,7 +7,7 @@ A corpus becomes two flat files of uint16 ids, with EOS after every document, an
     meta.json    {tokenizer, source, train and val: documents, tokens, bytes, sha256}
 
 A row is BOS + L − 2 tokens of that stream + EOS, and rows do not overlap [code]. Perplexities on
-rows that are cut in another way cannot be compared with these.
+rows of another form cannot be compared with these.
 
     python data.py sudoku                                      # 6×6 grids, drawn uniformly
     python data.py stdlib                                      # Python's own library, as bytes
@@ -97,7 +97,7 @@ def n_rows(tokens, L):
 
 
 def rows(tokens, index, L):
-    """Rows as the published perplexities have them: BOS, L − 2 tokens, EOS.      App. B.1, [code]
+    """Rows of the form behind the published perplexities: BOS, L − 2 tokens, EOS.  App. B.1, [code]
 
     tokens: from `open_split`.   index: (n,) numbers below n_rows(tokens, L).   L: in tokens.
     Returns (n, L) int64.

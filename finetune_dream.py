@@ -41,7 +41,8 @@ from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
-ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}  # Ling-Coder's names
+# Ling-Coder's names. SYSTEM is [ours]: theirs keeps the name, after a system message of its own.
+ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 # Model and data are compared by their contents, so their paths may differ.
 MAY_DIFFER_ON_RESUME = ("model", "data", "out", "resume", "overwrite", "checkpointing", "device",
@@ -70,7 +71,7 @@ class Config:
     eta_bb: Rate = 1e-5         # learning rate of DoRA
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
     warmup: Share = 0.03        # share of the updates; a cosine down to 0 follows
-    clip: Positive = 7.0        # of the norm over DoRA and ω together
+    clip: Positive = 7.0        # of the norm over DoRA and ω together [code]
     r: Size = 16                # DoRA's rank
     alpha: Size = 16
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
@@ -80,7 +81,7 @@ class Config:
     # A coin for an update [ours], or for each dialogue [code]: then ω learns in nearly all updates.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # the start is close to binary masking
+    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine
@@ -191,7 +192,7 @@ def pad_with_eos(ids, eos, generator):
 
 
 def mask_response(x0, prompt_len, t, mask_id, generator):
-    """x0 (B, L), its response masked with probability t, at least one token             Alg. 1 l.4
+    """x0 (B, L), its response masked with probability t, at least one token [code]      Alg. 1 l.4
 
     prompt_len: int or (B, 1). Draws on the CPU, so that every device sees the same x_t.
     """
@@ -201,7 +202,8 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
     none = ~masked.any(1)                                               # (B,)
     if none.any():
         low = torch.as_tensor(prompt_len).expand(len(x0), 1)[none][0].item()
-        place = low + torch.randint(x0.shape[1] - low, (1,), generator=generator)   # one for all
+        # One place for all such rows [code].
+        place = low + torch.randint(x0.shape[1] - low, (1,), generator=generator)  # (1,)
         masked[none, place] = True
     return x0.masked_fill(masked, mask_id)
 
@@ -333,14 +335,14 @@ def finetune(cfg):
     theta = list(trained(dream).values())
     omega = list(sm.parameters()) if sm else []
     groups = [{"params": theta}, {"params": omega}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
 
     # ---- the dialogues
     train, val, dropped = load_dialogues(cfg, tok, mask_id, master)
     source = {"dialogues": digest_of(train + val), "base": dream.fingerprint(), "keys": data.KEYS}
     by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-    # finetune.json says what was asked for. The number of updates depends on the seed, and seeds
-    # would not be one row in lab/eval_dream.py.
+    # finetune.json says what was asked for. The number of updates differs by seed: written there,
+    # it would split the seeds of one row in lab/eval_dream.py.
     asked, cfg = cfg, replace(cfg, steps=cfg.steps or by_epochs)
     start, metrics = resume(model, optimizer, cfg, source, last) if going_on else (0, {})
     # The buffers of DoRA never change.

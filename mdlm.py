@@ -56,7 +56,7 @@ class ModelConfig:
     # soft-masking, §3.1
     soft_mask: bool = True           # False: a binary MDLM, without ω
     k: Size | None = 3               # None: all of |V|, through a trainable temperature, App. C.3
-    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # ω at the start, App. B.2: SM is almost off
+    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # ω at the start: close to 0, App. B.2 [code]
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
@@ -98,7 +98,7 @@ class LayerNorm(nn.Module):
 
 
 def zero_linear(n_in, n_out):
-    """A linear map that starts at zero: every block starts as the identity, and p as uniform."""
+    """A linear map that starts at zero [code]: blocks start as the identity, and p as uniform."""
     linear = nn.Linear(n_in, n_out)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
@@ -147,7 +147,7 @@ class DiT(nn.Module):
         super().__init__()
         self.cfg = cfg
         V, D, cond = cfg.vocab_size, cfg.n_embd, cfg.n_cond
-        self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not that of `head`
+        self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not `head`'s [code]
         nn.init.kaiming_uniform_(self.table, a=math.sqrt(5))
         mlp = nn.Sequential(nn.Linear(256, cond), nn.SiLU(), nn.Linear(cond, cond))
         self.sigma_map = nn.ModuleDict({"mlp": mlp})

@@ -53,7 +53,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     if eta is None:
         eta = SAMPLERS[sampler]
     if sampler == "remdm-loop":
-        if T_OFF < t <= T_ON:  # the plateau: as many tokens appear as vanish
+        if T_OFF < t <= T_ON:  # the plateau: as many tokens appear as vanish, up to η = 1/9
             return min(1.0, eta * ALPHA_ON / (1 - ALPHA_ON)), eta
         if t > T_ON:  # α goes from 0 to ALPHA_ON
             speed = ALPHA_ON / (1 - T_ON)
@@ -223,7 +223,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
 
     order: "entropy", the surest first (§2.2), or "random", its control. The entropy is that of the
-        nucleus: where one token is left it is 0, and of equal ones the first comes first [ours].
+        nucleus: 0 where one token is left. Of equal entropies, the leftmost comes first [ours].
     A step reveals 1 / steps_left of the masks that are left, rounded up [ours].
     The rest is as in `generate`, but `at` of on_step are all masks before the step.
     Checked against tests/oracles.py in_order.
@@ -354,6 +354,8 @@ def resolved(cfg, n_masks, device, world, lines):
 
     n_masks: in the ids to start from.   lines: of --out. New samples are compiled if these are.
     """
+    if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
+        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: give it a remdm sampler")
     steps, compiled = cfg.steps, cfg.compile
     if steps is None:
         steps = n_masks if cfg.sampler in ORDERS else cfg.length

@@ -53,8 +53,8 @@ class Decoding:
     switch: Share = 0.5             # t', the share of masks at which the stepwise schedules switch
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # With block: reveal all tokens with such a p, after temperature and top_p. With the two values
-    # above, a small lead makes it 1 (REPRODUCE.md, 5).
+    # With block: reveal all tokens with such a p, after temperature and top_p, with any algorithm.
+    # At 0.1 and 0.9, a small lead makes p 1 (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Another ω than the adapter's. A model without SM then gets k = 3, and the paper's other two.
     omega_s: Annotated[float, 0, 1 - 1e-6] | None = None

@@ -14,7 +14,7 @@ Every random number is a function of what it is for: (seed, "t", step) for times
 j) for masks. Steps count from 0: update 17 of the log has step 16. Micro-batches j count over all
 ranks: one process with 4 of them and two with 2 make the same run. (Except for dropout in a
 compiled trunk: DDP cuts it into pieces, and each draws its own.) And a run that was stopped or
-killed goes on as if it had not been: there is no random state to save.
+killed goes on as if never stopped: there is no random state to save.
 """
 
 import contextlib

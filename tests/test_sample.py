@@ -262,6 +262,7 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     refused("other settings", run, count=5, seed=2)
     refused("or --length=99", run, length=99)
     refused("is a file of samples", run, count=5, trace=str(file))
+    refused("--eta does nothing", run, eta=0.5)
     assert run(count=5) == whole
     assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
 
