@@ -82,7 +82,10 @@ def flops_per_token(cfg, p_sm):
 
 
 def timed(fn, device):
-    """What one call costs: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory."""
+    """What one call costs: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory.
+
+    What CUDA graphs hold is not in the peak: they took it when they were captured.
+    """
     synchronize = getattr(torch, device.type).synchronize  # torch.cuda, torch.mps, torch.cpu
     synchronize()
     if device.type == "cuda":
@@ -253,6 +256,8 @@ def decoding_rows(cfg, device, dtype, compiling):
 def main(cfg):
     _, _, device, dtype = launch.machine(cfg.device)
     cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)  # `timed` waits for this one, and reads its memory
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     found = {"machine": {"device": name, "threads": torch.get_num_threads(),
