@@ -8,8 +8,8 @@
     App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values
 
 Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only inside
-`in_chunks`. In both loops the host has a copy of x, so it knows where masks are. It waits for a GPU
-once in a pass, for this copy. Not here: benchmarks (lab/eval_dream.py), re-masking.
+`in_chunks`. In both loops the host has a copy of x, so it knows where masks are. In a pass it waits
+for a GPU for this copy, and in `likeliest`. Not here: benchmarks (lab/eval_dream.py), re-masking.
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
     python sample_dream.py --model=DIR --adapter=DIR --chat       # turns from stdin, with feedback
@@ -82,11 +82,10 @@ def check(gen_len, steps, block, threshold, **others):
                       f"{block}: change one of them")
 
 
-def filtered(logits, temperature=0.0, top_p=1.0, m=None):
+def filtered(logits, temperature=0.0, top_p=1.0):
     """Probabilities (n, V) of logits after temperature and top-p, in this order [code]
 
-    m: top-p looks at the m likeliest tokens alone (default: at as many as it needs, for which the
-    host may wait for a GPU). Checked against tests/oracles.py dream_filter.
+    Checked against tests/oracles.py dream_filter.
     """
     if temperature > 0:
         logits = logits / temperature
@@ -94,7 +93,7 @@ def filtered(logits, temperature=0.0, top_p=1.0, m=None):
     if top_p == 1:
         return p
     # The token that crosses p is kept. sample.nucleus drops it: other texts come from it.
-    top, ids = p.topk(min(m, p.shape[-1])) if m else likeliest(p, top_p)         # (n, m)
+    top, ids = likeliest(p, top_p)                                      # 2 × (n, m)
     before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                      # (n, m)  of likelier ones
     p = torch.zeros_like(p).scatter(-1, ids, top.masked_fill(before > top_p, 0))
     return p / p.sum(-1, keepdim=True)
@@ -110,15 +109,14 @@ def draw(p, generator):
     return drawn[:, 0].to(p.device)
 
 
-def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, generator=None,
-            m=None):
+def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, generator=None):
     """A token and a confidence for every masked row                                 Alg. 2 l.4
 
     logits: (n, V) fp32.   never: a token to replace by the best other one (default: none).
-    Returns x0 (n,), conf (n,), where the highest goes first, and kept (n,): given m, how many
-    tokens the filters left. Temperature and top-p also decide the order [code].
+    Returns x0 (n,), and conf (n,), where the highest goes first. Temperature and top-p also decide
+    the order [code].
     """
-    p = filtered(logits, temperature, top_p, m)                         # (n, V)
+    p = filtered(logits, temperature, top_p)                            # (n, V)
     x0 = p.argmax(-1) if temperature == 0 else draw(p, generator)       # (n,)
     if never is not None:  # before conf, so that a threshold is about the token that is written
         first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
@@ -128,26 +126,25 @@ def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0,
         conf = (p * (p + 1e-10).log()).sum(-1)                          # (n,)  −H, guarded [code]
     else:
         conf = p.gather(-1, x0[:, None])[:, 0]                          # (n,)
-    kept = p.count_nonzero(-1) if m else torch.zeros_like(x0)           # (n,)
-    return x0, conf, kept
+    return x0, conf
 
 
 def predictions(model, h, n, never, **pick):
     """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
 
     h: (N, D) hidden states, the first n of masks that may be revealed. The others only get
-    feedback: a proposal costs more than its logits.   Others, and x0, conf, kept: see `propose`.
+    feedback: a proposal costs more than its logits.   Others, and x0, conf: see `propose`.
     Returns soft masks (N, D), too, or None. They do not depend on temperature and top-p [code].
     """
     def both(h):
         logits = model.net.head(h)                                      # (n, V)
-        found = propose(logits, never, **pick)                          # 3 × (n,)
+        found = propose(logits, never, **pick)                          # 2 × (n,)
         return (*found, model.feedback(h, logits)[0]) if model.sm else found
 
-    x0, conf, kept, *mixed = in_chunks(both, h[:n], V=len(model.net.table))
+    x0, conf, *mixed = in_chunks(both, h[:n], V=len(model.net.table))
     if model.sm and n < len(h):
         mixed.append(model.feedback(h[n:])[0])                          # (N − n, D)
-    return x0, conf, kept, torch.cat(mixed) if mixed else None
+    return x0, conf, torch.cat(mixed) if mixed else None
 
 
 def reveal_shares(steps):
@@ -179,7 +176,7 @@ def reveal(x, masked, x0, conf, share=1.0, threshold=None):
     return torch.where(masked & chosen, x.masked_scatter(masked, x0), x)
 
 
-def advance(model, x, opened, h, n, share, threshold=None, top_p=1.0, generator=None, **pick):
+def advance(model, x, opened, h, n, share, threshold=None, **pick):
     """A pass, from the hidden states of its masks to the tokens that it reveals    Alg. 2 l.4-6
 
     opened: (B, L), the n masks that may be revealed.   Others: see `predictions` and `reveal`.
@@ -188,19 +185,9 @@ def advance(model, x, opened, h, n, share, threshold=None, top_p=1.0, generator=
     # Where the model predicts [MASK], a pass that must reveal takes the best real token [ours]. The
     # authors' code leaves masks in its answers.
     never = model.mask_id if share == 1 else None
-    state = generator.get_state() if generator else None
-    # Top-p rarely keeps 1,024 tokens or more, but to ask would be another wait for a GPU. So their
-    # number comes with the copy of x. Then the pass may choose again, with the same draws [ours].
-    for m in (1024, None) if x.is_cuda and top_p < 1 else (None,):
-        if generator:
-            generator.set_state(state)
-        x0, conf, kept, mixed = predictions(model, h, n, never, top_p=top_p, generator=generator,
-                                            m=m, **pick)
-        new = reveal(x, opened, x0, conf, share, threshold)             # (B, L)
-        on_host = torch.cat([new.flatten(), kept]).cpu()                # (BL + n,)
-        if m and (on_host[x.numel():] < m).all():
-            break
-    return new, on_host[:x.numel()].view_as(x) == model.mask_id, mixed
+    x0, conf, mixed = predictions(model, h, n, never, **pick)
+    x = reveal(x, opened, x0, conf, share, threshold)                   # (B, L)
+    return x, x.cpu() == model.mask_id, mixed
 
 
 def pad_prompts(cfg, prompt, gen_len, device="cpu"):

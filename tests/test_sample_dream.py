@@ -19,7 +19,7 @@ import mdlm
 import pretend
 import sample_dream as S
 from conftest import GOLDEN, gen, recorded_adapter, spy
-from dream import Dream, DreamConfig
+from dream import Dream
 from oracles import dream_filter, slow_blocks, slow_decode, softmax
 from softmask import SoftMask
 
@@ -86,7 +86,7 @@ def test_probabilities_and_confidences_equal_the_recorded():
         probs = recorded(f"filter/{name}_filtered_probs")
         torch.testing.assert_close(S.filtered(logits, temperature, top_p), probs, atol=1e-6, rtol=0)
         for algorithm, key in keys.items():
-            x0, conf, _ = S.propose(logits, None, algorithm, temperature, top_p, gen())
+            x0, conf = S.propose(logits, None, algorithm, temperature, top_p, gen())
             want = recorded(f"filter/{name}_{key}_conf")
             if temperature and key == "prob":  # of the drawn token: draws differ between torches
                 want = probs.gather(-1, x0[:, None])[:, 0]
@@ -107,12 +107,12 @@ def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     """Of all vocabulary-wide tensors of a pass, none has more rows than a chunk."""
     h, two = torch.randn(30, 64, generator=gen()), mdlm.TwoPass(model, soft(3), MASK)
     ask = lambda n: S.predictions(two, h, n, MASK, algorithm="maskgit_plus")
-    x0, conf, kept, mixed = ask(30)
+    x0, conf, mixed = ask(30)
     monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
     calls = spy(monkeypatch, model, "head")
     close = lambda got, want: torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    close(ask(30), (x0, conf, kept, mixed))
-    close(ask(9), (x0[:9], conf[:9], kept[:9], mixed))  # no proposal for the others, but feedback
+    close(ask(30), (x0, conf, mixed))
+    close(ask(9), (x0[:9], conf[:9], mixed))  # no proposal for the others, but feedback
     assert [len(rows) for rows, in calls] == [7, 7, 7, 7, 2] + [7, 2] + [7, 7, 7]
 
 
@@ -185,7 +185,7 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
 def test_a_threshold_is_about_the_token_that_is_written():
     """Dream is sure of [MASK] in the second row, and not of what is written instead."""
     p = torch.tensor([[0.99, 0.004, 0.003, 0.003], [0.02, 0.015, 0.015, 0.95]])
-    x0, conf, _ = S.propose(p.log(), never=3, algorithm="maskgit_plus")
+    x0, conf = S.propose(p.log(), never=3, algorithm="maskgit_plus")
     assert x0.tolist() == [0, 0] and conf.tolist() == pytest.approx([0.99, 0.02])
 
 
@@ -228,32 +228,21 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
 # ---- on a GPU
 
 
-def wide(sharpness):
-    """A random Dream whose logits vary by so much, with many tokens: to sort them takes long."""
-    model = Dream(DreamConfig(130_000, 8, 8, 1, 1, 1, 1e-6, 1e6, MASK, PAD, PAD))
-    for p in model.requires_grad_(False).parameters():
-        p.normal_(generator=gen())
-    model.lm_head.weight *= sharpness
-    return model
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: pretends that one is")
 def test_cuda_is_waited_for_once_in_a_pass(model):
-    """And before the first, and at the end. Flat logits do not reach top-p with 1,024 tokens."""
+    """And before the first, and at the end. So few tokens `likeliest` sorts, and waits for none."""
     drawn = {"temperature": 1.0, "top_p": 0.9}
-    blocks, peaked, flat = drawn | {"block": 4, "cache": "dual"}, wide(5.0), wide(0.1)
-    cases = ((model, {"schedule": "linear"}), (model, {"temperature": 1.0}), (model, blocks),
-             (model, {"block": 4, "threshold": 0.5}), (peaked, drawn), (peaked, blocks),
-             (flat, drawn))
-    for (net, words), sm in itertools.product(cases, (None, soft(3))):
-        want = decode(net, [TEXT, TEXT[::-1]], 8, 4, sm=sm, generator=gen(), **words)
+    cases = ({"schedule": "linear"}, drawn, drawn | {"block": 4, "cache": "dual"},
+             {"block": 4, "threshold": 0.5})
+    for words, sm in itertools.product(cases, (None, soft(3))):
+        want = decode(model, [TEXT, TEXT[::-1]], 8, 4, sm=sm, generator=gen(), **words)
         with pretend.gpu() as waits:
-            two = mdlm.TwoPass(copy.deepcopy(net), copy.deepcopy(sm), MASK).to("cuda")
+            two = mdlm.TwoPass(copy.deepcopy(model), copy.deepcopy(sm), MASK).to("cuda")
             waits.clear()
             generator = torch.Generator("cuda").manual_seed(0)
             got = decode(two.net, [TEXT, TEXT[::-1]], 8, 4, sm=two.sm, generator=generator, **words)
         once = ["to"] * (len(got) + 2) + ["equal"]  # the last is of `decode` above
-        assert (waits == once) == (net is not flat) and len(waits) >= len(once), words
+        assert waits == once, words
         assert torch.equal(got, want), words
 
 
