@@ -23,7 +23,7 @@ from dream import Dream
 from oracles import dream_filter, slow_blocks, slow_decode, softmax
 from softmask import SoftMask
 
-MASK, PAD = 194, 190
+MASK = 194
 RECORDED = np.load(os.path.join(GOLDEN, "decode_recorded.npz"))
 PROMPT = torch.from_numpy(RECORDED["prompt"]).long()  # (1, 8)
 TEXT = PROMPT[0].tolist()
@@ -229,7 +229,7 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: pretends that one is")
-def test_cuda_is_waited_for_once_in_a_pass(model):
+def test_cuda_is_waited_for_once_in_a_pass_of_few_tokens(model):
     """And before the first, and at the end. So few tokens `likeliest` sorts, and waits for none."""
     drawn = {"temperature": 1.0, "top_p": 0.9}
     cases = ({"schedule": "linear"}, drawn, drawn | {"block": 4, "cache": "dual"},
