@@ -74,7 +74,8 @@ PAIRS += [(("sm", cell, True), ("deep", cell, False))
           for cell in ("mdlm-156", "remdm-39", "remdm-156")]
 PAIRS += [(("sm", "random-36", True), ("deep", "random-18", False)),
           (("sm", "remdm-156", True), ("exact", "remdm-156", False)),
-          (("placebo", "surest-36", True), ("sm", "surest-36", False))]
+          (("placebo", "surest-36", True), ("sm", "surest-36", False)),
+          (("sm", "surest-36", False), ("binary", "surest-36", False))]
 
 
 def spread(values, form=".3f"):
@@ -363,11 +364,14 @@ def six_tables():
             right = shares.get((arm, cell, soft), {})
             off = not soft and (arm, cell, True) in shares  # compared with SM, off
             other = shares.get(("six-ours", cell, not off), {})
+            binary = shares.get(("six-binary", cell, False), {})
             if right:
                 rows.append([SIX[arm] + ", off" * off, in_order(right, ".1%"),
-                             paired(right, other, "+.1%") if arm != "six-ours" else ""])
+                             paired(right, other, "+.1%") if arm != "six-ours" else "",
+                             paired(right, binary, "+.1%") if arm != "six-binary" else ""])
         table([f"new seeds, {CELLS['One or two cells a call'][cell]}",
-               f"right of seeds {in_order(base)}", "above SM, on or off alike [95 %]"], rows)
+               f"right of seeds {in_order(base)}", "above SM, on or off alike [95 %]",
+               "above binary [95 %]"], rows)
 
 
 def draw_fills():
