@@ -134,7 +134,10 @@ def test_modern_bert_is_a_backbone():
     own = F.cross_entropy(bert(input_ids=xt).logits[xt == MASK], x0[xt == MASK], reduction="none")
     off, plain, on = (TwoPass(net, soft_mask(on), MASK).token_nll(x0, xt, None, soft)[0]
                       for on, soft in ((False, True), (True, False), (True, True)))
-    assert torch.equal(plain, own) and torch.equal(off, own) and not torch.equal(on, own)
+    # Of fewer rows, a product is rounded otherwise on some CPUs.
+    for same in plain, off:
+        torch.testing.assert_close(same, own, rtol=1e-6, atol=0)
+    assert (on - own).abs().max() > 1e-5
     two = TwoPass(net, soft_mask(), MASK)
     two.token_nll(x0, xt, None, True)[0].sum().backward()
     assert two.sm.raw_s.grad != 0 and 0 < two.lam < 0.9
