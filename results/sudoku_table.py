@@ -113,7 +113,6 @@ def read(step=""):
         family = f"six-{others}" if first in RATES else arm
         if family not in ARMS | SIX | THEN or at != step:
             continue
-        cell = cell.replace("entropy", "surest")  # after 12,000 updates any token could be drawn
         if not result.keys().isdisjoint(KINDS):
             for kind in result.keys() & KINDS:
                 shares.setdefault((arm, cell, kind == "soft"), {})[seed] = result[kind]["right"]
@@ -413,7 +412,7 @@ def main(path=""):
            [2000, 4000, 6000, 8000, 10000, 12000])
     equal_seconds([(6000, "binary"), (6000, "sm"), (12000, "binary")])
 
-    for step, after in ("", ""), ("12000", " (after 12,000 updates, surest of any token)"):
+    for step, after in ("", ""), ("12000", " (after 12,000 updates)"):
         found = read(step)[1]
         for title, cells in CELLS.items():
             cells = {cell: text for cell, text in cells.items()
