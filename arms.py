@@ -68,7 +68,7 @@ def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return sm
-    if sm is None and omega_s is None:  # its start, 1e-6, is no feedback
+    if sm is None and omega_s is None:  # ω_s would start at almost 0
         raise Refused(f"{' and '.join(given)} of a model without SM: give it --omega_s, too")
     start = SoftMask(mask_id, **given)
     if sm is None:

@@ -45,8 +45,8 @@ SIX = {"six-binary": "binary", "six-deep": "binary, twice the layers",
        "six-ours": "SM, ω from 0.5, 1, −2.8", "six-constant3": "constant λ = 0.3",
        "six-tied": "tied layers, no vocabulary", "six-selfcond": "self-conditioning"}
 RATES = {"e5": "0.0005", "e10": "0.001", "e20": "0.002"}
-# Of the time of 6,000 updates of binary. These are "", but for seeds 13 to 15 "6000": of them, ""
-# was made again, for grids and with all arms, on another machine.
+# Steps in the names of results in the time of 6,000 updates of binary. Binary's own has none (""),
+# but 6000 for seeds 13 to 15: of these, the name without a step is a second run (questions.md).
 SIX_STEPS = "", "6000", "4550", "4700", "3050"
 T_975 = 12.706, 4.303, 3.182, 2.776, 2.571  # t of 95 % intervals, 1 to 5 degrees of freedom
 CURVES = "exact posterior", "binary", "SM", "binary, twice the layers", "constant λ = 0.3"
@@ -180,7 +180,7 @@ def equal_seconds(budgets):
     for updates, of in budgets:
         heads += [f"updates in the time of {updates:,} of {ARMS[of]}", "nats", "off"]
     for arm, each in cost.items():
-        row = [ARMS[arm] + " (timed as SM)" * (arm == "tied"), f"{1000 * each:.1f}"]
+        row = [ARMS[arm] + (" (timed as SM)" if arm == "tied" else ""), f"{1000 * each:.1f}"]
         for updates, of in budgets:
             step = int(updates * (cost[of] / each)) // 500 * 500
             on, off = nats_of(at(step), arm)
@@ -365,7 +365,7 @@ def six_tables():
             other = shares.get(("six-ours", cell, not off), {})
             binary = shares.get(("six-binary", cell, False), {})
             if right:
-                rows.append([SIX[arm] + ", off" * off, in_order(right, ".1%"),
+                rows.append([SIX[arm] + (", off" if off else ""), in_order(right, ".1%"),
                              paired(right, other, "+.1%") if arm != "six-ours" else "",
                              paired(right, binary, "+.1%") if arm != "six-binary" else ""])
         table([f"new seeds, {CELLS['One or two cells a call'][cell]}",
