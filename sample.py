@@ -223,7 +223,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
 
     order: "entropy", the surest first (§2.2), or "random", its control. The entropy is that of the
-        nucleus: 0 where one token is left. Of equal entropies, the leftmost comes first [ours].
+        whole prediction, not of its nucleus. Equal entropies go from left to right [ours].
     A step reveals 1 / steps_left of the masks that are left, rounded up [ours].
     The rest is as in `generate`, but `at` of on_step are all masks before the step.
     Checked against tests/oracles.py in_order.
@@ -239,9 +239,11 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
     def choose(h, u):
         logits = net.head(h)                                                   # (m, V)
-        p = nucleus(logits.softmax(-1), top_p)                                 # (m, V)
-        neg_entropy = (p * (p + 1e-10).log()).sum(-1)  # (m,), 0 where one token is left
-        drawn = sample_categorical(p, u)                                       # (m,)
+        logp = logits.log_softmax(-1)                                          # (m, V)
+        p = logp.exp()                                                         # (m, V)
+        # Before the nucleus: after it, many masks have one token left, and their entropies tie.
+        neg_entropy = (p * logp.clamp_min(-100)).sum(-1)                       # (m,)
+        drawn = sample_categorical(nucleus(p, top_p), u)                       # (m,)
         if not soft:
             return drawn, neg_entropy
         return drawn, neg_entropy, *model.feedback(h, logits)
@@ -367,6 +369,15 @@ def resolved(cfg, n_masks, device, world, lines):
     return replace(cfg, steps=steps, compile=compiled, every=cfg.every or cfg.trace != "")
 
 
+def settings_of(cfg, step, weights, tokenizer, dtype):
+    """What decides how a sample looks, for every line of --out. weights: a sum that tells them."""
+    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
+    if cfg.sampler == "entropy":
+        settings["surest"] = "by the whole prediction"  # it was by the nucleus once
+    return settings | {"step": step, "weights": weights, "tokenizer": tokenizer,
+                       "dtype": str(dtype or torch.float32)}
+
+
 def main(cfg):
     rank, world, device, dtype = machine(cfg.device)
     model = MDLM.load(cfg.checkpoint)
@@ -385,10 +396,7 @@ def main(cfg):
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
     if cfg.sampler in ORDERS:
         decode = partial(generate_in_order, order=cfg.sampler)
-    # Every line says what decides how a sample looks. A sum tells the weights from others.
-    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    settings |= {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
-                 "dtype": str(dtype or torch.float32)}
+    settings = settings_of(cfg, model.info["step"], weights, tok.name, dtype)
     texts = {}  # {index: text}
     for line in read_jsonl(path):
         if (line.get("settings"), line.get("seed")) != (settings, cfg.seed):
