@@ -308,13 +308,13 @@ def finetune(cfg):
     # ---- what is to be trained
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
+    rank, world, device, dtype = here = launch.machine(cfg.device, cfg.dtype)
     master = rank == 0
     last = os.path.join(cfg.out, "last.pt")
     accum, rest = divmod(cfg.batch_size, world)
     if rest:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes")
-    launch.join(world, device)
+    launch.join(here)
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)
     if master and cfg.model == PRESETS["tiny"]["model"]:
         make_tiny(cfg.model, PRESETS["tiny"]["data"])
@@ -473,10 +473,10 @@ def finetune(cfg):
                 break
 
     if stop:
-        launch.leave(world, f"stopped after update {done:,}: --resume goes on", 128 + stop)
+        launch.leave(here, f"stopped after update {done:,}: --resume goes on", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
     command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
-    launch.leave(world, f"{model.warning()}\n{command}".strip(), 0)
+    launch.leave(here, f"{model.warning()}\n{command}".strip(), 0)
     return model
 
 

@@ -107,8 +107,21 @@ def run(main, Config, presets=None):
     raise SystemExit(2)
 
 
+class Machine(typing.NamedTuple):
+    rank: int
+    world: int                  # processes; torchrun sets both
+    device: torch.device
+    dtype: torch.dtype | None   # of autocast; None: float32 throughout
+
+    def autocast(self):
+        # With a cache of casts, older torch (2.6 does, 2.13 does not) takes the bf16 weights of
+        # pass 1, which have no graph, for pass 2 too. Then they silently get no gradient.
+        return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None,
+                              cache_enabled=False)
+
+
 def machine(device="auto", dtype="auto"):
-    """(rank, world, device, autocast dtype or None). torchrun sets the first two."""
+    """The Machine of this process.   device: as torch names it.   dtype: see DType."""
     if device == "auto":
         device = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.device_count() else device
@@ -118,10 +131,12 @@ def machine(device="auto", dtype="auto"):
             dtype = "bfloat16"
     if device == "cuda":
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    if device.startswith("cuda"):
+        torch.cuda.set_device(device)  # CUDA graphs are captured on the current device
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     autocast = {"float32": None, "bfloat16": torch.bfloat16}
-    return rank, world, torch.device(device), autocast[dtype]
+    return Machine(rank, world, torch.device(device), autocast[dtype])
 
 
 def to_device(x, device):
@@ -132,12 +147,24 @@ def to_device(x, device):
     return x.to(device)
 
 
-def join(world, device):
+def join(here):
     """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU."""
-    if world > 1:
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-        dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+    if here.world > 1:
+        gpu = here.device.type == "cuda"
+        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+
+
+def adding_up(model, last):
+    """A block whose backward pass adds to the gradients: with DDP, over the ranks in the last one
+
+    model: DDP, or a module without it.   last: of the micro-batches of an update.
+    """
+    return contextlib.nullcontext() if last or not dist.is_initialized() else model.no_sync()
+
+
+def due(every, done, steps):
+    """Whether it is time for what happens every so many updates, and after the last. 0: never."""
+    return every and (done % every == 0 or done == steps)
 
 
 def over_ranks(tensor, operation=dist.ReduceOp.SUM):
@@ -151,13 +178,13 @@ def any_rank(number):
     return over_ranks(torch.tensor(number), dist.ReduceOp.MAX).item()
 
 
-def leave(world, message, status):
+def leave(here, message, status):
     """Ends a run. Every rank must call it. Rank 0 prints the message. A status but 0 is raised."""
-    if world > 1:
+    if here.world > 1:
         # torchrun kills all ranks when one ends with a status, also a rank that still saves.
         dist.barrier()
         dist.destroy_process_group()
-    if message and os.environ.get("RANK", "0") == "0":
+    if message and here.rank == 0:
         print(message)
     if status:
         raise SystemExit(status)

@@ -27,10 +27,11 @@ import torch.nn.functional as F
 import dora
 import launch
 from arms import with_omega
+from chunks import in_chunks, likeliest
 from data import seed_of
 from dream import Dream, Tokenizer, load_adapter
 from launch import Count, Negative, Positive, Refused, Share, Size, machine, progress, to_device
-from mdlm import TwoPass, in_chunks, likeliest
+from mdlm import TwoPass
 from softmask import SoftMask, time_gain
 
 Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest entropy, highest p first
@@ -139,7 +140,7 @@ def predictions(model, h, n, never, **pick):
     def both(h):
         logits = model.net.head(h)                                      # (n, V)
         found = propose(logits, never, **pick)                          # 2 × (n,)
-        return (*found, model.feedback(h, logits)[0]) if model.sm else found
+        return (*found, model.feedback_chunk(h, logits)[0]) if model.sm else found
 
     x0, conf, *mixed = in_chunks(both, h[:n], V=len(model.net.table))
     if model.sm and n < len(h):
@@ -235,7 +236,7 @@ def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, **pick):
         at = to_device(on_host, x.device)                               # (N,)
         emb = F.embedding(x, net.table)                                 # (B, L, D)
         emb = torch.where((x == mask_id)[..., None], soft.view_as(emb), emb)    # (B, L, D)  l.6
-        h = net.hidden(emb, at, None)                                   # (N, D)             l.3
+        h = net.hidden(emb, (at // L, at % L))                          # (N, D)             l.3
         x, masked, mixed = advance(model, x, x == mask_id, h, len(h), share, **pick)    # l.4-6
         if model.sm:
             soft[at] = faded(plain, mixed, on_host // L, schedule, switch, masked.sum(-1), start)
@@ -295,7 +296,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
                 others = masked & ~opened & opened.any(1, keepdim=True) & (place < hi)   # (B, L)
                 on_host = torch.cat([on_host, others.flatten().nonzero().squeeze(1)])    # (N,)
             at = to_device(on_host, x.device)                           # (N,)
-            h = net.before(h, at // L * (hi - lo) + at % L - lo)        # (N, D)
+            h = net.before(h, (at // L, at % L - lo))                   # (N, D)
             x, masked, mixed = advance(model, x, to_device(opened, x.device), h, n, share,
                                        threshold, **pick)
             if model.sm:

@@ -54,8 +54,8 @@ class Several(int):
         return True
 
 def machine_of_several(*args):
-    rank, world, device, dtype = machine(*args)
-    return rank, Several(world), device, dtype
+    here = machine(*args)
+    return here._replace(world=Several(here.world))
 
 def wrapped(model, **how):
     backends.append(dist.get_backend())

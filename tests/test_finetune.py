@@ -13,11 +13,11 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
+import chunks
 import conftest
 import dora
 import finetune_dream as ft
 import launch
-import mdlm
 import oracles
 from conftest import Killed, digest, gen, kill, recorded_adapter, refused, sigterm, spy
 from dream import Dream, DreamConfig, Tokenizer, byte_characters, load_adapter
@@ -57,7 +57,7 @@ def trained(model):
     (None, True, 3), (1, True, 3), (3, True, 3), (1, False, 3), (3, True, 99)])
 def test_rows_and_chunks_equal_the_dense_algorithm(tiny_dream, batch, monkeypatch, k, soft, rows):
     """Gradients: the recorded ones, and those of chunks in test_mdlm.py."""
-    monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 200 * rows)
+    monkeypatch.setattr(chunks, "CPU_LOGITS", 4 * 200 * rows)
     (x0, xt, _), model = batch, two_pass(tiny_dream, k, tau=1.3)
     net = model.net
     dense = oracles.dense_nll(lambda emb, t: net.lm_head(net.trunk(emb)[0]).roll(1, 1), net.table,

@@ -13,13 +13,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import chunks
 import dora
 import finetune_dream
-import mdlm
 import pretend
 import sample_dream as S
 from conftest import GOLDEN, gen, recorded_adapter, spy
 from dream import Dream
+from mdlm import TwoPass
 from oracles import dream_filter, slow_blocks, slow_decode, softmax
 from softmask import SoftMask
 
@@ -49,7 +50,7 @@ def recorded(name):
 def decode(model, prompt, gen_len, steps, sm=None, **settings):
     """x after every pass, (passes, B, L). With `block`, block after block."""
     seen, x = [], S.pad_prompts(model.cfg, prompt, gen_len, model.table.device)
-    two = mdlm.TwoPass(model, sm, model.cfg.mask_token_id)
+    two = TwoPass(model, sm, model.cfg.mask_token_id)
     if "block" in settings:
         last = S.decode_blocks(two, x, gen_len, steps, on_step=seen.append, **settings)
     else:
@@ -105,10 +106,10 @@ def test_draws_follow_the_filtered_probabilities():
 
 def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     """Of all vocabulary-wide tensors of a pass, none has more rows than a chunk."""
-    h, two = torch.randn(30, 64, generator=gen()), mdlm.TwoPass(model, soft(3), MASK)
+    h, two = torch.randn(30, 64, generator=gen()), TwoPass(model, soft(3), MASK)
     ask = lambda n: S.predictions(two, h, n, MASK, algorithm="maskgit_plus")
     x0, conf, mixed = ask(30)
-    monkeypatch.setattr(mdlm, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
+    monkeypatch.setattr(chunks, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
     calls = spy(monkeypatch, model, "head")
     close = lambda got, want: torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
     close(ask(30), (x0, conf, mixed))
@@ -237,7 +238,7 @@ def test_cuda_is_waited_for_once_in_a_pass_of_few_tokens(model):
     for words, sm in itertools.product(cases, (None, soft(3))):
         want = decode(model, [TEXT, TEXT[::-1]], 8, 4, sm=sm, generator=gen(), **words)
         with pretend.gpu() as waits:
-            two = mdlm.TwoPass(copy.deepcopy(model), copy.deepcopy(sm), MASK).to("cuda")
+            two = TwoPass(copy.deepcopy(model), copy.deepcopy(sm), MASK).to("cuda")
             waits.clear()
             generator = torch.Generator("cuda").manual_seed(0)
             got = decode(two.net, [TEXT, TEXT[::-1]], 8, 4, sm=two.sm, generator=generator, **words)

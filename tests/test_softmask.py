@@ -43,9 +43,10 @@ def test_sm_is_the_case_equation(k):
 def test_the_two_ends_of_the_interpolation():
     """§3.3: λ = 0 is MDLM bit for bit; λ = 1 with k = 1 embeds the most likely token."""
     x, logits, table = example()
+    off = SoftMask(MASK, **OPEN)
+    off.raw_s.data.fill_(-1e3)  # ω_s = 0
     for given in (logits, logits[x == MASK]):
-        soft = SoftMask(MASK, **OPEN).embed(table, x, given, gain=0.0)
-        assert torch.equal(soft, F.embedding(x, table))
+        assert torch.equal(off.embed(table, x, given), F.embedding(x, table))
     rows, sm = logits.flatten(0, 1), SoftMask(MASK, k=1)
     soft = sm.mix(table, torch.ones(x.numel()), *sm(rows)[1:])
     assert torch.equal(soft, table[rows.argmax(-1)])
@@ -76,6 +77,7 @@ def test_what_would_be_silently_wrong_is_refused():
 
 def test_omega_never_becomes_bf16():
     """Near raw_s = −14, Adam's steps of 1e-2 would all round away."""
+    assert "SoftMask(k=3)" in str(SoftMask(MASK).to("meta"))  # it has no values to print
     host = torch.nn.ModuleDict({"sm": SoftMask(MASK), "layer": torch.nn.Linear(2, 2)}).bfloat16()
     sm, moved = host["sm"], SoftMask(MASK).to("meta").to_empty(device="cpu")
     assert host["layer"].weight.dtype == torch.bfloat16
