@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""What every script does around its own work: flags, ranks, stopping, whole files, the log."""
+"""What every script does around its own work, in the order in which a run does it.
+
+    the command line: run                     stopping and going on: goes_on, lock, signals, leave
+    the machine: machine, join, to_device     the log: Log       files: atomic, append_jsonl
+"""
 
 import argparse
 import contextlib
 import difflib
 import functools
 import inspect
+import itertools
 import json
 import math
 import os
@@ -20,6 +25,7 @@ import torch.distributed as dist
 from tqdm import tqdm
 
 
+# ---- the command line ----------------------------------------------------------------------------
 class Refused(ValueError):
     """Bad input, in one sentence: the value, the limit, the remedy. `run` makes it exit code 2."""
 
@@ -36,34 +42,25 @@ DType = typing.Literal["auto", "float32", "bfloat16"]  # in float16 the loss, na
 WORDS = {"true": True, "false": False, "none": None}
 OTHER_NAMES = {"lr": "eta_bb", "epochs": "steps", "top_k": "k"}  # what other programs call them
 PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # the others are imported by this name
-# Redrawn once a second at most: a log file keeps all drawings.
-progress = functools.partial(tqdm, mininterval=1, dynamic_ncols=True)
 
 
-def check_ranges(cfg):
-    """Raises Refused when a field of cfg is outside the range of its type. None is allowed."""
-    for name, kind in typing.get_type_hints(type(cfg), include_extras=True).items():
-        value = getattr(cfg, name)
-        for part in (kind, *typing.get_args(kind)):  # a range may be inside of `Size | None`
-            low, high = getattr(part, "__metadata__", (-math.inf, math.inf))
-            if isinstance(value, (int, float)) and not low <= value <= high:
-                raise Refused(f"--{name}={value} must be a number from {low} to {high}")
+def run(main, Config, presets=None, paths=None):
+    """The last line of every script. Bad input gives one line on stderr instead of a traceback."""
+    for stream in sys.stdout, sys.stderr:
+        stream.reconfigure(errors="replace", line_buffering=True)  # not every terminal can show ω
+    try:
+        return main(from_cli(Config, sys.argv[1:], presets, paths))
+    except ImportError as e:
+        reason = f"{e}: pip install {PIP_NAMES.get(e.name, e.name)}"
+    except (Refused, OSError, argparse.ArgumentError) as e:
+        reason = e
+    if os.environ.get("LOCAL_RANK", "0") != "0":
+        time.sleep(5)  # rank 0 mostly says the same, and then torchrun ends this rank
+    print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
+    raise SystemExit(2)
 
 
-def parse_value(text, kind):
-    """A text as its type: int, float, str, bool or Literal, alone or in a union."""
-    parts = typing.get_args(kind) or (kind,)
-    options = [option for part in parts for option in typing.get_args(part) or (part,)]
-    value = text if text in options else WORDS.get(text.lower(), text)  # "none" may be a name
-    if value in options or type(value) in options:
-        return value
-    with contextlib.suppress(ValueError):
-        if options[0] in (int, float, str):
-            return options[0](text)
-    raise argparse.ArgumentTypeError(f"{text} is not {inspect.formatannotation(kind)}")
-
-
-def from_cli(Config, argv, presets=None):
+def from_cli(Config, argv, presets=None, paths=None):
     """A dataclass from `[preset] --key=value --key value --flag …`. A flag overrides the preset."""
     if {"-h", "--help"} & set(argv):
         for cls in reversed(Config.__mro__[:-1]):  # a commented class is the table of the flags
@@ -72,8 +69,11 @@ def from_cli(Config, argv, presets=None):
             print(f"preset {name}: {fields}")
         raise SystemExit(0)
     values = {}
-    if presets and argv and argv[0] in presets:
-        values, argv = presets[argv[0]], argv[1:]
+    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    if presets and words and words[0] in presets:
+        values, argv = presets[words[0]], argv[1:]
+    elif paths and words:  # PATH… in the place of a preset: the value of the field `paths`
+        values, argv = {paths: os.pathsep.join(words)}, argv[len(words):]
     kinds = typing.get_type_hints(Config)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
                                      argument_default=argparse.SUPPRESS)
@@ -91,22 +91,30 @@ def from_cli(Config, argv, presets=None):
     return cfg
 
 
-def run(main, Config, presets=None):
-    """The last line of every script. Bad input gives one line on stderr instead of a traceback."""
-    for stream in sys.stdout, sys.stderr:
-        stream.reconfigure(errors="replace", line_buffering=True)  # not every terminal can show ω
-    try:
-        return main(from_cli(Config, sys.argv[1:], presets))
-    except ImportError as e:
-        reason = f"{e}: pip install {PIP_NAMES.get(e.name, e.name)}"
-    except (Refused, OSError, argparse.ArgumentError) as e:
-        reason = e
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(5)  # rank 0 mostly says the same, and then torchrun ends this rank
-    print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
-    raise SystemExit(2)
+def parse_value(text, kind):
+    """A text as its type: int, float, str, bool or Literal, alone or in a union."""
+    parts = typing.get_args(kind) or (kind,)
+    options = [option for part in parts for option in typing.get_args(part) or (part,)]
+    value = text if text in options else WORDS.get(text.lower(), text)  # "none" may be a name
+    if value in options or type(value) in options:
+        return value
+    with contextlib.suppress(ValueError):
+        if options[0] in (int, float, str):
+            return options[0](text)
+    raise argparse.ArgumentTypeError(f"{text} is not {inspect.formatannotation(kind)}")
 
 
+def check_ranges(cfg):
+    """Raises Refused when a field of cfg is outside the range of its type. None is allowed."""
+    for name, kind in typing.get_type_hints(type(cfg), include_extras=True).items():
+        value = getattr(cfg, name)
+        for part in (kind, *typing.get_args(kind)):  # a range may be inside of `Size | None`
+            low, high = getattr(part, "__metadata__", (-math.inf, math.inf))
+            if isinstance(value, (int, float)) and not low <= value <= high:
+                raise Refused(f"--{name}={value} must be a number from {low} to {high}")
+
+
+# ---- the machine and its ranks -------------------------------------------------------------------
 def machine(device="auto", dtype="auto"):
     """(rank, world, device, autocast dtype or None). torchrun sets the first two."""
     if device == "auto":
@@ -124,20 +132,20 @@ def machine(device="auto", dtype="auto"):
     return rank, world, torch.device(device), autocast[dtype]
 
 
-def to_device(x, device):
-    """A tensor of the CPU, on the device. The host does not wait until a GPU has it."""
-    if device.type == "cuda":
-        # The host would wait for a copy from memory that is not pinned, or not contiguous.
-        return x.contiguous().pin_memory().to(device, non_blocking=True)
-    return x.to(device)
-
-
 def join(world, device):
     """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU."""
     if world > 1:
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo")
+
+
+def to_device(x, device):
+    """A tensor of the CPU, on the device. The host does not wait until a GPU has it."""
+    if device.type == "cuda":
+        # The host would wait for a copy from memory that is not pinned, or not contiguous.
+        return x.contiguous().pin_memory().to(device, non_blocking=True)
+    return x.to(device)
 
 
 def over_ranks(tensor, operation=dist.ReduceOp.SUM):
@@ -151,35 +159,7 @@ def any_rank(number):
     return over_ranks(torch.tensor(number), dist.ReduceOp.MAX).item()
 
 
-def leave(world, message, status):
-    """Ends a run. Every rank must call it. Rank 0 prints the message. A status but 0 is raised."""
-    if world > 1:
-        # torchrun kills all ranks when one ends with a status, also a rank that still saves.
-        dist.barrier()
-        dist.destroy_process_group()
-    if message and os.environ.get("RANK", "0") == "0":
-        print(message)
-    if status:
-        raise SystemExit(status)
-
-
-@contextlib.contextmanager
-def signals():
-    """Yields a list of the SIGTERM and Ctrl-C that came, for a loop that then saves and ends."""
-    caught = []
-
-    def take(number, frame):
-        caught.append(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends the process at once
-
-    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
-    try:
-        yield caught
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
+# ---- a run that stops and goes on ----------------------------------------------------------------
 def goes_on(last, resume, overwrite):
     """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
     exists = any_rank(os.path.exists(last))
@@ -214,42 +194,37 @@ def lock(folder):
 
 
 @contextlib.contextmanager
-def atomic(path):
-    """Yields a temporary path, which becomes `path` if the block ends without an exception."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    tmp = f"{path}.tmp"
-    yield tmp
-    with open(tmp, "rb+") as f:
-        os.fsync(f.fileno())  # without it, a power cut can leave an empty file under this name
-    os.replace(tmp, path)
+def signals():
+    """Yields a list of the SIGTERM and Ctrl-C that came, for a loop that then saves and ends."""
+    caught = []
+
+    def take(number, frame):
+        caught.append(number)
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends the process at once
+
+    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
-def write_text(path, text):
-    with atomic(path) as tmp, open(tmp, "w", encoding="utf-8") as f:
-        f.write(text)
+def leave(world, message, status):
+    """Ends a run. Every rank must call it. Rank 0 prints the message. A status but 0 is raised."""
+    if world > 1:
+        # torchrun kills all ranks when one ends with a status, also a rank that still saves.
+        dist.barrier()
+        dist.destroy_process_group()
+    if message and os.environ.get("RANK", "0") == "0":
+        print(message)
+    if status:
+        raise SystemExit(status)
 
 
-def read_json(path):
-    return json.loads(Path(path).read_text(encoding="utf-8"))
-
-
-def append_jsonl(path, *values):
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as f:
-        f.seek(max(0, f.tell() - 1))
-        if f.read(1) not in (b"", b"\n"):  # a kill left half a line: no other is joined to it
-            f.write(b"\n")
-        f.writelines(json.dumps(value).encode() + b"\n" for value in values)
-
-
-def read_jsonl(path):
-    """The values of all whole lines: a kill may have cut one. [] for a file that does not exist."""
-    values = []
-    with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
-        for line in f:
-            with contextlib.suppress(ValueError):
-                values.append(json.loads(line))
-    return values
+# ---- the log -------------------------------------------------------------------------------------
+# Redrawn once a second at most: a log file keeps all drawings.
+progress = functools.partial(tqdm, mininterval=1, dynamic_ncols=True)
 
 
 class Log:
@@ -299,3 +274,43 @@ class Log:
             print(f"update {done:,} of {self.steps:,}", *numbers, sep="  ")
         except BrokenPipeError:  # `train.py | head`: the run goes on, and prints nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+# ---- files ---------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def atomic(path):
+    """Yields a temporary path, which becomes `path` if the block ends without an exception."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    tmp = f"{path}.tmp"
+    yield tmp
+    with open(tmp, "rb+") as f:
+        os.fsync(f.fileno())  # without it, a power cut can leave an empty file under this name
+    os.replace(tmp, path)
+
+
+def write_text(path, text):
+    with atomic(path) as tmp:
+        Path(tmp).write_text(text, encoding="utf-8")
+
+
+def read_json(path):
+    return json.loads(Path(path).read_text(encoding="utf-8"))
+
+
+def append_jsonl(path, *values):
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as f:
+        f.seek(max(0, f.tell() - 1))
+        if f.read(1) not in (b"", b"\n"):  # a kill left half a line: no other is joined to it
+            f.write(b"\n")
+        f.writelines(json.dumps(value).encode() + b"\n" for value in values)
+
+
+def read_jsonl(path):
+    """The values of all whole lines: a kill may have cut one. [] for a file that does not exist."""
+    values = []
+    with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
+        for line in f:
+            with contextlib.suppress(ValueError):
+                values.append(json.loads(line))
+    return values

@@ -153,7 +153,7 @@ def train(cfg):
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch="
                       f"{cfg.micro_batch} times {world} processes: change one of them")
     n_train = data.n_rows(tokens, cfg.length)
-    source = {"path": cfg.data, "n_tokens": len(tokens), "sha256": meta["train"]["sha256"]}
+    source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
     if cfg.eval_every or cfg.show:
         val = data.open_split(cfg.data, "val")[0]
         n_val = data.n_rows(val, cfg.length)
