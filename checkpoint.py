@@ -2,8 +2,8 @@
 """Checkpoints: one format of our own, and readers for the formats of others.
 
     any file             load, weights, save: all as the dict below
-    MDLM's family        from_mdlm_family: MDLM's weights and the authors', under our names
-    training files       load_inert: without the framework that wrote them, and without its code
+    MDLM's family        from_mdlm_family: MDLM's weights and the authors', by our names
+    training files       load_inert: Lightning's, without Lightning, and running no code of theirs
     safetensors          read_safetensors, write_safetensors
     what is in a file    python checkpoint.py --checkpoint=mdlm.ckpt
 
@@ -42,7 +42,7 @@ HUB_FILES = "model.safetensors", "pytorch_model.bin"
 def load(path):
     """Any checkpoint as the dict at the top of this file.
 
-    path: .pt, Lightning's .ckpt, .safetensors, pytorch_model.bin, or a folder with one of them.
+    path: .pt, Lightning's .ckpt, .safetensors, pytorch_model.bin, or a folder of a run or the hub.
     """
     for name in ("last.pt", *HUB_FILES):
         if os.path.exists(os.path.join(path, name)):
@@ -53,7 +53,7 @@ def load(path):
     if path.endswith(".safetensors"):
         _, metadata, _ = read_header(path)
         tensors = read_safetensors(path)
-        if FORMAT in metadata:  # weights to share, as those in results/: the rest of the dict
+        if FORMAT in metadata:  # weights to share, as in results/: here is the rest of the dict
             return json.loads(metadata[FORMAT]) | {"model": tensors}
         return from_mdlm_family(tensors, settings=hub)
     try:
@@ -70,7 +70,7 @@ def load(path):
 def weights(path, ema=True):
     """(state_dict, the rest of the dict) of a model, from any file that `load` reads.
 
-    ema: take the averaged backbone, if there is one. ω has no average [code].
+    ema: take the averaged backbone, where there is one. ω has no average [code].
     """
     ckpt = load(path)
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)
@@ -102,7 +102,7 @@ def save(path, **parts):
 def git_version():
     """{commit, dirty} of this source, which a checkpoint records, or {commit: "unknown"}."""
     folder = os.path.dirname(os.path.abspath(__file__))
-    # Where .git is, is given: a copy inside another repository is not at the commit of that one.
+    # Without --git-dir, a copy inside another repository would get the commit of that one.
     command = ["git", f"--git-dir={folder}/.git", f"--work-tree={folder}", "describe", "--always",
                "--exclude=*", "--abbrev=40", "--dirty"]
     try:
@@ -116,14 +116,14 @@ def git_version():
 def from_mdlm_family(state, shadow=None, settings=None, step=0):
     """Weights of MDLM, or of the authors' SM, as our dict. Only the prefix of the names changes.
 
-    state: {name: tensor} under any prefix, the buffer of the rotary embedding with them.
+    state: {name: tensor} under any prefix, with the rotary embedding's buffer.
     shadow: the EMA, a bare list in the order of the parameters [code].
     settings: config.json of the hub, or the configuration of a run (default: the paper's values).
     """
     said = settings or {}
     for section in ("algo", "model", "data", "optim"):
         said = said | said.get(section, {})
-    # With sm_t_min and sm_t_max, SM is on at some t only.
+    # sm_t_min and sm_t_max: SM may be on at some t only.
     only(said, "this checkpoint", model_type="mdlm", parameterization="subs", sm_t_min=0,
          sm_t_max=1, causal_attention=False, tokenizer_name_or_path="gpt2")
     [table] = [name for name in state if name.endswith("vocab_embed.embedding")]
@@ -192,11 +192,11 @@ class InertUnpickler(pickle.Unpickler):
     def find_class(self, module, name):
         if f"{module} {name}" in HARMLESS:
             return super().find_class(module, name)
-        return Inert  # the data of tensors are not asked for here: torch.load reads them itself
+        return Inert  # tensors' data do not come this way: torch.load reads them itself
 
 
 class Inert(dict):
-    """Replaces every foreign class in a pickle. It takes any arguments and only keeps its state."""
+    """Stands in for every foreign class in a pickle: takes any arguments, keeps only the state."""
 
     def __init__(self, *args, **kwargs):
         super().__init__()
@@ -217,7 +217,7 @@ def plain_values(node):
     return node
 
 
-# ---- safetensors: the length of a header in 8 bytes, the header in JSON, the raw tensors --------
+# ---- safetensors: the length of a header in 8 bytes, the header in JSON, the raw tensors ---------
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
           "U8": torch.uint8, "BOOL": torch.bool}

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Text in, rows of token ids out: the published OpenWebText layout, for any text.         App. B.1
 
-    rows          open_split, n_rows, rows      of a corpus; text_rows: of texts that are in no file
-    draws         rng, order                    each is a function of what it is for
-    tokenizers    tokenizer, describe           GPT-2's, and bytes
-    corpora       prepare, documents            texts become the three files below
-    the command   main, prepare_preset
+    rows          prepare_preset, open_split, n_rows, rows: of a corpus. text_rows: of other texts
+    draws         rng, order: each is a function of what it is for
+    tokenizers    tokenizer, describe: GPT-2's, and bytes
+    corpora       prepare, documents: from texts to the three files below
+    the command   main
 
     python data.py sudoku                                      # 6×6 grids, drawn uniformly
     python data.py stdlib                                      # Python's own library, as bytes
@@ -17,7 +17,7 @@ A corpus is two flat files of uint16 ids, with EOS after every document, and a d
     train.bin    val.bin (the last documents)
     meta.json    {tokenizer, source, train and val: documents, tokens, bytes, sha256}
 
-A row is BOS + L − 2 tokens of that stream + EOS, and rows do not overlap [code]. Perplexities on
+A row is BOS + L − 2 tokens of such a file + EOS, and rows do not overlap [code]. Perplexities on
 rows of another form cannot be compared with these. There is no DataLoader, no worker and no
 shuffling state: a batch is a function of its number.
 """
@@ -101,7 +101,7 @@ def text_rows(docs, tok, L):
 
 
 # ---- draws ---------------------------------------------------------------------------------------
-KEYS = 1  # version of the keys below: a run that began with other draws cannot be resumed
+KEYS = 1  # version of the keys of all draws: a run that began with others cannot be resumed
 
 
 def rng(*key):
@@ -114,7 +114,7 @@ def seed_of(*key):
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
 
 
-@functools.lru_cache(2)  # it is slow, and an update may lie in two epochs
+@functools.lru_cache(2)  # it is slow, and an update may span two epochs
 def order(n, epoch, seed):
     """The permutation (n,) of n rows in this epoch, the same on every rank and machine."""
     return torch.randperm(n, generator=rng("order", epoch, seed))
@@ -156,7 +156,7 @@ def describe(tok):
             "bos": ends[0], "eos": ends[-1]}
 
 
-# ---- from texts to a corpus ----------------------------------------------------------------------
+# ---- corpora -------------------------------------------------------------------------------------
 def prepare(docs, out, tok, val_docs=None, source=""):
     """Write train.bin, val.bin and meta.json into the folder `out`, all of them or none.
 
@@ -195,7 +195,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
 
 
 def encode(docs, tok):
-    """Yields (ids uint16, bytes of text) for each text of a stream. EOS is the last id [code]."""
+    """Yields (ids uint16, number of bytes) for each text of a stream. EOS is the last id [code]."""
     docs, eos = iter(docs), describe(tok)["eos"]
     while texts := list(itertools.islice(docs, 100)):  # few: these ids take 8 bytes each
         batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
@@ -205,7 +205,7 @@ def encode(docs, tok):
 
 
 def documents(paths):
-    """The stream of texts of all files. Raises Refused for a file that is broken, or no text."""
+    """The texts of all files, as a stream. Raises Refused for a broken file, or no text."""
     for path in paths:
         try:
             yield from read_file(path)
@@ -215,7 +215,7 @@ def documents(paths):
 
 
 def find_files(source):
-    """The files of PATH…, joined by the system's path separator. A folder stands for all in it."""
+    """The files of PATH…, joined by the system's separator. A folder stands for all texts in it."""
     paths = []
     for path in source.split(os.pathsep):
         os.stat(path)  # raises for "", too, which Path would take for this folder
@@ -234,7 +234,7 @@ def read_file(path):
             yield from batch["text"].to_pylist()
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
-    with unpack(path, "rt", encoding="utf-8-sig") as f:  # leaves out the mark that Windows writes
+    with unpack(path, "rt", encoding="utf-8-sig") as f:  # skips the byte-order mark of Windows
         if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
             yield from (json.loads(line)["text"] for line in f if line.strip())
         else:
@@ -242,7 +242,7 @@ def read_file(path):
 
 
 def stdlib_files():
-    """Python's own library without its tests, by hashes of the names: a mix is held out [ours]."""
+    """Python's own library without tests, by hashes of names, so that a mix is held out [ours]."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
@@ -279,11 +279,11 @@ def main(cfg):
         if before != cfg.source:
             raise Refused(f"{out} holds the text of {before}: give another --out, or --overwrite")
     if cfg.source == "openwebtext":
-        import datasets  # a download that broke goes on where it was
+        import datasets  # resumes a broken download
         docs = datasets.load_dataset("Skylion007/openwebtext", split="train")
         docs = (record["text"] for record in progress(docs, desc="tokenizing", unit=" documents"))
     elif cfg.source == "sudoku":
-        # Of 28 million grids, so few are drawn that under 1 % of those held out are trained on.
+        # There are 28 million grids, so under 1 % of those held out are also trained on.
         docs = sudoku.texts(cfg.grids, rng("sudoku", "train"))
         docs += sudoku.texts(cfg.val_docs, rng("sudoku", "val"))
     else:

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """What every script does around its own work, in the order in which a run does it.
 
-    the command line: run                     stopping and going on: goes_on, lock, signals, leave
-    the machine: machine, join, to_device     the log: Log       files: atomic, append_jsonl
+    the command line         run, from_cli                       the log    Log, progress
+    the machine              machine, join, to_device            files      atomic, append_jsonl
+    stopping and going on    goes_on, lock, signals, leave
 """
 
 import argparse
@@ -72,7 +73,7 @@ def from_cli(Config, argv, presets=None, paths=None):
     words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     if presets and words and words[0] in presets:
         values, argv = presets[words[0]], argv[1:]
-    elif paths and words:  # PATH… in the place of a preset: the value of the field `paths`
+    elif paths and words:  # PATH…, for the field of this name
         values, argv = {paths: os.pathsep.join(words)}, argv[len(words):]
     kinds = typing.get_type_hints(Config)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
@@ -92,7 +93,7 @@ def from_cli(Config, argv, presets=None, paths=None):
 
 
 def parse_value(text, kind):
-    """A text as its type: int, float, str, bool or Literal, alone or in a union."""
+    """Convert a text to its type: int, float, str, bool or Literal, alone or in a union."""
     parts = typing.get_args(kind) or (kind,)
     options = [option for part in parts for option in typing.get_args(part) or (part,)]
     value = text if text in options else WORDS.get(text.lower(), text)  # "none" may be a name
@@ -108,13 +109,13 @@ def check_ranges(cfg):
     """Raises Refused when a field of cfg is outside the range of its type. None is allowed."""
     for name, kind in typing.get_type_hints(type(cfg), include_extras=True).items():
         value = getattr(cfg, name)
-        for part in (kind, *typing.get_args(kind)):  # a range may be inside of `Size | None`
+        for part in (kind, *typing.get_args(kind)):  # a range may be inside `Size | None`
             low, high = getattr(part, "__metadata__", (-math.inf, math.inf))
             if isinstance(value, (int, float)) and not low <= value <= high:
                 raise Refused(f"--{name}={value} must be a number from {low} to {high}")
 
 
-# ---- the machine and its ranks -------------------------------------------------------------------
+# ---- the machine ---------------------------------------------------------------------------------
 def machine(device="auto", dtype="auto"):
     """(rank, world, device, autocast dtype or None). torchrun sets the first two."""
     if device == "auto":
@@ -141,9 +142,9 @@ def join(world, device):
 
 
 def to_device(x, device):
-    """A tensor of the CPU, on the device. The host does not wait until a GPU has it."""
+    """Copy a CPU tensor to the device. The host does not wait until a GPU has it."""
     if device.type == "cuda":
-        # The host would wait for a copy from memory that is not pinned, or not contiguous.
+        # A copy from memory that is not pinned, or not contiguous, would make the host wait.
         return x.contiguous().pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
@@ -155,11 +156,11 @@ def over_ranks(tensor, operation=dist.ReduceOp.SUM):
 
 
 def any_rank(number):
-    """The maximum of a number over all ranks, so that all take the same decision."""
+    """The maximum of a number over all ranks, so that all decide alike."""
     return over_ranks(torch.tensor(number), dist.ReduceOp.MAX).item()
 
 
-# ---- a run that stops and goes on ----------------------------------------------------------------
+# ---- stopping and going on -----------------------------------------------------------------------
 def goes_on(last, resume, overwrite):
     """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
     exists = any_rank(os.path.exists(last))
@@ -180,7 +181,7 @@ def check_same(path, before, here, names):
 
 @contextlib.contextmanager
 def lock(folder):
-    """A block that only one process runs for this folder. A kill releases the lock, too."""
+    """A block that one process at a time may run for this folder. A kill releases the lock, too."""
     os.makedirs(folder, exist_ok=True)
     with open(f"{folder}/.lock", "a") as f:
         try:
@@ -195,7 +196,7 @@ def lock(folder):
 
 @contextlib.contextmanager
 def signals():
-    """Yields a list of the SIGTERM and Ctrl-C that came, for a loop that then saves and ends."""
+    """Yields a list that collects SIGTERM and Ctrl-C, so that a loop can save before it stops."""
     caught = []
 
     def take(number, frame):
@@ -211,9 +212,9 @@ def signals():
 
 
 def leave(world, message, status):
-    """Ends a run. Every rank must call it. Rank 0 prints the message. A status but 0 is raised."""
+    """End a run, on every rank. Rank 0 prints the message. A status other than 0 exits with it."""
     if world > 1:
-        # torchrun kills all ranks when one ends with a status, also a rank that still saves.
+        # torchrun kills all ranks when one exits with a status, even one that is still saving.
         dist.barrier()
         dist.destroy_process_group()
     if message and os.environ.get("RANK", "0") == "0":
@@ -228,7 +229,7 @@ progress = functools.partial(tqdm, mininterval=1, dynamic_ncols=True)
 
 
 class Log:
-    """What a trainer reports, from update `start` to `steps`: sums over all ranks since a line."""
+    """What a trainer reports, from update `start` to `steps`: sums since the last line."""
     on_screen = "loss", "val_soft", "val_plain", "lam", "omega_s", "tokens_per_s"
 
     def __init__(self, path, start, steps, master):
@@ -236,7 +237,7 @@ class Log:
         self.sums = {}        # since the last line
         self.began = self.last = time.time()
         if master:
-            # Without the lines of updates that will be made again, and one that a kill has cut.
+            # Drop the lines of updates that will be made again, and one that a kill cut short.
             lines = [line for line in read_jsonl(path) if start and line["step"] <= start]
             write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
             if lines:
@@ -260,7 +261,7 @@ class Log:
 
     def write(self, line):
         """Append a dict to log.jsonl, with the seconds of the run, and print its numbers."""
-        self.last = time.time()  # so an evaluation after `collect` costs no tokens/s
+        self.last = time.time()  # so an evaluation after `collect` does not lower tokens/s
         if not self.master:
             return
         done = line["step"]
@@ -301,7 +302,7 @@ def append_jsonl(path, *values):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as f:
         f.seek(max(0, f.tell() - 1))
-        if f.read(1) not in (b"", b"\n"):  # a kill left half a line: no other is joined to it
+        if f.read(1) not in (b"", b"\n"):  # a kill left half a line: start a new one
             f.write(b"\n")
         f.writelines(json.dumps(value).encode() + b"\n" for value in values)
 

@@ -395,7 +395,7 @@ class MDLM(TwoPass):
     def load(cls, path, ema=True):
         """A model in eval mode, from any file that checkpoint.load reads. `.info`: the rest of it.
 
-        ema: take the averaged backbone, as every published number does. ω has no average [code].
+        ema: take the averaged backbone, as every published number does.
         """
         weights, info = checkpoint.weights(path, ema)
         config = {name: value for name, value in info["config"].items()
