@@ -40,10 +40,7 @@ HUB_FILES = "model.safetensors", "pytorch_model.bin"
 
 
 def load(path):
-    """Any checkpoint as the dict at the top of this file.
-
-    path: .pt, Lightning's .ckpt, .safetensors, pytorch_model.bin, or a folder of a run or the hub.
-    """
+    """The dict at the top, of a .pt, .ckpt, .safetensors or .bin, or a folder of a run or the hub."""
     for name in ("last.pt", *HUB_FILES):
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)
@@ -68,10 +65,7 @@ def load(path):
 
 
 def weights(path, ema=True):
-    """(state_dict, the rest of the dict) of a model, from any file that `load` reads.
-
-    ema: take the averaged backbone, where there is one. ω has no average [code].
-    """
+    """A model's state_dict, and the rest of the dict.   ema: take the average. ω has none [code]."""
     ckpt = load(path)
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)
     if ema:

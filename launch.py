@@ -269,8 +269,7 @@ class Log:
         append_jsonl(self.path, line | {"seconds": seconds})
         numbers = [f"{name} {line[name]:,.6g}" for name in self.on_screen if name in line]
         if done > 1:  # the first update compiles, and an evaluation comes before it
-            left = tqdm.format_interval(seconds / done * (self.steps - done))
-            numbers.append(f"{left} left")
+            numbers.append(tqdm.format_interval(seconds / done * (self.steps - done)) + " left")
         try:
             print(f"update {done:,} of {self.steps:,}", *numbers, sep="  ")
         except BrokenPipeError:  # `train.py | head`: the run goes on, and prints nowhere
