@@ -40,7 +40,7 @@ HUB_FILES = "model.safetensors", "pytorch_model.bin"
 
 
 def load(path):
-    """The dict at the top, of a .pt, .ckpt, .safetensors or .bin, or a folder of a run or the hub."""
+    """The dict at the top, of a .pt, .ckpt, .safetensors or .bin, or of a run's or hub's folder."""
     for name in ("last.pt", *HUB_FILES):
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)
@@ -65,7 +65,7 @@ def load(path):
 
 
 def weights(path, ema=True):
-    """A model's state_dict, and the rest of the dict.   ema: take the average. ω has none [code]."""
+    """A model's state_dict, and the rest of its dict.   ema: the average. ω has none [code]."""
     ckpt = load(path)
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)
     if ema:
