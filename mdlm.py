@@ -368,19 +368,12 @@ class MDLM(TwoPass):
     def load(cls, path, ema=True):
         """A model in eval mode, from any file that checkpoint.load reads. `.info`: the rest of it.
 
-        ema: take the averaged backbone, as every published number does. ω has no average [code].
+        ema: take the averaged backbone, as every published number does.
         """
-        ckpt = checkpoint.load(path)
-        weights, average = ckpt.pop("model"), ckpt.pop("ema", None)
-        if ema and average:
-            weights = weights | average
-        elif not (ema or average):
-            raise Refused(f"{path} holds the average alone: --ema=False needs a last.pt")
-        config = {name: value for name, value in ckpt["config"].items()
+        weights, info = checkpoint.weights(path, ema)
+        config = {name: value for name, value in info["config"].items()
                   if name in ModelConfig.__dataclass_fields__}  # train.Config has more
         model = cls(ModelConfig(**config))
         model.load_state_dict(weights)
-        checkpoint.check_numbers(weights, path)
-        ckpt.pop("optimizer", None)
-        model.info = ckpt
+        model.info = info
         return model.eval()

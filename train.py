@@ -192,7 +192,7 @@ def train(cfg):
         dist.barrier()
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
-    source = {"path": cfg.data, "n_tokens": len(tokens), "sha256": meta["train"]["sha256"]}
+    source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
     n_train = data.n_rows(tokens, cfg.length)
     held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
 

@@ -83,8 +83,8 @@ def configure(script, words):
     """A script and its Config, as its last lines make it from the words behind `x.py`."""
     module = importlib.import_module(os.path.basename(script))
     presets = getattr(module, "PRESETS", None)
-    words = module.with_source(words) if script == "data" else words
-    return module, from_cli(module.Config, words, presets)
+    paths = "source" if script == "data" else None
+    return module, from_cli(module.Config, words, presets, paths)
 
 
 def start(script, *words):
