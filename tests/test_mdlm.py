@@ -261,6 +261,21 @@ def test_bf16_autocast_stays_close_and_returns_fp32():
     torch.testing.assert_close(nll, model(*batch, soft=True), rtol=0.05, atol=0.05)
 
 
+def test_weights_in_bf16_give_the_bits_of_autocast_and_positions_stay_fp32():
+    model = recorded_model(time_conditioning=True).eval()
+    fast = copy.deepcopy(model)
+    fast.net.cast_linears_(torch.bfloat16)
+    assert fast.net.blocks[0].mlp[0].weight.dtype == torch.bfloat16
+    emb, t = torch.randn(2, 12, 64), torch.rand(2)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        hidden = [one.net.trunk(emb, t) for one in (model, fast)]
+        assert torch.equal(*hidden)
+        assert torch.equal(*(one.net.head(hidden[0][0]) for one in (model, fast)))
+    cos = model.net.cos
+    assert torch.equal(model.bfloat16().net.cos, cos) and cos.dtype == torch.float32
+    assert not any("cos" in name for name in model.state_dict())
+
+
 # ---- the authors' code
 
 

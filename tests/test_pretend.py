@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import data
+import launch
 import train
 from conftest import gen, random_mdlm, start
 from pretend import gpu
@@ -41,6 +42,16 @@ def test_what_a_gpu_takes_is_taken_and_what_it_is_waited_for_is_known():
         there[there > 0], there.tolist(), there.sum().item(), there.nonzero()
         there[there.long()] = 7
         assert waits == ["index", "to", "_local_scalar_dense", "nonzero", "index_put_"]
+
+
+@pytest.mark.parametrize("rank, device", [("1", "auto"), ("1", "cuda"), ("0", "cuda:1")])
+def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
+    """CUDA captures its graphs there, whatever device the tensors are on."""
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with gpu():
+        here = launch.machine(device, "float32")
+        torch.cuda.set_device.assert_called_once_with("cuda:1")
+    assert here.device == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
