@@ -76,7 +76,7 @@ def test_standard_error_of_a_ratio():
 
 
 def test_a_span_is_right_where_the_model_writes_it_itself():
-    """In other calls, without feedback or with one token changed, it is another one."""
+    """Without feedback, in another number of calls, or with one token changed, it mostly is not."""
     model, L, width = model_of(omega_s=0.9, omega_b=-9.0).eval(), 16, 5
     span = feedback.spans(200, L, width, seed=1)
     places = {tuple(row.nonzero()[:, 0].tolist()) for row in span}
@@ -94,7 +94,7 @@ def test_a_span_is_right_where_the_model_writes_it_itself():
 
 def test_feedback_pays_where_the_shipped_model_fills_several_cells_in_a_call(
         tmp_path, monkeypatch):
-    """Spans of 12 of 36 cells; and the bound by t is the bound, on the same masks."""
+    """Spans of 12 of 36 cells. And its bound by t is, on average, that of eval.py."""
     monkeypatch.chdir(tmp_path)
     path = os.path.join(ROOT, "results", "sudoku.safetensors")
     held_out = sudoku.texts(2000, data.rng("sudoku", "val"))
@@ -245,7 +245,7 @@ def test_ppl_of_a_checkpoint(world):
 
 
 def test_feedback_on_any_text_and_what_it_refuses(world):
-    """A result for every width and calls. More calls than tokens would pass for so many."""
+    """The name of a result tells its spans. In more calls than it has tokens, no span is filled."""
     def ask(*words):
         feedback.main(from_cli(feedback.Config, ["--checkpoint=last.pt", *words]))
 
