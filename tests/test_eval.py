@@ -100,7 +100,7 @@ def test_feedback_pays_where_the_shipped_model_fills_several_cells_in_a_call(
     held_out = sudoku.texts(2000, data.rng("sudoku", "val"))
     data.prepare(["123456", *held_out], "data", BYTES, val_docs=2000)
     words = f"--checkpoint={path} --data=data --width=12 --calls=6,3 --rows=500 --out=r.json"
-    feedback.main(from_cli(feedback.Config, [*words.split(), "--batch_size=50"]))
+    feedback.main(from_cli(feedback.Config, [*words.split(), "--batch_size=50", "--device=cpu"]))
     two, four, *tenths = read_json("r.json")["values"].values()  # cells a call
     assert two["gain"] > 4 * two["gain_se"] and four["gain"] > 4 * four["gain_se"]
     rows = sudoku.ids_of(held_out[::4], 258)
