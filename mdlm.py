@@ -51,9 +51,9 @@ class ModelConfig:
     dropout: Annotated[float, 0, 0.999] = 0.1
     time_conditioning: bool = False  # on in §4.1, but off in both released configurations [code]
     # soft-masking, §3.1
-    soft_mask: bool = True           # False: a binary MDLM, without ω
+    soft_mask: bool = True           # False: a binary MDLM, without ω; train.py asks p_sm instead
     k: Size | None = 3               # None: all of |V|, through a trainable temperature, App. C.3
-    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # ω at the start: close to 0, App. B.2 [code]
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # ω at the start: close to 0, App. B.2 [code]
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
