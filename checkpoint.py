@@ -108,14 +108,14 @@ def check_numbers(state, path):
 
 
 def save(path, **parts):
-    """Write the dict described above, atomically. Raises OSError, as where the disk is full."""
+    """Write the dict described above, atomically. Raises OSError where the disk is full."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     ckpt = {"format": FORMAT, "git": git_version(), "versions": versions, **parts}
     try:
         with atomic(path) as tmp, open(tmp, "wb") as f:
             torch.save(ckpt, f)
     except (OSError, RuntimeError) as e:
-        # Torch finds that bytes are missing ("unexpected pos"), and hides why.
+        # torch.save hides the error of the disk behind one of its own, "unexpected pos".
         reason = e if isinstance(e, OSError) else e.__context__
         if not isinstance(reason, OSError):
             raise
