@@ -46,9 +46,9 @@ class Config(ModelConfig):
     """What mdlm.ModelConfig has (the data decide the vocabulary), and how to train it: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    init_from: str = ""              # any file that checkpoint.py describes; of a step-N.pt the EMA
+    init_from: str = ""              # weights to start from, in any format that checkpoint.py reads
     resume: bool | Literal["auto"] = False  # go on from out_dir/last.pt; auto: if it is there
-    overwrite: bool = False          # start anew although out_dir holds a run
+    overwrite: bool = False          # start over even if out_dir holds a run
     seed: Count = 1
     # optimisation
     steps: Size = 1_000_000          # updates; the continuation takes 100k
@@ -97,26 +97,13 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# Seed of the times and masks of held-out rows, as in `eval.py ppl`: all runs meet the same masks.
+# The times and masks of held-out rows are the same for all runs, and those of `eval.py ppl`.
 EVAL_SEED = 1
 
 # What may differ when a run is resumed. Everything else decides what the next update does.
 MAY_DIFFER_ON_RESUME = {
     "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows", "save_every",
     "keep_every", "show", "device", "dtype", "compile"}
-
-
-def batch(tokens, cfg, step, j, M):
-    """x0 (b, L): micro-batch j of M, a function of its number.                           Alg. 1 l.2
-
-    So no row is seen twice in an epoch, whatever happens to the run. Micro-batch j takes every M-th
-    sequence, and every M-th time: then each is stratified in t, and half of its tokens are masked.
-    A slice of the last times would have twice as many masks [ours].
-    """
-    n = data.n_rows(tokens, cfg.length)
-    numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
-    index = [data.order(n, i // n, cfg.seed)[i % n] for i in numbers]
-    return data.rows(tokens, index, cfg.length)                                # (b, L)
 
 
 def update(step, cfg, tokens, model, parallel, optimizer, here, log):
@@ -138,16 +125,17 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         # Found on the CPU: the host need not wait for a GPU to know the number of masks N.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
         x0, xt, t, *masks = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
-        if cfg.dropout:
+        if cfg.dropout:  # a function of step and j, as all draws
             torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
-        with launch.adding_up(parallel, last=j + here.world >= M):
+        with launch.accumulate(parallel, last=j + here.world >= M):
             with here.autocast():
-                nll = parallel(x0, xt, t, soft, tuple(masks))                  # (b,)          l.5-8
-            # Divided by all tokens, not by the masks [code]: so any split gives the same.
-            (nll.sum() / (x0.numel() * M // here.world)).backward()
-        nll = nll.detach()
-        # nll @ t is the cross-entropy without its weight 1/t.
-        log.add(nll=nll.sum(), ce=nll @ t, masks=len(masks[0]), tokens=x0.numel(), soft=soft,
+                loss = parallel(x0, xt, t, soft, tuple(masks))  # MDLM.forward   (b,)          l.5-8
+            # DDP averages over the ranks. So this is Σ loss over all tokens of the update, not over
+            # its masks [code], and any split gives the same.
+            (loss.sum() / (x0.numel() * M // here.world)).backward()
+        loss = loss.detach()
+        # loss @ t is the cross-entropy without its weight 1/t.
+        log.add(loss=loss.sum(), ce=loss @ t, masks=len(masks[0]), tokens=x0.numel(), soft=soft,
                 lam=model.lam if soft else 0)
     if model.sm and not soft:
         # The gradient of ω is 0, which DDP needed (mdlm.with_omega_in_graph). Adam would still move
@@ -160,13 +148,26 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
     return norm
 
 
+def batch(tokens, cfg, step, j, M):
+    """x0 (b, L): micro-batch j of M                                                     Alg. 1 l.2
+
+    Each epoch permutes the rows anew, by a key. So none is seen twice in it, restarts or not.
+    Micro-batch j takes every M-th sequence, and every M-th time: then each is stratified in t, and
+    half of its tokens are masked. A slice of the last times would have twice as many masks [ours].
+    """
+    n = data.n_rows(tokens, cfg.length)
+    numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
+    index = [data.order(n, i // n, cfg.seed)[i % n] for i in numbers]
+    return data.rows(tokens, index, cfg.length)                                # (b, L)
+
+
 def lr_at(step, cfg):
     """Factor on both learning rates after `step` updates: 0 at first [code], linear, then 1."""
     return min(1.0, step / cfg.warmup) if cfg.warmup else 1.0
 
 
 @torch.no_grad()
-def update_ema(ema, model, step, decay=0.9999):
+def update_ema(ema, model, step, decay):
     """ema ← d ema + (1 − d) model, in place, with d = min(decay, (1 + step)/(10 + step)) [code]
 
     step: updates made. Without this warm-up of d, the average would remember the random start for
@@ -214,6 +215,7 @@ def train(cfg):
         optimizer.load_state_dict(ckpt["optimizer"])
         done, metrics = ckpt["step"], ckpt["metrics"]
         del ckpt  # it is as large as the model and its optimizer
+    # After average_of: a copy of compiled methods would use the weights of this model.
     if cfg.compile or (cfg.compile is None and here.device.type == "cuda"):
         compile_parts(model)
     parallel = model
@@ -298,13 +300,13 @@ def held_out_rows(cfg):
 
 
 def average_of(model):
-    """The EMA: a second backbone, around the same ω, which has no average [code].
+    """The EMA: a second backbone, which shares ω with the model, because ω is not averaged [code].
 
-    Made after the model is loaded: so in a continuation the average starts at the loaded weights
-    [ours]. The authors' starts at random ones, which twenty updates forget.
+    Copied after the weights are loaded, so in a continuation it starts from them [ours]. The
+    authors' starts from random weights, which twenty updates forget.
     """
     ema = copy.deepcopy(model).eval().requires_grad_(False)
-    ema.sm = model.sm  # not a copy: what training does to ω is in the average at once
+    ema.sm = model.sm
     return ema
 
 
@@ -317,7 +319,7 @@ def optimizer_of(model):
 
 
 def load_last(path, cfg, source):
-    """last.pt of this run. Raises Refused if it is of other data or settings."""
+    """last.pt of this run. Raises Refused if its data or settings differ."""
     ckpt = checkpoint.load(path)
     # Data are compared by their content: their folder may have moved.
     before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
@@ -359,7 +361,7 @@ def evaluate(ema, held_out, here):
 
 def log_line(done, cfg, model, sums):
     """The line of log.jsonl for the updates since the last line.   sums: of launch.Log."""
-    line = {"step": done, "loss": sums["nll"] / sums["tokens"],
+    line = {"step": done, "loss": sums["loss"] / sums["tokens"],
             "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
             "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
             "tokens_per_s": sums["tokens"] / sums["seconds"],

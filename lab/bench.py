@@ -156,7 +156,7 @@ def training(cfg, device, dtype):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        update_ema(ema, model.net, 1)
+        update_ema(ema, model.net, 1, 0.9999)
     return step, model
 
 
