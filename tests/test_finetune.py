@@ -19,7 +19,8 @@ import dora
 import finetune_dream as ft
 import launch
 import oracles
-from conftest import Killed, digest, gen, kill, recorded_adapter, refused, sigterm, spy
+from conftest import (
+    Killed, digest, gen, kill, omega_of, recorded_adapter, refused, sigterm, spy)
 from dream import Dream, DreamConfig, Tokenizer, byte_characters, load_adapter
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from softmask import SoftMask
@@ -61,7 +62,7 @@ def test_rows_and_chunks_equal_the_dense_algorithm(tiny_dream, batch, monkeypatc
     (x0, xt, _), model = batch, two_pass(tiny_dream, k, tau=1.3)
     net = model.net
     dense = oracles.dense_nll(lambda emb, t: net.lm_head(net.trunk(emb)[0]).roll(1, 1), net.table,
-                              x0, xt, torch.ones(2), 194, oracles.omega(model.sm) if soft else None)
+                              x0, xt, torch.ones(2), 194, omega_of(model.sm) if soft else None)
     parts = model(x0, xt, soft).double().split((xt == 194).sum(1).tolist())
     for found, expected in zip(parts, dense):
         torch.testing.assert_close(found.sum(), expected, rtol=1e-5, atol=0)
