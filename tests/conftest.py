@@ -51,7 +51,7 @@ def random_mdlm(scale=0.3, seed=0, **fields):
     return model
 
 
-def omega_of(sm):
+def plain_omega(sm):
     """ω of a SoftMask in plain numbers, as the oracles take it."""
     return oracles.omega(sm.k, *(raw.item() for raw in sm.parameters()))
 

@@ -19,7 +19,7 @@ import dora
 import finetune_dream
 import pretend
 import sample_dream as S
-from conftest import GOLDEN, gen, omega_of, recorded_adapter, spy
+from conftest import GOLDEN, gen, plain_omega, recorded_adapter, spy
 from dream import Dream
 from mdlm import TwoPass
 from oracles import dream_filter, slow_blocks, slow_decode, softmax
@@ -175,8 +175,8 @@ def test_decode_is_algorithm_2(model):
             (1, "linear", 0.5), (3, "linear-late", 0.5), (None, "stepwise", 0.2),
             (1, "stepwise", 0.5), (3, "stepwise-late", 0.8)):
         sm = None if k == 0 else soft(k)
-        want = slow_decode(predict, model.table, x, MASK, 10, sm and omega_of(sm), schedule, switch,
-                           top_p=0.3)
+        omega = sm and plain_omega(sm)
+        want = slow_decode(predict, model.table, x, MASK, 10, omega, schedule, switch, top_p=0.3)
         got = decode(model, PROMPT, 16, 10, sm=sm, schedule=schedule, switch=switch, top_p=0.3)
         assert torch.equal(got[:, 0], want), (k, schedule)
         assert len(got.flatten(1).unique(dim=0)) > 5 and not (got[-1] == MASK).any()
@@ -247,7 +247,7 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
         (k, schedule), blocks = next(heads), dict(block=block, cache=cache, threshold=threshold)
         sm = SoftMask(MASK, k, omega_s=0.9, omega_a=2.0, omega_b=-5.0)
-        want = slow_blocks(predict_of(model), model.table, x, MASK, 16, 16, soft=omega_of(sm),
+        want = slow_blocks(predict_of(model), model.table, x, MASK, 16, 16, soft=plain_omega(sm),
                            schedule=schedule, **blocks)
         got = decode(model, PROMPT, 16, 16, sm=sm, schedule=schedule, **blocks)
         assert torch.equal(got[:, 0], want), (k, blocks)
