@@ -81,8 +81,8 @@ class Config:
     b_h: Share = 0.8
     # soft-masking
     p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
-    # One coin for a round of Alg. 1 [ours], or the authors' one for each dialogue [code], with which
-    # ω learns in nearly all updates.
+    # One coin for a round of Alg. 1 [ours], or one for each dialogue [code]: then ω learns in nearly
+    # all updates.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
