@@ -81,8 +81,7 @@ class Config:
     b_h: Share = 0.8
     # soft-masking
     p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
-    # One coin for a round of Alg. 1 [ours], or one for each dialogue [code]: then ω learns in nearly
-    # all updates.
+    # One coin for a round of Alg. 1 [ours], or for each dialogue [code], which trains ω more often.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
@@ -135,6 +134,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     """
     M = cfg.batch_size  # dialogues j, counted over all ranks
     special = model.net.cfg
+    # Those of the other ranks, too: ω rests if no dialogue has feedback.
     softs = [is_soft(cfg, step, j) for j in range(M)]
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
@@ -283,7 +283,7 @@ def finetune(cfg):
             if evaluated or saved or due(cfg.log_every, done, cfg.steps) or done == 1:
                 line = log_line(done, cfg, model, log.collect(norm))  # refuses a NaN before a save
                 if evaluated:
-                    metrics = {**metrics, "step": done, **evaluate(cfg, model, val, here)}
+                    metrics = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
                     keep_best(metrics, cfg, asked, model, here)
                     line |= metrics
                 log.write(line)
@@ -417,13 +417,14 @@ def optimizer_of(model):
 def load_last(path, cfg, source):
     """last.pt of this run. Raises Refused if it is of other dialogues, models or settings."""
     ckpt = checkpoint.load(path)
-    before, now = ckpt["config"] | ckpt["data"], asdict(cfg) | source
+    before = ckpt["config"] | ckpt["data"]
+    now = asdict(cfg) | source
     launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME)
     return ckpt
 
 
 @torch.no_grad()
-def evaluate(cfg, model, val, here):
+def evaluate(model, val, cfg, here):
     """{name: mean loss of the held-out dialogues}, with feedback and without."""
     losses, special = {}, model.net.cfg
     for soft in [True, False] if model.sm else [False]:
