@@ -133,7 +133,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     here: launch.machine().   log: launch.Log.
     """
     M = cfg.batch_size  # dialogues j, counted over all ranks
-    special = model.net.cfg
+    special = model.net.cfg  # it has the ids of [MASK] and of the end
     # Those of the other ranks, too: ω rests if no dialogue has feedback.
     softs = [is_soft(cfg, step, j) for j in range(M)]
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
@@ -469,7 +469,7 @@ def keep_best(metrics, cfg, asked, model, here):
 
 
 def save(path, cfg, asked, model, optimizer, **facts):
-    """last.pt, and the adapter last/ beside it"""
+    """last.pt, and beside it the adapter last/, which has the settings as they were asked for"""
     weights = {name: p.detach() for name, p in trained(model).items()}
     checkpoint.save(path, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, model=weights,
                     optimizer=optimizer.state_dict(), **facts)

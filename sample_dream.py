@@ -80,8 +80,8 @@ class Pick(NamedTuple):
     algorithm: Algorithm = "entropy"
     temperature: float = 0.0
     top_p: float = 1.0
-    # For draws: one, or a list of one per sequence, on the CPU. With a list, a sequence is the same
-    # in any batch.
+    # For a temperature: one, or a list of one per sequence, on the CPU. With a list, a sequence is
+    # the same in any batch.
     generator: torch.Generator | list | None = None
 
 
@@ -99,12 +99,12 @@ def pad_prompts(cfg, prompt, gen_len, device="cpu"):
 
 @torch.no_grad()
 def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=None):
-    """Fill the masks of x in `steps` steps                                                  Alg. 2
+    """Fill the masks of x in `steps` steps                                        Alg. 2, App. C.9
 
     model: TwoPass, of a backbone that ignores t.   x: (B, L) ids.   schedule, switch: see
     `time_gain`.   on_step(x): called after every step.
-    Returns (B, L) ids without any mask. Without a temperature, or with a list of generators, a
-    sequence does not depend on its batch. Checked against tests/oracles.py slow_decode.
+    Returns (B, L) ids without any mask. At temperature 0, or with a list of generators, a sequence
+    does not depend on the rest of its batch. Checked against tests/oracles.py slow_decode.
     """
     net, mask_id = model.net, model.mask_id
     plain = net.table[mask_id]                                          # (D,)
@@ -118,6 +118,7 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
         x0, conf, mixed = propose(model, h, b, pick, forced=share == 1)  #                      l.4
         x = reveal(x, masks, x0, conf, share)                           # (B, L)                l.5
         masked = x.cpu() == mask_id                                     # (B, L)  on the host
+        # The next step sees the tokens that were revealed, and soft masks where [MASK] is left.
         emb[masks] = F.embedding(x[masks], net.table)                   # (N, D)
         if model.sm:
             soft = faded(mixed, plain, b, schedule, switch, masked.sum(-1), start)   # (N, D)
@@ -131,9 +132,9 @@ def propose(model, h, b, pick, forced=False):
     """A token for each mask, how sure the model is of it, and its soft mask         Alg. 2 l.4, l.6
 
     h: (N, D) hidden states that predict N masks.   b: (n,) the sequences of the first n of them, on
-    the host. Only these may be revealed. The others need no token, which costs more than logits.
-    forced: where the model predicts [MASK], take the best real token [ours]. The authors' code
-    leaves masks in its answers.
+    the host. Only these may be revealed. The others get feedback alone: a token costs more than its
+    logits.   forced: where the model predicts [MASK], take the best real token [ours]. The authors'
+    code leaves masks in its answers.
     Returns x0 (n,), conf (n,), where the highest goes first, and soft masks (N, D) or None.
     Temperature and top-p decide tokens and their order, but not the soft masks [code].
     """
