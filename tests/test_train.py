@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -87,8 +87,10 @@ def test_six_updates_are_alg1_with_adamw(tiny):
     assert 60 > n > 48
     order = torch.cat([data.order(n, epoch, cfg.seed) for epoch in (0, 1)])
     batch = lambda step: data.rows(tokens, order[12 * step:12 * step + 12], 350)
-    ours = at_start(replace(cfg, vocab_size=259, mask_id=258), cfg.seed)
-    updates = oracles.alg1(ours, batch, data.rng, cfg, mask_id=258)
+    cfg = replace(cfg, vocab_size=259, mask_id=258)
+    ours = at_start(cfg, cfg.seed)
+    theta, omega = list(ours.net.parameters()), list(ours.sm.parameters())
+    updates = oracles.alg1(ours, theta, omega, batch, data.rng, **asdict(cfg))
     for line in log(cfg):
         expected, average = next(updates)
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
