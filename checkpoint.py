@@ -2,6 +2,7 @@
 """Checkpoints: one format of our own, and readers for the formats of others.
 
     any file             load, weights, save: all as the dict below
+    another ω            with_omega, for decoding
     MDLM's family        from_mdlm_family: MDLM's weights and the authors', by our names
     training files       load_inert: Lightning's, without Lightning, and running no code of theirs
     safetensors          read_safetensors, write_safetensors
@@ -51,7 +52,7 @@ def load(path):
         _, metadata, _ = read_header(path)
         tensors = read_safetensors(path)
         if FORMAT in metadata:  # weights to share, as in results/: here is the rest of the dict
-            return json.loads(metadata[FORMAT]) | {"model": tensors}
+            return with_variant(path, json.loads(metadata[FORMAT]) | {"model": tensors})
         return from_mdlm_family(tensors, settings=hub)
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
@@ -61,7 +62,19 @@ def load(path):
         shadow = (ckpt.get("ema") or {}).get("shadow_params")
         settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))
         return from_mdlm_family(ckpt["state_dict"], shadow, settings, ckpt["global_step"])
-    return ckpt if "format" in ckpt else from_mdlm_family(ckpt, settings=hub)
+    if "format" in ckpt:
+        return with_variant(path, ckpt)
+    return from_mdlm_family(ckpt, settings=hub)
+
+
+def with_variant(path, ckpt):
+    """A dict of ours. Its config may call the variant `arm`, as that of the shipped model does."""
+    config = ckpt["config"]
+    if "arm" in config:
+        name = config["variant"] = config.pop("arm")
+        if name not in ("", "constant", "slerp"):
+            raise Refused(f"{path} is of the variant {name!r}, which variants.py does not have")
+    return ckpt
 
 
 def weights(path, ema=True):
@@ -104,6 +117,24 @@ def git_version():
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "unknown"}
     return {"commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")}
+
+
+# ---- another ω -----------------------------------------------------------------------------------
+def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
+    """sm, given another ω for decoding. None keeps its own. A binary model gets k = 3 [ours]."""
+    given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return sm
+    if sm is None and omega_s is None:  # ω_s would start at almost 0
+        raise Refused(f"{' and '.join(given)} of a model without SM: give it --omega_s, too")
+    start = SoftMask(mask_id, **given)
+    if sm is None:
+        return start
+    for name in given:
+        raw = name.replace("omega", "raw")
+        getattr(sm, raw).data.copy_(getattr(start, raw).data)
+    return sm
 
 
 # ---- MDLM's family -------------------------------------------------------------------------------

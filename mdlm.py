@@ -28,10 +28,10 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import checkpoint
-from arms import ARMS
 from chunks import SM_KEEPS, in_chunks, in_pieces
 from launch import Count, Negative, Positive, Refused, Size
 from softmask import SoftMask
+from variants import VARIANTS
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
 T_MIN = 1e-3        # the smallest time: the loss divides by t [code]
@@ -56,7 +56,7 @@ class ModelConfig:
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
-    arm: Literal[tuple(ARMS)] = ""   # another gate or mix: its name in arms.py
+    variant: Literal[("", *VARIANTS)] = ""  # another gate or mix: its name in variants.py
 
 
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
@@ -351,7 +351,7 @@ class MDLM(TwoPass):
             raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
         sm = None
         if cfg.soft_mask:
-            kind = ARMS[cfg.arm] if cfg.arm else SoftMask  # the paper's
+            kind = VARIANTS[cfg.variant] if cfg.variant else SoftMask  # the paper's
             sm = kind(cfg.mask_id, cfg.k, omega_s=cfg.omega_s, omega_a=cfg.omega_a,
                       omega_b=cfg.omega_b)
         super().__init__(DiT(cfg), sm, cfg.mask_id, cfg.two_updates)

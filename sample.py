@@ -26,7 +26,7 @@ import torch
 import torch.nn.functional as F
 
 import launch
-from arms import with_omega
+from checkpoint import with_omega
 from chunks import compile_parts, in_chunks, likeliest
 from data import rng, tokenizer
 from launch import Refused, Share, Size, append_jsonl, machine, progress, read_jsonl, to_device

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 
 import dora
 import launch
-from arms import with_omega
+from checkpoint import with_omega
 from chunks import in_chunks, likeliest
 from data import seed_of
 from dream import Dream, Tokenizer, load_adapter

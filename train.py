@@ -340,7 +340,7 @@ def load_initial(model, cfg, special):
     # Not all of these show in a shape.
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
-        names += ["arm", "k"]
+        names += ["variant", "k"]
     launch.check_same(cfg.init_from, before, here, names)
     # A model without SM drops the ω of the file. If the file has none, the model keeps its own.
     omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}

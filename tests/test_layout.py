@@ -15,7 +15,7 @@ from conftest import ROOT
 # A file imports only from the lines above its own.
 LAYERS = [
     {"softmask", "chunks", "launch", "sudoku"},
-    {"arms", "checkpoint", "data", "show"},
+    {"checkpoint", "data", "show", "variants"},
     {"mdlm"},
     {"sample"},
     {"eval"},
