@@ -34,7 +34,8 @@ OPTIONAL = {"transformers", "mauve", "lm_eval", "datasets", "matplotlib", "pyarr
             "gguf"}
 LINES = 60
 # Alg. 1 and Alg. 2 are on one screen. The trainers are flat scripts: what is set up is used below.
-OTHER_LENGTHS = {"train.update": 40, "train.train": 100, "finetune_dream.finetune": 250}
+OTHER_LENGTHS = {"train.update": 40, "sample.generate": 40, "train.train": 100,
+                 "finetune_dream.finetune": 250}
 
 
 def text(name):
