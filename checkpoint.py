@@ -88,7 +88,7 @@ def read(path):
 
 def with_variant(path, ckpt):
     """A dict of ours. Its config may call the variant `arm`, as that of the shipped model does."""
-    config = ckpt["config"]
+    config = ckpt.get("config", {})
     if "arm" in config:
         config["variant"] = config.pop("arm")
     if config.get("variant", "") not in ("", "constant", "slerp"):
