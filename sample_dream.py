@@ -71,7 +71,9 @@ class Config(Decoding):
     # In these texts, the two characters \n are a line break.
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one a line
-    infill: str = ""                # text with one ___ for the model to write
+    # Text with one ___ for the model to write, without a chat around it. A base model, which has
+    # learnt no chat, completes a text that ends with it: --infill="def f(x):\n___"
+    infill: str = ""
 
 
 def check(gen_len, steps, block, threshold, **others):
