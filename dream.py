@@ -75,8 +75,8 @@ def added_mask(folder):
     added = read_json(os.path.join(folder, "added_tokens.json"))
     found = [name for name in names if name in added]
     if len(found) != 1:
-        raise Refused(f"{folder}: config.json has no mask_token_id, and added_tokens.json has "
-                      f"{' and '.join(found) or 'none'} of {', '.join(names)}: write the id into "
+        raise Refused(f"{folder}: config.json has no mask_token_id, and of {', '.join(names)} "
+                      f"added_tokens.json has {' and '.join(found) or 'none'}: write the id into "
                       f"config.json")
     return added[found[0]]
 
