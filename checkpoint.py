@@ -1,6 +1,13 @@
 # SPDX-License-Identifier: MIT
 """Checkpoints: one format of our own, and readers for the formats of others.
 
+    any file             load, weights, save: all as the dict below
+    another ω            with_omega, for decoding
+    MDLM's family        from_mdlm_family: MDLM's weights and the authors', by our names
+    training files       load_inert: Lightning's, without Lightning, and running no code of theirs
+    safetensors          read_safetensors, write_safetensors
+    what is in a file    python checkpoint.py --checkpoint=mdlm.ckpt
+
 A checkpoint is one dict of tensors and plain values, so `torch.load(weights_only=True)` opens it:
 
     format     "soft-masked-mdlm/1"                  kind     "mdlm" or "dream-adapter"
@@ -8,14 +15,10 @@ A checkpoint is one dict of tensors and plain values, so `torch.load(weights_onl
     model      {name: tensor}                        ema      {name: tensor}, backbone only [code]
     optimizer  {...}, only where the run goes on     data     {path, n_tokens, sha256}
     tokenizer  {name, vocab_size, mask_id, bos, eos}
-    keys       version of the draws, data.KEYS
-    git, versions, metrics
+    keys       version of the draws, data.KEYS       git, versions, metrics
 
-A dream-adapter has no ema and no tokenizer, and its data are {dialogues, base, keys}. step and seed
-are the whole state of the random numbers, because every draw is keyed by them (data.rng). `load`
-gives the files of others as the same dict, and none of them can run code here.
-
-    python checkpoint.py --checkpoint=mdlm.ckpt                  # what is it?
+A dream-adapter has no ema and no tokenizer, and its data are {dialogues, base, keys}. Together,
+step and seed are the whole random state, because every draw is keyed by them (data.rng).
 """
 
 import dataclasses
@@ -32,22 +35,68 @@ import torch
 from launch import Refused, atomic, read_json, run
 from softmask import SoftMask
 
+# ---- any file ------------------------------------------------------------------------------------
 FORMAT = "soft-masked-mdlm/1"
+HUB_FILES = "model.safetensors", "pytorch_model.bin"
 
 
-def git_version():
-    """{commit, dirty} of this source, which a checkpoint records, or {commit: "unknown"}."""
-    def git(*args):
-        return subprocess.check_output(["git", *args], cwd=os.path.dirname(__file__) or ".",
-                                       stderr=subprocess.DEVNULL, text=True).strip()
+def load(path):
+    """The dict at the top, of a .pt, .ckpt, .safetensors or .bin, or of a run's or hub's folder."""
+    for name in ("last.pt", *HUB_FILES):
+        if os.path.exists(os.path.join(path, name)):
+            path = os.path.join(path, name)
+    folder, name = os.path.split(path)
+    settings = os.path.join(folder, "config.json")
+    hub = read_json(settings) if name in HUB_FILES and os.path.exists(settings) else None
+    if path.endswith(".safetensors"):
+        _, metadata, _ = read_header(path)
+        tensors = read_safetensors(path)
+        if FORMAT in metadata:  # weights to share, as in results/: here is the rest of the dict
+            return with_variant(path, json.loads(metadata[FORMAT]) | {"model": tensors})
+        return from_mdlm_family(tensors, settings=hub)
     try:
-        # A copy inside of another repository is not at the commit of that one.
-        if git("rev-parse", "--show-prefix") == "":
-            dirty = bool(git("status", "--porcelain", "-uno"))
-            return {"commit": git("rev-parse", "HEAD"), "dirty": dirty}
-    except (OSError, subprocess.CalledProcessError):
-        pass
-    return {"commit": "unknown"}
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        ckpt = load_inert(path)
+    if "state_dict" in ckpt:
+        shadow = (ckpt.get("ema") or {}).get("shadow_params")
+        settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))
+        return from_mdlm_family(ckpt["state_dict"], shadow, settings, ckpt["global_step"])
+    if "format" in ckpt:
+        return with_variant(path, ckpt)
+    return from_mdlm_family(ckpt, settings=hub)
+
+
+def with_variant(path, ckpt):
+    """A dict of ours. Its config may call the variant `arm`, as that of the shipped model does."""
+    config = ckpt["config"]
+    if "arm" in config:
+        name = config["variant"] = config.pop("arm")
+        if name not in ("", "constant", "slerp"):
+            raise Refused(f"{path} is of the variant {name!r}, which variants.py does not have")
+    return ckpt
+
+
+def weights(path, ema=True):
+    """A model's state_dict, and the rest of its dict.   ema: the average. ω has none [code]."""
+    ckpt = load(path)
+    state, average = ckpt.pop("model"), ckpt.pop("ema", None)
+    if ema:
+        state = state | (average or {})
+    elif not average:
+        raise Refused(f"{path} has one set of weights, and nothing says whether it is an average: "
+                      f"leave out --ema=False, or give a last.pt")
+    check_numbers(state, path)
+    ckpt.pop("optimizer", None)
+    return state, ckpt
+
+
+def check_numbers(state, path):
+    """Raises Refused if a value is not a finite number: decoding would just print nonsense."""
+    for name, t in state.items():
+        if not all(value.isfinite() for value in t.aminmax()):  # takes no memory
+            raise Refused(f"{path}: {name} has values that are not finite numbers: fetch it "
+                          f"again, or take an earlier save")
 
 
 def save(path, **parts):
@@ -57,20 +106,146 @@ def save(path, **parts):
         torch.save({"format": FORMAT, "git": git_version(), "versions": versions, **parts}, tmp)
 
 
+def git_version():
+    """{commit, dirty} of this source, which a checkpoint records, or {commit: "unknown"}."""
+    folder = os.path.dirname(os.path.abspath(__file__))
+    # Without --git-dir, a copy inside another repository would get the commit of that one.
+    command = ["git", f"--git-dir={folder}/.git", f"--work-tree={folder}", "describe", "--always",
+               "--exclude=*", "--abbrev=40", "--dirty"]
+    try:
+        found = subprocess.check_output(command, stderr=subprocess.DEVNULL, text=True).strip()
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": "unknown"}
+    return {"commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")}
+
+
+# ---- another ω -----------------------------------------------------------------------------------
+def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
+    """sm, given another ω for decoding. None keeps its own. A binary model gets k = 3 [ours]."""
+    given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return sm
+    if sm is None and omega_s is None:  # ω_s would start at almost 0
+        raise Refused(f"{' and '.join(given)} of a model without SM: give it --omega_s, too")
+    start = SoftMask(mask_id, **given)
+    if sm is None:
+        return start
+    for name in given:
+        raw = name.replace("omega", "raw")
+        getattr(sm, raw).data.copy_(getattr(start, raw).data)
+    return sm
+
+
+# ---- MDLM's family -------------------------------------------------------------------------------
+def from_mdlm_family(state, shadow=None, settings=None, step=0):
+    """Weights of MDLM, or of the authors' SM, as our dict. Only the prefix of the names changes.
+
+    state: {name: tensor} under any prefix, with the rotary embedding's buffer.
+    shadow: the EMA, a bare list in the order of the parameters [code].
+    settings: config.json of the hub, or the configuration of a run (default: the paper's values).
+    """
+    said = settings or {}
+    for section in ("algo", "model", "data", "optim"):
+        said = said | said.get(section, {})
+    # sm_t_min and sm_t_max: SM may be on at some t only.
+    only(said, "this checkpoint", model_type="mdlm", parameterization="subs", sm_t_min=0,
+         sm_t_max=1, causal_attention=False, tokenizer_name_or_path="gpt2")
+    [table] = [name for name in state if name.endswith("vocab_embed.embedding")]
+    prefix = table.removesuffix("vocab_embed.embedding")
+    unread = [name for name in state if not name.startswith((prefix, "tran_head.raw_"))]
+    if unread:
+        raise Refused(f"this checkpoint has tensors that nothing here reads, as {unread[0]}")
+    net = {"net." + name.removeprefix(prefix): t for name, t in state.items()
+           if name.startswith(prefix)}
+    V, D = net["net.vocab_embed.embedding"].shape
+    blocks = {name.split(".")[2] for name in net if name.startswith("net.blocks.")}
+    inv_freq = net.pop("net.rotary_emb.inv_freq")                              # (head width / 2,)
+    n_head = D // (2 * len(inv_freq))
+    here = 10000 ** (-torch.arange(len(inv_freq)) / len(inv_freq))
+    # A copy in bf16 is off by at most 0.4 %, base 11000 by more than 1 % from width 4 on.
+    alike = torch.allclose(inv_freq.float(), here, rtol=0.01)
+    if not alike or said.get("n_heads", n_head) != n_head:
+        raise Refused(f"rotary_emb.inv_freq is not that of base 10000 with n_heads = "
+                      f"{said.get('n_heads', n_head)}")
+    config = {"n_layer": len(blocks), "n_embd": D, "n_head": n_head, "vocab_size": V,
+              "n_cond": len(net["net.sigma_map.mlp.2.weight"]), "mask_id": V - 1,
+              "length": said.get("length", said.get("model_length", 1024)),
+              "dropout": said.get("dropout", 0.1), "soft_mask": "tran_head.raw_scale" in state,
+              "time_conditioning": said.get("time_conditioning", False)}
+    omega = {}
+    if config["soft_mask"]:
+        config["k"], omega = read_omega(said.get("tran_head") or {}, state)
+    special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
+    return {"format": FORMAT, "kind": "mdlm", "config": config, "step": step, "model": net | omega,
+            "ema": dict(zip(net, shadow, strict=True)) if shadow else None, "tokenizer": special}
+
+
+def read_omega(said, state):
+    """(k, tensors) of the authors' soft mask, from its settings and all tensors of the file."""
+    only(said, "the soft mask", fixed_lambda=None)
+    names = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
+    mix = said.get("transparency_alg", "mixinputs_with_topk")
+    k = {"mixinputs_with_topk": said.get("mixinputs_k", 3), "mixinputs_with_temp": None}[mix]
+    if k is None:  # top-k has a temperature, too, but does not use it [code]
+        names["sm.raw_tau"] = "raw_temperature"
+    return k, {ours: state["tran_head." + theirs] for ours, theirs in names.items()}
+
+
+def only(settings, where, **wanted):
+    """Raises Refused if a setting is not the `wanted` one: the weights would be another model's."""
+    for name, want in wanted.items():
+        if settings.get(name, want) != want:
+            raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} is implemented")
+
+
+# ---- training files ------------------------------------------------------------------------------
+def load_inert(path):
+    """torch.load for the checkpoint of a training framework that is not installed."""
+    reader = types.SimpleNamespace(__name__="inert", Unpickler=InertUnpickler,
+                                   load=lambda f, **kw: InertUnpickler(f, **kw).load())
+    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
+
+
+HARMLESS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2",
+            "torch._utils _rebuild_parameter"}
+
+
+class InertUnpickler(pickle.Unpickler):
+    """Loads tensors and plain values. A pickle could call any function, but here it finds none."""
+
+    def find_class(self, module, name):
+        if f"{module} {name}" in HARMLESS:
+            return super().find_class(module, name)
+        return Inert  # tensors' data do not come this way: torch.load reads them itself
+
+
+class Inert(dict):
+    """Stands in for every foreign class in a pickle: takes any arguments, keeps only the state."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__()
+
+    def __setstate__(self, state):
+        self.update(state if isinstance(state, dict) else {"state": state})
+
+    def append(self, item):
+        pass
+
+
+def plain_values(node):
+    """The values in an inert configuration tree. omegaconf keeps them in _content and _val."""
+    if isinstance(node, dict):
+        node = node.get("_content", node.get("_val", node))
+    if isinstance(node, dict):
+        return {k: plain_values(v) for k, v in node.items()}
+    return node
+
+
+# ---- safetensors: the length of a header in 8 bytes, the header in JSON, the raw tensors ---------
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
           "U8": torch.uint8, "BOOL": torch.bool}
-
-
-def read_header(path):
-    """({name: dtype, shape and place}, metadata, bytes before the tensors) of a safetensors file.
-
-    It is 8 bytes with the length of the header, the header in JSON, and the raw tensors.
-    """
-    with open(path, "rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-        header = json.loads(f.read(min(size, os.path.getsize(path))))
-    return header, header.pop("__metadata__", {}), 8 + size
 
 
 def read_safetensors(path):
@@ -106,154 +281,15 @@ def write_safetensors(path, tensors, metadata=None):
             f.write(raw.numpy().data)
 
 
-class Inert(dict):
-    """Replaces every foreign class in a pickle. It takes any arguments and only keeps its state."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__()
-
-    def __setstate__(self, state):
-        self.update(state if isinstance(state, dict) else {"state": state})
-
-    def append(self, item):
-        pass
+def read_header(path):
+    """({name: dtype, shape and place}, metadata, bytes before the tensors) of such a file."""
+    with open(path, "rb") as f:
+        size = int.from_bytes(f.read(8), "little")
+        header = json.loads(f.read(min(size, os.path.getsize(path))))
+    return header, header.pop("__metadata__", {}), 8 + size
 
 
-HARMLESS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2",
-            "torch._utils _rebuild_parameter"}
-
-
-class InertUnpickler(pickle.Unpickler):
-    """Loads tensors and plain values. A pickle could call any function, but here it finds none."""
-
-    def find_class(self, module, name):
-        if f"{module} {name}" in HARMLESS:
-            return super().find_class(module, name)
-        return Inert  # the data of tensors are not asked for here: torch.load reads them itself
-
-
-def load_inert(path):
-    """torch.load for the checkpoint of a training framework that is not installed."""
-    reader = types.SimpleNamespace(__name__="inert", Unpickler=InertUnpickler,
-                                   load=lambda f, **kw: InertUnpickler(f, **kw).load())
-    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
-
-
-def plain_values(node):
-    """The values in an inert configuration tree. omegaconf keeps them in _content and _val."""
-    if isinstance(node, dict):
-        node = node.get("_content", node.get("_val", node))
-    if isinstance(node, dict):
-        return {k: plain_values(v) for k, v in node.items()}
-    return node
-
-
-def only(settings, where, **wanted):
-    """Raises Refused if one of these settings of somebody else's file has another value.
-
-    What it changes is not implemented here: the same weights would compute something else.
-    """
-    for name, want in wanted.items():
-        if settings.get(name, want) != want:
-            raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} is implemented")
-
-
-def check_numbers(state, path):
-    """Raises Refused if a value is not a finite number: decoding would just print nonsense."""
-    for name, t in state.items():
-        if not all(value.isfinite() for value in t.aminmax()):  # takes no memory
-            raise Refused(f"{path}: {name} has values that are not finite numbers: fetch it "
-                          f"again, or take an earlier save")
-
-
-HUB_FILES = "model.safetensors", "pytorch_model.bin"
-# Only these values are implemented. With others, the same tensors are another model, or SM is on
-# only at some t.
-ONLY = {"model_type": "mdlm", "parameterization": "subs", "causal_attention": False,
-        "tokenizer_name_or_path": "gpt2", "sm_t_min": 0, "sm_t_max": 1}
-
-
-def read_omega(said, state):
-    """(k, tensors) of the authors' soft mask, from its settings and all tensors of the file."""
-    only(said, "the soft mask", fixed_lambda=None)
-    names = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
-    mix = said.get("transparency_alg", "mixinputs_with_topk")
-    k = {"mixinputs_with_topk": said.get("mixinputs_k", 3), "mixinputs_with_temp": None}[mix]
-    if k is None:  # top-k has a temperature, too, but does not use it [code]
-        names["sm.raw_tau"] = "raw_temperature"
-    return k, {ours: state["tran_head." + theirs] for ours, theirs in names.items()}
-
-
-def from_mdlm_family(state, shadow=None, settings=None, step=0):
-    """Weights of MDLM, or of the authors' SM, as our dict. Only the prefix of the names changes.
-
-    state: {name: tensor} under any prefix, the buffer of the rotary embedding with them.
-    shadow: the EMA, a bare list in the order of the parameters [code].
-    settings: config.json of the hub, or the configuration of a run (default: the paper's values).
-    """
-    said = settings or {}
-    for section in ("algo", "model", "data", "optim"):
-        said = said | said.get(section, {})
-    only(said, "this checkpoint", **ONLY)
-    [table] = [name for name in state if name.endswith("vocab_embed.embedding")]
-    prefix = table.removesuffix("vocab_embed.embedding")
-    unread = [name for name in state if not name.startswith((prefix, "tran_head.raw_"))]
-    if unread:
-        raise Refused(f"this checkpoint has tensors that nothing here reads, as {unread[0]}")
-    net = {"net." + name.removeprefix(prefix): t for name, t in state.items()
-           if name.startswith(prefix)}
-    V, D = net["net.vocab_embed.embedding"].shape
-    blocks = {name.split(".")[2] for name in net if name.startswith("net.blocks.")}
-    inv_freq = net.pop("net.rotary_emb.inv_freq")                              # (head width / 2,)
-    n_head = D // (2 * len(inv_freq))
-    here = 10000 ** (-torch.arange(len(inv_freq)) / len(inv_freq))
-    # A copy in bf16 is off by at most 0.4 %, base 11000 by more than 1 % from width 4 on.
-    alike = torch.allclose(inv_freq.float(), here, rtol=0.01)
-    if not alike or said.get("n_heads", n_head) != n_head:
-        raise Refused(f"rotary_emb.inv_freq is not that of base 10000 with n_heads = "
-                      f"{said.get('n_heads', n_head)}")
-    config = {"n_layer": len(blocks), "n_embd": D, "n_head": n_head, "vocab_size": V,
-              "n_cond": len(net["net.sigma_map.mlp.2.weight"]), "mask_id": V - 1,
-              "length": said.get("length", said.get("model_length", 1024)),
-              "dropout": said.get("dropout", 0.1), "soft_mask": "tran_head.raw_scale" in state,
-              "time_conditioning": said.get("time_conditioning", False)}
-    omega = {}
-    if config["soft_mask"]:
-        config["k"], omega = read_omega(said.get("tran_head") or {}, state)
-    special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
-    return {"format": FORMAT, "kind": "mdlm", "config": config, "step": step, "model": net | omega,
-            "ema": dict(zip(net, shadow, strict=True)) if shadow else None, "tokenizer": special}
-
-
-def load(path):
-    """Any checkpoint as the dict at the top of this file.
-
-    path: ours, a Lightning .ckpt (MDLM's and the authors'), .safetensors, pytorch_model.bin, or a
-        folder of the hub or of a run.
-    """
-    for name in ("last.pt", *HUB_FILES):
-        if os.path.exists(os.path.join(path, name)):
-            path = os.path.join(path, name)
-    folder, name = os.path.split(path)
-    settings = os.path.join(folder, "config.json")
-    hub = read_json(settings) if name in HUB_FILES and os.path.exists(settings) else None
-    if path.endswith(".safetensors"):
-        _, metadata, _ = read_header(path)
-        tensors = read_safetensors(path)
-        if FORMAT in metadata:  # weights to share, as those in results/: the rest of the dict
-            return json.loads(metadata[FORMAT]) | {"model": tensors}
-        return from_mdlm_family(tensors, settings=hub)
-    try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        ckpt = load_inert(path)
-    if "state_dict" in ckpt:
-        shadow = (ckpt.get("ema") or {}).get("shadow_params")
-        settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))
-        return from_mdlm_family(ckpt["state_dict"], shadow, settings, ckpt["global_step"])
-    return ckpt if "format" in ckpt else from_mdlm_family(ckpt, settings=hub)
-
-
+# ---- what is in a file ---------------------------------------------------------------------------
 @dataclasses.dataclass
 class Config:
     checkpoint: str = ""  # the file or folder to describe

@@ -1,20 +1,25 @@
 # SPDX-License-Identifier: MIT
 """Text in, rows of token ids out: the published OpenWebText layout, for any text.         App. B.1
 
-A corpus becomes two flat files of uint16 ids, with EOS after every document, and a description:
-
-    train.bin    val.bin (the last documents)
-    meta.json    {tokenizer, source, train and val: documents, tokens, bytes, sha256}
-
-A row is BOS + L − 2 tokens of that stream + EOS, and rows do not overlap [code]. Perplexities on
-rows of another form cannot be compared with these.
+    rows          prepare_preset, open_split, n_rows, rows: of a corpus. text_rows: of other texts
+    draws         rng, order: each is a function of what it is for
+    tokenizers    tokenizer, describe: GPT-2's, and bytes
+    corpora       prepare, documents: from texts to the three files below
+    the command   main
 
     python data.py sudoku                                      # 6×6 grids, drawn uniformly
     python data.py stdlib                                      # Python's own library, as bytes
     python data.py yours.jsonl.xz more/ --val_docs=300 --out=data/yours
     python data.py openwebtext                                 # needs `pip install datasets`
 
-There is no DataLoader, no worker, no state of shuffling: a batch is a function of its number.
+A corpus is two flat files of uint16 ids, with EOS after every document, and a description:
+
+    train.bin    val.bin (the last documents)
+    meta.json    {tokenizer, source, train and val: documents, tokens, bytes, sha256}
+
+A row is BOS + L − 2 tokens of such a file + EOS, and rows do not overlap [code]. Perplexities on
+rows of another form cannot be compared with these. There is no DataLoader, no worker and no
+shuffling state: a batch is a function of its number.
 """
 
 import array
@@ -26,7 +31,6 @@ import json
 import lzma
 import os
 import re
-import sys
 import sysconfig
 from dataclasses import dataclass
 from pathlib import Path
@@ -40,6 +44,83 @@ from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 import sudoku
 from launch import Refused, Size, atomic, lock, progress, read_json, run
 
+
+# ---- rows ----------------------------------------------------------------------------------------
+def prepare_preset(out):
+    """Prepare data/sudoku or data/stdlib, which need no download, if `out` is it and is missing."""
+    for name in "sudoku", "stdlib":
+        if out == PRESETS[name]["out"] and not os.path.exists(f"{out}/meta.json"):
+            main(Config(**PRESETS[name]))
+
+
+@dataclass
+class Tokens:
+    """One stream of token ids: a whole split, its documents joined."""
+    ids: np.ndarray  # (n_tokens,) uint16
+    tokenizer: dict  # as `describe` has it: `rows` needs its BOS and EOS
+
+
+def open_split(dir, split):
+    """(Tokens, meta): the stream of "train" or "val", memory-mapped, and what meta.json holds."""
+    meta = read_json(f"{dir}/meta.json")
+    ids = np.memmap(f"{dir}/{split}.bin", np.uint16, "r")
+    if len(ids) != meta[split]["tokens"]:
+        raise Refused(f"{dir}/{split}.bin is not whole: prepare {dir} again with data.py")
+    return Tokens(ids, meta["tokenizer"]), meta
+
+
+def n_rows(tokens, L):
+    """The number of whole rows [ours]. The authors drop the end of every 1,000 texts [code]."""
+    n = len(tokens.ids)
+    if n < L - 2:
+        raise Refused(f"{n:,} tokens do not fill one row of length {L:,}: give more text or a "
+                      f"shorter length")
+    return n // (L - 2)
+
+
+def rows(tokens, index, L):
+    """Rows of the form behind the published perplexities: BOS, L − 2 tokens, EOS.  App. B.1, [code]
+
+    tokens: Tokens.   index: (n,) numbers below n_rows(tokens, L).   L: in tokens.
+    Returns (n, L) int64.
+    """
+    x = torch.empty(len(index), L, dtype=torch.int64)                    # (n, L)
+    x[:, 0] = tokens.tokenizer["bos"]
+    x[:, -1] = tokens.tokenizer["eos"]
+    start = np.asarray(index)[:, None] * (L - 2)                         # (n, 1)
+    x[:, 1:-1] = torch.from_numpy(tokens.ids[start + np.arange(L - 2)].astype(np.int64))
+    return x
+
+
+def text_rows(docs, tok, L):
+    """Rows (n, L) int64 of a stream of texts, and the {documents, tokens, bytes} of all of it."""
+    ids, sizes = zip(*encode(docs, tok))
+    tokens = Tokens(np.concatenate(ids), describe(tok))
+    x = rows(tokens, range(n_rows(tokens, L)), L)                        # (n, L)
+    return x, {"documents": len(ids), "tokens": len(tokens.ids), "bytes": sum(sizes)}
+
+
+# ---- draws ---------------------------------------------------------------------------------------
+KEYS = 1  # version of the keys of all draws: a run that began with others cannot be resumed
+
+
+def rng(*key):
+    """The generator of one draw: no random state is saved, no rank is kept in step with others."""
+    return torch.Generator().manual_seed(seed_of(*key))
+
+
+def seed_of(*key):
+    """56 bits that stand for what a draw is for, such as seed_of(seed, "dropout", step, j)."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
+
+
+@functools.lru_cache(2)  # it is slow, and an update may span two epochs
+def order(n, epoch, seed):
+    """The permutation (n,) of n rows in this epoch, the same on every rank and machine."""
+    return torch.randperm(n, generator=rng("order", epoch, seed))
+
+
+# ---- tokenizers ----------------------------------------------------------------------------------
 # GPT-2 first splits a text into these words. No token contains parts of two words.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -75,134 +156,13 @@ def describe(tok):
             "bos": ends[0], "eos": ends[-1]}
 
 
-def open_split(dir, split):
-    """(tokens, meta): the stream of "train" or "val", and what meta.json holds.
-
-    tokens: uint16, memory-mapped. tokens.tokenizer is meta["tokenizer"].
-    """
-    meta = read_json(f"{dir}/meta.json")
-    tokens = np.memmap(f"{dir}/{split}.bin", np.uint16, "r")
-    if len(tokens) != meta[split]["tokens"]:
-        raise Refused(f"{dir}/{split}.bin is not whole: prepare {dir} again with data.py")
-    tokens.tokenizer = meta["tokenizer"]  # `rows` needs BOS, EOS and the size of the vocabulary
-    return tokens, meta
-
-
-def n_rows(tokens, L):
-    """The number of whole rows [ours]. The authors drop the end of every 1,000 texts [code]."""
-    if len(tokens) < L - 2:
-        raise Refused(f"{len(tokens):,} tokens do not fill one row of length {L:,}: give more "
-                      f"text or a shorter length")
-    return len(tokens) // (L - 2)
-
-
-def rows(tokens, index, L):
-    """Rows of the form behind the published perplexities: BOS, L − 2 tokens, EOS.  App. B.1, [code]
-
-    tokens: from `open_split`.   index: (n,) numbers below n_rows(tokens, L).   L: in tokens.
-    Returns (n, L) int64.
-    """
-    special = tokens.tokenizer
-    x = torch.empty(len(index), L, dtype=torch.int64)                    # (n, L)
-    x[:, 0] = special["bos"]
-    x[:, -1] = special["eos"]
-    start = np.asarray(index)[:, None] * (L - 2)                         # (n, 1)
-    x[:, 1:-1] = torch.from_numpy(tokens[start + np.arange(L - 2)].astype(np.int64))
-    return x
-
-
-KEYS = 1  # version of the keys below: a run that began with other draws cannot be resumed
-
-
-def seed_of(*key):
-    """56 bits that stand for what a draw is for, such as seed_of(seed, "dropout", step, j)."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
-
-
-def rng(*key):
-    """The generator of one draw: no random state is saved, no rank is kept in step with others."""
-    return torch.Generator().manual_seed(seed_of(*key))
-
-
-@functools.lru_cache(2)  # it is slow, and an update may lie in two epochs
-def order(n, epoch, seed):
-    """The permutation (n,) of n rows in this epoch, the same on every rank and machine."""
-    return torch.randperm(n, generator=rng("order", epoch, seed))
-
-
-def find_files(source):
-    """The files of PATH…, joined by the system's path separator. A folder stands for all in it."""
-    paths = []
-    for path in source.split(os.pathsep):
-        os.stat(path)  # raises for "", too, which Path would take for this folder
-        inside = [p for p in sorted(Path(path).rglob("*"))
-                  if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
-        paths += inside or [Path(path)]
-    return paths
-
-
-def read_file(path):
-    """The texts of one file: parquet or JSON lines with a "text" each, else one plain text."""
-    name = path.name.lower()
-    if name.endswith(".parquet"):
-        from pyarrow.parquet import ParquetFile
-        for batch in ParquetFile(path).iter_batches(1000, columns=["text"]):
-            yield from batch["text"].to_pylist()
-        return
-    unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
-    with unpack(path, "rt", encoding="utf-8-sig") as f:  # leaves out the mark that Windows writes
-        if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
-            yield from (json.loads(line)["text"] for line in f if line.strip())
-        else:
-            yield f.read()
-
-
-def documents(paths):
-    """The stream of texts of all files. Raises Refused for a file that is broken, or no text."""
-    for path in paths:
-        try:
-            yield from read_file(path)
-        except (ValueError, LookupError, TypeError, EOFError, lzma.LZMAError) as e:
-            raise Refused(f"{path} is not UTF-8, as a PDF, or not whole, or has a record without "
-                          f"\"text\" ({type(e).__name__}: {e})")
-
-
-def stdlib_files():
-    """Python's own library without its tests, by hashes of the names: a mix is held out [ours]."""
-    root = Path(sysconfig.get_path("stdlib"))
-    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
-    names = [name for name in names if not left_out & set(name.split("/"))]
-    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [root / name for name in names]
-
-
-def encode(docs, tok):
-    """Yields (ids uint16, bytes of text) for each text of a stream. EOS is the last id [code]."""
-    docs, eos = iter(docs), describe(tok)["eos"]
-    while texts := list(itertools.islice(docs, 100)):  # few: these ids take 8 bytes each
-        batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
-        for ids, text in zip(batch, texts):
-            size = len(text.encode(errors="replace"))
-            yield np.array([*ids, eos], np.uint16), size
-
-
-def text_rows(docs, tok, L):
-    """Rows (n, L) int64 of a stream of texts, and the {documents, tokens, bytes} of all of it."""
-    ids, sizes = zip(*encode(docs, tok))
-    tokens = np.concatenate(ids).view(np.memmap)  # a memmap takes the attribute that `rows` reads
-    tokens.tokenizer = describe(tok)
-    x = rows(tokens, range(n_rows(tokens, L)), L)                        # (n, L)
-    return x, {"documents": len(ids), "tokens": len(tokens), "bytes": sum(sizes)}
-
-
+# ---- corpora -------------------------------------------------------------------------------------
 def prepare(docs, out, tok, val_docs=None, source=""):
     """Write train.bin, val.bin and meta.json into the folder `out`, all of them or none.
 
-    docs: a stream of texts.   source: what meta.json says about where they are from.
+    docs: a stream of texts.   source: where they are from.   Returns what meta.json holds.
     val_docs: documents to hold out, the last ones (default: 1 %, at least 1, at most 10,000; of a
         corpus of one document, the last tenth [ours]).
-    Returns what meta.json holds.
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
@@ -234,6 +194,64 @@ def prepare(docs, out, tok, val_docs=None, source=""):
     return meta
 
 
+def encode(docs, tok):
+    """Yields (ids uint16, number of bytes) for each text of a stream. EOS is the last id [code]."""
+    docs, eos = iter(docs), describe(tok)["eos"]
+    while texts := list(itertools.islice(docs, 100)):  # few: these ids take 8 bytes each
+        batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
+        for ids, text in zip(batch, texts):
+            size = len(text.encode(errors="replace"))
+            yield np.array([*ids, eos], np.uint16), size
+
+
+def documents(paths):
+    """The texts of all files, as a stream. Raises Refused for a broken file, or no text."""
+    for path in paths:
+        try:
+            yield from read_file(path)
+        except (ValueError, LookupError, TypeError, EOFError, lzma.LZMAError) as e:
+            raise Refused(f"{path} is not UTF-8, as a PDF, or not whole, or has a record without "
+                          f"\"text\" ({type(e).__name__}: {e})")
+
+
+def find_files(source):
+    """The files of PATH…, joined by the system's separator. A folder stands for all texts in it."""
+    paths = []
+    for path in source.split(os.pathsep):
+        os.stat(path)  # raises for "", too, which Path would take for this folder
+        inside = [p for p in sorted(Path(path).rglob("*"))
+                  if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
+        paths += inside or [Path(path)]
+    return paths
+
+
+def read_file(path):
+    """The texts of one file: parquet or JSON lines with a "text" each, else one plain text."""
+    name = path.name.lower()
+    if name.endswith(".parquet"):
+        from pyarrow.parquet import ParquetFile
+        for batch in ParquetFile(path).iter_batches(1000, columns=["text"]):
+            yield from batch["text"].to_pylist()
+        return
+    unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
+    with unpack(path, "rt", encoding="utf-8-sig") as f:  # skips the byte-order mark of Windows
+        if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
+            yield from (json.loads(line)["text"] for line in f if line.strip())
+        else:
+            yield f.read()
+
+
+def stdlib_files():
+    """Python's own library without tests, by hashes of names, so that a mix is held out [ours]."""
+    root = Path(sysconfig.get_path("stdlib"))
+    left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    names = [name for name in names if not left_out & set(name.split("/"))]
+    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
+    return [root / name for name in names]
+
+
+# ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
     source: str = ""             # sudoku, stdlib, openwebtext, or PATH…, joined by the separator
@@ -261,11 +279,11 @@ def main(cfg):
         if before != cfg.source:
             raise Refused(f"{out} holds the text of {before}: give another --out, or --overwrite")
     if cfg.source == "openwebtext":
-        import datasets  # a download that broke goes on where it was
+        import datasets  # resumes a broken download
         docs = datasets.load_dataset("Skylion007/openwebtext", split="train")
         docs = (record["text"] for record in progress(docs, desc="tokenizing", unit=" documents"))
     elif cfg.source == "sudoku":
-        # Of 28 million grids, so few are drawn that under 1 % of those held out are trained on.
+        # There are 28 million grids, so under 1 % of those held out are also trained on.
         docs = sudoku.texts(cfg.grids, rng("sudoku", "train"))
         docs += sudoku.texts(cfg.val_docs, rng("sudoku", "val"))
     else:
@@ -278,23 +296,5 @@ def main(cfg):
             out, split, **meta[split]))
 
 
-def prepare_preset(out):
-    """Make data/sudoku or data/stdlib, which need no download, if `out` is it and it is missing."""
-    missing = not os.path.exists(f"{out}/meta.json")
-    for name in "sudoku", "stdlib":
-        if missing and out == PRESETS[name]["out"]:
-            main(Config(**PRESETS[name]))
-
-
-def with_source(argv):
-    """The words of a command line, with `--source=PATH…` for the PATH… that it begins with."""
-    paths = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    if not paths or paths[0] in PRESETS:
-        return argv
-    source = os.pathsep.join(paths)
-    return [f"--source={source}", *argv[len(paths):]]
-
-
 if __name__ == "__main__":
-    sys.argv[1:] = with_source(sys.argv[1:])
-    run(main, Config, PRESETS)
+    run(main, Config, PRESETS, paths="source")

@@ -6,8 +6,8 @@ it is `table`, `hidden` and `head`, and soft masks go in between the first two:
 
     model, tok = Dream.load(folder), Tokenizer(folder)   # the folder as published on the model hub
     x = torch.tensor([tok.encode(tok.chat(messages), special=True) + 32 * [mask_id]])   # (B, L)
-    at = (x == mask_id).flatten().nonzero().squeeze(1)                  # (N,)
-    h = model.hidden(F.embedding(x, model.table), at)                   # (N, D)
+    masks = (x == mask_id).nonzero(as_tuple=True)                       # (b, l), (N,) each
+    h = model.hidden(F.embedding(x, model.table), masks)                # (N, D)
     logits = model.head(h)                                              # (N, V)
 
 The modules have the published names, so weights load without a table of names. Dream can predict
@@ -111,15 +111,15 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(cfg.hidden_size, groups)
         self.o_proj = nn.Linear(heads, cfg.hidden_size, bias=False)
 
-    def forward(self, x, cos, sin, past, at):
+    def forward(self, x, cos, sin, past, place):
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
         q = rotate(split(self.q_proj(x)), cos, sin)                     # (B, L, heads, head_dim)
         k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, groups, head_dim)
         v = split(self.v_proj(x))                                       # (B, L, groups, head_dim)
         if past is not None:
             # In place: to join old and new pieces, 28 layers would copy the whole cache.
-            k = past[0].index_copy_(1, at, k)                           # (B, S, groups, head_dim)
-            v = past[1].index_copy_(1, at, v)                           # (B, S, groups, head_dim)
+            k = past[0].index_copy_(1, place, k)                        # (B, S, groups, head_dim)
+            v = past[1].index_copy_(1, place, v)                        # (B, S, groups, head_dim)
         q, ks, vs = (z.transpose(1, 2) for z in (q, k, v))
         y = F.scaled_dot_product_attention(q, ks, vs, enable_gqa=True)  # no causal mask
         return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)        # (B, L, D)
@@ -179,11 +179,11 @@ class Dream(nn.Module):
         Returns h (B, L, D) and kv, (k, v) per layer, each (B, S, groups, head_dim), the keys
         rotated already. While checkpointing, kv is empty.
         """
-        at = torch.arange(emb.shape[1], device=emb.device) + start      # (L,)
-        cos, sin = (turn.to(emb.dtype) for turn in rope(at[None], self.cfg))
+        place = torch.arange(emb.shape[1], device=emb.device) + start   # (L,)
+        cos, sin = (turn.to(emb.dtype) for turn in rope(place[None], self.cfg))
         h, kv = emb, []
         for i, layer in enumerate(self.model["layers"]):
-            context = (cos, sin, None if past is None else past[i], at)
+            context = (cos, sin, None if past is None else past[i], place)
             if self.checkpointing and torch.is_grad_enabled():
                 h, _ = checkpoint(layer, h, *context, use_reentrant=False)
             else:
@@ -191,17 +191,18 @@ class Dream(nn.Module):
                 kv.append(new)
         return self.model["norm"](h), kv
 
-    def before(self, h, at):
-        """h (B, L, D) → (N, D), the hidden states that predict the positions `at` (N,).
+    def before(self, h, masks):
+        """h (B, L, D) → (N, D), the hidden states that predict the masked positions (b, l).
 
         Dream grew out of a next-token model and kept its shift: hidden state i − 1 predicts
         position i. So position 0 must never be masked, which `sample_dream.pad_prompts` refuses.
         """
-        return h.flatten(0, 1)[at - 1]                                  # (N, D)  the shift
+        b, l = masks
+        return h[b, l - 1]                                              # (N, D)  the shift
 
-    def hidden(self, emb, at, t=None):
-        """emb (B, L, D) → (N, D), the states that predict `at` (N,). Dream does not use t."""
-        return self.before(self.trunk(emb)[0], at)
+    def hidden(self, emb, masks, t=None):
+        """emb (B, L, D) → (N, D), the states that predict `masks`. Dream does not use t."""
+        return self.before(self.trunk(emb)[0], masks)
 
     def head(self, h):
         """Hidden states (n, D) → logits (n, V). The product is in the weights' dtype [code]."""

@@ -7,38 +7,34 @@
     Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
-A backbone is three things. Soft-masking works between the first and the second:
+A backbone is three things. SM changes what goes from `table` to `hidden`, by what `head` predicted:
 
-    table                   (V, D)                           the embeddings
-    hidden(emb, at, t)      (B, L, D), (N,), (B,) → (N, D)   last hidden states that predict `at`,
-                                                             which are positions in the flat batch
-    head(h)                 (n, D) → (n, V)                  logits, fp32 always
+    table                     (V, D)                          the embeddings
+    hidden(emb, masks, t)     (B, L, D), (b, l), (B,) → (N, D)   last hidden states that predict the
+                                                              masked positions
+    head(h)                   (n, D) → (n, V)                 logits, fp32 always
 
-Logits have a row for each *masked* position, N in a batch, and exist only in `in_chunks`, n at a
-time: (B, L, V) in fp32 would take 6.6 GB for one micro-batch of the paper. Submodules have the
-names and the order of the released checkpoints.
+`masks` is the index pair (b, l) of the N masked positions, each (N,): x[masks] are their tokens.
+Logits have a row for each of them, and exist only a chunk at a time (chunks.py). Submodules have
+the names and the order of the released checkpoints.
 """
 
 import math
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint as recomputed
 
 import checkpoint
-from arms import ARMS
+from chunks import SM_KEEPS, in_chunks, in_pieces
 from launch import Count, Negative, Positive, Refused, Size
+from softmask import SoftMask
+from variants import VARIANTS
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
 T_MIN = 1e-3        # the smallest time: the loss divides by t [code]
-BUDGET = 1e9        # bytes of a chunk's (n, V) tensors, and of all those kept for a backward
-CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
-CPU_CACHE = 1.6e6   # bytes of logits that stay in a CPU's caches while SM passes over them often
-COMPILED_ROWS = 4096  # of a chunk, if chunks are compiled: large products, 0.4 GB of logits
 
 
 @dataclass
@@ -54,19 +50,20 @@ class ModelConfig:
     dropout: Annotated[float, 0, 0.999] = 0.1
     time_conditioning: bool = False  # on in §4.1, but off in both released configurations [code]
     # soft-masking, §3.1
-    soft_mask: bool = True           # False: a binary MDLM, without ω
+    soft_mask: bool = True           # False: a binary MDLM, without ω; train.py has p_sm for it
     k: Size | None = 3               # None: all of |V|, through a trainable temperature, App. C.3
-    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # ω at the start: close to 0, App. B.2 [code]
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # ω at the start: close to 0, App. B.2 [code]
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
-    arm: Literal[tuple(ARMS)] = ""   # another gate or mix: its name in arms.py
+    variant: Literal[("", *VARIANTS)] = ""  # another gate or mix: its name in variants.py
 
 
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
     """n times in [b_l, b_h], one from each of n equal slices                       Alg. 1 l.3, §3.2
 
-    Returns t: (n,) fp32, ascending. The loss varies far less than with independent draws [code].
+    Returns t: (n,) fp32, ascending. Stratified [code]: the loss varies far less than with the
+    independent draws of Alg. 1.
     """
     u = (torch.arange(n) + torch.rand(n, generator=generator)) / n             # (n,)
     return b_l + (b_h - b_l) * u                                               # (n,)
@@ -103,6 +100,16 @@ def zero_linear(n_in, n_out):
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
     return linear
+
+
+def rotation(L, d):
+    """cos and sin (L, 1, 1, d) of the rotary angles of L positions, fp32, for `rotate`"""
+    i = torch.arange(0, d, 2).float()                                          # (d/2,)
+    # In fp32: bf16 would lose the phase of far positions.
+    angles = torch.arange(L).float()[:, None] * 10000 ** (-i / d)              # (L, d/2)
+    # As cos(−a) = cos a and sin(−a) = −sin a, this negates sin for the first of each pair.
+    angles = torch.cat((-angles, angles), dim=-1)[:, None, None]               # (L, 1, 1, d)
+    return angles.cos(), angles.sin()
 
 
 def rotate(x, cos, sin):
@@ -147,7 +154,7 @@ class DiT(nn.Module):
         super().__init__()
         self.cfg = cfg
         V, D, cond = cfg.vocab_size, cfg.n_embd, cfg.n_cond
-        self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not `head`'s [code]
+        self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not tied [code]
         nn.init.kaiming_uniform_(self.table, a=math.sqrt(5))
         mlp = nn.Sequential(nn.Linear(256, cond), nn.SiLU(), nn.Linear(cond, cond))
         self.sigma_map = nn.ModuleDict({"mlp": mlp})
@@ -156,10 +163,42 @@ class DiT(nn.Module):
             "norm_final": LayerNorm(D),
             "linear": zero_linear(D, V),
             "adaLN_modulation": zero_linear(cond, 2 * D)})
+        # No buffers: DDP would broadcast them in every update.
+        self.cos, self.sin = rotation(cfg.length, D // cfg.n_head)             # 2 × (L, 1, 1, d)
 
     @property
     def table(self):
         return self.vocab_embed.embedding                                      # (V, D)
+
+    def hidden(self, emb, masks, t):
+        return self.trunk(emb, t)[masks]                                       # (N, D)
+
+    def trunk(self, emb, t):
+        """emb (B, L, D) → last hidden states (B, L, D), both fp32, under autocast too [code]"""
+        kind, dtype = emb.device.type, emb.dtype  # dtype: of queries and keys
+        if torch.is_autocast_enabled(kind):
+            dtype = torch.get_autocast_dtype(kind)
+        L = emb.shape[1]
+        cos, sin = self.cos[:L].to(dtype), self.sin[:L].to(dtype)              # 2 × (L, 1, 1, d)
+        c = self.time_embedding(t)                                             # (B or 1, cond)
+        for block in self.blocks:
+            emb = block(emb, c, cos, sin)                                      # (B, L, D)
+        modulation = self.output_layer.adaLN_modulation(c)[:, None]            # (B or 1, 1, 2D)
+        shift, scale = modulation.chunk(2, dim=-1)                             # 2 × (B or 1, 1, D)
+        return self.output_layer.norm_final(emb, shift, scale)                 # (B, L, D)
+
+    def head(self, h):
+        """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code]."""
+        V = self.cfg.vocab_size
+        weight = self.output_layer.linear.weight                               # (V, D)
+        bias = self.output_layer.linear.bias.clone()                           # (V,)
+        bias[self.cfg.mask_id] = -1e6  # p = 0 without one more pass over an (n, V) tensor
+        if torch.compiler.is_compiling():
+            # Where 64 does not divide V, CUDA takes an old kernel for the gradient of weight. So V
+            # is padded inside of the product [ours]. Eager code would copy the weights each time.
+            weight = F.pad(weight, (0, 0, 0, -V % 64))
+            bias = F.pad(bias, (0, -V % 64))
+        return F.linear(h, weight, bias)[:, :V].float()                        # (n, V)
 
     def time_embedding(self, t):
         """(B, cond) fp32, of σ = −log α_t. Without time conditioning (1, cond), of σ = 0 [code]"""
@@ -173,86 +212,35 @@ class DiT(nn.Module):
             waves = torch.cat((angles.cos(), angles.sin()), dim=-1)            # (B or 1, 256)
             return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
-    def trunk(self, emb, t):
-        """emb (B, L, D) → last hidden states (B, L, D), both fp32, under autocast too [code]"""
-        device = emb.device
-        d = self.cfg.n_embd // self.cfg.n_head
-        i = torch.arange(0, d, 2, device=device).float()                       # (d/2,)
-        position = torch.arange(emb.shape[1], device=device).float()           # (L,)
-        # Angles in fp32: bf16 would lose the phase of far positions.
-        angles = position[:, None] * 10000 ** (-i / d)                         # (L, d/2)
-        # As cos(−a) = cos a and sin(−a) = −sin a, this negates sin for the first of each pair.
-        angles = torch.cat((-angles, angles), dim=-1)[:, None, None]           # (L, 1, 1, d)
-        dtype = emb.dtype  # that of queries and keys
-        if torch.is_autocast_enabled(device.type):
-            dtype = torch.get_autocast_dtype(device.type)
-        cos = angles.cos().to(dtype)                                           # (L, 1, 1, d)
-        sin = angles.sin().to(dtype)                                           # (L, 1, 1, d)
-        c = self.time_embedding(t)                                             # (B or 1, cond)
-        for block in self.blocks:
-            emb = block(emb, c, cos, sin)                                      # (B, L, D)
-        modulation = self.output_layer.adaLN_modulation(c)[:, None]            # (B or 1, 1, 2D)
-        shift, scale = modulation.chunk(2, dim=-1)                             # 2 × (B or 1, 1, D)
-        return self.output_layer.norm_final(emb, shift, scale)                 # (B, L, D)
+    def cast_linears_(self, dtype):
+        """Store the weights of blocks and head in the dtype of the autocast they run under.
 
-    def hidden(self, emb, at, t):
-        return self.trunk(emb, t).flatten(0, 1)[at]                            # (N, D)
+        The results have the same bits, and no call casts the weights anew. For decoding only:
+        training needs fp32 weights. sigma_map and the norms run in fp32, so they are left out.
+        """
+        for part in (self.blocks, self.output_layer):
+            for module in part.modules():
+                if isinstance(module, nn.Linear):
+                    module.to(dtype)
 
-    def head(self, h):
-        """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code]."""
-        V = self.cfg.vocab_size
-        weight = self.output_layer.linear.weight                               # (V, D)
-        bias = self.output_layer.linear.bias.clone()                           # (V,)
-        bias[self.cfg.mask_id] = -1e6  # p = 0 without one more pass over an (n, V) tensor
-        if torch.compiler.is_compiling() and h.is_cuda:
-            # Where 64 does not divide V, CUDA takes an old kernel for the gradient of weight. So V
-            # is padded inside of the product [ours]. Eager code would copy the weights each time.
-            weight = F.pad(weight, (0, 0, 0, -V % 64))
-            bias = F.pad(bias, (0, -V % 64))
-        return F.linear(h, weight, bias)[:, :V].float()                        # (n, V)
-
-
-def likeliest(probs, p):
-    """The m largest of each row of probs (n, V). In every row, their sum is above p, or m = V.
-
-    Returns values and ids (n, m), descending. To sort all of V costs as much as the network [ours].
-    """
-    V = probs.shape[1]
-    sizes = (min(1024, V), min(8192, V), V)
-    if probs.is_cuda and probs.numel() < 1e6:
-        sizes = (V,)  # `all` makes the host wait for a GPU; 1e6 is a guess, not measured [ours]
-    for m in sizes:
-        top, ids = probs.topk(m)                                               # 2 × (n, m)
-        if m == V or (top.cumsum(-1)[:, -1] > p).all():
-            return top, ids
-
-
-def in_chunks(fn, *rows, V, keeps=0, compiled=False):
-    """fn(*rows) in chunks of rows, outputs concatenated. (n, V) tensors exist only in here.
-
-    fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
-    keeps: number of fp32 (n, V) tensors that fn keeps for its backward. If those of all chunks take
-        more than BUDGET, none is kept, and the backward runs fn again.   compiled: fn keeps its
-        logits, in the dtype of the product, and nothing runs again.
-    """
-    N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
-    # While fn works it holds at most 6.7 tensors (n, V) in fp32, measured for SM over all of |V|.
-    room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / 6.7
-    size = max(1, int(room / one_row))
-    if compiled:
-        size = COMPILED_ROWS  # always split: a whole tensor would be compiled for once more
-    elif N <= size:
-        return fn(*rows)
-    if torch.is_grad_enabled() and keeps * N * one_row > BUDGET and not compiled:
-        fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
-    parts = [fn(*chunk) for chunk in zip(*(r.split(size) for r in rows))]
-    if isinstance(parts[0], tuple):
-        return tuple(torch.cat(part) for part in zip(*parts))
-    return torch.cat(parts)
+    def _apply(self, fn, recurse=True):
+        """Moves the rotation with the model. `.to(bfloat16)` leaves it in fp32."""
+        super()._apply(fn, recurse)
+        self.cos, self.sin = self.cos.to(self.table.device), self.sin.to(self.table.device)
+        return self
 
 
 class TwoPass(nn.Module):
     """Predict, feed back, predict again, for any backbone                        §3.2, Alg. 1 l.5-8
+
+        θ~ = detach(θ)                                                               l.5
+        p~ = g_θ~(x_t)         a forward pass over plain [MASK]s, without a graph    l.6
+        x' = sm_ω(x_t, p~)     each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i         l.7
+        p  = g_θ(x')           a forward pass with a graph, to θ and through x' to ω l.7
+        L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
+
+    The way to Eq. 3: token_nll, feedback, weigh, SoftMask.forward, SoftMask.strength. Between them,
+    in_chunks and in_pieces only cut rows into parts.
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
@@ -264,50 +252,76 @@ class TwoPass(nn.Module):
         self.mask_id = mask_id
         self.two_updates = two_updates      # the first pass gets gradients too, App. C.3
         self.lam = torch.tensor(torch.nan)  # 0-d, the mean of λ in the last forward with feedback
-        self.compiled = False
 
-    def weigh(self, h, logits=None):
-        """λ (n,), ids (n, k), π (n, k) of a chunk. For k = |V|: λ, best id (n, 1), mix (n, D)."""
-        sm = self.sm
-        if logits is None:
-            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
-                logits = self.net.head(h)                                      # (n, V)
-        if sm.k is None:
-            lam, _, pi = sm(logits)                                            # (n,), (n, V)
-            return lam, pi.argmax(-1)[:, None], sm.mix(self.net.table, lam, None, pi)
-        if self.compiled or not logits.is_cpu:
-            return sm(logits)
-        # In pieces that stay in a CPU's caches, SM is faster.
-        pieces = logits.split(max(1, int(CPU_CACHE / 4 / logits.shape[1])))
-        return tuple(torch.cat(parts) for parts in zip(*map(sm, pieces)))
+    def token_nll(self, x0, xt, t, soft, masks=None):
+        """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
 
-    def feedback(self, h, logits=None):
+        x0, xt: (B, L) ids.   t: (B,) times.   soft: with feedback, in two passes; otherwise one.
+        masks: where xt is [MASK], as an index pair (b, l) (default: found here).
+        Returns nll (N,) fp32, and masks. Checked against tests/oracles.py dense_nll.
+        """
+        net = self.net
+        if masks is None:  # the host waits for the device here, and nowhere else
+            masks = (xt == self.mask_id).nonzero(as_tuple=True)                # 2 × (N,)
+        emb = F.embedding(xt, net.table)                                       # (B, L, D)
+        if soft:
+            with self.detached():                                              #                 l.5
+                # Of p~, whose logits exist in chunks only. Dropout is on [code].
+                h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
+            mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
+            emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
+            # An attribute, because DDP returns the loss alone. The mean of no masks would be NaN.
+            self.lam = lam.detach().sum() / max(1, len(lam))
+        h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
+        nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
+        return with_omega_in_graph(nll, self.sm), masks
+
+    def feedback(self, h):
         """What masked positions look like in the next pass                 Alg. 1 l.6-7, Alg. 2 l.6
 
-        h: (n, D) hidden states that predict them.   logits: (n, V) head(h), if already computed.
-        Returns their embeddings (n, D), λ (n,), and the most likely tokens (n,).
+        h: (n, D) hidden states that predict them.
+        Returns their embeddings (n, D), λ (n,), and the likeliest tokens (n,).
         """
-        if logits is None:
-            # At most, of (n, V): logits, the same clamped, d, d clamped, e, π.
-            keeps = 6 if self.two_updates or self.sm.k is None else 0
-            lam, ids, pi = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
-                                     compiled=self.compiled)
-        else:
-            lam, ids, pi = self.weigh(h, logits)
-        if self.sm.k is None:  # pi is the mix: π is (n, V), and stays in its chunk
-            return pi, lam, ids[:, 0]
-        # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
+        V = len(self.net.table)
+        if self.sm.k is None:  # π is (n, V), so it is mixed in its chunk
+            return in_chunks(self.feedback_chunk, h, V=V, keeps=SM_KEEPS)
+        keeps = SM_KEEPS if self.two_updates else 0
+        lam, ids, pi = in_chunks(self.weigh, h, V=V, keeps=keeps, whole=self.training)
+        # One mix for all chunks: each lookup in the table costs a dense (V, D) gradient.
         return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
+
+    def weigh(self, h, logits=None):
+        """λ, ids, π of a chunk, from SoftMask.forward.   logits: (n, V) head(h), if known."""
+        if logits is None:
+            with self.detached():
+                logits = self.net.head(h)                                      # (n, V)       l.6 p~
+        return in_pieces(self.sm, logits)
+
+    def detached(self):
+        """A block without gradients, θ~. With two updates, θ keeps them here too (App. C.3)."""
+        return torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled())
+
+    def feedback_chunk(self, h, logits=None):
+        """`feedback` of one chunk, in which π may be (n, V)."""
+        lam, ids, pi = self.weigh(h, logits)
+        best = pi.argmax(-1) if ids is None else ids[:, 0]                     # (n,)
+        return self.sm.mix(self.net.table, lam, ids, pi), lam, best
 
     def feedback_of_certain(self, ids):
         """`feedback` of re-masked tokens ids (m,): H = 0, largest λ.
 
-        The network has just seen them as tokens. Of such a token, MDLM predicts p = 1 [code].
+        They were visible in the last pass. SUBS puts all mass on a visible token [code].
         """
-        neg_entropy = torch.zeros(len(ids), device=ids.device)                 # (m,)
-        lam = self.sm.strength(neg_entropy)                                    # (m,)
+        lam = self.sm.strength(torch.zeros(len(ids), device=ids.device))       # (m,)
         pi = torch.ones_like(lam)[:, None]                                     # (m, 1)
         return self.sm.mix(self.net.table, lam, ids[:, None], pi), lam, ids
+
+    def cross_entropy(self, h, x0):
+        """−log p(x0) in nats, (N,) fp32, of tokens x0 (N,) from h (N, D)              Alg. 1 l.8"""
+        return in_chunks(self.score, h, x0, V=len(self.net.table), keeps=1, whole=self.training)
+
+    def score(self, h, x0):
+        return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk
 
     def warning(self):
         """What to tell the user if training has left feedback off, which no loss shows, else ""."""
@@ -316,55 +330,17 @@ class TwoPass(nn.Module):
         return (f"feedback is off: λ is {self.lam:.1g} on average. Train longer, or start with "
                 f"--omega_s=0.5 --omega_a=1 --omega_b=-2.8")
 
-    def score(self, h, x):
-        return F.cross_entropy(self.net.head(h), x, reduction="none")          # (n,)  of one chunk
 
-    def cross_entropy(self, h, x):
-        """−log p(x), (N,) fp32 nats, of tokens x (N,) from hidden states h (N, D)     Alg. 1 l.8"""
-        return in_chunks(self.score, h, x, V=len(self.net.table), keeps=1, compiled=self.compiled)
+def with_omega_in_graph(nll, sm):
+    """Adds 0 · ω, so that in updates without feedback, too, ω has a gradient: 0.
 
-    def token_nll(self, x0, xt, t, soft, at=None):
-        """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
-
-        x0, xt: (B, L) ids.   t: (B,) times.   soft: two passes, not one on plain masks.
-        at: (N,) positions of [MASK] in the flat batch (default: found here).
-        Returns nll (N,) fp32, and at. Checked against tests/oracles.py dense_nll.
-        """
-        net = self.net
-        if at is None:  # the host waits for the device here, and nowhere else
-            at = (xt == self.mask_id).flatten().nonzero().squeeze(1)           # (N,)
-        emb = F.embedding(xt, net.table)                                       # (B, L, D)
-        if soft:
-            # Pass 1 keeps dropout on [code]. It has a graph only with two_updates.
-            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):         # l.5
-                h = net.hidden(emb, at, t)                                     # (N, D)          l.6
-            mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
-            emb = emb.flatten(0, 1).index_copy(0, at, mixed.to(emb.dtype)).view_as(emb)
-            self.lam = lam.detach().sum() / max(1, len(lam))
-        h = net.hidden(emb, at, t)                                             # (N, D)        l.7 g
-        nll = self.cross_entropy(h, x0.flatten()[at])                          # (N,)            l.8
-        if self.sm is not None:
-            # This adds 0 to the gradient of ω, so it is in the graph of every step. Else DDP would
-            # wait for the gradient of ω after a step without SM, and would then apply a wrong one.
-            # 0 · p for each: the gradients of 0 · Σp would all be views of one number.
-            nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
-        return nll, at
-
-
-def compile_parts(model, mode=None):
-    """Compile the slow parts of a TwoPass on CUDA: its trunk and its work on a chunk [ours]
-
-    mode: of the trunk; "reduce-overhead" makes CUDA graphs. Chunks have none: their length changes.
-    Methods are compiled, not modules, because those would change the names in the state_dict.
+    Otherwise DDP would not average the bucket that ω is in, with some of θ's gradients. The ranks
+    would drift apart, and only the next forward pass would raise.
     """
-    def any_length(fn):
-        fast = torch.compile(fn, dynamic=True)
-        # torch would compile once more for 0 rows and for 1.
-        return lambda h, *others: (fast if len(h) > 1 else fn)(h, *others)
-
-    model.net.trunk = torch.compile(model.net.trunk, mode=mode)
-    model.weigh, model.score = any_length(model.weigh), any_length(model.score)
-    model.compiled = True
+    if sm is None:
+        return nll
+    # Not 0 · Σp: all gradients would be views of one number, to which the next micro-batch adds.
+    return nll + sum((0 * p).sum() for p in sm.parameters())
 
 
 class MDLM(TwoPass):
@@ -373,41 +349,37 @@ class MDLM(TwoPass):
     def __init__(self, cfg):
         if cfg.n_embd % (2 * cfg.n_head):  # rotary positions turn pairs
             raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
-        net, sm = DiT(cfg), None
+        sm = None
         if cfg.soft_mask:
-            sm = ARMS[cfg.arm](cfg.mask_id, cfg.k, omega_s=cfg.omega_s, omega_a=cfg.omega_a,
-                               omega_b=cfg.omega_b)
-        super().__init__(net, sm, cfg.mask_id, cfg.two_updates)
+            kind = VARIANTS[cfg.variant] if cfg.variant else SoftMask  # the paper's
+            sm = kind(cfg.mask_id, cfg.k, omega_s=cfg.omega_s, omega_a=cfg.omega_a,
+                      omega_b=cfg.omega_b)
+        super().__init__(DiT(cfg), sm, cfg.mask_id, cfg.two_updates)
         self.cfg = cfg
 
-    def forward(self, x0, xt, t, soft, at=None):
-        """Cross-entropy of the masked tokens, times 1/t                         Eq. 2, Alg. 1 l.5-8
+    def forward(self, x0, xt, t, soft, masks=None):
+        """The loss of each sequence, (B,) in nats                               Eq. 2, Alg. 1 l.5-8
 
-        Returns nll: (B,) nats per sequence. Its mean over t and x_t bounds −log p(x0) from above
-        for a sampler with two passes, as here. Alg. 2 is another one: its single pass has the
-        feedback of the step before, of which pass 1 is a proxy (§3.2).
+        L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
+
+        The weight is −α′_t / (1 − α_t): 1/t for α_t = 1 − (1 − floor) t, whatever the floor. L is a
+        bound up to ALPHA_FLOOR and T_MIN, which cost it about 0.1 %.
+        With feedback, it bounds a sampler that makes both passes in every step. Alg. 2 makes one:
+        its feedback comes from the step before, and pass 1 stands in for that step (§3.2).
         """
-        B, L = xt.shape
-        nll, at = self.token_nll(x0, xt, t, soft, at)                          # (N,), (N,)
-        return nll.new_zeros(B).index_add(0, at // L, nll) / t                 # (B,)        l.8 1/t
+        nll, masks = self.token_nll(x0, xt, t, soft, masks)                    # (N,), 2 × (N,)
+        return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
 
     @classmethod
     def load(cls, path, ema=True):
         """A model in eval mode, from any file that checkpoint.load reads. `.info`: the rest of it.
 
-        ema: take the averaged backbone, as every published number does. ω has no average [code].
+        ema: take the averaged backbone, as every published number does.
         """
-        ckpt = checkpoint.load(path)
-        weights, average = ckpt.pop("model"), ckpt.pop("ema", None)
-        if ema and average:
-            weights = weights | average
-        elif not (ema or average):
-            raise Refused(f"{path} holds the average alone: --ema=False needs a last.pt")
-        config = {name: value for name, value in ckpt["config"].items()
+        weights, info = checkpoint.weights(path, ema)
+        config = {name: value for name, value in info["config"].items()
                   if name in ModelConfig.__dataclass_fields__}  # train.Config has more
         model = cls(ModelConfig(**config))
         model.load_state_dict(weights)
-        checkpoint.check_numbers(weights, path)
-        ckpt.pop("optimizer", None)
-        model.info = ckpt
+        model.info = info
         return model.eval()

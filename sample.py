@@ -26,10 +26,11 @@ import torch
 import torch.nn.functional as F
 
 import launch
-from arms import with_omega
+from checkpoint import with_omega
+from chunks import compile_parts, in_chunks, likeliest
 from data import rng, tokenizer
 from launch import Refused, Share, Size, append_jsonl, machine, progress, read_jsonl, to_device
-from mdlm import MDLM, compile_parts, in_chunks, likeliest
+from mdlm import MDLM
 from show import show, trace
 
 T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
@@ -246,7 +247,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         drawn = sample_categorical(nucleus(p, top_p), u)                       # (m,)
         if not soft:
             return drawn, neg_entropy
-        return drawn, neg_entropy, *model.feedback(h, logits)
+        return drawn, neg_entropy, *model.feedback_chunk(h, logits)
 
     for steps_left in range(steps, 0, -1):
         masked = (x == mask_id).view(n, L)                                     # (n, L)
@@ -257,7 +258,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         draws = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
         u, chance = torch.cat(draws).unbind(1)                                 # 2 × (nL,)
         chance = chance.float().view(n, L).to(device)                          # (n, L)
-        h = net.hidden(emb.view(n, L, -1), at, t)                              # (N, D)          l.3
+        h = net.hidden(emb.view(n, L, -1), (at // L, at % L), t)               # (N, D)          l.3
         u = u[at.cpu()]                                                        # (N,)
         drawn, neg_entropy, *feedback = in_chunks(choose, h, u, V=len(table))  #            l.4, l.6
         score = chance
@@ -412,6 +413,8 @@ def main(cfg):
     todo = [i for i in range(rank, cfg.count, world)
             if i not in texts or (watch and i in watched)]
     title = f"{len(todo)} samples"
+    if dtype:
+        model.net.cast_linears_(dtype)
     if cfg.compile:
         compile_parts(model, "reduce-overhead")
         title += ", the first after a minute of compiling"

@@ -1,29 +1,44 @@
 # SPDX-License-Identifier: MIT
 """Soft-masking: the layer that the paper adds to a model, made to be copied.            §3.1, Eq. 3
 
-In every decoding step, a masked diffusion model commits some tokens and keeps [MASK] elsewhere.
-Binary masking throws away the prediction at a kept mask. Soft-masking (SM) feeds this back: the
-next step sees a convex mix of the [MASK] embedding and the embeddings of the k likeliest tokens.
-Their share, λ, grows with the confidence of the model. Three scalars in λ are learned: ω_s, ω_a,
-ω_b. `python softmask.py` prints an example. To use it with any model that takes embeddings:
+At every decoding step, a masked diffusion model commits some tokens and keeps [MASK] elsewhere.
+Binary masking throws away what the model predicted for the masks it keeps. Soft-masking (SM) feeds
+it back: at a mask, the next step sees
 
-    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)
+    sm(m, p) = (1 − λ) m + λ Σ_i π_i v_i        over the k likeliest tokens, with π_i = p_i / Σ p
+    λ(p)     = ω_s σ(ω_a (−H(p) − ω_b))         more feedback where the model is surer
+
+p is the last prediction at this mask, H its entropy in nats, m and v_i are the embeddings of [MASK]
+and of token i. Three scalars are learned: ω_s, ω_a and ω_b. `python softmask.py` prints an example.
+To use SM with any model that takes embeddings:
+
+    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)   # the paper starts at 1e-6
     table = model.get_input_embeddings().weight           # (V, D)
     with torch.no_grad():
-        logits = model(input_ids=x).logits                # (B, L, V)  what it thinks of the masks
+        logits = model(input_ids=x).logits                # (B, L, V)  what it predicts at the masks
     emb = sm.embed(table, x, logits)                      # (B, L, D)  only the [MASK]s change
     logits = model(inputs_embeds=emb).logits              # (B, L, V)  train or decode from these
 
-Train ω with the model, at a learning rate near 1e-2 (App. B.2). A share 1 − p_sm of the updates
-has no feedback, because the first decoding step has none (§3.2). In such an update, set the
-gradient of ω to None before the optimizer's step, or Adam moves ω by its momentum. Under DDP, add
-sum((0 * p).sum() for p in sm.parameters()) to every loss, so that ω is always in the graph.
-Print λ at the masks, the first output of sm(logits[x == mask_id]). If it stays near 0, feedback is
-off, and no loss shows it: start ω_b near −H, in nats, of what the model predicts at the masks.
+What goes wrong, and what to do:
 
-A comment without a tag follows the paper, [code] the authors' released code. [ours] is our choice.
-Nothing here is detached: the caller's no_grad decides. A model that can predict [MASK] may have it
-among the k [code]: set its logit to −inf first to prevent this.
+1. ω hardly moves at a backbone's learning rate. Give it a group of its own in the optimizer, with a
+   rate near 1e-2 (App. B.2) and no weight decay, which would pull ω_s towards 0.5.
+2. The first decoding step has no feedback. So leave it out of 20 % of the updates, 1 − p_sm (§3.2).
+3. λ can stay near 0: feedback is off, and the loss does not show it. Print λ at the masks, the
+   first output of sm(logits[x == mask_id]). Start ω_b near −H, minus the entropy there [ours].
+4. Row l of the logits must predict position l. Shift those of a model that predicts the next token.
+5. Nothing is detached here. Whether the first pass gets gradients is up to the caller's no_grad.
+6. Give autocast cache_enabled=False. Otherwise older torch (2.6 and 2.9 do, 2.13 does not) reuses
+   the casts of the first pass, which have no graph, and the weights get no gradient.
+7. A model that can predict [MASK] may have it among the k [code]. To prevent this, set its logit to
+   −inf first.
+
+Under DDP, add sum((0 * p).sum() for p in sm.parameters()) to every loss, or the ranks drift apart.
+After an update without feedback, set ω's gradients to None: Adam's momentum would move ω even with
+a gradient of 0.
+
+What a comment says of the method is the paper's. [code]: the released code does so, where the paper
+is silent or differs. [ours]: we chose.
 """
 
 import sys
@@ -35,33 +50,11 @@ import torch.nn.functional as F
 EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
-def softplus_inverse(y):
-    return y + torch.log(-torch.expm1(-y))  # log(e^y − 1), without overflow
-
-
-def largest(logits, k):
-    """logits.topk(k) of (N, V), in one pass over a large vocabulary; ids may differ at ties [ours]
-
-    The k largest lie in the k groups with the largest maxima. `topk` itself reads all V four times.
-    """
-    width, V = 128, logits.shape[1]
-    if V < 8 * k * width:  # the candidates would be a large part of V
-        return logits.topk(k)
-    whole = V // width * width
-    groups = logits.detach()[:, :whole].unflatten(1, (-1, width))              # (N, V/128, 128)
-    best = groups.amax(-1).topk(k).indices                                     # (N, k)
-    inside = torch.arange(width, device=best.device)                           # (128,)
-    ids = (best[..., None] * width + inside).flatten(1)                        # (N, k·128)
-    rest = torch.arange(whole, V, device=best.device).expand(len(ids), -1)     # (N, < 128)
-    ids = torch.cat((ids, rest), 1)                                            # (N, < (k+1)·128)
-    top, place = logits.gather(1, ids).topk(k)                                 # 2 × (N, k)
-    return top, ids.gather(1, place)                                           # 2 × (N, k)
-
-
 class SoftMask(nn.Module):
-    """sm_ω(x̂, p) as (λ, ids, π), the three quantities of §3.1, and as embeddings.
+    """sm_ω(x̂, p) of §3.1. `forward` gives λ, the likeliest tokens and their shares π. `mix` and
+    `embed` turn them into embeddings.
 
-    k: tokens in the mix; None: all, at a learned temperature τ.
+    k: tokens in the mix; None: the paper's k = |V|, at a learned temperature that starts at tau.
     omega_s in [0, 1): amplitude.   omega_a > 0: steepness, per nat.   omega_b < 0: offset, nats.
     The parameters are raw: ω is a sigmoid or a softplus of them, so that its constraints hold.
     Checked against tests/oracles.py soft_mask.
@@ -70,80 +63,45 @@ class SoftMask(nn.Module):
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):
         super().__init__()
         in_range = 0 <= omega_s < 1 and omega_a > 0 and omega_b < 0 and tau > 0
-        if not in_range or (k is not None and k < 1):
-            raise ValueError("SoftMask needs 0 <= omega_s < 1, omega_a > 0, omega_b < 0, tau > 0, "
-                             "and k >= 1 or None")
+        if not in_range or (k is not None and k < 1) or mask_id is None:
+            raise ValueError("SoftMask needs a mask_id, 0 <= omega_s < 1, omega_a > 0, "
+                             "omega_b < 0, tau > 0, and k >= 1 or None")
         self.mask_id, self.k = mask_id, k
         s, a, minus_b, tau = torch.tensor([omega_s, omega_a, -omega_b, tau], dtype=torch.float32)
-        self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))  # eps: ω_s = 0 would give −∞ [code]
+        self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))
         self.raw_a = nn.Parameter(softplus_inverse(a))
         self.raw_b = nn.Parameter(softplus_inverse(minus_b))
-        if k is None:  # with top-k, τ would have no gradient, and that stops DDP
+        if k is None:  # with top-k, nothing would depend on τ
             self.raw_tau = nn.Parameter(softplus_inverse(tau))
 
-    def _apply(self, fn, recurse=True):
-        """Moves ω with the model, but never rounds it: `.to(bfloat16)` leaves ω in fp32.
-
-        raw_s starts near −14. There bf16 has a spacing of 1/16, and Adam's steps of 1e-2 would all
-        be rounded away. ω_s would never move, and nothing would show that SM is off.
-        """
-        def move(tensor):
-            new = fn(tensor)
-            return new if new.dtype == tensor.dtype else tensor.to(new.device)
-        return super()._apply(move, recurse)
-
-    @property
-    def omega(self):
-        """(ω_s, ω_a, ω_b), constrained: three 0-d fp32 tensors                          App. B.1"""
-        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) skips `_apply`
-            raise ValueError(f"ω in {self.raw_s.dtype} would not learn: keep it in float32")
-        omega_a = F.softplus(self.raw_a) + EPS
-        omega_b = -F.softplus(self.raw_b) - EPS
-        return torch.sigmoid(self.raw_s), omega_a, omega_b
-
-    @property
-    def tau(self):
-        """The temperature of k = |V|, a 0-d fp32 tensor                                 App. C.3"""
-        return F.softplus(self.raw_tau) + EPS
-
-    def extra_repr(self):
-        words = "k={}, omega_s={:.4g}, omega_a={:.4g}, omega_b={:.4g}"
-        return words.format(self.k, *self.omega)
-
-    def strength(self, neg_entropy):
-        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the mix that is not [MASK]          Eq. 3
-
-        neg_entropy: (...) −H(p) in nats, at most 0.   Returns λ: (...) in [0, ω_s).
-
-        A confident model (−H near 0) has λ near ω_s, an unsure one (−H far below ω_b) near 0. With
-        ω_s = 0 this is binary masking (§3.3). Training starts close to it (App. B.2), but not at
-        it: the gradient of raw_s is proportional to ω_s.
-        """
-        omega_s, omega_a, omega_b = self.omega
-        return omega_s * torch.sigmoid(omega_a * (neg_entropy - omega_b))          # (...)
-
-    def forward(self, logits, gain=1.0):
+    def forward(self, logits):
         """For each row: how much feedback, of which tokens, in what shares              §3.1, Eq. 3
 
         logits: (N, V), one row per masked position, any float dtype.
-        gain: factor on λ (`time_gain`), a number or one for each row.
         Returns λ (N,), ids (N, k) or None for k = |V|, π (N, k) or (N, V). λ and π are fp32.
         """
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
             # τ changes λ, too [code]. Without the clamp, a logit of −∞ makes τ's gradient NaN.
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
-        d = logits - logits.detach().amax(-1, keepdim=True)                        # (N, V)  <= 0
-        e = d.exp()                                                                # (N, V)
-        total = e.sum(-1)                                                          # (N,)
-        # −H = Σ p log p = Σ e·d / Σe − log Σe: one exponential. The clamp matters only where p = 0:
-        # there 0 · −inf would be NaN.
-        neg_entropy = (e * d.clamp_min(-100)).sum(-1) / total - total.log()        # (N,)
-        lam = gain * self.strength(neg_entropy)                                    # (N,)
+        logp = logits.log_softmax(-1)                                              # (N, V)
+        lam = self.strength(neg_entropy(logp))                                     # (N,)
         if self.k is None:
-            return lam, None, e / total[:, None]
+            return lam, None, logp.exp()
         top, ids = largest(logits, self.k)                                         # (N, k)
         return lam, ids, top.softmax(-1)             # p renormalised over the top k: Σ π = 1
+
+    def strength(self, minus_h):
+        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the guesses in the mix              Eq. 3
+
+        minus_h: (…) −H(p) in nats, at most 0.   Returns λ: (…) in [0, ω_s].
+
+        A confident model (−H near 0) has λ near ω_s, an unsure one (−H far below ω_b) near 0. With
+        ω_s = 0 this is binary masking (§3.3). Training starts close to it (App. B.2), but not at
+        it: the gradient of raw_s is proportional to ω_s.
+        """
+        omega_s, omega_a, omega_b = self.omega
+        return omega_s * torch.sigmoid(omega_a * (minus_h - omega_b))              # (…)
 
     def mix(self, table, lam, ids, pi):
         """(1 − λ) m + λ Σ_i π_i v_i, embedded                                          §3.1 sm(·,·)
@@ -153,20 +111,20 @@ class SoftMask(nn.Module):
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
-            # Under autocast, this product would be rounded to bf16, and ω would learn from that.
+            # Autocast would round this product to bf16, and ω's gradient with it.
             with torch.autocast(table.device.type, enabled=False):
                 guess = pi.to(table.dtype) @ table                                 # (N, D)
             return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)  # (N, D)
         # [MASK] is one more id: a lookup of its own would cost one more dense (V, D) gradient.
-        mask = torch.full_like(ids[:, :1], self.mask_id)                           # (N, 1)
-        vectors = F.embedding(torch.cat((ids, mask), 1), table)                    # (N, k+1, D)
+        mask_ids = torch.full_like(ids[:, :1], self.mask_id)                       # (N, 1)
+        vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)                # (N, k+1, D)
         shares = torch.cat((lam * pi, 1 - lam), 1)                                 # (N, k+1)  fp32
         return (shares[..., None] * vectors).sum(1).to(table.dtype)                # (N, D)
 
-    def embed(self, table, x, logits, gain=1.0):
+    def embed(self, table, x, logits):
         """sm(x̂, p) for a whole batch: soft where x is [MASK], else plain          §3.1, both cases
 
-        table: (V, D).   x: (B, L) token ids.   gain: see `forward`.
+        table: (V, D).   x: (B, L) token ids.
         logits: the last prediction, (B, L, V), or only its rows logits[x == mask_id], (N, V).
             The first has static shapes, for torch.compile. The second is cheaper.
         Returns (B, L, D) in the table's dtype. λ = 0 gives F.embedding(x, table) bit for bit.
@@ -174,16 +132,59 @@ class SoftMask(nn.Module):
         masked = x == self.mask_id                                                 # (B, L)
         plain = F.embedding(x, table)                                              # (B, L, D)
         if logits.dim() == 3:
-            soft = self.mix(table, *self(logits.flatten(0, 1), gain))              # (B·L, D)
-            return torch.where(masked[..., None], soft.view_as(plain), plain)      # (B, L, D)
-        at = masked.nonzero(as_tuple=True)                                         # 2 × (N,)
-        if len(logits) != len(at[0]):  # else a single row would be broadcast to all masks
-            raise ValueError(f"{len(logits)} rows of logits for {len(at[0])} [MASK]s in x")
-        return plain.index_put(at, self.mix(table, *self(logits, gain)))           # (B, L, D)
+            # Padding may have rows of NaN. `where` hides them, but not from ω's gradient.
+            logits = logits.masked_fill(~masked[..., None], 0)                     # (B, L, V)
+            mixed = self.mix(table, *self(logits.flatten(0, 1)))                   # (B·L, D)
+            return torch.where(masked[..., None], mixed.view_as(plain), plain)     # (B, L, D)
+        masks = masked.nonzero(as_tuple=True)                                      # 2 × (N,)
+        if len(logits) != len(masks[0]):  # a single row would be broadcast to all masks
+            raise ValueError(f"{len(logits)} rows of logits for {len(masks[0])} [MASK]s in x")
+        return plain.index_put(masks, self.mix(table, *self(logits)))              # (B, L, D)
+
+    @property
+    def omega(self):
+        """(ω_s, ω_a, ω_b), constrained: three 0-d fp32 tensors                          App. B.1"""
+        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) skips `_apply`
+            raise ValueError(f"ω in {self.raw_s.dtype} may not learn: call SoftMask.float()")
+        omega_a = F.softplus(self.raw_a) + EPS
+        omega_b = -F.softplus(self.raw_b) - EPS
+        return torch.sigmoid(self.raw_s), omega_a, omega_b
+
+    @property
+    def tau(self):
+        """The temperature of k = |V|, a 0-d fp32 tensor                                 App. C.3"""
+        return F.softplus(self.raw_tau) + EPS
+
+    def _apply(self, fn, recurse=True):
+        """Moves ω with the model, but never rounds it: `.to(bfloat16)` leaves ω in fp32.
+
+        raw_s starts near −14. There bf16 has a spacing of 1/16, and Adam's steps of 1e-2 would all
+        be rounded away. ω_s would never move, and nothing would show that SM is off.
+        """
+        def move(tensor):
+            new = fn(tensor)
+            if new.dtype == torch.float32:
+                return new
+            return tensor.to(new.device, torch.float32)
+        return super()._apply(move, recurse)
+
+    def extra_repr(self):
+        if self.raw_s.is_meta or self.raw_s.dtype != torch.float32:  # no values, or wrong ones
+            return f"k={self.k}"
+        words = "k={}, omega_s={:.4g}, omega_a={:.4g}, omega_b={:.4g}"
+        return words.format(self.k, *self.omega)
+
+
+def neg_entropy(logp):
+    """−H(p) = Σ p log p in nats, at most 0: (…,), of log-probabilities (…, V)"""
+    return (logp.exp() * logp.clamp_min(-100)).sum(-1)  # clamped, or 0 · −inf would be NaN
 
 
 def time_gain(schedule, t, switch=0.5):
     """Factor on λ that turns SM up or down during decoding, in [0, 1]                      App. C.9
+
+    lam, ids, pi = sm(logits)
+    soft = sm.mix(table, time_gain("linear", t) * lam, ids, pi)
 
     schedule      gain                    feedback
     none          1                       always
@@ -199,6 +200,29 @@ def time_gain(schedule, t, switch=0.5):
     return gains[schedule]
 
 
+def softplus_inverse(y):
+    return y + torch.log(-torch.expm1(-y))  # log(e^y − 1), without overflow
+
+
+def largest(logits, k):
+    """logits.topk(k) of (N, V), in one pass over a large vocabulary; ids may differ at ties [ours]
+
+    The k largest lie in the k groups with the largest maxima. `topk` alone reads V several times.
+    """
+    width, V = 128, logits.shape[1]
+    if V < 8 * k * width:  # the candidates would be a large part of V
+        return logits.topk(k)
+    whole = V // width * width
+    groups = logits.detach()[:, :whole].unflatten(1, (-1, width))              # (N, V/128, 128)
+    best = groups.amax(-1).topk(k).indices                                     # (N, k)
+    inside = torch.arange(width, device=best.device)                           # (128,)
+    ids = (best[..., None] * width + inside).flatten(1)                        # (N, k·128)
+    rest = torch.arange(whole, V, device=best.device).expand(len(ids), -1)     # (N, < 128)
+    ids = torch.cat((ids, rest), 1)                                            # (N, < (k+1)·128)
+    top, place = logits.gather(1, ids).topk(k)                                 # 2 × (N, k)
+    return top, ids.gather(1, place)                                           # 2 × (N, k)
+
+
 def example():
     """Prints what SM makes of one mask in a language of five words."""
     words = ["cat", "dog", "sat", "ran", "[MASK]"]
@@ -206,8 +230,8 @@ def example():
     logits = torch.tensor([[2.0, 1.2, -0.5, -1.0, -torch.inf]])                            # (1, V)
     sm = SoftMask(mask_id=4, k=3, omega_s=0.9, omega_a=3.0, omega_b=-1.0)
     lam, ids, pi = sm(logits)                                               # (1,), (1, 3), (1, 3)
-    p = logits.softmax(-1)                                                                 # (1, V)
-    entropy = torch.special.entr(p).sum()
+    logp = logits.log_softmax(-1)                                                          # (1, V)
+    entropy, p = -neg_entropy(logp).item(), logp.exp()
     print(f"{sm}\nH(p) = {entropy:.3f} nats, so λ = {lam.item():.3f} (Eq. 3)")
     for i, share in zip(ids[0], pi[0]):
         print(f"  {words[i]}  p = {p[0, i]:.3f}  π = {share:.3f}")

@@ -12,14 +12,16 @@ The first word is a preset, below.
 
 Every random number is a function of what it is for: (seed, "t", step) for times, (seed, "q", step,
 j) for masks. Steps count from 0: update 17 of the log has step 16. Micro-batches j count over all
-ranks: one process with 4 of them and two with 2 make the same run. (Except for dropout in a
-compiled trunk: DDP cuts it into pieces, and each draws its own.) And a run that was stopped or
-killed goes on as if never stopped: there is no random state to save.
+ranks: one process with 4 of them and two with 2 make the same run. And a run that was stopped or
+killed goes on as if it had never stopped: there is no random state to save.
+
+    batch, update      one update of θ and ω                                          Alg. 1 l.2-9
+    train              the data, the model, and the loop around `update`
+    the rest           what `train` starts from, measures and saves
 """
 
 import contextlib
 import copy
-import functools
 import os
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,13 +34,11 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import data
 import launch
-import sudoku
+from chunks import compile_parts
 from data import rng
 from eval import bits_per_byte, val_ppl
-from launch import Count, Positive, Rate, Refused, Share, Size
-from mdlm import MDLM, T_MIN, ModelConfig, compile_parts, corrupt, sample_times
-from sample import generate
-from show import show
+from launch import Count, Positive, Rate, Refused, Share, Size, due
+from mdlm import MDLM, T_MIN, ModelConfig, corrupt, sample_times
 
 
 @dataclass
@@ -46,9 +46,9 @@ class Config(ModelConfig):
     """What mdlm.ModelConfig has (the data decide the vocabulary), and how to train it: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    init_from: str = ""              # any file that checkpoint.py describes; of a step-N.pt the EMA
+    init_from: str = ""              # weights to start from, in any format that checkpoint.py reads
     resume: bool | Literal["auto"] = False  # go on from out_dir/last.pt; auto: if it is there
-    overwrite: bool = False          # start anew although out_dir holds a run
+    overwrite: bool = False          # start over even if out_dir holds a run
     seed: Count = 1
     # optimisation
     steps: Size = 1_000_000          # updates; the continuation takes 100k
@@ -69,7 +69,7 @@ class Config(ModelConfig):
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
     keep_every: Count = 100_000      # step-N.pt, EMA and ω only; 0: only the last one
-    show: bool = False               # end with the bound, ω over time, and one sample on screen
+    show: bool = False               # end with the bound, and with ω over the run
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
@@ -97,7 +97,7 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# Seed of the times and masks of held-out rows, as in `eval.py ppl`: all runs meet the same masks.
+# The times and masks of held-out rows are the same for all runs, and those of `eval.py ppl`.
 EVAL_SEED = 1
 
 # What may differ when a run is resumed. Everything else decides what the next update does.
@@ -106,10 +106,54 @@ MAY_DIFFER_ON_RESUME = {
     "keep_every", "show", "device", "dtype", "compile"}
 
 
-def batch(tokens, cfg, step, j, M):
-    """x0 (b, L): sequences j, j + M, j + 2M, … of an update in M micro-batches.        Alg. 1 l.2
+def update(step, cfg, tokens, model, parallel, optimizer, here, log):
+    """One update of θ and ω. Returns the norm of the gradient, 0-d.                   Alg. 1 l.2-9
 
-    A function of step and j: no row is seen twice in an epoch, whatever happens to the run.
+    parallel: the model, or the DDP around it.   here: launch.machine().   log: launch.Log.
+    """
+    M = cfg.batch_size // cfg.micro_batch  # micro-batches j, counted over all ranks
+    # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
+    coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
+    soft = model.sm is not None and coin < cfg.p_sm
+    times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)           # l.3
+    for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
+        group["lr"] = eta * lr_at(step, cfg)
+    for j in range(here.rank, M, here.world):
+        x0 = batch(tokens, cfg, step, j, M)                                    # (b, L)          l.2
+        t = times[j::M]                                                        # (b,)            l.3
+        xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))          # (b, L)          l.4
+        # Found on the CPU: the host need not wait for a GPU to know the number of masks N.
+        masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
+        x0, xt, t, *masks = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
+        if cfg.dropout:  # a function of step and j, as all draws
+            torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
+        with launch.accumulate(parallel, last=j + here.world >= M):
+            with here.autocast():
+                loss = parallel(x0, xt, t, soft, tuple(masks))  # MDLM.forward   (b,)          l.5-8
+            # DDP averages over the ranks. So this is Σ loss over all tokens of the update, not over
+            # its masks [code], and any split gives the same.
+            (loss.sum() / (x0.numel() * M // here.world)).backward()
+        loss = loss.detach()
+        # loss @ t is the cross-entropy without its weight 1/t.
+        log.add(loss=loss.sum(), ce=loss @ t, masks=len(masks[0]), tokens=x0.numel(), soft=soft,
+                lam=model.lam if soft else 0)
+    if model.sm and not soft:
+        # The gradient of ω is 0, which DDP needed (mdlm.with_omega_in_graph). Adam would still move
+        # ω by its momentum [ours].
+        for p in model.sm.parameters():
+            p.grad = None
+    norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
+    optimizer.step()                                                           #                 l.9
+    optimizer.zero_grad(set_to_none=True)
+    return norm
+
+
+def batch(tokens, cfg, step, j, M):
+    """x0 (b, L): micro-batch j of M                                                     Alg. 1 l.2
+
+    Each epoch permutes the rows anew, by a key. So none is seen twice in it, restarts or not.
+    Micro-batch j takes every M-th sequence, and every M-th time: then each is stratified in t, and
+    half of its tokens are masked. A slice of the last times would have twice as many masks [ours].
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -123,7 +167,7 @@ def lr_at(step, cfg):
 
 
 @torch.no_grad()
-def update_ema(ema, model, step, decay=0.9999):
+def update_ema(ema, model, step, decay):
     """ema ← d ema + (1 − d) model, in place, with d = min(decay, (1 + step)/(10 + step)) [code]
 
     step: updates made. Without this warm-up of d, the average would remember the random start for
@@ -134,209 +178,154 @@ def update_ema(ema, model, step, decay=0.9999):
 
 
 def train(cfg):
-    """Alg. 1: the data, the model, one update, and the loop. Returns (the MDLM, its average).
+    """The data, the model, and Alg. 1. Returns (the MDLM, its average).
 
     Checked against tests/oracles.py alg1.
     """
+    here = launch.machine(cfg.device, cfg.dtype)
+    launch.join(here)
+    master = here.rank == 0
+
     # ---- the data
-    rank, world, device, dtype = launch.machine(cfg.device, cfg.dtype)
-    launch.join(world, device)
-    master = rank == 0
     if master:
         data.prepare_preset(cfg.data)
-    if world > 1:
+    if here.world > 1:
         dist.barrier()
     tokens, meta = data.open_split(cfg.data, "train")
-    cfg = with_vocabulary(cfg, meta["tokenizer"])
-    accum, rest = divmod(cfg.batch_size, cfg.micro_batch * world)  # micro-batches of a rank
-    if rest or not accum:
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch="
-                      f"{cfg.micro_batch} times {world} processes: change one of them")
+    cfg = resolved(cfg, meta["tokenizer"], here.world)
+    source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
     n_train = data.n_rows(tokens, cfg.length)
-    source = {"path": cfg.data, "n_tokens": len(tokens), "sha256": meta["train"]["sha256"]}
-    if cfg.eval_every or cfg.show:
-        val = data.open_split(cfg.data, "val")[0]
-        n_val = data.n_rows(val, cfg.length)
-        m = min(cfg.eval_rows, n_val)
-        held_out = data.rows(val, torch.arange(m) * n_val // m, cfg.length)    # (m, L)
+    held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
 
     # ---- the model, its average, the optimizer
+    last, ckpt = os.path.join(cfg.out_dir, "last.pt"), None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model = MDLM(cfg)
-    last, start, metrics, ckpt = os.path.join(cfg.out_dir, "last.pt"), 0, {}, None
     if launch.goes_on(last, cfg.resume, cfg.overwrite):
-        ckpt = checkpoint.load(last)
-        # Data are compared by their content: their folder may have moved.
-        before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
-        here = asdict(cfg) | {"data": source["sha256"], "keys": data.KEYS}
-        launch.check_same(last, before, here, here.keys() - MAY_DIFFER_ON_RESUME)
+        ckpt = load_last(last, cfg, source)
         model.load_state_dict(ckpt["model"])
-        start, metrics = ckpt["step"], ckpt["metrics"]
     elif cfg.init_from:
         load_initial(model, cfg, meta["tokenizer"])
-    model.to(device)
-    # The EMA is a second backbone around the same ω: the average that is published and evaluated
-    # [code]. In a continuation it starts at the loaded weights [ours]. That of the authors starts
-    # at random ones, which twenty updates forget.
-    ema = copy.deepcopy(model).eval().requires_grad_(False)
-    ema.sm = model.sm
-    average = {"net." + name: t for name, t in ema.net.state_dict().items()}  # no copy
-    theta = list(model.net.parameters())
-    omega = list(model.sm.parameters()) if model.sm else []
-    groups = [{"params": params} for params in (theta, omega) if params]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0,  # [code]
-                                  fused=device.type in ("cuda", "cpu"))
+    model.to(here.device)
+    ema, optimizer = average_of(model), optimizer_of(model)
+    done, metrics = 0, {}  # updates made; the last evaluation
     if ckpt:
         ema.load_state_dict(model.state_dict() | ckpt["ema"])
         optimizer.load_state_dict(ckpt["optimizer"])
+        done, metrics = ckpt["step"], ckpt["metrics"]
         del ckpt  # it is as large as the model and its optimizer
-    if cfg.compile or (cfg.compile is None and device.type == "cuda"):
+    # After average_of: a copy of compiled methods would use the weights of this model.
+    if cfg.compile or (cfg.compile is None and here.device.type == "cuda"):
         compile_parts(model)
     parallel = model
-    if world > 1:
-        parallel = DistributedDataParallel(model)
-    # cache_enabled: with a cache, older torch (2.6 does, 2.13 does not) takes the bf16 weights of
-    # pass 1, which have no graph, for pass 2 too. Then they get no gradient, and nothing says so.
-    autocast = functools.partial(torch.autocast, device.type, dtype, enabled=dtype is not None,
-                                 cache_enabled=False)
-
-    def update(step):
-        """One update of θ and ω. Returns the norm of the gradient, 0-d.             Alg. 1 l.2-9"""
-        # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
-        coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
-        soft = bool(omega) and coin < cfg.p_sm
-        times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)       # l.3
-        for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
-            group["lr"] = eta * lr_at(step, cfg)
-        for i in range(accum):
-            j = i * world + rank        # counted over all ranks: any rank may compute it
-            x0 = batch(tokens, cfg, step, j, accum * world)                    # (b, L)          l.2
-            # With the stride, every micro-batch spans all times, and half of its tokens are
-            # masked. A slice of the last times would have twice as many masks [ours].
-            t = times[j::accum * world]                                        # (b,)            l.3
-            xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))      # (b, L)          l.4
-            # Found on the CPU: the host need not wait for a GPU to know the number of masks N.
-            at = (xt == cfg.mask_id).flatten().nonzero().squeeze(1)            # (N,)
-            x0, xt, t, at = (launch.to_device(x, device) for x in (x0, xt, t, at))
-            if cfg.dropout:
-                torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
-            more = i + 1 < accum        # ranks add up their gradients in the last micro-batch
-            with parallel.no_sync() if world > 1 and more else contextlib.nullcontext():
-                with autocast():
-                    nll = parallel(x0, xt, t, soft, at)                      # (b,)            l.5-8
-                # Divided by all tokens, not by the masks [code]: so any split gives the same.
-                (nll.sum() / (accum * x0.numel())).backward()
-            nll = nll.detach()
-            # nll @ t is the cross-entropy without its weight 1/t.
-            log.add(nll=nll.sum(), ce=nll @ t, masks=len(at), tokens=x0.numel(), soft=soft,
-                    lam=model.lam if soft else 0)
-        if not soft:
-            # The gradient of ω is 0, which DDP needed (TwoPass). Adam would still move ω by its
-            # momentum [ours].
-            for p in omega:
-                p.grad = None
-        norm = torch.nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
-        optimizer.step()                                                       #                 l.9
-        optimizer.zero_grad(set_to_none=True)
-        update_ema(ema.net, model.net, step + 1, cfg.ema)
-        return norm
-
-    def evaluate():
-        """{name: nats per token} of the EMA on fixed rows, with feedback and without."""
-        bounds = {}
-        for soft in [True, False] if omega else [False]:
-            with autocast():
-                total = val_ppl(ema, held_out, soft, EVAL_SEED, rank=rank, world=world)
-            nll, count = launch.over_ranks(torch.tensor(total, dtype=torch.float64)).tolist()
-            bounds["val_soft" if soft else "val_plain"] = nll / count
-        return bounds
-
-    def log_line(norm):
-        """The line of log.jsonl for the updates since the last line. It refuses a nan."""
-        sums = log.collect(norm)
-        line = {"step": done, "loss": sums["nll"] / sums["tokens"],
-                "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
-                "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
-                "tokens_per_s": sums["tokens"] / sums["seconds"],
-                "lam": sums["lam"] / max(1, sums["soft"])}
-        if omega:
-            line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
-        if omega and cfg.k is None:
-            line["tau"] = model.sm.tau.item()
-        return line
-
-    def save(name, **parts):
-        if master:
-            checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=asdict(cfg),
-                            step=done, seed=cfg.seed, keys=data.KEYS, metrics=metrics,
-                            tokenizer=meta["tokenizer"], data=source, **parts)
-
-    def due(every):
-        return every and (done % every == 0 or done == cfg.steps)
+    if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # ---- the loop
-    done, stop = start, 0  # updates made, which `save` and `due` read; the signal that stops it
+    start, stop = done, 0  # stop: the signal that ends it
     # Rank 0 alone writes, so it alone locks.
     locked = launch.lock(cfg.out_dir) if master else contextlib.nullcontext()
     with locked, launch.signals() as caught:
         log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, master)
         if master and cfg.overwrite and not start:
-            # Of the old run, weights and the results beside them go: they are not of this run.
-            for pattern in "last.pt*", "step-*.pt*":
-                for path in Path(cfg.out_dir).glob(pattern):
-                    path.unlink()
+            remove_run(cfg.out_dir)
         if master:
-            print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {device} × {world}, "
-                  f"{dtype or 'float32'}; {n_train:,} rows of {cfg.length}, "
-                  f"{cfg.batch_size} a step = {accum} × {world} × {cfg.micro_batch}; "
+            print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {here.device} × "
+                  f"{here.world}, {here.dtype or 'float32'}; {n_train:,} rows of {cfg.length}, "
+                  f"{cfg.batch_size} an update, {cfg.micro_batch} at a time; "
                   f"updates {start:,} to {cfg.steps:,}")
         # A continuation first measures the bound where it starts (Fig. 3): the best check that the
         # weights were read correctly.
         if cfg.eval_every and cfg.init_from and not start:
-            metrics = {"step": 0, **evaluate()}
+            metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
         model.train()
         for step in range(start, cfg.steps):
-            norm = update(step)
+            norm = update(step, cfg, tokens, model, parallel, optimizer, here, log)
             done = step + 1
+            update_ema(ema.net, model.net, done, cfg.ema)
             # One rank's signal counts for all: they stop after the same update.
             stop = launch.any_rank(max(caught, default=0))
-            evaluated = due(cfg.eval_every) and not stop
-            saved = stop or due(cfg.save_every) or due(cfg.keep_every)
-            if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: a line at once
-                line = log_line(norm)  # a nan is refused here, before it is saved
+            evaluated = due(cfg.eval_every, done, cfg.steps) and not stop
+            saved = due(cfg.save_every, done, cfg.steps) or stop
+            kept = due(cfg.keep_every, done, cfg.steps) or done == cfg.steps
+            if evaluated or saved or kept or due(cfg.log_every, done, cfg.steps) or done == 1:
+                line = log_line(done, cfg, model, log.collect(norm))  # refuses a NaN before a save
                 if evaluated:
-                    metrics = {"step": done, **evaluate()}
+                    metrics = {"step": done, **evaluate(ema, held_out, here)}
                     line |= metrics
                 log.write(line)
-            if due(cfg.save_every) or stop:
-                save("last.pt", model=model.state_dict(), ema=average,
-                     optimizer=optimizer.state_dict())
-            if due(cfg.keep_every) or done == cfg.steps:
-                save(f"step-{done}.pt", model=model.state_dict() | average)
+            facts = {"step": done, "metrics": metrics, "tokenizer": meta["tokenizer"],
+                     "data": source}
+            if saved and master:
+                save(last, cfg, model, ema, **facts, optimizer=optimizer.state_dict())
+            if kept and master:
+                save(os.path.join(cfg.out_dir, f"step-{done}.pt"), cfg, model, ema, **facts)
             if stop:
                 break
 
-    if cfg.show and done == cfg.steps and not stop:
-        bounds = evaluate()
-        if master:
-            demonstrate(cfg, ema, bounds, meta)
     if stop:
-        launch.leave(world, f"stopped after update {done:,}, saved in {last}: the same command "
-                            f"with --resume goes on", 128 + stop)
-    launch.leave(world, model.warning(), 0)
+        launch.leave(here, f"stopped after update {done:,}, saved in {last}: the same command "
+                           f"with --resume goes on", 128 + stop)
+    if cfg.show and done == cfg.steps:
+        bounds = evaluate(ema, held_out, here)
+        if master:
+            summarize(cfg, bounds, meta)
+    launch.leave(here, model.warning(), 0)
     return model, ema
 
 
-def with_vocabulary(cfg, special):
+def resolved(cfg, special, world):
     """cfg with the vocabulary of the data, checked.   special: its tokenizer, as in meta.json."""
+    if not cfg.soft_mask:
+        raise Refused("--soft_mask is no flag of train.py: --p_sm=0 trains without soft-masking")
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
     if cfg.k is not None and cfg.k >= special["vocab_size"]:
         raise Refused(f"--k={cfg.k} must be below the {special['vocab_size']} tokens of {cfg.data}")
+    if cfg.batch_size % (cfg.micro_batch * world):
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch="
+                      f"{cfg.micro_batch} times {world} processes: change one of them")
     return replace(cfg, vocab_size=special["mask_id"] + 1, mask_id=special["mask_id"],
-                   soft_mask=cfg.soft_mask and cfg.p_sm > 0)
+                   soft_mask=cfg.p_sm > 0)
+
+
+def held_out_rows(cfg):
+    """cfg.eval_rows rows of val.bin (m, L), evenly spaced"""
+    val, _ = data.open_split(cfg.data, "val")
+    n = data.n_rows(val, cfg.length)
+    m = min(cfg.eval_rows, n)
+    return data.rows(val, torch.arange(m) * n // m, cfg.length)                # (m, L)
+
+
+def average_of(model):
+    """The EMA: a second backbone, which shares ω with the model, because ω is not averaged [code].
+
+    Copied after the weights are loaded, so in a continuation it starts from them [ours]. The
+    authors' starts from random weights, which twenty updates forget.
+    """
+    ema = copy.deepcopy(model).eval().requires_grad_(False)
+    ema.sm = model.sm
+    return ema
+
+
+def optimizer_of(model):
+    """AdamW over θ and, if there is one, ω, as two groups                               App. B.1"""
+    parts = [model.net, model.sm] if model.sm else [model.net]
+    return torch.optim.AdamW([{"params": list(part.parameters())} for part in parts],
+                             betas=(0.9, 0.999), weight_decay=0.0,  # [code]
+                             fused=model.net.table.device.type in ("cuda", "cpu"))
+
+
+def load_last(path, cfg, source):
+    """last.pt of this run. Raises Refused if its data or settings differ."""
+    ckpt = checkpoint.load(path)
+    # Data are compared by their content: their folder may have moved.
+    before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
+    now = asdict(cfg) | {"data": source["sha256"], "keys": data.KEYS}
+    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME)
+    return ckpt
 
 
 def load_initial(model, cfg, special):
@@ -351,7 +340,7 @@ def load_initial(model, cfg, special):
     # Not all of these show in a shape.
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
-        names += ["arm", "k"]
+        names += ["variant", "k"]
     launch.check_same(cfg.init_from, before, here, names)
     # A model without SM drops the ω of the file. If the file has none, the model keeps its own.
     omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
@@ -359,33 +348,71 @@ def load_initial(model, cfg, special):
     model.load_state_dict(omega | state)
 
 
-def demonstrate(cfg, model, bounds, meta):
-    """What --show ends with: the bound, ω at five times, and a sample of the averaged model.
+def evaluate(ema, held_out, here):
+    """{name: nats per token} of the average on fixed rows, with feedback and without."""
+    bounds = {}
+    for soft in [True, False] if ema.sm else [False]:
+        with here.autocast():
+            total = val_ppl(ema, held_out, soft, EVAL_SEED, rank=here.rank, world=here.world)
+        nll, count = launch.over_ranks(torch.tensor(total, dtype=torch.float64)).tolist()
+        bounds["val_soft" if soft else "val_plain"] = nll / count
+    return bounds
+
+
+def log_line(done, cfg, model, sums):
+    """The line of log.jsonl for the updates since the last line.   sums: of launch.Log."""
+    line = {"step": done, "loss": sums["loss"] / sums["tokens"],
+            "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
+            "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
+            "tokens_per_s": sums["tokens"] / sums["seconds"],
+            "lam": sums["lam"] / max(1, sums["soft"])}
+    if model.sm:
+        line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
+        if model.sm.k is None:
+            line["tau"] = model.sm.tau.item()
+    return line
+
+
+def save(path, cfg, model, ema, **facts):
+    """last.pt, which has an optimizer, or a step-N.pt with the average in place of the weights."""
+    weights = model.state_dict()
+    average = {"net." + name: t for name, t in ema.net.state_dict().items()}  # no copy
+    if "optimizer" in facts:
+        facts["ema"] = average
+    else:
+        weights |= average
+    checkpoint.save(path, kind="mdlm", config=asdict(cfg), seed=cfg.seed, keys=data.KEYS,
+                    model=weights, **facts)
+
+
+def remove_run(out_dir):
+    """Delete the weights of an earlier run: --overwrite starts another."""
+    for pattern in "last.pt*", "step-*.pt*":
+        for path in Path(out_dir).glob(pattern):
+            path.unlink()
+
+
+def summarize(cfg, bounds, meta):
+    """What --show ends with: the bound, ω at five times, and the command that shows more.
 
     bounds: {name: nats per token}.   meta: of the data.
     """
-    is_sudoku = meta["source"] == "sudoku"
-    unit = f"nats per grid (the entropy is {sudoku.NATS:.2f})" if is_sudoku else "bits per byte"
-    print(f"\nheld-out bound in {unit}; one model, the same masks")
+    print("\nheld-out bound in bits per byte; one model, the same masks")
     for name, nats in bounds.items():
-        value = nats * cfg.length if is_sudoku else bits_per_byte(nats, cfg.length, meta["val"])
-        print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{value:.4f}")
-    if model.sm:
+        bits = bits_per_byte(nats, cfg.length, meta["val"])
+        print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{bits:.4f}")
+    if cfg.soft_mask:
         lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
         lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
         print(f"\n  update{'ω_s':>8}{'ω_a':>8}{'ω_b':>8}{'mean λ':>9}")
         for i in sorted({quarter * (len(lines) - 1) // 4 for quarter in range(5)}):
             row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
             print(row.format(**lines[i]))
-    print()
-    if is_sudoku:
-        sudoku.demonstrate(model)
-        return
-    tok = data.tokenizer(meta["tokenizer"]["name"])
-    ids, _ = generate(model, 1, cfg.length, generator=[rng(cfg.seed, "demonstrate")],
-                      on_step=show(tok, cfg.mask_id))
-    print(f"{tok.decode(ids[0].tolist())}\n"
-          f"More: python sample.py --checkpoint={cfg.out_dir}/last.pt --show")
+    last = os.path.join(cfg.out_dir, "last.pt")
+    more = f"sample.py --checkpoint={last} --show"
+    if meta["source"] == "sudoku":
+        more = f"sudoku.py --checkpoint={last}"
+    print(f"\nMore: python {more}")
 
 
 if __name__ == "__main__":

@@ -25,13 +25,14 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import checkpoint
 import dora
 import launch
+from chunks import compile_parts
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream
 from launch import Refused, Size
-from mdlm import MDLM, ModelConfig, TwoPass, compile_parts, corrupt, sample_times
+from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
 from sample import generate
-from sample_dream import decode, decode_blocks
+from sample_dream import Pick, decode, decode_blocks
 from softmask import SoftMask
 from train import update_ema
 
@@ -145,17 +146,17 @@ def training(cfg, device, dtype):
     t = sample_times(cfg.batch, generator)
     # One x_t for all calls, because the number of masks decides how long an update takes.
     xt = corrupt(x0, t, mask_id, generator)                                    # (B, L)
-    at = (xt == mask_id).flatten().nonzero().squeeze(1)                        # (N,)
-    x0, xt, t, at = (x.to(device) for x in (x0, xt, t, at))
+    masks = (xt == mask_id).nonzero(as_tuple=True)                             # 2 × (N,)
+    x0, xt, t, *masks = (x.to(device) for x in (x0, xt, t, *masks))
 
     def step(soft):
         with torch.autocast(device.type, dtype, enabled=bool(dtype), cache_enabled=False):
-            nll = model(x0, xt, t, soft, at)                                   # (B,)
+            nll = model(x0, xt, t, soft, tuple(masks))                         # (B,)
         (nll.sum() / x0.numel()).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        update_ema(ema, model.net, 1)
+        update_ema(ema, model.net, 1, 0.9999)
     return step, model
 
 
@@ -181,6 +182,8 @@ def train_rows(cfg, device, dtype):
 def sample_rows(cfg, device, dtype, n, steps, graphs):
     """n samples. s/call: for each network call that a sequence needed                   App. C.4"""
     model, calls = build(cfg, device).eval(), {}
+    if dtype:
+        model.net.cast_linears_(dtype)
     if graphs:
         torch.compiler.reset()  # else another batch would get one slower graph for both
         compile_parts(model, "reduce-overhead")
@@ -241,11 +244,11 @@ def decoding_rows(cfg, device, dtype, compiling):
 
     def run(feedback, cache):
         model = TwoPass(dream, feedback, sm.mask_id)
-        pick = dict(temperature=0.1, top_p=0.9, generator=torch.Generator(device).manual_seed(0))
+        pick = Pick("entropy", 0.1, 0.9, torch.Generator(device).manual_seed(0))
         if cache:
-            decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, **pick)
+            decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, pick=pick)
         else:
-            decode(model, x, n // 2, **pick)
+            decode(model, x, n // 2, pick)
     cases = {}
     for way, cache in ("at once", ""), ("prefix cache", "prefix"), ("dual cache", "dual"):
         cases[f"binary, {way}"] = partial(run, None, cache)
@@ -256,8 +259,6 @@ def decoding_rows(cfg, device, dtype, compiling):
 def main(cfg):
     _, _, device, dtype = launch.machine(cfg.device)
     cuda = device.type == "cuda"
-    if cuda:
-        torch.cuda.set_device(device)  # `timed` waits for this one, and reads its memory
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     found = {"machine": {"device": name, "threads": torch.get_num_threads(),

@@ -1,75 +1,111 @@
 # SPDX-License-Identifier: MIT
-"""At which t soft-masking pays, and whether it is the content of the feedback that helps.    Eq. 2
+"""Does feedback pay? One model fills spans of your text in few calls, with feedback and without.
 
-The bound of `eval.py ppl --floor=0`, with its flags, split by t and by what is fed back:
+    python lab/feedback.py --checkpoint=out/owt/last.pt --data=data/owt --width=6 --calls=6,3,2
+    python lab/feedback.py --checkpoint=results/sudoku.safetensors --data=data/sudoku --width=12
 
-    python lab/feedback.py --checkpoint=out/owt/last.pt --data=data/owt
+Each held-out row has one span, at a random place. It is masked whole, and the rest of the row is
+given. A call fills the surest positions with their likeliest tokens (§2.2). The result is the share
+of spans that come out exactly right with feedback (on) and without (off), and the gain, each with
+its standard error. Choose a width at which some spans are right and some are not.
+
+Tokens of one call do not see each other. Feedback tells each what the last call thought of the
+others. So expect a gain where a call fills several tokens, as on the Sudokus of the second command
+(`python data.py sudoku` writes them), and none where one call fills the whole span.
+
+The last lines are the bound without feedback, by t, and how far feedback lowers it.           Eq. 2
 """
 
 import os
 import sys
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from eval import Config, corrupted, held_out_rows, mean_and_se, write_result
-from launch import machine, run
+from data import rng
+from eval import Config as EvalConfig
+from eval import corrupted, held_out_rows, mean_and_se, write_result
+from launch import Count, Refused, Share, Size, machine, progress, run
 from mdlm import MDLM
+from sample import generate_in_order
+
+LIKELIEST = 1e-12  # as top_p: one token is left to draw
+
+
+@dataclass
+class Config(EvalConfig):
+    """The flags of `eval.py ppl`, two of them with other defaults, and two more."""
+    rows: Count = 1000      # so many, evenly spaced (0: all)
+    floor: Share = 0.0      # Eq. 2 itself
+    width: Size = 6         # tokens in a span
+    calls: str = "6,3,2"    # to fill it in: one line of the result for each
+
+
+def means(**values):
+    """{name: mean, name_se: its standard error} of (n,) each"""
+    found = {}
+    for name, x in values.items():
+        found[name], found[f"{name}_se"] = mean_and_se(x, torch.ones_like(x))
+    return found
+
+
+def spans(n, L, width, seed):
+    """(n, L) bool, True in the span of each row, somewhere between its BOS and its EOS"""
+    first = torch.randint(1, L - width, (n, 1), generator=rng("spans", seed))        # (n, 1)
+    position = torch.arange(L)                                                       # (L,)
+    return (first <= position) & (position < first + width)
+
+
+def right(model, rows, span, calls, soft, batch_size):
+    """(n,) 1 where a row gets exactly its own span back in so many calls, else 0. span: (n, L)"""
+    batches, found = list(zip(rows.split(batch_size), span.split(batch_size))), []
+    for x0, masked in progress(batches, f"spans in {calls} calls", leave=False, disable=None):
+        x = x0.masked_fill(masked, model.mask_id)                                    # (b, L)
+        x, _ = generate_in_order(model, len(x), calls, "entropy", LIKELIEST, x=x, soft=soft)
+        found.append((x == x0).all(1))                                               # (b,)
+    return torch.cat(found).double()
 
 
 @torch.no_grad()
-def bound_by_feedback(model, x0, xt, t, other):
-    """The terms of Eq. 2, in nats per sequence, under four feedbacks: (4, B)
-
-    none      plain masks, in one pass
-    own       what the model thinks of this mask, as in training
-    permuted  what it thinks of the same mask in `other` (B, L): as sure, but of other tokens
-    truth     the masked token itself, with H = 0 and the largest λ: all that feedback could do
-    """
-    net, L = model.net, xt.shape[1]
-    at = (xt == model.mask_id).flatten().nonzero().squeeze(1)                        # (N,)
-    tokens = x0.flatten()[at]                                                        # (N,)
-
-    def after(mixed):
-        emb = net.table[xt]                                                          # (B, L, D)
-        emb.flatten(0, 1)[at] = mixed.to(emb.dtype)
-        nll = model.cross_entropy(net.hidden(emb, at, t), tokens)                    # (N,)
-        return torch.zeros_like(t).index_add(0, at // L, nll) / t                    # (B,)
-
-    theirs = net.hidden(net.table[other], at, t)                                     # (N, D)
-    none = model(x0, xt, t, soft=False)                                              # (B,)
-    own = model(x0, xt, t, soft=True)                                                # (B,)
-    permuted = after(model.feedback(theirs)[0])
-    truth = after(model.feedback_of_certain(tokens)[0])
-    return torch.stack((none, own, permuted, truth))
+def bound_by_t(model, rows, cfg):
+    """{title: nats per token of Eq. 2} of the draws of t, in tenths from small to large"""
+    draws, values, device = [], {}, model.net.table.device
+    for _, x0, xt, t in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
+                                  floor=cfg.floor):
+        batch = [part.to(device) for part in (x0, xt, t)]
+        on, off = (model(*batch, soft).cpu().double() for soft in (True, False))     # (b,) each
+        draws.append(torch.stack((t, on, off)))
+    draws = torch.cat(draws, dim=1)                                                  # (3, m)
+    for t, *nats in draws[:, draws[0].argsort()].chunk(10, dim=1):
+        on, off = (part / rows.shape[1] for part in nats)                            # (m/10,) each
+        # The errors take draws for independent: many --repeats of few rows make them too small.
+        title = f"nats a token, t from {t[0]:.2f} to {t[-1]:.2f}"
+        values[title] = means(off=off, gain=off - on)
+    return values
 
 
 def main(cfg):
     device, dtype = machine(cfg.device, cfg.dtype)[2:]
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
-    rows, _ = held_out_rows(cfg, model.info["tokenizer"], model.cfg.length)          # (n, L)
-    draws, values, L = [], {}, model.cfg.length
-    for index, x0, xt, t in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
-                                      floor=0.0):
-        other = torch.where(xt == model.mask_id, xt, rows[(index + 1) % len(rows)])  # (b, L)
-        batch = [part.to(device) for part in (x0, xt, t, other)]
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
-            terms = bound_by_feedback(model, *batch)                                 # (4, b)
-        terms = terms.cpu().double() / L  # on the CPU: MPS has no float64
-        draws.append(torch.cat((t[None], terms)))
-    draws = torch.cat(draws, dim=1)                                                  # (5, m)
-    for tenth in draws[:, draws[0].argsort()].chunk(10, dim=1):
-        t, none, *others = tenth                                                     # (m/10,) each
-        row = {"t": t.mean().item(), "none": none.mean().item()}
-        one = torch.ones_like(t)
-        for name, term in zip(("own", "permuted", "truth"), others):
-            # Its error takes draws for independent: many --repeats of few rows make it too small.
-            gain, se = mean_and_se(none - term, one)
-            row[f"{name}_gain"] = gain
-            row[f"{name}_gain_se"] = se
-        values[f"t from {t[0]:.2f} to {t[-1]:.2f}"] = row
-    write_result(replace(cfg, metric="feedback", floor=0.0), cfg.checkpoint, values,
+    if model.sm is None:
+        raise Refused(f"{cfg.checkpoint} is a binary model: there is no feedback to leave out")
+    L = model.cfg.length
+    calls = [int(n) if n.isdecimal() else 0 for n in cfg.calls.split(",")]
+    if not 1 <= min(calls) <= max(calls) <= cfg.width <= L - 2:
+        raise Refused(f"--calls={cfg.calls} --width={cfg.width}: give calls from 1 to the width, "
+                      f"and a width of at most {L - 2}, a row without its ends")
+    source = replace(cfg, metric="zero_shot" if cfg.text else "ppl")
+    rows, _ = held_out_rows(source, model.info["tokenizer"], L)                      # (n, L)
+    span, values = spans(len(rows), L, cfg.width, cfg.seed), {}                      # (n, L)
+    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        for n in calls:
+            on, off = (right(model, rows, span, n, soft, cfg.batch_size) for soft in (True, False))
+            values[f"spans right, calls {n}"] = means(on=on, off=off, gain=on - off)
+        values |= bound_by_t(model, rows, cfg)
+    # In the name of the result, so that other spans do not replace it.
+    stem = f"{cfg.checkpoint.rstrip('/')}.{cfg.width}-in-{cfg.calls.replace(',', '-')}"
+    write_result(replace(cfg, metric="feedback"), stem, values,
                  {"step": model.info["step"], "L": L, "n": len(rows)})
 
 

@@ -39,7 +39,6 @@ class Config:
     ablation: str = ""       # pattern of results of `eval.py ppl`: Fig. 5
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py: Fig. 8
     frontier: str = ""       # pattern of eval.py's results: Fig. 9
-    feedback: str = ""       # result of feedback.py
     # files of sample.py --trace
     trajectory: str = ""     # .svg, a row per network call: Fig. 7
     sudoku: str = ""         # .svg of a grid that fills, a picture per network call
@@ -289,22 +288,6 @@ def frontier(pattern):
     return fig
 
 
-def feedback(path):
-    """The gains of three feedbacks over t ± one standard error."""
-    rows = list(read_json(path)["values"].values())
-    t = [row["t"] for row in rows]
-    fig, [ax] = figure(1, width=6)
-    words = {"own": "its own feedback", "permuted": "that of another text", "truth": "the truth"}
-    for kind, label in words.items():
-        gain, se = (np.array([row[kind + end] for row in rows]) for end in ("_gain", "_gain_se"))
-        ax.plot(t, gain, marker="o", label=label)
-        ax.fill_between(t, gain - se, gain + se, alpha=0.2, lw=0)
-    ax.axhline(0, color="gray", lw=0.8)
-    ax.set(xlabel="t, the share of masks", ylabel="nats per token below no feedback")
-    ax.legend()
-    return fig
-
-
 def throughput(folder):
     """Score over tokens/s, means over seeds. A dot is a block length.           App. B.2, Fig. 4"""
     fig, [ax] = figure(1, width=7)
@@ -379,8 +362,8 @@ MAKERS = {
     "table": table, "logs": logs, "benchmarks": benchmarks, "throughput": throughput,
     "runs": partial(over_updates, quantities=("bound", "share", "omega_s")),             # Fig. 3
     "learned": partial(over_updates, quantities=(*OMEGA, "tau")),             # App. C.10, Fig. 8
-    "ablation": ablation, "frontier": frontier, "feedback": feedback, "trajectory": trajectory,
-    "sudoku": sudoku, "page": page}
+    "ablation": ablation, "frontier": frontier, "trajectory": trajectory, "sudoku": sudoku,
+    "page": page}
 
 
 def main(cfg):

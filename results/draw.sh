@@ -21,7 +21,6 @@ python results/sudoku_table.py $figures/sudoku_cells.svg
 python results/sudoku_table.py $figures/completable.svg
 python lab/plot.py --runs="$runs/binary-?.jsonl,$runs/sm-?.jsonl,$runs/deep-?.jsonl,$runs/tied-?.jsonl" \
     --out=$figures/sudoku_runs.svg
-python lab/plot.py --feedback="$runs/shipped.feedback.json" --out=$figures/feedback.svg
 
 # ---- novels and Python
 

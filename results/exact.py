@@ -71,8 +71,8 @@ class Posterior(nn.Module):
                 row[at, token] = 0
         return logp
 
-    def hidden(self, emb, rows, t):
-        return self.trunk(emb, t).flatten(0, 1)[rows]                           # (N, V)
+    def hidden(self, emb, masks, t):
+        return self.trunk(emb, t)[masks]                                         # (N, V)
 
     def head(self, h):
         return h

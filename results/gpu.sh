@@ -13,7 +13,7 @@ python=${PYTHON:-python3} size=${SIZE:-gpu}
 
 if [ "$size" = toy ]; then
     out=${OUT:-out/gpu-toy} work=${WORK:-out/gpu-toy-work} bench="quick --device=cpu"
-    model="--n_layer=1 --n_head=2 --n_embd=32 --n_cond=16 --device=cpu"
+    model="--n_layer=1 --n_head=2 --n_embd=32 --n_cond=16 --length=64 --device=cpu"
 else
     out=${OUT:-results/bench} work=${WORK:-out/gpu} bench=gpu
     model="--n_layer=12 --n_head=12 --n_embd=768 --n_cond=128 --device=cuda"
@@ -39,14 +39,33 @@ tests() {  # every test that needs CUDA; on a CPU most of them are skipped, and 
     mv "$work/tests.txt" "$out/gpu-tests.txt"
 }
 
+noise() {  # data of GPT-2's vocabulary, and of no meaning
+    "$python" - "$work/noise" <<'PY'
+import json, sys
+from pathlib import Path
+import numpy as np
+folder, V, draw = Path(sys.argv[1]), 50258, np.random.default_rng(0)
+folder.mkdir(exist_ok=True)
+special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
+meta = {"tokenizer": special, "source": "noise"}
+for split, n in ("train", 2_000_000), ("val", 200_000):
+    np.minimum(draw.zipf(1.2, n) - 1, V - 3).astype(np.uint16).tofile(folder / f"{split}.bin")
+    meta[split] = {"documents": 1, "tokens": n, "bytes": n, "sha256": split}
+(folder / "meta.json").write_text(json.dumps(meta))
+PY
+}
+
 ddp() {  # SM is on in about half of the updates; two micro-batches each, so no_sync is used
     [ ! -e "$out/gpu-ddp.json" ] || return 0
-    local flags="quickstart $model --overwrite --steps=20 --micro_batch=16 --warmup=1 --log_every=1"
-    flags="$flags --p_sm=0.5 --omega_s=0.5 --omega_a=1 --omega_b=-2.8 --show=False"
+    noise
+    local flags="--data=$work/noise $model --overwrite --batch_size=32 --micro_batch=16 --steps=20"
+    flags="$flags --eta_bb=1e-4 --warmup=1 --log_every=1 --eval_every=0 --p_sm=0.5 --omega_s=0.5"
+    flags="$flags --omega_a=1 --omega_b=-9 --dropout=0"
     # train.py takes DDP where there are several processes. Here one process passes for several, so
     # that the same lines run over NCCL on one GPU.
     cat > "$work/ddp.py" <<'PY'
-import launch, train
+import os, launch, train
+import torch
 import torch.distributed as dist
 
 class Several(int):
@@ -54,10 +73,11 @@ class Several(int):
         return True
 
 def machine_of_several(*args):
-    rank, world, device, dtype = machine(*args)
-    return rank, Several(world), device, dtype
+    here = machine(*args)
+    return here._replace(world=Several(here.world))
 
 def wrapped(model, **how):
+    torch._dynamo.config.optimize_ddp = os.environ["OPTIMIZE_DDP"] == "on"
     backends.append(dist.get_backend())
     return ddp(model, **how)
 
@@ -69,30 +89,46 @@ assert backends, "train.py has not taken DDP"
 print("DDP over", *backends)
 PY
     run train.py $flags --out_dir="$work/alone"
-    PYTHONPATH=. run -m torch.distributed.run --standalone --nproc_per_node=1 "$work/ddp.py" \
-        $flags --out_dir="$work/ddp"
-    # Both runs must have made the same updates, up to the rounding of bf16, which the norm of the
+    for cuts in off on; do
+        OPTIMIZE_DDP=$cuts PYTHONPATH=. run -m torch.distributed.run --standalone \
+            --nproc_per_node=1 "$work/ddp.py" $flags --out_dir="$work/ddp-$cuts"
+    done
+    # All runs must have made the same updates, up to the rounding of bf16, which the norm of the
     # gradient shows after some updates.
     local status=0
-    "$python" - "$work/alone" "$work/ddp" > "$work/ddp.json" <<'PY' || status=$?
-import json, sys
+    "$python" - "$work" > "$work/ddp.json" <<'PY' || status=$?
+import json, statistics, sys
 from launch import read_jsonl
-alone, ddp = (read_jsonl(f"{folder}/log.jsonl") for folder in sys.argv[1:])
+runs = {name: read_jsonl(f"{sys.argv[1]}/{name}/log.jsonl") for name in ("alone", "ddp-off", "ddp-on")}
 compared = {"loss": 20, "omega_s": 20, "grad_norm": 5}  # over so many updates
-worst = {name: max(abs(a[name] / b[name] - 1) for a, b in zip(alone[:n], ddp[:n]))
-         for name, n in compared.items()}
-print(json.dumps({"largest relative difference": worst, "updates": ddp}, indent=1))
-sys.exit(not len(alone) == len(ddp) == 20 or max(worst.values()) > 0.02)
+worst = {key: max(abs(a[key] / b[key] - 1) for name in ("ddp-off", "ddp-on")
+                  for a, b in zip(runs["alone"][:n], runs[name][:n])) for key, n in compared.items()}
+speed = {name: statistics.median(line["tokens_per_s"] for line in lines[5:])
+         for name, lines in runs.items()}
+print(json.dumps({"largest relative difference": worst, "tokens/s": speed, "runs": runs}, indent=1))
+sys.exit(any(len(lines) != 20 for lines in runs.values()) or max(worst.values()) > 0.02)
 PY
     mv "$work/ddp.json" "$out/gpu-ddp.json"
     return $status
 }
 
+train() {  # updates with all rows in one chunk, as they are, and in chunks of 4,096 rows
+    run lab/bench.py $bench --parts=train --repeats=9 --json="$out/gpu-train.json"
+    cat > "$work/rows.py" <<'PY'
+import sys
+sys.path[:0] = [".", "lab"]
+import bench, launch, mdlm
+whole_or_not = mdlm.in_chunks
+mdlm.in_chunks = lambda *args, whole=False, **options: whole_or_not(*args, **options)
+launch.run(bench.main, bench.Config, bench.PRESETS)
+PY
+    run "$work/rows.py" $bench --parts=train --repeats=9 --json="$out/gpu-train-4096.json"
+}
+
 block=$1
 case $block in
-    tests | ddp) $block ;;
-    train | dream)
-        run lab/bench.py $bench --parts="$block" --repeats=9 --json="$out/gpu-$block.json" ;;
+    tests | train | ddp) $block ;;
+    dream) run lab/bench.py $bench --parts=dream --repeats=9 --json="$out/gpu-dream.json" ;;
     sample)  # fewer turns: a sample alone takes 20 seconds where it is eager
         run lab/bench.py $bench --parts=sample --repeats=5 --json="$out/gpu-sample.json" ;;
     *) echo "no block of this name: $block (tests, train, sample, dream, ddp)" >&2; exit 2 ;;

@@ -17,7 +17,10 @@ from tied import Tied, mdlm
 
 
 class SelfConditioned(Tied):
-    def feedback(self, h, logits=None):
+    def feedback(self, h):
+        return self.feedback_chunk(h)
+
+    def feedback_chunk(self, h, logits=None):
         """(embeddings (n, D), λ = 0 (n,), the most likely tokens (n,)), as TwoPass."""
         with torch.no_grad():
             top, ids = (self.net.head(h) if logits is None else logits).topk(self.sm.k)

@@ -26,7 +26,10 @@ class Tied(mdlm.MDLM):
         self.net.again = nn.Linear(cfg.n_embd, cfg.n_embd, bias=False)
         nn.init.zeros_(self.net.again.weight)
 
-    def feedback(self, h, logits=None):
+    def feedback(self, h):
+        return self.feedback_chunk(h)
+
+    def feedback_chunk(self, h, logits=None):
         """(embeddings (n, D), λ = 0 (n,), guesses (n,), of which there are none), as TwoPass."""
         emb = self.net.table[self.mask_id] + self.net.again(h.detach())            # (n, D)
         return emb, h.new_zeros(len(h)), torch.full_like(h[:, 0], self.mask_id, dtype=torch.long)

@@ -16,6 +16,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # plain `pytest` finds the scripts
 
 import dora  # noqa: E402
+import oracles  # noqa: E402
 from checkpoint import write_safetensors  # noqa: E402
 from finetune_dream import make_tiny  # noqa: E402
 from launch import Refused, from_cli  # noqa: E402
@@ -48,6 +49,11 @@ def random_mdlm(scale=0.3, seed=0, **fields):
         for p in model.net.parameters():
             p.add_(scale * torch.randn_like(p))
     return model
+
+
+def plain_omega(sm):
+    """ω of a SoftMask in plain numbers, as the oracles take it."""
+    return oracles.omega(sm.k, *(raw.item() for raw in sm.parameters()))
 
 
 def gen(seed=0):
@@ -83,8 +89,8 @@ def configure(script, words):
     """A script and its Config, as its last lines make it from the words behind `x.py`."""
     module = importlib.import_module(os.path.basename(script))
     presets = getattr(module, "PRESETS", None)
-    words = module.with_source(words) if script == "data" else words
-    return module, from_cli(module.Config, words, presets)
+    paths = "source" if script == "data" else None
+    return module, from_cli(module.Config, words, presets, paths)
 
 
 def start(script, *words):

@@ -9,7 +9,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-INDEXING = "index", "index_put_", "_index_put_impl_"
+INDEXING = "index", "index_put", "index_put_", "_index_put_impl_"
 WAITING = "nonzero", "masked_select", "equal", "_local_scalar_dense", "bincount"
 waits = []  # names of operations
 
@@ -25,6 +25,10 @@ def tensors(nested):
 class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, inputs = func._schema.name.removeprefix("aten::"), tensors((args, kwargs))
+        values = ()
+        if name == "index_put":  # its backward makes values of its own, of which nothing is known
+            args, values = args[:2], args[2:]
+            inputs = tensors(args)
         result_on_gpu = any(map(on_gpu, inputs)) and name != "copy_"
         if name in INDEXING and on_gpu(args[0]):
             # Indices and a number, x[i] = 7, may come from the CPU. The size of a mask does.
@@ -35,7 +39,7 @@ class Operations(TorchDispatchMode):
             waits.append(name)
         mixed = [x for x in inputs if x.dim() and not on_gpu(x)]  # a number may be on the CPU
         assert not (result_on_gpu and mixed), f"{name} mixes CPU and GPU"
-        out = func(*args, **kwargs or {})
+        out = func(*args, *values, **kwargs or {})
         for x in tensors(out):
             x.untyped_storage().on_gpu = result_on_gpu or on_gpu(x)
         return out
@@ -81,6 +85,7 @@ def gpu():
         device=property(lambda x: cuda if on_gpu(x) else device(x)), is_cuda=property(on_gpu),
         pin_memory=lambda x: x)
     of_torch = mock.patch.multiple(torch, Generator=Generator, compile=lambda f, **options: f)
-    one_gpu = mock.patch("torch.cuda.device_count", lambda: 1)  # not is_available: see AdamW
+    # Not is_available: see AdamW.
+    one_gpu = mock.patch.multiple(torch.cuda, device_count=lambda: 1, set_device=mock.Mock())
     with of_tensors, of_torch, one_gpu, Calls(), Operations():
         yield waits

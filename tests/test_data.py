@@ -82,15 +82,15 @@ def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
     prepared(tmp_path)
     for split, texts in ("train", TEXTS[:3]), ("val", TEXTS[3:]):
         tokens, meta = open_split(tmp_path, split)
-        assert tokens.tolist() == ids_of(texts)
+        assert tokens.ids.tolist() == ids_of(texts)
         sha256 = hashlib.sha256((tmp_path / f"{split}.bin").read_bytes()).hexdigest()
-        assert meta[split] == {"documents": len(texts), "tokens": len(tokens),
+        assert meta[split] == {"documents": len(texts), "tokens": len(tokens.ids),
                                "bytes": sum(len(t.encode()) for t in texts), "sha256": sha256}
         assert meta["tokenizer"] == tokens.tokenizer == data.describe(BYTES)
     meta = prepare(["abc"] * 350, tmp_path, BYTES)
     assert [meta[split]["documents"] for split in ("train", "val")] == [347, 3]
     prepare(["0123456789" * 100], tmp_path, BYTES)
-    assert [len(open_split(tmp_path, split)[0]) for split in ("train", "val")] == [900, 101]
+    assert [len(open_split(tmp_path, split)[0].ids) for split in ("train", "val")] == [900, 101]
 
 
 def test_every_format_gives_the_same_tokens(tmp_path):
@@ -110,7 +110,7 @@ def test_every_format_gives_the_same_tokens(tmp_path):
     for name in "a.jsonl", "b.jsonl.gz", "c.jsonl.xz", "d", "e":
         main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2,
                     overwrite=True))
-        train, val = (open_split(out, split)[0].tolist() for split in ("train", "val"))
+        train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
 
 
@@ -133,7 +133,7 @@ def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch)
             with pytest.raises(FileNotFoundError):
                 open_split(tmp_path, split)
     prepared(tmp_path)
-    assert open_split(tmp_path, "train")[0].tolist() == ids_of(TEXTS[:3])
+    assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
     assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]
 
 

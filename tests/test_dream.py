@@ -104,8 +104,8 @@ def test_a_tied_qwen2_that_sees_all_positions_and_is_shifted_is_a_dream(tmp_path
         want, causal = (theirs(input_ids=x, attention_mask=mask).logits[:, [0, 6, 38]].flatten(0, 1)
                         for mask in (everything, None))
         dream = Dream.load(tmp_path)
-        at = (x == dream.cfg.mask_token_id).flatten().nonzero().squeeze(1)
-        logits = dream.head(dream.hidden(embed(dream, x), at))
+        masks = (x == dream.cfg.mask_token_id).nonzero(as_tuple=True)
+        logits = dream.head(dream.hidden(embed(dream, x), masks))
     close(logits, want.float(), atol)
     assert (logits - causal).abs().max() > 0.5
 

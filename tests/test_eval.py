@@ -16,10 +16,11 @@ import data
 import eval as evaluation
 import feedback
 import sudoku
-from conftest import GOLDEN, gen, random_mdlm
+from conftest import GOLDEN, ROOT, gen, random_mdlm, refused
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
 from launch import append_jsonl, from_cli, read_json, write_text
 from mdlm import ALPHA_FLOOR, MDLM
+from sample import generate_in_order
 
 BYTES = data.tokenizer("bytes")
 
@@ -74,20 +75,39 @@ def test_standard_error_of_a_ratio():
     assert math.isnan(mean_and_se([2.0], [1])[1])
 
 
-def test_feedbacks_are_what_they_are_called():
-    """None and own are the loss itself; of one text twice, permuted is own; truth shows x0."""
-    model = model_of(omega_s=1 - 1e-6, omega_b=-9.0).eval()
-    x0, t = rows_of(1).expand(3, -1), torch.tensor([0.2, 0.5, 1.0])
-    xt = torch.where(rows_of(3, V=2, seed=1) == 0, 258, x0)
-    none, own, permuted, truth = feedback.bound_by_feedback(model, x0, xt, t, xt)
-    with torch.no_grad():
-        off, on = (model(x0, xt, t, soft) for soft in (False, True))
-        masked = (xt == 258).flatten().nonzero()[:, 0]
-        h = model.net.hidden(F.embedding(x0, model.net.table), masked, t)
-        shown = model.cross_entropy(h, x0.flatten()[masked]).sum()
-    assert torch.equal(none, off) and torch.equal(own, on)
-    assert torch.equal(permuted, on) and not torch.equal(on, off)
-    torch.testing.assert_close((truth * t).sum(), shown, rtol=1e-4, atol=0)
+def test_a_span_is_right_where_the_model_writes_it_itself():
+    """Without feedback, in another number of calls, or with one token changed, it mostly is not."""
+    model, L, width = model_of(omega_s=0.9, omega_b=-9.0).eval(), 16, 5
+    span = feedback.spans(200, L, width, seed=1)
+    places = {tuple(row.nonzero()[:, 0].tolist()) for row in span}
+    assert places == {tuple(range(i, i + width)) for i in range(1, L - width)}
+    x = rows_of(200).masked_fill(span, 258)
+    rows, _ = generate_in_order(model, 200, 3, "entropy", 1e-12, x=x)
+    rows[7, span[7].nonzero()[2]] += 1
+    on, off, more, single, plain = (
+        feedback.right(model, rows, span, calls, soft, batch_size=64)
+        for calls, soft in ((3, True), (3, False), (5, True), (1, True), (1, False)))
+    assert on.sum() == 199 and not on[7]
+    assert max(off.sum(), more.sum(), single.sum()) < 180
+    assert torch.equal(single, plain)  # no call before it: no feedback
+
+
+def test_feedback_pays_where_the_shipped_model_fills_several_cells_in_a_call(
+        tmp_path, monkeypatch):
+    """Spans of 12 of 36 cells. And its bound by t is, on average, that of eval.py."""
+    monkeypatch.chdir(tmp_path)
+    path = os.path.join(ROOT, "results", "sudoku.safetensors")
+    held_out = sudoku.texts(2000, data.rng("sudoku", "val"))
+    data.prepare(["123456", *held_out], "data", BYTES, val_docs=2000)
+    words = f"--checkpoint={path} --data=data --width=12 --calls=6,3 --rows=500 --out=r.json"
+    feedback.main(from_cli(feedback.Config, [*words.split(), "--batch_size=50", "--device=cpu"]))
+    two, four, *tenths = read_json("r.json")["values"].values()  # cells a call
+    assert two["gain"] > 4 * two["gain_se"] and four["gain"] > 4 * four["gain_se"]
+    rows = sudoku.ids_of(held_out[::4], 258)
+    on, off = (bound(MDLM.load(path), rows, soft, seed=1, floor=0.0)[0].mean().item() / 39
+               for soft in (True, False))
+    means = [np.mean([tenth[name] for tenth in tenths]) for name in ("off", "gain")]
+    assert len(tenths) == 10 and means == pytest.approx([off, off - on], rel=1e-5)
 
 
 def test_entropy_is_the_recorded_one():
@@ -222,6 +242,23 @@ def test_ppl_of_a_checkpoint(world):
     write_text("other.txt", "some other text\n" * 30)
     zero_shot = result("zero_shot", "--checkpoint=last.pt", "--text=other.txt")["settings"]
     assert zero_shot["n"] == (16 * 30 + 1) // 14 and zero_shot["text"]["bytes"] == 480
+
+
+def test_feedback_on_any_text_and_what_it_refuses(world):
+    """The name of a result tells its spans. In more calls than it has tokens, no span is filled."""
+    def ask(*words):
+        feedback.main(from_cli(feedback.Config, ["--checkpoint=last.pt", *words]))
+
+    write_text("other.txt", "some other text\n" * 30)
+    ask("--text=other.txt", "--width=4", "--calls=4,1")
+    found = read_json("last.pt.4-in-4-1.feedback.text-other-txt.rows-1000.floor-0-0.json")
+    assert found["settings"] == {"step": 9, "L": 16, "n": (16 * 30 + 1) // 14}
+    for flag in "--width=15", "--width=3", "--calls=7,3", "--calls=0", "--calls=two":
+        refused("give calls from 1 to the width", ask, "--text=other.txt", flag)
+    model = model_of(soft_mask=False)
+    checkpoint.save("last.pt", kind="mdlm", config=vars(model.cfg), model=model.state_dict(),
+                    step=9, seed=1, tokenizer=data.describe(BYTES))
+    refused("is a binary model", ask, "--text=other.txt")
 
 
 def test_three_opinions_on_samples(world, lm, monkeypatch):

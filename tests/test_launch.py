@@ -41,11 +41,19 @@ def script(body, **env):
     (["--resume=auto", "--compile=false"], dict(resume="auto", compile=False)),
     (["--show", "--seed=3"], dict(show=True, seed=3)),
     (["--resume", "auto", "--show", "--steps", "7"], dict(resume="auto", show=True, steps=7)),
-    (["--data=x=y", "--arm=", "--omega_b", "-2.8"], dict(data="x=y", arm="", omega_b=-2.8)),
+    (["--data=x=y", "--variant=", "--omega_b", "-2"], dict(data="x=y", variant="", omega_b=-2.0)),
     (["quick", "--steps=2"], dict(steps=2, k=5)),
 ])
 def test_flags_become_typed_fields(words, fields):
     assert repr(from_cli(Config, words, {"quick": dict(steps=1, k=5)})) == repr(Config(**fields))
+
+
+def test_words_before_the_flags_are_a_preset_or_paths():
+    read = lambda *words: from_cli(Config, words, {"quick": dict(steps=1)}, paths="data")
+    assert read("a", "b/", "--steps=2") == Config(data=os.pathsep.join(("a", "b/")), steps=2)
+    assert read("quick", "--seed=3") == Config(steps=1, seed=3) and read() == Config()
+    refused("unknown argument 'a'", read, "quick", "a")
+    refused("unknown argument 'a'", read, "--seed=3", "a")
 
 
 def test_help_is_the_commented_class(capsys):

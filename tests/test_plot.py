@@ -155,19 +155,6 @@ def test_a_log_is_a_row_with_its_last_gate_and_its_median_speed(tmp_path):
     assert found[2] == ["sm 7", "0.600", "3", "0.300", "2,000", "3"]
 
 
-def test_gains_of_feedback_are_drawn_over_t(tmp_path):
-    drawing()
-    rows = {}
-    for t in 0.2, 0.8:
-        rows[f"t near {t}"] = {"t": t}
-        for kind, gain in ("own", t), ("permuted", -t), ("truth", 2 * t):
-            rows[f"t near {t}"] |= {f"{kind}_gain": gain, f"{kind}_gain_se": 0.1}
-    log(tmp_path / "feedback.json", {"values": rows})
-    own, permuted, truth = plot.feedback(tmp_path / "feedback.json").axes[0].lines[:3]
-    assert own.get_xydata().tolist() == [[0.2, 0.2], [0.8, 0.8]]
-    assert permuted.get_ydata()[1] == -0.8 and truth.get_ydata()[1] == 1.6
-
-
 def test_trace_follows_the_sample(tmp_path):
     """Cells are masks with 0 < λ < ω_s, or tokens without λ. Nothing revealed changes."""
     model = random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5, omega_a=1.0,

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 import data
+import finetune_dream
+import launch
 import train
 from conftest import gen, random_mdlm, start
 from pretend import gpu
@@ -43,6 +45,16 @@ def test_what_a_gpu_takes_is_taken_and_what_it_is_waited_for_is_known():
         assert waits == ["index", "to", "_local_scalar_dense", "nonzero", "index_put_"]
 
 
+@pytest.mark.parametrize("rank, device", [("1", "auto"), ("1", "cuda"), ("0", "cuda:1")])
+def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
+    """CUDA captures its graphs there, whatever device the tensors are on."""
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with gpu():
+        here = launch.machine(device, "float32")
+        torch.cuda.set_device.assert_called_once_with("cuda:1")
+    assert here.device == torch.device("cuda:1")
+
+
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_generate_waits_only_for_what_it_returns(sampler):
     """It waits at the start, too, for the model and the ids to be there."""
@@ -64,6 +76,17 @@ def test_an_update_waits_for_nothing(tmp_path, monkeypatch):
                             lambda *key: starts.append(len(waits)) or times(*key))
         start("train", *TINY, "--out_dir=run", "--steps=6", "--eval_every=0", "--p_sm=0.15")
         assert waits[starts[1]:starts[-1]] == 4 * ["to"]
+
+
+def test_an_update_of_dream_waits_for_nothing(tmp_path, monkeypatch):
+    """Nor does a dialogue, of which an update has eight. The copy is that of the test above."""
+    monkeypatch.chdir(tmp_path)
+    respond, starts = finetune_dream.mask_response, []
+    with gpu() as waits:
+        monkeypatch.setattr(finetune_dream, "mask_response",
+                            lambda *args: starts.append(len(waits)) or respond(*args))
+        start("finetune_dream", "tiny", "--steps=6")
+        assert waits[starts[8]:starts[40]] == 4 * ["to"]
 
 
 def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):

@@ -15,7 +15,7 @@ import checkpoint
 import data
 import oracles
 import sample
-from conftest import GOLDEN, gen, random_mdlm, refused, spy
+from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, spy
 from launch import read_jsonl
 from mdlm import MDLM
 from sample import SAMPLERS, generate, generate_in_order, nucleus, step_probs
@@ -139,7 +139,7 @@ def oracle_of(model, soft):
     """The network as an oracle calls it, (emb (L, D), t) → logits (L, V), and its ω."""
     net = model.eval().net
     predict = lambda emb, t: net.head(net.trunk(emb[None], torch.tensor([t]))[0])
-    return predict, oracles.omega(model.sm) if soft else None
+    return predict, plain_omega(model.sm) if soft else None
 
 
 @pytest.mark.parametrize("sampler, soft", [*itertools.product(SAMPLERS, (True, False))])

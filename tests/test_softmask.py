@@ -43,9 +43,10 @@ def test_sm_is_the_case_equation(k):
 def test_the_two_ends_of_the_interpolation():
     """§3.3: λ = 0 is MDLM bit for bit; λ = 1 with k = 1 embeds the most likely token."""
     x, logits, table = example()
+    off = SoftMask(MASK, **OPEN)
+    off.raw_s.data.fill_(-1e3)  # ω_s = 0
     for given in (logits, logits[x == MASK]):
-        soft = SoftMask(MASK, **OPEN).embed(table, x, given, gain=0.0)
-        assert torch.equal(soft, F.embedding(x, table))
+        assert torch.equal(off.embed(table, x, given), F.embedding(x, table))
     rows, sm = logits.flatten(0, 1), SoftMask(MASK, k=1)
     soft = sm.mix(table, torch.ones(x.numel()), *sm(rows)[1:])
     assert torch.equal(soft, table[rows.argmax(-1)])
@@ -76,13 +77,16 @@ def test_what_would_be_silently_wrong_is_refused():
 
 def test_omega_never_becomes_bf16():
     """Near raw_s = −14, Adam's steps of 1e-2 would all round away."""
+    assert "SoftMask(k=3)" in str(SoftMask(MASK).to("meta"))  # it has no values to print
     host = torch.nn.ModuleDict({"sm": SoftMask(MASK), "layer": torch.nn.Linear(2, 2)}).bfloat16()
     sm, moved = host["sm"], SoftMask(MASK).to("meta").to_empty(device="cpu")
     assert host["layer"].weight.dtype == torch.bfloat16
     assert all(p.dtype == torch.float32 for p in (*sm.parameters(), *moved.parameters()))
     sm.load_state_dict({k: v.bfloat16() for k, v in sm.state_dict().items()}, assign=True)
-    with pytest.raises(ValueError, match="bfloat16 would not learn"):
+    with pytest.raises(ValueError, match="bfloat16 may not learn"):
         sm.strength(torch.tensor(0.0))
+    assert "SoftMask(k=3)" in str(sm)
+    sm.float().strength(torch.tensor(0.0))
 
 
 @pytest.mark.parametrize("k", [3, None])
@@ -168,6 +172,16 @@ def test_minus_infinity_logits_give_no_nan(k):
     assert all(p.grad.isfinite() for p in sm.parameters())
     x = torch.zeros(2, 3, dtype=torch.long)  # no masks at all
     assert torch.equal(SoftMask(MASK, k).embed(table, x, torch.empty(0, V)), F.embedding(x, table))
+
+
+@pytest.mark.parametrize("k", [3, None])
+def test_a_row_of_nan_in_the_padding_reaches_no_gradient(k):
+    x, logits, table = example()
+    x[0, 0] = 1
+    logits[0, 0] = math.nan
+    sm = SoftMask(MASK, k=k, **OPEN)
+    sm.embed(table.requires_grad_(), x, logits).sum().backward()
+    assert all(p.grad.isfinite().all() for p in (table, *sm.parameters()))
 
 
 @pytest.mark.parametrize("k", [3, None])
