@@ -32,7 +32,7 @@ import types
 import numpy as np
 import torch
 
-from launch import Refused, atomic, read_json, run
+from launch import Refused, atomic, in_short, read_json, run
 from softmask import SoftMask
 
 # ---- any file ------------------------------------------------------------------------------------
@@ -42,38 +42,58 @@ HUB_FILES = "model.safetensors", "pytorch_model.bin"
 
 def load(path):
     """The dict at the top, of a .pt, .ckpt, .safetensors or .bin, or of a run's or hub's folder."""
+    if not path:
+        raise Refused("--checkpoint=FILE is missing, such as out/quickstart/last.pt, which "
+                      "`python train.py quickstart` makes")
     for name in ("last.pt", *HUB_FILES):
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)
     folder, name = os.path.split(path)
     settings = os.path.join(folder, "config.json")
     hub = read_json(settings) if name in HUB_FILES and os.path.exists(settings) else None
+    try:
+        ckpt = read(path)
+    except Exception as e:  # bytes that are no checkpoint can raise anything
+        if isinstance(e, OSError) and e.filename:  # it cannot be opened
+            raise
+        raise Refused(f"{path} is no checkpoint, or not whole ({in_short(e)})")
+    if "format" in ckpt:
+        return with_variant(path, ckpt)
+    state = ckpt.get("state_dict", ckpt)
+    if not any(name.endswith("vocab_embed.embedding") for name in state):
+        raise Refused(f"{path} is no model of MDLM's family: it has no vocab_embed.embedding")
+    if state is ckpt:
+        return from_mdlm_family(state, settings=hub)
+    shadow = (ckpt.get("ema") or {}).get("shadow_params")
+    settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))
+    return from_mdlm_family(state, shadow, settings, ckpt["global_step"])
+
+
+def read(path):
+    """The dict in a file: ours, a framework's, or bare weights."""
     if path.endswith(".safetensors"):
         _, metadata, _ = read_header(path)
         tensors = read_safetensors(path)
         if FORMAT in metadata:  # weights to share, as in results/: here is the rest of the dict
-            return with_variant(path, json.loads(metadata[FORMAT]) | {"model": tensors})
-        return from_mdlm_family(tensors, settings=hub)
+            return json.loads(metadata[FORMAT]) | {"model": tensors}
+        return tensors
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:
         ckpt = load_inert(path)
-    if "state_dict" in ckpt:
-        shadow = (ckpt.get("ema") or {}).get("shadow_params")
-        settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))
-        return from_mdlm_family(ckpt["state_dict"], shadow, settings, ckpt["global_step"])
-    if "format" in ckpt:
-        return with_variant(path, ckpt)
-    return from_mdlm_family(ckpt, settings=hub)
+    if not isinstance(ckpt, dict):
+        raise TypeError(f"it holds a {type(ckpt).__name__}")
+    return ckpt
 
 
 def with_variant(path, ckpt):
     """A dict of ours. Its config may call the variant `arm`, as that of the shipped model does."""
     config = ckpt["config"]
     if "arm" in config:
-        name = config["variant"] = config.pop("arm")
-        if name not in ("", "constant", "slerp"):
-            raise Refused(f"{path} is of the variant {name!r}, which variants.py does not have")
+        config["variant"] = config.pop("arm")
+    if config.get("variant", "") not in ("", "constant", "slerp"):
+        raise Refused(f"{path} is of the variant {config['variant']!r}, which variants.py does not "
+                      f"have")
     return ckpt
 
 
@@ -100,10 +120,18 @@ def check_numbers(state, path):
 
 
 def save(path, **parts):
-    """Write the dict described above, atomically."""
+    """Write the dict described above, atomically. Raises OSError, as where the disk is full."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
-    with atomic(path) as tmp:
-        torch.save({"format": FORMAT, "git": git_version(), "versions": versions, **parts}, tmp)
+    ckpt = {"format": FORMAT, "git": git_version(), "versions": versions, **parts}
+    try:
+        with atomic(path) as tmp, open(tmp, "wb") as f:
+            torch.save(ckpt, f)
+    except (OSError, RuntimeError) as e:
+        # Torch finds that bytes are missing ("unexpected pos"), and hides why.
+        reason = e if isinstance(e, OSError) else e.__context__
+        if not isinstance(reason, OSError):
+            raise
+        raise OSError(reason.errno, reason.strerror, path)
 
 
 def git_version():

@@ -47,6 +47,7 @@ PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # the others are impo
 
 def run(main, Config, presets=None, paths=None):
     """The last line of every script. Bad input gives one line on stderr instead of a traceback."""
+    status = 2
     for stream in sys.stdout, sys.stderr:
         stream.reconfigure(errors="replace", line_buffering=True)  # not every terminal can show ω
     try:
@@ -55,14 +56,19 @@ def run(main, Config, presets=None, paths=None):
         reason = f"{e}: pip install {PIP_NAMES.get(e.name, e.name)}"
     except (Refused, OSError, argparse.ArgumentError) as e:
         reason = e
+    except KeyboardInterrupt:
+        reason, status = "stopped by Ctrl-C", 130
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)  # rank 0 mostly says the same, and then torchrun ends this rank
     print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
-    raise SystemExit(2)
+    raise SystemExit(status)
 
 
 def from_cli(Config, argv, presets=None, paths=None):
-    """A dataclass from `[preset] --key=value --key value --flag …`. A flag overrides the preset."""
+    """A dataclass from `[preset] --key=value --key value --flag …`. A flag overrides the preset.
+
+    The names of the flags are in its attribute `flags`, which a Config built in Python lacks.
+    """
     if {"-h", "--help"} & set(argv):
         for cls in reversed(Config.__mro__[:-1]):  # a commented class is the table of the flags
             print(inspect.getsource(cls))
@@ -86,10 +92,19 @@ def from_cli(Config, argv, presets=None, paths=None):
     if unknown:
         word = unknown[0].strip("-").partition("=")[0]
         near = difflib.get_close_matches(OTHER_NAMES.get(word, word), kinds, 1) or ["help"]
-        raise Refused(f"unknown argument {unknown[0]!r}: did you mean --{near[0]}?")
+        remedy = f"did you mean --{near[0]}?"
+        if presets and not unknown[0].startswith("-"):
+            remedy = f"the first word may be {', '.join(presets)}"
+        raise Refused(f"unknown argument {unknown[0]!r}: {remedy}")
     cfg = Config(**values | vars(given))
+    cfg.flags = frozenset(vars(given))
     check_ranges(cfg)
     return cfg
+
+
+def in_short(e):
+    """The first sentence of another's exception."""
+    return f"{type(e).__name__}: {e}".partition("\n")[0].partition(". ")[0]
 
 
 def parse_value(text, kind):
@@ -134,12 +149,16 @@ def machine(device="auto", dtype="auto"):
     if device == "auto":
         device = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.device_count() else device
+    if device == "cuda":
+        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as e:  # AssertionError: torch was built without it
+        raise Refused(f"--device={device} does not work here ({in_short(e)}): --device=cpu does")
     if dtype == "auto":
         dtype = "float32"
         if device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False):
             dtype = "bfloat16"
-    if device == "cuda":
-        device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)  # CUDA graphs are captured on the current device
     rank = int(os.environ.get("RANK", 0))
@@ -193,12 +212,12 @@ def goes_on(last, resume, overwrite):
     return resume is True or resume == "auto" and exists
 
 
-def check_same(path, before, here, names):
+def check_same(path, before, here, names, remedy=""):
     """Raises Refused unless the settings of a checkpoint are those of this run."""
     different = [f"{name} ({before.get(name)!r} there, {here[name]!r} here)"
                  for name in sorted(names) if before.get(name) != here[name]]
     if different:
-        raise Refused(f"{path} is of other settings: {', '.join(different)}")
+        raise Refused(f"{path} is of other settings: {', '.join(different)}{remedy}")
 
 
 @contextlib.contextmanager
@@ -210,7 +229,8 @@ def lock(folder):
             import fcntl
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"another process is writing into {folder}: wait, or give another folder")
+            raise Refused(f"another process is writing into {folder} (a run, or a rank that its "
+                          f"torchrun left behind): wait, end it, or give another folder")
         except (ImportError, OSError):
             pass  # Windows, and some network disks, cannot lock: nothing is locked
         yield
@@ -309,10 +329,13 @@ def atomic(path):
     """Yields a temporary path, which becomes `path` if the block ends without an exception."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     tmp = f"{path}.tmp"
-    yield tmp
-    with open(tmp, "rb+") as f:
-        os.fsync(f.fileno())  # without it, a power cut can leave an empty file under this name
-    os.replace(tmp, path)
+    try:
+        yield tmp
+        with open(tmp, "rb+") as f:
+            os.fsync(f.fileno())  # without it, a power cut can leave an empty file under this name
+        os.replace(tmp, path)
+    finally:
+        Path(tmp).unlink(missing_ok=True)
 
 
 def write_text(path, text):

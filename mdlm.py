@@ -323,12 +323,16 @@ class TwoPass(nn.Module):
     def score(self, h, x0):
         return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk
 
-    def warning(self):
-        """What to tell the user if training has left feedback off, which no loss shows, else ""."""
+    def warning(self, ce_per_mask=0.75):
+        """What to tell the user if training has left feedback off, which no loss shows, else "".
+
+        ce_per_mask: nats, near the mean entropy H (default: where the paper's ω_b starts). With
+        ω_b = −H, λ is ω_s / 2 at this entropy (Eq. 3).
+        """
         if self.sm is None or not self.lam < 1e-3:
             return ""
         return (f"feedback is off: λ is {self.lam:.1g} on average. Train longer, or start with "
-                f"--omega_s=0.5 --omega_a=1 --omega_b=-2.8")
+                f"--omega_s=0.5 --omega_a=1 --omega_b={-ce_per_mask:.2g}")
 
 
 def with_omega_in_graph(nll, sm):

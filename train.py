@@ -46,7 +46,9 @@ class Config(ModelConfig):
     """What mdlm.ModelConfig has (the data decide the vocabulary), and how to train it: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    init_from: str = ""              # weights to start from, in any format that checkpoint.py reads
+    # Weights and ω of any file that checkpoint.py describes; of a step-N.pt the EMA. --omega_s,
+    # --omega_a and --omega_b on the command line go before those of the file.
+    init_from: str = ""
     resume: bool | Literal["auto"] = False  # go on from out_dir/last.pt; auto: if it is there
     overwrite: bool = False          # start over even if out_dir holds a run
     seed: Count = 1
@@ -185,12 +187,15 @@ def train(cfg):
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     master = here.rank == 0
+    flags = getattr(cfg, "flags", ())  # names, of the command line, if there is one
 
     # ---- the data
     if master:
         data.prepare_preset(cfg.data)
     if here.world > 1:
         dist.barrier()
+    if not os.path.exists(os.path.join(cfg.data, "meta.json")):
+        raise Refused(f"no data in {cfg.data}: run `python data.py openwebtext`, or give --data")
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
@@ -202,11 +207,13 @@ def train(cfg):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model = MDLM(cfg)
+    omega_from = "the settings"
     if launch.goes_on(last, cfg.resume, cfg.overwrite):
         ckpt = load_last(last, cfg, source)
         model.load_state_dict(ckpt["model"])
+        omega_from = last
     elif cfg.init_from:
-        load_initial(model, cfg, meta["tokenizer"])
+        omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
     model.to(here.device)
     ema, optimizer = average_of(model), optimizer_of(model)
     done, metrics = 0, {}  # updates made; the last evaluation
@@ -215,15 +222,15 @@ def train(cfg):
         optimizer.load_state_dict(ckpt["optimizer"])
         done, metrics = ckpt["step"], ckpt["metrics"]
         del ckpt  # it is as large as the model and its optimizer
-    # After average_of: a copy of compiled methods would use the weights of this model.
-    if cfg.compile or (cfg.compile is None and here.device.type == "cuda"):
+    compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
+    if compiled:  # after average_of: a copy of compiled methods would use the weights of this model
         compile_parts(model)
     parallel = model
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # ---- the loop
-    start, stop = done, 0  # stop: the signal that ends it
+    start, stop, line = done, 0, {}  # stop: the signal that ends it. line: the last of the log
     # Rank 0 alone writes, so it alone locks.
     locked = launch.lock(cfg.out_dir) if master else contextlib.nullcontext()
     with locked, launch.signals() as caught:
@@ -231,10 +238,12 @@ def train(cfg):
         if master and cfg.overwrite and not start:
             remove_run(cfg.out_dir)
         if master:
+            feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
+            wait = ", the first after a minute or more of compiling" if compiled else ""
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {here.device} × "
                   f"{here.world}, {here.dtype or 'float32'}; {n_train:,} rows of {cfg.length}, "
                   f"{cfg.batch_size} an update, {cfg.micro_batch} at a time; "
-                  f"updates {start:,} to {cfg.steps:,}")
+                  f"updates {start:,} to {cfg.steps:,}{wait}; {feedback}")
         # A continuation first measures the bound where it starts (Fig. 3): the best check that the
         # weights were read correctly.
         if cfg.eval_every and cfg.init_from and not start:
@@ -272,7 +281,7 @@ def train(cfg):
         bounds = evaluate(ema, held_out, here)
         if master:
             summarize(cfg, bounds, meta)
-    launch.leave(here, model.warning(), 0)
+    launch.leave(here, model.warning(line["ce_per_mask"]) if line else "", 0)
     return model, ema
 
 
@@ -280,6 +289,9 @@ def resolved(cfg, special, world):
     """cfg with the vocabulary of the data, checked.   special: its tokenizer, as in meta.json."""
     if not cfg.soft_mask:
         raise Refused("--soft_mask is no flag of train.py: --p_sm=0 trains without soft-masking")
+    if cfg.variant == "constant" and cfg.omega_s < 1e-3:
+        raise Refused("--variant=constant does not learn its λ, which is ω_s: give --omega_s, say "
+                      "0.3")
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
     if cfg.k is not None and cfg.k >= special["vocab_size"]:
@@ -324,28 +336,36 @@ def load_last(path, cfg, source):
     # Data are compared by their content: their folder may have moved.
     before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
     now = asdict(cfg) | {"data": source["sha256"], "keys": data.KEYS}
-    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME)
+    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME,
+                      f". --init_from={path} with another --out_dir starts from these weights")
     return ckpt
 
 
-def load_initial(model, cfg, special):
-    """Start from the raw weights of a file [code], or its average alone, and from its ω, if any."""
+def load_initial(model, cfg, special, flags):
+    """Start from the raw weights of a file [code], or its average alone, and from its ω, if any.
+
+    flags: names; an ω among them is not taken from the file. Returns where ω is from.
+    """
     path = os.path.realpath(cfg.init_from)
     if os.path.realpath(cfg.out_dir) in (path, os.path.dirname(path)):
         raise Refused(f"--init_from={cfg.init_from} is in --out_dir={cfg.out_dir}, where this run "
                       f"replaces files: give another --out_dir")
-    ckpt = checkpoint.load(path)
+    ckpt = checkpoint.load(cfg.init_from)
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
-    here = asdict(cfg) | {"tokenizer": special["name"]}
+    now = asdict(cfg) | {"tokenizer": special["name"]}
     # Not all of these show in a shape.
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
         names += ["variant", "k"]
-    launch.check_same(cfg.init_from, before, here, names)
+    launch.check_same(cfg.init_from, before, now, names)
     # A model without SM drops the ω of the file. If the file has none, the model keeps its own.
     omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     state = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
-    model.load_state_dict(omega | state)
+    kept = {name: p for name, p in omega.items() if name.replace("sm.raw", "omega") in flags}
+    model.load_state_dict(omega | state | kept)
+    if not omega.keys() & state.keys():
+        return "the settings"
+    return ", ".join([cfg.init_from, *(name.replace("sm.raw", "--omega") for name in kept)])
 
 
 def evaluate(ema, held_out, here):
@@ -364,8 +384,9 @@ def log_line(done, cfg, model, sums):
     line = {"step": done, "loss": sums["loss"] / sums["tokens"],
             "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
             "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
-            "tokens_per_s": sums["tokens"] / sums["seconds"],
-            "lam": sums["lam"] / max(1, sums["soft"])}
+            "tokens_per_s": sums["tokens"] / sums["seconds"]}
+    if sums["soft"]:
+        line["lam"] = sums["lam"] / sums["soft"]
     if model.sm:
         line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
         if model.sm.k is None:
@@ -401,9 +422,9 @@ def summarize(cfg, bounds, meta):
     for name, nats in bounds.items():
         bits = bits_per_byte(nats, cfg.length, meta["val"])
         print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{bits:.4f}")
-    if cfg.soft_mask:
-        lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
-        lines = [line for line in lines if "omega_s" in line]  # not those of an evaluation alone
+    lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
+    lines = [line for line in lines if "lam" in line]  # others had no update with feedback
+    if lines:
         print(f"\n  update{'ω_s':>8}{'ω_a':>8}{'ω_b':>8}{'mean λ':>9}")
         for i in sorted({quarter * (len(lines) - 1) // 4 for quarter in range(5)}):
             row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"

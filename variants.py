@@ -17,8 +17,8 @@ from softmask import SoftMask
 class Constant(SoftMask):
     """λ = ω_s for every mask, whatever the entropy. It is not learned: give omega_s, say 0.3."""
 
-    def strength(self, neg_entropy):
-        return self.omega[0].detach() + 0 * neg_entropy                            # (...)
+    def strength(self, minus_h):
+        return self.omega[0].detach() + 0 * minus_h                                # (…)
 
 
 class Slerp(SoftMask):

@@ -151,9 +151,10 @@ def logs(patterns):
         lines = [line for line in read_jsonl(path) if "tokens_per_s" in line]
         last, speed = lines[-1], statistics.median(line["tokens_per_s"] for line in lines)
         omega = [f"{last[name]:.3f}" for name in OMEGA if name in last]
+        lam = [f"{line['lam']:.3f}" for line in lines if "lam" in line][-1:]  # of the last with SM
         rows.append({
             "run": " ".join(name_and_seed(path)), "ω_s, ω_a, ω_b": ", ".join(omega),
-            "updates": f"{last['step']:,}", "mean λ": f"{last['lam']:.3f}",
+            "updates": f"{last['step']:,}", "mean λ": "".join(lam),
             "tokens/s (median)": f"{speed:,.0f}", "minutes": f"{last['seconds'] / 60:.0f}"})
     return markdown(rows, list(rows[0]), text=2)
 

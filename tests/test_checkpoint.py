@@ -4,6 +4,7 @@ import collections
 import json
 import os
 import pickle
+import resource
 import subprocess
 import sys
 import types
@@ -162,6 +163,20 @@ def test_safetensors_round_trip_with_every_dtype(tmp_path):
     assert all(torch.equal(back[n], t) and back[n].dtype == t.dtype for n, t in tensors.items())
 
 
+def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path):
+    """Torch's own error is another one, and its file ends at any byte."""
+    path, limits = str(tmp_path / "last.pt"), resource.getrlimit(resource.RLIMIT_FSIZE)
+    save(path, step=1)
+    for size in 30_000, 65_536, 400_000:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            with pytest.raises(OSError, match="File too large: '.*last.pt'$"):
+                save(path, model={str(i): torch.zeros(50, 500) for i in range(5)})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert load(path)["step"] == 1 and os.listdir(tmp_path) == ["last.pt"]
+
+
 # ---- theirs
 
 
@@ -238,6 +253,34 @@ def test_hub_layouts(tmp_path):
 def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, change):
     refused("this checkpoint has|the soft mask has|not that of base 10000",
             load, training_file(tmp_path / "x.ckpt", trained(), **change))
+
+
+def test_what_is_no_checkpoint_is_refused_by_its_name(tmp_path):
+    def write(name, content):
+        (tmp_path / name).write_bytes(content)
+        return str(tmp_path / name)
+    model, ours, shared = trained(), str(tmp_path / "ours.pt"), str(tmp_path / "ours.safetensors")
+    save(ours, kind="mdlm", config=vars(model.cfg), step=3, model=model.state_dict())
+    write_safetensors(shared, model.state_dict())
+    for kind, whole in ("pt", ours), ("safetensors", shared):
+        with open(whole, "rb") as f:
+            content = f.read()
+        for cut in (0, 5, 100, *(len(content) * i // 9 for i in range(1, 9)), len(content) - 1):
+            path = write(f"cut.{kind}", content[:cut])
+            refused(f"^{path} is no checkpoint, or not whole", load, path)
+        path = write(f"text.{kind}", b"hello\n")
+        refused(f"^{path} is no checkpoint, or not whole", load, path)
+    path = str(tmp_path / "x.pt")
+    torch.save([1, 2], path)
+    refused(f"^{path} is no checkpoint, or not whole .TypeError: it holds a list", load, path)
+    for other in {"w": torch.ones(2)}, {"state_dict": {"w": torch.ones(2)}}, torch.nn.Linear(2, 2):
+        torch.save(other, path)
+        refused(f"^{path} is no model of MDLM's family", load, path)
+    save(path, kind="mdlm", config=vars(model.cfg) | {"arm": "new"}, model=model.state_dict())
+    refused(f"^{path} is of the variant 'new'", MDLM.load, path)
+    refused("^--checkpoint=FILE is missing", load, "")
+    with pytest.raises(FileNotFoundError):
+        load("typo.pt")
 
 
 def test_a_copy_inside_another_repository_is_of_no_commit(tmp_path, monkeypatch):

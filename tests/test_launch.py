@@ -52,8 +52,9 @@ def test_words_before_the_flags_are_a_preset_or_paths():
     read = lambda *words: from_cli(Config, words, {"quick": dict(steps=1)}, paths="data")
     assert read("a", "b/", "--steps=2") == Config(data=os.pathsep.join(("a", "b/")), steps=2)
     assert read("quick", "--seed=3") == Config(steps=1, seed=3) and read() == Config()
-    refused("unknown argument 'a'", read, "quick", "a")
-    refused("unknown argument 'a'", read, "--seed=3", "a")
+    for words in ("quick", "a"), ("--seed=3", "a"):
+        refused("unknown argument 'a': the first word may be quick$", read, *words)
+    assert read("quick", "--seed=3", "--k=5").flags == {"seed", "k"}  # and no field of the preset
 
 
 def test_help_is_the_commented_class(capsys):
@@ -76,6 +77,8 @@ def needs_a_package(cfg):
     (print, ["--k=0"], "--k=0 must be a number from 1 to"),
     (lambda cfg: open("no/x"), [], "[Errno 2] No such file or directory: 'no/x'"),
     (needs_a_package, [], "No module named 'mauve': pip install mauve-text\n"),
+    (lambda cfg: launch.machine("tpu"), [], "--device=tpu does not work here (RuntimeError: "),
+    (lambda cfg: launch.machine("cuda:99"), [], "--device=cuda:99 does not work here ("),
 ])
 def test_bad_input_is_one_line_and_an_exit_code(monkeypatch, capsys, main, flags, message):
     monkeypatch.setattr(sys, "argv", ["folder/x.py", *flags])
@@ -117,6 +120,21 @@ def test_signals_are_collected_and_only_a_second_ctrl_c_ends_the_process():
     assert signal.getsignal(signal.SIGTERM) == outside
 
 
+def test_ctrl_c_is_one_line_and_leaves_no_half_a_file(tmp_path):
+    body = f"""
+import signal
+signal.signal(signal.SIGINT, signal.default_int_handler)  # & ignores it
+with launch.atomic({str(tmp_path / "f")!r}) as tmp:
+    open(tmp, "w").close()
+    print("ready")
+    time.sleep(100)"""
+    process = script(body)
+    assert process.stdout.readline() == b"ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=100)[1] == b"-c: stopped by Ctrl-C\n"
+    assert process.returncode == 130 and not os.listdir(tmp_path)
+
+
 # ---- files
 
 
@@ -124,7 +142,7 @@ def test_one_process_has_the_lock_until_it_is_killed(tmp_path):
     folder = str(tmp_path / "run")
     process = script(f"with launch.lock({folder!r}):\n    print('ready')\n    time.sleep(100)")
     assert process.stdout.readline() == b"ready\n"
-    refused("another process is writing into .*run: wait", launch.lock(folder).__enter__)
+    refused("another process is writing into .*run .*: wait", launch.lock(folder).__enter__)
     process.kill()
     process.communicate()
     for _ in range(2):  # it is free again after the block
@@ -140,7 +158,7 @@ def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, 
             with open(tmp, "w") as f:
                 f.write("half")
             raise ZeroDivisionError
-    assert path.read_text(encoding="utf-8") == "old ω"
+    assert path.read_text(encoding="utf-8") == "old ω" and os.listdir(path.parent) == ["f"]
     calls, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda file: calls.append("fsync"))
     monkeypatch.setattr(os, "replace", lambda *paths: calls.append("replace") or replace(*paths))

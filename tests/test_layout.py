@@ -34,8 +34,8 @@ OPTIONAL = {"transformers", "mauve", "lm_eval", "datasets", "matplotlib", "pyarr
             "gguf"}
 LINES = 60
 # Alg. 1 and Alg. 2 are on one screen. The trainers are flat scripts: what is set up is used below.
-OTHER_LENGTHS = {"train.update": 40, "train.train": 100, "finetune_dream.update": 40,
-                 "finetune_dream.finetune": 100}
+OTHER_LENGTHS = {"train.update": 40, "train.train": 100, "sample.generate": 40,
+                 "finetune_dream.update": 40, "finetune_dream.finetune": 100}
 
 
 def text(name):
