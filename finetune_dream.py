@@ -54,7 +54,7 @@ MASK_FLOOR = 1e-3  # a token is masked with p = t (1 − floor) + floor, but wei
 
 @dataclass
 class Config:
-    model: str = ""             # folder of Dream-v0-Instruct-7B or Dream-Coder-v0-Instruct-7B
+    model: str = ""             # folder of a Dream, Dream-Coder or open-dCoder model, as published
     data: str = ""              # a .jsonl, or mix (Tulu 3 + SmolTalk), or coding (Ling-Coder-SFT)
     out: str = "out/dream"
     resume: bool | Literal["auto"] = False  # go on from out/last.pt; auto: if it is there
