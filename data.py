@@ -59,7 +59,7 @@ class Tokens:
     """One stream of token ids: a whole split, its documents joined."""
     ids: np.ndarray  # (n_tokens,) uint16
     tokenizer: dict  # as `describe` has it: `rows` needs its BOS and EOS
-    name: str        # for messages
+    name: str        # of its file, for messages
 
 
 def open_split(dir, split):

@@ -2,7 +2,7 @@
 """Every figure and every markdown table, from logs and results.     Tables 1-12, Fig. 3-5, 7-9
 
     python lab/plot.py --table="out/*/*.json"                   # eval.py's results, as in Table 1
-    python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # held-out bounds, as in Fig. 3
+    python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # loss and bounds, as in Fig. 3
 
 A number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
 figures are means over seeds. ± and bands are the standard deviation over seeds.
@@ -152,10 +152,10 @@ def logs(patterns):
         lines = [line for line in read_jsonl(path) if "tokens_per_s" in line]
         last, speed = lines[-1], statistics.median(line["tokens_per_s"] for line in lines)
         omega = [f"{last[name]:.3f}" for name in OMEGA if name in last]
-        lam = [f"{line['lam']:.3f}" for line in lines if "lam" in line]  # none without feedback
+        lam = [f"{line['lam']:.3f}" for line in lines if "lam" in line][-1:]  # of the last with SM
         rows.append({
             "run": " ".join(name_and_seed(path)), "ω_s, ω_a, ω_b": ", ".join(omega),
-            "updates": f"{last['step']:,}", "mean λ": lam[-1] if lam else "",
+            "updates": f"{last['step']:,}", "mean λ": "".join(lam),
             "tokens/s (median)": f"{speed:,.0f}", "minutes": f"{last['seconds'] / 60:.0f}"})
     return markdown(rows, list(rows[0]), text=2)
 
