@@ -84,7 +84,7 @@ class Config:
     # One coin for a round of Alg. 1 [ours], or for each dialogue [code], which trains ω more often.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine

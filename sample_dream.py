@@ -58,7 +58,7 @@ class Decoding:
     # At 0.1 and 0.9, a small lead makes p 1 (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Another ω than the adapter's. A model without SM then gets k = 3, and the paper's other two.
-    omega_s: Annotated[float, 0, 1 - 1e-6] | None = None
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None
     omega_a: Positive | None = None
     omega_b: Negative | None = None
     seed: int = 0
