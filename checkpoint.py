@@ -2,6 +2,7 @@
 """Checkpoints: one format of our own, and readers for the formats of others.
 
     any file             load, weights, save: all as the dict below
+    another ω            with_omega, for decoding
     MDLM's family        from_mdlm_family: MDLM's weights and the authors', by our names
     training files       load_inert: Lightning's, without Lightning, and running no code of theirs
     safetensors          read_safetensors, write_safetensors
@@ -57,7 +58,7 @@ def load(path):
             raise
         raise Refused(f"{path} is no checkpoint, or not whole ({in_short(e)})")
     if "format" in ckpt:
-        return ckpt
+        return with_variant(path, ckpt)
     state = ckpt.get("state_dict", ckpt)
     if not any(name.endswith("vocab_embed.embedding") for name in state):
         raise Refused(f"{path} is no model of MDLM's family: it has no vocab_embed.embedding")
@@ -82,6 +83,17 @@ def read(path):
         ckpt = load_inert(path)
     if not isinstance(ckpt, dict):
         raise TypeError(f"it holds a {type(ckpt).__name__}")
+    return ckpt
+
+
+def with_variant(path, ckpt):
+    """A dict of ours. Its config may call the variant `arm`, as that of the shipped model does."""
+    config = ckpt.get("config", {})
+    if "arm" in config:
+        config["variant"] = config.pop("arm")
+    if config.get("variant", "") not in ("", "constant", "slerp"):
+        raise Refused(f"{path} is of the variant {config['variant']!r}, which variants.py does not "
+                      f"have")
     return ckpt
 
 
@@ -133,6 +145,24 @@ def git_version():
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "unknown"}
     return {"commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")}
+
+
+# ---- another ω -----------------------------------------------------------------------------------
+def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
+    """sm, given another ω for decoding. None keeps its own. A binary model gets k = 3 [ours]."""
+    given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
+    given = {name: value for name, value in given.items() if value is not None}
+    if not given:
+        return sm
+    if sm is None and omega_s is None:  # ω_s would start at almost 0
+        raise Refused(f"{' and '.join(given)} of a model without SM: give it --omega_s, too")
+    start = SoftMask(mask_id, **given)
+    if sm is None:
+        return start
+    for name in given:
+        raw = name.replace("omega", "raw")
+        getattr(sm, raw).data.copy_(getattr(start, raw).data)
+    return sm
 
 
 # ---- MDLM's family -------------------------------------------------------------------------------

@@ -7,7 +7,7 @@
     likeliest        the largest probabilities of each row, without sorting all of V
 
 A (B, L, V) tensor in fp32 takes 6.6 GB for one micro-batch of the paper. So logits have a row for
-each masked position only, and exist only inside of `in_chunks`.
+each masked position only, and exist only inside `in_chunks`.
 """
 
 from functools import partial
@@ -15,10 +15,12 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 
-BUDGET = 1e9        # bytes of a chunk's (n, V) tensors, and of all those kept for a backward pass
+BUDGET = 1e9        # bytes of (n, V) tensors in use, and of those kept for a backward pass
+SM_IN_USE = 7       # (n, V) tensors in fp32 that SM over all of |V| holds at once, the most of all
+SM_KEEPS = 6        # and keeps for a backward pass: logits, clamped, logp, clamped, exp, π
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
 CPU_CACHE = 1.6e6   # bytes of logits that stay in a CPU's caches while SM passes over them often
-COMPILED_ROWS = 4096  # of a compiled chunk: large matrix products from 0.4 GB of logits
+COMPILED_ROWS = 4096  # of a compiled chunk: large matrix products, 0.4 GB of logits in bf16
 
 
 def in_chunks(fn, *rows, V, keeps=0, whole=False):
@@ -29,14 +31,13 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
         take more than BUDGET, none is kept, and the backward pass runs fn again.
     whole: if fn is compiled, take all rows at once. Each chunk pays for the whole (V, D) weight:
         padded, cast, and a dense gradient. A compiled fn keeps its logits, in the dtype of the
-        product, and never runs again.
+        product, and is not recomputed.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
     compiled = getattr(fn, "compiled", False)
-    # While fn works it holds at most 7 tensors (n, V) in fp32: SM over all of |V| does.
-    room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / 7
+    room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
     size = max(1, int(room / one_row))
-    if compiled:  # always split: a tensor that is no slice would be compiled for once more
+    if compiled:  # always split, even into one part: torch would compile again for what is no view
         size = max(1, N) if whole else COMPILED_ROWS
     elif N <= size:
         return fn(*rows)
@@ -62,10 +63,11 @@ def in_pieces(sm, logits):
 
 
 def compile_parts(model, mode=None):
-    """Compile the slow parts of a TwoPass on CUDA: its trunk and its work on a chunk.
+    """Compile the slow parts of a TwoPass: its trunk and its work on a chunk.
 
     mode: of the trunk; "reduce-overhead" makes CUDA graphs. Chunks have none: their length changes.
-    Methods are compiled, not modules, because those would change the names in the state_dict.
+    Methods are compiled, not modules, because those would change the names in the state_dict. Copy
+    a model before: the compiled methods of a deepcopy would use the weights of the original.
     """
     # DDP would cut the trunk every 25 MB, in the first pass too, so that gradients travel while the
     # backward pass runs. Each cut breaks a fused kernel and draws another dropout mask.

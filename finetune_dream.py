@@ -10,6 +10,11 @@
 The last answer of each dialogue is masked and predicted. The folder `out` gets best/ and last/,
 adapters that sample_dream.py, peft and the authors' code read; last.pt to resume from; log.jsonl.
 Every draw is keyed by what it is for (data.rng): a resumed run, or one on more GPUs, is the same.
+
+    dialogue, update    one update of DoRA and ω, in the order of train.py            Alg. 1 l.2-9
+    finetune            the dialogues, the model, and the loop around `update`
+    the rest            what `finetune` starts from, measures and saves
+
 Not here: the two passes (mdlm.py), decoding (sample_dream.py), DoRA (dora.py), full finetuning.
 """
 
@@ -21,12 +26,12 @@ import os
 import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated, Literal
 
 import numpy as np
 import torch
 import torch.distributed as dist
-import torch.nn as nn
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -36,7 +41,7 @@ import dora
 import launch
 from data import rng
 from dream import Dream, DreamConfig, Tokenizer, byte_characters
-from launch import Count, Negative, Positive, Rate, Refused, Share, Size, progress, write_text
+from launch import Count, Negative, Positive, Rate, Refused, Share, Size, due, progress, write_text
 from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
@@ -44,15 +49,12 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
 # Ling-Coder's names. SYSTEM is [ours]: theirs keeps the name, after a system message of its own.
 ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
-# Model and data are compared by their contents, so their paths may differ.
-MAY_DIFFER_ON_RESUME = ("model", "data", "out", "resume", "overwrite", "checkpointing", "device",
-                        "log_every", "save_every", "eval_every")
 MASK_FLOOR = 1e-3  # a token is masked with p = t (1 − floor) + floor, but weighted by 1/t [code]
 
 
 @dataclass
 class Config:
-    model: str = ""             # folder of Dream-v0-Instruct-7B or Dream-Coder-v0-Instruct-7B
+    model: str = ""             # folder of a Dream, Dream-Coder or open-dCoder model, as published
     data: str = ""              # a .jsonl, or mix (Tulu 3 + SmolTalk), or coding (Ling-Coder-SFT)
     out: str = "out/dream"
     resume: bool | Literal["auto"] = False  # go on from out/last.pt; auto: if it is there
@@ -62,12 +64,13 @@ class Config:
     n_train: Size = 300_000     # before the filters, which leave 270k
     n_val: Size = 500           # held out; at most a tenth of a .jsonl
     max_length: Size = 2048     # tokens of prompt and response; longer ones are dropped, not cut
-    min_response: Size = 5      # tokens, of which the end of the turn takes two
+    min_response: Size = 5      # tokens, of which the end of the turn takes two [code]
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: as many as epochs says)
     batch_size: Size = 8        # dialogues per update, one per pass
-    loss: Literal["authors", "paper"] = "authors"  # see `objective`
+    # The authors' mean over a dialogue's masks [code], or the paper's sum: see `objective`.
+    loss: Literal["authors", "paper"] = "authors"
     eta_bb: Rate = 1e-5         # learning rate of DoRA
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
     warmup: Share = 0.03        # share of the updates; a cosine down to 0 follows
@@ -78,10 +81,10 @@ class Config:
     b_h: Share = 0.8
     # soft-masking
     p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
-    # A coin for an update [ours], or for each dialogue [code]: then ω learns in nearly all updates.
+    # One coin for a round of Alg. 1 [ours], or for each dialogue [code], which trains ω more often.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine
@@ -104,83 +107,61 @@ PRESETS = {
 }
 
 
-def read_lines(cfg):
-    """[train, val] of a .jsonl, in an order of the seed."""
-    with open(cfg.data, encoding="utf-8") as f:
-        records = [json.loads(line) for line in f if line.strip()]
-    n_val = min(cfg.n_val, len(records) // 10)
-    records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
-    return [records[n_val:][:cfg.n_train], records[:n_val]]
+# What may differ when a run is resumed. Model and data are compared by their contents.
+MAY_DIFFER_ON_RESUME = {
+    "model", "data", "out", "resume", "overwrite", "checkpointing", "device", "log_every",
+    "save_every", "eval_every"}
 
 
-def read_hub(cfg):
-    """[train, val] of the paper's corpora. Without a test part, 1% is held out (10% [code])."""
-    from datasets import concatenate_datasets, load_dataset
-    whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
-    parts = [whole.train_test_split(0.01, seed=cfg.seed)]
-    if cfg.data == "mix":
-        parts.append(load_dataset("HuggingFaceTB/smoltalk", "all").select_columns(["messages"]))
-    drawn = []
-    for split, n in (("train", cfg.n_train), ("test", cfg.n_val)):
-        rows = concatenate_datasets([part[split] for part in parts]).shuffle(seed=cfg.seed)
-        drawn.append(rows.select(range(min(n, len(rows)))))
-    return drawn
+def dialogue(dialogues, cfg, step, j, eos):
+    """Dialogue j of the update, a function of its number: x0 (1, L), prompt length.   Alg. 1 l.2"""
+    epoch, row = divmod(step * cfg.batch_size + j, len(dialogues))
+    ids, prompt_len = dialogues[data.order(len(dialogues), epoch, cfg.seed)[row]]
+    return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
 
-def encode_chat(record, tok):
-    """(ids, prompt length) of a record up to its last answer, or ([], 0)"""
-    messages = [m | {"role": ROLES.get(m["role"], m["role"])} for m in record["messages"]]
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages or not all(isinstance(m["content"], str) for m in messages):  # calls of tools
-        return [], 0
-    # Apart, as decoding knows the prompt alone: together, two line breaks could be one token.
-    prompt = tok.encode(tok.chat(messages[:-1]), special=True)
-    response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
-    return prompt + response, len(prompt)
+def is_soft(cfg, step, j):
+    """The coin of p_sm: whether dialogue j of the update has two passes                     §3.2"""
+    key = (step, j) if cfg.coin == "dialogue" else (step,)
+    return torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() < cfg.p_sm
 
 
-def why_dropped(ids, prompt_len, cfg, tok, mask_id):
-    """The reason not to train on a dialogue, or "". The last is [ours], the others the paper's."""
-    if len(ids) > cfg.max_length:
-        return f"over {cfg.max_length} tokens"
-    if len(ids) - prompt_len < cfg.min_response:
-        return f"response under {cfg.min_response} tokens"
-    if {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & set(ids):
-        return "tool calls"
-    return "[MASK] in the text" if mask_id in ids else ""  # Alg. 1 would take it for a mask
+def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
+    """One update of DoRA and ω. Returns the norm of the gradient, 0-d.                Alg. 1 l.2-9
 
-
-def encode_all(records, cfg, tok, mask_id, show):
-    """[(ids, prompt length)] of the dialogues to keep, and {reason: how many} of the others."""
-    kept, dropped = [], Counter()
-    for record in progress(records, desc="dialogues", disable=not show, delay=5):
-        ids, prompt_len = encode_chat(record, tok)
-        reason = why_dropped(ids, prompt_len, cfg, tok, mask_id)
-        if reason:
-            dropped[reason] += 1
-        else:
-            kept.append((np.array(ids, np.int32), prompt_len))
-    return kept, dropped
-
-
-def digest_of(dialogues):
-    """16 hex digits of a list of (ids, prompt length)."""
-    digest = hashlib.sha256()
-    for ids, prompt_len in dialogues:
-        digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
-    return digest.hexdigest()[:16]
-
-
-def load_dialogues(cfg, tok, mask_id, show):
-    """(train, val, what was dropped in words)"""
-    parts = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
-    train, dropped = encode_all(parts[0], cfg, tok, mask_id, show)
-    val, _ = encode_all(parts[1], cfg, tok, mask_id, show)
-    dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
-    if not train:  # before --overwrite removes a run
-        raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
-    return train, val, dropped or "none"
+    dialogues: [(ids, prompt length)].   parallel: the model, or the DDP around it.
+    here: launch.machine().   log: launch.Log.
+    """
+    M = cfg.batch_size  # dialogues j, counted over all ranks
+    special = model.net.cfg  # it has the ids of [MASK] and of the end
+    # Those of the other ranks, too: ω rests if no dialogue has feedback.
+    softs = [is_soft(cfg, step, j) for j in range(M)]
+    for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
+        group["lr"] = eta * lr_at(step, cfg)
+    for j in range(here.rank, M, here.world):
+        x0, prompt_len = dialogue(dialogues, cfg, step, j, special.pad_token_id)  # (1, L)       l.2
+        t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()  #             l.3
+        q = rng(cfg.seed, "q", step, j)
+        xt = mask_response(x0, prompt_len, t, special.mask_token_id, q)        # (1, L)          l.4
+        # Found on the CPU: the host need not wait for a GPU to know the number of masks N.
+        masks = (xt == special.mask_token_id).nonzero(as_tuple=True)           # 2 × (N,)
+        x0, xt, *masks = (launch.to_device(x, here.device) for x in (x0, xt, *masks))
+        with launch.accumulate(parallel, last=j + here.world >= M):
+            nll = parallel(x0, xt, softs[j], tuple(masks))                     # (N,)          l.5-8
+            # DDP divides the gradient by world.
+            (objective(nll, t, cfg.loss, M) * here.world).backward()
+        nll = nll.detach()
+        log.add(loss=objective(nll, t, cfg.loss, 1), dialogues=1, nll=nll.sum(), masks=len(nll),
+                tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
+    if model.sm and not any(softs):
+        # The gradient of ω is 0, which DDP needed (mdlm.with_omega_in_graph). Adam would still move
+        # ω by its momentum [ours].
+        for p in model.sm.parameters():
+            p.grad = None
+    norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
+    optimizer.step()                                                           #                 l.9
+    optimizer.zero_grad(set_to_none=True)
+    return norm
 
 
 def pad_with_eos(ids, eos, generator):
@@ -211,9 +192,12 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
 class TwoPassDream(TwoPass):
     """Dream and its soft mask in one forward, for DDP. See tests/oracles.py dense_nll."""
 
-    def forward(self, x0, xt, soft):
-        """nll (N,) of the masks, fp32 nats. x0, xt: (B, L) ids                      Alg. 1 l.5-8"""
-        return self.token_nll(x0, xt, None, soft)[0]  # None: Dream is not conditioned on the time
+    def forward(self, x0, xt, soft, masks=None):
+        """−log p(x0) of every masked token, nll (N,) in nats                          Alg. 1 l.5-8
+
+        x0, xt: (B, L) ids.   soft, masks: see TwoPass.token_nll.
+        """
+        return self.token_nll(x0, xt, None, soft, masks)[0]  # None: Dream does not know the time
 
 
 def objective(nll, t, kind, batch_size):
@@ -228,22 +212,268 @@ def objective(nll, t, kind, batch_size):
     return nll.sum() / t / batch_size
 
 
-def lr_at(step, steps, warmup):
+def lr_at(step, cfg):
     """Factor on both learning rates after `step` updates: from 0 up [code], then a cosine down."""
-    warm = math.ceil(warmup * steps)
+    warm = math.ceil(cfg.warmup * cfg.steps)
     if step < warm:
         return step / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, cfg.steps - warm)))
 
 
-def omega_of(sm):
-    """{name: value} of ω, as the authors write it."""
-    s, a, b = (w.item() for w in sm.omega)
-    return dict(
-        transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
-        transparency_scale=s, transparency_steepness=a, transparency_centre=b,
-        mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
-        transparency_scheduling="none")
+def finetune(cfg):
+    """The dialogues, the model, and Alg. 1. Returns the TwoPassDream."""
+    here = launch.machine(cfg.device, cfg.dtype)
+    launch.join(here)
+    master = here.rank == 0
+
+    # ---- the data
+    if master and cfg.model == PRESETS["tiny"]["model"]:
+        make_tiny(cfg.model, PRESETS["tiny"]["data"])
+    if here.world > 1:
+        dist.barrier()
+    special = DreamConfig.read(cfg.model)
+    check(cfg, special.vocab_size, here.world)
+    last = os.path.join(cfg.out, "last.pt")
+    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # asked before minutes of reading
+    tok = Tokenizer(cfg.model)
+    train, val, dropped = load_dialogues(cfg, tok, special.mask_token_id, master)
+    # finetune.json says what was asked for. The number of updates differs by seed: written there,
+    # it would split the seeds of one row in lab/eval_dream.py.
+    asked = cfg
+    cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
+
+    # ---- the model, the optimizer
+    model = model_of(cfg, here)
+    optimizer = optimizer_of(model)
+    source = {"dialogues": digest_of(train + val), "base": model.net.fingerprint(),
+              "keys": data.KEYS}
+    done, metrics = 0, {}  # updates made; the last evaluation
+    if going_on:
+        ckpt = load_last(last, cfg, source)
+        for name, p in trained(model).items():
+            p.data.copy_(ckpt["model"][name])
+        optimizer.load_state_dict(ckpt["optimizer"])
+        done, metrics = ckpt["step"], ckpt["metrics"]
+    parallel = model
+    if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    # ---- the loop
+    start, stop = done, 0  # stop: the signal that ends it
+    # Rank 0 alone writes, so it alone locks.
+    locked = launch.lock(cfg.out) if master else contextlib.nullcontext()
+    with locked, launch.signals() as caught:
+        log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
+        if master and not start:
+            remove_run(cfg.out)
+        if master:
+            sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+            print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
+                  f"{sizes[0]:,} parameters of DoRA, {sizes[1]} of SM, {here.device} × "
+                  f"{here.world}; updates {start:,} to {cfg.steps:,}")
+        if master and start:  # a kill between last.pt and last/ may have left an older last/
+            save(last, cfg, asked, model, optimizer, step=start, metrics=metrics, data=source)
+        for step in range(start, cfg.steps):
+            norm = update(step, cfg, train, model, parallel, optimizer, here, log)
+            done = step + 1
+            # One rank's signal counts for all: they stop after the same update.
+            stop = launch.any_rank(max(caught, default=0))
+            evaluated = val and due(cfg.eval_every, done, cfg.steps) and not stop
+            saved = due(cfg.save_every, done, cfg.steps) or stop
+            if evaluated or saved or due(cfg.log_every, done, cfg.steps) or done == 1:
+                line = log_line(done, cfg, model, log.collect(norm))  # refuses a NaN before a save
+                if evaluated:
+                    metrics = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
+                    keep_best(metrics, cfg, asked, model, here)
+                    line |= metrics
+                log.write(line)
+            if saved and master:
+                save(last, cfg, asked, model, optimizer, step=done, metrics=metrics, data=source)
+            if stop:
+                break
+
+    if stop:
+        launch.leave(here, f"stopped after update {done:,}, saved in {last}: the same command "
+                           f"with --resume goes on", 128 + stop)
+    adapter = f"{cfg.out}/{'best' if val else 'last'}"
+    command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
+    launch.leave(here, f"{model.warning()}\n{command}".strip(), 0)
+    return model
+
+
+def check(cfg, V, world):
+    """Raises Refused for what cannot be trained.   V: tokens of the model."""
+    if not cfg.b_l < cfg.b_h:
+        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
+    if (cfg.k or 1) >= V:
+        raise Refused(f"--k={cfg.k} must be below the {V} tokens of {cfg.model}, or none for all")
+    if cfg.batch_size % world:
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes")
+
+
+def load_dialogues(cfg, tok, mask_id, show):
+    """(train, val, what was dropped in words)"""
+    parts = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
+    train, dropped = encode_all(parts[0], cfg, tok, mask_id, show)
+    val, _ = encode_all(parts[1], cfg, tok, mask_id, show)
+    dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
+    if not train:  # before --overwrite removes a run
+        raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
+    return train, val, dropped or "none"
+
+
+def read_lines(cfg):
+    """[train, val] of a .jsonl, in an order of the seed."""
+    with open(cfg.data, encoding="utf-8") as f:
+        records = [json.loads(line) for line in f if line.strip()]
+    n_val = min(cfg.n_val, len(records) // 10)
+    records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
+    return [records[n_val:][:cfg.n_train], records[:n_val]]
+
+
+def read_hub(cfg):
+    """[train, val] of the paper's corpora. Without a test part, 1% is held out (10% [code])."""
+    from datasets import concatenate_datasets, load_dataset
+    whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
+    parts = [whole.train_test_split(0.01, seed=cfg.seed)]
+    if cfg.data == "mix":
+        parts.append(load_dataset("HuggingFaceTB/smoltalk", "all").select_columns(["messages"]))
+    drawn = []
+    for split, n in (("train", cfg.n_train), ("test", cfg.n_val)):
+        rows = concatenate_datasets([part[split] for part in parts]).shuffle(seed=cfg.seed)
+        drawn.append(rows.select(range(min(n, len(rows)))))
+    return drawn
+
+
+def encode_all(records, cfg, tok, mask_id, show):
+    """[(ids, prompt length)] of the dialogues to keep, and {reason: how many} of the others."""
+    kept, dropped = [], Counter()
+    for record in progress(records, desc="dialogues", disable=not show, delay=5):
+        ids, prompt_len = encode_chat(record, tok)
+        reason = why_dropped(ids, prompt_len, cfg, tok, mask_id)
+        if reason:
+            dropped[reason] += 1
+        else:
+            kept.append((np.array(ids, np.int32), prompt_len))
+    return kept, dropped
+
+
+def encode_chat(record, tok):
+    """(ids, prompt length) of a record up to its last answer, or ([], 0)"""
+    messages = [m | {"role": ROLES.get(m["role"], m["role"])} for m in record["messages"]]
+    while messages and messages[-1]["role"] != "assistant":
+        messages.pop()
+    if not messages or not all(isinstance(m["content"], str) for m in messages):  # calls of tools
+        return [], 0
+    # Apart, as decoding knows the prompt alone: together, two line breaks could be one token.
+    prompt = tok.encode(tok.chat(messages[:-1]), special=True)
+    response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
+    return prompt + response, len(prompt)
+
+
+def why_dropped(ids, prompt_len, cfg, tok, mask_id):
+    """The reason not to train on a dialogue, or "". The last is [ours], the others the paper's."""
+    if len(ids) > cfg.max_length:
+        return f"over {cfg.max_length} tokens"
+    if len(ids) - prompt_len < cfg.min_response:
+        return f"response under {cfg.min_response} tokens"
+    if {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & set(ids):
+        return "tool calls"
+    return "[MASK] in the text" if mask_id in ids else ""  # Alg. 1 would take it for a mask
+
+
+def digest_of(dialogues):
+    """16 hex digits of a list of (ids, prompt length)."""
+    digest = hashlib.sha256()
+    for ids, prompt_len in dialogues:
+        digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
+    return digest.hexdigest()[:16]
+
+
+def model_of(cfg, here):
+    """Dream, frozen, with a new DoRA, and the soft mask                                 App. B.2"""
+    dtype = None if cfg.dtype == "auto" else here.dtype or torch.float32
+    dream = Dream.load(cfg.model, here.device, dtype)
+    dream.checkpointing = cfg.checkpointing
+    dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
+    sm, mask_id = None, dream.cfg.mask_token_id
+    if cfg.p_sm > 0:
+        sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(here.device)
+    return TwoPassDream(dream, sm, mask_id)
+
+
+def trained(model):
+    """{name: parameter} of what is trained, in the order of the optimizer: DoRA, then ω."""
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
+
+
+def optimizer_of(model):
+    """AdamW over DoRA and ω, as two groups. The second is empty without SM.             App. B.2"""
+    omega = list(model.sm.parameters()) if model.sm else []
+    groups = [{"params": list(trained(model.net).values())}, {"params": omega}]
+    return torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
+
+
+def load_last(path, cfg, source):
+    """last.pt of this run. Raises Refused if it is of other dialogues, models or settings."""
+    ckpt = checkpoint.load(path)
+    before = ckpt["config"] | ckpt["data"]
+    now = asdict(cfg) | source
+    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME)
+    return ckpt
+
+
+@torch.no_grad()
+def evaluate(model, val, cfg, here):
+    """{name: mean loss of the held-out dialogues}, with feedback and without."""
+    losses, special = {}, model.net.cfg
+    for soft in [True, False] if model.sm else [False]:
+        total = torch.zeros((), dtype=torch.float64)
+        for i in range(here.rank, len(val), here.world):
+            ids, prompt_len = val[i]
+            x0 = pad_with_eos(ids, special.pad_token_id, rng(cfg.seed, "val n_end", i))[None]
+            # A grid of times, for less noise [code].
+            t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)
+            q = rng(cfg.seed, "val q", i)
+            xt = mask_response(x0, prompt_len, t, special.mask_token_id, q)    # (1, L)
+            nll = model(x0.to(here.device), xt.to(here.device), soft)          # (N,)
+            total += objective(nll, t, cfg.loss, 1).item()
+        losses["val_soft" if soft else "val_plain"] = launch.over_ranks(total).item() / len(val)
+    return losses
+
+
+def log_line(done, cfg, model, sums):
+    """The line of log.jsonl for the updates since the last line.   sums: of launch.Log."""
+    line = {"step": done, "loss": sums["loss"] / sums["dialogues"],
+            "ce_per_mask": sums["nll"] / sums["masks"],
+            "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
+            "lam": sums["lam"] / max(1, sums["soft"]),
+            "tokens_per_s": sums["tokens"] / sums["seconds"]}
+    if model.sm:
+        line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
+        if model.sm.k is None:
+            line["tau"] = model.sm.tau.item()
+    return line
+
+
+def keep_best(metrics, cfg, asked, model, here):
+    """Save best/ if the evaluation in metrics is the best so far, and note that loss there.
+
+    It is the loss with feedback on every dialogue [ours]. The authors toss the coin [code].
+    """
+    loss = metrics["val_soft" if model.sm else "val_plain"]
+    if loss < metrics.get("best", math.inf):
+        metrics["best"] = loss
+        if here.rank == 0:
+            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, asked)
+
+
+def save(path, cfg, asked, model, optimizer, **facts):
+    """last.pt, and beside it the adapter last/, which has the settings as they were asked for"""
+    weights = {name: p.detach() for name, p in trained(model).items()}
+    checkpoint.save(path, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, model=weights,
+                    optimizer=optimizer.state_dict(), **facts)
+    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, asked)
 
 
 def save_adapter(folder, dream, sm, cfg):
@@ -259,6 +489,23 @@ def save_adapter(folder, dream, sm, cfg):
     checkpoint.write_safetensors(weights, dora.adapter_state(dream), {"format": "pt"})
     for name, values in files.items():
         write_text(os.path.join(folder, name), json.dumps(values, indent=1))
+
+
+def omega_of(sm):
+    """{name: value} of ω, as the authors write it."""
+    s, a, b = (w.item() for w in sm.omega)
+    return dict(
+        transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
+        transparency_scale=s, transparency_steepness=a, transparency_centre=b,
+        mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
+        transparency_scheduling="none")
+
+
+def remove_run(out):
+    """Delete what an earlier run left: a binary run must not stand beside its ω."""
+    for name in "best", "last":
+        shutil.rmtree(os.path.join(out, name), ignore_errors=True)
+    Path(out, "last.pt").unlink(missing_ok=True)
 
 
 def make_tiny(model, data):
@@ -284,200 +531,6 @@ def make_tiny(model, data):
                                       {"role": "assistant", "content": f"It is {a + b}."}]})
              for a in range(12) for b in range(10)]
     write_text(data, "\n".join(lines) + "\n")
-
-
-def trained(model):
-    """{name: parameter} of what is trained, in the order of the optimizer: DoRA, then ω."""
-    return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-@torch.no_grad()
-def resume(model, optimizer, cfg, source, last):
-    """Put back what was trained. Returns the number of its updates, and the metrics."""
-    ckpt = checkpoint.load(last)
-    now = asdict(cfg) | source
-    launch.check_same(last, ckpt["config"] | ckpt["data"], now, now.keys() - MAY_DIFFER_ON_RESUME)
-    for name, p in trained(model).items():
-        p.copy_(ckpt["model"][name])
-    optimizer.load_state_dict(ckpt["optimizer"])
-    return ckpt["step"], ckpt["metrics"]
-
-
-def finetune(cfg):
-    """Alg. 1, top to bottom. Returns the trained TwoPassDream, for tests and notebooks."""
-    # ---- what is to be trained
-    if not cfg.b_l < cfg.b_h:
-        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    rank, world, device, dtype = here = launch.machine(cfg.device, cfg.dtype)
-    master = rank == 0
-    last = os.path.join(cfg.out, "last.pt")
-    accum, rest = divmod(cfg.batch_size, world)
-    if rest:
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes")
-    launch.join(here)
-    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)
-    if master and cfg.model == PRESETS["tiny"]["model"]:
-        make_tiny(cfg.model, PRESETS["tiny"]["data"])
-    if world > 1:
-        dist.barrier()
-    dtype = None if cfg.dtype == "auto" else dtype or torch.float32
-    tok = Tokenizer(cfg.model)
-    dream = Dream.load(cfg.model, device, dtype)
-    dream.checkpointing = cfg.checkpointing
-    mask_id, eos, V = dream.cfg.mask_token_id, dream.cfg.pad_token_id, dream.cfg.vocab_size
-    if (cfg.k or 1) >= V:
-        raise Refused(f"--k={cfg.k} must be below the {V} tokens of {cfg.model}, or none for all")
-    dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
-    sm = None
-    if cfg.p_sm > 0:
-        sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(device)
-    model = TwoPassDream(dream, sm, mask_id)
-    theta = list(trained(dream).values())
-    omega = list(sm.parameters()) if sm else []
-    groups = [{"params": theta}, {"params": omega}]
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
-
-    # ---- the dialogues
-    train, val, dropped = load_dialogues(cfg, tok, mask_id, master)
-    source = {"dialogues": digest_of(train + val), "base": dream.fingerprint(), "keys": data.KEYS}
-    by_epochs = max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-    # finetune.json says what was asked for. The number of updates differs by seed: written there,
-    # it would split the seeds of one row in lab/eval_dream.py.
-    asked, cfg = cfg, replace(cfg, steps=cfg.steps or by_epochs)
-    start, metrics = resume(model, optimizer, cfg, source, last) if going_on else (0, {})
-    # The buffers of DoRA never change.
-    net = DistributedDataParallel(model, broadcast_buffers=False) if world > 1 else model
-
-    # ---- one update
-    def dialogue(step, j):
-        """Dialogue j of the update: x0 (1, L), and its prompt length                  Alg. 1 l.2"""
-        epoch, row = divmod(step * cfg.batch_size + j, len(train))
-        ids, prompt_len = train[data.order(len(train), epoch, cfg.seed)[row]]
-        return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
-
-    def is_soft(step, j):
-        """The coin of p_sm, for dialogue j of the update."""
-        key = (step, j) if cfg.coin == "dialogue" else (step,)
-        return torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() < cfg.p_sm
-
-    def update(step):
-        """One update of DoRA and ω. Returns the norm of the gradient, 0-d          Alg. 1 l.2-9"""
-        softs = [is_soft(step, j) for j in range(cfg.batch_size)]
-        for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
-            group["lr"] = eta * lr_at(step, cfg.steps, cfg.warmup)
-        for i in range(accum):
-            j = i * world + rank    # counted over all ranks, so their number changes nothing
-            x0, prompt_len = dialogue(step, j)                                # (1, L)          l.2
-            t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()          # l.3
-            q = rng(cfg.seed, "q", step, j)
-            xt = mask_response(x0, prompt_len, t, mask_id, q)                 # (1, L)          l.4
-            alone = world > 1 and i + 1 < accum  # ranks sum their gradients once, at the end
-            with net.no_sync() if alone else contextlib.nullcontext():
-                nll = net(x0.to(device), xt.to(device), softs[j])             # (N,)          l.5-8
-                # DDP divides the gradient by world.
-                (objective(nll, t, cfg.loss, cfg.batch_size) * world).backward()
-            nll = nll.detach()
-            log.add(loss=objective(nll, t, cfg.loss, 1), dialogues=1, nll=nll.sum(), masks=len(nll),
-                    tokens=x0.numel(), softs=softs[j], lam=model.lam if softs[j] else 0)
-        if not any(softs):
-            # DDP needs a gradient of ω, here a 0. Adam would still move ω by its momentum.
-            for p in omega:
-                p.grad = None
-        norm = nn.utils.clip_grad_norm_(theta + omega, cfg.clip)
-        optimizer.step()                                                      #                 l.9
-        optimizer.zero_grad(set_to_none=True)
-        return norm
-
-    # ---- what is due now and then
-    @torch.no_grad()
-    def evaluate():
-        """The loss of the held-out dialogues, with feedback and without"""
-        out = {**metrics, "step": done}
-        for soft in [True, False] if omega else [False]:
-            total = torch.zeros((), dtype=torch.float64)
-            for i in range(rank, len(val), world):
-                # A grid of times, for less noise [code].
-                t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)
-                x0 = pad_with_eos(val[i][0], eos, rng(cfg.seed, "val n_end", i))[None]
-                xt = mask_response(x0, val[i][1], t, mask_id, rng(cfg.seed, "val q", i))
-                nll = model(x0.to(device), xt.to(device), soft)               # (N,)
-                total += objective(nll, t, cfg.loss, 1).item()
-            name = "val_soft" if soft else "val_plain"
-            out[name] = launch.over_ranks(total).item() / len(val)
-        # With feedback on every dialogue [ours]. The authors toss the coin [code].
-        score = out["val_soft" if omega else "val_plain"]
-        if score < out.get("best", math.inf):
-            out["best"] = score
-            if master:
-                save_adapter(os.path.join(cfg.out, "best"), dream, sm, asked)
-        return out
-
-    def describe(norm):
-        """The line of log.jsonl for the updates since the last one"""
-        sums = log.collect(norm)
-        line = {"step": done, "loss": sums["loss"] / sums["dialogues"],
-                "ce_per_mask": sums["nll"] / sums["masks"],
-                "eta_bb": lr_at(done - 1, cfg.steps, cfg.warmup) * cfg.eta_bb,
-                "grad_norm": sums["grad_norm"], "lam": sums["lam"] / max(1, sums["softs"]),
-                "tokens_per_s": sums["tokens"] / sums["seconds"]}
-        if omega:
-            line |= {"omega_" + name: w.item() for name, w in zip("sab", sm.omega)}
-        if omega and cfg.k is None:
-            line["tau"] = sm.tau.item()
-        return line
-
-    def save_last():
-        if master:
-            weights = {name: p.detach() for name, p in trained(model).items()}
-            checkpoint.save(last, kind="dream-adapter", config=asdict(cfg), step=done,
-                            seed=cfg.seed, metrics=metrics, data=source, model=weights,
-                            optimizer=optimizer.state_dict())
-            save_adapter(os.path.join(cfg.out, "last"), dream, sm, asked)
-
-    def due(every):
-        return done % every == 0 or done == cfg.steps
-
-    done, stop = start, 0
-
-    # ---- the loop
-    locked = launch.lock(cfg.out) if master else contextlib.nullcontext()
-    with locked, launch.signals() as caught:  # only now: until here Ctrl-C loses nothing
-        log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
-        if master and not start:  # a binary run must not stand beside the ω of an older one
-            for name in ("best", "last"):
-                shutil.rmtree(os.path.join(cfg.out, name), ignore_errors=True)
-            with contextlib.suppress(FileNotFoundError):
-                os.remove(last)
-        if master:
-            print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
-                  f"{sum(p.numel() for p in theta):,} parameters of DoRA, {len(omega)} of SM, "
-                  f"{device} × {world}; updates {start:,} to {cfg.steps:,}")
-        if start:
-            save_last()  # a kill between last.pt and last/ may have left an older last/
-        for step in range(start, cfg.steps):
-            norm = update(step)
-            done = step + 1
-            # The maximum over ranks: all stop after the same update.
-            stop = launch.any_rank(max(caught, default=0))
-            evaluated = val and due(cfg.eval_every) and not stop
-            saved = stop or due(cfg.save_every)
-            if saved or evaluated or due(cfg.log_every) or done == 1:  # 1: so that a line is soon
-                line = describe(norm)  # a nan is refused here, before it is saved
-                if evaluated:
-                    metrics = evaluate()
-                    line |= metrics
-                log.write(line)
-            if saved:
-                save_last()
-            if stop:
-                break
-
-    if stop:
-        launch.leave(here, f"stopped after update {done:,}: --resume goes on", 128 + stop)
-    adapter = f"{cfg.out}/{'best' if val else 'last'}"
-    command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
-    launch.leave(here, f"{model.warning()}\n{command}".strip(), 0)
-    return model
 
 
 if __name__ == "__main__":

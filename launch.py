@@ -174,10 +174,10 @@ def join(here):
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
 
 
-def adding_up(model, last):
-    """A block whose backward pass adds to the gradients: with DDP, over the ranks in the last one
+def accumulate(model, last):
+    """A block whose backward pass adds to the gradients. The last micro-batch averages over ranks.
 
-    model: DDP, or a module without it.   last: of the micro-batches of an update.
+    model: DDP, or a module without it.
     """
     return contextlib.nullcontext() if last or not dist.is_initialized() else model.no_sync()
 

@@ -7,7 +7,7 @@
     Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
-A backbone is three things. Soft-masking works between the first and the second:
+A backbone is three things. SM changes what goes from `table` to `hidden`, by what `head` predicted:
 
     table                     (V, D)                          the embeddings
     hidden(emb, masks, t)     (B, L, D), (b, l), (B,) → (N, D)   last hidden states that predict the
@@ -28,14 +28,13 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 import checkpoint
-from arms import ARMS
-from chunks import in_chunks, in_pieces
+from chunks import SM_KEEPS, in_chunks, in_pieces
 from launch import Count, Negative, Positive, Refused, Size
 from softmask import SoftMask
+from variants import VARIANTS
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
 T_MIN = 1e-3        # the smallest time: the loss divides by t [code]
-SM_KEEPS = 6        # (n, V) tensors of a backward pass: logits, clamped, logp, clamped, exp, π
 
 
 @dataclass
@@ -51,19 +50,20 @@ class ModelConfig:
     dropout: Annotated[float, 0, 0.999] = 0.1
     time_conditioning: bool = False  # on in §4.1, but off in both released configurations [code]
     # soft-masking, §3.1
-    soft_mask: bool = True           # False: a binary MDLM, without ω; train.py asks p_sm instead
+    soft_mask: bool = True           # False: a binary MDLM, without ω; train.py has p_sm for it
     k: Size | None = 3               # None: all of |V|, through a trainable temperature, App. C.3
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # ω at the start: close to 0, App. B.2 [code]
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
-    arm: Literal[tuple(ARMS)] = ""   # another gate or mix: its name in arms.py
+    variant: Literal[("", *VARIANTS)] = ""  # another gate or mix: its name in variants.py
 
 
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
     """n times in [b_l, b_h], one from each of n equal slices                       Alg. 1 l.3, §3.2
 
-    Returns t: (n,) fp32, ascending. The loss varies far less than with independent draws [code].
+    Returns t: (n,) fp32, ascending. Stratified [code]: the loss varies far less than with the
+    independent draws of Alg. 1.
     """
     u = (torch.arange(n) + torch.rand(n, generator=generator)) / n             # (n,)
     return b_l + (b_h - b_l) * u                                               # (n,)
@@ -154,7 +154,7 @@ class DiT(nn.Module):
         super().__init__()
         self.cfg = cfg
         V, D, cond = cfg.vocab_size, cfg.n_embd, cfg.n_cond
-        self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not `head`'s [code]
+        self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not tied [code]
         nn.init.kaiming_uniform_(self.table, a=math.sqrt(5))
         mlp = nn.Sequential(nn.Linear(256, cond), nn.SiLU(), nn.Linear(cond, cond))
         self.sigma_map = nn.ModuleDict({"mlp": mlp})
@@ -239,6 +239,9 @@ class TwoPass(nn.Module):
         p  = g_θ(x')           a forward pass with a graph, to θ and through x' to ω l.7
         L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
 
+    The way to Eq. 3: token_nll, feedback, weigh, SoftMask.forward, SoftMask.strength. Between them,
+    in_chunks and in_pieces only cut rows into parts.
+
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
     """
@@ -253,7 +256,7 @@ class TwoPass(nn.Module):
     def token_nll(self, x0, xt, t, soft, masks=None):
         """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
 
-        x0, xt: (B, L) ids.   t: (B,) times.   soft: two passes, not one over plain [MASK]s.
+        x0, xt: (B, L) ids.   t: (B,) times.   soft: with feedback, in two passes; otherwise one.
         masks: where xt is [MASK], as an index pair (b, l) (default: found here).
         Returns nll (N,) fp32, and masks. Checked against tests/oracles.py dense_nll.
         """
@@ -263,17 +266,15 @@ class TwoPass(nn.Module):
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
             with self.detached():                                              #                 l.5
-                h = net.hidden(emb, masks, t)  # with dropout [code]           # (N, D)          l.6
+                # Of p~, whose logits exist in chunks only. Dropout is on [code].
+                h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
+            # An attribute, because DDP returns the loss alone. The mean of no masks would be NaN.
             self.lam = lam.detach().sum() / max(1, len(lam))
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
         return with_omega_in_graph(nll, self.sm), masks
-
-    def detached(self):
-        """A block without gradients, θ~. With two updates, θ keeps them here too (App. C.3)."""
-        return torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled())
 
     def feedback(self, h):
         """What masked positions look like in the next pass                 Alg. 1 l.6-7, Alg. 2 l.6
@@ -290,11 +291,15 @@ class TwoPass(nn.Module):
         return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
 
     def weigh(self, h, logits=None):
-        """λ, ids, π of a chunk, as SoftMask.   logits: (n, V) head(h), if already computed."""
+        """λ, ids, π of a chunk, from SoftMask.forward.   logits: (n, V) head(h), if known."""
         if logits is None:
             with self.detached():
-                logits = self.net.head(h)                                      # (n, V)
+                logits = self.net.head(h)                                      # (n, V)       l.6 p~
         return in_pieces(self.sm, logits)
+
+    def detached(self):
+        """A block without gradients, θ~. With two updates, θ keeps them here too (App. C.3)."""
+        return torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled())
 
     def feedback_chunk(self, h, logits=None):
         """`feedback` of one chunk, in which π may be (n, V)."""
@@ -307,8 +312,7 @@ class TwoPass(nn.Module):
 
         They were visible in the last pass. SUBS puts all mass on a visible token [code].
         """
-        neg_entropy = torch.zeros(len(ids), device=ids.device)                 # (m,)
-        lam = self.sm.strength(neg_entropy)                                    # (m,)
+        lam = self.sm.strength(torch.zeros(len(ids), device=ids.device))       # (m,)
         pi = torch.ones_like(lam)[:, None]                                     # (m, 1)
         return self.sm.mix(self.net.table, lam, ids[:, None], pi), lam, ids
 
@@ -332,13 +336,14 @@ class TwoPass(nn.Module):
 
 
 def with_omega_in_graph(nll, sm):
-    """nll + 0, where the 0 depends on ω: so an update without feedback has a gradient of ω, 0.
+    """Adds 0 · ω, so that in updates without feedback, too, ω has a gradient: 0.
 
-    Otherwise DDP would wait for this gradient, and then apply a wrong one.
+    Otherwise DDP would not average the bucket that ω is in, with some of θ's gradients. The ranks
+    would drift apart, and only the next forward pass would raise.
     """
     if sm is None:
         return nll
-    # 0 · p for each: the gradients of 0 · Σp would all be views of one number.
+    # Not 0 · Σp: all gradients would be views of one number, to which the next micro-batch adds.
     return nll + sum((0 * p).sum() for p in sm.parameters())
 
 
@@ -350,20 +355,21 @@ class MDLM(TwoPass):
             raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
         sm = None
         if cfg.soft_mask:
-            kind = ARMS[cfg.arm] if cfg.arm else SoftMask  # the paper's
+            kind = VARIANTS[cfg.variant] if cfg.variant else SoftMask  # the paper's
             sm = kind(cfg.mask_id, cfg.k, omega_s=cfg.omega_s, omega_a=cfg.omega_a,
                       omega_b=cfg.omega_b)
         super().__init__(DiT(cfg), sm, cfg.mask_id, cfg.two_updates)
         self.cfg = cfg
 
     def forward(self, x0, xt, t, soft, masks=None):
-        """The loss of each sequence, nll (B,) in nats                           Eq. 2, Alg. 1 l.5-8
+        """The loss of each sequence, (B,) in nats                               Eq. 2, Alg. 1 l.5-8
 
-        L = E_{t, x_t}[ −α′_t / (1 − α_t) Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p(x_0)
+        L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        With α_t = 1 − (1 − floor) t, the weight −α′_t / (1 − α_t) is 1/t, whatever the floor.
-        With feedback, L bounds a sampler with two passes a step, as here. Alg. 2 is another one:
-        its single pass has the feedback of the step before, of which pass 1 is a proxy (§3.2).
+        The weight is −α′_t / (1 − α_t): 1/t for α_t = 1 − (1 − floor) t, whatever the floor. L is a
+        bound up to ALPHA_FLOOR and T_MIN, which cost it about 0.1 %.
+        With feedback, it bounds a sampler that makes both passes in every step. Alg. 2 makes one:
+        its feedback comes from the step before, and pass 1 stands in for that step (§3.2).
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)                    # (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
@@ -377,8 +383,6 @@ class MDLM(TwoPass):
         weights, info = checkpoint.weights(path, ema)
         config = {name: value for name, value in info["config"].items()
                   if name in ModelConfig.__dataclass_fields__}  # train.Config has more
-        if config.get("arm", "") not in ARMS:
-            raise Refused(f"{path} is of the variant {config['arm']!r}, unknown to arms.py")
         model = cls(ModelConfig(**config))
         model.load_state_dict(weights)
         model.info = info

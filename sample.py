@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Text from masks: the reverse process of an MDLM with soft-masking.             §2.1, §2.2, App. A
 
-    whether a token appears or vanishes    step_probs, schedule_flips     needs no network
-    which token appears                    nucleus, sample_categorical    needs its prediction
+    whether a token appears or vanishes    step_probs, coins              needs no network
     Alg. 2                                 generate
     Alg. 2, equally many tokens a step     generate_in_order
+    which token appears                    nucleus, sample_categorical
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
@@ -26,17 +26,19 @@ import torch
 import torch.nn.functional as F
 
 import launch
-from arms import with_omega
+from checkpoint import with_omega
 from chunks import compile_parts, in_chunks, likeliest
 from data import rng, tokenizer
-from launch import Refused, Share, Size, append_jsonl, machine, progress, read_jsonl, to_device
+from launch import Refused, Share, Size, append_jsonl, progress, read_jsonl, to_device
 from mdlm import MDLM
 from show import show, trace
+from softmask import neg_entropy
 
 T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
 ORDERS = "entropy", "random"
+NONE = np.zeros(0, np.int64)  # no positions
 NOT_IN_SETTINGS = "count", "batch_size", "seed", "out", "show", "trace", "tokenizer_dir", "device"
 GRAPHS_PAY = 5000  # network calls from which CUDA graphs, 12 ms a call faster, are worth a minute
 
@@ -44,67 +46,248 @@ GRAPHS_PAY = 5000  # network calls from which CUDA graphs, 12 ms a call faster, 
 def step_probs(t, s, sampler="mdlm", eta=None):
     """One reverse step t → s < t: P[reveal a mask], P[re-mask a token]              Eq. 1, App. B.1
 
-    t, s: times in [0, 1]. Here α_t = 1 − t, without the floor of training [code]. remdm-loop holds
-    α at ALPHA_ON between T_ON and T_OFF. Before and after, it is mdlm with a faster clock.
-    The network decides *which* token appears, the schedule alone *whether* one does. So a sampler
-    is just this pair. It must take the masked share from t to s: t (1 − reveal) + (1 − t) remask =
-    s. With remdm-loop this share is not t, but 1 − α of its own clock.
+    In §2.1's posterior a mask becomes x_0 with probability (α_s − α_t) / (1 − α_t), and a token
+    stays. Eq. 1 puts the network's prediction in the place of x_0. So the network decides *which*
+    token appears, the schedule alone *whether* one does, and a sampler is just this pair.
+
+    Here α_t = 1 − t, without the floor of training [code]. So t is the share of masks. ReMDM also
+    turns tokens into masks, with probability σ. The share of masks still has to go from t to s:
+
+        t (1 − reveal) + (1 − t) σ = s,    so    reveal = (t − s + σ (1 − t)) / t
+
+    mdlm         σ = 0, the posterior.
+    remdm-cap    σ = η, but at most s / (1 − t), where every mask is revealed.
+    remdm-loop   has another share of masks than t. It falls from 1 to 1 − ALPHA_ON until T_ON, with
+                 σ = 0. It rests there until T_OFF, with σ = η. Then it falls to 0, with σ = 0.
+
+    t, s: times in [0, 1].   eta: η (default: that of App. B.1).
     """
-    remask = 0.0
     if eta is None:
         eta = SAMPLERS[sampler]
-    if sampler == "remdm-loop":
-        if T_OFF < t <= T_ON:  # the plateau: as many tokens appear as vanish, up to η = 1/9
-            return min(1.0, eta * ALPHA_ON / (1 - ALPHA_ON)), eta
-        if t > T_ON:  # α goes from 0 to ALPHA_ON
-            speed = ALPHA_ON / (1 - T_ON)
-            t = 1 - (1 - t) * speed
-            s = 1 - (1 - s) * speed
-        else:  # α goes from ALPHA_ON to 1
-            speed = (1 - ALPHA_ON) / T_OFF
-            t, s = t * speed, s * speed
+    sigma, share_t, share_s = 0.0, t, s  # 1 − α: the shares of masks before and after the step
     if sampler == "remdm-cap":
-        remask = min(eta, s / max(1 - t, 1e-9))  # the cap keeps P[reveal] at most 1
-    reveal = (t - s + remask * (1 - t)) / t  # solves t (1 − reveal) + (1 − t) remask = s
-    # The quotient is above 1 when a step of remdm-loop goes from before T_ON to long after it.
-    return min(1.0, reveal), remask
+        sigma = min(eta, s / max(1 - t, 1e-9))
+    elif sampler == "remdm-loop" and t > T_ON:
+        speed = ALPHA_ON / (1 - T_ON)
+        share_t, share_s = 1 - (1 - t) * speed, 1 - (1 - s) * speed
+    elif sampler == "remdm-loop" and t > T_OFF:
+        sigma, share_t, share_s = eta, 1 - ALPHA_ON, 1 - ALPHA_ON
+    elif sampler == "remdm-loop":
+        speed = (1 - ALPHA_ON) / T_OFF
+        share_t, share_s = t * speed, s * speed
+    reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
+    # In remdm-loop it can be above 1, and the share is missed. At rest there are nine tokens to a
+    # mask, so each mask has to appear with nine times η. And a step follows the rule of its start:
+    # a long one from before T_ON would fall too far.
+    return min(1.0, reveal), sigma
 
 
-def schedule_flips(free, steps, generator, every, sampler, eta):
-    """At which steps each position of one sequence flips: this needs no network               Eq. 1
+def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
+    """The turns of one sequence: which positions change, and when                        Alg. 2 l.5
 
-    free: (L,) bool, True where the position may change.   sampler, eta: for `step_probs`.
-    every: yield the steps without a change too, as Alg. 2 and App. C.5 do. App. C.4 and the
-        released code skip them [code]. A binary model would only repeat its prediction there, one
-        with SM would iterate its feedback.
-    Yields (t, flips, u): at time t the positions `flips` (L,) bool go from [MASK] to a token or
-    back. u: (L,) float64 in [0, 1), for `sample_categorical`.
+    free: (L,) bool, the masks at the start. No other position changes.
+    sampler, eta: for `step_probs`.   every: see `generate`.
+    Returns [(t, appear, vanish, u)]: at time t, the masks at `appear` (m,) become tokens, and the
+        tokens at `vanish` become masks. u: (m,) float64 in [0, 1), for `sample_categorical`. If
+        masks are left after the last step, they appear in one more turn, with NaN for u.
     """
-    masked, dt = free.copy(), (1 - T_END) / steps
+    turns, masked = [], free.copy()
+    dt = (1 - T_END) / steps
     for i in range(steps):
         t = 1 - i * dt
         reveal, remask = step_probs(t, t - dt, sampler, eta)
         # Always 2 L numbers, so that they do not depend on what happened before.
         draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
-        coin, u = draws.numpy()                                                # (L,), (L,)
-        flips = free & (coin < np.where(masked, reveal, remask))               # (L,)
+        coin, u = draws.numpy()                                                # 2 × (L,)
+        [appear] = (masked & (coin < reveal)).nonzero()                        # (m,)
+        [vanish] = (free & ~masked & (coin < remask)).nonzero()
         # If masks are left in the last step, the network is called even without a change [code].
-        if every or flips.any() or (i == steps - 1 and masked.any()):
-            yield t, flips, u
-        masked ^= flips
+        needed = i == steps - 1 and masked.any()
+        if len(appear) or len(vanish) or every or needed:
+            turns.append((t, appear, vanish, u[appear]))
+        masked[appear] = False
+        masked[vanish] = True
+    [left] = masked.nonzero()  # few, but a tenth of L with remdm-loop and 20 steps
+    if len(left):
+        turns.append((T_END, left, NONE, np.full(len(left), np.nan)))
+    return turns
 
 
-def schedule_batch(free, steps, generators, every, sampler, eta):
-    """`schedule_flips` of n sequences. Yields t (n,), flips (n, L), u (n, L).
+def side_by_side(plans, masked, device):
+    """Turn 1 of every sequence, then turn 2 of every sequence, …                             [ours]
 
-    In each turn, every sequence takes its own next step, at its own t [ours]. A finished one has
-    t = T_END, and stays in the batch: CUDA graphs need static shapes.
+    Each leaves out steps of its own, whatever its neighbors do. So in one turn they are at
+    different times. One that is finished stays, at T_END: CUDA graphs need static shapes.
+
+    plans: of n sequences, by `coins`.   masked: (n, L) bool, the masks at the start.
+    Yields t (n,), three index pairs (b, l), where a token appears, where a mask stays and where a
+        token vanishes, and u (m,) of the tokens that appear. All but u are moved to `device`.
     """
-    sequences = [schedule_flips(row, steps, g, every, sampler, eta)
-                 for row, g in zip(free, generators)]
-    finished = T_END, np.zeros(free.shape[1], bool), np.zeros(free.shape[1])
-    for turn in zip_longest(*sequences, fillvalue=finished):
-        yield tuple(map(np.stack, zip(*turn)))
+    masked = masked.copy()
+
+    def pair(rows):  # n arrays of positions
+        b = np.repeat(np.arange(len(rows)), [len(row) for row in rows])        # (m,)
+        return b, np.concatenate(rows)                                         # 2 × (m,)
+
+    def move(pair):
+        return tuple(to_device(torch.from_numpy(part), device) for part in pair)
+
+    for turn in zip_longest(*plans, fillvalue=(T_END, NONE, NONE, NONE)):
+        t, appear, vanish, u = zip(*turn)
+        appear, vanish = pair(appear), pair(vanish)
+        masked[appear] = False
+        stay = pair([row.nonzero()[0] for row in masked])
+        masked[vanish] = True
+        t, u = torch.tensor(t), torch.from_numpy(np.concatenate(u))            # (n,), (m,)
+        yield to_device(t, device), move(appear), move(stay), move(vanish), u
+
+
+def beginning(model, n, x, generator):
+    """The ids (n, L) to start from, and n generators: those of a list, or n seeded by one."""
+    if x is None:
+        x = torch.full((n, model.cfg.length), model.mask_id)
+    if not isinstance(generator, list):
+        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return x.expand(n, -1), generator
+
+
+@torch.no_grad()
+def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
+             soft=True, every=False, eta=None):
+    """Inference with soft-masking                                                    Alg. 2, App. A
+
+        x = (m, …, m)                                                                l.1
+        for t = T, …, 1:                                                             l.2, 7
+            p  = g_θ(x)         a forward pass                                       l.3
+            x~ = sample(p)      a token for every position, from the nucleus of p    l.4
+            x^ = unmask(x~)     a coin for every position: this token, or [MASK]?    l.5
+            x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
+
+    The coins of l.5 do not depend on the network. So they are all tossed before the first l.3, and
+    l.4 draws only the tokens that appear. Turns in which nothing changes are left out (App. C.4)
+    [code], unless `every` asks for them, as in App. C.5. In such a turn a binary model would repeat
+    its prediction, and one with SM would iterate its feedback. If masks are left after t = 1, one
+    more call gives them their likeliest tokens [code].
+
+    n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
+    generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
+    on_step(x, lam, guess, masks, h): called after every turn. x (n, L): ids. Where they are [MASK],
+        lam (n, L) is λ, guess (n, L) the likeliest token. masks: the index pair (b, l) of the masks
+        that stay. h (m, D): what predicts them.
+    x: (L,) or (n, L) ids on the CPU to start from. All but [MASK] stays (default: all [MASK]).
+    soft: False decodes without feedback.
+    Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
+    The host runs ahead of the device. Only `likeliest` makes it wait.
+    Checked against tests/oracles.py alg2.
+    """
+    net, mask_id, table = model.net, model.mask_id, model.net.table
+    device, was_training = table.device, model.training
+    model.eval()
+    soft = soft and model.sm is not None
+    every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
+    x, generators = beginning(model, n, x, generator)                          # (n, L)
+    masked = (x == mask_id).numpy()                                            # (n, L)
+    plans = [coins(row, steps, g, sampler, eta, every) for row, g in zip(masked, generators)]
+    nfe = torch.tensor([len(plan) for plan in plans])                          # (n,)
+    turns = progress(side_by_side(plans, masked, device), "calls", int(nfe.max()), leave=False,
+                     disable=bool(on_step) or None)
+    x = x.to(device, copy=True)                                                # (n, L)
+    emb = F.embedding(x, table)                                                # (n, L, D)
+    lam, guess = torch.zeros(x.shape, device=device), x.clone()  # only for on_step
+    mask = torch.tensor(mask_id, device=device)  # to write a number, the host would wait
+
+    def draw(h, u):
+        logits = net.head(h)                                                   # (m, V)
+        drawn = sample_categorical(nucleus(logits.softmax(-1), top_p), u)      # (m,)
+        last = to_device(u.isnan(), device)  # no nucleus in the last turn [code]
+        return torch.where(last, logits.argmax(-1), drawn)                     # (m,)
+
+    for t, appear, stay, vanish, u in turns:
+        h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
+        x[appear] = in_chunks(draw, h[appear], u, V=len(table))                #               l.4-5
+        emb[appear] = F.embedding(x[appear], table)
+        if soft:
+            emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
+        if len(vanish[0]):  # only with a remdm sampler
+            lost = x[vanish]                                                   # (m,)
+            x[vanish] = mask
+            emb[vanish] = table[mask_id]
+            if soft:
+                emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(lost)
+        if on_step:
+            on_step(x, lam, guess, stay, h[stay])
+    model.train(was_training)
+    return x.cpu(), nfe
+
+
+@torch.no_grad()
+def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
+                      soft=True):
+    """Alg. 2 with equally many tokens a step: the prediction decides which positions come next
+
+    steps: network calls. With as many as there are masks, each reveals one token.
+    order: "entropy", the surest first (§2.2), or "random", its control. The entropy is that of the
+        whole prediction. Its nucleus is often a single token, and many entropies would be 0.
+    The rest is as in `generate`, but the masks of on_step are all those before the step.
+    Checked against tests/oracles.py in_order.
+    """
+    net, mask_id, table = model.net, model.mask_id, model.net.table
+    device, was_training = table.device, model.training
+    model.eval()
+    soft = soft and model.sm is not None
+    x, generators = beginning(model, n, x, generator)                          # (n, L)
+    L, x = x.shape[1], x.to(device)                                            # (n, L)
+    emb = F.embedding(x, table)                                                # (n, L, D)
+    nfe = torch.zeros(n, dtype=torch.long, device=device)                      # (n,)
+
+    def predict(h, u):
+        logits = net.head(h)                                                   # (m, V)
+        logp = logits.log_softmax(-1)                                          # (m, V)
+        drawn = sample_categorical(nucleus(logp.exp(), top_p), u)              # (m,)
+        feedback = model.feedback_chunk(h, logits) if soft else ()
+        return drawn, neg_entropy(logp), *feedback
+
+    for steps_left in range(steps, 0, -1):
+        masked = x == mask_id                                                  # (n, L)
+        on_host = masked.cpu()  # the host waits here
+        if not on_host.any():
+            break
+        masks = tuple(to_device(part, device) for part in on_host.nonzero(as_tuple=True))
+        draws = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
+        u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
+        h = net.hidden(emb, masks, masked.float().mean(-1))                    # (N, D)          l.3
+        drawn, minus_H, *feedback = in_chunks(predict, h, u[on_host], V=len(table))  #           l.4
+        score = to_device(chance.float(), device)                              # (n, L)
+        if order == "entropy":
+            # From masks alone, a DiT predicts the same everywhere. There chance chooses, not
+            # rounding errors, which differ from batch to batch [ours].
+            blank = masked.all(-1, keepdim=True)                               # (n, 1)
+            score = torch.where(blank, score, score.index_put(masks, minus_H))
+        chosen = next_masks(score, masked, steps_left)                         # (n, L)
+        x = torch.where(chosen, x.index_put(masks, drawn), x)                  # (n, L)          l.5
+        nfe += masked.any(-1)
+        lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
+        if soft:
+            emb[masks], lam[masks], guess[masks] = feedback                    #                 l.6
+        emb = torch.where(chosen[..., None], F.embedding(x, table), emb)       # (n, L, D)
+        if on_step:
+            on_step(x, lam, guess, masks, h)
+    model.train(was_training)
+    return x.cpu(), nfe.cpu()
+
+
+def next_masks(score, masked, steps_left):
+    """Where to reveal: of each row, the masks with the highest scores. (n, L) bool           [ours]
+
+    They are 1 / steps_left of the row's masks, rounded up. Equal scores go from left to right.
+    score, masked: (n, L).
+    """
+    score = score.masked_fill(~masked, -torch.inf)
+    ranking = score.argsort(dim=-1, descending=True, stable=True)              # (n, L)  positions
+    count = (masked.sum(-1, keepdim=True) + steps_left - 1) // steps_left      # (n, 1)
+    among = torch.arange(masked.shape[1], device=masked.device) < count        # (n, L)  by rank
+    return torch.zeros_like(masked).scatter(1, ranking, among)                 # (n, L)
 
 
 def nucleus(probs, p):
@@ -138,153 +321,6 @@ def sample_categorical(probs, u):
     return drawn[:, 0].to(probs.device)                                        # (n,)
 
 
-def beginning(model, n, x, generator):
-    """The ids (n, L) to start from, and n generators: those of a list, or n seeded by one."""
-    if x is None:
-        x = torch.full((n, model.cfg.length), model.mask_id)
-    if not isinstance(generator, list):
-        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
-        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return x.expand(n, -1), generator
-
-
-@torch.no_grad()
-def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
-             soft=True, every=False, eta=None):
-    """Inference with soft-masking                                                    Alg. 2, App. A
-
-    n: sequences.   steps: T.   sampler, every, eta: see `schedule_flips`.
-    soft: False decodes without feedback.   top_p: for `nucleus`.
-    generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
-    on_step(x, lam, guess, at, h): called after every turn. x (n, L): ids. Where they are [MASK],
-        lam (n, L) is λ, guess (n, L) the likeliest token. at (m,): the masks of the flat batch that
-        stay, predicted from h (m, D).
-    x: (L,) or (n, L) ids on the CPU to start from. All but [MASK] stays (default: all [MASK]).
-    Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
-    Flips need no prediction, so the host runs ahead of the device. Only `likeliest` makes it wait.
-    Checked against tests/oracles.py alg2.
-    """
-    net, mask_id, table = model.net, model.mask_id, model.net.table
-    device, was_training = table.device, model.training
-    model.eval()
-    soft = soft and model.sm is not None
-    every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
-    x, generators = beginning(model, n, x, generator)                          # (n, L)
-    L, masked = x.shape[1], (x == mask_id).numpy()                             # (n, L), on the host
-    turns = schedule_batch(masked, steps, generators, every, sampler, eta)
-    nfe = np.zeros(n, np.int64)                                                # (n,)
-    x = x.flatten().to(device, copy=True)                                      # (nL,)
-    emb = F.embedding(x, table)                                                # (nL, D)
-    lam, guess = torch.zeros(n * L, device=device), x.clone()                  # (nL,), (nL,)
-    state = [part.view(n, L) for part in (x, lam, guess)]  # views: they see every change
-
-    def positions(which):
-        return to_device(torch.from_numpy(np.flatnonzero(which)), device)      # (m,) of n·L
-
-    def predict(t):
-        t = to_device(torch.from_numpy(t).float(), device)                     # (n,)
-        return net.trunk(emb.view(n, L, -1), t).flatten(0, 1)                  # (nL, D)
-
-    def pick(h, u):
-        return sample_categorical(nucleus(net.head(h).softmax(-1), top_p), u)  # (m,)
-
-    for t, flips, u in progress(turns, "steps", steps, leave=False, disable=bool(on_step) or None):
-        live = t > T_END                                                       # (n,)
-        appear, vanish = positions(masked & flips), positions(~masked & flips)
-        stay = positions(masked & ~flips & live[:, None])
-        u = torch.from_numpy(u[masked & flips])                                # (m,)
-        masked = masked ^ flips
-        nfe += live
-        h = predict(t)                                                         # (nL, D)         l.3
-        x[appear] = in_chunks(pick, h[appear], u, V=len(table))                #               l.4-5
-        emb[appear] = F.embedding(x[appear], table)
-        if soft:
-            emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-        if len(vanish) and soft:  # with the sampler mdlm, no token vanishes
-            emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(x[vanish])
-        elif len(vanish):
-            emb[vanish] = table[mask_id]
-        x.index_fill_(0, vanish, mask_id)  # x[vanish] = mask_id, but a GPU is not waited for
-        if on_step:
-            on_step(*state, stay, h[stay])
-    if masked.any():  # few, but a tenth of L with remdm-loop and 20 steps; no nucleus [code]
-        left = positions(masked)
-        h = predict(np.full(n, T_END))                                         # (nL, D)
-        x[left] = in_chunks(lambda h: net.head(h).argmax(-1), h[left], V=len(table))
-        nfe += masked.any(1)
-        if on_step:
-            on_step(*state, left[:0], h[:0])
-    model.train(was_training)
-    return state[0].cpu(), torch.from_numpy(nfe)
-
-
-@torch.no_grad()
-def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
-                      soft=True):
-    """Alg. 2 with a fixed number of tokens a step: `order` decides only *which* positions come next
-
-    order: "entropy", the surest first (§2.2), or "random", its control. The entropy is that of the
-        whole prediction, not of its nucleus. Equal entropies go from left to right [ours].
-    A step reveals 1 / steps_left of the masks that are left, rounded up [ours].
-    The rest is as in `generate`, but `at` of on_step are all masks before the step.
-    Checked against tests/oracles.py in_order.
-    """
-    net, mask_id, table = model.net, model.mask_id, model.net.table
-    device, was_training = table.device, model.training
-    model.eval()
-    soft = soft and model.sm is not None
-    x, generators = beginning(model, n, x, generator)                          # (n, L)
-    L, x = x.shape[1], x.flatten().to(device)                                  # (nL,)
-    emb = F.embedding(x, table)                                                # (nL, D)
-    nfe = torch.zeros(n, dtype=torch.long, device=device)                      # (n,)
-
-    def choose(h, u):
-        logits = net.head(h)                                                   # (m, V)
-        logp = logits.log_softmax(-1)                                          # (m, V)
-        p = logp.exp()                                                         # (m, V)
-        # Before the nucleus: after it, many masks have one token left, and their entropies tie.
-        neg_entropy = (p * logp.clamp_min(-100)).sum(-1)                       # (m,)
-        drawn = sample_categorical(nucleus(p, top_p), u)                       # (m,)
-        if not soft:
-            return drawn, neg_entropy
-        return drawn, neg_entropy, *model.feedback_chunk(h, logits)
-
-    for steps_left in range(steps, 0, -1):
-        masked = (x == mask_id).view(n, L)                                     # (n, L)
-        at = masked.flatten().nonzero().squeeze(1)                             # (N,)
-        if not len(at):
-            break
-        t = masked.float().mean(-1)                                            # (n,)
-        draws = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
-        u, chance = torch.cat(draws).unbind(1)                                 # 2 × (nL,)
-        chance = chance.float().view(n, L).to(device)                          # (n, L)
-        h = net.hidden(emb.view(n, L, -1), (at // L, at % L), t)               # (N, D)          l.3
-        u = u[at.cpu()]                                                        # (N,)
-        drawn, neg_entropy, *feedback = in_chunks(choose, h, u, V=len(table))  #            l.4, l.6
-        score = chance
-        if order == "entropy":
-            score = torch.zeros(n * L, device=device).index_copy(0, at, neg_entropy).view(n, L)
-            # From masks alone, a DiT predicts the same everywhere. There chance chooses, not
-            # rounding errors, which differ from batch to batch [ours].
-            score = torch.where(masked.all(-1, keepdim=True), chance, score)
-        score = score.masked_fill(~masked, -torch.inf)                         # (n, L)
-        place = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)  # (n, L)  0: first
-        count = (masked.sum(-1, keepdim=True) + steps_left - 1) // steps_left  # (n, 1)  rounded up
-        chosen = (place < count).flatten()[at]                                 # (N,)
-        x = x.index_copy(0, at, torch.where(chosen, drawn, mask_id))           # (nL,)           l.5
-        nfe += masked.any(-1)
-        emb = F.embedding(x, table)                                            # (nL, D)
-        lam, guess = torch.zeros(n * L, device=device), x.clone()              # 2 × (nL,)
-        if soft:
-            rest = (~chosen).nonzero().squeeze(1)                              # (m,) of N
-            stay = at[rest]                                                    # (m,) of n·L
-            emb[stay], lam[stay], guess[stay] = (part[rest] for part in feedback)      #         l.6
-        if on_step:
-            on_step(x.view(n, L), lam.view(n, L), guess.view(n, L), at, h)
-    model.train(was_training)
-    return x.view(n, L).cpu(), nfe.cpu()
-
-
 @dataclass
 class Config:
     checkpoint: str = ""        # anything that `python checkpoint.py` can describe
@@ -300,7 +336,7 @@ class Config:
     soft: bool = True           # False: decode an SM model in binary
     every: bool = False         # also make the steps without a change, as --trace always does
     # Another ω than the model's. A binary model then decodes with feedback, with k = 3.
-    omega_s: Annotated[float, 0, 1 - 1e-6] | None = None  # (a binary model needs this one)
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None  # (a binary model needs this one)
     omega_a: launch.Positive | None = None  # (default for a binary model: the paper's start)
     omega_b: launch.Negative | None = None  # (the same)
     # In these texts, the two characters \n are a line break.
@@ -342,32 +378,24 @@ def starting_ids(cfg, tok, special):
     return torch.tensor(ids)
 
 
-def files_of(cfg, rank, world):
+def files_of(cfg, here):
     """The file of this rank, and the lines of all ranks, so that all decide alike."""
     paths = [cfg.out]
-    if world > 1:
-        paths = [f"{cfg.out.removesuffix('.jsonl')}.{r}.jsonl" for r in range(world)]
+    if here.world > 1:
+        paths = [f"{cfg.out.removesuffix('.jsonl')}.{r}.jsonl" for r in range(here.world)]
     if cfg.trace and os.path.realpath(cfg.trace) in map(os.path.realpath, [cfg.out, *paths]):
         raise Refused(f"--trace={cfg.trace} is a file of samples: give another --trace")
-    return paths[rank], [line for path in paths for line in read_jsonl(path)]
+    return paths[here.rank], [line for path in paths for line in read_jsonl(path)]
 
 
-def resolved(cfg, n_masks, device, world, lines):
-    """cfg with numbers where it has defaults.
-
-    n_masks: in the ids to start from.   lines: of --out. New samples are compiled if these are.
-    """
-    if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
-        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: give it a remdm sampler")
-    steps, compiled = cfg.steps, cfg.compile
-    if steps is None:
-        steps = n_masks if cfg.sampler in ORDERS else cfg.length
-    if compiled is None and lines:
-        compiled = lines[0].get("settings", {}).get("compile")
-    if compiled is None:
-        calls = steps * math.ceil(cfg.count / cfg.batch_size / world)
-        compiled = device.type == "cuda" and calls >= GRAPHS_PAY
-    return replace(cfg, steps=steps, compile=compiled, every=cfg.every or cfg.trace != "")
+def texts_of(path, settings, seed):
+    """{index: text} of the samples in a file. Raises Refused if they have other settings."""
+    texts = {}
+    for line in read_jsonl(path):
+        if (line.get("settings"), line.get("seed")) != (settings, seed):
+            raise Refused(f"{path} holds samples of other settings: choose another --out")
+        texts[line["index"]] = line["text"]
+    return texts
 
 
 def settings_of(cfg, step, weights, tokenizer, dtype):
@@ -379,53 +407,92 @@ def settings_of(cfg, step, weights, tokenizer, dtype):
                        "dtype": str(dtype or torch.float32)}
 
 
-def main(cfg):
-    rank, world, device, dtype = machine(cfg.device)
+def load(cfg):
+    """The MDLM with the ω of cfg, on the CPU, its tokenizer, and cfg with the model's defaults."""
     model = MDLM.load(cfg.checkpoint)
     model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
-    weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
-    model.to(device)
-    special = model.info["tokenizer"]
-    tok = tokenizer(special["name"], cfg.tokenizer_dir)
+    tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
     if tok.n_vocab != model.mask_id or cfg.length > model.cfg.length:
         raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens and length {model.cfg.length}, "
                       f"not the {tok.n_vocab} of {tok.name} or --length={cfg.length}")
-    path, lines = files_of(cfg, rank, world)
-    x = starting_ids(cfg, tok, special)                                        # (L,)
-    cfg = resolved(cfg, x.tolist().count(model.mask_id), device, world, lines)
+    return model, tok, cfg
+
+
+def resolved(cfg, n_masks, here, lines):
+    """cfg with numbers where it has defaults.   n_masks: in the ids to start from.
+
+    lines: of --out. CUDA graphs change the last bits of a sample. So new ones have them if the
+        first line does. A file without lines gets them where they pay.
+    """
+    if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
+        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: give it a remdm sampler")
+    steps, compiled = cfg.steps, cfg.compile
+    if steps is None:
+        steps = n_masks if cfg.sampler in ORDERS else cfg.length
+    if compiled is None and lines:
+        compiled = lines[0].get("settings", {}).get("compile")
+    if compiled is None:
+        calls = steps * math.ceil(cfg.count / cfg.batch_size / here.world)
+        compiled = here.device.type == "cuda" and calls >= GRAPHS_PAY
+    return replace(cfg, steps=steps, compile=compiled, every=cfg.every or cfg.trace != "")
+
+
+def watcher(cfg, tok, model):
+    """An on_step or None, and the samples that are made for it even if the file holds them."""
+    if cfg.trace:
+        launch.write_text(cfg.trace, "")
+        return trace(tok, model, cfg.trace), [0]
+    if cfg.show:
+        return show(tok, model.mask_id), range(cfg.count)
+    return None, []
+
+
+def batches(todo, cfg):
+    """The samples `todo`, cfg.batch_size at a time.
+
+    With CUDA graphs a smaller batch would compile for another minute. So copies of its last sample
+    fill it.
+    """
+    size = min(len(todo), cfg.batch_size)
+    parts = [todo[i:i + size] for i in range(0, len(todo), cfg.batch_size)]
+    if cfg.compile:
+        parts = [part + (size - len(part)) * part[-1:] for part in parts]
+    return parts
+
+
+def main(cfg):
+    here = launch.machine(cfg.device)
+
+    # ---- the model, and all that decides how a sample looks
+    model, tok, cfg = load(cfg)
+    path, lines = files_of(cfg, here)
+    x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
+    cfg = resolved(cfg, x.tolist().count(model.mask_id), here, lines)
+    weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
+    settings = settings_of(cfg, model.info["step"], weights, tok.name, here.dtype)
+    texts = texts_of(path, settings, cfg.seed)                                 # {index: text}
+
+    # ---- the device
+    model.to(here.device)
+    if here.dtype:
+        model.net.cast_linears_(here.dtype)
+    if cfg.compile:
+        compile_parts(model, "reduce-overhead")
+
+    # ---- the samples
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
     if cfg.sampler in ORDERS:
         decode = partial(generate_in_order, order=cfg.sampler)
-    settings = settings_of(cfg, model.info["step"], weights, tok.name, dtype)
-    texts = {}  # {index: text}
-    for line in read_jsonl(path):
-        if (line.get("settings"), line.get("seed")) != (settings, cfg.seed):
-            raise Refused(f"{path} holds samples of other settings: choose another --out")
-        texts[line["index"]] = line["text"]
-    watch = None
-    if cfg.trace and rank == 0:
-        launch.write_text(cfg.trace, "")
-        watch = trace(tok, model, cfg.trace)
-    elif cfg.show and rank == 0:
-        watch = show(tok, model.mask_id)
-    watched = [0] if cfg.trace else range(cfg.count)
-    todo = [i for i in range(rank, cfg.count, world)
-            if i not in texts or (watch and i in watched)]
+    watch, watched = watcher(cfg, tok, model) if here.rank == 0 else (None, [])
+    todo = [i for i in range(here.rank, cfg.count, here.world) if i not in texts or i in watched]
     title = f"{len(todo)} samples"
-    if dtype:
-        model.net.cast_linears_(dtype)
     if cfg.compile:
-        compile_parts(model, "reduce-overhead")
         title += ", the first after a minute of compiling"
-    size = min(len(todo), cfg.batch_size)
-    batches = range(0, len(todo), cfg.batch_size)
-    for start in progress(batches, title, disable=rank > 0 or cfg.show or not todo):
-        batch = todo[start:start + size]
-        if cfg.compile:  # a smaller batch would compile again: copies of the last sample fill it
-            batch += (size - len(batch)) * batch[-1:]
+    for batch in progress(batches(todo, cfg), title,
+                          disable=here.rank > 0 or cfg.show or not todo):
         generators = [rng("sample", cfg.seed, i) for i in batch]
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        with here.autocast():
             ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
                               on_step=watch, x=x, soft=cfg.soft)
         if cfg.trace:
@@ -435,7 +502,7 @@ def main(cfg):
                 texts[i] = tok.decode(row)
                 append_jsonl(path, {"ids": row, "text": texts[i], "nfe": calls, "seed": cfg.seed,
                                     "index": i, "settings": settings})
-    if rank == 0:
+    if here.rank == 0:
         print(f"{texts[0]}\n{path}: {len(texts)} samples")
 
 

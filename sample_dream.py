@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Decoding by confidence: fill the masks, some tokens per pass, with soft-masked feedback.
 
-    §2.2 conditional generation   pad_prompts       a response of [MASK]s behind each prompt
-    §2.2 unmasking strategies     propose, reveal   the surest tokens first, some in each pass
-    Alg. 2 l.4-6                  advance           these, and the feedback, for one pass
-    App. A, Alg. 2; App. C.9      decode            the whole response at once
-    App. B.2 Fast-dLLM            decode_blocks     block after block, with cached keys and values
+    §2.2 conditional generation   pad_prompts      a response of [MASK]s behind each prompt
+    App. A, Alg. 2; App. C.9      decode           the whole response at once
+    Alg. 2 l.4, App. B.2          propose          a token for each mask, and how sure the model is
+    Alg. 2 l.5, §2.2 unmasking    reveal           the surest of them, some in each pass
+    App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
 Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only inside
 `in_chunks`. In both loops the host has a copy of x, so it knows where masks are. In a pass it waits
@@ -19,14 +19,14 @@ for a GPU for this copy, and in `likeliest`. Not here: benchmarks (lab/eval_drea
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import dora
 import launch
-from arms import with_omega
+from checkpoint import with_omega
 from chunks import in_chunks, likeliest
 from data import seed_of
 from dream import Dream, Tokenizer, load_adapter
@@ -41,7 +41,7 @@ AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # 
 
 @dataclass
 class Decoding:
-    model: str = ""                 # folder of a Dream or Dream-Coder model, as published
+    model: str = ""                 # folder of a Dream, Dream-Coder or open-dCoder, as published
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
     merge: bool = True              # fold DoRA into the weights: faster, the same up to rounding
     soft: bool = True               # false: binary feedback, even if the adapter has an ω
@@ -58,7 +58,7 @@ class Decoding:
     # At 0.1 and 0.9, a small lead makes p 1 (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Another ω than the adapter's. A model without SM then gets k = 3, and the paper's other two.
-    omega_s: Annotated[float, 0, 1 - 1e-6] | None = None
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None
     omega_a: Positive | None = None
     omega_b: Negative | None = None
     seed: int = 0
@@ -72,19 +72,101 @@ class Config(Decoding):
     # In these texts, the two characters \n are a line break.
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one a line
-    infill: str = ""                # text with one ___ for the model to write
+    # Text with one ___ for the model to write, without a chat around it. A base model, which has
+    # learnt no chat, completes a text that ends with it: --infill="def f(x):\n___"
+    infill: str = ""
 
 
-def check(gen_len, steps, block, threshold, **others):
-    if threshold is not None and not block:
-        raise Refused(f"threshold {threshold} works on blocks: add --block=32")
-    if block and (gen_len % block or threshold is None and steps % (gen_len // block)):
-        raise Refused(f"gen_len {gen_len} and steps {steps} cannot be shared evenly by blocks of "
-                      f"{block}: change one of them")
+class Pick(NamedTuple):
+    """How a pass picks tokens                                             Alg. 2 l.4-5, App. B.2"""
+    algorithm: Algorithm = "entropy"
+    temperature: float = 0.0
+    top_p: float = 1.0
+    # For a temperature: one, or a list of one per sequence, on the CPU. With a list, a sequence is
+    # the same in any batch.
+    generator: torch.Generator | list | None = None
+
+
+GREEDY = Pick()
+
+
+def pad_prompts(cfg, prompt, gen_len, device="cpu"):
+    """prompt (B, P) → x (B, P + gen_len), with masks behind it       §2.2 conditional generation"""
+    # A mask inside a prompt is a place to fill, too.
+    x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
+    if (x[:, 0] == cfg.mask_token_id).any():
+        raise Refused("position 0 is masked, and no position before it predicts it: add a prompt")
+    return x.to(device)
+
+
+@torch.no_grad()
+def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=None):
+    """Fill the masks of x in `steps` steps                                        Alg. 2, App. C.9
+
+    model: TwoPass, of a backbone that ignores t.   x: (B, L) ids.   schedule, switch: see
+    `time_gain`.   on_step(x): called after every step.
+    Returns (B, L) ids without any mask. At temperature 0, or with a list of generators, a sequence
+    does not depend on the rest of its batch. Checked against tests/oracles.py slow_decode.
+    """
+    net, mask_id = model.net, model.mask_id
+    plain = net.table[mask_id]                                          # (D,)
+    emb = F.embedding(x, net.table)                                     # (B, L, D)             l.1
+    masked = x.cpu() == mask_id                                         # (B, L)  on the host
+    start = masked.sum(-1)                                              # (B,)    on the host
+    for share in reveal_shares(steps):
+        b, l = masked.nonzero(as_tuple=True)                            # 2 × (N,)  on the host
+        masks = to_device(b, x.device), to_device(l, x.device)          # 2 × (N,)
+        h = net.hidden(emb, masks, None)                                # (N, D)                l.3
+        x0, conf, mixed = propose(model, h, b, pick, forced=share == 1)  #                      l.4
+        x = reveal(x, masks, x0, conf, share)                           # (B, L)                l.5
+        masked = x.cpu() == mask_id                                     # (B, L)  on the host
+        # The next step sees the tokens that were revealed, and soft masks where [MASK] is left.
+        emb[masks] = F.embedding(x[masks], net.table)                   # (N, D)
+        if model.sm:
+            soft = faded(mixed, plain, b, schedule, switch, masked.sum(-1), start)   # (N, D)
+            emb[masks] = torch.where((x[masks] == mask_id)[:, None], soft, emb[masks])  #       l.6
+        if on_step:
+            on_step(x)
+    return x
+
+
+def propose(model, h, b, pick, forced=False):
+    """A token for each mask, how sure the model is of it, and its soft mask         Alg. 2 l.4, l.6
+
+    h: (N, D) hidden states that predict N masks.   b: (n,) the sequences of the first n of them, on
+    the host. Only these may be revealed. The others get feedback alone: a token costs more than its
+    logits.   forced: where the model predicts [MASK], take the best real token [ours]. The authors'
+    code leaves masks in its answers.
+    Returns x0 (n,), conf (n,), where the highest goes first, and soft masks (N, D) or None.
+    Temperature and top-p decide tokens and their order, but not the soft masks [code].
+    """
+    def of_rows(h, b):
+        logits = model.net.head(h)                                      # (m, V)
+        p = filtered(logits, pick.temperature, pick.top_p)              # (m, V)
+        x0 = p.argmax(-1) if pick.temperature == 0 else draw(p, b, pick.generator)   # (m,)
+        if forced:  # before conf, so that a threshold is about the token that is written
+            first, second = logits.topk(2).indices.unbind(-1)           # 2 × (m,)
+            best = torch.where(first == model.mask_id, second, first)   # (m,)
+            x0 = torch.where(x0 == model.mask_id, best, x0)             # (m,)
+        if pick.algorithm == "entropy":
+            # −H, guarded [code]. It is 0 where the filter leaves one token, as it often does at
+            # App. B.2's settings.
+            conf = (p * (p + 1e-10).log()).sum(-1)                      # (m,)
+        else:
+            conf = p.gather(-1, x0[:, None])[:, 0]                      # (m,)
+        if model.sm is None:
+            return x0, conf
+        return x0, conf, model.feedback_chunk(h, logits)[0]             # 2 × (m,), (m, D)
+
+    n = len(b)
+    x0, conf, *mixed = in_chunks(of_rows, h[:n], b, V=len(model.net.table))
+    if model.sm and n < len(h):
+        mixed.append(model.feedback(h[n:])[0])                          # (N − n, D)
+    return x0, conf, torch.cat(mixed) if mixed else None
 
 
 def filtered(logits, temperature=0.0, top_p=1.0):
-    """Probabilities (n, V) of logits after temperature and top-p, in this order [code]
+    """Probabilities (n, V) of logits after temperature and top-p, in this order [code]     App. B.2
 
     Checked against tests/oracles.py dream_filter.
     """
@@ -100,52 +182,43 @@ def filtered(logits, temperature=0.0, top_p=1.0):
     return p / p.sum(-1, keepdim=True)
 
 
-def draw(p, generator):
-    """One token (n,) per row of p (n, V), in float64: fp32 noise would cut the tail."""
-    # torch.multinomial would let the host wait twice. MPS has no float64, so draws are on the CPU.
-    where = dict(device=generator.device, dtype=torch.float64)
-    u = torch.rand(len(p), 1, generator=generator, **where)             # (n, 1)
-    cdf = p.to(**where).cumsum(-1)                                      # (n, V)
+def draw(p, b, generator):
+    """One token (n,) per row of p (n, V), in float64: fp32 noise would cut the tail.
+
+    b: (n,) the sequences of the rows, ascending, on the host.   generator: see `Pick`.
+    """
+    generators, rows = [generator], [len(p)]
+    if isinstance(generator, list):
+        generators, rows = generator, b.bincount(minlength=len(generator)).tolist()
+    u = torch.cat([torch.rand(n, 1, generator=g, device=g.device, dtype=torch.float64)
+                   for g, n in zip(generators, rows)])                  # (n, 1)
+    # torch.multinomial would let the host wait twice. MPS has no float64.
+    device = "cpu" if p.device.type == "mps" else p.device
+    cdf = p.to(device, torch.float64).cumsum(-1)                        # (n, V)
+    if u.device != cdf.device:
+        u = to_device(u, cdf.device)
     drawn = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)        # (n, 1)
     return drawn[:, 0].to(p.device)
 
 
-def propose(logits, never=None, algorithm="entropy", temperature=0.0, top_p=1.0, generator=None):
-    """A token and a confidence for every masked row                                 Alg. 2 l.4
+def reveal(x, masks, x0, conf, share=1.0, threshold=None):
+    """x (B, L) with the surest of its proposals written into it                   Alg. 2 l.5, §2.2
 
-    logits: (n, V) fp32.   never: a token to replace by the best other one (default: none).
-    Returns x0 (n,), and conf (n,), where the highest goes first. Temperature and top-p also decide
-    the order [code].
+    masks: 2 × (n,), those that may be revealed.   x0, conf: (n,) for each, from `propose`.
+    share: see `reveal_shares`.   threshold: reveals the surest mask of each sequence, and all whose
+    conf is at least this (Fast-dLLM).
+    A proposal can be [MASK] itself. Such a position stays masked [code].
     """
-    p = filtered(logits, temperature, top_p)                            # (n, V)
-    x0 = p.argmax(-1) if temperature == 0 else draw(p, generator)       # (n,)
-    if never is not None:  # before conf, so that a threshold is about the token that is written
-        first, second = logits.topk(2).indices.unbind(-1)               # (n,), (n,)
-        x0 = torch.where(x0 == never, torch.where(first == never, second, first), x0)
-    if algorithm == "entropy":
-        # −H is 0 where the filter leaves one token, as it often does at App. B.2's settings.
-        conf = (p * (p + 1e-10).log()).sum(-1)                          # (n,)  −H, guarded [code]
-    else:
-        conf = p.gather(-1, x0[:, None])[:, 0]                          # (n,)
-    return x0, conf
-
-
-def predictions(model, h, n, never, **pick):
-    """What one pass says of its masks, a few rows of logits at a time           Alg. 2 l.4, l.6
-
-    h: (N, D) hidden states, the first n of masks that may be revealed. The others only get
-    feedback: a proposal costs more than its logits.   Others, and x0, conf: see `propose`.
-    Returns soft masks (N, D), too, or None. They do not depend on temperature and top-p [code].
-    """
-    def both(h):
-        logits = model.net.head(h)                                      # (n, V)
-        found = propose(logits, never, **pick)                          # 2 × (n,)
-        return (*found, model.feedback_chunk(h, logits)[0]) if model.sm else found
-
-    x0, conf, *mixed = in_chunks(both, h[:n], V=len(model.net.table))
-    if model.sm and n < len(h):
-        mixed.append(model.feedback(h[n:])[0])                          # (N − n, D)
-    return x0, conf, torch.cat(mixed) if mixed else None
+    b, _ = masks
+    score = torch.full(x.shape, -torch.inf, device=x.device).index_put(masks, conf)     # (B, L)
+    # Equal scores go from left to right [ours]. The authors' topk leaves their order open [code].
+    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)[masks]        # (n,)
+    if threshold is not None:
+        chosen = (rank == 0) | (conf >= threshold)                      # (n,)
+    else:  # each sequence by its own number of masks [ours], theirs by the batch's mean
+        count = (score.isfinite().sum(-1) * share).long()               # (B,)
+        chosen = rank < count[b]                                        # (n,)
+    return x.index_put(masks, torch.where(chosen, x0, x[masks]))        # (B, L)
 
 
 def reveal_shares(steps):
@@ -160,153 +233,93 @@ def reveal_shares(steps):
     return shares
 
 
-def reveal(x, masked, x0, conf, share=1.0, threshold=None):
-    """x with some of its masks replaced by their proposals                          Alg. 2 l.5
+def faded(mixed, plain, b, schedule, switch, left, start):
+    """Soft masks (N, D) with λ turned down by the schedule                                 App. C.9
 
-    x, masked: (B, L).   x0, conf: (N,) for the masks, row-major.   share: see `reveal_shares`.
-    threshold: reveals the surest mask of each sequence, and all whose conf is at least this
-    (Fast-dLLM).   A proposal can be [MASK] itself. Such a position stays masked [code].
-    """
-    score = torch.full(x.shape, -torch.inf, device=x.device).masked_scatter(masked, conf)  # (B, L)
-    # Equal scores go from left to right [ours]. The authors' topk leaves their order open [code].
-    rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)       # (B, L)
-    if threshold is not None:
-        chosen = (rank == 0) | (score >= threshold)                     # (B, L)
-    else:  # each sequence by its own number of masks [ours], theirs by the batch's mean
-        chosen = rank < (masked.sum(-1) * share).long()[:, None]
-    return torch.where(masked & chosen, x.masked_scatter(masked, x0), x)
-
-
-def advance(model, x, opened, h, n, share, threshold=None, **pick):
-    """A pass, from the hidden states of its masks to the tokens that it reveals    Alg. 2 l.4-6
-
-    opened: (B, L), the n masks that may be revealed.   Others: see `predictions` and `reveal`.
-    Returns x, where it is masked (B, L) on the host, and the soft masks.
-    """
-    # Where the model predicts [MASK], a pass that must reveal takes the best real token [ours]. The
-    # authors' code leaves masks in its answers.
-    never = model.mask_id if share == 1 else None
-    x0, conf, mixed = predictions(model, h, n, never, **pick)
-    x = reveal(x, opened, x0, conf, share, threshold)                   # (B, L)
-    return x, x.cpu() == model.mask_id, mixed
-
-
-def pad_prompts(cfg, prompt, gen_len, device="cpu"):
-    """prompt (B, P) → x (B, P + gen_len), with masks behind it       §2.2 conditional generation"""
-    # A mask inside a prompt is a place to fill, too.
-    x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
-    if (x[:, 0] == cfg.mask_token_id).any():
-        raise Refused("position 0 is masked, and no position before it predicts it: add a prompt")
-    return x.to(device)
-
-
-def faded(plain, mixed, sequence, schedule, switch, left, start):
-    """Soft masks (N, D) with λ turned down by the schedule                            App. C.9
-
-    plain: (D,) the embedding of [MASK].   mixed: (N, D) with the full λ.   sequence: (N,) of the
-    batch: each has its own time [ours].   left, start: (B,) masks now and at first.
+    mixed: (N, D) with the full λ.   plain: (D,) the embedding of [MASK].   b: (N,) the sequences of
+    the batch: each has its own time [ours].   left, start: (B,) masks now and at first.
     """
     if schedule == "none":
         return mixed
     # Python's floats: in fp32, 3/15 is above 0.2, and the switch is strict. A row may have no mask.
     shares = [now / max(of, 1) for now, of in zip(left.tolist(), start.tolist())]
     gain = torch.tensor([time_gain(schedule, share, switch) for share in shares])        # (B,)
-    gain = to_device(gain[sequence], mixed.device)[:, None]             # (N, 1)
+    gain = to_device(gain[b], mixed.device)[:, None]                    # (N, 1)
     # The mix is linear in λ: a share of λ is this share of the way from [MASK] to the full mix.
     return torch.lerp(plain.float(), mixed.float(), gain).to(mixed.dtype)
 
 
 @torch.no_grad()
-def decode(model, x, steps, schedule="none", switch=0.5, on_step=None, **pick):
-    """Fill the masks of x in `steps` steps                                              Alg. 2
+def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=None, pick=GREEDY,
+                  schedule="none", switch=0.5, on_step=None):
+    """Fill the last gen_len positions, block after block from the left        App. B.2, Fast-dLLM
 
-    model: TwoPass, of a backbone that ignores t.   x: (B, L) ids.   schedule, switch: see
-    `time_gain`.   on_step(x): called after every step.   pick: algorithm, generator and filters,
-    see `propose`.
-    Returns (B, L) ids without any mask. At temperature 0, a sequence does not depend on the rest of
-    its batch. Checked against tests/oracles.py slow_decode.
-    """
-    net, mask_id, (B, L) = model.net, model.mask_id, x.shape
-    masked = x.cpu() == mask_id                                         # (B, L)  on the host
-    start = masked.sum(-1)                                              # (B,)    on the host
-    plain = net.table[mask_id]                                          # (D,)
-    soft = plain.repeat(B * L, 1)                                       # (BL, D)  at each mask
-    for share in reveal_shares(steps):
-        on_host = masked.flatten().nonzero().squeeze(1)                 # (N,)
-        at = to_device(on_host, x.device)                               # (N,)
-        emb = F.embedding(x, net.table)                                 # (B, L, D)
-        emb = torch.where((x == mask_id)[..., None], soft.view_as(emb), emb)    # (B, L, D)  l.6
-        h = net.hidden(emb, (at // L, at % L))                          # (N, D)             l.3
-        x, masked, mixed = advance(model, x, x == mask_id, h, len(h), share, **pick)    # l.4-6
-        if model.sm:
-            soft[at] = faded(plain, mixed, on_host // L, schedule, switch, masked.sum(-1), start)
-        if on_step:
-            on_step(x)
-    return x
+    x: from `pad_prompts`.   steps: passes, shared by the blocks. With a threshold (see `reveal`)
+    their number depends on the text.   Others, and what is returned: see `decode`.
 
+    The first pass of a block, and its later ones with each cache:
 
-@torch.no_grad()
-def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=None,
-                  schedule="none", switch=0.5, on_step=None, **pick):
-    """Fill the last gen_len positions, block after block from the left    App. B.2, Fast-dLLM
+                prompt  before  block  after        x  revealed      =  computed
+        first   ======  ======  x===   =====        ·  keys and values of the first pass are reused
+        none    ======  ======  =x=x   =====
+        prefix  ······  ······  =x=x   =====
+        dual    ······  ······  =x=x   ·····        (after: these go stale)
 
-    x: from `pad_prompts`.   steps: passes, shared by the blocks. With a threshold their number
-    depends on the text.   Others, and what is returned: see `decode`.
-
-    A block begins with a pass over everything, which reveals its first token, however unsure
-    [code]: later passes may start there, and Dream predicts a token from the state to its left.
-    More passes follow until the block is full:
-
-    cache     a later pass sees        and reuses, from the block's first pass, keys and values of
-    none      everything               nothing
-    prefix    the block and the rest   what is before the block
-    dual      the block                what is before it, and what is after it, which goes stale
-
-    A block with a single step is filled by it [ours]: Fast-dLLM leaves all but one of its masks.
+    The first pass reveals the first token, however unsure [code]: later passes may start there, and
+    Dream predicts a token from the state to its left. A block with a single step is filled by it
+    [ours]: Fast-dLLM leaves all but one of its masks.
     The feedback is [ours]: a mask has that of the last pass that predicted it. So it crosses block
     boundaries. Checked against tests/oracles.py slow_blocks.
     """
-    net, mask_id, (B, L) = model.net, model.mask_id, x.shape
+    net, mask_id, L = model.net, model.mask_id, x.shape[1]
+    plain = net.table[mask_id]                                          # (D,)
+    emb = F.embedding(x, net.table)                                     # (B, L, D)
     masked = x.cpu() == mask_id                                         # (B, L)  on the host
+    start, place = masked.sum(-1), torch.arange(L)                      # (B,), (L,)  on the host
     if masked[:, :L - gen_len].any():
         raise Refused("blocks fill a response only: use --block=0 to infill")
     check(gen_len, steps, block, threshold)
     if threshold is not None:
-        pick["algorithm"] = "maskgit_plus"
+        pick = pick._replace(algorithm="maskgit_plus")
     shares = torch.ones(block)         # of the passes of a block, each of which reveals something
     if threshold is None:
         shares = reveal_shares(steps * block // gen_len)
     shares[0] = 1
-    start, place = masked.sum(-1), torch.arange(L)                      # (B,), (L,)  on the host
-    plain = net.table[mask_id]                                          # (D,)
-    soft = plain.repeat(B * L, 1)                                       # (BL, D)  at each mask
     kv = None
-    for b in range(L - gen_len, L, block):
-        later = {"none": (0, L), "prefix": (b, L), "dual": (b, b + block)}[cache]
+    for first in range(L - gen_len, L, block):
+        later = {"none": (0, L), "prefix": (first, L), "dual": (first, first + block)}[cache]
         for i, share in enumerate(shares):
             lo, hi = later if i else (0, L)                             # what the model sees
-            end = b + block if i or len(shares) == 1 else b + 1         # of what may be revealed
-            emb = F.embedding(x, net.table)                             # (B, L, D)
-            emb = torch.where((x == mask_id)[..., None], soft.view_as(emb), emb)
+            end = first + block if i or len(shares) == 1 else first + 1  # of what may be revealed
             h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (B, hi − lo, D)
-            opened = masked & (place >= b) & (place < end)              # (B, L)  may be revealed
-            on_host = opened.flatten().nonzero().squeeze(1)             # (n,)  of B·L
-            n = len(on_host)
+            opened = masked & (place >= first) & (place < end)          # (B, L)  may be revealed
+            b, l = opened.nonzero(as_tuple=True)                        # 2 × (n,)  on the host
+            n = len(b)
             if model.sm:  # feedback for all masks, but a sequence whose block is full keeps its own
                 others = masked & ~opened & opened.any(1, keepdim=True) & (place < hi)   # (B, L)
-                on_host = torch.cat([on_host, others.flatten().nonzero().squeeze(1)])    # (N,)
-            at = to_device(on_host, x.device)                           # (N,)
-            h = net.before(h, (at // L, at % L - lo))                   # (N, D)
-            x, masked, mixed = advance(model, x, to_device(opened, x.device), h, n, share,
-                                       threshold, **pick)
+                b, l = map(torch.cat, zip((b, l), others.nonzero(as_tuple=True)))        # 2 × (N,)
+            masks = to_device(b, x.device), to_device(l, x.device)      # 2 × (N,)
+            h = net.before(h, (masks[0], masks[1] - lo))                # (N, D)
+            x0, conf, mixed = propose(model, h, b[:n], pick, forced=share == 1)
+            x = reveal(x, (masks[0][:n], masks[1][:n]), x0, conf, share, threshold)      # (B, L)
+            masked = x.cpu() == mask_id                                 # (B, L)  on the host
+            emb[masks] = F.embedding(x[masks], net.table)               # (N, D)
             if model.sm:
-                soft[at] = faded(plain, mixed, on_host // L, schedule, switch, masked.sum(-1),
-                                 start)
+                soft = faded(mixed, plain, b, schedule, switch, masked.sum(-1), start)   # (N, D)
+                emb[masks] = torch.where((x[masks] == mask_id)[:, None], soft, emb[masks])
             if on_step:
                 on_step(x)
-            if not masked[:, b:b + block].any():
+            if not masked[:, first:first + block].any():
                 break
     return x
+
+
+def check(gen_len, steps, block, threshold, **others):
+    if threshold is not None and not block:
+        raise Refused(f"threshold {threshold} works on blocks: add --block=32")
+    if block and (gen_len % block or threshold is None and steps % (gen_len // block)):
+        raise Refused(f"gen_len {gen_len} and steps {steps} cannot be shared evenly by blocks of "
+                      f"{block}: change one of them")
 
 
 def load_for_decoding(cfg):
@@ -351,9 +364,8 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     # By seed and prompt: an answer does not depend on what was asked before.
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(seed_of(cfg.seed, ids))
-    names = "schedule", "switch", "algorithm", "temperature", "top_p"
-    settings = {name: getattr(cfg, name) for name in names}
-    settings |= {"generator": generator, "on_step": count}
+    settings = {"pick": Pick(cfg.algorithm, cfg.temperature, cfg.top_p, generator),
+                "schedule": cfg.schedule, "switch": cfg.switch, "on_step": count}
     x = pad_prompts(model.cfg, [ids], cfg.gen_len, device)              # (1, L)
     gaps = x == mask_id                                                 # (1, L)
     two, steps = TwoPass(model, sm, mask_id), cfg.steps or cfg.gen_len + ids.count(mask_id)

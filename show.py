@@ -14,6 +14,7 @@ import time
 import torch
 
 from launch import append_jsonl
+from softmask import neg_entropy
 
 
 def cell_text(tok, token):
@@ -77,18 +78,18 @@ def trace(tok, model, path):
         logp = (logits / model.sm.tau if dense else logits).log_softmax(-1)        # (m, V)
         shares, ids = logp.exp().topk(k)                                           # (m, k)
         shares = shares if dense else shares / shares.sum(-1, keepdim=True)
-        neg_entropy = (logp.exp() * logp.clamp_min(-100)).sum(-1)                  # (m,)
-        return neg_entropy.tolist(), ids.tolist(), shares.tolist()
+        return neg_entropy(logp).tolist(), ids.tolist(), shares.tolist()
 
     @torch.no_grad()
-    def on_step(x, lam, guess, at, h):
-        mine = at < x.shape[1]                                                     # (m,)
-        predicted = dict(zip(at[mine].tolist(), zip(*prediction(h[mine]))))
+    def on_step(x, lam, guess, masks, h):
+        b, l = masks                                                               # 2 × (m,)
+        mine = b == 0                                                              # (m,)
+        predicted = dict(zip(l[mine].tolist(), zip(*prediction(h[mine]))))
         cells = [[cell_text(tok, token), None] for token in x[0].tolist()]
         for i in (x[0] == model.mask_id).nonzero()[:, 0].tolist():
             certain = 0.0, [guess[0, i].item()], [1.0]  # a token that was just re-masked
-            neg_entropy, ids, shares = predicted.get(i, certain)
+            minus_H, ids, shares = predicted.get(i, certain)
             mixed = [[cell_text(tok, j), round(share, 4)] for j, share in zip(ids, shares)]
-            cells[i] = [mixed[0][0], round(lam[0, i].item(), 4), round(neg_entropy, 4), mixed]
+            cells[i] = [mixed[0][0], round(lam[0, i].item(), 4), round(minus_H, 4), mixed]
         append_jsonl(path, cells)
     return on_step

@@ -5,13 +5,14 @@ At every decoding step, a masked diffusion model commits some tokens and keeps [
 Binary masking throws away what the model predicted for the masks it keeps. Soft-masking (SM) feeds
 it back: at a mask, the next step sees
 
-    sm(m, p) = (1 − λ) m + λ Σ_i π_i v_i        the k likeliest tokens v_i, with shares π_i
+    sm(m, p) = (1 − λ) m + λ Σ_i π_i v_i        over the k likeliest tokens, with π_i = p_i / Σ p
     λ(p)     = ω_s σ(ω_a (−H(p) − ω_b))         more feedback where the model is surer
 
-Three scalars are learned: ω_s, ω_a and ω_b. `python softmask.py` prints an example. To use SM with
-any model that takes embeddings:
+p is the last prediction at this mask, H its entropy in nats, m and v_i are the embeddings of [MASK]
+and of token i. Three scalars are learned: ω_s, ω_a and ω_b. `python softmask.py` prints an example.
+To use SM with any model that takes embeddings:
 
-    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)
+    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)   # the paper starts at 1e-6
     table = model.get_input_embeddings().weight           # (V, D)
     with torch.no_grad():
         logits = model(input_ids=x).logits                # (B, L, V)  what it predicts at the masks
@@ -20,20 +21,24 @@ any model that takes embeddings:
 
 What goes wrong, and what to do:
 
-1. ω hardly moves at a backbone's learning rate. Give it its own, near 1e-2 (App. B.2).
-2. The first decoding step has no feedback. So leave it out of a share 1 − p_sm of the updates
-   (§3.2). In these updates, set ω's gradients to None before the optimizer steps, or Adam's
-   momentum moves ω anyway.
+1. ω hardly moves at a backbone's learning rate. Give it a group of its own in the optimizer, with a
+   rate near 1e-2 (App. B.2) and no weight decay, which would pull ω_s towards 0.5.
+2. The first decoding step has no feedback. So leave it out of 20 % of the updates, 1 − p_sm (§3.2).
 3. λ can stay near 0: feedback is off, and the loss does not show it. Print λ at the masks, the
-   first output of sm(logits[x == mask_id]). Start ω_b near −H, the model's entropy there in nats.
-4. Nothing is detached here. Whether the first pass gets gradients is up to the caller's no_grad.
-5. A model that can predict [MASK] may have it among the k [code]. To prevent this, set its logit to
+   first output of sm(logits[x == mask_id]). Start ω_b near −H, minus the entropy there [ours].
+4. Row l of the logits must predict position l. Shift those of a model that predicts the next token.
+5. Nothing is detached here. Whether the first pass gets gradients is up to the caller's no_grad.
+6. Give autocast cache_enabled=False. Otherwise older torch (2.6 and 2.9 do, 2.13 does not) reuses
+   the casts of the first pass, which have no graph, and the weights get no gradient.
+7. A model that can predict [MASK] may have it among the k [code]. To prevent this, set its logit to
    −inf first.
 
-Under DDP, add sum((0 * p).sum() for p in sm.parameters()) to every loss. It keeps ω in the graph of
-the updates without feedback.
+Under DDP, add sum((0 * p).sum() for p in sm.parameters()) to every loss, or the ranks drift apart.
+After an update without feedback, set ω's gradients to None: Adam's momentum would move ω even with
+a gradient of 0.
 
-A comment without a tag follows the paper, [code] the authors' released code. [ours] is our choice.
+What a comment says of the method is the paper's. [code]: the released code does so, where the paper
+is silent or differs. [ours]: we chose.
 """
 
 import sys
@@ -45,15 +50,11 @@ import torch.nn.functional as F
 EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
-def neg_entropy(logp):
-    """−H(p) = Σ p log p in nats, at most 0: (…,), of log-probabilities (…, V)"""
-    return (logp.exp() * logp.clamp_min(-100)).sum(-1)  # clamped, or 0 · −inf would be NaN
-
-
 class SoftMask(nn.Module):
-    """sm_ω(x̂, p) as (λ, ids, π), the three quantities of §3.1, and as embeddings.
+    """sm_ω(x̂, p) of §3.1. `forward` gives λ, the likeliest tokens and their shares π. `mix` and
+    `embed` turn them into embeddings.
 
-    k: tokens in the mix; None: all, at a learned temperature τ.
+    k: tokens in the mix; None: the paper's k = |V|, at a learned temperature that starts at tau.
     omega_s in [0, 1): amplitude.   omega_a > 0: steepness, per nat.   omega_b < 0: offset, nats.
     The parameters are raw: ω is a sigmoid or a softplus of them, so that its constraints hold.
     Checked against tests/oracles.py soft_mask.
@@ -62,42 +63,16 @@ class SoftMask(nn.Module):
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):
         super().__init__()
         in_range = 0 <= omega_s < 1 and omega_a > 0 and omega_b < 0 and tau > 0
-        if not in_range or (k is not None and k < 1):
-            raise ValueError("SoftMask needs 0 <= omega_s < 1, omega_a > 0, omega_b < 0, tau > 0, "
-                             "and k >= 1 or None")
+        if not in_range or (k is not None and k < 1) or mask_id is None:
+            raise ValueError("SoftMask needs a mask_id, 0 <= omega_s < 1, omega_a > 0, "
+                             "omega_b < 0, tau > 0, and k >= 1 or None")
         self.mask_id, self.k = mask_id, k
         s, a, minus_b, tau = torch.tensor([omega_s, omega_a, -omega_b, tau], dtype=torch.float32)
-        self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))  # eps: ω_s = 0 would give −∞ [code]
+        self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))
         self.raw_a = nn.Parameter(softplus_inverse(a))
         self.raw_b = nn.Parameter(softplus_inverse(minus_b))
-        if k is None:  # with top-k, τ would have no gradient, and DDP stops at that
+        if k is None:  # with top-k, nothing would depend on τ
             self.raw_tau = nn.Parameter(softplus_inverse(tau))
-
-    @property
-    def omega(self):
-        """(ω_s, ω_a, ω_b), constrained: three 0-d fp32 tensors                          App. B.1"""
-        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) skips `_apply`
-            raise ValueError(f"ω in {self.raw_s.dtype} would not learn: keep it in float32")
-        omega_a = F.softplus(self.raw_a) + EPS
-        omega_b = -F.softplus(self.raw_b) - EPS
-        return torch.sigmoid(self.raw_s), omega_a, omega_b
-
-    @property
-    def tau(self):
-        """The temperature of k = |V|, a 0-d fp32 tensor                                 App. C.3"""
-        return F.softplus(self.raw_tau) + EPS
-
-    def strength(self, neg_entropy):
-        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the mix that is not [MASK]          Eq. 3
-
-        neg_entropy: (…) −H(p) in nats, at most 0.   Returns λ: (…) in [0, ω_s).
-
-        A confident model (−H near 0) has λ near ω_s, an unsure one (−H far below ω_b) near 0. With
-        ω_s = 0 this is binary masking (§3.3). Training starts close to it (App. B.2), but not at
-        it: the gradient of raw_s is proportional to ω_s.
-        """
-        omega_s, omega_a, omega_b = self.omega
-        return omega_s * torch.sigmoid(omega_a * (neg_entropy - omega_b))          # (…)
 
     def forward(self, logits):
         """For each row: how much feedback, of which tokens, in what shares              §3.1, Eq. 3
@@ -116,6 +91,18 @@ class SoftMask(nn.Module):
         top, ids = largest(logits, self.k)                                         # (N, k)
         return lam, ids, top.softmax(-1)             # p renormalised over the top k: Σ π = 1
 
+    def strength(self, minus_h):
+        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the guesses in the mix              Eq. 3
+
+        minus_h: (…) −H(p) in nats, at most 0.   Returns λ: (…) in [0, ω_s].
+
+        A confident model (−H near 0) has λ near ω_s, an unsure one (−H far below ω_b) near 0. With
+        ω_s = 0 this is binary masking (§3.3). Training starts close to it (App. B.2), but not at
+        it: the gradient of raw_s is proportional to ω_s.
+        """
+        omega_s, omega_a, omega_b = self.omega
+        return omega_s * torch.sigmoid(omega_a * (minus_h - omega_b))              # (…)
+
     def mix(self, table, lam, ids, pi):
         """(1 − λ) m + λ Σ_i π_i v_i, embedded                                          §3.1 sm(·,·)
 
@@ -124,13 +111,13 @@ class SoftMask(nn.Module):
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
-            # Under autocast, this product would be rounded to bf16, and ω would learn from that.
+            # Autocast would round this product to bf16, and ω's gradient with it.
             with torch.autocast(table.device.type, enabled=False):
                 guess = pi.to(table.dtype) @ table                                 # (N, D)
             return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)  # (N, D)
         # [MASK] is one more id: a lookup of its own would cost one more dense (V, D) gradient.
-        mask = torch.full_like(ids[:, :1], self.mask_id)                           # (N, 1)
-        vectors = F.embedding(torch.cat((ids, mask), 1), table)                    # (N, k+1, D)
+        mask_ids = torch.full_like(ids[:, :1], self.mask_id)                       # (N, 1)
+        vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)                # (N, k+1, D)
         shares = torch.cat((lam * pi, 1 - lam), 1)                                 # (N, k+1)  fp32
         return (shares[..., None] * vectors).sum(1).to(table.dtype)                # (N, D)
 
@@ -145,12 +132,28 @@ class SoftMask(nn.Module):
         masked = x == self.mask_id                                                 # (B, L)
         plain = F.embedding(x, table)                                              # (B, L, D)
         if logits.dim() == 3:
-            soft = self.mix(table, *self(logits.flatten(0, 1)))                    # (B·L, D)
-            return torch.where(masked[..., None], soft.view_as(plain), plain)      # (B, L, D)
+            # Padding may have rows of NaN. `where` hides them, but not from ω's gradient.
+            logits = logits.masked_fill(~masked[..., None], 0)                     # (B, L, V)
+            mixed = self.mix(table, *self(logits.flatten(0, 1)))                   # (B·L, D)
+            return torch.where(masked[..., None], mixed.view_as(plain), plain)     # (B, L, D)
         masks = masked.nonzero(as_tuple=True)                                      # 2 × (N,)
         if len(logits) != len(masks[0]):  # a single row would be broadcast to all masks
             raise ValueError(f"{len(logits)} rows of logits for {len(masks[0])} [MASK]s in x")
         return plain.index_put(masks, self.mix(table, *self(logits)))              # (B, L, D)
+
+    @property
+    def omega(self):
+        """(ω_s, ω_a, ω_b), constrained: three 0-d fp32 tensors                          App. B.1"""
+        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) skips `_apply`
+            raise ValueError(f"ω in {self.raw_s.dtype} may not learn: call SoftMask.float()")
+        omega_a = F.softplus(self.raw_a) + EPS
+        omega_b = -F.softplus(self.raw_b) - EPS
+        return torch.sigmoid(self.raw_s), omega_a, omega_b
+
+    @property
+    def tau(self):
+        """The temperature of k = |V|, a 0-d fp32 tensor                                 App. C.3"""
+        return F.softplus(self.raw_tau) + EPS
 
     def _apply(self, fn, recurse=True):
         """Moves ω with the model, but never rounds it: `.to(bfloat16)` leaves ω in fp32.
@@ -160,14 +163,21 @@ class SoftMask(nn.Module):
         """
         def move(tensor):
             new = fn(tensor)
-            return new if new.dtype == tensor.dtype else tensor.to(new.device)
+            if new.dtype == torch.float32:
+                return new
+            return tensor.to(new.device, torch.float32)
         return super()._apply(move, recurse)
 
     def extra_repr(self):
-        if self.raw_s.is_meta:  # it has no values
+        if self.raw_s.is_meta or self.raw_s.dtype != torch.float32:  # no values, or wrong ones
             return f"k={self.k}"
         words = "k={}, omega_s={:.4g}, omega_a={:.4g}, omega_b={:.4g}"
         return words.format(self.k, *self.omega)
+
+
+def neg_entropy(logp):
+    """−H(p) = Σ p log p in nats, at most 0: (…,), of log-probabilities (…, V)"""
+    return (logp.exp() * logp.clamp_min(-100)).sum(-1)  # clamped, or 0 · −inf would be NaN
 
 
 def time_gain(schedule, t, switch=0.5):
@@ -197,7 +207,7 @@ def softplus_inverse(y):
 def largest(logits, k):
     """logits.topk(k) of (N, V), in one pass over a large vocabulary; ids may differ at ties [ours]
 
-    The k largest lie in the k groups with the largest maxima. `topk` itself reads all V four times.
+    The k largest lie in the k groups with the largest maxima. `topk` alone reads V several times.
     """
     width, V = 128, logits.shape[1]
     if V < 8 * k * width:  # the candidates would be a large part of V

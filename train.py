@@ -50,7 +50,7 @@ class Config(ModelConfig):
     # --omega_a or --omega_b on the command line beats that of the file.
     init_from: str = ""
     resume: bool | Literal["auto"] = False  # go on from out_dir/last.pt; auto: if it is there
-    overwrite: bool = False          # start anew although out_dir holds a run
+    overwrite: bool = False          # start over even if out_dir holds a run
     seed: Count = 1
     # optimisation
     steps: Size = 1_000_000          # updates; the continuation takes 100k
@@ -99,26 +99,13 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# Seed of the times and masks of held-out rows, as in `eval.py ppl`: all runs meet the same masks.
+# The times and masks of held-out rows are the same for all runs, and those of `eval.py ppl`.
 EVAL_SEED = 1
 
 # What may differ when a run is resumed. Everything else decides what the next update does.
 MAY_DIFFER_ON_RESUME = {
     "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows", "save_every",
     "keep_every", "show", "device", "dtype", "compile"}
-
-
-def batch(tokens, cfg, step, j, M):
-    """x0 (b, L): micro-batch j of M, a function of its number.                           Alg. 1 l.2
-
-    So no row is seen twice in an epoch, whatever happens to the run. Micro-batch j takes every M-th
-    sequence, and every M-th time: then each is stratified in t, and half of its tokens are masked.
-    A slice of the last times would have twice as many masks [ours].
-    """
-    n = data.n_rows(tokens, cfg.length)
-    numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
-    index = [data.order(n, i // n, cfg.seed)[i % n] for i in numbers]
-    return data.rows(tokens, index, cfg.length)                                # (b, L)
 
 
 def update(step, cfg, tokens, model, parallel, optimizer, here, log):
@@ -140,16 +127,17 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         # Found on the CPU: the host need not wait for a GPU to know the number of masks N.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
         x0, xt, t, *masks = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
-        if cfg.dropout:
+        if cfg.dropout:  # a function of step and j, as all draws
             torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
-        with launch.adding_up(parallel, last=j + here.world >= M):
+        with launch.accumulate(parallel, last=j + here.world >= M):
             with here.autocast():
-                nll = parallel(x0, xt, t, soft, tuple(masks))                  # (b,)          l.5-8
-            # Divided by all tokens, not by the masks [code]: so any split gives the same.
-            (nll.sum() / (x0.numel() * M // here.world)).backward()
-        nll = nll.detach()
-        # nll @ t is the cross-entropy without its weight 1/t.
-        log.add(nll=nll.sum(), ce=nll @ t, masks=len(masks[0]), tokens=x0.numel(), soft=soft,
+                loss = parallel(x0, xt, t, soft, tuple(masks))  # MDLM.forward   (b,)          l.5-8
+            # DDP averages over the ranks. So this is Σ loss over all tokens of the update, not over
+            # its masks [code], and any split gives the same.
+            (loss.sum() / (x0.numel() * M // here.world)).backward()
+        loss = loss.detach()
+        # loss @ t is the cross-entropy without its weight 1/t.
+        log.add(loss=loss.sum(), ce=loss @ t, masks=len(masks[0]), tokens=x0.numel(), soft=soft,
                 lam=model.lam if soft else 0)
     if model.sm and not soft:
         # The gradient of ω is 0, which DDP needed (mdlm.with_omega_in_graph). Adam would still move
@@ -162,13 +150,26 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
     return norm
 
 
+def batch(tokens, cfg, step, j, M):
+    """x0 (b, L): micro-batch j of M                                                     Alg. 1 l.2
+
+    Each epoch permutes the rows anew, by a key. So none is seen twice in it, restarts or not.
+    Micro-batch j takes every M-th sequence, and every M-th time: then each is stratified in t, and
+    half of its tokens are masked. A slice of the last times would have twice as many masks [ours].
+    """
+    n = data.n_rows(tokens, cfg.length)
+    numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
+    index = [data.order(n, i // n, cfg.seed)[i % n] for i in numbers]
+    return data.rows(tokens, index, cfg.length)                                # (b, L)
+
+
 def lr_at(step, cfg):
     """Factor on both learning rates after `step` updates: 0 at first [code], linear, then 1."""
     return min(1.0, step / cfg.warmup) if cfg.warmup else 1.0
 
 
 @torch.no_grad()
-def update_ema(ema, model, step, decay=0.9999):
+def update_ema(ema, model, step, decay):
     """ema ← d ema + (1 − d) model, in place, with d = min(decay, (1 + step)/(10 + step)) [code]
 
     step: updates made. Without this warm-up of d, the average would remember the random start for
@@ -222,7 +223,7 @@ def train(cfg):
         done, metrics = ckpt["step"], ckpt["metrics"]
         del ckpt  # it is as large as the model and its optimizer
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
-    if compiled:
+    if compiled:  # after average_of: a copy of compiled methods would use the weights of this model
         compile_parts(model)
     parallel = model
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
@@ -288,8 +289,9 @@ def resolved(cfg, special, world):
     """cfg with the vocabulary of the data, checked.   special: its tokenizer, as in meta.json."""
     if not cfg.soft_mask:
         raise Refused("--soft_mask is no flag of train.py: --p_sm=0 trains without soft-masking")
-    if cfg.arm == "constant" and cfg.omega_s < 1e-3:
-        raise Refused("--arm=constant does not learn its λ, which is ω_s: give --omega_s, say 0.3")
+    if cfg.variant == "constant" and cfg.omega_s < 1e-3:
+        raise Refused("--variant=constant does not learn its λ, which is ω_s: give --omega_s, say "
+                      "0.3")
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
     if cfg.k is not None and cfg.k >= special["vocab_size"]:
@@ -310,13 +312,13 @@ def held_out_rows(cfg):
 
 
 def average_of(model):
-    """The EMA: a second backbone, around the same ω, which has no average [code].
+    """The EMA: a second backbone, which shares ω with the model, because ω is not averaged [code].
 
-    Made after the model is loaded: so in a continuation the average starts at the loaded weights
-    [ours]. The authors' starts at random ones, which twenty updates forget.
+    Copied after the weights are loaded, so in a continuation it starts from them [ours]. The
+    authors' starts from random weights, which twenty updates forget.
     """
     ema = copy.deepcopy(model).eval().requires_grad_(False)
-    ema.sm = model.sm  # not a copy: what training does to ω is in the average at once
+    ema.sm = model.sm
     return ema
 
 
@@ -329,7 +331,7 @@ def optimizer_of(model):
 
 
 def load_last(path, cfg, source):
-    """last.pt of this run. Raises Refused if it is of other data or settings."""
+    """last.pt of this run. Raises Refused if its data or settings differ."""
     ckpt = checkpoint.load(path)
     # Data are compared by their content: their folder may have moved.
     before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
@@ -350,12 +352,12 @@ def load_initial(model, cfg, special, flags):
                       f"replaces files: give another --out_dir")
     ckpt = checkpoint.load(cfg.init_from)
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
-    here = asdict(cfg) | {"tokenizer": special["name"]}
+    now = asdict(cfg) | {"tokenizer": special["name"]}
     # Not all of these show in a shape.
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
-        names += ["arm", "k"]
-    launch.check_same(cfg.init_from, before, here, names)
+        names += ["variant", "k"]
+    launch.check_same(cfg.init_from, before, now, names)
     # A model without SM drops the ω of the file. If the file has none, the model keeps its own.
     omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     state = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
@@ -379,7 +381,7 @@ def evaluate(ema, held_out, here):
 
 def log_line(done, cfg, model, sums):
     """The line of log.jsonl for the updates since the last line.   sums: of launch.Log."""
-    line = {"step": done, "loss": sums["nll"] / sums["tokens"],
+    line = {"step": done, "loss": sums["loss"] / sums["tokens"],
             "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
             "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
             "tokens_per_s": sums["tokens"] / sums["seconds"]}

@@ -32,7 +32,7 @@ from finetune_dream import TARGETS, TwoPassDream
 from launch import Refused, Size
 from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
 from sample import generate
-from sample_dream import decode, decode_blocks
+from sample_dream import Pick, decode, decode_blocks
 from softmask import SoftMask
 from train import update_ema
 
@@ -156,7 +156,7 @@ def training(cfg, device, dtype):
         nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        update_ema(ema, model.net, 1)
+        update_ema(ema, model.net, 1, 0.9999)
     return step, model
 
 
@@ -244,11 +244,11 @@ def decoding_rows(cfg, device, dtype, compiling):
 
     def run(feedback, cache):
         model = TwoPass(dream, feedback, sm.mask_id)
-        pick = dict(temperature=0.1, top_p=0.9, generator=torch.Generator(device).manual_seed(0))
+        pick = Pick("entropy", 0.1, 0.9, torch.Generator(device).manual_seed(0))
         if cache:
-            decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, **pick)
+            decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, pick=pick)
         else:
-            decode(model, x, n // 2, **pick)
+            decode(model, x, n // 2, pick)
     cases = {}
     for way, cache in ("at once", ""), ("prefix cache", "prefix"), ("dual cache", "dual"):
         cases[f"binary, {way}"] = partial(run, None, cache)

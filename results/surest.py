@@ -85,11 +85,11 @@ def fill(model, x, calls, soft, top_p=1.0):
     """
     order = [[] for _ in x]
 
-    def on_step(now, lam, guess, at, h):
+    def on_step(now, lam, guess, masks, h):
         p = only_digits(model.net.head(h).softmax(-1))                             # (m, V)
         best, token = p.max(-1)                                                    # 2 × (m,)
-        row, column = at // 39, at % 39                                            # 2 × (m,)
-        drawn = now[row, column]                                                   # (m,)
+        row, column = masks                                                        # 2 × (m,)
+        drawn = now[masks]                                                         # (m,)
         for i in (drawn != model.mask_id).nonzero()[:, 0].tolist():
             digit = drawn[i].item() - ord("0")
             order[row[i]].append((column[i].item() - 1, digit, p[i, drawn[i]].item(),

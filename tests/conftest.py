@@ -16,6 +16,7 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # plain `pytest` finds the scripts
 
 import dora  # noqa: E402
+import oracles  # noqa: E402
 from checkpoint import write_safetensors  # noqa: E402
 from finetune_dream import make_tiny  # noqa: E402
 from launch import Refused, from_cli  # noqa: E402
@@ -48,6 +49,11 @@ def random_mdlm(scale=0.3, seed=0, **fields):
         for p in model.net.parameters():
             p.add_(scale * torch.randn_like(p))
     return model
+
+
+def plain_omega(sm):
+    """ω of a SoftMask in plain numbers, as the oracles take it."""
+    return oracles.omega(sm.k, *(raw.item() for raw in sm.parameters()))
 
 
 def gen(seed=0):

@@ -17,14 +17,13 @@ Nothing is imported from the code under test. Networks come as functions of embe
 import math
 
 import torch
-import torch.nn.functional as F
 
 
-def omega(sm):
-    """The settings of a SoftMask, as the functions below take them."""
-    tau = 1.0 if sm.k is not None else math.log1p(math.exp(sm.raw_tau.item()))
-    values = dict(zip(("omega_s", "omega_a", "omega_b"), (w.item() for w in sm.omega)))
-    return values | {"k": sm.k, "tau": tau}
+def omega(k, raw_s, raw_a, raw_b, raw_tau=None):
+    """ω as the functions below take it, of the raw numbers that are trained             App. B.1"""
+    softplus = lambda raw: math.log1p(math.exp(raw)) + 1e-6
+    return {"k": k, "omega_s": 1 / (1 + math.exp(-raw_s)), "omega_a": softplus(raw_a),
+            "omega_b": -softplus(raw_b), "tau": 1.0 if raw_tau is None else softplus(raw_tau)}
 
 
 def softmax(logits, tau=1.0):
@@ -52,7 +51,7 @@ def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
     """−1/t Σ_l 1[x_t^l = m] log p(x_0^l), token by token: (B,) float64          Eq. 2, Alg. 1 l.5-8
 
     predict: (emb (B, L, D), t (B,)) → logits (B, L, V).
-    soft: {k, omega_s, omega_a, omega_b, tau} for two passes; None for one.
+    soft: see `omega`, for two passes; None for one.
     """
     emb, masked = table[xt].detach().clone(), (xt == mask_id).nonzero().tolist()
     if soft is not None:
@@ -151,47 +150,48 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
 # training
 
 
-def alg1(model, batch, rng, cfg, mask_id):
+def alg1(nll, theta, omega, batch, rng, *, mask_id, seed, steps, batch_size, micro_batch, p_sm, b_l,
+         b_h, eta_bb, eta_sm, warmup, clip, ema, **others):
     """Alg. 1 with AdamW and an average of θ, one parameter after the other.      Alg. 1, App. B.1
 
-    model: (x0, xt, t, soft) → nats of each sequence over t; changed in place.
-    batch: step → x0 (B, L).   rng: key → generator.   cfg: train.Config, for its numbers.
+    nll: (x0, xt, t, soft) → nats of each sequence over t, a function of θ and ω.
+    theta, omega: lists of the tensors to train, changed in place.   batch: step → x0 (B, L).
+    rng: key → generator.   The rest are numbers of App. B.1.
     Yields after each update what the log says of it, and the average of θ in float64.
     """
-    B, M = cfg.batch_size, cfg.batch_size // cfg.micro_batch
-    theta, omega = list(model.net.parameters()), list(model.sm.parameters())
+    B, M = batch_size, batch_size // micro_batch
     average = [p.detach().double() for p in theta]
     moments = {p: (0, 0.0, 0.0) for p in theta + omega}  # number of updates, m, v
-    for step in range(cfg.steps):
-        soft = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm
+    for step in range(steps):
+        soft = torch.rand((), generator=rng(seed, "p_sm", step)).item() < p_sm
         x0, loss, ce, masks = batch(step), 0, 0, 0                                         # l.2
-        u = torch.rand(B, generator=rng(cfg.seed, "t", step))
-        t = torch.tensor([cfg.b_l + (cfg.b_h - cfg.b_l) * (i + u[i]) / B for i in range(B)])  # l.3
+        u = torch.rand(B, generator=rng(seed, "t", step))
+        t = torch.tensor([b_l + (b_h - b_l) * (i + u[i]) / B for i in range(B)])           # l.3
         for j in range(M):  # micro-batch j has the sequences j, j + M, j + 2M, …
             x, times = x0[j::M], t[j::M]
-            u = torch.rand(x.shape, generator=rng(cfg.seed, "q", step, j))
+            u = torch.rand(x.shape, generator=rng(seed, "q", step, j))
             xt = torch.where(u < (1 - 1e-3) * times[:, None], mask_id, x)                  # l.4
-            nll = model(x, xt, times, soft)                                                # l.5-8
-            loss = loss + nll.sum() / x0.numel()
-            ce += (nll * times).sum().item()
+            nats = nll(x, xt, times, soft)                                                 # l.5-8
+            loss = loss + nats.sum() / x0.numel()
+            ce += (nats * times).sum().item()
             masks += (xt == mask_id).sum().item()
         used = theta + omega if soft else theta
         grads = torch.autograd.grad(loss, used)                                            # l.9
         norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))
-        warm = min(1, step / cfg.warmup)
+        warm = min(1, step / warmup)
         for i, (p, g) in enumerate(zip(used, grads)):
-            g = g.double() * min(1, cfg.clip / (norm + 1e-6))
+            g = g.double() * min(1, clip / (norm + 1e-6))
             n, m, v = moments[p]
             n += 1
             m = 0.9 * m + 0.1 * g
             v = 0.999 * v + 0.001 * g * g
             moments[p] = n, m, v
-            eta = warm * (cfg.eta_bb if i < len(theta) else cfg.eta_sm)
+            eta = warm * (eta_bb if i < len(theta) else eta_sm)
             p.data -= eta * (m / (1 - 0.9 ** n)) / ((v / (1 - 0.999 ** n)).sqrt() + 1e-8)
-        d = min(cfg.ema, (2 + step) / (11 + step))
+        d = min(ema, (2 + step) / (11 + step))
         average = [d * a + (1 - d) * p.detach().double() for a, p in zip(average, theta)]
         yield {"loss": loss.item(), "ce_per_mask": ce / masks, "grad_norm": norm,
-               "eta_bb": warm * cfg.eta_bb}, average
+               "eta_bb": warm * eta_bb}, average
 
 
 # -------------------------------------------------------------------------------------------------
@@ -219,66 +219,66 @@ def fading(schedule, t, switch):
             "stepwise-late": int(t <= switch)}[schedule]
 
 
-def faded_mask(logits, table, mask_id, sm, gain):
+def faded_mask(logits, table, mask_id, soft, gain):
     """A soft mask (D,) with its λ times gain: the mix is linear in λ."""
-    mixed = soft_mask(logits, table, mask_id, **omega(sm))
+    mixed = soft_mask(logits, table, mask_id, **soft)
     return ((1 - gain) * table[mask_id].double() + gain * mixed).float()
 
 
-@torch.no_grad()
-def slow_decode(model, x, steps, sm, schedule="none", switch=0.5, top_p=1.0):
+def slow_decode(predict, table, x, mask_id, steps, soft=None, schedule="none", switch=0.5,
+                top_p=1.0):
     """Alg. 2 with greedy tokens for one sequence, one position after the other.
 
+    predict: emb (L, D) → logits (L, V).   x: (L,) ids.   soft: as in `dense_nll`.
     Feedback comes from the raw logits of the pass, without top-p [code]. Returns x after each step.
     """
-    mask_id, table = model.cfg.mask_token_id, model.table
-    emb, times, states = F.embedding(x, table), torch.linspace(1, 1e-3, steps + 1), []
+    emb, times, states = table[x], torch.linspace(1, 1e-3, steps + 1), []                  # l.1
     masks = start = int((x == mask_id).sum())
     for i in range(steps):
-        logits = model.lm_head(model.trunk(emb)[0])[0].roll(1, 0)       # (L, V)  shifted
-        p = {l: dream_filter(softmax(logits[l]), top_p) for l in range(x.shape[1])
-             if x[0, l] == mask_id}
+        logits = predict(emb)                                                              # l.3
+        p = {l: dream_filter(softmax(logits[l]), top_p) for l in range(len(x)) if x[l] == mask_id}
         n = masks if i == steps - 1 else int(masks * (1 - times[i + 1] / times[i]))
         x = x.clone()
         for l in sorted(p, key=lambda l: -minus_entropy(p[l]))[:n]:
-            x[0, l] = p[l].index(max(p[l]))
+            x[l] = p[l].index(max(p[l]))                                                   # l.4-5
         masks = int((x == mask_id).sum())
-        emb = F.embedding(x, table)
+        emb = table[x]
         for l in p:
-            if sm and x[0, l] == mask_id:
+            if soft and x[l] == mask_id:                                                   # l.6
                 gain = fading(schedule, masks / start, switch)
-                emb[0, l] = faded_mask(logits[l], table, mask_id, sm, gain)
+                emb[l] = faded_mask(logits[l], table, mask_id, soft, gain)
         states.append(x)
     return torch.stack(states)
 
 
-@torch.no_grad()
-def slow_blocks(model, x, gen_len, steps, block, cache, threshold, sm, schedule):
+def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, threshold, soft,
+                schedule):
     """Fast-dLLM with feedback, greedy, for one sequence.
 
+    predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, whose first row
+    counts for nothing, and the past of a later call.   Others: as in `slow_decode`.
     Each position keeps its latest logits, and every input is made of them anew. Returns x after
     each pass.
     """
-    mask_id, L, per_block = model.cfg.mask_token_id, x.shape[1], steps * block // gen_len
+    L, per_block = len(x), steps * block // gen_len
     latest, states, past = {}, [], None
     times = torch.linspace(1, 1e-3, per_block + 1)
 
     def looks(l):
-        if x[0, l] == mask_id and l in latest:
-            return faded_mask(latest[l][0], model.table, mask_id, sm, latest[l][1])
-        return model.table[x[0, l]]
+        if x[l] == mask_id and l in latest:
+            return faded_mask(latest[l][0], table, mask_id, soft, latest[l][1])
+        return table[x[l]]
 
     for b in range(L - gen_len, L, block):
         i = 0
-        while i == 0 or (x[0, b:b + block] == mask_id).any():
+        while i == 0 or (x[b:b + block] == mask_id).any():
             lo, hi = (0, L) if i == 0 or cache == "none" else (b, L)
             hi = b + block if cache == "dual" and i else hi
-            emb = torch.stack([looks(l) for l in range(lo, hi)])[None]
-            h, kv = model.trunk(emb, past=past if lo else None, start=lo)
+            emb = torch.stack([looks(l) for l in range(lo, hi)])
+            logits, kv = predict(emb, lo, past if lo else None)
             past = kv if i == 0 else past
-            logits = model.lm_head(h)[0]
-            inside = [l for l in range(b, b + block) if x[0, l] == mask_id]
-            p = {l: softmax(logits[l - 1 - lo]) for l in inside}
+            inside = [l for l in range(b, b + block) if x[l] == mask_id]
+            p = {l: softmax(logits[l - lo]) for l in inside}
             if i == 0:
                 chosen = inside[:1]
             elif threshold:
@@ -290,9 +290,9 @@ def slow_blocks(model, x, gen_len, steps, block, cache, threshold, sm, schedule)
                 chosen = sorted(inside, key=lambda l: -minus_entropy(p[l]))[:n]
             x = x.clone()
             for l in chosen:
-                x[0, l] = p[l].index(max(p[l]))
+                x[l] = p[l].index(max(p[l]))
             gain = fading(schedule, int((x == mask_id).sum()) / gen_len, 0.5)
-            latest |= {l: (logits[l - 1 - lo], gain) for l in range(lo + 1, hi)}
+            latest |= {l: (logits[l - lo], gain) for l in range(lo + 1, hi)}
             states.append(x)
             i += 1
     return torch.stack(states)

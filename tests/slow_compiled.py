@@ -8,7 +8,7 @@ from test_compiled import both, compare, prepare
 
 TINY_ROWS = 3, {}, ["--micro_batch=1", "--batch_size=4"]
 ABLATION = 64, {"k": None, "two_updates": True}, ["--micro_batch=4", "--k=none", "--two_updates"]
-VARIANT = 64, {"arm": "slerp"}, ["--micro_batch=4", "--arm=slerp"]
+VARIANT = 64, {"variant": "slerp"}, ["--micro_batch=4", "--variant=slerp"]
 
 
 @pytest.mark.parametrize("length, fields, flags, graphs", [

@@ -14,10 +14,11 @@ import pytest
 import torch
 
 import checkpoint
-from arms import ARMS
-from checkpoint import FORMAT, load, read_safetensors, save, write_safetensors
+from checkpoint import FORMAT, load, read_safetensors, save, with_omega, write_safetensors
 from conftest import random_mdlm, refused
 from mdlm import MDLM
+from softmask import SoftMask
+from variants import Constant, Slerp
 
 TINY = dict(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29, length=8,
             omega_s=0.3)
@@ -99,26 +100,55 @@ def test_save_and_load_are_inverse(tmp_path):
     refused("not finite", MDLM.load, path)
 
 
-@pytest.mark.parametrize("arm, k", [*((arm, 3) for arm in ARMS), ("", None), (None, 3)])
-def test_shared_weights_of_every_arm_are_read(tmp_path, arm, k):
+@pytest.mark.parametrize("field", ["variant", "arm"])
+@pytest.mark.parametrize("variant, k, kind", [
+    ("", 3, SoftMask), ("", None, SoftMask), ("constant", 3, Constant), ("slerp", 3, Slerp),
+    ("", 3, None)])
+def test_shared_weights_of_every_variant_are_read(tmp_path, variant, k, kind, field):
     """One file with the backbone in bf16, ω in fp32, and the rest of the checkpoint in its header.
 
-    arm None is a binary model.
+    kind None is a binary model.   field: where its config says the variant.
     """
-    model = trained(soft_mask=arm is not None, arm=arm or "", k=k)
+    model = trained(soft_mask=kind is not None, variant=variant, k=k)
+    config = vars(model.cfg) | {"data": "data/sudoku", "p_sm": 0.8}
+    config[field] = config.pop("variant")
     tensors = {name: t if name.startswith("sm.") else t.bfloat16()
                for name, t in model.state_dict().items()}
     rest = {"format": FORMAT, "git": {}, "versions": {}, "kind": "mdlm", "seed": 1, "keys": 2,
-            "config": vars(model.cfg) | {"data": "data/sudoku", "p_sm": 0.8}, "step": 6000,
-            "metrics": {"step": 6000}, "tokenizer": SPECIAL, "data": {"sha256": ""}}
+            "config": config, "step": 6000, "metrics": {"step": 6000}, "tokenizer": SPECIAL,
+            "data": {"sha256": ""}}
     path = str(tmp_path / "w.safetensors")
     write_safetensors(path, tensors, {FORMAT: json.dumps(rest)})
     loaded = MDLM.load(path)
     assert loaded.cfg == model.cfg and loaded.info["step"] == 6000
     assert loaded.info["tokenizer"] == SPECIAL
-    assert type(loaded.sm) is (ARMS[arm] if arm is not None else type(None))
+    assert type(loaded.sm) is (kind or type(None))
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensors[name].to(tensor.dtype)), name
+
+
+def test_weights_of_a_variant_that_is_not_here_never_become_the_papers(tmp_path):
+    model, header, path = trained(), str(tmp_path / "w.safetensors"), str(tmp_path / "w.pt")
+    for arm in "renorm", "permuted":
+        config = {**vars(model.cfg), "arm": arm}
+        del config["variant"]
+        save(path, kind="mdlm", config=config, step=3, model=model.state_dict())
+        rest = {"format": FORMAT, "kind": "mdlm", "config": config, "step": 3}
+        write_safetensors(header, model.state_dict(), {FORMAT: json.dumps(rest)})
+        for file in path, header:
+            refused(f"is of the variant '{arm}'", MDLM.load, file)
+
+
+def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():
+    for kind, k in (SoftMask, 2), (Slerp, None):
+        sm = kind(5, k, omega_s=0.3, omega_a=2.0, omega_b=-1.0, tau=1.7)
+        assert with_omega(sm, 5) is sm
+        assert with_omega(sm, 5, omega_s=0.9) is sm and (k or abs(sm.tau - 1.7) < 1e-5)
+        torch.testing.assert_close(torch.stack(sm.omega), torch.tensor([0.9, 2.0, -1.0]))
+    of_binary = with_omega(None, 5, omega_s=0.5, omega_b=-2.0)
+    torch.testing.assert_close(torch.stack(of_binary.omega), torch.tensor([0.5, 10 / 1.5, -2.0]))
+    assert with_omega(None, 5) is None and of_binary.k == 3
+    refused("without SM: give it --omega_s, too", with_omega, None, 5, omega_a=2.0)
 
 
 def test_safetensors_round_trip_with_every_dtype(tmp_path):
@@ -157,7 +187,7 @@ def test_training_checkpoint_without_its_framework(tmp_path):
         torch.load(path, weights_only=True)  # this is why there is a reader
     averaged, raw = MDLM.load(path), MDLM.load(path, ema=False)
     cfg = averaged.cfg
-    assert (cfg.k, cfg.arm, cfg.n_head, cfg.length, averaged.info["step"]) == (2, "", 4, 8, 9)
+    assert (cfg.k, cfg.variant, cfg.n_head, cfg.length, averaged.info["step"]) == (2, "", 4, 8, 9)
     assert same(raw, model) and same(averaged.sm, model.sm)  # ω has no average
     pairs = zip(averaged.net.parameters(), model.net.parameters())
     assert all(torch.equal(a, b + 1) for a, b in pairs)
@@ -246,7 +276,7 @@ def test_what_is_no_checkpoint_is_refused_by_its_name(tmp_path):
     for other in {"w": torch.ones(2)}, {"state_dict": {"w": torch.ones(2)}}, torch.nn.Linear(2, 2):
         torch.save(other, path)
         refused(f"^{path} is no model of MDLM's family", load, path)
-    save(path, kind="mdlm", config=vars(model.cfg) | {"arm": "new"}, model=model.state_dict())
+    save(path, kind="mdlm", config=vars(model.cfg) | {"variant": "new"}, model=model.state_dict())
     refused(f"^{path} is of the variant 'new'", MDLM.load, path)
     refused("^--checkpoint=FILE is missing", load, "")
     with pytest.raises(FileNotFoundError):

@@ -19,7 +19,7 @@ import dora
 import finetune_dream as ft
 import launch
 import oracles
-from conftest import Killed, digest, gen, kill, recorded_adapter, refused, sigterm, spy
+from conftest import Killed, digest, gen, kill, plain_omega, recorded_adapter, refused, sigterm, spy
 from dream import Dream, DreamConfig, Tokenizer, byte_characters, load_adapter
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from softmask import SoftMask
@@ -61,7 +61,7 @@ def test_rows_and_chunks_equal_the_dense_algorithm(tiny_dream, batch, monkeypatc
     (x0, xt, _), model = batch, two_pass(tiny_dream, k, tau=1.3)
     net = model.net
     dense = oracles.dense_nll(lambda emb, t: net.lm_head(net.trunk(emb)[0]).roll(1, 1), net.table,
-                              x0, xt, torch.ones(2), 194, oracles.omega(model.sm) if soft else None)
+                              x0, xt, torch.ones(2), 194, plain_omega(model.sm) if soft else None)
     parts = model(x0, xt, soft).double().split((xt == 194).sum(1).tolist())
     for found, expected in zip(parts, dense):
         torch.testing.assert_close(found.sum(), expected, rtol=1e-5, atol=0)
@@ -206,7 +206,7 @@ def test_four_updates_are_adam_by_hand(cfg, monkeypatch, kind, k, coin):
     goals = spy(monkeypatch, ft, "objective")
     model = finetune(cfg)
     times = [t for nll, t, *_ in goals if nll.requires_grad]
-    assert len(times) == 32 and {soft for *_, soft in calls} == {True, False}
+    assert len(times) == 32 and {call[3] for call in calls} == {True, False}
 
     dream = Dream.load(cfg.model)
     sm = SoftMask(261, k, 0.3, 10 / 1.5, -2.5)
@@ -217,10 +217,10 @@ def test_four_updates_are_adam_by_hand(cfg, monkeypatch, kind, k, coin):
     tossed = set()
     for step, lr in enumerate([0, 1, 0.75, 0.25]):  # warm-up of ceil(0.2 · 4), cosine over three
         passes = calls[8 * step:8 * step + 8]
-        for (_, x0, xt, soft), t in zip(passes, times[8 * step:]):
+        for (_, x0, xt, soft, _), t in zip(passes, times[8 * step:]):
             nll = reference(x0, xt, soft)
             (nll.mean() / t if kind == "authors" else nll.sum() / t / 8).backward()
-        softs = [soft for *_, soft in passes]
+        softs = [soft for *_, soft, _ in passes]
         tossed.add(sum(softs))
         have = list(etas) if any(softs) else trained(dream)  # ω rests in a binary update
         norm = sum(p.grad.square().sum() for p in have).sqrt()

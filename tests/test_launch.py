@@ -41,7 +41,7 @@ def script(body, **env):
     (["--resume=auto", "--compile=false"], dict(resume="auto", compile=False)),
     (["--show", "--seed=3"], dict(show=True, seed=3)),
     (["--resume", "auto", "--show", "--steps", "7"], dict(resume="auto", show=True, steps=7)),
-    (["--data=x=y", "--arm=", "--omega_b", "-2.8"], dict(data="x=y", arm="", omega_b=-2.8)),
+    (["--data=x=y", "--variant=", "--omega_b", "-2"], dict(data="x=y", variant="", omega_b=-2.0)),
     (["quick", "--steps=2"], dict(steps=2, k=5)),
 ])
 def test_flags_become_typed_fields(words, fields):

@@ -15,7 +15,7 @@ from conftest import ROOT
 # A file imports only from the lines above its own.
 LAYERS = [
     {"softmask", "chunks", "launch", "sudoku"},
-    {"arms", "checkpoint", "data", "show"},
+    {"checkpoint", "data", "show", "variants"},
     {"mdlm"},
     {"sample"},
     {"eval"},
@@ -34,7 +34,8 @@ OPTIONAL = {"transformers", "mauve", "lm_eval", "datasets", "matplotlib", "pyarr
             "gguf"}
 LINES = 60
 # Alg. 1 and Alg. 2 are on one screen. The trainers are flat scripts: what is set up is used below.
-OTHER_LENGTHS = {"train.update": 40, "train.train": 100, "finetune_dream.finetune": 250}
+OTHER_LENGTHS = {"train.update": 40, "train.train": 100, "sample.generate": 40,
+                 "finetune_dream.update": 40, "finetune_dream.finetune": 100}
 
 
 def text(name):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 import data
+import finetune_dream
 import launch
 import train
 from conftest import gen, random_mdlm, start
@@ -75,6 +76,17 @@ def test_an_update_waits_for_nothing(tmp_path, monkeypatch):
                             lambda *key: starts.append(len(waits)) or times(*key))
         start("train", *TINY, "--out_dir=run", "--steps=6", "--eval_every=0", "--p_sm=0.15")
         assert waits[starts[1]:starts[-1]] == 4 * ["to"]
+
+
+def test_an_update_of_dream_waits_for_nothing(tmp_path, monkeypatch):
+    """Nor does a dialogue, of which an update has eight. The copy is that of the test above."""
+    monkeypatch.chdir(tmp_path)
+    respond, starts = finetune_dream.mask_response, []
+    with gpu() as waits:
+        monkeypatch.setattr(finetune_dream, "mask_response",
+                            lambda *args: starts.append(len(waits)) or respond(*args))
+        start("finetune_dream", "tiny", "--steps=6")
+        assert waits[starts[8]:starts[40]] == 4 * ["to"]
 
 
 def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):

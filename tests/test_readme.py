@@ -80,7 +80,7 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
               "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split(),
     "quickstart": ["--length=39"],
     "--resume=auto": ["--steps=3"],
-    "openwebtext": ["--overwrite"],
+    "openwebtext": ["--overwrite", "--tokenizer=bytes"],
     "sudoku": ["--given=.5.43.341562524316163254632145415623"],
     "sample": ["--device=cpu"],
     "--count=5000": ["--count=2", "--steps=4"],

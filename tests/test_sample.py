@@ -13,10 +13,11 @@ import torch.nn.functional as F
 
 import checkpoint
 import data
+import launch
 import oracles
 import sample
-from conftest import GOLDEN, gen, random_mdlm, refused, spy
-from launch import read_jsonl
+from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, spy
+from launch import Machine, read_jsonl
 from mdlm import MDLM
 from sample import SAMPLERS, generate, generate_in_order, nucleus, step_probs
 
@@ -139,7 +140,7 @@ def oracle_of(model, soft):
     """The network as an oracle calls it, (emb (L, D), t) → logits (L, V), and its ω."""
     net = model.eval().net
     predict = lambda emb, t: net.head(net.trunk(emb[None], torch.tensor([t]))[0])
-    return predict, oracles.omega(model.sm) if soft else None
+    return predict, plain_omega(model.sm) if soft else None
 
 
 @pytest.mark.parametrize("sampler, soft", [*itertools.product(SAMPLERS, (True, False))])
@@ -187,8 +188,9 @@ def test_decoding_in_order_is_its_loop(order, changes, soft):
             assert [row[i].tolist() for row, _, _ in seen] == [s.tolist() for s in states]
             assert ids[i].tolist() == expected.tolist() and nfe[i] == steps
         for row, lam, guess in seen:
-            assert ((lam > 0) == (row == MASK)).all() if soft else not lam.any()
-            assert ((guess == row) == (row != MASK)).all() if soft else (guess == row).all()
+            left = row == MASK
+            assert (lam[left] > 0).all() if soft else not lam.any()
+            assert ((guess[left] != MASK) == soft).all()
         _, first, last = generators(3, steps)
         assert torch.equal(decode(2, generator=[last, first])[0], ids[[2, 1]])
 
@@ -214,6 +216,19 @@ def test_the_head_runs_on_rows_that_appear_and_with_sm_on_those_that_stay(soft, 
         heads.clear()
         before = x[0].clone()
     generate(model, 1, 20, generator=generators(1), on_step=watch, soft=soft)
+
+
+def test_the_bar_counts_the_calls_that_are_made(monkeypatch):
+    """With few steps, masks are left for one more call."""
+    model, totals = model_of(), []
+    monkeypatch.setattr(sample, "progress",
+                        lambda turns, title, total, **_: totals.append(total) or turns)
+    trunks = spy(monkeypatch, model.net, "trunk")
+    for sampler, T, every in itertools.product(SAMPLERS, (2, 40), (False, True)):
+        _, nfe = generate(model, 3, T, sampler, generator=generators(3), every=every)
+        assert totals.pop() == nfe.max() == len(trunks)
+        assert (len(trunks) >= T) == (every or T == 2)
+        trunks.clear()
 
 
 @pytest.mark.parametrize("device, how", [
@@ -319,7 +334,7 @@ def test_graphs_are_built_where_they_pay_and_a_sample_says_so(run, monkeypatch, 
     made, cuda = [], types.SimpleNamespace(type="cuda", index=0)
     monkeypatch.setattr(sample, "GRAPHS_PAY", 16)
     monkeypatch.setattr(sample, "compile_parts", lambda model, mode: made.append(mode))
-    monkeypatch.setattr(sample, "machine", lambda device: (0, 1, cuda, None))
+    monkeypatch.setattr(launch, "machine", lambda device: Machine(0, 1, cuda, None))
     monkeypatch.setattr(MDLM, "to", lambda model, device: model)  # it stays on the CPU
     monkeypatch.setattr(torch, "autocast", lambda *_, **__: contextlib.nullcontext())
     lines = run(count=count, batch_size=1, compile=flag)
@@ -327,6 +342,7 @@ def test_graphs_are_built_where_they_pay_and_a_sample_says_so(run, monkeypatch, 
     assert [line["settings"]["compile"] for line in lines] == count * [expected]
     assert run(count=3, batch_size=1)[:count] == lines  # more samples of a file are as its first
     for rank, count in (0, 2), (1, 6):  # and those of a rank as those of the others
-        monkeypatch.setattr(sample, "machine", lambda device, rank=rank: (rank, 2, cuda, None))
+        here = Machine(rank, 2, cuda, None)
+        monkeypatch.setattr(launch, "machine", lambda device, here=here: here)
         lines = run("ranks", count=count, batch_size=1)
     assert [line["settings"]["compile"] for line in lines] == 4 * [False]

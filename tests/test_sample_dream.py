@@ -5,8 +5,11 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import os
+import shutil
 import sys
+import types
 
 import numpy as np
 import pytest
@@ -18,8 +21,10 @@ import dora
 import finetune_dream
 import pretend
 import sample_dream as S
-from conftest import GOLDEN, gen, recorded_adapter, spy
+from checkpoint import read_safetensors, write_safetensors
+from conftest import GOLDEN, gen, plain_omega, recorded_adapter, spy
 from dream import Dream
+from launch import read_json, write_text
 from mdlm import TwoPass
 from oracles import dream_filter, slow_blocks, slow_decode, softmax
 from softmask import SoftMask
@@ -51,10 +56,12 @@ def decode(model, prompt, gen_len, steps, sm=None, **settings):
     """x after every pass, (passes, B, L). With `block`, block after block."""
     seen, x = [], S.pad_prompts(model.cfg, prompt, gen_len, model.table.device)
     two = TwoPass(model, sm, model.cfg.mask_token_id)
+    pick = S.Pick(**{name: settings.pop(name) for name in S.Pick._fields if name in settings})
+    settings |= {"pick": pick, "on_step": seen.append}
     if "block" in settings:
-        last = S.decode_blocks(two, x, gen_len, steps, on_step=seen.append, **settings)
+        last = S.decode_blocks(two, x, gen_len, steps, **settings)
     else:
-        last = S.decode(two, x, steps, on_step=seen.append, **settings)
+        last = S.decode(two, x, steps, **settings)
     assert torch.equal(last, seen[-1])
     return torch.stack(seen)
 
@@ -64,6 +71,22 @@ def loving(model, token):
     other, more = copy.copy(model), 100.0 * F.one_hot(torch.tensor(token), model.cfg.vocab_size)
     other.head = lambda h: model.head(h) + more
     return other
+
+
+def propose(logits, forced=False, **pick):
+    """x0 and conf for rows of logits (n, V). The last token is [MASK]."""
+    net = types.SimpleNamespace(head=lambda h: h, table=logits.T)
+    model = types.SimpleNamespace(net=net, sm=None, mask_id=logits.shape[1] - 1)
+    b = torch.zeros(len(logits), dtype=torch.long)
+    return S.propose(model, logits, b, S.Pick(**pick), forced)[:2]
+
+
+def predict_of(model):
+    """The network as an oracle calls it: (emb (n, D), lo, past) → logits (n, V), past."""
+    def predict(emb, lo=0, past=None):
+        h, past = model.trunk(emb[None], past, lo)
+        return model.head(h[0]).roll(1, 0), past                               # shifted
+    return predict
 
 
 # ---- one step
@@ -87,7 +110,8 @@ def test_probabilities_and_confidences_equal_the_recorded():
         probs = recorded(f"filter/{name}_filtered_probs")
         torch.testing.assert_close(S.filtered(logits, temperature, top_p), probs, atol=1e-6, rtol=0)
         for algorithm, key in keys.items():
-            x0, conf = S.propose(logits, None, algorithm, temperature, top_p, gen())
+            x0, conf = propose(logits, algorithm=algorithm, temperature=temperature, top_p=top_p,
+                               generator=gen())
             want = recorded(f"filter/{name}_{key}_conf")
             if temperature and key == "prob":  # of the drawn token: draws differ between torches
                 want = probs.gather(-1, x0[:, None])[:, 0]
@@ -97,7 +121,7 @@ def test_probabilities_and_confidences_equal_the_recorded():
 
 def test_draws_follow_the_filtered_probabilities():
     logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).repeat(20_000, 1)
-    draw = lambda: S.propose(logits, temperature=0.8, top_p=0.9, generator=gen())[0]
+    draw = lambda: propose(logits, temperature=0.8, top_p=0.9, generator=gen())[0]
     x0, want = draw(), S.filtered(logits[:1], 0.8, 0.9)[0]
     torch.testing.assert_close(x0.bincount(minlength=4) / 20_000, want, atol=0.012, rtol=0)
     assert want[3] == 0 and 3 not in x0
@@ -107,7 +131,11 @@ def test_draws_follow_the_filtered_probabilities():
 def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     """Of all vocabulary-wide tensors of a pass, none has more rows than a chunk."""
     h, two = torch.randn(30, 64, generator=gen()), TwoPass(model, soft(3), MASK)
-    ask = lambda n: S.predictions(two, h, n, MASK, algorithm="maskgit_plus")
+    b = torch.arange(30) // 15
+
+    def ask(n):
+        pick = S.Pick("maskgit_plus", 1.0, 1.0, [gen(0), gen(1)])
+        return S.propose(two, h, b[:n], pick, forced=True)
     x0, conf, mixed = ask(30)
     monkeypatch.setattr(chunks, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
     calls = spy(monkeypatch, model, "head")
@@ -125,7 +153,7 @@ def test_reveal_counts_equal_the_recorded():
         x, left = torch.full((1, masked), MASK), [masked]
         for share in S.reveal_shares(steps):
             ids = torch.zeros(left[-1], dtype=torch.long)
-            x = S.reveal(x, x == MASK, ids, ids.float(), share)
+            x = S.reveal(x, (x == MASK).nonzero(as_tuple=True), ids, ids.float(), share)
             left.append(int((x == MASK).sum()))
         assert (-np.diff(left)).tolist() == RECORDED[key].tolist() and left[-1] == 0, key
 
@@ -144,15 +172,17 @@ def test_trajectories_equal_the_recorded(model):
 
 def test_decode_is_algorithm_2(model):
     """Feedback comes from the raw logits: top-p changes tokens and order, not λ and π."""
-    x = S.pad_prompts(model.cfg, PROMPT, 16)
+    [x] = S.pad_prompts(model.cfg, PROMPT, 16)
+    predict = lambda emb: predict_of(model)(emb)[0]
     for k, schedule, switch in (
             (0, "none", 0.5), (1, "none", 0.5), (3, "none", 0.5), (None, "none", 0.5),
             (1, "linear", 0.5), (3, "linear-late", 0.5), (None, "stepwise", 0.2),
             (1, "stepwise", 0.5), (3, "stepwise-late", 0.8)):
         sm = None if k == 0 else soft(k)
-        want = slow_decode(model, x, 10, sm, schedule, switch, top_p=0.3)
+        omega = sm and plain_omega(sm)
+        want = slow_decode(predict, model.table, x, MASK, 10, omega, schedule, switch, top_p=0.3)
         got = decode(model, PROMPT, 16, 10, sm=sm, schedule=schedule, switch=switch, top_p=0.3)
-        assert torch.equal(got, want), (k, schedule)
+        assert torch.equal(got[:, 0], want), (k, schedule)
         assert len(got.flatten(1).unique(dim=0)) > 5 and not (got[-1] == MASK).any()
 
 
@@ -165,10 +195,13 @@ def test_a_batch_equals_single_runs(model):
     for texts, gen_len, settings in [
             (prompts, 16, {}), (prompts, 16, dict(schedule="linear")), (gaps, 0, {}),
             (gaps, 0, dict(schedule="linear")), (gaps, 0, dict(schedule="stepwise-late")), *blocks]:
-        together = decode(model, texts, gen_len, 8, sm=soft(1), **settings)
-        for b, prompt in enumerate(texts):
-            alone = decode(model, [prompt], gen_len, 8, sm=soft(1), **settings)
-            assert torch.equal(together[-1, b], alone[-1, 0]), settings
+        for temperature in (0.0, 1.0):
+            run = functools.partial(decode, model, gen_len=gen_len, steps=8, sm=soft(1),
+                                    temperature=temperature, **settings)
+            together = run(texts, generator=[gen(b) for b in range(3)])
+            for b, prompt in enumerate(texts):
+                alone = run([prompt], generator=gen(b))
+                assert torch.equal(together[-1, b], alone[-1, 0]), settings
 
 
 def test_no_mask_is_left_though_the_model_predicts_masks(model):
@@ -186,7 +219,7 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
 def test_a_threshold_is_about_the_token_that_is_written():
     """Dream is sure of [MASK] in the second row, and not of what is written instead."""
     p = torch.tensor([[0.99, 0.004, 0.003, 0.003], [0.02, 0.015, 0.015, 0.95]])
-    x0, conf = S.propose(p.log(), never=3, algorithm="maskgit_plus")
+    x0, conf = propose(p.log(), forced=True, algorithm="maskgit_plus")
     assert x0.tolist() == [0, 0] and conf.tolist() == pytest.approx([0.99, 0.02])
 
 
@@ -213,14 +246,15 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
 
 def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     """Each cache with each head. At this ω no two proposals are so close that rounding decides."""
-    x = S.pad_prompts(model.cfg, PROMPT, 16)
+    [x] = S.pad_prompts(model.cfg, PROMPT, 16)
     heads, differs = itertools.cycle([(1, "none"), (3, "none"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
         (k, schedule), blocks = next(heads), dict(block=block, cache=cache, threshold=threshold)
         sm = SoftMask(MASK, k, omega_s=0.9, omega_a=2.0, omega_b=-5.0)
-        want = slow_blocks(model, x, 16, 16, sm=sm, schedule=schedule, **blocks)
+        want = slow_blocks(predict_of(model), model.table, x, MASK, 16, 16, soft=plain_omega(sm),
+                           schedule=schedule, **blocks)
         got = decode(model, PROMPT, 16, 16, sm=sm, schedule=schedule, **blocks)
-        assert torch.equal(got, want), (k, blocks)
+        assert torch.equal(got[:, 0], want), (k, blocks)
         binary = decode(model, PROMPT, 16, 16, **blocks)
         differs.append(not torch.equal(got[-1], binary[-1]))
     assert sum(differs) > 6
@@ -309,6 +343,35 @@ def test_merged_and_unmerged_adapter_decode_alike(tiny, adapter):
     assert (none, eight) == (0, 8) and torch.equal(merged, beside)
     for other in ({"soft": False}, {"omega_b": -1.5}):
         assert not torch.equal(merged, run(**other)[1])
+
+
+def test_a_tied_model_finetunes_and_decodes_as_its_untied_copy(tiny, tmp_path):
+    """Bit for bit, merged or not, also in blocks. The tied one is as small models are released."""
+    folder, out = str(tmp_path / "model"), str(tmp_path / "out")
+    shutil.copytree(tiny[0], folder)
+    config = read_json(f"{folder}/config.json")
+    state = read_safetensors(f"{folder}/model.safetensors")
+
+    def run():
+        write_safetensors(f"{folder}/model.safetensors", state)
+        write_text(f"{folder}/config.json", json.dumps(config))
+        finetune_dream.finetune(finetune_dream.Config(
+            folder, tiny[1], out, overwrite=True, steps=2, eta_bb=1e-2, omega_s=0.9, omega_b=-4.5,
+            p_sm=1.0, warmup=0.0, n_val=3, eval_every=2, device="cpu"))
+        texts, blocks = [], {"block": 8, "cache": "dual"}
+        for flags in {"merge": False}, blocks, blocks | {"threshold": 0.3}:
+            cfg = S.Decoding(folder, f"{out}/best", gen_len=16, **flags)
+            model, tok, sm = S.load_for_decoding(cfg)
+            texts.append(S.answer(model, tok, sm, tok.encode("abc"), cfg)[0])
+        return read_safetensors(f"{out}/best/adapter_model.safetensors"), texts
+
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    untied, texts = run()
+    del state["lm_head.weight"], config["mask_token_id"], config["pad_token_id"]
+    config["tie_word_embeddings"] = True
+    tied, same_texts = run()
+    torch.testing.assert_close(tied, untied, rtol=0, atol=0)
+    assert same_texts == texts and len({*texts}) == 3
 
 
 def test_command_line_prompts_chats_and_infills(tiny, adapter, capsys, monkeypatch):

@@ -83,8 +83,10 @@ def test_omega_never_becomes_bf16():
     assert host["layer"].weight.dtype == torch.bfloat16
     assert all(p.dtype == torch.float32 for p in (*sm.parameters(), *moved.parameters()))
     sm.load_state_dict({k: v.bfloat16() for k, v in sm.state_dict().items()}, assign=True)
-    with pytest.raises(ValueError, match="bfloat16 would not learn"):
+    with pytest.raises(ValueError, match="bfloat16 may not learn"):
         sm.strength(torch.tensor(0.0))
+    assert "SoftMask(k=3)" in str(sm)
+    sm.float().strength(torch.tensor(0.0))
 
 
 @pytest.mark.parametrize("k", [3, None])
@@ -170,6 +172,16 @@ def test_minus_infinity_logits_give_no_nan(k):
     assert all(p.grad.isfinite() for p in sm.parameters())
     x = torch.zeros(2, 3, dtype=torch.long)  # no masks at all
     assert torch.equal(SoftMask(MASK, k).embed(table, x, torch.empty(0, V)), F.embedding(x, table))
+
+
+@pytest.mark.parametrize("k", [3, None])
+def test_a_row_of_nan_in_the_padding_reaches_no_gradient(k):
+    x, logits, table = example()
+    x[0, 0] = 1
+    logits[0, 0] = math.nan
+    sm = SoftMask(MASK, k=k, **OPEN)
+    sm.embed(table.requires_grad_(), x, logits).sum().backward()
+    assert all(p.grad.isfinite().all() for p in (table, *sm.parameters()))
 
 
 @pytest.mark.parametrize("k", [3, None])

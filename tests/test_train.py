@@ -8,7 +8,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 import torch
@@ -87,8 +87,10 @@ def test_six_updates_are_alg1_with_adamw(tiny):
     assert 60 > n > 48
     order = torch.cat([data.order(n, epoch, cfg.seed) for epoch in (0, 1)])
     batch = lambda step: data.rows(tokens, order[12 * step:12 * step + 12], 350)
-    ours = at_start(replace(cfg, vocab_size=259, mask_id=258), cfg.seed)
-    updates = oracles.alg1(ours, batch, data.rng, cfg, mask_id=258)
+    cfg = replace(cfg, vocab_size=259, mask_id=258)
+    ours = at_start(cfg, cfg.seed)
+    theta, omega = list(ours.net.parameters()), list(ours.sm.parameters())
+    updates = oracles.alg1(ours, theta, omega, batch, data.rng, **asdict(cfg))
     for line in log(cfg):
         expected, average = next(updates)
         assert line["loss"] == pytest.approx(expected["loss"], rel=1e-5)
@@ -292,7 +294,7 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     assert "feedback is off: λ is 2e-07 on average" in out and f"--omega_b={-ce:.2g}\n" in out
     for change, message in (
             (dict(n_head=4), r"n_head \(2 there, 4 here\)"),  # the shapes would fit
-            (dict(arm="slerp", k=None), r"arm \('' there, 'slerp' here\), k \(3 there, None here"),
+            (dict(variant="slerp", k=None), r"k \(3 there, None here\), variant \('' there"),
             (dict(out_dir=cfg.out_dir), "is in --out_dir=.*replaces files")):
         refused(message, train, replace(other, overwrite=True, **change))
     ckpt = checkpoint.load(file(cfg))
@@ -301,6 +303,29 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     refused("not a number: start again", train, replace(cfg, overwrite=True, init_from=path))
     # Neither what is not a number, nor the old run, which --resume would take by mistake.
     assert "last.pt" not in os.listdir(cfg.out_dir)
+
+
+def test_a_run_whose_file_calls_its_variant_arm_resumes_and_starts_others(tiny):
+    def renamed(arm):
+        """last.pt of the run, whose config has `arm` in place of `variant`."""
+        ckpt = checkpoint.load(file(tiny))
+        del ckpt["config"]["variant"]
+        ckpt["config"]["arm"] = arm
+        checkpoint.save(file(tiny), **ckpt)
+    whole = beside(tiny, "whole")
+    train(whole)
+    half, _ = train(replace(tiny, steps=3))
+    renamed("")
+    cfg = beside(tiny, "other", init_from=file(tiny), steps=1)  # its learning rate is 0
+    assert all(map(torch.equal, half.parameters(), train(cfg)[0].parameters()))
+    resumed, fresh = replace(tiny, resume=True), replace(cfg, overwrite=True)
+    for run in resumed, fresh:
+        refused(r"variant \('' there, 'slerp' here\)", train, replace(run, variant="slerp"))
+    train(resumed)
+    assert all(map(torch.equal, weights(tiny).values(), weights(whole).values()))
+    renamed("renorm")
+    for run in resumed, fresh, replace(fresh, p_sm=0.0):
+        refused("is of the variant 'renorm'", train, run)
 
 
 @pytest.mark.parametrize("flags, omega, origin", [

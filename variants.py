@@ -1,0 +1,40 @@
+# SPDX-License-Identifier: MIT
+"""Another gate and another mix, to compare with the paper's: an example of how to extend SoftMask.
+
+    constant   λ is the same for every mask, and is not learned: is it the entropy that matters?
+    slerp      the mix on the sphere: from the direction of [MASK] towards that of the guess
+
+A new gate overrides `strength`, a new mix `mix`. `train.py --variant=NAME` trains what VARIANTS
+names. Both are [ours].
+"""
+
+import torch
+import torch.nn.functional as F
+
+from softmask import SoftMask
+
+
+class Constant(SoftMask):
+    """λ = ω_s for every mask, whatever the entropy. It is not learned: give omega_s, say 0.3."""
+
+    def strength(self, minus_h):
+        return self.omega[0].detach() + 0 * minus_h                                # (…)
+
+
+class Slerp(SoftMask):
+    """|m| · (sin((1 − λ)θ) m/|m| + sin(λθ) g/|g|) / sin θ, where g = Σ_i π_i v_i, θ = ∠(m, g)."""
+
+    def mix(self, table, lam, ids, pi):
+        m = table[self.mask_id].float()                                            # (D,)
+        g = super().mix(table, torch.ones_like(lam), ids, pi).float()              # (N, D)
+        start = F.normalize(m, dim=0)                                              # (D,)
+        end = F.normalize(g, dim=-1)                                               # (N, D)
+        lam = lam[:, None]                                                         # (N, 1)
+        cos = (start * end).sum(-1, keepdim=True)                                  # (N, 1)
+        # The derivative of acos is infinite at ±1, where the guess is [MASK] itself: stay inside.
+        theta = cos.clamp(-1 + 1e-6, 1 - 1e-6).acos()                              # (N, 1)
+        mixed = ((1 - lam) * theta).sin() * start + (lam * theta).sin() * end      # (N, D)
+        return (m.norm() * mixed / theta.sin()).to(table.dtype)                    # (N, D)
+
+
+VARIANTS = {"constant": Constant, "slerp": Slerp}
