@@ -42,7 +42,7 @@ import tiktoken
 import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-import sudoku
+import grids
 from launch import Refused, Size, atomic, lock, progress, read_json, run
 
 
@@ -318,8 +318,8 @@ def main(cfg):
         docs = (record["text"] for record in progress(docs, desc="tokenizing", unit=" documents"))
     elif cfg.source == "sudoku":
         # There are 28 million grids, so under 1 % of those held out are also trained on.
-        docs = sudoku.texts(cfg.grids, rng("sudoku", "train"))
-        docs += sudoku.texts(cfg.val_docs, rng("sudoku", "val"))
+        docs = grids.texts(cfg.grids, rng("sudoku", "train"))
+        docs += grids.texts(cfg.val_docs, rng("sudoku", "val"))
     else:
         paths = stdlib_files() if cfg.source == "stdlib" else find_files(cfg.source)
         docs = progress(documents(paths, cfg.field), desc="tokenizing", unit=" documents")

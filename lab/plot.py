@@ -6,6 +6,16 @@
 
 A number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
 figures are means over seeds. ± and bands are the standard deviation over seeds.
+
+README's picture, and its page to step through, are of puzzle 2 of `python sudoku.py`:
+
+    model="--checkpoint=results/sudoku.safetensors --sampler=entropy --steps=12 --top_p=1e-12"
+    puzzle="$model --given=2.....65..3....6...65......256..6.1."
+    python sample.py $puzzle --trace=with-feedback.jsonl --out=on.jsonl
+    python sample.py $puzzle --trace=without.jsonl --out=off.jsonl --soft=False
+    python lab/plot.py --sudoku="with*.jsonl" --out=results/figures/sudoku.svg
+    note="Puzzle 2 of python sudoku.py, two cells a call: the first that only one side solves."
+    python lab/plot.py --page="with*.jsonl" --note="$note" --out=results/trajectory.html
 """
 
 import glob
@@ -42,7 +52,7 @@ class Config:
     frontier: str = ""       # pattern of eval.py's results: Fig. 9
     # files of sample.py --trace
     trajectory: str = ""     # .svg, a row per network call: Fig. 7
-    sudoku: str = ""         # .svg of a grid that fills, a picture per network call
+    sudoku: str = ""         # .svg of a pattern: grids that fill, a picture per network call
     page: str = ""           # .html of a pattern, to step through
     note: str = ""           # a sentence at the top of that page: why it shows these samples
     out: str = ""            # (default: plot.png of a figure, else the screen)
@@ -348,18 +358,30 @@ def trajectory(path):
     return drawing(14 + (width + 2) * len(steps[0]), 14 + 34 * len(steps), parts)
 
 
-def sudoku(path):
-    """A grid of 6×6 that fills, a picture per network call: an SVG that moves in a browser."""
-    steps, parts = read_trace(path), []
-    seconds = 0.35 * len(steps) + 4  # and four more for the last picture
-    for i, step in enumerate(steps):
-        cells = [drawn_cell(8 + 34 * (j % 6) + 6 * (j % 6 // 3), 8 + 34 * (j // 6) + 6 * (j // 12),
-                            32, *cell) for j, cell in enumerate(step[1:37])]
-        # It covers the pictures before it. So a viewer that does not move shows the last one.
-        parts.append(f'<g><animate attributeName="visibility" calcMode="discrete" '
-                     f'values="hidden;visible" keyTimes="0;{0.35 * i / seconds:.4f}" '
+def sudoku(patterns):
+    """Grids of 6×6 that fill, side by side, a picture per network call, and the green of four λ.
+
+    It moves in a browser. A viewer that does not move shows the call in the middle.
+    """
+    traces = {Path(path).stem: read_trace(path) for path in files(patterns)}
+    names = [f'<text x="{120 + 232 * column}" y="26">{html.escape(name.replace("-", " "))}</text>'
+             for column, name in enumerate(traces)]
+    legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
+              for i, lam in enumerate((0, 0.2, 0.4, 0.6))]
+    calls, parts = max(map(len, traces.values())), []
+    seconds = 0.7 * calls + 4  # and four more for the last picture
+    for i in range(calls):
+        cells = [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
+                            36 + 34 * (j // 6) + 6 * (j // 12), 32, *cell)
+                 for column, steps in enumerate(traces.values())
+                 for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
+        # It covers the pictures before it.
+        parts.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
+                     f'<animate attributeName="visibility" calcMode="discrete" '
+                     f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
                      f'dur="{seconds:.2f}s" repeatCount="indefinite"/>{"".join(cells)}</g>')
-    return drawing(224, 230, parts)
+    parts += [*names, '<text x="28" y="280">λ</text>', *legend]
+    return drawing(8 + 232 * len(traces), 298, parts)
 
 
 def page(patterns, note=""):

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import data
-import sudoku
+import grids
 from conftest import Killed, kill, refused, spy
 from data import Config, main, open_split, prepare
 from launch import Refused, append_jsonl
@@ -166,16 +166,16 @@ def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch)
 
 def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path):
     """39,168 different grids by the rules; in rows of L = 39, BOS, 36 digits and two EOS."""
-    grids = sudoku.grids().view(-1, 6, 6)
-    assert len(grids) == 39_168 == len(torch.unique(grids, dim=0))
-    boxes = grids.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
-    for units in (grids, grids.transpose(1, 2), boxes):
+    every = grids.canonical().view(-1, 6, 6)
+    assert len(every) == 39_168 == len(torch.unique(every, dim=0))
+    boxes = every.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
+    for units in (every, every.transpose(1, 2), boxes):
         assert (units.sort(-1).values == torch.arange(6)).all()
     main(Config(source="sudoku", out=str(tmp_path), tokenizer="bytes", grids=300, val_docs=9))
     tokens, _ = open_split(tmp_path, "train")
     assert data.n_rows(tokens, 39) == 300
     rows = data.rows(tokens, torch.arange(300), 39)
     assert (rows[:, 0] == 256).all() and (rows[:, 37:] == 257).all()
-    known = {tuple(grid) for grid in grids.flatten(1).tolist()}
+    known = {tuple(grid) for grid in every.flatten(1).tolist()}
     for grid in (rows[:, 1:37] - 49).tolist():
         assert tuple(map(grid[:6].index, grid)) in known  # digits exchanged

@@ -184,7 +184,11 @@ def test_trace_follows_the_sample(tmp_path):
     picture = ElementTree.fromstring(plot.trajectory(cfg.trace))  # Fig. 7: a row per call
     assert len(picture.findall("{*}text")) == 12 * len(steps)
     picture = ElementTree.fromstring(plot.sudoku(cfg.trace))  # a group per call
-    assert [len(group.findall("{*}text")) for group in picture.findall("{*}g")] == [11] * len(steps)
+    calls = picture.findall("{*}g")
+    assert [len(call.findall("{*}text")) for call in calls] == [11] * len(steps)
+    still = [call for call in calls if call.get("visibility") == "visible"][-1]
+    assert {text.get("font-weight") for text in still.findall("{*}text")} == {"bold", "normal"}
+    assert [text.text for text in picture.findall("{*}text")][1:] == ["λ", "0", "0.2", "0.4", "0.6"]
     refused("is no trace", plot.page, cfg.out)
 
 
