@@ -383,7 +383,8 @@ def load(cfg):
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
     if tok.n_vocab != model.mask_id:
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, {tok.name} {tok.n_vocab}")
+        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, not the {tok.n_vocab} of "
+                      f"{tok.name}")
     if cfg.length > model.cfg.length:
         raise Refused(f"--length={cfg.length} is over the {model.cfg.length} that {cfg.checkpoint} "
                       f"was trained with")
@@ -426,8 +427,8 @@ def main(cfg):
     x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here, lines)
     settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    settings |= {"step": model.info["step"], "tokenizer": tok.name,
-                 "weights": model.net.table.double().sum().item(),  # before MPS, which has no float64
+    weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
+    settings |= {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
                  "dtype": str(here.dtype or torch.float32)}
     if any((line.get("settings"), line.get("seed")) != (settings, cfg.seed) for line in lines):
         raise Refused(f"{path} holds samples of other settings: choose another --out")
