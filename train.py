@@ -194,8 +194,6 @@ def train(cfg):
         data.prepare_preset(cfg.data)
     if here.world > 1:
         dist.barrier()
-    if not os.path.exists(os.path.join(cfg.data, "meta.json")):
-        raise Refused(f"no data in {cfg.data}: run `python data.py openwebtext`, or give --data")
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
