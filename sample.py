@@ -430,6 +430,8 @@ def main(cfg):
     weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
     settings |= {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
                  "dtype": str(here.dtype or torch.float32)}
+    if cfg.sampler == "entropy":
+        settings["surest"] = "by the whole prediction"  # by its nucleus, samples would be others
     if any((line.get("settings"), line.get("seed")) != (settings, cfg.seed) for line in lines):
         raise Refused(f"{path} holds samples of other settings: choose another --out")
     texts = {line["index"]: line["text"] for line in lines}

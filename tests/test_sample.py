@@ -325,6 +325,8 @@ def test_a_puzzle_is_filled_in_order_one_token_a_step(run):
     assert [ids[0], *ids[-2:]] == [256, 257, 257] and len(ids) == 32
     assert all(c == "." or ids[1 + i] == ord(c) for i, c in enumerate(given))
     assert line["nfe"] == 25 and line["settings"]["steps"] == 25
+    # Samples in another order of surest tokens are not continued.
+    assert line["settings"]["surest"] == "by the whole prediction"
 
 
 def test_feedback_without_training_by_an_omega_given_at_decoding(run, saved, tmp_path):
