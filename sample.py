@@ -418,20 +418,25 @@ def resolved(cfg, n_masks, here, lines):
     return replace(cfg, steps=steps, compile=compiled, every=cfg.every or cfg.trace != "")
 
 
+def settings_of(cfg, model, tok, here):
+    """All that decides how a sample looks. It stands in every line of --out."""
+    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
+    if cfg.sampler == "entropy":
+        settings["surest"] = "by the whole prediction"  # by its nucleus, samples would be others
+    weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
+    return settings | {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
+                       "dtype": str(here.dtype or torch.float32)}
+
+
 def main(cfg):
     here = launch.machine(cfg.device)
     path, lines = file_and_lines(cfg, here)
 
-    # ---- the model, and all that decides how a sample looks
+    # ---- the model, and what there is already
     model, tok, cfg = load(cfg)
     x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here, lines)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
-    settings |= {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
-                 "dtype": str(here.dtype or torch.float32)}
-    if cfg.sampler == "entropy":
-        settings["surest"] = "by the whole prediction"  # by its nucleus, samples would be others
+    settings = settings_of(cfg, model, tok, here)
     if any((line.get("settings"), line.get("seed")) != (settings, cfg.seed) for line in lines):
         raise Refused(f"{path} holds samples of other settings: choose another --out")
     texts = {line["index"]: line["text"] for line in lines}
