@@ -264,7 +264,7 @@ def finetune(cfg):
     locked = launch.lock(cfg.out) if master else contextlib.nullcontext()
     with locked, launch.signals() as caught:
         log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
-        if master and not start:
+        if master and cfg.overwrite and not start:
             remove_run(cfg.out)
         if master:
             sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]

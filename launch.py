@@ -205,9 +205,10 @@ def any_rank(number):
 def goes_on(last, resume, overwrite):
     """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
     exists = any_rank(os.path.exists(last))
-    kept = any_rank(any(Path(last).parent.glob("step-*.pt")))
+    folder = Path(last).parent
+    kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
     if (exists or kept) and not overwrite and not (exists and resume):
-        raise Refused(f"{Path(last).parent} already holds a run: --resume goes on with last.pt, "
+        raise Refused(f"{folder} already holds a run: --resume goes on with last.pt, "
                       f"--overwrite replaces it, another folder starts another")
     return resume is True or resume == "auto" and exists
 

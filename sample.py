@@ -148,6 +148,8 @@ def beginning(model, n, x, generator):
     if not isinstance(generator, list):
         seeds = torch.randint(2**62, (n,), generator=generator).tolist()
         generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+    if len(generator) != n:  # sequences without one would keep their masks
+        raise Refused(f"{len(generator)} generators for {n} sequences")
     return x.expand(n, -1), generator
 
 
@@ -157,15 +159,16 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     """Inference with soft-masking                                                    Alg. 2, App. A
 
         x = (m, …, m)                                                                l.1
-        for t = T, …, 1:                                                             l.2, 7
+        for each of T steps:                                                         l.2, 7
             p  = g_θ(x)         a forward pass                                       l.3
             x~ = sample(p)      a token for every position, from the nucleus of p    l.4
             x^ = unmask(x~)     a coin for every position: this token, or [MASK]?    l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    The coins of l.5 do not depend on the network. So they are all tossed before the first l.3, and
-    l.4 draws only the tokens that appear. Turns in which nothing changes are left out (App. C.4)
-    [code], unless `every` asks for them, as in App. C.5: there SM would iterate its feedback.
+    Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
+    the first l.3, and l.4 draws only the tokens that appear. Turns in which nothing changes are
+    left out (App. C.4) [code], unless `every` asks for them (App. C.5): SM iterates its feedback in
+    those.
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
@@ -207,11 +210,11 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
         if len(vanish[0]):  # only with a remdm sampler
-            lost = x[vanish]                                                   # (m,)
+            guess[vanish] = x[vanish]
             x[vanish] = mask
             emb[vanish] = table[mask_id]
             if soft:
-                emb[vanish], lam[vanish], guess[vanish] = model.feedback_of_certain(lost)
+                emb[vanish], lam[vanish], _ = model.feedback_of_certain(guess[vanish])
         if on_step:
             on_step(x, lam, guess, stay, h[stay])
     model.train(was_training)
