@@ -88,7 +88,7 @@ def read(path):
 
 def with_variant(path, ckpt):
     """A dict of ours. Its config may call the variant `arm`, as that of the shipped model does."""
-    config = ckpt["config"]
+    config = ckpt.get("config", {})
     if "arm" in config:
         config["variant"] = config.pop("arm")
     if config.get("variant", "") not in ("", "constant", "slerp"):
@@ -120,14 +120,14 @@ def check_numbers(state, path):
 
 
 def save(path, **parts):
-    """Write the dict described above, atomically. Raises OSError, as where the disk is full."""
+    """Write the dict described above, atomically. Raises OSError where the disk is full."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     ckpt = {"format": FORMAT, "git": git_version(), "versions": versions, **parts}
     try:
         with atomic(path) as tmp, open(tmp, "wb") as f:
             torch.save(ckpt, f)
     except (OSError, RuntimeError) as e:
-        # Torch finds that bytes are missing ("unexpected pos"), and hides why.
+        # torch.save hides the error of the disk behind one of its own, "unexpected pos".
         reason = e if isinstance(e, OSError) else e.__context__
         if not isinstance(reason, OSError):
             raise

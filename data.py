@@ -32,6 +32,7 @@ import lzma
 import os
 import re
 import sysconfig
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -41,7 +42,7 @@ import tiktoken
 import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-import sudoku
+import grids
 from launch import Refused, Size, atomic, lock, progress, read_json, run
 
 
@@ -58,23 +59,25 @@ class Tokens:
     """One stream of token ids: a whole split, its documents joined."""
     ids: np.ndarray  # (n_tokens,) uint16
     tokenizer: dict  # as `describe` has it: `rows` needs its BOS and EOS
+    name: str        # of its file, for messages
 
 
 def open_split(dir, split):
     """(Tokens, meta): the stream of "train" or "val", memory-mapped, and what meta.json holds."""
     meta = read_json(f"{dir}/meta.json")
-    ids = np.memmap(f"{dir}/{split}.bin", np.uint16, "r")
+    path = f"{dir}/{split}.bin"
+    ids = np.memmap(path, np.uint16, "r")
     if len(ids) != meta[split]["tokens"]:
-        raise Refused(f"{dir}/{split}.bin is not whole: prepare {dir} again with data.py")
-    return Tokens(ids, meta["tokenizer"]), meta
+        raise Refused(f"{path} is not whole: prepare {dir} again with data.py")
+    return Tokens(ids, meta["tokenizer"], path), meta
 
 
 def n_rows(tokens, L):
     """The number of whole rows [ours]. The authors drop the end of every 1,000 texts [code]."""
     n = len(tokens.ids)
     if n < L - 2:
-        raise Refused(f"{n:,} tokens do not fill one row of length {L:,}: give more text or a "
-                      f"shorter length")
+        raise Refused(f"{tokens.name}: {n:,} tokens do not fill one row of length {L:,}: give "
+                      f"more text or a shorter length")
     return n // (L - 2)
 
 
@@ -95,7 +98,7 @@ def rows(tokens, index, L):
 def text_rows(docs, tok, L):
     """Rows (n, L) int64 of a stream of texts, and the {documents, tokens, bytes} of all of it."""
     ids, sizes = zip(*encode(docs, tok))
-    tokens = Tokens(np.concatenate(ids), describe(tok))
+    tokens = Tokens(np.concatenate(ids), describe(tok), "the text")
     x = rows(tokens, range(n_rows(tokens, L)), L)                        # (n, L)
     return x, {"documents": len(ids), "tokens": len(tokens.ids), "bytes": sum(sizes)}
 
@@ -139,7 +142,8 @@ def tokenizer(name="gpt2", dir=None):
         try:
             return tiktoken.get_encoding(name)
         except OSError:
-            raise Refused("GPT-2's vocabulary needs a network, or its vocab.bpe and encoder.json "
+            raise Refused("GPT-2's vocabulary needs a network, or TIKTOKEN_CACHE_DIR=FOLDER with "
+                          "tiktoken's cache of another machine, or its vocab.bpe and encoder.json "
                           "in --tokenizer_dir=FOLDER")
     ranks = data_gym_to_mergeable_bpe_ranks(
         os.path.join(dir, "vocab.bpe"), os.path.join(dir, "encoder.json"),
@@ -178,7 +182,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         if n == 1 and not val_docs:
             kept, cut, n_bytes = 1, lengths[0] * 9 // 10, sizes[0] * 9 // 10
         if not cut:
-            raise Refused(f"with {n_val} of {n} documents held out, nothing is left to train on")
+            raise Refused(f"holding out {n_val} of {n} documents leaves nothing to train on: give "
+                          f"more text or a smaller --val_docs")
         np.memmap(train, np.uint16, "r")[cut:].tofile(val)
         os.truncate(train, 2 * cut)
         counts = {"documents": kept, "tokens": cut, "bytes": n_bytes}
@@ -204,14 +209,17 @@ def encode(docs, tok):
             yield np.array([*ids, eos], np.uint16), size
 
 
-def documents(paths):
+def documents(paths, field="text"):
     """The texts of all files, as a stream. Raises Refused for a broken file, or no text."""
     for path in paths:
         try:
-            yield from read_file(path)
-        except (ValueError, LookupError, TypeError, EOFError, lzma.LZMAError) as e:
-            raise Refused(f"{path} is not UTF-8, as a PDF, or not whole, or has a record without "
-                          f"\"text\" ({type(e).__name__}: {e})")
+            for n, text in read_file(path, field):
+                if not isinstance(text, str):
+                    raise ValueError(f'line {n} is not like {{"{field}": "…"}}. data.py reads '
+                                     f"another field with --field=content")
+                yield text
+        except (ValueError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
+            raise Refused(f"{path}: {e}")
 
 
 def find_files(source):
@@ -221,24 +229,45 @@ def find_files(source):
         os.stat(path)  # raises for "", too, which Path would take for this folder
         inside = [p for p in sorted(Path(path).rglob("*"))
                   if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
+        if os.path.isdir(path) and not inside:
+            raise Refused(f"{path} has no .txt, .jsonl, .ndjson or .parquet in it")
         paths += inside or [Path(path)]
     return paths
 
 
-def read_file(path):
-    """The texts of one file: parquet or JSON lines with a "text" each, else one plain text."""
+def read_file(path, field):
+    """Yields (line, text) of one file: a record's text is its `field`, None where it has none."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
-        for batch in ParquetFile(path).iter_batches(1000, columns=["text"]):
-            yield from batch["text"].to_pylist()
+        batches = ParquetFile(path).iter_batches(1000, columns=[field])
+        records = (record for batch in batches for record in batch.to_pylist())
+        for n, record in enumerate(records, 1):
+            yield n, record.get(field)
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
     with unpack(path, "rt", encoding="utf-8-sig") as f:  # skips the byte-order mark of Windows
-        if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
-            yield from (json.loads(line)["text"] for line in f if line.strip())
-        else:
-            yield f.read()
+        try:
+            if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
+                yield from read_lines(f, field)
+            else:
+                yield 1, f.read()
+        except UnicodeDecodeError as e:  # e.object: the bytes that were read last
+            byte = f.buffer.tell() - len(e.object) + e.start
+            plain = path if unpack is open else path.with_suffix("")
+            raise ValueError(f"not UTF-8 at byte {byte}. If it is text in another encoding: iconv "
+                             f"-f latin1 -t utf-8 {plain} > utf8{plain.suffix}")
+
+
+def read_lines(f, field):
+    """Yields (line, text) of JSON lines, as `read_file`."""
+    for n, line in enumerate(f, 1):
+        if not line.strip():
+            continue
+        try:
+            yield n, json.loads(line)[field]
+        except (ValueError, LookupError, TypeError):
+            yield n, None
 
 
 def stdlib_files():
@@ -258,6 +287,7 @@ class Config:
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json
+    field: str = "text"          # of each JSON line, or column of a parquet, that holds the text
     val_docs: Size | None = None  # documents to hold out, the last ones (default: about 1 %)
     grids: Size = 200_000        # Sudokus to train on
     overwrite: bool = False      # replace data of another source
@@ -273,27 +303,35 @@ PRESETS = {
 
 def main(cfg):
     first = cfg.source.split(os.pathsep)[0]
+    if first not in PRESETS and not os.path.exists(first):
+        raise Refused(f"there is no {first or 'text'}: give files or folders, as in `python "
+                      f"data.py yours.jsonl`, or one of {', '.join(PRESETS)}")
     out = cfg.out or "data/" + Path(first).name.split(".")[0]
     if os.path.exists(f"{out}/meta.json") and not cfg.overwrite:
         before = read_json(f"{out}/meta.json")["source"]
         if before != cfg.source:
             raise Refused(f"{out} holds the text of {before}: give another --out, or --overwrite")
+    tok = tokenizer(cfg.tokenizer, cfg.tokenizer_dir)
     if cfg.source == "openwebtext":
         import datasets  # resumes a broken download
         docs = datasets.load_dataset("Skylion007/openwebtext", split="train")
         docs = (record["text"] for record in progress(docs, desc="tokenizing", unit=" documents"))
     elif cfg.source == "sudoku":
         # There are 28 million grids, so under 1 % of those held out are also trained on.
-        docs = sudoku.texts(cfg.grids, rng("sudoku", "train"))
-        docs += sudoku.texts(cfg.val_docs, rng("sudoku", "val"))
+        docs = grids.texts(cfg.grids, rng("sudoku", "train"))
+        docs += grids.texts(cfg.val_docs, rng("sudoku", "val"))
     else:
         paths = stdlib_files() if cfg.source == "stdlib" else find_files(cfg.source)
-        docs = progress(documents(paths), desc="tokenizing", unit=" documents")
-    tok = tokenizer(cfg.tokenizer, cfg.tokenizer_dir)
+        docs = progress(documents(paths, cfg.field), desc="tokenizing", unit=" documents")
     meta = prepare(docs, out, tok, cfg.val_docs, cfg.source)
     for split in "train", "val":
         print("{}/{}.bin: {documents:,} documents, {tokens:,} tokens, sha256 {sha256}".format(
             out, split, **meta[split]))
+    n_val = meta["val"]["documents"]
+    held_out = f"{n_val:,} documents" if n_val else "tenth of the only document"
+    print(f"held out in val.bin: the last {held_out}")
+    if meta["val"]["tokens"] < 1022:
+        print("That fills no row of length 1,024: more text, or --val_docs=N, holds out more")
 
 
 if __name__ == "__main__":

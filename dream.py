@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Dream-7B and Dream-Coder-7B: the backbone, its files and its tokenizer.                 App. B.2
+"""Dream-7B, Dream-Coder-7B and smaller ones: the backbone, its files and its tokenizer.   App. B.2
 
 A Qwen2.5 transformer without the causal mask, on torch alone. Like every backbone here (mdlm.py)
 it is `table`, `hidden` and `head`, and soft masks go in between the first two:
@@ -33,7 +33,7 @@ from launch import Refused, read_json
 
 @dataclass
 class DreamConfig:
-    """The fields of config.json that this file needs. No defaults: a model says what it is."""
+    """The fields of config.json that this file needs. No default sizes: a model says what it is."""
     vocab_size: int           # V, rows of the table; the tokenizer uses fewer
     hidden_size: int          # D
     intermediate_size: int
@@ -45,22 +45,40 @@ class DreamConfig:
     mask_token_id: int
     pad_token_id: int         # fills the space after the end of an answer, too
     eos_token_id: int
+    tie_word_embeddings: bool = False  # the table is also the head, as in small models
 
     @classmethod
     def read(cls, folder):
-        """config.json of a model folder"""
+        """config.json of a model folder. Where it names no [MASK], the tokenizer's files do."""
         raw = read_json(os.path.join(folder, "config.json"))
         nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
         raw |= {"rope_theta": nested.get("rope_theta", raw.get("rope_theta")),
                 "rope_type": nested.get("rope_type", "default")}
         # A missing field has Qwen2's default, which is the wanted value for each of these.
-        only(raw, folder, tie_word_embeddings=False, rope_scaling=None, hidden_act="silu",
-             use_sliding_window=False, rope_type="default")
+        only(raw, folder, rope_scaling=None, hidden_act="silu", use_sliding_window=False,
+             rope_type="default")
+        raw.setdefault("tie_word_embeddings", False)
+        if raw.get("mask_token_id") is None:
+            raw["mask_token_id"] = added_mask(folder)
+        if raw.get("pad_token_id") is None:
+            raw["pad_token_id"] = raw["eos_token_id"]
         return cls(**{f.name: raw[f.name] for f in fields(cls)})
 
     @property
     def head_dim(self):
         return self.hidden_size // self.num_attention_heads
+
+
+def added_mask(folder):
+    """The id of [MASK] in added_tokens.json. Raises Refused unless exactly one name is there."""
+    names = "<|mask|>", "<M>", "[MASK]"  # Dream's, open-dCoder's, and BERT's
+    added = read_json(os.path.join(folder, "added_tokens.json"))
+    found = [name for name in names if name in added]
+    if len(found) != 1:
+        raise Refused(f"{folder}: config.json has no mask_token_id, and of {', '.join(names)} "
+                      f"added_tokens.json has {' and '.join(found) or 'none'}: write the id into "
+                      f"config.json")
+    return added[found[0]]
 
 
 def rope(pos, cfg):
@@ -146,7 +164,8 @@ class Dream(nn.Module):
             "embed_tokens": nn.Embedding(cfg.vocab_size, cfg.hidden_size),
             "layers": nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers)),
             "norm": nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)})
-        self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
+        if not cfg.tie_word_embeddings:
+            self.lm_head = nn.Linear(cfg.hidden_size, cfg.vocab_size, bias=False)
 
     @property
     def table(self):
@@ -187,7 +206,8 @@ class Dream(nn.Module):
 
     def head(self, h):
         """Hidden states (n, D) → logits (n, V). The product is in the weights' dtype [code]."""
-        return self.lm_head(h).float()  # a loss in bf16 would round its gradients
+        y = F.linear(h, self.table) if self.cfg.tie_word_embeddings else self.lm_head(h)  # (n, V)
+        return y.float()  # a loss in bf16 would round its gradients
 
     def compile_trunk(self):
         """Compile the trunk, in place: a minute. One graph for all positions, one for a part.
@@ -221,6 +241,13 @@ class Dream(nn.Module):
             model = cls(DreamConfig.read(folder))
         state = {name: t.to(device, dtype) for name, t in state.items()}
         check_numbers(state, folder)
+        if model.cfg.tie_word_embeddings and "lm_head.weight" in state:
+            # Some files hold both, some the head alone. If they differ, it is not known which is
+            # meant: transformers 4 used the table for both, transformers 5 uses each.
+            head = state.pop("lm_head.weight")
+            if not torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
+                raise Refused(f"{folder} has tie_word_embeddings = True, but its lm_head.weight is "
+                              f"not its model.embed_tokens.weight: with false, both are used")
         model.load_state_dict(state, assign=True)
         return model.requires_grad_(False).eval()
 

@@ -37,8 +37,8 @@ import torch.nn.functional as F
 
 import checkpoint
 import data
+import grids
 import launch
-import sudoku
 from data import rng
 from launch import Count, Refused, Share, Size, machine, progress, read_jsonl, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
@@ -312,7 +312,7 @@ def measure_samples(cfg):
     values = {"entropy": statistics.mean(entropies), "entropy_min": min(entropies),
               "nfe": statistics.mean(sample["nfe"] for sample in samples), "n": len(samples)}
     if cfg.metric == "sudoku":
-        values |= sudoku.right(texts)
+        values |= grids.right(texts)
     write_result(cfg, stem, values, settings)
     if cfg.metric == "sudoku":
         return

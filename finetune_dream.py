@@ -54,7 +54,7 @@ MASK_FLOOR = 1e-3  # a token is masked with p = t (1 − floor) + floor, but wei
 
 @dataclass
 class Config:
-    model: str = ""             # folder of Dream-v0-Instruct-7B or Dream-Coder-v0-Instruct-7B
+    model: str = ""             # folder of a Dream, Dream-Coder or open-dCoder model, as published
     data: str = ""              # a .jsonl, or mix (Tulu 3 + SmolTalk), or coding (Ling-Coder-SFT)
     out: str = "out/dream"
     resume: bool | Literal["auto"] = False  # go on from out/last.pt; auto: if it is there
@@ -84,7 +84,7 @@ class Config:
     # One coin for a round of Alg. 1 [ours], or for each dialogue [code], which trains ω more often.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: Annotated[float, 0, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine

@@ -102,11 +102,6 @@ def from_cli(Config, argv, presets=None, paths=None):
     return cfg
 
 
-def in_short(e):
-    """The first sentence of another's exception."""
-    return f"{type(e).__name__}: {e}".partition("\n")[0].partition(". ")[0]
-
-
 def parse_value(text, kind):
     """Convert a text to its type: int, float, str, bool or Literal, alone or in a union."""
     parts = typing.get_args(kind) or (kind,)
@@ -128,6 +123,11 @@ def check_ranges(cfg):
             low, high = getattr(part, "__metadata__", (-math.inf, math.inf))
             if isinstance(value, (int, float)) and not low <= value <= high:
                 raise Refused(f"--{name}={value} must be a number from {low} to {high}")
+
+
+def in_short(e):
+    """The kind and the first sentence of an exception that is not ours."""
+    return f"{type(e).__name__}: {e}".partition("\n")[0].partition(". ")[0]
 
 
 # ---- the machine ---------------------------------------------------------------------------------
@@ -334,8 +334,9 @@ def atomic(path):
         with open(tmp, "rb+") as f:
             os.fsync(f.fileno())  # without it, a power cut can leave an empty file under this name
         os.replace(tmp, path)
-    finally:
+    except BaseException:  # Ctrl-C, too
         Path(tmp).unlink(missing_ok=True)
+        raise
 
 
 def write_text(path, text):

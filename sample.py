@@ -336,7 +336,7 @@ class Config:
     soft: bool = True           # False: decode an SM model in binary
     every: bool = False         # also make the steps without a change, as --trace always does
     # Another ω than the model's. A binary model then decodes with feedback, with k = 3.
-    omega_s: Annotated[float, 0, 1 - 1e-6] | None = None  # (a binary model needs this one)
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None  # (a binary model needs this one)
     omega_a: launch.Positive | None = None  # (default for a binary model: the paper's start)
     omega_b: launch.Negative | None = None  # (the same)
     # In these texts, the two characters \n are a line break.

@@ -41,7 +41,7 @@ AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # 
 
 @dataclass
 class Decoding:
-    model: str = ""                 # folder of a Dream or Dream-Coder model, as published
+    model: str = ""                 # folder of a Dream, Dream-Coder or open-dCoder, as published
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
     merge: bool = True              # fold DoRA into the weights: faster, the same up to rounding
     soft: bool = True               # false: binary feedback, even if the adapter has an ω
@@ -58,7 +58,7 @@ class Decoding:
     # At 0.1 and 0.9, a small lead makes p 1 (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Another ω than the adapter's. A model without SM then gets k = 3, and the paper's other two.
-    omega_s: Annotated[float, 0, 1 - 1e-6] | None = None
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None
     omega_a: Positive | None = None
     omega_b: Negative | None = None
     seed: int = 0
@@ -72,7 +72,9 @@ class Config(Decoding):
     # In these texts, the two characters \n are a line break.
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one a line
-    infill: str = ""                # text with one ___ for the model to write
+    # Text with one ___ for the model to write, without a chat around it. A base model, which has
+    # learnt no chat, completes a text that ends with it: --infill="def f(x):\n___"
+    infill: str = ""
 
 
 class Pick(NamedTuple):

@@ -46,8 +46,8 @@ class Config(ModelConfig):
     """What mdlm.ModelConfig has (the data decide the vocabulary), and how to train it: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    # Weights and ω of any file that checkpoint.py describes; of a step-N.pt the EMA. --omega_s,
-    # --omega_a and --omega_b on the command line go before those of the file.
+    # Weights and ω of any file that checkpoint.py describes; of a step-N.pt the EMA. An --omega_s,
+    # --omega_a or --omega_b on the command line beats that of the file.
     init_from: str = ""
     resume: bool | Literal["auto"] = False  # go on from out_dir/last.pt; auto: if it is there
     overwrite: bool = False          # start over even if out_dir holds a run
@@ -187,7 +187,7 @@ def train(cfg):
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     master = here.rank == 0
-    flags = getattr(cfg, "flags", ())  # names, of the command line, if there is one
+    flags = getattr(cfg, "flags", ())  # names of those on the command line
 
     # ---- the data
     if master:

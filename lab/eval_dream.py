@@ -181,7 +181,7 @@ def evaluate(cfg):
     cfg = replace(cfg, model=cfg.model.rstrip("/"), adapter=cfg.adapter.rstrip("/"))
     loaded = load_task(cfg)
     [task] = loaded["tasks"].values()
-    scored = cfg.confirm_run_unsafe_code or not task.UNSAFE_CODE
+    scored = cfg.confirm_run_unsafe_code or not task.config.unsafe_code
     grid = cells(cfg, task.config.generation_kwargs["max_gen_toks"])
     gpu = launch.machine(cfg.device)[2].type == "cuda"
     compiled = gpu if cfg.compile is None else cfg.compile

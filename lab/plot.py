@@ -2,16 +2,27 @@
 """Every figure and every markdown table, from logs and results.     Tables 1-12, Fig. 3-5, 7-9
 
     python lab/plot.py --table="out/*/*.json"                   # eval.py's results, as in Table 1
-    python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # held-out bounds, as in Fig. 3
+    python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # loss and bounds, as in Fig. 3
 
 A number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
 figures are means over seeds. ± and bands are the standard deviation over seeds.
+
+README's picture, and its page to step through, are of puzzle 2 of `python sudoku.py`:
+
+    model="--checkpoint=results/sudoku.safetensors --sampler=entropy --steps=12 --top_p=1e-12"
+    puzzle="$model --given=2.....65..3....6...65......256..6.1."
+    python sample.py $puzzle --trace=with-feedback.jsonl --out=on.jsonl
+    python sample.py $puzzle --trace=without.jsonl --out=off.jsonl --soft=False
+    python lab/plot.py --sudoku="with*.jsonl" --out=results/figures/sudoku.svg
+    note="Puzzle 2 of python sudoku.py, two cells a call: the first that only one side solves."
+    python lab/plot.py --page="with*.jsonl" --note="$note" --out=results/trajectory.html
 """
 
 import glob
 import html
 import itertools
 import json
+import math
 import os
 import statistics
 import sys
@@ -41,7 +52,7 @@ class Config:
     frontier: str = ""       # pattern of eval.py's results: Fig. 9
     # files of sample.py --trace
     trajectory: str = ""     # .svg, a row per network call: Fig. 7
-    sudoku: str = ""         # .svg of a grid that fills, a picture per network call
+    sudoku: str = ""         # .svg of a pattern: grids that fill, a picture per network call
     page: str = ""           # .html of a pattern, to step through
     note: str = ""           # a sentence at the top of that page: why it shows these samples
     out: str = ""            # (default: plot.png of a figure, else the screen)
@@ -202,11 +213,12 @@ def benchmarks(folder):
     return markdown(lines, ["NFE budget", "Model", "FT", "Feedback", *tasks], text=4)
 
 
-# The palette of Okabe and Ito, for color-blind readers
-COLORS = "#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000".split()
+# Twenty: the palette of Okabe and Ito, for color-blind readers, then Tol's of twelve, and gray
+COLORS = ("#0072B2 #D55E00 #009E73 #CC79A7 #E69F00 #56B4E9 #000000 #332288 #6699CC #88CCEE #44AA99 "
+          "#117733 #999933 #DDCC77 #661100 #CC6677 #AA4466 #882255 #AA4499 #999999").split()
 OMEGA = {"omega_s": "ω_s", "omega_a": "ω_a (1/nat)", "omega_b": "ω_b (nats)"}
-AXES = {"bound": "held-out bound (nats per token)", "share": "feedback on, nats below off",
-        **OMEGA, "tau": "τ"}
+AXES = {"loss": "training loss (nats per token)", "bound": "held-out bound (nats per token)",
+        "share": "feedback on, nats below off", **OMEGA, "tau": "τ"}
 
 
 def figure(panels, width=4, height=3.6):
@@ -223,7 +235,7 @@ def logged(path):
     """{quantity of AXES: {update: value}} of a log of either trainer.                §4.1, Eq. 3"""
     found = {quantity: {} for quantity in AXES}
     for line in read_jsonl(path):
-        values = {name: line[name] for name in (*OMEGA, "tau") if name in line}
+        values = {name: line[name] for name in ("loss", *OMEGA, "tau") if name in line}
         if "val_plain" in line:
             values["bound"] = line.get("val_soft", line["val_plain"])
         if "val_soft" in line:
@@ -240,7 +252,8 @@ def over_updates(patterns, quantities):
         seeds_of.setdefault(name_and_seed(path)[0], []).append(logged(path))
     every = [seed for seeds in seeds_of.values() for seed in seeds]
     shown = [quantity for quantity in quantities if any(seed[quantity] for seed in every)]
-    fig, axes = figure(len(shown))
+    fig, axes = figure(len(shown), height=3.6 + 0.22 * math.ceil(len(seeds_of) / len(shown)))
+    legend = {}
     for ax, quantity in zip(axes, shown):
         for color, (name, seeds) in zip(itertools.cycle(COLORS), seeds_of.items()):
             seeds = [seed[quantity] for seed in seeds]                           # {update: value}
@@ -248,10 +261,12 @@ def over_updates(patterns, quantities):
             values = np.array([[seed[step] for seed in seeds] for step in steps])  # (steps, seeds)
             if steps:
                 mean, sd = values.mean(1), values.std(1, ddof=min(1, len(seeds) - 1))
-                ax.plot(steps, mean, label=f"{name} (n = {len(seeds)})", color=color)
+                [line] = ax.plot(steps, mean, "o" if len(steps) == 1 else "-", color=color)
+                legend.setdefault(f"{name} (n = {len(seeds)})", line)
                 ax.fill_between(steps, mean - sd, mean + sd, color=color, alpha=0.2, lw=0)
         ax.set(xlabel="updates", ylabel=AXES[quantity])
-        ax.legend(fontsize="small")
+    fig.legend(legend.values(), legend, loc="outside upper left", ncols=len(shown),
+               fontsize="small")
     return fig
 
 
@@ -326,32 +341,52 @@ def drawing(width, height, parts):
         f'<rect width="{width}" height="{height}" rx="8" fill="#999"/>', *parts, "</svg>"])
 
 
+def read_trace(path):
+    """The steps of a trace, a list of cells each. Refuses another file, such as samples."""
+    steps = read_jsonl(path)
+    if not steps or not isinstance(steps[0], list):
+        raise Refused(f"{path} is no trace: sample.py writes one with --trace=FILE")
+    return steps
+
+
 def trajectory(path):
     """A sample appearing, a row per network call.                               App. C.5, Fig. 7"""
-    steps = read_jsonl(path)
+    steps = read_trace(path)
     width = 10 + 11 * max(len(text) for step in steps for text, *_ in step)
     parts = [drawn_cell(8 + (width + 2) * column, 8 + 34 * row, width, *cell)
              for row, step in enumerate(steps) for column, cell in enumerate(step)]
     return drawing(14 + (width + 2) * len(steps[0]), 14 + 34 * len(steps), parts)
 
 
-def sudoku(path):
-    """A grid of 6×6 that fills, a picture per network call: an SVG that moves in a browser."""
-    steps, parts = read_jsonl(path), []
-    seconds = 0.35 * len(steps) + 4  # and four more for the last picture
-    for i, step in enumerate(steps):
-        cells = [drawn_cell(8 + 34 * (j % 6) + 6 * (j % 6 // 3), 8 + 34 * (j // 6) + 6 * (j // 12),
-                            32, *cell) for j, cell in enumerate(step[1:37])]
-        # It covers the pictures before it. So a viewer that does not move shows the last one.
-        parts.append(f'<g><animate attributeName="visibility" calcMode="discrete" '
-                     f'values="hidden;visible" keyTimes="0;{0.35 * i / seconds:.4f}" '
+def sudoku(patterns):
+    """Grids of 6×6 that fill, side by side, a picture per network call, and the green of four λ.
+
+    It moves in a browser. A viewer that does not move shows the call in the middle.
+    """
+    traces = {Path(path).stem: read_trace(path) for path in files(patterns)}
+    names = [f'<text x="{120 + 232 * column}" y="26">{html.escape(name.replace("-", " "))}</text>'
+             for column, name in enumerate(traces)]
+    legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
+              for i, lam in enumerate((0, 0.2, 0.4, 0.6))]
+    calls, parts = max(map(len, traces.values())), []
+    seconds = 0.7 * calls + 4  # and four more for the last picture
+    for i in range(calls):
+        cells = [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
+                            36 + 34 * (j // 6) + 6 * (j // 12), 32, *cell)
+                 for column, steps in enumerate(traces.values())
+                 for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
+        # It covers the pictures before it.
+        parts.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
+                     f'<animate attributeName="visibility" calcMode="discrete" '
+                     f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
                      f'dur="{seconds:.2f}s" repeatCount="indefinite"/>{"".join(cells)}</g>')
-    return drawing(224, 230, parts)
+    parts += [*names, '<text x="28" y="280">λ</text>', *legend]
+    return drawing(8 + 232 * len(traces), 298, parts)
 
 
 def page(patterns, note=""):
     """A page that goes through traces step by step, side by side: HTML that needs no network."""
-    traces = [{"name": Path(path).stem, "steps": read_jsonl(path)} for path in files(patterns)]
+    traces = [{"name": Path(path).stem, "steps": read_trace(path)} for path in files(patterns)]
     columns = 6 if len(traces[0]["steps"][0]) == 39 else 0  # of a Sudoku
     values = json.dumps({"columns": columns, "note": note, "traces": traces})
     template = Path(__file__).with_name("trajectory_template.html").read_text("utf-8").strip()
@@ -361,7 +396,7 @@ def page(patterns, note=""):
 
 MAKERS = {
     "table": table, "logs": logs, "benchmarks": benchmarks, "throughput": throughput,
-    "runs": partial(over_updates, quantities=("bound", "share", "omega_s")),             # Fig. 3
+    "runs": partial(over_updates, quantities=("loss", "bound", "share", "omega_s")),     # Fig. 3
     "learned": partial(over_updates, quantities=(*OMEGA, "tau")),             # App. C.10, Fig. 8
     "ablation": ablation, "frontier": frontier, "trajectory": trajectory, "sudoku": sudoku,
     "page": page}

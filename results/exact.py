@@ -21,15 +21,15 @@ import torch
 import torch.nn as nn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import grids as sudoku  # noqa: E402
 import mdlm  # noqa: E402
-import sudoku  # noqa: E402
 
 
 def posterior(cells, grids):
     """P(digit | the cells that are known) of each cell: (36, 6) float64
 
     cells: (36,) ints, digits from 0, −1 where unknown.
-    grids: (n, 36) uint8 of sudoku.grids. Each stands for all exchanges of its digits.
+    grids: (n, 36) uint8 of grids.canonical. Each stands for all exchanges of its digits.
     A grid fits if equal cells are equal in it, and different cells are different. All grids that
     fit count alike, because the unknown digits can be exchanged in as many ways in each of them.
     Where no grid fits, a mistake was made before, and every digit has the same probability.
@@ -59,7 +59,7 @@ class Posterior(nn.Module):
     def __init__(self, mask_id, bos, eos):
         super().__init__()
         self.table = nn.Parameter(torch.eye(mask_id + 1), requires_grad=False)  # (V, V)
-        self.ends, self.grids = {0: bos, 37: eos, 38: eos}, sudoku.grids().numpy()
+        self.ends, self.grids = {0: bos, 37: eos, 38: eos}, sudoku.canonical().numpy()
 
     def trunk(self, emb, t):
         logp = torch.full_like(emb, -torch.inf)                                 # (B, L, V)

@@ -19,8 +19,8 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from surest import only_digits  # noqa: E402
 
 import data  # noqa: E402
+import grids as sudoku  # noqa: E402
 import sample  # noqa: E402
-import sudoku  # noqa: E402
 from checkpoint import git_version  # noqa: E402
 from launch import append_jsonl, read_jsonl, run  # noqa: E402
 from mdlm import MDLM  # noqa: E402

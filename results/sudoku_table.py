@@ -22,9 +22,9 @@ import sys
 HERE = os.path.dirname(os.path.abspath(__file__))
 for folder in ("", "lab"):
     sys.path.insert(0, os.path.join(HERE, "..", folder))
+from grids import NATS  # noqa: E402
 from launch import read_json, read_jsonl  # noqa: E402
 from plot import figure  # noqa: E402
-from sudoku import NATS  # noqa: E402
 
 ARMS = {
     "exact": "exact posterior", "binary": "binary", "sm": "SM",

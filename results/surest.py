@@ -7,8 +7,8 @@
 
 Only digits can be drawn: without this rule, a model that is sure of <|eos|> in one cell of an empty
 grid writes it there first. The feedback still sees all tokens. All completions of a grid are known
-(sudoku.grids), so what is left of them after each cell is exact, and so is the true probability of
-a digit. Puzzles are cells of held-out grids; any completion by the rules is right.
+(grids.canonical), so what is left of them after each cell is exact, and so is the true probability
+of a digit. Puzzles are cells of held-out grids; any completion by the rules is right.
 """
 
 import json
@@ -22,8 +22,8 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data  # noqa: E402
+import grids as sudoku  # noqa: E402
 import sample  # noqa: E402
-import sudoku  # noqa: E402
 from checkpoint import git_version  # noqa: E402
 from launch import run, write_text  # noqa: E402
 from mdlm import MDLM  # noqa: E402
@@ -52,12 +52,12 @@ def only_digits(probs, top_p=1.0):
 class Completions:
     """The grids that a partly filled grid can become.
 
-    fit: (n, 36) uint8, those of sudoku.grids() that fit. Each stands for all exchanges of digits,
+    fit: (n, 36) uint8, those of grids.canonical that fit. Each stands for all exchanges of digits,
     so what counts is which cells are equal, and a digit that is not seen yet may be any.
     """
 
     def __init__(self, cells):
-        self.fit, self.seen = sudoku.grids().numpy(), {}
+        self.fit, self.seen = sudoku.canonical().numpy(), {}
         for cell, digit in cells.items():
             self.add(cell, digit)
 

@@ -276,7 +276,7 @@ def test_what_is_no_checkpoint_is_refused_by_its_name(tmp_path):
     for other in {"w": torch.ones(2)}, {"state_dict": {"w": torch.ones(2)}}, torch.nn.Linear(2, 2):
         torch.save(other, path)
         refused(f"^{path} is no model of MDLM's family", load, path)
-    save(path, kind="mdlm", config=vars(model.cfg) | {"arm": "new"}, model=model.state_dict())
+    save(path, kind="mdlm", config=vars(model.cfg) | {"variant": "new"}, model=model.state_dict())
     refused(f"^{path} is of the variant 'new'", MDLM.load, path)
     refused("^--checkpoint=FILE is missing", load, "")
     with pytest.raises(FileNotFoundError):

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 import data
-import sudoku
+import grids
 from conftest import Killed, kill, refused, spy
 from data import Config, main, open_split, prepare
-from launch import Refused
+from launch import Refused, append_jsonl
 
 ROOT = Path(data.__file__).parent
 BYTES = data.tokenizer("bytes")
@@ -114,11 +114,38 @@ def test_every_format_gives_the_same_tokens(tmp_path):
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
 
 
+def test_another_field_gives_the_same_tokens(tmp_path):
+    append_jsonl(tmp_path / "a.jsonl", *[{"id": "x", "content": text} for text in TEXTS])
+    main(Config(source=str(tmp_path / "a.jsonl"), out=str(tmp_path), tokenizer="bytes",
+                field="content", val_docs=2))
+    assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
+
+
+def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
+    """Lines count from 1, also empty ones, and bytes from 0, as they are when unpacked."""
+    lines = jsonl(["x" * 99] * 300).encode()
+    broken = b"\xef\xbb\xbf" + lines[:20_000] + b"\xe9" + lines[20_000:]
+    for name, content, message in (
+            ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 "),
+            ("b.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 "),
+            ("c.json", b'[\n{"text": "a"}]', "line 1 "),
+            ("d.jsonl", broken, "byte 20003[.]"),
+            ("e.jsonl.gz", gzip.compress(broken), "byte 20003[.]"),
+            ("f.txt.xz", lzma.compress(broken), "byte 20003[.]"),
+            ("g.txt.gz", gzip.compress(lines)[:-9], "ended before"),
+            ("h.txt.gz", lines, "gzip"),
+            ("i.txt.xz", lzma.compress(lines)[:-9], "ended before")):
+        (tmp_path / name).write_bytes(content)
+        refused(f"{name}: .*{message}", list, data.documents([tmp_path / name]))
+    refused("there is no nosuch", main, Config(source="nosuch"))
+
+
 def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
     tokens, meta = open_split(prepared(tmp_path, val_docs=1), "train")
     rows, counts = data.text_rows(TEXTS[:-1], BYTES, 12)
     assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 12)), 12))
     assert counts.items() <= meta["train"].items() and counts["documents"] == 4
+    refused("train.bin: ", data.n_rows, tokens, 10**6)
     refused("tokens do not fill one row", data.text_rows, ["short"], BYTES, 12)
 
 
@@ -139,16 +166,16 @@ def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch)
 
 def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path):
     """39,168 different grids by the rules; in rows of L = 39, BOS, 36 digits and two EOS."""
-    grids = sudoku.grids().view(-1, 6, 6)
-    assert len(grids) == 39_168 == len(torch.unique(grids, dim=0))
-    boxes = grids.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
-    for units in (grids, grids.transpose(1, 2), boxes):
+    every = grids.canonical().view(-1, 6, 6)
+    assert len(every) == 39_168 == len(torch.unique(every, dim=0))
+    boxes = every.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
+    for units in (every, every.transpose(1, 2), boxes):
         assert (units.sort(-1).values == torch.arange(6)).all()
     main(Config(source="sudoku", out=str(tmp_path), tokenizer="bytes", grids=300, val_docs=9))
     tokens, _ = open_split(tmp_path, "train")
     assert data.n_rows(tokens, 39) == 300
     rows = data.rows(tokens, torch.arange(300), 39)
     assert (rows[:, 0] == 256).all() and (rows[:, 37:] == 257).all()
-    known = {tuple(grid) for grid in grids.flatten(1).tolist()}
+    known = {tuple(grid) for grid in every.flatten(1).tolist()}
     for grid in (rows[:, 1:37] - 49).tolist():
         assert tuple(map(grid[:6].index, grid)) in known  # digits exchanged

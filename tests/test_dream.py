@@ -1,4 +1,4 @@
-"""dream.py against recorded numbers of the published code, and bad folders."""
+"""dream.py against recorded numbers of the published code, transformers' Qwen2, and bad folders."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import dora
 from checkpoint import write_safetensors
 from conftest import GOLDEN, digest, gen, recorded_adapter, refused
-from dream import Dream, Tokenizer, load_adapter, rope
+from dream import Dream, DreamConfig, Tokenizer, load_adapter, rope
 
 
 @pytest.fixture
@@ -81,6 +81,35 @@ def test_recorded_logits_also_at_other_positions(dream, recorded, monkeypatch):
     close(logits[:, ::4, ::8], recorded["a/logits_posids"], 1e-5)
 
 
+# ---- a class that is not ours, where it is installed
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_tied_qwen2_that_sees_all_positions_and_is_shifted_is_a_dream(tmp_path, dtype, atol):
+    transformers = pytest.importorskip(
+        "transformers", reason="needs transformers: would compare logits with Qwen2ForCausalLM")
+    theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        vocab_size=200, hidden_size=64, intermediate_size=160, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=190, tie_word_embeddings=True))
+    g = gen()
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.04 + ("norm" in name))
+    theirs.to(dtype).save_pretrained(tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"<M>": 194}')
+    x = torch.randint(190, (2, 40), generator=g)
+    x[:, [1, 7, 39]] = 194
+    everything = torch.zeros(2, 1, 40, 40, dtype=dtype)  # what is added to the attention's scores
+    with torch.no_grad():
+        want, causal = (theirs(input_ids=x, attention_mask=mask).logits[:, [0, 6, 38]].flatten(0, 1)
+                        for mask in (everything, None))
+        dream = Dream.load(tmp_path)
+        masks = (x == dream.cfg.mask_token_id).nonzero(as_tuple=True)
+        logits = dream.head(dream.hidden(embed(dream, x), masks))
+    close(logits, want.float(), atol)
+    assert (logits - causal).abs().max() > 0.5
+
+
 # ---- loading
 
 
@@ -89,6 +118,14 @@ def one_file(folder, state):
     for shard in folder.glob("model*"):
         shard.unlink()
     write_safetensors(folder / "model.safetensors", state)
+
+
+def rewrite(folder, name, **changes):
+    """Changes a file of a folder. None removes a field."""
+    file = folder / name
+    values = json.loads(file.read_text()) if file.exists() else {}
+    values = {key: value for key, value in (values | changes).items() if value is not None}
+    file.write_text(json.dumps(values))
 
 
 def test_weights_are_the_mapped_files(folder, dream):
@@ -104,14 +141,50 @@ def test_another_variant_and_broken_weights_are_refused(folder, dream):
     """They would give other logits in silence."""
     file = folder / "config.json"
     whole = file.read_text()
-    for changes in dict(tie_word_embeddings=True), dict(rope_parameters={"rope_type": "yarn"}):
+    for changes in dict(use_sliding_window=True), dict(rope_parameters={"rope_type": "yarn"}):
         file.write_text(json.dumps(json.loads(whole) | changes))
-        refused("tie_word_embeddings = True|rope_type = 'yarn'", Dream.load, folder)
+        refused("use_sliding_window = True|rope_type = 'yarn'", Dream.load, folder)
     file.write_text(whole)
     state = {name: t.clone() for name, t in dream.state_dict().items()}
     state["model.norm.weight"][7] = -math.inf
     one_file(folder, state)
     refused("model.norm.weight has values that are not finite numbers", Dream.load, folder)
+
+
+@torch.no_grad()
+def test_a_tied_head_is_the_table_whichever_of_the_two_is_in_the_file(folder, dream):
+    x, state = torch.randint(190, (2, 12), generator=gen()), dream.state_dict()
+    names = "model.embed_tokens.weight", "lm_head.weight"
+    table, other = state.pop(names[0]), state.pop(names[1])
+    one_file(folder, state | dict.fromkeys(names, table))
+    want = everywhere(Dream.load(folder), x)
+    rewrite(folder, "config.json", tie_word_embeddings=True)
+    prints = set()
+    for inside in (names[:1], names[1:], names):
+        one_file(folder, state | dict.fromkeys(inside, table))
+        tied = Dream.load(folder)
+        assert torch.equal(everywhere(tied, x), want)
+        assert tied.state_dict().keys() == {*state, names[0]} and not tied.table.requires_grad
+        prints.add(tied.fingerprint())
+    assert len(prints) == 1
+    one_file(folder, state | {names[0]: table, names[1]: other})
+    refused("lm_head.weight is not its model.embed_tokens.weight", Dream.load, folder)
+
+
+def test_mask_and_pad_that_config_does_not_name(folder):
+    """No id is guessed: another [MASK] would be an ordinary token to the model."""
+    rewrite(folder, "config.json", mask_token_id=None, pad_token_id=None)
+    with pytest.raises(FileNotFoundError, match="added_tokens.json"):
+        DreamConfig.read(folder)
+    for inside, found in ({"<s>": 191}, "none"), ({"<M>": 193, "[MASK]": 194}, "<M> and .MASK"):
+        rewrite(folder, "added_tokens.json", **inside)
+        refused(f"has {found}", DreamConfig.read, folder)
+    rewrite(folder, "added_tokens.json", **{"[MASK]": None})
+    cfg = DreamConfig.read(folder)
+    assert (cfg.mask_token_id, cfg.pad_token_id) == (193, cfg.eos_token_id)
+    rewrite(folder, "config.json", mask_token_id=0, pad_token_id=0)
+    cfg = DreamConfig.read(folder)
+    assert (cfg.mask_token_id, cfg.pad_token_id) == (0, 0) != cfg.eos_token_id
 
 
 # ---- adapters

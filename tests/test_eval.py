@@ -15,7 +15,7 @@ import checkpoint
 import data
 import eval as evaluation
 import feedback
-import sudoku
+import grids
 from conftest import GOLDEN, ROOT, gen, random_mdlm, refused
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
 from launch import append_jsonl, from_cli, read_json, write_text
@@ -97,13 +97,13 @@ def test_feedback_pays_where_the_shipped_model_fills_several_cells_in_a_call(
     """Spans of 12 of 36 cells. And its bound by t is, on average, that of eval.py."""
     monkeypatch.chdir(tmp_path)
     path = os.path.join(ROOT, "results", "sudoku.safetensors")
-    held_out = sudoku.texts(2000, data.rng("sudoku", "val"))
+    held_out = grids.texts(2000, data.rng("sudoku", "val"))
     data.prepare(["123456", *held_out], "data", BYTES, val_docs=2000)
     words = f"--checkpoint={path} --data=data --width=12 --calls=6,3 --rows=500 --out=r.json"
     feedback.main(from_cli(feedback.Config, [*words.split(), "--batch_size=50", "--device=cpu"]))
     two, four, *tenths = read_json("r.json")["values"].values()  # cells a call
     assert two["gain"] > 4 * two["gain_se"] and four["gain"] > 4 * four["gain_se"]
-    rows = sudoku.ids_of(held_out[::4], 258)
+    rows = grids.ids_of(held_out[::4], 258)
     on, off = (bound(MDLM.load(path), rows, soft, seed=1, floor=0.0)[0].mean().item() / 39
                for soft in (True, False))
     means = [np.mean([tenth[name] for tenth in tenths]) for name in ("off", "gain")]
@@ -284,7 +284,7 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
 
 def test_sudoku_counts_whole_grids(world):
     """Drawn grids are right; one wrong digit, a missing one or a repeated box is not."""
-    *drawn, grid = sudoku.texts(50, gen())
+    *drawn, grid = grids.texts(50, gen())
     latin = "".join("123456"[i:] + "123456"[:i] for i in range(6))  # rows and columns, no boxes
     wrong = grid[:-1] + ("1" if grid[-1] != "1" else "2")
     samples_file("grids.jsonl", [*drawn, grid, grid, wrong, grid[:-1], "7" + grid[1:], latin])

@@ -60,7 +60,7 @@ def config(tmp_path, tiny):
     return lambda task, **flags: E.Config(**{
         "task": task, "data": data(tmp_path, [ROWS.get(task, WORDS)]), "timeout": 10.0,
         "model": tiny[0], "out": str(tmp_path / "results"), "gen_len": 4,
-        "confirm_run_unsafe_code": True, "compile": False} | flags)
+        "confirm_run_unsafe_code": "gsm8k" not in task, "compile": False} | flags)
 
 
 class Answers(E.DreamInHarness):
@@ -245,7 +245,7 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
     os.truncate(path, path.stat().st_size - 9)  # within the third line
     asked = spy(monkeypatch, E, "answer")
     [resumed] = E.evaluate(cfg)
-    assert len(asked) == 2 and resumed["n"] == 4
+    assert len(asked) == 2 and resumed["n"] == 4 and resumed["score"] == 0  # without the flag
     E.evaluate(replace(cfg, out=cfg.out + "-whole"))
     texts = [[line["response"] for line in read_jsonl(path)]
              for path in tmp_path.glob("results*/*.jsonl")]

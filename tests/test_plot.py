@@ -11,7 +11,7 @@ import checkpoint
 import data
 import plot
 import sample
-from conftest import random_mdlm
+from conftest import random_mdlm, refused
 from launch import read_jsonl
 from show import cell_text
 
@@ -134,16 +134,21 @@ def test_benchmarks_are_table_3(tmp_path):
 
 
 def test_figures_over_updates_are_means_over_seeds(tmp_path):
-    """Fig. 3 and 8: two seeds with feedback in files of their names, one binary run."""
+    """Fig. 3 and 8: two seeds with feedback in files of their names, one binary run of a point."""
     drawing()
     for seed, omega_s in (1, 0.1), (2, 0.3):
         gate = {"omega_s": omega_s, "omega_a": 4.0 * seed, "omega_b": -0.5}
         log(tmp_path / f"sm-{seed}.jsonl", {"step": 5, **gate},
             {"step": 10, **gate, "val_soft": 2.0, "val_plain": 2.2})
-    log(tmp_path / "binary" / "log.jsonl", {"step": 5}, {"step": 10, "val_plain": 1.4})
+    log(tmp_path / "binary" / "log.jsonl", {"step": 5}, {"step": 10, "loss": 1.5, "val_plain": 1.4})
     logs = f"{tmp_path}/*.jsonl,{tmp_path}/binary/log.jsonl"
-    bound = plot.MAKERS["runs"](logs).axes[0]
-    assert {line.get_label() for line in bound.lines} == {"binary (n = 1)", "sm (n = 2)"}
+    figure = plot.MAKERS["runs"](logs)
+    loss, bound, *_ = figure.axes
+    assert [line.get_xydata().tolist() for line in loss.lines] == [[[10, 1.5]]]
+    assert {line.get_marker() for line in bound.lines} == {"o"}
+    labels = [text.get_text() for text in figure.legends[0].get_texts()]
+    assert sorted(labels) == ["binary (n = 1)", "sm (n = 2)"]
+    assert len({line.get_color() for line in bound.lines}) == 2 and len({*plot.COLORS}) == 20
     means = [panel.lines[0].get_xydata().tolist() for panel in plot.MAKERS["learned"](logs).axes]
     assert means == [[[5, pytest.approx(y)], [10, pytest.approx(y)]] for y in (0.2, 6.0, -0.5)]
 
@@ -151,8 +156,9 @@ def test_figures_over_updates_are_means_over_seeds(tmp_path):
 def test_a_log_is_a_row_with_its_last_gate_and_its_median_speed(tmp_path):
     lines = [{"step": n, "lam": 0.1 * n, "omega_s": 0.2 * n, "tokens_per_s": speed,
               "seconds": 60 * n} for n, speed in ((1, 10), (2, 3000), (3, 2000))]
+    del lines[-1]["lam"]  # it had no update with feedback
     found = cells(plot.logs(log(tmp_path / "sm-7.jsonl", {"step": 0, "val_soft": 2.0}, *lines)))
-    assert found[2] == ["sm 7", "0.600", "3", "0.300", "2,000", "3"]
+    assert found[2] == ["sm 7", "0.600", "3", "0.200", "2,000", "3"]
 
 
 def test_trace_follows_the_sample(tmp_path):
@@ -178,7 +184,12 @@ def test_trace_follows_the_sample(tmp_path):
     picture = ElementTree.fromstring(plot.trajectory(cfg.trace))  # Fig. 7: a row per call
     assert len(picture.findall("{*}text")) == 12 * len(steps)
     picture = ElementTree.fromstring(plot.sudoku(cfg.trace))  # a group per call
-    assert [len(group.findall("{*}text")) for group in picture.findall("{*}g")] == [11] * len(steps)
+    calls = picture.findall("{*}g")
+    assert [len(call.findall("{*}text")) for call in calls] == [11] * len(steps)
+    still = [call for call in calls if call.get("visibility") == "visible"][-1]
+    assert {text.get("font-weight") for text in still.findall("{*}text")} == {"bold", "normal"}
+    assert [text.text for text in picture.findall("{*}text")][1:] == ["λ", "0", "0.2", "0.4", "0.6"]
+    refused("is no trace", plot.page, cfg.out)
 
 
 EVIL = "</script><b>&"

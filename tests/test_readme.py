@@ -79,7 +79,7 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
     "train": ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=64 --batch_size=4 "
               "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split(),
     "quickstart": ["--length=39"],
-    "openwebtext": ["--overwrite"],
+    "openwebtext": ["--overwrite", "--tokenizer=bytes"],
     "sudoku": ["--given=.5.43.341562524316163254632145415623"],
     "sample": ["--device=cpu"],
     "eval": ["--device=cpu", "--rows=4"],

@@ -10,14 +10,19 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import checkpoint
+import data
+import mdlm
 import sample_dream
+from conftest import random_mdlm
 from mdlm import TwoPass
 from softmask import SoftMask
 
 V, D, MASK = 12, 6, 9
 RECIPES = types.SimpleNamespace(torch=torch, contextlib=contextlib)
-for block in re.findall(r"```python\n(.*?)```",
-                        (Path(__file__).parents[1] / "RECIPES.md").read_text(), re.S):
+PAGE = (Path(__file__).parents[1] / "RECIPES.md").read_text(encoding="utf-8")
+*BLOCKS, SAMPLE, LOOP = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+for block in BLOCKS:
     exec(block, vars(RECIPES))
 
 
@@ -122,6 +127,44 @@ def test_sedd_scores_become_probabilities_first():
     torch.testing.assert_close(*seen)  # p does not know the noise, which scales all scores alike
 
 
+def test_samples_from_python(tmp_path, monkeypatch, capsys):
+    tok = data.tokenizer("bytes")
+    model = random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5)
+    checkpoint.save(tmp_path / "out/stdlib/last.pt", kind="mdlm", step=1, seed=1,
+                    config=vars(model.cfg), model=model.state_dict(), tokenizer=data.describe(tok))
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    exec(SAMPLE, scope)
+    rows = scope["ids"].tolist()
+    assert len(rows) == 2 and len(rows[0]) == 12 and 258 not in rows[0] + rows[1]
+    assert capsys.readouterr().out == "".join(tok.decode(row) + "\n" for row in rows)
+
+
+def run_loop(net, x0, updates):
+    """[(with feedback, whether ω moved, cross-entropy)] of the loop's updates."""
+    torch.manual_seed(0)
+    found = []
+
+    def batches():
+        for _ in range(updates):
+            before = scope["model"].sm.raw_s.item()
+            yield x0
+            moved = scope["model"].sm.raw_s.item() != before
+            found.append((scope["soft"], moved, scope["nll"].mean().item()))
+
+    scope = {"torch": torch, "mdlm": mdlm, "SoftMask": SoftMask, "net": net, "mask_id": MASK,
+             "batches": batches()}
+    exec(LOOP, scope)
+    return found
+
+
+def test_a_loop_of_ones_own_trains_and_moves_omega_with_feedback_alone():
+    net = random_mdlm(vocab_size=V, mask_id=MASK, length=6).net
+    soft, moved, nll = zip(*run_loop(net, torch.full((8, 6), 3), 60))
+    assert soft == moved and 40 < sum(soft) < 56
+    assert sum(nll[-20:]) < 0.3 * sum(nll[:20])
+
+
 def test_modern_bert_is_a_backbone():
     transformers = pytest.importorskip(
         "transformers", reason="would train and decode a random ModernBertForMaskedLM")
@@ -143,3 +186,5 @@ def test_modern_bert_is_a_backbone():
     assert two.sm.raw_s.grad != 0 and 0 < two.lam < 0.9
     ids = sample_dream.decode(two, xt, 3)
     assert torch.equal(ids[:, 1::2], x0[:, 1::2])
+    for soft, moved, _ in run_loop(net, x0, 9):
+        assert soft == moved

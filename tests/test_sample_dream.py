@@ -5,7 +5,9 @@ import dataclasses
 import functools
 import io
 import itertools
+import json
 import os
+import shutil
 import sys
 import types
 
@@ -19,8 +21,10 @@ import dora
 import finetune_dream
 import pretend
 import sample_dream as S
+from checkpoint import read_safetensors, write_safetensors
 from conftest import GOLDEN, gen, plain_omega, recorded_adapter, spy
 from dream import Dream
+from launch import read_json, write_text
 from mdlm import TwoPass
 from oracles import dream_filter, slow_blocks, slow_decode, softmax
 from softmask import SoftMask
@@ -339,6 +343,35 @@ def test_merged_and_unmerged_adapter_decode_alike(tiny, adapter):
     assert (none, eight) == (0, 8) and torch.equal(merged, beside)
     for other in ({"soft": False}, {"omega_b": -1.5}):
         assert not torch.equal(merged, run(**other)[1])
+
+
+def test_a_tied_model_finetunes_and_decodes_as_its_untied_copy(tiny, tmp_path):
+    """Bit for bit, merged or not, also in blocks. The tied one is as small models are released."""
+    folder, out = str(tmp_path / "model"), str(tmp_path / "out")
+    shutil.copytree(tiny[0], folder)
+    config = read_json(f"{folder}/config.json")
+    state = read_safetensors(f"{folder}/model.safetensors")
+
+    def run():
+        write_safetensors(f"{folder}/model.safetensors", state)
+        write_text(f"{folder}/config.json", json.dumps(config))
+        finetune_dream.finetune(finetune_dream.Config(
+            folder, tiny[1], out, overwrite=True, steps=2, eta_bb=1e-2, omega_s=0.9, omega_b=-4.5,
+            p_sm=1.0, warmup=0.0, n_val=3, eval_every=2, device="cpu"))
+        texts, blocks = [], {"block": 8, "cache": "dual"}
+        for flags in {"merge": False}, blocks, blocks | {"threshold": 0.3}:
+            cfg = S.Decoding(folder, f"{out}/best", gen_len=16, **flags)
+            model, tok, sm = S.load_for_decoding(cfg)
+            texts.append(S.answer(model, tok, sm, tok.encode("abc"), cfg)[0])
+        return read_safetensors(f"{out}/best/adapter_model.safetensors"), texts
+
+    state["lm_head.weight"] = state["model.embed_tokens.weight"]
+    untied, texts = run()
+    del state["lm_head.weight"], config["mask_token_id"], config["pad_token_id"]
+    config["tie_word_embeddings"] = True
+    tied, same_texts = run()
+    torch.testing.assert_close(tied, untied, rtol=0, atol=0)
+    assert same_texts == texts and len({*texts}) == 3
 
 
 def test_command_line_prompts_chats_and_infills(tiny, adapter, capsys, monkeypatch):

@@ -1,4 +1,4 @@
-"""The Sudoku language from end to end: its exact posterior, the shipped model, the demonstration.
+"""grids.py and sudoku.py: its exact posterior, the shipped model, the demonstration.
 
 Not here: the grids themselves (test_data.py), counting the right ones (test_eval.py).
 """
@@ -15,6 +15,8 @@ import pytest
 import torch
 
 import data
+import grids
+import plot
 import sudoku
 from conftest import ROOT, gen, random_mdlm, refused
 from data import rng
@@ -33,29 +35,29 @@ from tied import Tied  # noqa: E402
 
 def test_the_posterior_is_that_of_uniform_grids():
     """The chain rule gives ln of the number of grids, in any order; a contradiction is uniform."""
-    grids = sudoku.grids().numpy()
-    [text] = sudoku.texts(1, gen())
+    every = grids.canonical().numpy()
+    [text] = grids.texts(1, gen())
     cells, nats = np.full(36, -1), 0
     for at in torch.randperm(36, generator=data.rng("order")).tolist():
-        p = posterior(cells, grids)
+        p = posterior(cells, every)
         np.testing.assert_allclose(p.sum(1), 1)
         cells[at] = int(text[at]) - 1
         nats -= math.log(p[at, cells[at]])
-    assert abs(nats - sudoku.NATS) < 1e-9
+    assert abs(nats - grids.NATS) < 1e-9
     cells[:2] = 0
-    assert (posterior(cells, grids) == 1 / 6).all()
+    assert (posterior(cells, every) == 1 / 6).all()
     cells = np.full(36, -1)
     cells[[6, 10, 17, 25, 31, 32, 33, 35]] = 0, 3, 0, 5, 4, 0, 5, 2  # shares of 1 + 2e-16
-    assert (posterior(cells, grids) >= 0).all()
+    assert (posterior(cells, every) >= 0).all()
 
 
 def test_what_is_left_of_a_grid_cell_by_cell_is_what_the_posterior_says():
     """And a grid with a wrong digit counts as right until there, and not after it."""
-    [text], left, cells = sudoku.texts(1, gen()), surest.Completions({}), np.full(36, -1)
+    [text], left, cells = grids.texts(1, gen()), surest.Completions({}), np.full(36, -1)
     order = torch.randperm(36, generator=rng("order")).tolist()
     picks = [(at, int(text[at]), 0.9, int(text[at]), 0.9) for at in order]
     for at, digit, *_ in picks:
-        p = posterior(cells, sudoku.grids().numpy())[at]
+        p = posterior(cells, grids.canonical().numpy())[at]
         assert [left.probability(at, i + 1) for i in range(6)] == pytest.approx(p.tolist())
         left.add(at, digit)
         cells[at] = digit - 1
@@ -74,13 +76,13 @@ def test_it_makes_no_mistake_one_token_a_call_and_its_bound_is_the_entropy():
     for order in "random", "entropy":
         generators = [data.rng("exact", i) for i in range(4)]
         ids, nfe = generate_in_order(model, 4, 39, order, top_p=1.0, generator=generators)
-        assert sudoku.right([tok.decode(row) for row in ids.tolist()])["right"] == 1
+        assert grids.right([tok.decode(row) for row in ids.tolist()])["right"] == 1
         assert nfe.tolist() == [39] * 4
-    texts = [text.encode() for text in sudoku.texts(200, gen())]
+    texts = [text.encode() for text in grids.texts(200, gen())]
     rows = torch.tensor([[256, *text, 257, 257] for text in texts])
     nats = bound(model, rows, False, floor=0)[0]
     error = nats.std() / math.sqrt(len(nats))
-    assert abs(nats.mean() - sudoku.NATS) < 3 * error < 5
+    assert abs(nats.mean() - grids.NATS) < 3 * error < 5
 
 
 def test_tied_layers_read_their_own_hidden_states():
@@ -106,38 +108,75 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
     model, tok = MDLM.load(path), data.tokenizer("bytes")
     generators = [data.rng("sample", 1, i) for i in range(128)]  # as `sample.py --seed=1`
     ids, _ = generate_in_order(model, 128, 36, "entropy", 1.0, generators, x=MASKS)
-    right = sudoku.right([tok.decode(row) for row in ids.tolist()])["right"]
+    right = grids.right([tok.decode(row) for row in ids.tolist()])["right"]
     assert right == pytest.approx(0.719, abs=0.03)
-    texts = sudoku.texts(2000, rng("sudoku", "val"))
+    texts = grids.texts(2000, rng("sudoku", "val"))
     rows = torch.tensor([[256, *text.encode(), 257, 257] for text in texts])    # (2000, 39)
     nll = bound(model, rows, True, seed=1, repeats=2, floor=0.0)[0]
     assert nll.mean() / 39 == pytest.approx(0.5318, abs=2e-4)
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
 
 
-def test_the_demonstration_counts_right_grids_and_shows_where_feedback_matters(
-        monkeypatch, capsys):
-    """Of three grids, two are right with feedback and one without: they differ on the last."""
-    [grid], latin = sudoku.texts(1, gen()), "".join("123456123456"[i:i + 6] for i in range(6))
-    ends = [latin, grid, grid], [latin, grid, latin]  # rows and columns are right, and no box
-    states = [[(cells, torch.zeros(3, 36), cells)] for cells in ends]
-    monkeypatch.setattr(sudoku, "fill", lambda *_: dict(zip(("with feedback", "without"), states)))
-    sudoku.demonstrate(types.SimpleNamespace(mask_id=258), 3)
+def test_the_demonstration_shows_the_first_puzzle_on_which_the_sides_differ(monkeypatch, capsys):
+    """Whichever is right. If they agree, or if there is only one side, it shows the first."""
+    [grid], latin = grids.texts(1, gen()), "".join("123456123456"[i:i + 6] for i in range(6))
+
+    def shown(**ends):  # latin: rows and columns are right, and no box
+        sides = {side.replace("_", " "): [(cells, torch.zeros(3, 36), cells)]
+                 for side, cells in ends.items()}
+        monkeypatch.setattr(sudoku, "fill", lambda *_: sides)
+        model = types.SimpleNamespace(mask_id=258, sm="with_feedback" in ends)
+        sudoku.demonstrate(model, 3)
+        return capsys.readouterr().out
+
+    out = shown(with_feedback=[grid, latin, grid], without=[grid, grid, latin])
+    assert re.findall("a call +(.*)", out)[:4] == ["2               2"] * 4
+    found = "call, 2 puzzles .*puzzle 2:.*\n✗ 2 twice in box 1 +✓ no rule broken"
+    assert re.search(found, out, re.DOTALL)
+    out = shown(with_feedback=[latin, grid, grid], without=[latin, grid, grid])
+    assert re.search("both sides agree .* Puzzle 1:.*\n(✗ 2 twice in box 1 *){2}", out, re.DOTALL)
+    out = shown(without=[grid, grid, latin])
+    assert re.search("Puzzle 1, two cells a call:.*\n✓ no rule broken *$", out, re.DOTALL)
+    assert "feedback" not in out
+
+
+def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
+    """The row of two cells a call, for the shipped model. plot.py draws the puzzle shown."""
+    row = r"surest cells first, two a call +(\d+) +(\d+)"
+    monkeypatch.setattr(sudoku, "WAYS", {sudoku.SHOWN: sudoku.WAYS[sudoku.SHOWN]})
+    sudoku.main(sudoku.Config())
     out = capsys.readouterr().out
-    assert re.findall("next +(.*)", out)[:2] == ["2               1"] * 2
-    end = "differ in 1 of 3. Puzzle 3 .*✓ no rule broken +✗ 2 twice in box 1"
-    assert re.search(end, out, re.DOTALL)
+    printed, in_readme = (re.search(row, text).groups()
+                          for text in (out, Path(ROOT, "README.md").read_text("utf-8")))
+    assert [*map(int, printed)] == pytest.approx([*map(int, in_readme)], abs=3)  # other roundings
+    assert "puzzle 2:" in out and "✓ no rule broken          ✗ 2 twice in box 1" in out
+    [given] = re.findall(r"--given=(\S+)\"", plot.__doc__)
+    sudoku.main(sudoku.Config(given=given))
+    assert out.endswith("\n\n" + capsys.readouterr().out)
 
 
-def test_puzzles_are_filled_one_cell_a_call_with_feedback_and_without():
-    model = MDLM.load(os.path.join(ROOT, "results", "sudoku.safetensors"))
-    x = sudoku.ids_of(sudoku.texts(2, gen()), 258)
-    puzzles = sudoku.puzzles(x, 30, 258, [gen(1), gen(2)])
-    for side, states in sudoku.fill(model, puzzles, "entropy").items():
-        assert [cells[1].count(".") for cells, _, _ in states] == [5, 4, 3, 2, 1, 0]
-        ends = sudoku.ids_of(states[-1][0], 258)
-        assert torch.equal(torch.where(puzzles == 258, 258, ends), puzzles)
-        assert any(np.any(lam) for _, lam, _ in states) == (side == "with feedback")
+def test_puzzles_are_filled_so_many_cells_a_call_with_feedback_and_without():
+    model = MDLM.load(sudoku.SHIPPED)
+    x = grids.ids_of(grids.texts(2, gen()), 258)
+    puzzles = grids.puzzles(x, 29, 258, [gen(1), gen(2)])
+    left = {1: [6, 5, 4, 3, 2, 1, 0], 2: [5, 3, 1, 0], 3: [4, 2, 0]}  # rounded up, then even
+    for order, cells_a_call in sudoku.WAYS:
+        for side, states in sudoku.fill(model, puzzles, order, cells_a_call).items():
+            assert [cells[1].count(".") for cells, _, _ in states] == left[cells_a_call]
+            ends = grids.ids_of(states[-1][0], 258)
+            assert torch.equal(torch.where(puzzles == 258, 258, ends), puzzles)
+            assert any(np.any(lam) for _, lam, _ in states) == (side == "with feedback")
+
+
+def test_a_model_of_the_user_also_has_its_bound_printed(monkeypatch, capsys):
+    model = MDLM.load(sudoku.SHIPPED)
+    rows = grids.ids_of(grids.texts(50, rng("sudoku", "val")), 258)
+    monkeypatch.setattr(sudoku, "HELD_OUT", 50)
+    monkeypatch.setattr(sudoku, "demonstrate", lambda model: None)
+    sudoku.main(sudoku.Config(checkpoint=sudoku.SHIPPED))
+    on, off = (bound(model, rows, soft, seed=1, floor=0.0)[0].mean() for soft in (True, False))
+    out = capsys.readouterr().out
+    assert f": {on:.1f} with feedback, {off:.1f} without\n(their entropy is 17.2)" in out
 
 
 def test_a_puzzle_of_the_user_is_filled_or_refused(capsys):
@@ -146,7 +185,9 @@ def test_a_puzzle_of_the_user_is_filled_or_refused(capsys):
     halves = [line.split("     ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
     cells = re.sub(r"\D", "", "".join(line for line in halves if "│" in line))
     assert len(cells) == 36 and all(c in (".", d) for c, d in zip(given, cells))
-    for given, why in ("11" + 34 * ".", "1 twice in row 1"), ("12", "not 36 digits"):
+    [grid] = grids.texts(1, gen())
+    for given, why in (("11" + 34 * ".", "1 twice in row 1"), ("12", "not 36 digits"),
+                       (grid, "no cell is empty")):
         refused(f"cannot be filled, {why}", sudoku.main, sudoku.Config(given=given))
 
 
@@ -156,10 +197,10 @@ def test_the_page_of_tables_is_made_of_the_lines_beside_it(capsys):
 
 
 def test_a_puzzle_keeps_the_given_cells_and_the_ends():
-    grids = torch.arange(78).view(2, 39)
+    rows = torch.arange(78).view(2, 39)
     for given in (0, 36, 12):
-        x = sudoku.puzzles(grids, given, 99, [gen(0), gen(1)])
-        kept = x == grids
+        x = grids.puzzles(rows, given, 99, [gen(0), gen(1)])
+        kept = x == rows
         assert kept.sum(1).tolist() == [given + 3] * 2 and kept[:, [0, 37, 38]].all()
         assert (x[~kept] == 99).all()
     assert not torch.equal(*kept)

@@ -351,7 +351,7 @@ def test_a_flag_beats_the_omega_of_a_file_and_a_preset_does_not(tiny, capsys, fl
 def test_a_wrong_flag_never_starts_a_run(tiny):
     for change, message in (
             (dict(b_l=0.5, b_h=0.5), "--b_l=0.5 must be below --b_h=0.5"),
-            (dict(arm="constant", omega_s=1e-6), "does not learn its λ.*: give --omega_s"),
+            (dict(variant="constant", omega_s=1e-6), "does not learn its λ.*: give --omega_s"),
             (dict(data="no"), "no data in no: run `python data.py openwebtext`, or give --data"),
             (dict(k=259), "--k=259 must be below the 259 tokens of"),
             (dict(n_head=7), "is no multiple of 2 × n_head=7"),
