@@ -15,8 +15,8 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 
-BUDGET = 1e9        # bytes of (n, V) tensors in use, and of those kept for a backward pass
-SM_IN_USE = 7       # (n, V) tensors in fp32 that SM over all of |V| holds at once, the most of all
+BUDGET = 1e9        # bytes of (n, V) tensors in use, and of those kept: little beside a model
+SM_IN_USE = 7       # (n, V) tensors in fp32 that SM over all of |V| holds at once, more than others
 SM_KEEPS = 6        # and keeps for a backward pass: logits, clamped, logp, clamped, exp, π
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
 CPU_CACHE = 1.6e6   # bytes of logits that stay in a CPU's caches while SM passes over them often
@@ -29,9 +29,9 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: number of fp32 (n, V) tensors that fn keeps for its backward pass. If those of all chunks
         take more than BUDGET, none is kept, and the backward pass runs fn again.
-    whole: if fn is compiled, take all rows at once. Each chunk pays for the whole (V, D) weight:
-        padded, cast, and a dense gradient. A compiled fn keeps its logits, in the dtype of the
-        product, and is not recomputed.
+    whole: if fn is compiled, take all rows at once, because each chunk pays for the whole (V, D)
+        weight: padded, cast, and a dense gradient. A compiled fn keeps its logits, in the dtype of
+        the product, and is not recomputed.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
     compiled = getattr(fn, "compiled", False)
@@ -59,6 +59,8 @@ def in_pieces(sm, logits):
     if torch.compiler.is_compiling() or not logits.is_cpu:
         return sm(logits)
     pieces = logits.split(max(1, int(CPU_CACHE / 4 / logits.shape[1])))
+    if len(pieces) == 1:
+        return sm(logits)
     return tuple(None if part[0] is None else torch.cat(part) for part in zip(*map(sm, pieces)))
 
 

@@ -64,6 +64,8 @@ class Tokens:
 
 def open_split(dir, split):
     """(Tokens, meta): the stream of "train" or "val", memory-mapped, and what meta.json holds."""
+    if not os.path.exists(f"{dir}/meta.json"):
+        raise Refused(f"no data in {dir}: run `python data.py openwebtext`, or give --data")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
     ids = np.memmap(path, np.uint16, "r")

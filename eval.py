@@ -66,7 +66,7 @@ class Config:
     floor: Share = ALPHA_FLOOR      # smallest t and α. 0: Eq. 2 itself, 0.1 to 0.3 % above this
     dtype: launch.DType = "auto"    # bfloat16 where the GPU has it [code], else float32
     # samples, sudoku
-    samples: str = "samples.jsonl"  # of sample.py; shards NAME.RANK.jsonl of a run are one file
+    samples: str | None = None      # of sample.py; shards NAME.RANK.jsonl of a run are one file
     length: Size = 1024             # tokens of a held-out row, where --samples= is empty
     scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
     scale: float = 5.0              # of MAUVE, App. B.1
@@ -155,6 +155,8 @@ def held_out_rows(cfg, special, L):
     counts: {documents, tokens, bytes} of the whole text.
     """
     if cfg.metric == "zero_shot":
+        if not cfg.text:
+            raise Refused("zero_shot needs --text=PATH, such as --text=yours.txt")
         tok = data.tokenizer(special["name"], cfg.tokenizer_dir)
         rows, counts = data.text_rows(data.documents(data.find_files(cfg.text)), tok, L)
     else:
@@ -300,6 +302,9 @@ def measure_samples(cfg):
     The entropy comes first: where it is low, the others flatter the samples. Each number is
     written as soon as it is known, so a missing package costs only what needs it.
     """
+    if cfg.samples is None:
+        raise Refused(f"{cfg.metric} needs --samples=FILE of sample.py, such as "
+                      f"--samples=samples.jsonl; --samples= takes held-out rows of --data")
     if cfg.samples:
         samples, settings = read_samples(cfg.samples)
         stem = cfg.samples.removesuffix(".jsonl")

@@ -259,7 +259,7 @@ def finetune(cfg):
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # ---- the loop
-    start, stop = done, 0  # stop: the signal that ends it
+    start, stop, line = done, 0, {}  # stop: the signal that ends it. line: the last of the log
     # Rank 0 alone writes, so it alone locks.
     locked = launch.lock(cfg.out) if master else contextlib.nullcontext()
     with locked, launch.signals() as caught:
@@ -297,7 +297,8 @@ def finetune(cfg):
                            f"with --resume goes on", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
     command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
-    launch.leave(here, f"{model.warning()}\n{command}".strip(), 0)
+    warning = model.warning(line["ce_per_mask"]) if line else ""
+    launch.leave(here, f"{warning}\n{command}".strip(), 0)
     return model
 
 
@@ -447,8 +448,9 @@ def log_line(done, cfg, model, sums):
     line = {"step": done, "loss": sums["loss"] / sums["dialogues"],
             "ce_per_mask": sums["nll"] / sums["masks"],
             "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
-            "lam": sums["lam"] / max(1, sums["soft"]),
             "tokens_per_s": sums["tokens"] / sums["seconds"]}
+    if sums["soft"]:
+        line["lam"] = sums["lam"] / sums["soft"]
     if model.sm:
         line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
         if model.sm.k is None:

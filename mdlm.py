@@ -7,12 +7,12 @@
     Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
-A backbone is three things. SM changes what goes from `table` to `hidden`, by what `head` predicted:
+A backbone is three things. SM changes what goes from `table` to `hidden`, by what `head` predicted
+in the pass before:
 
-    table                     (V, D)                          the embeddings
-    hidden(emb, masks, t)     (B, L, D), (b, l), (B,) → (N, D)   last hidden states that predict the
-                                                              masked positions
-    head(h)                   (n, D) → (n, V)                 logits, fp32 always
+    table                     (V, D)                              the embeddings
+    hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  what predicts the masked positions
+    head(h)                   (n, D) → (n, V)                     logits, fp32 always
 
 `masks` is the index pair (b, l) of the N masked positions, each (N,): x[masks] are their tokens.
 Logits have a row for each of them, and exist only a chunk at a time (chunks.py). Submodules have
@@ -239,8 +239,8 @@ class TwoPass(nn.Module):
         p  = g_θ(x')           a forward pass with a graph, to θ and through x' to ω l.7
         L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
 
-    The way to Eq. 3: token_nll, feedback, weigh, SoftMask.forward, SoftMask.strength. Between them,
-    in_chunks and in_pieces only cut rows into parts.
+    The way to Eq. 3: MDLM.forward (at the end of this file), token_nll, feedback, weigh,
+    SoftMask.forward, SoftMask.strength. Between them, in_chunks and in_pieces only cut rows.
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
@@ -266,7 +266,7 @@ class TwoPass(nn.Module):
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
             with self.detached():                                              #                 l.5
-                # Of p~, whose logits exist in chunks only. Dropout is on [code].
+                # It stands for p~, which `weigh` makes in chunks. Dropout is on [code].
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
@@ -323,16 +323,16 @@ class TwoPass(nn.Module):
     def score(self, h, x0):
         return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk
 
-    def warning(self, ce_per_mask=0.75):
-        """What to tell the user if training has left feedback off, which no loss shows, else "".
+    def warning(self, ce_per_mask):
+        """A sentence for the user if training has left feedback off, else "". No loss shows it.
 
-        ce_per_mask: nats, near the mean entropy H (default: where the paper's ω_b starts). With
+        ce_per_mask: cross-entropy per mask in nats, which stands for the mean entropy H. With
         ω_b = −H, λ is ω_s / 2 at this entropy (Eq. 3).
         """
         if self.sm is None or not self.lam < 1e-3:
             return ""
         return (f"feedback is off: λ is {self.lam:.1g} on average. Train longer, or start with "
-                f"--omega_s=0.5 --omega_a=1 --omega_b={-ce_per_mask:.2g}")
+                f"--omega_s=0.5 --omega_a=1 --omega_b={-max(0.01, ce_per_mask):.2g}")
 
 
 def with_omega_in_graph(nll, sm):
@@ -366,12 +366,12 @@ class MDLM(TwoPass):
 
         L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        The weight is −α′_t / (1 − α_t): 1/t for α_t = 1 − (1 − floor) t, whatever the floor. L is a
-        bound up to ALPHA_FLOOR and T_MIN, which cost it about 0.1 %.
-        With feedback, it bounds a sampler that makes both passes in every step. Alg. 2 makes one:
-        its feedback comes from the step before, and pass 1 stands in for that step (§3.2).
+        The weight is −α′_t / (1 − α_t): 1/t for α_t = 1 − (1 − floor) t, whatever the floor. For
+        ALPHA_FLOOR and T_MIN, L is 0.1 to 0.3 % too small (not with eval.py's --floor=0).
+        With feedback, it bounds the likelihood of a sampler that makes both passes in every step.
+        Alg. 2 makes one, with the prediction of the step before: pass 1 stands in for that (§3.2).
         """
-        nll, masks = self.token_nll(x0, xt, t, soft, masks)                    # (N,), 2 × (N,)
+        nll, masks = self.token_nll(x0, xt, t, soft, masks)  # see TwoPass       (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
 
     @classmethod

@@ -8,10 +8,10 @@
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
-    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --sampler=remdm-loop
+    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --out=samples.jsonl
 
-The last command makes the samples of one cell of Tables 1 and 2, one JSON line each, and goes on
-after a stop. Under torchrun each rank has a file: samples.RANK.jsonl.
+A sample is printed, or with --out becomes a JSON line. The last command makes those of one cell of
+Tables 1 and 2, and goes on after a stop. Each of its ranks has a file: samples.RANK.jsonl.
 """
 
 import math
@@ -76,9 +76,8 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         speed = (1 - ALPHA_ON) / T_OFF
         share_t, share_s = t * speed, s * speed
     reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
-    # In remdm-loop it can be above 1, and the share is missed. At rest there are nine tokens to a
-    # mask, so each mask has to appear with nine times η. And a step follows the rule of its start:
-    # a long one from before T_ON would fall too far.
+    # In remdm-loop it can be above 1, and the share is missed: at rest, with nine tokens to a mask,
+    # it is nine times η, and a long step from before T_ON falls too far.
     return min(1.0, reveal), sigma
 
 
@@ -89,7 +88,7 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
     sampler, eta: for `step_probs`.   every: see `generate`.
     Returns [(t, appear, vanish, u)]: at time t, the masks at `appear` (m,) become tokens, and the
         tokens at `vanish` become masks. u: (m,) float64 in [0, 1), for `sample_categorical`. If
-        masks are left after the last step, they appear in one more turn, with NaN for u.
+        masks are left after the last step, they appear in one more turn [code], with NaN for u.
     """
     turns, masked = [], free.copy()
     dt = (1 - T_END) / steps
@@ -116,12 +115,12 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
 def side_by_side(plans, masked, device):
     """Turn 1 of every sequence, then turn 2 of every sequence, …                             [ours]
 
-    Each leaves out steps of its own, whatever its neighbors do. So in one turn they are at
-    different times. One that is finished stays, at T_END: CUDA graphs need static shapes.
+    Each leaves out steps of its own, so in one turn they are at different times. One that is
+    finished stays, at T_END: CUDA graphs need static shapes.
 
     plans: of n sequences, by `coins`.   masked: (n, L) bool, the masks at the start.
-    Yields t (n,), three index pairs (b, l), where a token appears, where a mask stays and where a
-        token vanishes, and u (m,) of the tokens that appear. All but u are moved to `device`.
+    Yields t (n,), the index pairs (b, l) where a token appears, a mask stays, a token vanishes,
+        and u (m,) of the tokens that appear. All but u are moved to `device`.
     """
     masked = masked.copy()
 
@@ -166,9 +165,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     The coins of l.5 do not depend on the network. So they are all tossed before the first l.3, and
     l.4 draws only the tokens that appear. Turns in which nothing changes are left out (App. C.4)
-    [code], unless `every` asks for them, as in App. C.5. In such a turn a binary model would repeat
-    its prediction, and one with SM would iterate its feedback. If masks are left after t = 1, one
-    more call gives them their likeliest tokens [code].
+    [code], unless `every` asks for them, as in App. C.5: there SM would iterate its feedback.
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
@@ -344,7 +341,7 @@ class Config:
     infill: str = ""            # text with ___ where some is missing
     given: str = ""             # a puzzle: one character a token, and a dot for each to be filled
     seed: int = 1
-    out: str = "samples.jsonl"  # appended to. A sample that it already holds is not made again
+    out: str = ""               # appended to; what it holds is not made again (default: print)
     show: bool = False          # watch the first sequence of every batch
     trace: str = ""             # a file for one trajectory, a JSON line per step, for lab/plot.py
     tokenizer_dir: str = ""     # folder of GPT-2's vocabulary, for machines without a network
@@ -373,38 +370,10 @@ def starting_ids(cfg, tok, special):
         ids = [bos, *encode(text)] if text else []
         ids += (L - len(ids)) * [mask]
     if len(ids) != L or mask not in ids:
-        raise Refused(f"{len(ids)} tokens, {ids.count(mask)} of them masks, for length {L}: "
-                      f"--infill needs ___, --given needs L − 3 cells and dots")
+        raise Refused(f"{len(ids)} tokens with BOS and EOS, {ids.count(mask)} of them masks, for "
+                      f"length {L}: a text may take {L - 1}, --infill needs ___, --given {L - 3} "
+                      f"characters, with dots among them")
     return torch.tensor(ids)
-
-
-def files_of(cfg, here):
-    """The file of this rank, and the lines of all ranks, so that all decide alike."""
-    paths = [cfg.out]
-    if here.world > 1:
-        paths = [f"{cfg.out.removesuffix('.jsonl')}.{r}.jsonl" for r in range(here.world)]
-    if cfg.trace and os.path.realpath(cfg.trace) in map(os.path.realpath, [cfg.out, *paths]):
-        raise Refused(f"--trace={cfg.trace} is a file of samples: give another --trace")
-    return paths[here.rank], [line for path in paths for line in read_jsonl(path)]
-
-
-def texts_of(path, settings, seed):
-    """{index: text} of the samples in a file. Raises Refused if they have other settings."""
-    texts = {}
-    for line in read_jsonl(path):
-        if (line.get("settings"), line.get("seed")) != (settings, seed):
-            raise Refused(f"{path} holds samples of other settings: choose another --out")
-        texts[line["index"]] = line["text"]
-    return texts
-
-
-def settings_of(cfg, step, weights, tokenizer, dtype):
-    """What decides how a sample looks, for every line of --out. weights: a sum that tells them."""
-    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    if cfg.sampler == "entropy":
-        settings["surest"] = "by the whole prediction"  # it was by the nucleus once
-    return settings | {"step": step, "weights": weights, "tokenizer": tokenizer,
-                       "dtype": str(dtype or torch.float32)}
 
 
 def load(cfg):
@@ -413,24 +382,35 @@ def load(cfg):
     model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
-    if tok.n_vocab != model.mask_id or cfg.length > model.cfg.length:
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens and length {model.cfg.length}, "
-                      f"not the {tok.n_vocab} of {tok.name} or --length={cfg.length}")
+    if tok.n_vocab != model.mask_id:
+        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, not the {tok.n_vocab} of "
+                      f"{tok.name}")
+    if cfg.length > model.cfg.length:
+        raise Refused(f"--length={cfg.length} is over the {model.cfg.length} that {cfg.checkpoint} "
+                      f"was trained with")
     return model, tok, cfg
 
 
-def resolved(cfg, n_masks, here, lines):
-    """cfg with numbers where it has defaults.   n_masks: in the ids to start from.
+def file_and_lines(cfg, here):
+    """The file of this rank, and the lines of all ranks, so that all decide alike."""
+    if here.world > 1 and not cfg.out:
+        raise Refused("torchrun needs --out=FILE, such as --out=samples.jsonl")
+    paths = [cfg.out]
+    if here.world > 1:
+        paths = [f"{cfg.out.removesuffix('.jsonl')}.{r}.jsonl" for r in range(here.world)]
+    if cfg.trace and os.path.realpath(cfg.trace) in map(os.path.realpath, [cfg.out, *paths]):
+        raise Refused(f"--trace={cfg.trace} is a file of samples: give another --trace")
+    return paths[here.rank], [line for path in paths for line in read_jsonl(path)]
 
-    lines: of --out. CUDA graphs change the last bits of a sample. So new ones have them if the
-        first line does. A file without lines gets them where they pay.
-    """
+
+def resolved(cfg, n_masks, here, lines):
+    """cfg with numbers where it has defaults.   n_masks: at the start.   lines: of --out."""
     if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
         raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: give it a remdm sampler")
     steps, compiled = cfg.steps, cfg.compile
     if steps is None:
         steps = n_masks if cfg.sampler in ORDERS else cfg.length
-    if compiled is None and lines:
+    if compiled is None and lines:  # CUDA graphs change the last bits of a sample
         compiled = lines[0].get("settings", {}).get("compile")
     if compiled is None:
         calls = steps * math.ceil(cfg.count / cfg.batch_size / here.world)
@@ -438,40 +418,28 @@ def resolved(cfg, n_masks, here, lines):
     return replace(cfg, steps=steps, compile=compiled, every=cfg.every or cfg.trace != "")
 
 
-def watcher(cfg, tok, model):
-    """An on_step or None, and the samples that are made for it even if the file holds them."""
-    if cfg.trace:
-        launch.write_text(cfg.trace, "")
-        return trace(tok, model, cfg.trace), [0]
-    if cfg.show:
-        return show(tok, model.mask_id), range(cfg.count)
-    return None, []
-
-
-def batches(todo, cfg):
-    """The samples `todo`, cfg.batch_size at a time.
-
-    With CUDA graphs a smaller batch would compile for another minute. So copies of its last sample
-    fill it.
-    """
-    size = min(len(todo), cfg.batch_size)
-    parts = [todo[i:i + size] for i in range(0, len(todo), cfg.batch_size)]
-    if cfg.compile:
-        parts = [part + (size - len(part)) * part[-1:] for part in parts]
-    return parts
+def settings_of(cfg, model, tok, here):
+    """All that decides how a sample looks. It stands in every line of --out."""
+    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
+    if cfg.sampler == "entropy":
+        settings["surest"] = "by the whole prediction"  # by its nucleus, samples would be others
+    weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
+    return settings | {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
+                       "dtype": str(here.dtype or torch.float32)}
 
 
 def main(cfg):
     here = launch.machine(cfg.device)
+    path, lines = file_and_lines(cfg, here)
 
-    # ---- the model, and all that decides how a sample looks
+    # ---- the model, and what there is already
     model, tok, cfg = load(cfg)
-    path, lines = files_of(cfg, here)
     x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here, lines)
-    weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
-    settings = settings_of(cfg, model.info["step"], weights, tok.name, here.dtype)
-    texts = texts_of(path, settings, cfg.seed)                                 # {index: text}
+    settings = settings_of(cfg, model, tok, here)
+    if any((line.get("settings"), line.get("seed")) != (settings, cfg.seed) for line in lines):
+        raise Refused(f"{path} holds samples of other settings: choose another --out")
+    texts = {line["index"]: line["text"] for line in lines}
 
     # ---- the device
     model.to(here.device)
@@ -484,13 +452,20 @@ def main(cfg):
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
     if cfg.sampler in ORDERS:
         decode = partial(generate_in_order, order=cfg.sampler)
-    watch, watched = watcher(cfg, tok, model) if here.rank == 0 else (None, [])
+    watch, watched = None, []  # samples to make even if the file holds them
+    if here.rank == 0 and cfg.trace:
+        launch.write_text(cfg.trace, "")
+        watch, watched = trace(tok, model, cfg.trace), [0]
+    elif here.rank == 0 and cfg.show:
+        watch, watched = show(tok, model.mask_id), range(cfg.count)
     todo = [i for i in range(here.rank, cfg.count, here.world) if i not in texts or i in watched]
-    title = f"{len(todo)} samples"
-    if cfg.compile:
-        title += ", the first after a minute of compiling"
-    for batch in progress(batches(todo, cfg), title,
-                          disable=here.rank > 0 or cfg.show or not todo):
+    title = "samples, the first after a minute of compiling" if cfg.compile else "samples"
+    bar = progress(total=len(todo), desc=title, disable=here.rank > 0 or cfg.show or not todo)
+    size = min(len(todo), cfg.batch_size)
+    for start in range(0, len(todo), cfg.batch_size):
+        batch = todo[start:start + size]
+        if cfg.compile:  # a smaller batch would compile for another minute: copies fill it
+            batch += (size - len(batch)) * batch[-1:]
         generators = [rng("sample", cfg.seed, i) for i in batch]
         with here.autocast():
             ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
@@ -498,12 +473,18 @@ def main(cfg):
         if cfg.trace:
             watch = None  # its file is for one trajectory
         for i, row, calls in zip(batch, ids.tolist(), nfe.tolist()):
-            if i not in texts:  # else it was made to be watched
-                texts[i] = tok.decode(row)
+            if i in texts:  # it was made to be watched, or to fill a batch
+                continue
+            texts[i] = tok.decode(row)
+            if path:
                 append_jsonl(path, {"ids": row, "text": texts[i], "nfe": calls, "seed": cfg.seed,
                                     "index": i, "settings": settings})
-    if here.rank == 0:
-        print(f"{texts[0]}\n{path}: {len(texts)} samples")
+            else:
+                bar.write(texts[i])
+        bar.update(len({*batch}))
+    bar.close()
+    if path and here.rank == 0:
+        print(f"{texts[0]}\nwritten to {path}")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ p is the last prediction at this mask, H its entropy in nats, m and v_i are the 
 and of token i. Three scalars are learned: ω_s, ω_a and ω_b. `python softmask.py` prints an example.
 To use SM with any model that takes embeddings:
 
-    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)   # the paper starts at 1e-6
+    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)   # the authors: 1e-6 [code]
     table = model.get_input_embeddings().weight           # (V, D)
     with torch.no_grad():
         logits = model(input_ids=x).logits                # (B, L, V)  what it predicts at the masks
@@ -23,9 +23,10 @@ What goes wrong, and what to do:
 
 1. ω hardly moves at a backbone's learning rate. Give it a group of its own in the optimizer, with a
    rate near 1e-2 (App. B.2) and no weight decay, which would pull ω_s towards 0.5.
-2. The first decoding step has no feedback. So leave it out of 20 % of the updates, 1 − p_sm (§3.2).
+2. The first decoding step has no feedback. So leave it out of a share of the updates (§3.2), of
+   20 % (MDLM, App. C.3) or 50 % (Dream, App. B.2).
 3. λ can stay near 0: feedback is off, and the loss does not show it. Print λ at the masks, the
-   first output of sm(logits[x == mask_id]). Start ω_b near −H, minus the entropy there [ours].
+   first output of sm(logits[x == mask_id]). Start ω_b near the mean of −H there [ours].
 4. Row l of the logits must predict position l. Shift those of a model that predicts the next token.
 5. Nothing is detached here. Whether the first pass gets gradients is up to the caller's no_grad.
 6. Give autocast cache_enabled=False. Otherwise older torch (2.6 and 2.9 do, 2.13 does not) reuses
@@ -55,7 +56,8 @@ class SoftMask(nn.Module):
     `embed` turn them into embeddings.
 
     k: tokens in the mix; None: the paper's k = |V|, at a learned temperature that starts at tau.
-    omega_s in [0, 1): amplitude.   omega_a > 0: steepness, per nat.   omega_b < 0: offset, nats.
+    omega_s in [0, 1): amplitude; 0 starts at EPS.   omega_a > 0: steepness, per nat.
+    omega_b < 0: offset, nats.
     The parameters are raw: ω is a sigmoid or a softplus of them, so that its constraints hold.
     Checked against tests/oracles.py soft_mask.
     """
@@ -109,16 +111,16 @@ class SoftMask(nn.Module):
         table: (V, D), the embeddings.   lam (N,), ids, pi: from `forward`.
         Returns (N, D) in the table's dtype. One-hot vectors are never made.
         """
-        lam = lam[:, None]                                                         # (N, 1)
+        share = lam[:, None]                                                       # (N, 1)
         if ids is None:
             # Autocast would round this product to bf16, and ω's gradient with it.
             with torch.autocast(table.device.type, enabled=False):
                 guess = pi.to(table.dtype) @ table                                 # (N, D)
-            return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)  # (N, D)
+            return ((1 - share) * table[self.mask_id] + share * guess).to(table.dtype)
         # [MASK] is one more id: a lookup of its own would cost one more dense (V, D) gradient.
         mask_ids = torch.full_like(ids[:, :1], self.mask_id)                       # (N, 1)
         vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)                # (N, k+1, D)
-        shares = torch.cat((lam * pi, 1 - lam), 1)                                 # (N, k+1)  fp32
+        shares = torch.cat((share * pi, 1 - share), 1)                             # (N, k+1)  fp32
         return (shares[..., None] * vectors).sum(1).to(table.dtype)                # (N, D)
 
     def embed(self, table, x, logits):
@@ -145,7 +147,7 @@ class SoftMask(nn.Module):
     def omega(self):
         """(ω_s, ω_a, ω_b), constrained: three 0-d fp32 tensors                          App. B.1"""
         if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) skips `_apply`
-            raise ValueError(f"ω in {self.raw_s.dtype} may not learn: call SoftMask.float()")
+            raise ValueError(f"ω in {self.raw_s.dtype} may not learn: call .float() on it")
         omega_a = F.softplus(self.raw_a) + EPS
         omega_b = -F.softplus(self.raw_b) - EPS
         return torch.sigmoid(self.raw_s), omega_a, omega_b
@@ -183,8 +185,7 @@ def neg_entropy(logp):
 def time_gain(schedule, t, switch=0.5):
     """Factor on λ that turns SM up or down during decoding, in [0, 1]                      App. C.9
 
-    lam, ids, pi = sm(logits)
-    soft = sm.mix(table, time_gain("linear", t) * lam, ids, pi)
+    To use it, scale λ before the mix: sm.mix(table, time_gain("linear", t) * lam, ids, pi).
 
     schedule      gain                    feedback
     none          1                       always
@@ -193,7 +194,7 @@ def time_gain(schedule, t, switch=0.5):
     linear-late   1 − t                   binary → SM
     stepwise-late 1 if t <= switch        binary → SM
 
-    t: time left, from 1 to 0. The released code uses the share of masks that remain [code].
+    t: a float, the time left, from 1 to 0. [code]: the share of masks that remain.
     """
     gains = {"none": 1.0, "linear": t, "stepwise": float(t > switch),
              "linear-late": 1 - t, "stepwise-late": float(t <= switch)}

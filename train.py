@@ -5,15 +5,15 @@
     python train.py stdlib                        # text: the source code of Python itself
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
-    torchrun --nproc_per_node=8 train.py continue --init_from=mdlm.ckpt       # 100k updates more
+    torchrun --nproc_per_node=8 train.py continue         # 100k updates more, from mdlm.ckpt
     python train.py owt --data=data/yours --n_layer=6 --length=256 --resume   # any field of Config
 
 The first word is a preset, below.
 
 Every random number is a function of what it is for: (seed, "t", step) for times, (seed, "q", step,
 j) for masks. Steps count from 0: update 17 of the log has step 16. Micro-batches j count over all
-ranks: one process with 4 of them and two with 2 make the same run. And a run that was stopped or
-killed goes on as if it had never stopped: there is no random state to save.
+ranks: one process with 4 of them and two with 2 make the same run. And a run that was stopped, or
+killed after a save, goes on as if it had never stopped: there is no random state to save.
 
     batch, update      one update of θ and ω                                          Alg. 1 l.2-9
     train              the data, the model, and the loop around `update`
@@ -117,7 +117,7 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
     # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
     coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
     soft = model.sm is not None and coin < cfg.p_sm
-    times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)           # l.3
+    times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
@@ -132,8 +132,8 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         with launch.accumulate(parallel, last=j + here.world >= M):
             with here.autocast():
                 loss = parallel(x0, xt, t, soft, tuple(masks))  # MDLM.forward   (b,)          l.5-8
-            # DDP averages over the ranks. So this is Σ loss over all tokens of the update, not over
-            # its masks [code], and any split gives the same.
+            # Each rank divides by its share of the tokens, as DDP averages over ranks. So the
+            # gradient is that of Σ loss / (all tokens, masked or not) [code], for any split.
             (loss.sum() / (x0.numel() * M // here.world)).backward()
         loss = loss.detach()
         # loss @ t is the cross-entropy without its weight 1/t.
@@ -194,8 +194,6 @@ def train(cfg):
         data.prepare_preset(cfg.data)
     if here.world > 1:
         dist.barrier()
-    if not os.path.exists(os.path.join(cfg.data, "meta.json")):
-        raise Refused(f"no data in {cfg.data}: run `python data.py openwebtext`, or give --data")
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
@@ -342,7 +340,7 @@ def load_last(path, cfg, source):
 
 
 def load_initial(model, cfg, special, flags):
-    """Start from the raw weights of a file [code], or its average alone, and from its ω, if any.
+    """Load θ of a file: raw weights [code], or the average of a step-N.pt. And ω, if it has one.
 
     flags: names; an ω among them is not taken from the file. Returns where ω is from.
     """

@@ -94,7 +94,7 @@ def test_gpu_sh_gives_flags_that_exist(tmp_path):
     for size in "toy", "gpu":
         env = os.environ | {"PYTHON": str(stand_in), "WORK": str(tmp_path / "work"),
                             "OUT": str(tmp_path / size), "SIZE": size}
-        subprocess.run(["bash", f"{ROOT}/results/gpu.sh"], capture_output=True, env=env)
+        subprocess.run(["bash", f"{ROOT}/lab/gpu.sh"], capture_output=True, env=env)
     commands = [line.split() for line in kept.read_text().splitlines()]
     assert len(commands) == 20
     for script, *words in commands:

@@ -157,8 +157,7 @@ def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch)
             spy(patch, os, "replace", renamed + 1, kill)
             prepared(tmp_path)
         for split in "train", "val":
-            with pytest.raises(FileNotFoundError):
-                open_split(tmp_path, split)
+            refused("no data in", open_split, tmp_path, split)
     prepared(tmp_path)
     assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
     assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]

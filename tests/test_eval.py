@@ -239,6 +239,8 @@ def test_ppl_of_a_checkpoint(world):
                                  "text": text, "dtype": "float32"}
     for other in "--ema=False", "--seed=2", "--floor=0":
         assert result(*ppl, "--rows=5", other)["values"] != found["values"]
+    refused("no data in no: run", main, *ppl[:2], "--data=no")
+    refused("zero_shot needs --text=PATH", main, "zero_shot", ppl[1])
     write_text("other.txt", "some other text\n" * 30)
     zero_shot = result("zero_shot", "--checkpoint=last.pt", "--text=other.txt")["settings"]
     assert zero_shot["n"] == (16 * 30 + 1) // 14 and zero_shot["text"]["bytes"] == 480
@@ -266,7 +268,8 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     compute = lambda **given: mauve.update(given) or types.SimpleNamespace(mauve=0.25)
     monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute))
     data.prepare(["abcdefghij" * 9] * 9, "letters", BYTES, val_docs=3)
-    samples = "samples", "--data=letters", "--scale=3", "--seed=7"
+    refused("samples needs --samples=FILE", main, "samples")
+    samples = "samples", "--samples=samples.jsonl", "--data=letters", "--scale=3", "--seed=7"
     found = result(*samples)
     nats, tokens, features = score(["$abcdef$$", "$bcdefg$$", "$cdefgh$$", "$defgh$$"])
     assert found["values"].items() >= {

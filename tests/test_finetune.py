@@ -235,6 +235,7 @@ def test_four_updates_are_adam_by_hand(cfg, monkeypatch, kind, k, coin):
             move = (m / (1 - 0.9 ** n)) / ((v / (1 - 0.999 ** n)).sqrt() + 1e-8)
             p.data = p.data - etas[p] * lr * move
             p.grad = None
+        assert ("lam" in logged(cfg.out)[step]) == any(softs)
     assert tossed == {0, 8} if coin == "update" else tossed - {0, 8}
     for ours, theirs in zip(trained(model), etas, strict=True):
         # Of steps of up to 1e-2. The rounding of tiny gradients moves a weight by 2.6e-6.
@@ -340,10 +341,14 @@ def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
     assert load_adapter(Dream.load(tiny_dream), tmp_path) is None  # no ω is left
 
 
-def test_validation_is_the_same_every_time_and_best_is_kept(cfg):
-    finetune(replace(cfg, steps=3, eval_every=1, eta_bb=0.0, eta_sm=0.0))  # nothing learns
+def test_validation_is_the_same_every_time_and_best_is_kept(cfg, capsys):
+    """The warning that feedback is off has an ω_b for this run."""
+    cfg = replace(cfg, steps=3, eval_every=1, eta_bb=0.0, eta_sm=0.0, omega_s=1e-6)
+    finetune(cfg)  # nothing learns
     first, *others = ((line["val_soft"], line["val_plain"]) for line in logged(cfg.out))
     assert others == [first, first] and os.path.exists(cfg.out + "/best/transparency_config.json")
+    ce = logged(cfg.out)[-1]["ce_per_mask"]
+    assert f"--omega_a=1 --omega_b={-ce:.2g}\n" in capsys.readouterr().out
 
 
 def test_a_binary_run_takes_the_place_of_another_only_when_asked(cfg):

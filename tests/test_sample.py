@@ -275,16 +275,28 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
         for _ in range(2):  # the second time nothing is left to do
             assert run(count=5) == whole
     refused("other settings", run, count=5, seed=2)
-    refused("or --length=99", run, length=99)
+    refused("--length=99 is over the 32 that", run, length=99)
     refused("is a file of samples", run, count=5, trace=str(file))
     refused("--eta does nothing", run, eta=0.5)
     assert run(count=5) == whole
     assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
 
 
+def test_without_a_file_every_sample_is_printed(run, capsys):
+    """Of any settings, by one command after another. The bar counts samples."""
+    whole = run(count=3)
+    for prompt in "", "def f(x):":
+        capsys.readouterr()
+        assert not run("none", out="", prompt=prompt, count=3, batch_size=2)
+        said = capsys.readouterr()
+        assert "3/3" in said.err and said.out.count("<|bos|>" + prompt) >= 3 * bool(prompt)
+        assert (said.out == "".join(line["text"] + "\n" for line in whole)) == (not prompt)
+
+
 def test_ranks_write_their_own_shards(run, tmp_path, monkeypatch):
     whole = run("one", count=5)
     monkeypatch.setenv("WORLD_SIZE", "2")
+    refused("torchrun needs --out=FILE", run, out="")
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         shards = run("two", count=5)
@@ -300,6 +312,10 @@ def test_prompt_and_infill_stay_as_given(run):
     ids = line["ids"]
     assert ids[:5] == [256, *b"a\n= "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
     assert bytes(ids[9:15]) == b"; b = "  # gaps of 4 and 3
+    for flags, found in ((dict(prompt="x" * 31), "32 tokens with BOS and EOS, 0 of them masks"),
+                         (dict(infill="x" * 40 + "___"), "42 tokens with BOS and EOS, 0 of"),
+                         (dict(given="1.."), "6 tokens with BOS and EOS, 2 of them masks")):
+        refused(f"^{found}.* for length 32: a text may take 31", run, **flags)
 
 
 def test_a_puzzle_is_filled_in_order_one_token_a_step(run):
@@ -309,6 +325,8 @@ def test_a_puzzle_is_filled_in_order_one_token_a_step(run):
     assert [ids[0], *ids[-2:]] == [256, 257, 257] and len(ids) == 32
     assert all(c == "." or ids[1 + i] == ord(c) for i, c in enumerate(given))
     assert line["nfe"] == 25 and line["settings"]["steps"] == 25
+    # Samples in another order of surest tokens are not continued.
+    assert line["settings"]["surest"] == "by the whole prediction"
 
 
 def test_feedback_without_training_by_an_omega_given_at_decoding(run, saved, tmp_path):

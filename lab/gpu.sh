@@ -1,12 +1,13 @@
 #!/usr/bin/env bash
 # Everything that needs a GPU, for one H100 or H200 without a network. Each block is planned for
 # less than 9 minutes:
-#     bash results/gpu.sh              # all blocks
-#     bash results/gpu.sh train        # one of tests, train, sample, dream, ddp
-#     SIZE=toy bash results/gpu.sh     # the same commands on a CPU, about 3 minutes
+#     bash lab/gpu.sh              # all blocks
+#     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
+#     SIZE=toy bash lab/gpu.sh     # the same commands on a CPU, about 3 minutes
 # Results go to $OUT (default: results/bench): gpu.log has what was printed, gpu-*.json the numbers.
 # A block that was stopped goes on: what lies in $OUT is not measured again.
-# As they stand here, these blocks have not run on a GPU. README.md has what an older commit showed.
+# As they stand here, these blocks have not run on a GPU. results/bench says what an older commit
+# showed.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} size=${SIZE:-gpu}
@@ -23,7 +24,7 @@ mkdir -p "$out" "$work"
 if [ $# != 1 ]; then
     status=0
     for block in ${*:-tests train sample dream ddp}; do
-        bash results/gpu.sh "$block" || status=$?  # a block that fails stops no other
+        bash lab/gpu.sh "$block" || status=$?  # a block that fails stops no other
     done
     exit $status
 fi
@@ -99,10 +100,12 @@ PY
     "$python" - "$work" > "$work/ddp.json" <<'PY' || status=$?
 import json, statistics, sys
 from launch import read_jsonl
-runs = {name: read_jsonl(f"{sys.argv[1]}/{name}/log.jsonl") for name in ("alone", "ddp-off", "ddp-on")}
+names = "alone", "ddp-off", "ddp-on"
+runs = {name: read_jsonl(f"{sys.argv[1]}/{name}/log.jsonl") for name in names}
 compared = {"loss": 20, "omega_s": 20, "grad_norm": 5}  # over so many updates
-worst = {key: max(abs(a[key] / b[key] - 1) for name in ("ddp-off", "ddp-on")
-                  for a, b in zip(runs["alone"][:n], runs[name][:n])) for key, n in compared.items()}
+worst = {key: max(abs(a[key] / b[key] - 1) for name in names[1:]
+                  for a, b in zip(runs["alone"][:n], runs[name][:n]))
+         for key, n in compared.items()}
 speed = {name: statistics.median(line["tokens_per_s"] for line in lines[5:])
          for name, lines in runs.items()}
 print(json.dumps({"largest relative difference": worst, "tokens/s": speed, "runs": runs}, indent=1))
