@@ -79,17 +79,14 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
     "train": ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=64 --batch_size=4 "
               "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split(),
     "quickstart": ["--length=39"],
-    "--resume=auto": ["--steps=3"],
     "openwebtext": ["--overwrite", "--tokenizer=bytes"],
     "sudoku": ["--given=.5.43.341562524316163254632145415623"],
     "sample": ["--device=cpu"],
-    "--count=5000": ["--count=2", "--steps=4"],
     "eval": ["--device=cpu", "--rows=4"],
-    "lab/feedback": ["--device=cpu", "--rows=4"],
     "finetune_dream": ["--steps=2", "--device=cpu"],
     "--model=Dream-v0-Instruct-7B": ["--model=out/tiny_dream/model"],
     "--data=mix": ["--data=out/tiny_dream/dialogues.jsonl"]}
-NEEDS_A_PACKAGE = {"openwebtext", "samples", "--runs=out/*/log.jsonl"}
+NEEDS_A_PACKAGE = {"openwebtext"}
 
 
 def start_short(script, *words):
