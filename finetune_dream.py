@@ -64,7 +64,7 @@ class Config:
     n_train: Size = 300_000     # before the filters, which leave 270k
     n_val: Size = 500           # held out; at most a tenth of a .jsonl
     max_length: Size = 2048     # tokens of prompt and response; longer ones are dropped, not cut
-    min_response: Size = 5      # tokens, of which the end of the turn takes two [code]
+    min_response: Size = 5      # tokens, counting the two that end the turn [code]
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: as many as epochs says)
@@ -72,7 +72,7 @@ class Config:
     # The authors' mean over a dialogue's masks [code], or the paper's sum: see `objective`.
     loss: Literal["authors", "paper"] = "authors"
     eta_bb: Rate = 1e-5         # learning rate of DoRA
-    eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
+    eta_sm: Rate = 1e-2         # of ω: it has far to go
     warmup: Share = 0.03        # share of the updates; a cosine down to 0 follows
     clip: Positive = 7.0        # of the norm over DoRA and ω together [code]
     r: Size = 16                # DoRA's rank
@@ -81,7 +81,7 @@ class Config:
     b_h: Share = 0.8
     # soft-masking
     p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
-    # One coin for a round of Alg. 1 [ours], or for each dialogue [code], which trains ω more often.
+    # One coin for an update, as in Alg. 1, or for each dialogue [code], which trains ω more often.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]

@@ -272,8 +272,11 @@ def leave(here, message, status):
 
 
 # ---- the log -------------------------------------------------------------------------------------
-# Redrawn once a second at most: a log file keeps all drawings.
-progress = functools.partial(tqdm, mininterval=1, dynamic_ncols=True)
+def progress(*args, **options):
+    """tqdm, on rank 0 alone. Redrawn once a second at most: a log file keeps all drawings."""
+    if os.environ.get("RANK", "0") != "0":
+        options["disable"] = True
+    return tqdm(*args, mininterval=1, dynamic_ncols=True, **options)
 
 
 class Log:

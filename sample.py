@@ -431,6 +431,16 @@ def settings_of(cfg, model, tok, here):
                        "dtype": str(here.dtype or torch.float32)}
 
 
+def batches(todo, cfg):
+    """Yields the numbers of samples to make together, equally many each time for CUDA graphs."""
+    size = min(len(todo), cfg.batch_size)
+    for start in range(0, len(todo), cfg.batch_size):
+        batch = todo[start:start + size]
+        if cfg.compile:  # copies of the last sample fill it: another size compiles for a minute
+            batch += (size - len(batch)) * batch[-1:]
+        yield batch
+
+
 def main(cfg):
     here = launch.machine(cfg.device)
     path, lines = file_and_lines(cfg, here)
@@ -464,11 +474,7 @@ def main(cfg):
     todo = [i for i in range(here.rank, cfg.count, here.world) if i not in texts or i in watched]
     title = "samples, the first after a minute of compiling" if cfg.compile else "samples"
     bar = progress(total=len(todo), desc=title, disable=here.rank > 0 or cfg.show or not todo)
-    size = min(len(todo), cfg.batch_size)
-    for start in range(0, len(todo), cfg.batch_size):
-        batch = todo[start:start + size]
-        if cfg.compile:  # a smaller batch would compile for another minute: copies fill it
-            batch += (size - len(batch)) * batch[-1:]
+    for batch in batches(todo, cfg):
         generators = [rng("sample", cfg.seed, i) for i in batch]
         with here.autocast():
             ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
