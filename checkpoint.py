@@ -48,9 +48,6 @@ def load(path):
     for name in ("last.pt", *HUB_FILES):
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)
-    folder, name = os.path.split(path)
-    settings = os.path.join(folder, "config.json")
-    hub = read_json(settings) if name in HUB_FILES and os.path.exists(settings) else None
     try:
         ckpt = read(path)
     except Exception as e:  # bytes that are no checkpoint can raise anything
@@ -63,7 +60,9 @@ def load(path):
     if not any(name.endswith("vocab_embed.embedding") for name in state):
         raise Refused(f"{path} is no model of MDLM's family: it has no vocab_embed.embedding")
     if state is ckpt:
-        return from_mdlm_family(state, settings=hub)
+        settings = os.path.join(os.path.dirname(path), "config.json")
+        hub = os.path.basename(path) in HUB_FILES and os.path.exists(settings)
+        return from_mdlm_family(state, settings=read_json(settings) if hub else None)
     shadow = (ckpt.get("ema") or {}).get("shadow_params")
     settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))
     return from_mdlm_family(state, shadow, settings, ckpt["global_step"])
@@ -115,8 +114,8 @@ def check_numbers(state, path):
     """Raises Refused if a value is not a finite number: decoding would just print nonsense."""
     for name, t in state.items():
         if not all(value.isfinite() for value in t.aminmax()):  # takes no memory
-            raise Refused(f"{path}: {name} has values that are not finite numbers: fetch it "
-                          f"again, or take an earlier save")
+            raise Refused(f"{path}: {name} has values that are not finite numbers: download it "
+                          f"again, or use an earlier checkpoint")
 
 
 def save(path, **parts):
@@ -155,7 +154,7 @@ def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
     if not given:
         return sm
     if sm is None and omega_s is None:  # ω_s would start at almost 0
-        raise Refused(f"{' and '.join(given)} of a model without SM: give it --omega_s, too")
+        raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
     start = SoftMask(mask_id, **given)
     if sm is None:
         return start
@@ -173,48 +172,48 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     shadow: the EMA, a bare list in the order of the parameters [code].
     settings: config.json of the hub, or the configuration of a run (default: the paper's values).
     """
-    said = settings or {}
+    settings = settings or {}
     for section in ("algo", "model", "data", "optim"):
-        said = said | said.get(section, {})
+        settings = settings | settings.get(section, {})
     # sm_t_min and sm_t_max: SM may be on at some t only.
-    only(said, "this checkpoint", model_type="mdlm", parameterization="subs", sm_t_min=0,
+    only(settings, "this checkpoint", model_type="mdlm", parameterization="subs", sm_t_min=0,
          sm_t_max=1, causal_attention=False, tokenizer_name_or_path="gpt2")
     [table] = [name for name in state if name.endswith("vocab_embed.embedding")]
     prefix = table.removesuffix("vocab_embed.embedding")
     unread = [name for name in state if not name.startswith((prefix, "tran_head.raw_"))]
     if unread:
-        raise Refused(f"this checkpoint has tensors that nothing here reads, as {unread[0]}")
+        raise Refused(f"this checkpoint has tensors that nothing here reads, such as {unread[0]}")
     net = {"net." + name.removeprefix(prefix): t for name, t in state.items()
            if name.startswith(prefix)}
     V, D = net["net.vocab_embed.embedding"].shape
     blocks = {name.split(".")[2] for name in net if name.startswith("net.blocks.")}
     inv_freq = net.pop("net.rotary_emb.inv_freq")                              # (head width / 2,)
     n_head = D // (2 * len(inv_freq))
-    here = 10000 ** (-torch.arange(len(inv_freq)) / len(inv_freq))
+    expected = 10000 ** (-torch.arange(len(inv_freq)) / len(inv_freq))
     # A copy in bf16 is off by at most 0.4 %, base 11000 by more than 1 % from width 4 on.
-    alike = torch.allclose(inv_freq.float(), here, rtol=0.01)
-    if not alike or said.get("n_heads", n_head) != n_head:
-        raise Refused(f"rotary_emb.inv_freq is not that of base 10000 with n_heads = "
-                      f"{said.get('n_heads', n_head)}")
+    same_base = torch.allclose(inv_freq.float(), expected, rtol=0.01)
+    n_heads = settings.get("n_heads", n_head)
+    if not same_base or n_heads != n_head:
+        raise Refused(f"rotary_emb.inv_freq is not that of base 10000 with n_heads = {n_heads}")
     config = {"n_layer": len(blocks), "n_embd": D, "n_head": n_head, "vocab_size": V,
               "n_cond": len(net["net.sigma_map.mlp.2.weight"]), "mask_id": V - 1,
-              "length": said.get("length", said.get("model_length", 1024)),
-              "dropout": said.get("dropout", 0.1), "soft_mask": "tran_head.raw_scale" in state,
-              "time_conditioning": said.get("time_conditioning", False)}
+              "length": settings.get("length", settings.get("model_length", 1024)),
+              "dropout": settings.get("dropout", 0.1), "soft_mask": "tran_head.raw_scale" in state,
+              "time_conditioning": settings.get("time_conditioning", False)}
     omega = {}
     if config["soft_mask"]:
-        config["k"], omega = read_omega(said.get("tran_head") or {}, state)
+        config["k"], omega = read_omega(settings.get("tran_head") or {}, state)
     special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
     return {"format": FORMAT, "kind": "mdlm", "config": config, "step": step, "model": net | omega,
             "ema": dict(zip(net, shadow, strict=True)) if shadow else None, "tokenizer": special}
 
 
-def read_omega(said, state):
+def read_omega(settings, state):
     """(k, tensors) of the authors' soft mask, from its settings and all tensors of the file."""
-    only(said, "the soft mask", fixed_lambda=None)
+    only(settings, "the soft mask", fixed_lambda=None)
     names = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
-    mix = said.get("transparency_alg", "mixinputs_with_topk")
-    k = {"mixinputs_with_topk": said.get("mixinputs_k", 3), "mixinputs_with_temp": None}[mix]
+    mix = settings.get("transparency_alg", "mixinputs_with_topk")
+    k = {"mixinputs_with_topk": settings.get("mixinputs_k", 3), "mixinputs_with_temp": None}[mix]
     if k is None:  # top-k has a temperature, too, but does not use it [code]
         names["sm.raw_tau"] = "raw_temperature"
     return k, {ours: state["tran_head." + theirs] for ours, theirs in names.items()}
@@ -224,7 +223,8 @@ def only(settings, where, **wanted):
     """Raises Refused if a setting is not the `wanted` one: the weights would be another model's."""
     for name, want in wanted.items():
         if settings.get(name, want) != want:
-            raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} is implemented")
+            raise Refused(f"{where} has {name} = {settings[name]!r}, but only {want!r} is "
+                          f"implemented")
 
 
 # ---- training files ------------------------------------------------------------------------------

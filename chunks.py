@@ -43,14 +43,13 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
         return fn(*rows)
     if torch.is_grad_enabled() and keeps * N * one_row > BUDGET and not compiled:
         fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
-    parts = [fn(*chunk) for chunk in zip(*(r.split(size) for r in rows))]
-    return joined(parts)
+    return joined([fn(*chunk) for chunk in zip(*(r.split(size) for r in rows))])
 
 
 def joined(parts):
-    """Outputs of chunks, tensors or tuples of them, as one."""
+    """Outputs of chunks, tensors or tuples of them, as one. None stays None."""
     if isinstance(parts[0], tuple):
-        return tuple(torch.cat(part) for part in zip(*parts))
+        return tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
     return torch.cat(parts)
 
 
@@ -59,9 +58,7 @@ def in_pieces(sm, logits):
     if torch.compiler.is_compiling() or not logits.is_cpu:
         return sm(logits)
     pieces = logits.split(max(1, int(CPU_CACHE / 4 / logits.shape[1])))
-    if len(pieces) == 1:
-        return sm(logits)
-    return tuple(None if part[0] is None else torch.cat(part) for part in zip(*map(sm, pieces)))
+    return joined([sm(piece) for piece in pieces])
 
 
 def compile_parts(model, mode=None):
