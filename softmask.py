@@ -1,16 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Soft-masking: the layer that the paper adds to a model, made to be copied.            §3.1, Eq. 3
+"""Soft-masking (SM): the layer that the paper adds to a model, ready to copy.           §3.1, Eq. 3
 
-At every decoding step, a masked diffusion model commits some tokens and keeps [MASK] elsewhere.
-Binary masking throws away what the model predicted for the masks it keeps. Soft-masking (SM) feeds
-it back: at a mask, the next step sees
+At every decoding step, a masked diffusion model predicts all masked positions, but unmasks only
+some. Binary masking throws the other predictions away. Soft-masking feeds them back: at a position
+that stays masked, the next step sees
 
     sm(m, p) = (1 − λ) m + λ Σ_i π_i v_i        over the k likeliest tokens, with π_i = p_i / Σ p
-    λ(p)     = ω_s σ(ω_a (−H(p) − ω_b))         more feedback where the model is surer
+    λ(p)     = ω_s σ(ω_a (−H(p) − ω_b))         more feedback where the model is more confident
 
-p is the last prediction at this mask, H its entropy in nats, m and v_i are the embeddings of [MASK]
-and of token i. Three scalars are learned: ω_s, ω_a and ω_b. `python softmask.py` prints an example.
-To use SM with any model that takes embeddings:
+Here p is the last prediction at this position, and H(p) is its entropy in nats. m and v_i are the
+embeddings of [MASK] and of token i. Three scalars are learned: ω_s, ω_a and ω_b.
+`python softmask.py` prints an example. To use SM with any model that takes embeddings:
 
     sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)   # the authors: 1e-6 [code]
     table = model.get_input_embeddings().weight           # (V, D)
@@ -19,27 +19,26 @@ To use SM with any model that takes embeddings:
     emb = sm.embed(table, x, logits)                      # (B, L, D)  only the [MASK]s change
     logits = model(inputs_embeds=emb).logits              # (B, L, V)  train or decode from these
 
-What goes wrong, and what to do:
+What can go wrong:
 
-1. ω hardly moves at a backbone's learning rate. Give it a group of its own in the optimizer, with a
-   rate near 1e-2 (App. B.2) and no weight decay, which would pull ω_s towards 0.5.
-2. The first decoding step has no feedback. So leave it out of a share of the updates (§3.2), of
-   20 % (MDLM, App. C.3) or 50 % (Dream, App. B.2).
-3. λ can stay near 0: feedback is off, and the loss does not show it. Print λ at the masks, the
-   first output of sm(logits[x == mask_id]). Start ω_b near the mean of −H there [ours].
-4. Row l of the logits must predict position l. Shift those of a model that predicts the next token.
-5. Nothing is detached here. Whether the first pass gets gradients is up to the caller's no_grad.
-6. Give autocast cache_enabled=False. Otherwise older torch (2.6 and 2.9 do, 2.13 does not) reuses
-   the casts of the first pass, which have no graph, and the weights get no gradient.
-7. A model that can predict [MASK] may have it among the k [code]. To prevent this, set its logit to
-   −inf first.
+1. ω barely moves at the backbone's learning rate. Give it its own optimizer group, with a learning
+   rate near 1e-2 (App. B.2) and no weight decay. Weight decay would pull ω_s towards 0.5.
+2. The first decoding step has no feedback, so the model must work without it, too. Switch feedback
+   off in some updates (§3.2): 20 % of them for MDLM (App. C.3), 50 % for Dream (App. B.2).
+3. λ can stay near 0. Then feedback is off, and the loss does not show it. Print λ, which is the
+   first output of sm(logits[x == mask_id]). Start ω_b near the mean of −H at the masks [ours].
+4. Row l of the logits must predict position l. If the model predicts the next token, shift them.
+5. SoftMask detaches nothing. To keep gradients out of the first pass, run it under no_grad.
+6. Give autocast cache_enabled=False. Otherwise older torch (2.6 and 2.9, but not 2.13) reuses the
+   weights that it cast under no_grad. These casts have no graph, so the weights get no gradient.
+7. If the model can predict [MASK], it may be among the k tokens [code]. To prevent that, first set
+   its logit to −inf.
+8. Under DDP, ω needs a gradient in every update, or the ranks silently diverge: add
+   sum((0 * p).sum() for p in sm.parameters()) to every loss. Then, before the optimizer step of an
+   update without feedback, set ω's gradients to None. With 0, Adam's momentum would still move ω.
 
-Under DDP, add sum((0 * p).sum() for p in sm.parameters()) to every loss, or the ranks drift apart.
-After an update without feedback, set ω's gradients to None: Adam's momentum would move ω even with
-a gradient of 0.
-
-What a comment says of the method is the paper's. [code]: the released code does so, where the paper
-is silent or differs. [ours]: we chose.
+Comments follow the paper unless they are tagged. [code]: the released code does this, and the paper
+is silent or differs. [ours]: our choice.
 """
 
 import sys
@@ -52,14 +51,14 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """sm_ω(x̂, p) of §3.1. `forward` gives λ, the likeliest tokens and their shares π. `mix` and
-    `embed` turn them into embeddings.
+    """sm_ω(x̂, p) of §3.1. `forward` computes λ, the likeliest tokens and their shares π. `mix` and
+    `embed` turn these into embeddings.
 
-    k: tokens in the mix; None: the paper's k = |V|, at a learned temperature that starts at tau.
-    omega_s in [0, 1): amplitude; 0 starts at EPS.   omega_a > 0: steepness, per nat.
-    omega_b < 0: offset, nats.
-    The parameters are raw: ω is a sigmoid or a softplus of them, so that its constraints hold.
-    Checked against tests/oracles.py soft_mask.
+    k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
+    omega_s in [0, 1): amplitude. 0 starts at EPS.   omega_a > 0: steepness, per nat.
+    omega_b < 0: offset, in nats.
+    The parameters are raw_s, raw_a and raw_b. ω is a sigmoid or softplus of them, so its
+    constraints always hold. Checked against tests/oracles.py soft_mask.
     """
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):
@@ -73,18 +72,18 @@ class SoftMask(nn.Module):
         self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))
         self.raw_a = nn.Parameter(softplus_inverse(a))
         self.raw_b = nn.Parameter(softplus_inverse(minus_b))
-        if k is None:  # with top-k, nothing would depend on τ
+        if k is None:  # with top-k, nothing depends on τ
             self.raw_tau = nn.Parameter(softplus_inverse(tau))
 
     def forward(self, logits):
-        """For each row: how much feedback, of which tokens, in what shares              §3.1, Eq. 3
+        """How much feedback each mask gets, from which tokens, in which shares          §3.1, Eq. 3
 
         logits: (N, V), one row per masked position, any float dtype.
-        Returns λ (N,), ids (N, k) or None for k = |V|, π (N, k) or (N, V). λ and π are fp32.
+        Returns λ (N,), ids (N, k), π (N, k), with λ and π in fp32. For k = |V|: ids None, π (N, V).
         """
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
-            # τ changes λ, too [code]. Without the clamp, a logit of −∞ makes τ's gradient NaN.
+            # τ changes λ, too [code]. Without the clamp, a logit of −inf makes τ's gradient NaN.
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
         logp = logits.log_softmax(-1)                                              # (N, V)
         lam = self.strength(neg_entropy(logp))                                     # (N,)
@@ -94,58 +93,58 @@ class SoftMask(nn.Module):
         return lam, ids, top.softmax(-1)             # p renormalised over the top k: Σ π = 1
 
     def strength(self, minus_h):
-        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the guesses in the mix              Eq. 3
+        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the tokens in the mix               Eq. 3
 
         minus_h: (…) −H(p) in nats, at most 0.   Returns λ: (…) in [0, ω_s].
 
-        A confident model (−H near 0) has λ near ω_s, an unsure one (−H far below ω_b) near 0. With
-        ω_s = 0 this is binary masking (§3.3). Training starts close to it (App. B.2), but not at
-        it: the gradient of raw_s is proportional to ω_s.
+        λ is near ω_s where the model is confident (−H near 0), and near 0 where it is not (−H far
+        below ω_b). ω_s = 0 is binary masking (§3.3). Training starts with ω_s near 0 (App. B.2). It
+        cannot start at 0, because the gradient of raw_s is proportional to ω_s.
         """
         omega_s, omega_a, omega_b = self.omega
         return omega_s * torch.sigmoid(omega_a * (minus_h - omega_b))              # (…)
 
     def mix(self, table, lam, ids, pi):
-        """(1 − λ) m + λ Σ_i π_i v_i, embedded                                          §3.1 sm(·,·)
+        """(1 − λ) m + λ Σ_i π_i v_i, with embeddings for one-hot vectors               §3.1 sm(·,·)
 
         table: (V, D), the embeddings.   lam (N,), ids, pi: from `forward`.
-        Returns (N, D) in the table's dtype. One-hot vectors are never made.
+        Returns (N, D) in the table's dtype.
         """
         share = lam[:, None]                                                       # (N, 1)
         if ids is None:
-            # Autocast would round this product to bf16, and ω's gradient with it.
+            # Autocast would round this product to bf16, and with it the gradient of ω.
             with torch.autocast(table.device.type, enabled=False):
                 guess = pi.to(table.dtype) @ table                                 # (N, D)
             return ((1 - share) * table[self.mask_id] + share * guess).to(table.dtype)
-        # [MASK] is one more id: a lookup of its own would cost one more dense (V, D) gradient.
+        # One lookup for the k tokens and [MASK]: a second would cost another dense (V, D) gradient.
         mask_ids = torch.full_like(ids[:, :1], self.mask_id)                       # (N, 1)
         vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)                # (N, k+1, D)
         shares = torch.cat((share * pi, 1 - share), 1)                             # (N, k+1)  fp32
         return (shares[..., None] * vectors).sum(1).to(table.dtype)                # (N, D)
 
     def embed(self, table, x, logits):
-        """sm(x̂, p) for a whole batch: soft where x is [MASK], else plain          §3.1, both cases
+        """sm(x̂, p) for a whole batch: mixed where x is [MASK], plain elsewhere    §3.1, both cases
 
         table: (V, D).   x: (B, L) token ids.
         logits: the last prediction, (B, L, V), or only its rows logits[x == mask_id], (N, V).
-            The first has static shapes, for torch.compile. The second is cheaper.
+            The first form has static shapes, for torch.compile. The second is cheaper.
         Returns (B, L, D) in the table's dtype. λ = 0 gives F.embedding(x, table) bit for bit.
         """
         masked = x == self.mask_id                                                 # (B, L)
         plain = F.embedding(x, table)                                              # (B, L, D)
         if logits.dim() == 3:
-            # Padding may have rows of NaN. `where` hides them, but not from ω's gradient.
+            # Padding may have NaN rows. `where` below drops them, but not from the gradient of ω.
             logits = logits.masked_fill(~masked[..., None], 0)                     # (B, L, V)
             mixed = self.mix(table, *self(logits.flatten(0, 1)))                   # (B·L, D)
             return torch.where(masked[..., None], mixed.view_as(plain), plain)     # (B, L, D)
         masks = masked.nonzero(as_tuple=True)                                      # 2 × (N,)
-        if len(logits) != len(masks[0]):  # a single row would be broadcast to all masks
+        if len(logits) != len(masks[0]):  # a single row would silently broadcast to all masks
             raise ValueError(f"{len(logits)} rows of logits for {len(masks[0])} [MASK]s in x")
         return plain.index_put(masks, self.mix(table, *self(logits)))              # (B, L, D)
 
     @property
     def omega(self):
-        """(ω_s, ω_a, ω_b), constrained: three 0-d fp32 tensors                          App. B.1"""
+        """(ω_s, ω_a, ω_b) with their constraints, as 0-d fp32 tensors                   App. B.1"""
         if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) skips `_apply`
             raise ValueError(f"ω in {self.raw_s.dtype} may not learn: call .float() on it")
         omega_a = F.softplus(self.raw_a) + EPS
@@ -154,14 +153,14 @@ class SoftMask(nn.Module):
 
     @property
     def tau(self):
-        """The temperature of k = |V|, a 0-d fp32 tensor                                 App. C.3"""
+        """The temperature for k = |V|, a 0-d fp32 tensor                                App. C.3"""
         return F.softplus(self.raw_tau) + EPS
 
     def _apply(self, fn, recurse=True):
-        """Moves ω with the model, but never rounds it: `.to(bfloat16)` leaves ω in fp32.
+        """Move ω along with the model, but keep it in fp32, even under `.to(bfloat16)`.
 
-        raw_s starts near −14. There bf16 has a spacing of 1/16, and Adam's steps of 1e-2 would all
-        be rounded away. ω_s would never move, and nothing would show that SM is off.
+        raw_s starts near −14, where bf16 numbers are 1/16 apart. Adam's steps of 1e-2 would all be
+        rounded away: ω_s would never move, and SM would silently stay off.
         """
         def move(tensor):
             new = fn(tensor)
@@ -171,30 +170,30 @@ class SoftMask(nn.Module):
         return super()._apply(move, recurse)
 
     def extra_repr(self):
-        if self.raw_s.is_meta or self.raw_s.dtype != torch.float32:  # no values, or wrong ones
+        if self.raw_s.is_meta or self.raw_s.dtype != torch.float32:  # no values, or rounded ones
             return f"k={self.k}"
         words = "k={}, omega_s={:.4g}, omega_a={:.4g}, omega_b={:.4g}"
         return words.format(self.k, *self.omega)
 
 
 def neg_entropy(logp):
-    """−H(p) = Σ p log p in nats, at most 0: (…,), of log-probabilities (…, V)"""
-    return (logp.exp() * logp.clamp_min(-100)).sum(-1)  # clamped, or 0 · −inf would be NaN
+    """−H(p) = Σ p log p in nats, at most 0.   logp: (…, V) log-probabilities.   Returns (…)."""
+    return (logp.exp() * logp.clamp_min(-100)).sum(-1)  # without the clamp, 0 · −inf would be NaN
 
 
 def time_gain(schedule, t, switch=0.5):
-    """Factor on λ that turns SM up or down during decoding, in [0, 1]                      App. C.9
+    """A factor in [0, 1] that turns λ up or down during decoding                           App. C.9
 
-    To use it, scale λ before the mix: sm.mix(table, time_gain("linear", t) * lam, ids, pi).
+    Scale λ before the mix: sm.mix(table, time_gain("linear", t) * lam, ids, pi).
 
     schedule      gain                    feedback
     none          1                       always
     linear        t                       SM → binary, fading
-    stepwise      1 if t > switch         SM → binary, at the switch (strictly above it [code])
+    stepwise      1 if t > switch         SM → binary, at the switch (strict inequality [code])
     linear-late   1 − t                   binary → SM
     stepwise-late 1 if t <= switch        binary → SM
 
-    t: a float, the time left, from 1 to 0. [code]: the share of masks that remain.
+    t: time left, a float from 1 to 0. [code]: the share of positions that are still masked.
     """
     gains = {"none": 1.0, "linear": t, "stepwise": float(t > switch),
              "linear-late": 1 - t, "stepwise-late": float(t <= switch)}
@@ -206,12 +205,13 @@ def softplus_inverse(y):
 
 
 def largest(logits, k):
-    """logits.topk(k) of (N, V), in one pass over a large vocabulary; ids may differ at ties [ours]
+    """logits.topk(k) for logits (N, V), but faster. Ties may be broken differently [ours].
 
-    The k largest lie in the k groups with the largest maxima. `topk` alone reads V several times.
+    `topk` reads all V logits several times. Here one pass finds the largest logit of each group.
+    The k largest of all lie in the k groups with the largest maxima, and `topk` reads only those.
     """
     width, V = 128, logits.shape[1]
-    if V < 8 * k * width:  # the candidates would be a large part of V
+    if V < 8 * k * width:  # the k groups would hold a large part of V
         return logits.topk(k)
     whole = V // width * width
     groups = logits.detach()[:, :whole].unflatten(1, (-1, width))              # (N, V/128, 128)
@@ -225,7 +225,7 @@ def largest(logits, k):
 
 
 def example():
-    """Prints what SM makes of one mask in a language of five words."""
+    """Print what SM does to one mask, with a vocabulary of five words."""
     words = ["cat", "dog", "sat", "ran", "[MASK]"]
     table = torch.tensor([[3.0, 1.0], [3.0, 2.0], [1.0, 3.0], [0.0, 3.0], [0.0, 0.0]])     # (V, D)
     logits = torch.tensor([[2.0, 1.2, -0.5, -1.0, -torch.inf]])                            # (1, V)
@@ -241,5 +241,5 @@ def example():
 
 
 if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # not every terminal has Greek letters
+    sys.stdout.reconfigure(errors="replace")  # not every terminal can show Greek letters
     example()
