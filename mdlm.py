@@ -2,21 +2,21 @@
 """Masked diffusion language model: the corruption, the network, and the two-pass soft-masked loss.
 
     Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
-    Alg. 1 l.4, §2.1         corrupt         tokens become [MASK] with probability 1 − α_t
+    Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t
     §2.1 g_θ, App. B.1       DiT             a bidirectional transformer, 169M in the paper
     Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
-A backbone is three things. SM changes what goes from `table` to `hidden`, by what `head` predicted
-in the pass before:
+A backbone has three parts. SM sits between `table` and `hidden`: at the masks, it mixes the last
+output of `head` into the embeddings.
 
     table                     (V, D)                              the embeddings
-    hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  what predicts the masked positions
+    hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks
     head(h)                   (n, D) → (n, V)                     logits, fp32 always
 
-`masks` is the index pair (b, l) of the N masked positions, each (N,): x[masks] are their tokens.
-Logits have a row for each of them, and exist only a chunk at a time (chunks.py). Submodules have
-the names and the order of the released checkpoints.
+N is the number of masked positions in the batch. `masks` is their index pair (b, l), each (N,), so
+x0[masks] are their true tokens. Only these positions get logits, and only a chunk of them at a time
+(chunks.py). Submodules have the same names and order as in the released checkpoints.
 """
 
 import math
@@ -33,13 +33,13 @@ from launch import Count, Negative, Positive, Refused, Size
 from softmask import SoftMask
 from variants import VARIANTS
 
-ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t never reaches 0: at t = 1 a few tokens are left [code]
-T_MIN = 1e-3        # the smallest time: the loss divides by t [code]
+ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t stays above 0: at t = 1 a few tokens are left [code]
+T_MIN = 1e-3        # the smallest time, because the loss divides by t [code]
 
 
 @dataclass
 class ModelConfig:
-    # the backbone, App. B.1; Annotated[int, 1, 1000]: from 1 to 1000, checked by launch.py
+    # the backbone, App. B.1. Annotated[int, 1, 1000]: launch.py checks that it is in this range
     n_layer: Annotated[int, 1, 1000] = 12
     n_head: Size = 12
     n_embd: Size = 768
@@ -48,22 +48,22 @@ class ModelConfig:
     mask_id: Count = 50257
     length: Annotated[int, 3, 2**20] = 1024  # L, tokens per sequence
     dropout: Annotated[float, 0, 0.999] = 0.1
-    time_conditioning: bool = False  # on in §4.1, but off in both released configurations [code]
+    time_conditioning: bool = False  # on in §4.1, off in both released configurations [code]
     # soft-masking, §3.1
-    soft_mask: bool = True           # False: a binary MDLM, without ω; train.py has p_sm for it
-    k: Size | None = 3               # None: all of |V|, through a trainable temperature, App. C.3
-    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # ω at the start: close to 0, App. B.2 [code]
+    soft_mask: bool = True           # False: a binary MDLM, without ω. In train.py: --p_sm=0
+    k: Size | None = 3               # None: all of V, with a trainable temperature, App. C.3
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # initial ω: ω_s close to 0, App. B.2 [code]
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
-    variant: Literal[("", *VARIANTS)] = ""  # another gate or mix: its name in variants.py
+    variant: Literal[("", *VARIANTS)] = ""  # the name of another gate or mix in variants.py
 
 
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
     """n times in [b_l, b_h], one from each of n equal slices                       Alg. 1 l.3, §3.2
 
-    Returns t: (n,) fp32, ascending. Stratified [code]: the loss varies far less than with the
-    independent draws of Alg. 1.
+    Returns t: (n,) fp32, ascending. Alg. 1 draws them independently. Stratified draws [code] give
+    the loss a far smaller variance.
     """
     u = (torch.arange(n) + torch.rand(n, generator=generator)) / n             # (n,)
     return b_l + (b_h - b_l) * u                                               # (n,)
@@ -74,7 +74,7 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
 
     x0: (B, L) ids.   t: (B,) in (0, 1].   floor: α_1.   Returns x_t: (B, L).
     """
-    # Drawn on the CPU: the same masks for every device.
+    # Drawn on the CPU, so that the masks are the same on every device.
     u = torch.rand(x0.shape, generator=generator)                              # (B, L)
     return torch.where(u < (1 - floor) * t[:, None], mask_id, x0)              # (B, L)
 
@@ -89,13 +89,13 @@ class LayerNorm(nn.Module):
     def forward(self, x, shift, scale):
         x, shift = x.float(), shift.float()
         gain = self.weight * (1 + scale)                                       # (B or 1, 1, D)
-        if len(gain) == 1:  # all sequences share it: layer_norm applies it, and saves a pass over x
+        if len(gain) == 1:  # shared by all sequences: layer_norm applies it, and saves a pass
             return F.layer_norm(x, x.shape[-1:], gain[0, 0], shift[0, 0])
         return F.layer_norm(x, x.shape[-1:]) * gain + shift                    # (B, L, D)
 
 
 def zero_linear(n_in, n_out):
-    """A linear map that starts at zero [code]: blocks start as the identity, and p as uniform."""
+    """A linear layer that starts at 0 [code]: blocks start as the identity, and p as uniform."""
     linear = nn.Linear(n_in, n_out)
     nn.init.zeros_(linear.weight)
     nn.init.zeros_(linear.bias)
@@ -103,22 +103,22 @@ def zero_linear(n_in, n_out):
 
 
 def rotation(L, d):
-    """cos and sin (L, 1, 1, d) of the rotary angles of L positions, fp32, for `rotate`"""
+    """cos and sin of the rotary angles of L positions, for `rotate`: 2 × (L, 1, 1, d), fp32"""
     i = torch.arange(0, d, 2).float()                                          # (d/2,)
-    # In fp32: bf16 would lose the phase of far positions.
+    # In fp32, because bf16 would lose the phase of far positions.
     angles = torch.arange(L).float()[:, None] * 10000 ** (-i / d)              # (L, d/2)
-    # As cos(−a) = cos a and sin(−a) = −sin a, this negates sin for the first of each pair.
+    # Negating the first angle of each pair negates its sin, as a rotation needs, and keeps its cos.
     angles = torch.cat((-angles, angles), dim=-1)[:, None, None]               # (L, 1, 1, d)
     return angles.cos(), angles.sin()
 
 
 def rotate(x, cos, sin):
-    """Rotary positions of queries and keys: they turn pairs (i, i + d/2), not neighbours [code]"""
+    """Rotary embedding of queries and keys. It pairs i and i + d/2, not neighbours [code]."""
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)           # (B, L, 2, H, d)
 
 
 class Block(nn.Module):
-    """Attention without a mask, then an MLP. The time embedding shifts, scales and gates both."""
+    """Bidirectional attention, then an MLP. The time embedding shifts, scales and gates both."""
 
     def __init__(self, cfg):
         super().__init__()
@@ -141,7 +141,7 @@ class Block(nn.Module):
         q, k = rotate(qk, cos, sin).permute(2, 0, 3, 1, 4)                     # 2 × (B, H, L, d)
         y = F.scaled_dot_product_attention(q, k, v.squeeze(2).transpose(1, 2))  # (B, H, L, d)
         y = self.attn_out(y.transpose(1, 2).reshape(B, L, D))                  # (B, L, D)
-        # Dropout comes before the gate [code].
+        # Dropout before the gate [code]
         x = x + gate1 * F.dropout(y, self.dropout, self.training)              # (B, L, D)
         y = self.mlp(self.norm2(x, shift2, scale2))                            # (B, L, D)
         return x + gate2 * F.dropout(y, self.dropout, self.training)           # (B, L, D)
@@ -163,7 +163,7 @@ class DiT(nn.Module):
             "norm_final": LayerNorm(D),
             "linear": zero_linear(D, V),
             "adaLN_modulation": zero_linear(cond, 2 * D)})
-        # No buffers: DDP would broadcast them in every update.
+        # Not buffers, because DDP would broadcast those in every update.
         self.cos, self.sin = rotation(cfg.length, D // cfg.n_head)             # 2 × (L, 1, 1, d)
 
     @property
@@ -174,8 +174,8 @@ class DiT(nn.Module):
         return self.trunk(emb, t)[masks]                                       # (N, D)
 
     def trunk(self, emb, t):
-        """emb (B, L, D) → last hidden states (B, L, D), both fp32, under autocast too [code]"""
-        kind, dtype = emb.device.type, emb.dtype  # dtype: of queries and keys
+        """emb (B, L, D) → last hidden states (B, L, D), both fp32 even under autocast [code]"""
+        kind, dtype = emb.device.type, emb.dtype  # dtype of queries and keys
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         L = emb.shape[1]
@@ -188,22 +188,22 @@ class DiT(nn.Module):
         return self.output_layer.norm_final(emb, shift, scale)                 # (B, L, D)
 
     def head(self, h):
-        """h (n, D) → logits (n, V), fp32. They never predict [MASK] [code]."""
+        """h (n, D) → logits (n, V), fp32. [MASK] is never predicted [code]."""
         V = self.cfg.vocab_size
         weight = self.output_layer.linear.weight                               # (V, D)
         bias = self.output_layer.linear.bias.clone()                           # (V,)
-        bias[self.cfg.mask_id] = -1e6  # p = 0 without one more pass over an (n, V) tensor
+        bias[self.cfg.mask_id] = -1e6  # p = 0, without another pass over an (n, V) tensor
         if torch.compiler.is_compiling():
-            # Where 64 does not divide V, CUDA takes an old kernel for the gradient of weight. So V
-            # is padded inside of the product [ours]. Eager code would copy the weights each time.
+            # Unless 64 divides V, CUDA uses an old, slow kernel for the weight's gradient. So V is
+            # padded inside the product [ours]. In eager mode, each call would copy the weights.
             weight = F.pad(weight, (0, 0, 0, -V % 64))
             bias = F.pad(bias, (0, -V % 64))
         return F.linear(h, weight, bias)[:, :V].float()                        # (n, V)
 
     def time_embedding(self, t):
-        """(B, cond) fp32, of σ = −log α_t. Without time conditioning (1, cond), of σ = 0 [code]"""
+        """Embedding of σ = −log α_t in fp32: (B, cond), or (1, cond) without time conditioning"""
         with torch.autocast(t.device.type, enabled=False):
-            sigma = t.new_zeros(1)                                             # (1,)
+            sigma = t.new_zeros(1)  # without time conditioning [code]         # (1,)
             if self.cfg.time_conditioning:
                 sigma = -torch.log1p(-(1 - ALPHA_FLOOR) * t)                   # (B,)
             i = torch.arange(128, device=t.device)
@@ -213,10 +213,10 @@ class DiT(nn.Module):
             return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
     def cast_linears_(self, dtype):
-        """Store the weights of blocks and head in the dtype of the autocast they run under.
+        """Store the weights of blocks and head in the dtype that autocast casts them to.
 
-        The results have the same bits, and no call casts the weights anew. For decoding only:
-        training needs fp32 weights. sigma_map and the norms run in fp32, so they are left out.
+        Autocast then has nothing left to cast, and the results are the same bit for bit. For
+        decoding only: training needs fp32 weights. sigma_map and the norms run in fp32 anyway.
         """
         for part in (self.blocks, self.output_layer):
             for module in part.modules():
@@ -224,7 +224,7 @@ class DiT(nn.Module):
                     module.to(dtype)
 
     def _apply(self, fn, recurse=True):
-        """Moves the rotation with the model. `.to(bfloat16)` leaves it in fp32."""
+        """Move the rotation along with the model, but keep it in fp32."""
         super()._apply(fn, recurse)
         self.cos, self.sin = self.cos.to(self.table.device), self.sin.to(self.table.device)
         return self
@@ -239,11 +239,11 @@ class TwoPass(nn.Module):
         p  = g_θ(x')           a forward pass with a graph, to θ and through x' to ω l.7
         L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
 
-    The way to Eq. 3: MDLM.forward (at the end of this file), token_nll, feedback, weigh,
-    SoftMask.forward, SoftMask.strength. Between them, in_chunks and in_pieces only cut rows.
+    To follow the calls down to Eq. 3, read MDLM.forward (at the end of this file), token_nll,
+    feedback, weigh, SoftMask.forward, SoftMask.strength. in_chunks and in_pieces only split rows.
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
-    A subclass defines its loss as `forward`, so that DDP sees one forward per backward.
+    A subclass computes its loss in `forward`, so that DDP sees one forward per backward.
     """
 
     def __init__(self, net, sm, mask_id, two_updates=False):
@@ -251,83 +251,83 @@ class TwoPass(nn.Module):
         self.net, self.sm = net, sm
         self.mask_id = mask_id
         self.two_updates = two_updates      # the first pass gets gradients too, App. C.3
-        self.lam = torch.tensor(torch.nan)  # 0-d, the mean of λ in the last forward with feedback
+        self.lam = torch.tensor(torch.nan)  # 0-d: mean λ of the last call with feedback
 
     def token_nll(self, x0, xt, t, soft, masks=None):
         """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
 
-        x0, xt: (B, L) ids.   t: (B,) times.   soft: with feedback, in two passes; otherwise one.
+        x0, xt: (B, L) ids.   t: (B,) times.   soft: True for two passes with feedback, else one.
         masks: where xt is [MASK], as an index pair (b, l) (default: found here).
         Returns nll (N,) fp32, and masks. Checked against tests/oracles.py dense_nll.
         """
         net = self.net
-        if masks is None:  # the host waits for the device here, and nowhere else
+        if masks is None:  # the only host sync
             masks = (xt == self.mask_id).nonzero(as_tuple=True)                # 2 × (N,)
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
             with self.detached():                                              #                 l.5
-                # It stands for p~, which `weigh` makes in chunks. Dropout is on [code].
+                # p~ is never stored: `weigh` computes it from h, by chunks. Dropout is on [code].
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
-            # An attribute, because DDP returns the loss alone. The mean of no masks would be NaN.
+            # An attribute, because DDP returns only the loss. Without masks, mean() would be NaN.
             self.lam = lam.detach().sum() / max(1, len(lam))
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
         return with_omega_in_graph(nll, self.sm), masks
 
     def feedback(self, h):
-        """What masked positions look like in the next pass                 Alg. 1 l.6-7, Alg. 2 l.6
+        """The input of the next pass at masked positions                   Alg. 1 l.6-7, Alg. 2 l.6
 
-        h: (n, D) hidden states that predict them.
-        Returns their embeddings (n, D), λ (n,), and the likeliest tokens (n,).
+        h: (n, D) hidden states that predict these positions.
+        Returns their mixed embeddings (n, D), λ (n,), and their likeliest tokens (n,).
         """
         V = len(self.net.table)
-        if self.sm.k is None:  # π is (n, V), so it is mixed in its chunk
+        if self.sm.k is None:  # π is (n, V): mix it inside its chunk
             return in_chunks(self.feedback_chunk, h, V=V, keeps=SM_KEEPS)
         keeps = SM_KEEPS if self.two_updates else 0
         lam, ids, pi = in_chunks(self.weigh, h, V=V, keeps=keeps, whole=self.training)
-        # One mix for all chunks: each lookup in the table costs a dense (V, D) gradient.
+        # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
         return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
 
     def weigh(self, h, logits=None):
-        """λ, ids, π of a chunk, from SoftMask.forward.   logits: (n, V) head(h), if known."""
+        """λ, ids and π of a chunk, from SoftMask.forward.   logits: head(h) (n, V), if known."""
         if logits is None:
             with self.detached():
                 logits = self.net.head(h)                                      # (n, V)       l.6 p~
         return in_pieces(self.sm, logits)
 
     def detached(self):
-        """A block without gradients, θ~. With two updates, θ keeps them here too (App. C.3)."""
+        """A context without gradients, for θ~. With two_updates, gradients stay on (App. C.3)."""
         return torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled())
 
     def feedback_chunk(self, h, logits=None):
-        """`feedback` of one chunk, in which π may be (n, V)."""
+        """`feedback` for one chunk, where π may be (n, V)."""
         lam, ids, pi = self.weigh(h, logits)
         best = pi.argmax(-1) if ids is None else ids[:, 0]                     # (n,)
         return self.sm.mix(self.net.table, lam, ids, pi), lam, best
 
     def feedback_of_certain(self, ids):
-        """`feedback` of re-masked tokens ids (m,): H = 0, largest λ.
+        """`feedback` for tokens ids (m,) that have just been re-masked: H = 0, so λ is largest.
 
-        They were visible in the last pass. SUBS puts all mass on a visible token [code].
+        They were visible in the last pass, and SUBS predicts a visible token with p = 1 [code].
         """
         lam = self.sm.strength(torch.zeros(len(ids), device=ids.device))       # (m,)
         pi = torch.ones_like(lam)[:, None]                                     # (m, 1)
         return self.sm.mix(self.net.table, lam, ids[:, None], pi), lam, ids
 
     def cross_entropy(self, h, x0):
-        """−log p(x0) in nats, (N,) fp32, of tokens x0 (N,) from h (N, D)              Alg. 1 l.8"""
+        """−log p(x0) in nats, (N,) fp32, for tokens x0 (N,) and h (N, D)              Alg. 1 l.8"""
         return in_chunks(self.score, h, x0, V=len(self.net.table), keeps=1, whole=self.training)
 
     def score(self, h, x0):
         return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk
 
     def warning(self, ce_per_mask):
-        """A sentence for the user if training has left feedback off, else "". No loss shows it.
+        """A sentence for the user if training has left feedback off, else "".
 
-        ce_per_mask: cross-entropy per mask in nats, which stands for the mean entropy H. With
-        ω_b = −H, λ is ω_s / 2 at this entropy (Eq. 3).
+        ce_per_mask: cross-entropy per mask in nats, an estimate of the mean entropy H. The advice
+        is ω_b = −H, because then λ is ω_s / 2 at this entropy (Eq. 3).
         """
         if self.sm is None or not self.lam < 1e-3:
             return ""
@@ -336,14 +336,14 @@ class TwoPass(nn.Module):
 
 
 def with_omega_in_graph(nll, sm):
-    """Adds 0 · ω, so that in updates without feedback, too, ω has a gradient: 0.
+    """Add 0 · ω, so that ω gets a gradient of 0 in updates without feedback.
 
-    Otherwise DDP would not average the bucket that ω is in, with some of θ's gradients. The ranks
-    would drift apart, and only the next forward pass would raise.
+    Without it, DDP would not average the bucket that holds ω, which also holds some gradients of θ.
+    The ranks would diverge, and DDP would raise an error only in the next forward pass.
     """
     if sm is None:
         return nll
-    # Not 0 · Σp: all gradients would be views of one number, to which the next micro-batch adds.
+    # Not 0 · Σp: all gradients would be views of one number, and the next micro-batch adds to each.
     return nll + sum((0 * p).sum() for p in sm.parameters())
 
 
@@ -351,7 +351,7 @@ class MDLM(TwoPass):
     """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig."""
 
     def __init__(self, cfg):
-        if cfg.n_embd % (2 * cfg.n_head):  # rotary positions turn pairs
+        if cfg.n_embd % (2 * cfg.n_head):  # the rotary embedding pairs entries
             raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
         sm = None
         if cfg.soft_mask:
@@ -366,23 +366,23 @@ class MDLM(TwoPass):
 
         L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        The weight is −α′_t / (1 − α_t): 1/t for α_t = 1 − (1 − floor) t, whatever the floor. For
-        ALPHA_FLOOR and T_MIN, L is 0.1 to 0.3 % too small (not with eval.py's --floor=0).
-        With feedback, it bounds the likelihood of a sampler that makes both passes in every step.
-        Alg. 2 makes one, with the prediction of the step before: pass 1 stands in for that (§3.2).
+        The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor. Because
+        of ALPHA_FLOOR and T_MIN, L is 0.1 to 0.3 % too small, except in `eval.py ppl --floor=0`.
+        With feedback, L bounds the likelihood of a sampler that runs both passes in every step.
+        Alg. 2 runs one, and feeds back the last step's prediction. Pass 1 stands in for it (§3.2).
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)  # see TwoPass       (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
 
     @classmethod
     def load(cls, path, ema=True):
-        """A model in eval mode, from any file that checkpoint.load reads. `.info`: the rest of it.
+        """A model in eval mode, from any file that checkpoint.load reads. `.info` is the rest.
 
-        ema: take the averaged backbone, as every published number does.
+        ema: use the averaged backbone, as all published numbers do.
         """
         weights, info = checkpoint.weights(path, ema)
         config = {name: value for name, value in info["config"].items()
-                  if name in ModelConfig.__dataclass_fields__}  # train.Config has more
+                  if name in ModelConfig.__dataclass_fields__}  # train.Config has more fields
         model = cls(ModelConfig(**config))
         model.load_state_dict(weights)
         model.info = info
