@@ -1,13 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Work on rows of vocabulary size, a chunk at a time: nothing here is in the paper.          [ours]
+"""Work on (n, V) tensors, a chunk of rows at a time. Nothing here is in the paper.           [ours]
 
     in_chunks        fn(rows), in chunks of rows
     in_pieces        SM of one chunk, in pieces that fit a CPU's caches
-    compile_parts    a TwoPass whose trunk and whose work on a chunk are compiled
+    compile_parts    compiles the trunk of a TwoPass, and its work on a chunk
     likeliest        the largest probabilities of each row, without sorting all of V
 
-A (B, L, V) tensor in fp32 takes 6.6 GB for one micro-batch of the paper. So logits have a row for
-each masked position only, and exist only inside `in_chunks`.
+One (B, L, V) tensor of the paper's micro-batch takes 6.6 GB in fp32. So only masked positions get
+logits, and these exist only inside `in_chunks`.
 """
 
 from functools import partial
@@ -15,29 +15,29 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 
-BUDGET = 1e9        # bytes of (n, V) tensors in use, and of those kept: little beside a model
-SM_IN_USE = 7       # (n, V) tensors in fp32 that SM over all of |V| holds at once, more than others
-SM_KEEPS = 6        # and keeps for a backward pass: logits, clamped, logp, clamped, exp, π
+BUDGET = 1e9        # bytes of (n, V) tensors in use, and of those kept for a backward pass
+SM_IN_USE = 7       # fp32 (n, V) tensors that SM with k = |V| holds at once, the worst case
+SM_KEEPS = 6        # those it keeps for a backward pass: logits, clamped, logp, clamped, exp, π
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
-CPU_CACHE = 1.6e6   # bytes of logits that stay in a CPU's caches while SM passes over them often
-COMPILED_ROWS = 4096  # of a compiled chunk: large matrix products, 0.4 GB of logits in bf16
+CPU_CACHE = 1.6e6   # bytes of logits that fit a CPU's caches: SM reads them several times
+COMPILED_ROWS = 4096  # rows of a compiled chunk: large matrix products, 0.4 GB of logits in bf16
 
 
 def in_chunks(fn, *rows, V, keeps=0, whole=False):
-    """fn(*rows) in chunks of rows, outputs concatenated.
+    """fn(*rows), chunk by chunk, with the outputs concatenated.
 
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
-    keeps: number of fp32 (n, V) tensors that fn keeps for its backward pass. If those of all chunks
-        take more than BUDGET, none is kept, and the backward pass runs fn again.
-    whole: if fn is compiled, take all rows at once, because each chunk pays for the whole (V, D)
-        weight: padded, cast, and a dense gradient. A compiled fn keeps its logits, in the dtype of
-        the product, and is not recomputed.
+    keeps: how many fp32 (n, V) tensors fn keeps for its backward pass. If those of all chunks would
+        exceed BUDGET, none is kept, and the backward pass runs fn again. A compiled fn is never run
+        again: it keeps only its logits, in the dtype of the product.
+    whole: if fn is compiled, pass all rows at once, because each chunk pads and casts the whole
+        (V, D) weight and makes a dense gradient for it.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
     compiled = getattr(fn, "compiled", False)
     room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
     size = max(1, int(room / one_row))
-    if compiled:  # always split, even into one part: torch would compile again for what is no view
+    if compiled:  # split, even into one part: torch would compile again for rows that are no view
         size = max(1, N) if whole else COMPILED_ROWS
     elif N <= size:
         return fn(*rows)
@@ -47,14 +47,14 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
 
 
 def joined(parts):
-    """Outputs of chunks, tensors or tuples of them, as one. None stays None."""
+    """The outputs of all chunks, concatenated: tensors, or tuples of tensors and None."""
     if isinstance(parts[0], tuple):
         return tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
     return torch.cat(parts)
 
 
 def in_pieces(sm, logits):
-    """sm(logits) for logits (n, V), piece by piece on a CPU: there it is faster."""
+    """sm(logits) for logits (n, V). On a CPU, piece by piece, which is faster there."""
     if torch.compiler.is_compiling() or not logits.is_cpu:
         return sm(logits)
     pieces = logits.split(max(1, int(CPU_CACHE / 4 / logits.shape[1])))
@@ -64,12 +64,12 @@ def in_pieces(sm, logits):
 def compile_parts(model, mode=None):
     """Compile the slow parts of a TwoPass: its trunk and its work on a chunk.
 
-    mode: of the trunk; "reduce-overhead" makes CUDA graphs. Chunks have none: their length changes.
-    Methods are compiled, not modules, because those would change the names in the state_dict. Copy
-    a model before: the compiled methods of a deepcopy would use the weights of the original.
+    mode: for the trunk. "reduce-overhead" uses CUDA graphs. Chunks cannot: their length varies.
+    This compiles methods, because compiled modules would change the names in the state_dict. Make
+    copies of the model first: a deepcopy of compiled methods would use the original's weights.
     """
-    # DDP would cut the trunk every 25 MB, in the first pass too, so that gradients travel while the
-    # backward pass runs. Each cut breaks a fused kernel and draws another dropout mask.
+    # DDP would split the trunk every 25 MB, even in the first pass, to send gradients while the
+    # backward pass runs. Each split breaks a fused kernel and draws another dropout mask.
     torch._dynamo.config.optimize_ddp = False
     model.net.trunk = torch.compile(model.net.trunk, mode=mode)
     model.score = compiled_rows(model.score)
@@ -80,15 +80,15 @@ def compile_parts(model, mode=None):
 
 
 def compiled_rows(fn):
-    """fn, compiled once for all numbers of rows."""
+    """fn, compiled once for any number of rows."""
     fast = torch.compile(fn)
 
     def call(*rows):
-        if len(rows[0]) < 2:  # torch would compile once more for 0 rows and for 1
+        if len(rows[0]) < 2:  # torch would compile again for 0 rows and for 1 row
             return fn(*rows)
         for x in rows:
-            # With torch.compile(dynamic=True), V would be a symbol too, and torch 2.6 cannot pad by
-            # a symbolic size. Without a mark, as many rows as n_embd would be a graph of its own.
+            # dynamic=True would make V symbolic too, and torch 2.6 cannot pad by a symbolic size.
+            # Without this mark, torch would compile again when n happens to equal n_embd.
             torch._dynamo.maybe_mark_dynamic(x, 0)
         return fast(*rows)
     call.compiled = True
@@ -96,14 +96,15 @@ def compiled_rows(fn):
 
 
 def likeliest(probs, p):
-    """The m largest of each row of probs (n, V). In every row, their sum is above p, or m = V.
+    """The m largest of each row of probs (n, V), descending: values and ids (n, m).
 
-    Returns values and ids (n, m), descending. Sorting all of V would cost as much as the network.
+    m is large enough for the sum of every row to exceed p, or V. Sorting all of V in every call
+    would cost as much as the network.
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
     if probs.is_cuda and probs.numel() < 1e6:
-        sizes = (V,)  # `all` makes the host wait for a GPU; 1e6 is a guess, not measured
+        sizes = (V,)  # `all` is a host sync. 1e6 is a guess, not measured.
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():
