@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""Checkpoints: one format of our own, and readers for the formats of others.
+"""Checkpoints: one format of our own, and readers for others.
 
-    any file             load, weights, save: all as the dict below
+    any file             load, weights, save: all use the dict below
     another ω            with_omega, for decoding
-    MDLM's family        from_mdlm_family: MDLM's weights and the authors', by our names
-    training files       load_inert: Lightning's, without Lightning, and running no code of theirs
+    MDLM's family        from_mdlm_family: the weights of MDLM and of the authors, in our dict
+    training files       load_inert: Lightning's files, without Lightning, and without running code
     safetensors          read_safetensors, write_safetensors
     what is in a file    python checkpoint.py --checkpoint=mdlm.ckpt
 
@@ -13,12 +13,12 @@ A checkpoint is one dict of tensors and plain values, so `torch.load(weights_onl
     format     "soft-masked-mdlm/1"                  kind     "mdlm" or "dream-adapter"
     config     {field: value}                        step, seed
     model      {name: tensor}                        ema      {name: tensor}, backbone only [code]
-    optimizer  {...}, only where the run goes on     data     {path, n_tokens, sha256}
+    optimizer  {...}, only to resume the run         data     {path, n_tokens, sha256}
     tokenizer  {name, vocab_size, mask_id, bos, eos}
     keys       version of the draws, data.KEYS       git, versions, metrics
 
-A dream-adapter has no ema and no tokenizer, and its data are {dialogues, base, keys}. Together,
-step and seed are the whole random state, because every draw is keyed by them (data.rng).
+A dream-adapter has no ema and no tokenizer, and its data are {dialogues, base, keys}. Every random
+draw is keyed by seed and step (data.rng), so no other random state is saved.
 """
 
 import dataclasses
@@ -41,7 +41,7 @@ HUB_FILES = "model.safetensors", "pytorch_model.bin"
 
 
 def load(path):
-    """The dict at the top, of a .pt, .ckpt, .safetensors or .bin, or of a run's or hub's folder."""
+    """The dict above, from a .pt, .ckpt, .safetensors or .bin, or the folder of a run or a hub."""
     if not path:
         raise Refused("--checkpoint=FILE is missing, such as out/quickstart/last.pt, which "
                       "`python train.py quickstart` makes")
@@ -50,8 +50,8 @@ def load(path):
             path = os.path.join(path, name)
     try:
         ckpt = read(path)
-    except Exception as e:  # bytes that are no checkpoint can raise anything
-        if isinstance(e, OSError) and e.filename:  # it cannot be opened
+    except Exception as e:  # a file that is no checkpoint can raise anything
+        if isinstance(e, OSError) and e.filename:  # cannot be opened
             raise
         raise Refused(f"{path} is no checkpoint, or not whole ({in_short(e)})")
     if "format" in ckpt:
@@ -69,11 +69,11 @@ def load(path):
 
 
 def read(path):
-    """The dict in a file: ours, a framework's, or bare weights."""
+    """The dict in a file: one of ours, of a training framework, or bare weights."""
     if path.endswith(".safetensors"):
         _, metadata, _ = read_header(path)
         tensors = read_safetensors(path)
-        if FORMAT in metadata:  # weights to share, as in results/: here is the rest of the dict
+        if FORMAT in metadata:  # as in results/: the header holds the rest of the dict
             return json.loads(metadata[FORMAT]) | {"model": tensors}
         return tensors
     try:
@@ -86,7 +86,7 @@ def read(path):
 
 
 def with_variant(path, ckpt):
-    """A dict of ours. Its config may call the variant `arm`, as that of the shipped model does."""
+    """The dict, with `variant` in its config. The shipped model's config calls it `arm`."""
     config = ckpt.get("config", {})
     if "arm" in config:
         config["variant"] = config.pop("arm")
@@ -97,7 +97,7 @@ def with_variant(path, ckpt):
 
 
 def weights(path, ema=True):
-    """A model's state_dict, and the rest of its dict.   ema: the average. ω has none [code]."""
+    """A model's state_dict and the rest of its dict.   ema: use the average. ω has none [code]."""
     ckpt = load(path)
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)
     if ema:
@@ -111,22 +111,22 @@ def weights(path, ema=True):
 
 
 def check_numbers(state, path):
-    """Raises Refused if a value is not a finite number: decoding would just print nonsense."""
+    """Raises Refused if a weight is not finite: decoding would silently produce nonsense."""
     for name, t in state.items():
-        if not all(value.isfinite() for value in t.aminmax()):  # takes no memory
+        if not all(value.isfinite() for value in t.aminmax()):  # a mask of t would take memory
             raise Refused(f"{path}: {name} has values that are not finite numbers: download it "
                           f"again, or use an earlier checkpoint")
 
 
 def save(path, **parts):
-    """Write the dict described above, atomically. Raises OSError where the disk is full."""
+    """Write the dict described above, atomically. Raises OSError if the disk is full."""
     versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
     ckpt = {"format": FORMAT, "git": git_version(), "versions": versions, **parts}
     try:
         with atomic(path) as tmp, open(tmp, "wb") as f:
             torch.save(ckpt, f)
     except (OSError, RuntimeError) as e:
-        # torch.save hides the error of the disk behind one of its own, "unexpected pos".
+        # torch.save hides the disk's error behind its own, "unexpected pos".
         reason = e if isinstance(e, OSError) else e.__context__
         if not isinstance(reason, OSError):
             raise
@@ -134,9 +134,9 @@ def save(path, **parts):
 
 
 def git_version():
-    """{commit, dirty} of this source, which a checkpoint records, or {commit: "unknown"}."""
+    """{commit, dirty} of this source code, or {commit: "unknown"}"""
     folder = os.path.dirname(os.path.abspath(__file__))
-    # Without --git-dir, a copy inside another repository would get the commit of that one.
+    # Without --git-dir, a copy inside another repository would report that one's commit.
     command = ["git", f"--git-dir={folder}/.git", f"--work-tree={folder}", "describe", "--always",
                "--exclude=*", "--abbrev=40", "--dirty"]
     try:
@@ -148,12 +148,12 @@ def git_version():
 
 # ---- another ω -----------------------------------------------------------------------------------
 def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
-    """sm, given another ω for decoding. None keeps its own. A binary model gets k = 3 [ours]."""
+    """sm with another ω for decoding. None keeps a value. A binary model gets k = 3 [ours]."""
     given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
         return sm
-    if sm is None and omega_s is None:  # ω_s would start at almost 0
+    if sm is None and omega_s is None:  # the default ω_s is almost 0
         raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
     start = SoftMask(mask_id, **given)
     if sm is None:
@@ -166,16 +166,16 @@ def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
 
 # ---- MDLM's family -------------------------------------------------------------------------------
 def from_mdlm_family(state, shadow=None, settings=None, step=0):
-    """Weights of MDLM, or of the authors' SM, as our dict. Only the prefix of the names changes.
+    """Our dict from the weights of MDLM or of the authors' SM. Only the names' prefix changes.
 
-    state: {name: tensor} under any prefix, with the rotary embedding's buffer.
+    state: {name: tensor} with any prefix, and with the buffer of the rotary embedding.
     shadow: the EMA, a bare list in the order of the parameters [code].
-    settings: config.json of the hub, or the configuration of a run (default: the paper's values).
+    settings: a hub's config.json, or the configuration of a run (default: the paper's values).
     """
     settings = settings or {}
     for section in ("algo", "model", "data", "optim"):
         settings = settings | settings.get(section, {})
-    # sm_t_min and sm_t_max: SM may be on at some t only.
+    # sm_t_min, sm_t_max: SM can be limited to some t.
     only(settings, "this checkpoint", model_type="mdlm", parameterization="subs", sm_t_min=0,
          sm_t_max=1, causal_attention=False, tokenizer_name_or_path="gpt2")
     [table] = [name for name in state if name.endswith("vocab_embed.embedding")]
@@ -190,7 +190,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     inv_freq = net.pop("net.rotary_emb.inv_freq")                              # (head width / 2,)
     n_head = D // (2 * len(inv_freq))
     expected = 10000 ** (-torch.arange(len(inv_freq)) / len(inv_freq))
-    # A copy in bf16 is off by at most 0.4 %, base 11000 by more than 1 % from width 4 on.
+    # A copy in bf16 is off by up to 0.4 %. Base 11000 is off by over 1 % if heads are 4 or wider.
     same_base = torch.allclose(inv_freq.float(), expected, rtol=0.01)
     n_heads = settings.get("n_heads", n_head)
     if not same_base or n_heads != n_head:
@@ -209,18 +209,18 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
 
 
 def read_omega(settings, state):
-    """(k, tensors) of the authors' soft mask, from its settings and all tensors of the file."""
+    """(k, tensors of ω) of the authors' soft mask, from its settings and the file's tensors"""
     only(settings, "the soft mask", fixed_lambda=None)
     names = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
     mix = settings.get("transparency_alg", "mixinputs_with_topk")
     k = {"mixinputs_with_topk": settings.get("mixinputs_k", 3), "mixinputs_with_temp": None}[mix]
-    if k is None:  # top-k has a temperature, too, but does not use it [code]
+    if k is None:  # top-k has a temperature, too, but ignores it [code]
         names["sm.raw_tau"] = "raw_temperature"
     return k, {ours: state["tran_head." + theirs] for ours, theirs in names.items()}
 
 
 def only(settings, where, **wanted):
-    """Raises Refused if a setting is not the `wanted` one: the weights would be another model's."""
+    """Raises Refused if a setting is not the `wanted` one: results would be silently wrong."""
     for name, want in wanted.items():
         if settings.get(name, want) != want:
             raise Refused(f"{where} has {name} = {settings[name]!r}, but only {want!r} is "
@@ -229,7 +229,7 @@ def only(settings, where, **wanted):
 
 # ---- training files ------------------------------------------------------------------------------
 def load_inert(path):
-    """torch.load for the checkpoint of a training framework that is not installed."""
+    """torch.load for a training framework's checkpoint. The framework need not be installed."""
     reader = types.SimpleNamespace(__name__="inert", Unpickler=InertUnpickler,
                                    load=lambda f, **kw: InertUnpickler(f, **kw).load())
     return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
@@ -240,16 +240,16 @@ HARMLESS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2",
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Loads tensors and plain values. A pickle could call any function, but here it finds none."""
+    """Loads tensors and plain values. A pickle can name any function to call: it gets Inert."""
 
     def find_class(self, module, name):
         if f"{module} {name}" in HARMLESS:
             return super().find_class(module, name)
-        return Inert  # tensors' data do not come this way: torch.load reads them itself
+        return Inert  # torch.load reads the tensors' data itself, without find_class
 
 
 class Inert(dict):
-    """Stands in for every foreign class in a pickle: takes any arguments, keeps only the state."""
+    """Stands in for any foreign class: accepts all arguments, and keeps only the pickled state."""
 
     def __init__(self, *args, **kwargs):
         super().__init__()
@@ -262,7 +262,7 @@ class Inert(dict):
 
 
 def plain_values(node):
-    """The values in an inert configuration tree. omegaconf keeps them in _content and _val."""
+    """The plain values in an inert omegaconf tree, which keeps them in _content and _val."""
     if isinstance(node, dict):
         node = node.get("_content", node.get("_val", node))
     if isinstance(node, dict):
@@ -270,22 +270,22 @@ def plain_values(node):
     return node
 
 
-# ---- safetensors: the length of a header in 8 bytes, the header in JSON, the raw tensors ---------
+# ---- safetensors: the header's length in 8 bytes, the header in JSON, the raw tensors ------------
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
           "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
           "U8": torch.uint8, "BOOL": torch.bool}
 
 
 def read_safetensors(path):
-    """{name: tensor} of a safetensors file: a tensor is read from disk when it is used."""
+    """{name: tensor} of a safetensors file. A tensor is read from disk when it is used."""
     header, _, offset = read_header(path)
-    # Torch wants memory that can be written. Mode "c" is copy on write: the file never changes.
+    # torch wants writable memory. Mode "c" is copy-on-write, so the file never changes.
     data = torch.from_numpy(np.memmap(path, dtype=np.uint8, mode="c", offset=offset))
     tensors = {}
     for name, entry in header.items():
         dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
         part = data[start:end]
-        if start % dtype.itemsize:  # view() refuses an address that is not aligned
+        if start % dtype.itemsize:  # view() needs an aligned address
             part = part.clone()
         tensors[name] = part.view(dtype).view(entry["shape"])
     return tensors
@@ -301,7 +301,7 @@ def write_safetensors(path, tensors, metadata=None):
                         "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)  # readers expect the data at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # readers expect the data to start at a multiple of 8
     with atomic(path) as tmp, open(tmp, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
@@ -310,7 +310,7 @@ def write_safetensors(path, tensors, metadata=None):
 
 
 def read_header(path):
-    """({name: dtype, shape and place}, metadata, bytes before the tensors) of such a file."""
+    """({name: dtype, shape, offsets}, metadata, bytes before the tensors) of a safetensors file"""
     with open(path, "rb") as f:
         size = int.from_bytes(f.read(8), "little")
         header = json.loads(f.read(min(size, os.path.getsize(path))))
