@@ -223,8 +223,7 @@ def only(settings, where, **wanted):
     """Raises Refused if a setting is not the `wanted` one: results would be silently wrong."""
     for name, want in wanted.items():
         if settings.get(name, want) != want:
-            raise Refused(f"{where} has {name} = {settings[name]!r}, but only {want!r} is "
-                          f"implemented")
+            raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} is implemented")
 
 
 # ---- training files ------------------------------------------------------------------------------
@@ -257,7 +256,7 @@ class Inert(dict):
     def __setstate__(self, state):
         self.update(state if isinstance(state, dict) else {"state": state})
 
-    def append(self, item):
+    def append(self, item):  # for a deque and its like
         pass
 
 

@@ -76,7 +76,8 @@ def training_file(path, model, /, head=None, tensors=None, hostile=None, **setti
     try:
         torch.save({"state_dict": state, "ema": {"decay": 0.9999, "shadow_params": shadow},
                     "global_step": 9, "hyper_parameters": {"config": tree(config)},
-                    "more": collections.defaultdict(list), "hostile": hostile}, path)
+                    "more": [collections.defaultdict(list), collections.deque([1])],
+                    "hostile": hostile}, path)
     finally:
         del sys.modules["omegaconf"]
     return str(path)
