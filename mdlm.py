@@ -39,7 +39,7 @@ T_MIN = 1e-3        # the smallest time, because the loss divides by t [code]
 
 @dataclass
 class ModelConfig:
-    # the backbone, App. B.1. Annotated[int, 1, 1000]: launch.py checks that it is in this range
+    # the backbone, App. B.1. Annotated[int, 1, 1000]: the range, which launch.py checks
     n_layer: Annotated[int, 1, 1000] = 12
     n_head: Size = 12
     n_embd: Size = 768
