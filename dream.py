@@ -50,7 +50,7 @@ class DreamConfig:
     @classmethod
     def read(cls, folder):
         """config.json of a model folder. Where it names no [MASK], the tokenizer's files do."""
-        raw = read_json(os.path.join(folder, "config.json"))
+        raw = read_part(folder, "config.json")
         nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
         raw |= {"rope_theta": nested.get("rope_theta", raw.get("rope_theta")),
                 "rope_type": nested.get("rope_type", "default")}
@@ -69,10 +69,17 @@ class DreamConfig:
         return self.hidden_size // self.num_attention_heads
 
 
+def read_part(folder, name):
+    """A JSON file of a model folder, as a dict."""
+    if not folder:
+        raise Refused("--model=FOLDER is needed: a Dream model as it was published")
+    return read_json(os.path.join(folder, name))
+
+
 def added_mask(folder):
     """The id of [MASK] in added_tokens.json. Raises Refused unless exactly one name is there."""
     names = "<|mask|>", "<M>", "[MASK]"  # Dream's, open-dCoder's, and BERT's
-    added = read_json(os.path.join(folder, "added_tokens.json"))
+    added = read_part(folder, "added_tokens.json")
     found = [name for name in names if name in added]
     if len(found) != 1:
         raise Refused(f"{folder}: config.json has no mask_token_id, and of {', '.join(names)} "
@@ -305,8 +312,8 @@ class Tokenizer:
     """The tokenizer in a model folder, by tiktoken"""
 
     def __init__(self, folder):
-        vocab = read_json(os.path.join(folder, "vocab.json"))
-        self.special = read_json(os.path.join(folder, "added_tokens.json"))
+        vocab = read_part(folder, "vocab.json")
+        self.special = read_part(folder, "added_tokens.json")
         to_byte = byte_characters()
         ranks = {bytes(to_byte[c] for c in token): i for token, i in vocab.items()
                  if token not in self.special}

@@ -325,6 +325,8 @@ def load_dialogues(cfg, tok, mask_id, show):
 
 def read_lines(cfg):
     """[train, val] of a .jsonl, in an order of the seed."""
+    if not cfg.data:
+        raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
     with open(cfg.data, encoding="utf-8") as f:
         records = [json.loads(line) for line in f if line.strip()]
     n_val = min(cfg.n_val, len(records) // 10)
