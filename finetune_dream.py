@@ -314,9 +314,9 @@ def check(cfg, V, world):
 
 def load_dialogues(cfg, tok, mask_id, show):
     """(train, val, what was dropped in words)"""
-    parts = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
-    train, dropped = encode_all(parts[0], cfg, tok, mask_id, show)
-    val, _ = encode_all(parts[1], cfg, tok, mask_id, show)
+    train, val = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
+    train, dropped = encode_all(train, cfg, tok, mask_id, show)
+    val, _ = encode_all(val, cfg, tok, mask_id, show)
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
     if not train:  # before --overwrite removes a run
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
@@ -488,21 +488,16 @@ def save_adapter(folder, dream, sm, cfg):
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
                  target_modules=TARGETS, inference_mode=True)}
     if sm:
-        files["transparency_config.json"] = omega_of(sm)
+        s, a, b = (w.item() for w in sm.omega)
+        files["transparency_config.json"] = dict(
+            transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
+            transparency_scale=s, transparency_steepness=a, transparency_centre=b,
+            mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
+            transparency_scheduling="none")
     weights = os.path.join(folder, "adapter_model.safetensors")
     checkpoint.write_safetensors(weights, dora.adapter_state(dream), {"format": "pt"})
     for name, values in files.items():
         write_text(os.path.join(folder, name), json.dumps(values, indent=1))
-
-
-def omega_of(sm):
-    """{name: value} of ω, as the authors write it."""
-    s, a, b = (w.item() for w in sm.omega)
-    return dict(
-        transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
-        transparency_scale=s, transparency_steepness=a, transparency_centre=b,
-        mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
-        transparency_scheduling="none")
 
 
 def remove_run(out):

@@ -190,9 +190,8 @@ def draw(p, b, generator):
     generators, rows = [generator], [len(p)]
     if isinstance(generator, list):
         generators, rows = generator, b.bincount(minlength=len(generator)).tolist()
-    devices = [g.device if g else "cpu" for g in generators]
-    u = torch.cat([torch.rand(n, 1, generator=g, device=device, dtype=torch.float64)
-                   for g, device, n in zip(generators, devices, rows)])  # (n, 1)
+    u = torch.cat([torch.rand(n, 1, generator=g, device=g.device if g else "cpu",
+                              dtype=torch.float64) for g, n in zip(generators, rows)])  # (n, 1)
     # torch.multinomial would let the host wait twice. MPS has no float64.
     device = "cpu" if p.device.type == "mps" else p.device
     cdf = p.to(device, torch.float64).cumsum(-1)                        # (n, V)
