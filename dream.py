@@ -82,8 +82,8 @@ def added_mask(folder):
     added = read_part(folder, "added_tokens.json")
     found = [name for name in names if name in added]
     if len(found) != 1:
-        raise Refused(f"{folder}: config.json has no mask_token_id, and of {', '.join(names)} "
-                      f"added_tokens.json has {' and '.join(found) or 'none'}: write the id into "
+        raise Refused(f"{folder}: config.json has no mask_token_id, and added_tokens.json has "
+                      f"{' and '.join(found) or 'none'} of {', '.join(names)}: write the id into "
                       f"config.json")
     return added[found[0]]
 
@@ -254,7 +254,7 @@ class Dream(nn.Module):
             head = state.pop("lm_head.weight")
             if not torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
                 raise Refused(f"{folder} has tie_word_embeddings = True, but its lm_head.weight is "
-                              f"not its model.embed_tokens.weight: with false, both are used")
+                              f"not its model.embed_tokens.weight: set it to false to use both")
         model.load_state_dict(state, assign=True)
         return model.requires_grad_(False).eval()
 
