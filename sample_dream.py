@@ -34,7 +34,7 @@ from launch import Count, Negative, Positive, Refused, Share, Size, machine, pro
 from mdlm import TwoPass
 from softmask import SoftMask, time_gain
 
-Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest entropy, highest p first
+Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest H first, highest p first
 Schedule = Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"]  # see `time_gain`
 AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # see launch.Share
 
@@ -65,7 +65,7 @@ class Decoding:
     seed: int = 0
     device: str = "auto"            # cuda, else mps, else cpu
     dtype: launch.DType = "auto"    # auto: as stored
-    compile: bool | None = None     # takes a minute (default: off; in eval_dream: on for CUDA)
+    compile: bool | None = None     # takes a minute (default: off, in eval_dream on for CUDA)
 
 
 @dataclass
@@ -266,9 +266,9 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
         prefix  ······  ······  =x=x   =====
         dual    ······  ······  =x=x   ·····        (after: these go stale)
 
-    The first pass reveals the block's first token, however unsure the model is [code]: later passes
-    may start at this token, but to predict it takes the state to its left. A block with one step is
-    filled by this step [ours]. Fast-dLLM would leave all but one of its masks.
+    The first pass reveals the block's first token, however unsure the model is [code]. Later passes
+    may start at this token, and could not predict it without the state to its left. A block with
+    one step is filled by this step [ours]. Fast-dLLM would leave all but one of its masks.
     Each mask has the feedback of the last pass that predicted it [ours]. So feedback crosses block
     boundaries. Checked against tests/oracles.py slow_blocks.
     """
