@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""DoRA: a low-rank update of a frozen linear layer, and a trained length of each of its rows
+"""DoRA: a frozen linear layer with a low-rank update and a trained norm for each row.      App. B.2
 
-App. B.2, arXiv 2402.09353. With W (out, in) frozen, A (r, in), B (out, r), m (out,), s = α/r:
+arXiv 2402.09353. With W (out, in) frozen, A (r, in), B (out, r), m (out,), s = α/r:
 
     y = b + m/n · (W x + s B A x)         n_j = |W_j + s (B A)_j|
 
-n has one value for each output row, and no gradient goes through it.
+n has one value for each output row. No gradient goes through it.
 
     attach(model, ["q_proj", "v_proj"], r=16, alpha=16)      # in place; the rest is frozen
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
@@ -21,12 +21,12 @@ import torch.nn.functional as F
 
 
 class DoRALinear(nn.Module):
-    """A linear layer, which is frozen, with its adapter.
+    """A frozen linear layer with its adapter.
 
-    r: rank.   alpha: α, the update is scaled by α/r.   generator: of A (default: torch's own).
-    A, B and m are fp32, whatever W is. A new adapter changes nothing, not even a rounding: B = 0,
-    and m is n in fp32 [ours], so m/n is exactly 1. (peft's is in the dtype of the model: a new
-    adapter on a bf16 model changes the logits.)
+    r: rank.   alpha: the update is scaled by α/r.   generator: draws A (default: torch's own).
+    A, B and m are fp32, whatever the dtype of W. A new adapter does not change a bit of the output:
+    B = 0, and m is n in fp32 [ours], so m/n is exactly 1. peft computes this m in the model's
+    dtype, so on a bf16 model its new adapter changes the logits.
     """
 
     def __init__(self, linear, r=16, alpha=16, generator=None):
@@ -37,14 +37,14 @@ class DoRALinear(nn.Module):
         A = 2 * torch.rand(r, linear.in_features, generator=generator) - 1
         self.lora_A = nn.Parameter(A.to(**fp32) / linear.in_features ** 0.5)     # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **fp32))  # (out, r)
-        # |W|² row by row, once: W is frozen. Only A and B change, so the rest of n is cheap.
+        # |W|² of each row, once, because W is frozen. The rest of n is cheap.
         square = linear.weight.float().pow(2).sum(1)                             # (out,)
         self.register_buffer("square", square, persistent=False)
         self.lora_magnitude_vector = nn.Parameter(self.norm())                   # (out,)
 
     @torch.no_grad()
     def norm(self):
-        """n (out,), fp32, without forming B A: |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, row by row."""
+        """n (out,), fp32, without forming B A: n² = |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, by rows."""
         A, B, s = self.lora_A, self.lora_B, self.s
         cross = (self.base.weight.float() @ A.T * B).sum(1)                      # (out,)
         update = (B @ (A @ A.T) * B).sum(1)                                      # (out,)
@@ -60,7 +60,7 @@ class DoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self):
-        """m/n · (W + s B A), (out, in), in the dtype of W: the layer as one matrix."""
+        """The layer as one matrix (out, in), in the dtype of W: m/n · (W + s B A)."""
         W = self.base.weight.float() + self.s * self.lora_B @ self.lora_A
         gain = self.lora_magnitude_vector / W.norm(dim=1)                        # (out,)
         return (gain[:, None] * W).to(self.base.weight.dtype)
@@ -76,7 +76,7 @@ def replace(model, name, module):
 
 
 def attach(model, names, r=16, alpha=16, generator=None):
-    """DoRA on every nn.Linear whose last name is in names, in place. All else is frozen."""
+    """Put DoRA on every nn.Linear whose last name is in `names`, in place. All else is frozen."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.split(".")[-1] in names:
@@ -84,7 +84,7 @@ def attach(model, names, r=16, alpha=16, generator=None):
 
 
 def adapter_state(model):
-    """{name: tensor} of all that is trained, with the names and shapes of peft."""
+    """{name: tensor} of all that is trained, in peft's names and shapes."""
     state = {}
     for name, layer in layers(model).items():
         path = f"base_model.model.{name}."
@@ -96,18 +96,18 @@ def adapter_state(model):
 
 @torch.no_grad()
 def load_adapter_state(model, state):
-    """Copies such a state into attached layers. Raises ValueError if names or shapes differ."""
+    """Copy an `adapter_state` into attached layers. Raises ValueError if names or shapes differ."""
     own = adapter_state(model)
     if own.keys() != state.keys():
         raise ValueError(f"not in both: {sorted(own.keys() ^ state.keys())}")
     for name, p in own.items():
-        if p.shape != state[name].shape:  # `copy_` would repeat a single row
+        if p.shape != state[name].shape:  # `copy_` might broadcast it
             raise ValueError(f"{name} has another shape in the model")
         p.copy_(state[name])
 
 
 def merge_(model):
-    """Replaces every DoRALinear by the nn.Linear that computes the same, in place."""
+    """Replace every DoRALinear by an nn.Linear that computes the same, in place."""
     for name, layer in layers(model).items():
         layer.base.weight = nn.Parameter(layer.merged(), requires_grad=False)
         replace(model, name, layer.base)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""Dream-7B, Dream-Coder-7B and smaller ones: the backbone, its files and its tokenizer.   App. B.2
+"""Dream-7B, Dream-Coder-7B and smaller models like them: backbone, files, tokenizer.     App. B.2
 
-A Qwen2.5 transformer without the causal mask, on torch alone. Like every backbone here (mdlm.py)
-it is `table`, `hidden` and `head`, and soft masks go in between the first two:
+A Qwen2.5 transformer without the causal mask, in torch alone. Like every backbone here (mdlm.py),
+it has a `table`, `hidden` and `head`. Soft masks go in between the first two:
 
     model, tok = Dream.load(folder), Tokenizer(folder)   # the folder as published on the model hub
     x = torch.tensor([tok.encode(tok.chat(messages), special=True) + 32 * [mask_id]])   # (B, L)
@@ -10,8 +10,8 @@ it is `table`, `hidden` and `head`, and soft masks go in between the first two:
     h = model.hidden(F.embedding(x, model.table), masks)                # (N, D)
     logits = model.head(h)                                              # (N, V)
 
-The modules have the published names, so weights load without a table of names. Dream can predict
-[MASK] itself, and the few hundred unused ids above it: nothing here suppresses them [code].
+Modules have the published names, so weights load without renaming. Dream can predict [MASK] itself,
+and the few hundred unused ids above it. Nothing here suppresses them [code].
 Not here: decoding (sample_dream.py), training (finetune_dream.py), the adapter's maths (dora.py).
 """
 
@@ -33,7 +33,7 @@ from launch import Refused, read_json
 
 @dataclass
 class DreamConfig:
-    """The fields of config.json that this file needs. No default sizes: a model says what it is."""
+    """The fields of config.json that are used here. Sizes have no defaults: models differ."""
     vocab_size: int           # V, rows of the table; the tokenizer uses fewer
     hidden_size: int          # D
     intermediate_size: int
@@ -43,18 +43,18 @@ class DreamConfig:
     rms_norm_eps: float
     rope_theta: float
     mask_token_id: int
-    pad_token_id: int         # fills the space after the end of an answer, too
+    pad_token_id: int         # also fills an answer after its end
     eos_token_id: int
     tie_word_embeddings: bool = False  # the table is also the head, as in small models
 
     @classmethod
     def read(cls, folder):
-        """config.json of a model folder. Where it names no [MASK], the tokenizer's files do."""
-        raw = read_json(os.path.join(folder, "config.json"))
+        """config.json of a model folder. A missing mask id is looked up in added_tokens.json."""
+        raw = read_part(folder, "config.json")
         nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
         raw |= {"rope_theta": nested.get("rope_theta", raw.get("rope_theta")),
                 "rope_type": nested.get("rope_type", "default")}
-        # A missing field has Qwen2's default, which is the wanted value for each of these.
+        # Each of these may be missing: Qwen2's default is the wanted value.
         only(raw, folder, rope_scaling=None, hidden_act="silu", use_sliding_window=False,
              rope_type="default")
         raw.setdefault("tie_word_embeddings", False)
@@ -69,24 +69,30 @@ class DreamConfig:
         return self.hidden_size // self.num_attention_heads
 
 
+def read_part(folder, name):
+    """A JSON file of a model folder, as a dict."""
+    if not folder:
+        raise Refused("--model=FOLDER is needed: a Dream model as it was published")
+    return read_json(os.path.join(folder, name))
+
+
 def added_mask(folder):
-    """The id of [MASK] in added_tokens.json. Raises Refused unless exactly one name is there."""
+    """The id of [MASK] in added_tokens.json. Raises Refused unless exactly one of its names is."""
     names = "<|mask|>", "<M>", "[MASK]"  # Dream's, open-dCoder's, and BERT's
-    added = read_json(os.path.join(folder, "added_tokens.json"))
+    added = read_part(folder, "added_tokens.json")
     found = [name for name in names if name in added]
     if len(found) != 1:
-        raise Refused(f"{folder}: config.json has no mask_token_id, and of {', '.join(names)} "
-                      f"added_tokens.json has {' and '.join(found) or 'none'}: write the id into "
+        raise Refused(f"{folder}: config.json has no mask_token_id, and added_tokens.json has "
+                      f"{' and '.join(found) or 'none'} of {', '.join(names)}: write the id into "
                       f"config.json")
     return added[found[0]]
 
 
 def rope(pos, cfg):
-    """The rotation of each position of pos (B, L): cos and sin, each (B, L, 1, head_dim), fp32.
+    """Rotary cos and sin of positions pos (B, L), each (B, L, 1, head_dim), fp32.
 
-    Stored frequencies would be rounded to bf16 with the rest of the model, and angles would be off
-    by over half a radian at position 500. The released evaluation of finetuned models has this
-    error.
+    Frequencies are not stored, because a bf16 model would round them: at position 500, angles would
+    be off by over half a radian. The released evaluation of finetuned models has this error.
     """
     even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
     inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)            # (head_dim/2,)
@@ -117,7 +123,7 @@ class Attention(nn.Module):
         k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, groups, head_dim)
         v = split(self.v_proj(x))                                       # (B, L, groups, head_dim)
         if past is not None:
-            # In place: to join old and new pieces, 28 layers would copy the whole cache.
+            # In place, because concatenation would copy the whole cache in every layer.
             k = past[0].index_copy_(1, place, k)                        # (B, S, groups, head_dim)
             v = past[1].index_copy_(1, place, v)                        # (B, S, groups, head_dim)
         q, ks, vs = (z.transpose(1, 2) for z in (q, k, v))
@@ -153,14 +159,14 @@ class Layer(nn.Module):
 class Dream(nn.Module):
     """The transformer. Checked against recorded logits of the published code.
 
-    With `checkpointing`, each layer keeps one (B, L, D) for the backward pass, which computes the
-    rest again: a third more work, and 0.4 GB instead of 11 at 2,048 tokens (28 layers, bf16).
+    With `checkpointing`, a layer keeps one (B, L, D), and the backward pass recomputes the rest.
+    That is a third more work, but 0.4 GB instead of 11 at 2,048 tokens (28 layers, bf16).
     """
 
     def __init__(self, cfg):
         super().__init__()
         self.cfg, self.checkpointing = cfg, False
-        self.model = nn.ModuleDict({  # the published names want this nesting
+        self.model = nn.ModuleDict({  # nested as the published names are
             "embed_tokens": nn.Embedding(cfg.vocab_size, cfg.hidden_size),
             "layers": nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers)),
             "norm": nn.RMSNorm(cfg.hidden_size, cfg.rms_norm_eps)})
@@ -174,10 +180,10 @@ class Dream(nn.Module):
     def trunk(self, emb, past=None, start=0):
         """Embeddings (B, L, D) to final hidden states. Every position sees every other.
 
-        past: what an earlier call over S positions returned. emb then stands for the positions
-            start .. start + L − 1 of these S. Their keys and values are replaced *in place*.
-        Returns h (B, L, D) and kv, (k, v) per layer, each (B, S, groups, head_dim), the keys
-        rotated already. While checkpointing, kv is empty.
+        past: kv of an earlier call over S positions. Then emb is for positions start to
+            start + L − 1 of these, and their keys and values are replaced *in place*.
+        Returns h (B, L, D) and kv: for each layer (k, v), both (B, S, groups, head_dim), with keys
+        already rotated. While checkpointing, kv is empty.
         """
         place = torch.arange(emb.shape[1], device=emb.device) + start   # (L,)
         cos, sin = (turn.to(emb.dtype) for turn in rope(place[None], self.cfg))
@@ -195,13 +201,13 @@ class Dream(nn.Module):
         """h (B, L, D) → (N, D), the hidden states that predict the masked positions (b, l).
 
         Dream grew out of a next-token model and kept its shift: hidden state i − 1 predicts
-        position i. So position 0 must never be masked, which `sample_dream.pad_prompts` refuses.
+        position i. So position 0 must never be masked. `sample_dream.pad_prompts` checks this.
         """
         b, l = masks
         return h[b, l - 1]                                              # (N, D)  the shift
 
     def hidden(self, emb, masks, t=None):
-        """emb (B, L, D) → (N, D), the states that predict `masks`. Dream does not use t."""
+        """emb (B, L, D) → (N, D), the hidden states that predict `masks`. Dream ignores t."""
         return self.before(self.trunk(emb)[0], masks)
 
     def head(self, h):
@@ -210,14 +216,15 @@ class Dream(nn.Module):
         return y.float()  # a loss in bf16 would round its gradients
 
     def compile_trunk(self):
-        """Compile the trunk, in place: a minute. One graph for all positions, one for a part.
+        """Compile the trunk in place, which takes a minute.
 
-        It pays where the host cannot launch 28 layers as fast as they run.
+        Whole sequences get one graph, cached parts another. It pays if the host launches kernels
+        more slowly than the GPU runs them.
         """
         self.trunk = torch.compile(self.trunk, dynamic=True)
 
     def fingerprint(self):
-        """16 hex digits of these weights, whatever their dtype, and without an adapter's."""
+        """A hash of the weights, 16 hex digits. Neither dtype nor an adapter changes it."""
         digest = hashlib.sha256()
         for name, p in self.named_parameters():
             if ".lora_" not in name:
@@ -227,9 +234,9 @@ class Dream(nn.Module):
 
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
-        """The published folder, frozen, in evaluation mode. dtype: (default: as stored).
+        """A model from its published folder, frozen, in eval mode.   dtype: (default: as stored).
 
-        On the CPU the weights are the mapped files: processes that load them share the memory.
+        On a CPU the weights are memory-mapped: processes that load the same folder share memory.
         """
         files, state = {"model.safetensors"}, {}
         index = os.path.join(folder, "model.safetensors.index.json")
@@ -242,25 +249,25 @@ class Dream(nn.Module):
         state = {name: t.to(device, dtype) for name, t in state.items()}
         check_numbers(state, folder)
         if model.cfg.tie_word_embeddings and "lm_head.weight" in state:
-            # Some files hold both, some the head alone. If they differ, it is not known which is
-            # meant: transformers 4 used the table for both, transformers 5 uses each.
+            # Some files hold both, some only the head. If the two differ, which one is meant?
+            # transformers 4 used the table for both, transformers 5 uses each for itself.
             head = state.pop("lm_head.weight")
             if not torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
                 raise Refused(f"{folder} has tie_word_embeddings = True, but its lm_head.weight is "
-                              f"not its model.embed_tokens.weight: with false, both are used")
+                              f"not its model.embed_tokens.weight: set it to false to use both")
         model.load_state_dict(state, assign=True)
         return model.requires_grad_(False).eval()
 
 
 def load_adapter(model, folder):
-    """Attach the DoRA in `folder`, in place. Returns the arguments of SoftMask, see `read_omega`.
+    """Attach the DoRA in `folder`, in place. Returns what `read_omega` does.
 
-    Raises Refused for another kind of adapter, or for one of another model, and ValueError for one
-    of other shapes. finetune.json, which only our folders have, tells models of one shape apart.
+    Raises Refused for an adapter of another kind or another model, ValueError for other shapes.
+    Models of the same shapes are told apart by finetune.json, which only our own folders have.
     """
     cfg = read_json(os.path.join(folder, "adapter_config.json"))
     state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
-    cfg.setdefault("use_dora", False)  # peft's default, which is the wanted value of the others
+    cfg.setdefault("use_dora", False)  # peft's default if the field is missing
     only(cfg, folder, peft_type="LORA", use_dora=True, bias="none", use_rslora=False,
          rank_pattern={}, alpha_pattern={})
     ours = os.path.join(folder, "finetune.json")
@@ -275,16 +282,16 @@ def load_adapter(model, folder):
 
 
 def read_omega(cfg, folder):
-    """The arguments of SoftMask for an adapter, or None for binary masks."""
+    """SoftMask's arguments for the adapter in `folder`, or None if it has no SM."""
     path = os.path.join(folder, "transparency_config.json")
     raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
     if raw["transparency_alg"] == "none":
         return None
-    only(raw, path, transparency_scheduling="none")  # here a flag of decoding: --schedule
+    only(raw, path, transparency_scheduling="none")  # here, --schedule sets it
     k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
     return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
-                k=k[raw["transparency_alg"]],  # their other mixes are not the paper's
-                # the authors' bf16 rounds all above 0.998 up to 1, which no ω_s can be
+                k=k[raw["transparency_alg"]],  # KeyError: their other mixes are not in the paper
+                # the authors' bf16 rounds ω_s above 0.998 up to 1, which SoftMask rejects
                 omega_s=min(raw["transparency_scale"], 1 - 1e-6),
                 omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
 
@@ -294,7 +301,7 @@ PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\
 
 
 def byte_characters():
-    """{character: byte}. A vocabulary file writes unprintable bytes as U+0100 and the next ones."""
+    """{character: byte}. Vocabulary files write unprintable bytes as U+0100, U+0101, and so on."""
     ranges = (("!", "~"), ("¡", "¬"), ("®", "ÿ"))
     shown = [b for first, last in ranges for b in range(ord(first), ord(last) + 1)]
     hidden = [b for b in range(256) if b not in shown]
@@ -302,11 +309,11 @@ def byte_characters():
 
 
 class Tokenizer:
-    """The tokenizer in a model folder, by tiktoken"""
+    """The tokenizer of a model folder, on tiktoken"""
 
     def __init__(self, folder):
-        vocab = read_json(os.path.join(folder, "vocab.json"))
-        self.special = read_json(os.path.join(folder, "added_tokens.json"))
+        vocab = read_part(folder, "vocab.json")
+        self.special = read_part(folder, "added_tokens.json")
         to_byte = byte_characters()
         ranks = {bytes(to_byte[c] for c in token): i for token, i in vocab.items()
                  if token not in self.special}
@@ -315,21 +322,21 @@ class Tokenizer:
         self.ids = {*ranks.values(), *self.special.values()}
 
     def encode(self, text, special=False):
-        """The token ids of a text, a list.   special: <|im_end|> and the like become one token.
+        """The token ids of a text, a list.
 
-        A whole chat is encoded in this way, even what its users typed [code]. Without `special`,
-        they are ordinary text.
+        special: <|im_end|> and the like become one token, otherwise they are ordinary text. A whole
+        chat is encoded with it, including what its users typed [code].
         """
         text = unicodedata.normalize("NFC", text)  # é becomes one character [code]
         allowed = "all" if special else set()
         return self.bpe.encode(text, allowed_special=allowed, disallowed_special=())
 
     def decode(self, ids):
-        """The text of token ids. The model can produce ids without a token, which give no text."""
+        """The text of token ids. Ids without a token, which Dream can predict, are skipped."""
         return self.bpe.decode([i for i in ids if i in self.ids])
 
     def chat(self, messages):
-        """[{"role": …, "content": …}, …] as a text that ends where the next answer begins."""
+        """[{"role": …, "content": …}, …] as one text, up to where the next answer begins."""
         if not messages or messages[0]["role"] != "system":
             messages = [{"role": "system", "content": "You are a helpful assistant."}, *messages]
         turns = (f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>\n" for m in messages)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Finetune Dream-7B with soft masks: Alg. 1 on dialogues, a DoRA adapter and ω.     §4.2, App. B.2
+"""Finetune a Dream model with soft-masking: Alg. 1 on dialogues, for DoRA and ω.    §4.2, App. B.2
 
     python finetune_dream.py tiny                            # a dry run without weights or data
     python finetune_dream.py --model=DIR --data=yours.jsonl  # {"messages": [{"role": …, …}]}
@@ -7,13 +7,14 @@
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
 
-The last answer of each dialogue is masked and predicted. The folder `out` gets best/ and last/,
-adapters that sample_dream.py, peft and the authors' code read; last.pt to resume from; log.jsonl.
-Every draw is keyed by what it is for (data.rng): a resumed run, or one on more GPUs, is the same.
+The model learns to fill in the last answer of each dialogue. The folder `out` gets log.jsonl,
+last.pt to resume from, and two adapters, best/ and last/, which sample_dream.py, peft and the
+authors' code can read. Every random draw is keyed by what it is for (data.rng), so neither a resume
+nor the number of GPUs changes it.
 
     dialogue, update    one update of DoRA and ω, in the order of train.py            Alg. 1 l.2-9
-    finetune            the dialogues, the model, and the loop around `update`
-    the rest            what `finetune` starts from, measures and saves
+    finetune            the whole run: data, model, and the loop around `update`
+    the rest            what `finetune` loads, measures and saves
 
 Not here: the two passes (mdlm.py), decoding (sample_dream.py), DoRA (dora.py), full finetuning.
 """
@@ -46,10 +47,11 @@ from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
-# Ling-Coder's names. SYSTEM is [ours]: theirs keeps the name, after a system message of its own.
+# Ling-Coder's role names. SYSTEM is [ours]: the authors keep that name, so the chat template puts a
+# default system message before it.
 ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
-MASK_FLOOR = 1e-3  # a token is masked with p = t (1 − floor) + floor, but weighted by 1/t [code]
+MASK_FLOOR = 1e-3  # mask with probability (1 − floor) t + floor, but weight the loss by 1/t [code]
 
 
 @dataclass
@@ -57,47 +59,47 @@ class Config:
     model: str = ""             # folder of a Dream, Dream-Coder or open-dCoder model, as published
     data: str = ""              # a .jsonl, or mix (Tulu 3 + SmolTalk), or coding (Ling-Coder-SFT)
     out: str = "out/dream"
-    resume: bool | Literal["auto"] = False  # go on from out/last.pt; auto: if it is there
-    overwrite: bool = False     # start anew although out holds a run
-    seed: Count = 1231          # the authors' five runs have 1231 … 1235
+    resume: bool | Literal["auto"] = False  # continue from last.pt in `out`; auto: if it exists
+    overwrite: bool = False     # replace the run in `out`
+    seed: Count = 1231          # the authors' five runs have 1231 to 1235
     # dialogues
-    n_train: Size = 300_000     # before the filters, which leave 270k
+    n_train: Size = 300_000     # before filtering, which leaves 270k
     n_val: Size = 500           # held out; at most a tenth of a .jsonl
-    max_length: Size = 2048     # tokens of prompt and response; longer ones are dropped, not cut
-    min_response: Size = 5      # tokens, counting the two that end the turn [code]
+    max_length: Size = 2048     # tokens, prompt and response; longer dialogues are dropped, not cut
+    min_response: Size = 5      # tokens, including the two that end the turn [code]
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
-    steps: Count = 0            # updates (default: as many as epochs says)
-    batch_size: Size = 8        # dialogues per update, one per pass
-    # The authors' mean over a dialogue's masks [code], or the paper's sum: see `objective`.
+    steps: Count = 0            # updates (default: computed from epochs)
+    batch_size: Size = 8        # dialogues per update, one per forward pass
+    # Over a dialogue's masks, the authors take the mean [code], the paper the sum: see `objective`.
     loss: Literal["authors", "paper"] = "authors"
     eta_bb: Rate = 1e-5         # learning rate of DoRA
-    eta_sm: Rate = 1e-2         # of ω: it has far to go
-    warmup: Share = 0.03        # share of the updates; a cosine down to 0 follows
-    clip: Positive = 7.0        # of the norm over DoRA and ω together [code]
-    r: Size = 16                # DoRA's rank
-    alpha: Size = 16
+    eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
+    warmup: Share = 0.03        # share of the updates; then a cosine down to 0
+    clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
+    r: Size = 16                # rank of DoRA
+    alpha: Size = 16            # DoRA's update is scaled by alpha / r
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
     b_h: Share = 0.8
     # soft-masking
-    p_sm: Share = 0.5           # probability of two passes; 0 finetunes a binary model
-    # One coin for an update, as in Alg. 1, or for each dialogue [code], which trains ω more often.
+    p_sm: Share = 0.5           # probability of feedback, in two passes; 0: a binary model
+    # One toss per update, as in Alg. 1, or one per dialogue [code], which trains ω more often.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # App. B.2: close to 0, the value is [code]
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # close to 0 (App. B.2); this value: [code]
     omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine
-    checkpointing: bool = True  # less memory for more work, see dream.Dream
+    checkpointing: bool = True  # saves memory, costs time: see dream.Dream
     device: str = "auto"        # cuda, else mps, else cpu
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
     log_every: Size = 10
-    save_every: Size = 100      # last.pt and last/, and a line in the log: a run resumes from these
-    eval_every: Size = 500      # and best/; the authors' 100 would take a third of the run's time
+    save_every: Size = 100      # writes last.pt, last/ and a line of the log
+    eval_every: Size = 500      # may write best/; the authors' 100 would take a third of the time
 
 
 PRESETS = {
-    # ω starts where feedback shows at once. From the paper's start, it takes 1,000 updates.
+    # With this ω, feedback shows from the start. With the paper's, it takes 1,000 updates.
     "tiny": dict(model="out/tiny_dream/model", data="out/tiny_dream/dialogues.jsonl",
                  out="out/tiny_dream", steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5,
                  save_every=20, eval_every=20),
@@ -107,34 +109,34 @@ PRESETS = {
 }
 
 
-# What may differ when a run is resumed. Model and data are compared by their contents.
+# Settings that may change when a run is resumed. Model and data are compared by content instead.
 MAY_DIFFER_ON_RESUME = {
     "model", "data", "out", "resume", "overwrite", "checkpointing", "device", "log_every",
     "save_every", "eval_every"}
 
 
 def dialogue(dialogues, cfg, step, j, eos):
-    """Dialogue j of the update, a function of its number: x0 (1, L), prompt length.   Alg. 1 l.2"""
+    """Dialogue j of update `step`: x0 (1, L), and the length of its prompt            Alg. 1 l.2"""
     epoch, row = divmod(step * cfg.batch_size + j, len(dialogues))
     ids, prompt_len = dialogues[data.order(len(dialogues), epoch, cfg.seed)[row]]
     return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
 
 def is_soft(cfg, step, j):
-    """The coin of p_sm: whether dialogue j of the update has two passes                     §3.2"""
+    """The coin toss with p_sm: whether dialogue j of the update gets feedback               §3.2"""
     key = (step, j) if cfg.coin == "dialogue" else (step,)
     return torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() < cfg.p_sm
 
 
 def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
-    """One update of DoRA and ω. Returns the norm of the gradient, 0-d.                Alg. 1 l.2-9
+    """One update of DoRA and ω. Returns the gradient norm, 0-d.                       Alg. 1 l.2-9
 
     dialogues: [(ids, prompt length)].   parallel: the model, or the DDP around it.
     here: launch.machine().   log: launch.Log.
     """
-    M = cfg.batch_size  # dialogues j, counted over all ranks
-    special = model.net.cfg  # it has the ids of [MASK] and of the end
-    # Those of the other ranks, too: ω rests if no dialogue has feedback.
+    M = cfg.batch_size  # dialogues, over all ranks
+    special = model.net.cfg  # has the ids of [MASK] and of the end token
+    # For all ranks, because ω stays as it is if no dialogue of the update has feedback.
     softs = [is_soft(cfg, step, j) for j in range(M)]
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
@@ -143,19 +145,19 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
         t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()  #             l.3
         q = rng(cfg.seed, "q", step, j)
         xt = mask_response(x0, prompt_len, t, special.mask_token_id, q)        # (1, L)          l.4
-        # Found on the CPU: the host need not wait for a GPU to know the number of masks N.
+        # Found on the CPU: N depends on the data, so on a GPU this would be a host sync.
         masks = (xt == special.mask_token_id).nonzero(as_tuple=True)           # 2 × (N,)
         x0, xt, *masks = (launch.to_device(x, here.device) for x in (x0, xt, *masks))
         with launch.accumulate(parallel, last=j + here.world >= M):
             nll = parallel(x0, xt, softs[j], tuple(masks))                     # (N,)          l.5-8
-            # DDP divides the gradient by world.
+            # DDP averages gradients over the ranks. Times `world`, they are summed.
             (objective(nll, t, cfg.loss, M) * here.world).backward()
         nll = nll.detach()
         log.add(loss=objective(nll, t, cfg.loss, 1), dialogues=1, nll=nll.sum(), masks=len(nll),
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
     if model.sm and not any(softs):
-        # The gradient of ω is 0, which DDP needed (mdlm.with_omega_in_graph). Adam would still move
-        # ω by its momentum [ours].
+        # ω has a gradient of 0, for DDP (mdlm.with_omega_in_graph). Adam's momentum would still
+        # move ω, so the gradient is removed [ours].
         for p in model.sm.parameters():
             p.grad = None
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
@@ -165,17 +167,18 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
 
 
 def pad_with_eos(ids, eos, generator):
-    """ids (L,) and 0 to 49 end tokens, and up to 7 more to a multiple of 8 [code]"""
-    # They are masked and predicted like the response. So the model learns where to stop.
+    """ids (L,), then 0 to 49 end tokens, then up to 7 more to reach a multiple of 8 [code]"""
+    # They are masked and predicted like the response, so the model learns where to stop.
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     n_end += -(len(ids) + n_end) % 8
     return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=eos)               # (L',)
 
 
 def mask_response(x0, prompt_len, t, mask_id, generator):
-    """x0 (B, L), its response masked with probability t, at least one token [code]      Alg. 1 l.4
+    """x0 with its response masked: x_t (B, L)                                           Alg. 1 l.4
 
-    prompt_len: int or (B, 1). Draws on the CPU, so that every device sees the same x_t.
+    Each token of the response is masked with probability t, and at least one is [code].
+    prompt_len: int or (B, 1). The draws are made on the CPU, so all devices have the same masks.
     """
     p = (1 - MASK_FLOOR) * t + MASK_FLOOR
     response = torch.arange(x0.shape[1]) >= prompt_len                  # (L,) or (B, L)
@@ -183,29 +186,29 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
     none = ~masked.any(1)                                               # (B,)
     if none.any():
         low = torch.as_tensor(prompt_len).expand(len(x0), 1)[none][0].item()
-        # One place for all such rows [code].
+        # All rows without a mask get one at the same position [code].
         place = low + torch.randint(x0.shape[1] - low, (1,), generator=generator)  # (1,)
         masked[none, place] = True
     return x0.masked_fill(masked, mask_id)
 
 
 class TwoPassDream(TwoPass):
-    """Dream and its soft mask in one forward, for DDP. See tests/oracles.py dense_nll."""
+    """Both passes of Dream in one forward, for DDP. Checked against tests/oracles.py dense_nll."""
 
     def forward(self, x0, xt, soft, masks=None):
         """−log p(x0) of every masked token, nll (N,) in nats                          Alg. 1 l.5-8
 
         x0, xt: (B, L) ids.   soft, masks: see TwoPass.token_nll.
         """
-        return self.token_nll(x0, xt, None, soft, masks)[0]  # None: Dream does not know the time
+        return self.token_nll(x0, xt, None, soft, masks)[0]  # None: Dream does not take t
 
 
 def objective(nll, t, kind, batch_size):
-    """What one dialogue, nll (N,) of its masks, adds to the loss of an update, 0-d
+    """What one dialogue adds to the loss of an update, 0-d, from the nll (N,) of its masks
 
     paper    1/t Σ over its masks, averaged over the batch                        Alg. 1 l.8, Eq. 2
-    authors  1/t · mean over its masks, summed over the batch [code]: a long answer counts no more
-             than a short one, and the gradient that is clipped is batch_size times larger.
+    authors  1/t · mean over its masks, summed over the batch [code]. So a long answer counts no
+             more than a short one, and clipping sees a gradient that is batch_size times larger.
     """
     if kind == "authors":
         return nll.mean() / t
@@ -213,7 +216,7 @@ def objective(nll, t, kind, batch_size):
 
 
 def lr_at(step, cfg):
-    """Factor on both learning rates after `step` updates: from 0 up [code], then a cosine down."""
+    """Factor on both learning rates after `step` updates: warm-up from 0 [code], then a cosine"""
     warm = math.ceil(cfg.warmup * cfg.steps)
     if step < warm:
         return step / warm
@@ -221,7 +224,7 @@ def lr_at(step, cfg):
 
 
 def finetune(cfg):
-    """The dialogues, the model, and Alg. 1. Returns the TwoPassDream."""
+    """The whole run. Returns the TwoPassDream."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     master = here.rank == 0
@@ -234,11 +237,11 @@ def finetune(cfg):
     special = DreamConfig.read(cfg.model)
     check(cfg, special.vocab_size, here.world)
     last = os.path.join(cfg.out, "last.pt")
-    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # asked before minutes of reading
+    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # before reading takes minutes
     tok = Tokenizer(cfg.model)
     train, val, dropped = load_dialogues(cfg, tok, special.mask_token_id, master)
-    # finetune.json says what was asked for. The number of updates differs by seed: written there,
-    # it would split the seeds of one row in lab/eval_dream.py.
+    # finetune.json keeps the settings as given. The number of updates computed here differs by
+    # seed, and lab/eval_dream.py would take each seed for another configuration.
     asked = cfg
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
@@ -247,7 +250,7 @@ def finetune(cfg):
     optimizer = optimizer_of(model)
     source = {"dialogues": digest_of(train + val), "base": model.net.fingerprint(),
               "keys": data.KEYS}
-    done, metrics = 0, {}  # updates made; the last evaluation
+    done, metrics = 0, {}  # updates so far; the last evaluation
     if going_on:
         ckpt = load_last(last, cfg, source)
         for name, p in trained(model).items():
@@ -255,12 +258,12 @@ def finetune(cfg):
         optimizer.load_state_dict(ckpt["optimizer"])
         done, metrics = ckpt["step"], ckpt["metrics"]
     parallel = model
-    if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
+    if here.world > 1:  # gradients are views of DDP's buckets, not copies: this saves memory
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # ---- the loop
-    start, stop, line = done, 0, {}  # stop: the signal that ends it. line: the last of the log
-    # Rank 0 alone writes, so it alone locks.
+    start, stop, line = done, 0, {}  # stop: a signal's number, or 0.   line: the last in the log
+    # Only rank 0 writes, so only rank 0 locks.
     locked = launch.lock(cfg.out) if master else contextlib.nullcontext()
     with locked, launch.signals() as caught:
         log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
@@ -271,17 +274,17 @@ def finetune(cfg):
             print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
                   f"{sizes[0]:,} parameters of DoRA, {sizes[1]} of SM, {here.device} × "
                   f"{here.world}; updates {start:,} to {cfg.steps:,}")
-        if master and start:  # a kill between last.pt and last/ may have left an older last/
+        if master and start:  # a kill right after last.pt was saved may have left an older last/
             save(last, cfg, asked, model, optimizer, step=start, metrics=metrics, data=source)
         for step in range(start, cfg.steps):
             norm = update(step, cfg, train, model, parallel, optimizer, here, log)
             done = step + 1
-            # One rank's signal counts for all: they stop after the same update.
+            # A signal to any rank stops all of them after the same update.
             stop = launch.any_rank(max(caught, default=0))
             evaluated = val and due(cfg.eval_every, done, cfg.steps) and not stop
             saved = due(cfg.save_every, done, cfg.steps) or stop
             if evaluated or saved or due(cfg.log_every, done, cfg.steps) or done == 1:
-                line = log_line(done, cfg, model, log.collect(norm))  # refuses a NaN before a save
+                line = log_line(done, cfg, model, log.collect(norm))  # refuses NaN before a save
                 if evaluated:
                     metrics = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
                     keep_best(metrics, cfg, asked, model, here)
@@ -303,7 +306,7 @@ def finetune(cfg):
 
 
 def check(cfg, V, world):
-    """Raises Refused for what cannot be trained.   V: tokens of the model."""
+    """Raises Refused for settings that cannot be trained.   V: size of the vocabulary."""
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
     if (cfg.k or 1) >= V:
@@ -313,18 +316,20 @@ def check(cfg, V, world):
 
 
 def load_dialogues(cfg, tok, mask_id, show):
-    """(train, val, what was dropped in words)"""
-    parts = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
-    train, dropped = encode_all(parts[0], cfg, tok, mask_id, show)
-    val, _ = encode_all(parts[1], cfg, tok, mask_id, show)
+    """train and val as `encode_all` returns them, and in words what was dropped"""
+    train, val = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
+    train, dropped = encode_all(train, cfg, tok, mask_id, show)
+    val, _ = encode_all(val, cfg, tok, mask_id, show)
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
-    if not train:  # before --overwrite removes a run
+    if not train:  # refused before --overwrite removes a run
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
     return train, val, dropped or "none"
 
 
 def read_lines(cfg):
-    """[train, val] of a .jsonl, in an order of the seed."""
+    """[train, val] of a .jsonl: its records, shuffled by the seed"""
+    if not cfg.data:
+        raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
     with open(cfg.data, encoding="utf-8") as f:
         records = [json.loads(line) for line in f if line.strip()]
     n_val = min(cfg.n_val, len(records) // 10)
@@ -333,7 +338,7 @@ def read_lines(cfg):
 
 
 def read_hub(cfg):
-    """[train, val] of the paper's corpora. Without a test part, 1% is held out (10% [code])."""
+    """[train, val] of the paper's corpora. Without a test split, 1% is held out (10% [code])."""
     from datasets import concatenate_datasets, load_dataset
     whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
     parts = [whole.train_test_split(0.01, seed=cfg.seed)]
@@ -347,7 +352,7 @@ def read_hub(cfg):
 
 
 def encode_all(records, cfg, tok, mask_id, show):
-    """[(ids, prompt length)] of the dialogues to keep, and {reason: how many} of the others."""
+    """[(ids, prompt length)] of the dialogues kept, and {reason: count} of those dropped"""
     kept, dropped = [], Counter()
     for record in progress(records, desc="dialogues", disable=not show, delay=5):
         ids, prompt_len = encode_chat(record, tok)
@@ -360,31 +365,32 @@ def encode_all(records, cfg, tok, mask_id, show):
 
 
 def encode_chat(record, tok):
-    """(ids, prompt length) of a record up to its last answer, or ([], 0)"""
+    """(ids, prompt length) of a record up to its last answer, or ([], 0) if it has none"""
     messages = [m | {"role": ROLES.get(m["role"], m["role"])} for m in record["messages"]]
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()
-    if not messages or not all(isinstance(m["content"], str) for m in messages):  # calls of tools
+    if not messages or not all(isinstance(m["content"], str) for m in messages):  # tool calls
         return [], 0
-    # Apart, as decoding knows the prompt alone: together, two line breaks could be one token.
+    # Encoded apart, because decoding sees the prompt alone. In one text, two line breaks where they
+    # meet could become one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
     return prompt + response, len(prompt)
 
 
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
-    """The reason not to train on a dialogue, or "". The last is [ours], the others the paper's."""
+    """Why a dialogue is dropped, or "". The last reason is [ours], the others are the paper's."""
     if len(ids) > cfg.max_length:
         return f"over {cfg.max_length} tokens"
     if len(ids) - prompt_len < cfg.min_response:
         return f"response under {cfg.min_response} tokens"
     if {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & set(ids):
         return "tool calls"
-    return "[MASK] in the text" if mask_id in ids else ""  # Alg. 1 would take it for a mask
+    return "[MASK] in the text" if mask_id in ids else ""  # it would count as masked
 
 
 def digest_of(dialogues):
-    """16 hex digits of a list of (ids, prompt length)."""
+    """A hash of [(ids, prompt length)], 16 hex digits."""
     digest = hashlib.sha256()
     for ids, prompt_len in dialogues:
         digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
@@ -392,7 +398,7 @@ def digest_of(dialogues):
 
 
 def model_of(cfg, here):
-    """Dream, frozen, with a new DoRA, and the soft mask                                 App. B.2"""
+    """A frozen Dream with a new DoRA and, if p_sm > 0, a soft mask                      App. B.2"""
     dtype = None if cfg.dtype == "auto" else here.dtype or torch.float32
     dream = Dream.load(cfg.model, here.device, dtype)
     dream.checkpointing = cfg.checkpointing
@@ -404,7 +410,7 @@ def model_of(cfg, here):
 
 
 def trained(model):
-    """{name: parameter} of what is trained, in the order of the optimizer: DoRA, then ω."""
+    """{name: parameter} of all that is trained, in the optimizer's order: DoRA, then ω."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
@@ -416,7 +422,7 @@ def optimizer_of(model):
 
 
 def load_last(path, cfg, source):
-    """last.pt of this run. Raises Refused if it is of other dialogues, models or settings."""
+    """last.pt of this run. Raises Refused if its dialogues, model or settings differ."""
     ckpt = checkpoint.load(path)
     before = ckpt["config"] | ckpt["data"]
     now = asdict(cfg) | source
@@ -426,14 +432,14 @@ def load_last(path, cfg, source):
 
 @torch.no_grad()
 def evaluate(model, val, cfg, here):
-    """{name: mean loss of the held-out dialogues}, with feedback and without."""
+    """{name: mean loss over the held-out dialogues}, with feedback and without."""
     losses, special = {}, model.net.cfg
     for soft in [True, False] if model.sm else [False]:
         total = torch.zeros((), dtype=torch.float64)
         for i in range(here.rank, len(val), here.world):
             ids, prompt_len = val[i]
             x0 = pad_with_eos(ids, special.pad_token_id, rng(cfg.seed, "val n_end", i))[None]
-            # A grid of times, for less noise [code].
+            # Evenly spaced times, for less noise [code].
             t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)
             q = rng(cfg.seed, "val q", i)
             xt = mask_response(x0, prompt_len, t, special.mask_token_id, q)    # (1, L)
@@ -444,7 +450,7 @@ def evaluate(model, val, cfg, here):
 
 
 def log_line(done, cfg, model, sums):
-    """The line of log.jsonl for the updates since the last line.   sums: of launch.Log."""
+    """The line of log.jsonl for the updates since the last line.   sums: from Log.collect."""
     line = {"step": done, "loss": sums["loss"] / sums["dialogues"],
             "ce_per_mask": sums["nll"] / sums["masks"],
             "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
@@ -459,9 +465,9 @@ def log_line(done, cfg, model, sums):
 
 
 def keep_best(metrics, cfg, asked, model, here):
-    """Save best/ if the evaluation in metrics is the best so far, and note that loss there.
+    """Save best/ if this evaluation is the best so far, and note its loss in `metrics`.
 
-    It is the loss with feedback on every dialogue [ours]. The authors toss the coin [code].
+    All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
     """
     loss = metrics["val_soft" if model.sm else "val_plain"]
     if loss < metrics.get("best", math.inf):
@@ -471,7 +477,7 @@ def keep_best(metrics, cfg, asked, model, here):
 
 
 def save(path, cfg, asked, model, optimizer, **facts):
-    """last.pt, and beside it the adapter last/, which has the settings as they were asked for"""
+    """Write last.pt and the adapter last/.   asked: the settings as given, for finetune.json."""
     weights = {name: p.detach() for name, p in trained(model).items()}
     checkpoint.save(path, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, model=weights,
                     optimizer=optimizer.state_dict(), **facts)
@@ -479,40 +485,35 @@ def save(path, cfg, asked, model, optimizer, **facts):
 
 
 def save_adapter(folder, dream, sm, cfg):
-    """An adapter folder: DoRA as peft has it, ω as the authors have it, and cfg."""
+    """Write an adapter folder: DoRA in peft's format, ω in the authors', and cfg."""
     files = {"finetune.json": asdict(cfg) | {"base": dream.fingerprint()},
              "adapter_config.json": dict(
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
                  target_modules=TARGETS, inference_mode=True)}
     if sm:
-        files["transparency_config.json"] = omega_of(sm)
+        s, a, b = (w.item() for w in sm.omega)
+        files["transparency_config.json"] = dict(
+            transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
+            transparency_scale=s, transparency_steepness=a, transparency_centre=b,
+            mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
+            transparency_scheduling="none")
     weights = os.path.join(folder, "adapter_model.safetensors")
     checkpoint.write_safetensors(weights, dora.adapter_state(dream), {"format": "pt"})
     for name, values in files.items():
         write_text(os.path.join(folder, name), json.dumps(values, indent=1))
 
 
-def omega_of(sm):
-    """{name: value} of ω, as the authors write it."""
-    s, a, b = (w.item() for w in sm.omega)
-    return dict(
-        transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
-        transparency_scale=s, transparency_steepness=a, transparency_centre=b,
-        mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
-        transparency_scheduling="none")
-
-
 def remove_run(out):
-    """Delete what an earlier run left: a binary run must not stand beside its ω."""
+    """Delete an earlier run, so that its ω does not end up beside a new binary adapter."""
     for name in "best", "last":
         shutil.rmtree(os.path.join(out, name), ignore_errors=True)
     Path(out, "last.pt").unlink(missing_ok=True)
 
 
 def make_tiny(model, data):
-    """A random model folder of 2 layers, with bytes as tokens, and 120 dialogues."""
-    if os.path.exists(data):  # it is written last
+    """Write a random model of 2 layers, whose tokens are bytes, and 120 dialogues."""
+    if os.path.exists(data):  # written last
         return
     special = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258, "<tool_call>": 259,
                "</tool_call>": 260, "<|mask|>": 261}

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Decoding by confidence: fill the masks, some tokens per pass, with soft-masked feedback.
+"""Decoding by confidence: each pass reveals the surest tokens and soft-masks the rest.
 
     §2.2 conditional generation   pad_prompts      a response of [MASK]s behind each prompt
     App. A, Alg. 2; App. C.9      decode           the whole response at once
     Alg. 2 l.4, App. B.2          propose          a token for each mask, and how sure the model is
-    Alg. 2 l.5, §2.2 unmasking    reveal           the surest of them, some in each pass
+    Alg. 2 l.5, §2.2 unmasking    reveal           the surest of these tokens, written into x
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
-Tensors with a vocabulary axis are (n, V), a row per masked position, and exist only inside
-`in_chunks`. In both loops the host has a copy of x, so it knows where masks are. In a pass it waits
-for a GPU for this copy, and in `likeliest`. Not here: benchmarks (lab/eval_dream.py), re-masking.
+Logits are (n, V), a row per masked position, and exist only inside `in_chunks`. In each pass, both
+loops copy x to the host to find its masks: a host sync. The only other one is in `likeliest`.
+Not here: benchmarks (lab/eval_dream.py), re-masking.
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
     python sample_dream.py --model=DIR --adapter=DIR --chat       # turns from stdin, with feedback
@@ -34,7 +34,7 @@ from launch import Count, Negative, Positive, Refused, Share, Size, machine, pro
 from mdlm import TwoPass
 from softmask import SoftMask, time_gain
 
-Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest entropy, highest p first
+Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest H first, highest p first
 Schedule = Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"]  # see `time_gain`
 AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # see launch.Share
 
@@ -51,29 +51,30 @@ class Decoding:
     temperature: AtLeast0 = 0.1     # App. B.2; 0: argmax
     top_p: Probability = 0.9        # App. B.2; 1: off. Dream's rule, see `filtered`
     schedule: Schedule = "none"     # App. C.9
-    switch: Share = 0.5             # t', the share of masks at which the stepwise schedules switch
+    switch: Share = 0.5             # t', the share of masks left when the stepwise ones switch
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # With block: reveal all tokens with such a p, after temperature and top_p, with any algorithm.
-    # At 0.1 and 0.9, a small lead makes p 1 (REPRODUCE.md, 5).
+    # With block: reveal all tokens of at least this probability, whatever the algorithm. It is the
+    # one after temperature and top_p: at 0.1 and 0.9, a small lead makes it 1 (REPRODUCE.md, 5).
     threshold: Probability | None = None
-    # Another ω than the adapter's. A model without SM then gets k = 3, and the paper's other two.
+    # Replace the adapter's ω. If there is none, omega_s turns SM on, with k = 3 and the paper's
+    # values for the other two.
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None
     omega_a: Positive | None = None
     omega_b: Negative | None = None
     seed: int = 0
-    device: str = "auto"            # cuda > mps > cpu
+    device: str = "auto"            # cuda, else mps, else cpu
     dtype: launch.DType = "auto"    # auto: as stored
-    compile: bool | None = None     # the trunk, in a minute (default: off, eval_dream: on CUDA)
+    compile: bool | None = None     # takes a minute (default: off, in eval_dream on for CUDA)
 
 
 @dataclass
 class Config(Decoding):
-    # In these texts, the two characters \n are a line break.
+    # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""                # one user turn
-    chat: bool = False              # user turns from stdin, one a line
-    # Text with one ___ for the model to write, without a chat around it. A base model, which has
-    # learnt no chat, completes a text that ends with it: --infill="def f(x):\n___"
+    chat: bool = False              # user turns from stdin, one per line
+    # A text in which the model replaces ___, without the chat template. So it is also how a base
+    # model, which knows no chat, completes a text: --infill="def f(x):\n___"
     infill: str = ""
 
 
@@ -82,8 +83,8 @@ class Pick(NamedTuple):
     algorithm: Algorithm = "entropy"
     temperature: float = 0.0
     top_p: float = 1.0
-    # For a temperature: one, or a list of one per sequence, on the CPU. With a list, a sequence is
-    # the same in any batch.
+    # For the draws at a temperature above 0. A list has one per sequence, on the CPU: then a
+    # sequence does not depend on the rest of its batch.
     generator: torch.Generator | list | None = None
 
 
@@ -91,8 +92,8 @@ GREEDY = Pick()
 
 
 def pad_prompts(cfg, prompt, gen_len, device="cpu"):
-    """prompt (B, P) → x (B, P + gen_len), with masks behind it       §2.2 conditional generation"""
-    # A mask inside a prompt is a place to fill, too.
+    """prompt (B, P) → x (B, P + gen_len), masks behind it            §2.2 conditional generation"""
+    # Masks inside the prompt are filled, too.
     x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
     if (x[:, 0] == cfg.mask_token_id).any():
         raise Refused("position 0 is masked, and no position before it predicts it: add a prompt")
@@ -120,7 +121,7 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
         x0, conf, mixed = propose(model, h, b, pick, forced=share == 1)  #                      l.4
         x = reveal(x, masks, x0, conf, share)                           # (B, L)                l.5
         masked = x.cpu() == mask_id                                     # (B, L)  on the host
-        # The next step sees the tokens that were revealed, and soft masks where [MASK] is left.
+        # The next step sees the revealed tokens, and soft masks where [MASK] is left.
         emb[masks] = F.embedding(x[masks], net.table)                   # (N, D)
         if model.sm:
             soft = faded(mixed, plain, b, schedule, switch, masked.sum(-1), start)   # (N, D)
@@ -133,24 +134,24 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
 def propose(model, h, b, pick, forced=False):
     """A token for each mask, how sure the model is of it, and its soft mask         Alg. 2 l.4, l.6
 
-    h: (N, D) hidden states that predict N masks.   b: (n,) the sequences of the first n of them, on
-    the host. Only these may be revealed. The others get feedback alone: a token costs more than its
-    logits.   forced: where the model predicts [MASK], take the best real token [ours]. The authors'
-    code leaves masks in its answers.
-    Returns x0 (n,), conf (n,), where the highest goes first, and soft masks (N, D) or None.
-    Temperature and top-p decide tokens and their order, but not the soft masks [code].
+    h: (N, D) hidden states that predict N masks.   b: (n,) on the host, the sequence of each of the
+    first n. Only these may be revealed. The others get feedback alone, because choosing a token
+    costs more than its logits.   forced: where the model predicts [MASK], take the best real token
+    [ours]. The authors' code leaves masks in its answers.
+    Returns x0 (n,), conf (n,), the highest to be revealed first, and soft masks (N, D) or None.
+    Temperature and top-p change tokens and their order, but not the soft masks [code].
     """
     def of_rows(h, b):
         logits = model.net.head(h)                                      # (m, V)
         p = filtered(logits, pick.temperature, pick.top_p)              # (m, V)
         x0 = p.argmax(-1) if pick.temperature == 0 else draw(p, b, pick.generator)   # (m,)
-        if forced:  # before conf, so that a threshold is about the token that is written
+        if forced:  # before conf, because a threshold must test the token that is written
             first, second = logits.topk(2).indices.unbind(-1)           # 2 × (m,)
             best = torch.where(first == model.mask_id, second, first)   # (m,)
             x0 = torch.where(x0 == model.mask_id, best, x0)             # (m,)
         if pick.algorithm == "entropy":
-            # −H, guarded [code]. It is 0 where the filter leaves one token, as it often does at
-            # App. B.2's settings.
+            # −H, guarded against log 0 [code]. It is 0 where the filter leaves a single token, as
+            # it often does at App. B.2's settings.
             conf = (p * (p + 1e-10).log()).sum(-1)                      # (m,)
         else:
             conf = p.gather(-1, x0[:, None])[:, 0]                      # (m,)
@@ -175,7 +176,7 @@ def filtered(logits, temperature=0.0, top_p=1.0):
     p = logits.softmax(-1)                                              # (n, V)
     if top_p == 1:
         return p
-    # The token that crosses p is kept. sample.nucleus drops it: other texts come from it.
+    # The token at which the sum crosses top_p is kept here, and dropped by sample.nucleus.
     top, ids = likeliest(p, top_p)                                      # 2 × (n, m)
     before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                      # (n, m)  of likelier ones
     p = torch.zeros_like(p).scatter(-1, ids, top.masked_fill(before > top_p, 0))
@@ -183,17 +184,16 @@ def filtered(logits, temperature=0.0, top_p=1.0):
 
 
 def draw(p, b, generator):
-    """One token (n,) per row of p (n, V), in float64: fp32 noise would cut the tail.
+    """One token (n,) per row of p (n, V). In float64, because fp32 noise would cut off the tail.
 
-    b: (n,) the sequences of the rows, ascending, on the host.   generator: see `Pick`.
+    b: (n,) on the host, the sequence of each row, ascending.   generator: see `Pick`.
     """
     generators, rows = [generator], [len(p)]
     if isinstance(generator, list):
         generators, rows = generator, b.bincount(minlength=len(generator)).tolist()
-    devices = [g.device if g else "cpu" for g in generators]
-    u = torch.cat([torch.rand(n, 1, generator=g, device=device, dtype=torch.float64)
-                   for g, device, n in zip(generators, devices, rows)])  # (n, 1)
-    # torch.multinomial would let the host wait twice. MPS has no float64.
+    u = torch.cat([torch.rand(n, 1, generator=g, device=g.device if g else "cpu",
+                              dtype=torch.float64) for g, n in zip(generators, rows)])  # (n, 1)
+    # torch.multinomial would be two host syncs. MPS has no float64.
     device = "cpu" if p.device.type == "mps" else p.device
     cdf = p.to(device, torch.float64).cumsum(-1)                        # (n, V)
     if u.device != cdf.device:
@@ -203,30 +203,30 @@ def draw(p, b, generator):
 
 
 def reveal(x, masks, x0, conf, share=1.0, threshold=None):
-    """x (B, L) with the surest of its proposals written into it                   Alg. 2 l.5, §2.2
+    """x (B, L) with the surest proposals written into it                          Alg. 2 l.5, §2.2
 
-    masks: 2 × (n,), those that may be revealed.   x0, conf: (n,) for each, from `propose`.
-    share: see `reveal_shares`.   threshold: reveals the surest mask of each sequence, and all whose
-    conf is at least this (Fast-dLLM).
-    A proposal can be [MASK] itself. Such a position stays masked [code].
+    masks: 2 × (n,) positions that may be revealed.   x0, conf: (n,) from `propose`.
+    share: of each sequence's masks, see `reveal_shares`.   threshold: instead of a share, reveal
+    the surest token of each sequence, and all with at least this conf (Fast-dLLM).
+    A proposal can be [MASK] itself. Then the position stays masked [code].
     """
     b, _ = masks
     score = torch.full(x.shape, -torch.inf, device=x.device).index_put(masks, conf)     # (B, L)
-    # Equal scores go from left to right [ours]. The authors' topk leaves their order open [code].
+    # 0 for the surest. Ties go left to right [ours]; the authors' topk leaves them open [code].
     rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)[masks]        # (n,)
     if threshold is not None:
         chosen = (rank == 0) | (conf >= threshold)                      # (n,)
-    else:  # each sequence by its own number of masks [ours], theirs by the batch's mean
+    else:  # of the sequence's own number of masks [ours]; the authors take the batch's mean
         count = (score.isfinite().sum(-1) * share).long()               # (B,)
         chosen = rank < count[b]                                        # (n,)
     return x.index_put(masks, torch.where(chosen, x0, x[masks]))        # (B, L)
 
 
 def reveal_shares(steps):
-    """The share of the masks that each step, from time t to s < t, reveals: 1 − s/t      §2.2, L/T
+    """The share of its masks that each step reveals: 1 − s/t, from time t to s < t        §2.2, L/T
 
-    The product with their number is rounded down, and the last step takes what is left. So with
-    T = L the steps do not reveal one token each, as App. B.2 says, but 0, 1, …, 1, 2 [code].
+    The number of tokens is rounded down, and the last step reveals all that are left. So with T = L
+    the steps do not reveal one token each, as in App. B.2, but 0, 1, …, 1, 2 [code].
     """
     times = torch.linspace(1, 1e-3, steps + 1)                          # (T + 1,)
     shares = 1 - times[1:] / times[:-1]                                 # (T,)  on the host
@@ -235,18 +235,18 @@ def reveal_shares(steps):
 
 
 def faded(mixed, plain, b, schedule, switch, left, start):
-    """Soft masks (N, D) with λ turned down by the schedule                                 App. C.9
+    """Soft masks (N, D) with λ scaled down by the schedule                                 App. C.9
 
-    mixed: (N, D) with the full λ.   plain: (D,) the embedding of [MASK].   b: (N,) the sequences of
-    the batch: each has its own time [ours].   left, start: (B,) masks now and at first.
+    mixed: (N, D) with the full λ.   plain: (D,) the embedding of [MASK].   b: (N,) the sequence of
+    each.   left, start: (B,) masks now and at the start: each sequence has its own time [ours].
     """
     if schedule == "none":
         return mixed
-    # Python's floats: in fp32, 3/15 is above 0.2, and the switch is strict. A row may have no mask.
+    # In fp32, 3/15 would be above 0.2 and pass the strict switch. A sequence may have no masks.
     shares = [now / max(of, 1) for now, of in zip(left.tolist(), start.tolist())]
     gain = torch.tensor([time_gain(schedule, share, switch) for share in shares])        # (B,)
     gain = to_device(gain[b], mixed.device)[:, None]                    # (N, 1)
-    # The mix is linear in λ: a share of λ is this share of the way from [MASK] to the full mix.
+    # The mix is linear in λ, so this interpolates between [MASK] and the full mix.
     return torch.lerp(plain.float(), mixed.float(), gain).to(mixed.dtype)
 
 
@@ -255,10 +255,10 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
                   schedule="none", switch=0.5, on_step=None):
     """Fill the last gen_len positions, block after block from the left        App. B.2, Fast-dLLM
 
-    x: from `pad_prompts`.   steps: passes, shared by the blocks. With a threshold (see `reveal`)
-    their number depends on the text.   Others, and what is returned: see `decode`.
+    x: from `pad_prompts`.   steps: passes, divided among the blocks. With a threshold (see
+    `reveal`), their number depends on the text.   Other arguments, and the result: see `decode`.
 
-    The first pass of a block, and its later ones with each cache:
+    What the first pass of a block computes, and what the later ones compute with each cache:
 
                 prompt  before  block  after        x  revealed      =  computed
         first   ======  ======  x===   =====        ·  keys and values of the first pass are reused
@@ -266,10 +266,10 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
         prefix  ······  ······  =x=x   =====
         dual    ······  ······  =x=x   ·····        (after: these go stale)
 
-    The first pass reveals the first token, however unsure [code]: later passes may start there, and
-    Dream predicts a token from the state to its left. A block with a single step is filled by it
-    [ours]: Fast-dLLM leaves all but one of its masks.
-    The feedback is [ours]: a mask has that of the last pass that predicted it. So it crosses block
+    The first pass reveals the block's first token, however unsure the model is [code]. Later passes
+    may start at this token, and could not predict it without the state to its left. A block with
+    one step is filled by this step [ours]. Fast-dLLM would leave all but one of its masks.
+    Each mask has the feedback of the last pass that predicted it [ours]. So feedback crosses block
     boundaries. Checked against tests/oracles.py slow_blocks.
     """
     net, mask_id, L = model.net, model.mask_id, x.shape[1]
@@ -282,7 +282,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     check(gen_len, steps, block, threshold)
     if threshold is not None:
         pick = pick._replace(algorithm="maskgit_plus")
-    shares = torch.ones(block)         # of the passes of a block, each of which reveals something
+    shares = torch.ones(block)         # with a threshold, a pass reveals at least one token
     if threshold is None:
         shares = reveal_shares(steps * block // gen_len)
     shares[0] = 1
@@ -290,13 +290,13 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     for first in range(L - gen_len, L, block):
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, first + block)}[cache]
         for i, share in enumerate(shares):
-            lo, hi = later if i else (0, L)                             # what the model sees
+            lo, hi = later if i else (0, L)                             # what the pass computes
             end = first + block if i or len(shares) == 1 else first + 1  # of what may be revealed
             h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (B, hi − lo, D)
             opened = masked & (place >= first) & (place < end)          # (B, L)  may be revealed
             b, l = opened.nonzero(as_tuple=True)                        # 2 × (n,)  on the host
             n = len(b)
-            if model.sm:  # feedback for all masks, but a sequence whose block is full keeps its own
+            if model.sm:  # feedback for the other masks too, except where the block is full already
                 others = masked & ~opened & opened.any(1, keepdim=True) & (place < hi)   # (B, L)
                 b, l = map(torch.cat, zip((b, l), others.nonzero(as_tuple=True)))        # 2 × (N,)
             masks = to_device(b, x.device), to_device(l, x.device)      # 2 × (N,)
@@ -324,7 +324,7 @@ def check(gen_len, steps, block, threshold, **others):
 
 
 def load_for_decoding(cfg):
-    """The model that cfg names: (Dream, Tokenizer, SoftMask or None)."""
+    """The model that cfg names: Dream, Tokenizer, and SoftMask or None."""
     check(cfg.gen_len, cfg.steps or cfg.gen_len, cfg.block, cfg.threshold)
     *_, device, dtype = machine(cfg.device, cfg.dtype)
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32
@@ -340,7 +340,7 @@ def load_for_decoding(cfg):
 
 
 def feedback_label(cfg, sm):
-    """The feedback of a run in words, so that results with other feedback are not mixed with it."""
+    """A run's feedback in words, so that results with different feedback are not mixed."""
     if sm is None:
         return "binary" if cfg.soft else "SM off"
     label = f"SM k={sm.k or '|V|'}"
@@ -351,9 +351,10 @@ def feedback_label(cfg, sm):
 
 
 def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
-    """The text that is filled in for a prompt, a list of ids, and what it cost.
+    """The text that fills the masks of a prompt, and {"nfe", "tokens", "kept", "seconds"}.
 
-    until: strings that end the text, in turn [code].   kept: tokens before the end token.
+    ids: of the prompt, a list.   until: the text is cut at each of these strings in turn [code].
+    kept: tokens before the end token.
     """
     def count(x):
         stats["nfe"] += 1
@@ -362,7 +363,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
 
     stats, begin = {"nfe": 0}, time.perf_counter()
     mask_id, eos, device = model.cfg.mask_token_id, model.cfg.eos_token_id, model.table.device
-    # By seed and prompt: an answer does not depend on what was asked before.
+    # Seeded by the prompt, too: an answer does not depend on what was asked before.
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(seed_of(cfg.seed, ids))
     settings = {"pick": Pick(cfg.algorithm, cfg.temperature, cfg.top_p, generator),

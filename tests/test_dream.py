@@ -173,6 +173,7 @@ def test_a_tied_head_is_the_table_whichever_of_the_two_is_in_the_file(folder, dr
 
 def test_mask_and_pad_that_config_does_not_name(folder):
     """No id is guessed: another [MASK] would be an ordinary token to the model."""
+    refused("--model=FOLDER is needed", DreamConfig.read, "")
     rewrite(folder, "config.json", mask_token_id=None, pad_token_id=None)
     with pytest.raises(FileNotFoundError, match="added_tokens.json"):
         DreamConfig.read(folder)
