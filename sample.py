@@ -38,7 +38,6 @@ T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
 ORDERS = "entropy", "random"
-NONE = np.zeros(0, np.int64)  # no positions
 NOT_IN_SETTINGS = "count", "batch_size", "seed", "out", "show", "trace", "tokenizer_dir", "device"
 GRAPHS_PAY = 5000  # network calls from which CUDA graphs, 12 ms a call faster, are worth a minute
 
@@ -86,11 +85,12 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
 
     free: (L,) bool, the masks at the start. No other position changes.
     sampler, eta: for `step_probs`.   every: see `generate`.
-    Returns [(t, appear, vanish, u)]: at time t, the masks at `appear` (m,) become tokens, and the
-        tokens at `vanish` become masks. u: (m,) float64 in [0, 1), for `sample_categorical`. If
-        masks are left after the last step, they appear in one more turn [code], with NaN for u.
+    Returns [(t, appear, stay, vanish, u)]. At time t, the masks of `appear` (L,) become tokens,
+        those of `stay` (L,) do not, and the tokens of `vanish` (L,) become masks. u: float64 in
+        [0, 1), one for each token that appears, for `sample_categorical`. If masks are left after
+        the last step, they appear in one more turn [code], with NaN for u.
     """
-    turns, masked = [], free.copy()
+    turns, masked = [], free
     dt = (1 - T_END) / steps
     for i in range(steps):
         t = 1 - i * dt
@@ -98,47 +98,41 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
         # Always 2 L numbers, so that they do not depend on what happened before.
         draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
         coin, u = draws.numpy()                                                # 2 × (L,)
-        [appear] = (masked & (coin < reveal)).nonzero()                        # (m,)
-        [vanish] = (free & ~masked & (coin < remask)).nonzero()
+        appear = masked & (coin < reveal)                                      # (L,)
+        stay = masked & ~appear                                                # (L,)
+        vanish = free & ~masked & (coin < remask)                              # (L,)
         # If masks are left in the last step, the network is called even without a change [code].
         needed = i == steps - 1 and masked.any()
-        if len(appear) or len(vanish) or every or needed:
-            turns.append((t, appear, vanish, u[appear]))
-        masked[appear] = False
-        masked[vanish] = True
-    [left] = masked.nonzero()  # few, but a tenth of L with remdm-loop and 20 steps
-    if len(left):
-        turns.append((T_END, left, NONE, np.full(len(left), np.nan)))
+        if appear.any() or vanish.any() or every or needed:
+            turns.append((t, appear, stay, vanish, u[appear]))
+        masked = stay | vanish
+    if masked.any():  # few, but a tenth of L with remdm-loop and 20 steps
+        none = np.zeros_like(free)
+        turns.append((T_END, masked, none, none, np.full(masked.sum(), np.nan)))
     return turns
 
 
-def side_by_side(plans, masked, device):
+def side_by_side(plans, L, device):
     """Turn 1 of every sequence, then turn 2 of every sequence, …                             [ours]
 
     Each leaves out steps of its own, so in one turn they are at different times. One that is
     finished stays, at T_END: CUDA graphs need static shapes.
 
-    plans: of n sequences, by `coins`.   masked: (n, L) bool, the masks at the start.
+    plans: of n sequences of length L, by `coins`.
     Yields t (n,), the index pairs (b, l) where a token appears, a mask stays, a token vanishes,
         and u (m,) of the tokens that appear. All but u are moved to `device`.
     """
-    masked = masked.copy()
-
-    def pair(rows):  # n arrays of positions
-        b = np.repeat(np.arange(len(rows)), [len(row) for row in rows])        # (m,)
-        return b, np.concatenate(rows)                                         # 2 × (m,)
-
-    def move(pair):
-        return tuple(to_device(torch.from_numpy(part), device) for part in pair)
-
-    for turn in zip_longest(*plans, fillvalue=(T_END, NONE, NONE, NONE)):
-        t, appear, vanish, u = zip(*turn)
-        appear, vanish = pair(appear), pair(vanish)
-        masked[appear] = False
-        stay = pair([row.nonzero()[0] for row in masked])
-        masked[vanish] = True
+    none = np.zeros(L, bool)
+    for turn in zip_longest(*plans, fillvalue=(T_END, none, none, none, np.zeros(0))):
+        t, *sets, u = zip(*turn)
         t, u = torch.tensor(t), torch.from_numpy(np.concatenate(u))            # (n,), (m,)
-        yield to_device(t, device), move(appear), move(stay), move(vanish), u
+        sets = [indices(torch.from_numpy(np.stack(rows)), device) for rows in sets]
+        yield to_device(t, device), *sets, u
+
+
+def indices(where, device):
+    """The index pair (b, l), on the device, of `where` (n, L) bool, which is on the CPU."""
+    return tuple(to_device(part, device) for part in where.nonzero(as_tuple=True))
 
 
 def beginning(model, n, x, generator):
@@ -148,8 +142,6 @@ def beginning(model, n, x, generator):
     if not isinstance(generator, list):
         seeds = torch.randint(2**62, (n,), generator=generator).tolist()
         generator = [torch.Generator().manual_seed(seed) for seed in seeds]
-    if len(generator) != n:  # sequences without one would keep their masks
-        raise Refused(f"{len(generator)} generators for {n} sequences")
     return x.expand(n, -1), generator
 
 
@@ -187,11 +179,11 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     soft = soft and model.sm is not None
     every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
     x, generators = beginning(model, n, x, generator)                          # (n, L)
-    masked = (x == mask_id).numpy()                                            # (n, L)
-    plans = [coins(row, steps, g, sampler, eta, every) for row, g in zip(masked, generators)]
+    plans = [coins(row, steps, g, sampler, eta, every)
+             for row, g in zip((x == mask_id).numpy(), generators, strict=True)]
     nfe = torch.tensor([len(plan) for plan in plans])                          # (n,)
-    turns = progress(side_by_side(plans, masked, device), "calls", int(nfe.max()), leave=False,
-                     disable=bool(on_step) or None)
+    turns = progress(side_by_side(plans, x.shape[1], device), "calls", int(nfe.max()),
+                     leave=False, disable=bool(on_step) or None)
     x = x.to(device, copy=True)                                                # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     lam, guess = torch.zeros(x.shape, device=device), x.clone()  # only for on_step
@@ -253,7 +245,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         on_host = masked.cpu()  # the host waits here
         if not on_host.any():
             break
-        masks = tuple(to_device(part, device) for part in on_host.nonzero(as_tuple=True))
+        masks = indices(on_host, device)                                       # 2 × (N,)
         draws = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
         h = net.hidden(emb, masks, masked.float().mean(-1))                    # (N, D)          l.3
