@@ -333,7 +333,7 @@ class Config:
     omega_b: launch.Negative | None = None  # (the same)
     # In these texts, the two characters \n are a line break.
     prompt: str = ""            # text that the sample starts with
-    infill: str = ""            # text with ___ where some is missing
+    infill: str = ""            # text with ___ where some is missing; it follows the prompt
     given: str = ""             # a puzzle: one character a token, and a dot for each to be filled
     seed: int = 1
     out: str = ""               # appended to; what it holds is not made again (default: print)
@@ -348,7 +348,7 @@ def starting_ids(cfg, tok, special):
     """The ids (L,) to start from: a row as in training (data.rows), masks where text is missing."""
     encode, L = tok.encode_ordinary, cfg.length
     bos, eos, mask = special["bos"], special["eos"], special["mask_id"]
-    text = (cfg.infill or cfg.prompt).replace("\\n", "\n")
+    text = (cfg.prompt + cfg.infill).replace("\\n", "\n")
     if cfg.given:
         cells = [mask if c == "." else encode(c)[0] for c in cfg.given]
         ids = [bos, *cells, eos, eos]  # the EOS of the document, and that of the row
