@@ -171,13 +171,13 @@ def held_out_rows(cfg, special, L):
 
 def measure_bound(cfg):
     """ppl and zero_shot: a checkpoint on held-out text, with feedback and without."""
-    device, dtype = machine(cfg.device, cfg.dtype)[2:]
-    model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
+    here = machine(cfg.device, cfg.dtype)
+    model = MDLM.load(cfg.checkpoint, cfg.ema).to(here.device)
     special, L = model.info["tokenizer"], model.cfg.length
     rows, text = held_out_rows(cfg, special, L)                                      # (n, L)
     tokens, nll, values = np.full(len(rows), L), {}, {}                              # (n,)
     for name in ["soft", "binary"] if model.sm else ["binary"]:
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        with here.autocast():
             nll[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats,
                                           cfg.batch_size, floor=cfg.floor)           # (n,) each
         nats, se = mean_and_se(nll[name], tokens)
@@ -190,7 +190,7 @@ def measure_bound(cfg):
         gain, se = mean_and_se(nll["binary"] - nll["soft"], tokens)
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
     settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),
-                "text": text, "dtype": str(dtype or torch.float32).removeprefix("torch.")}
+                "text": text, "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}
     write_result(cfg, cfg.checkpoint, values, settings)
 
 
@@ -321,7 +321,8 @@ def measure_samples(cfg):
     write_result(cfg, stem, values, settings)
     if cfg.metric == "sudoku":
         return
-    scorer = {"scorer": cfg.scorer, "batch_size": cfg.batch_size, "device": machine(cfg.device)[2]}
+    device = machine(cfg.device).device
+    scorer = {"scorer": cfg.scorer, "batch_size": cfg.batch_size, "device": device}
     nats, tokens, features = score(texts, **scorer)
     values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(nats, tokens)
     write_result(cfg, stem, values, settings)
