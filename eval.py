@@ -162,8 +162,8 @@ def held_out_rows(cfg, special, L):
     else:
         tokens, meta = data.open_split(cfg.data, "val")
         if tokens.tokenizer != special:
-            raise Refused(f"{cfg.data} holds tokens of {tokens.tokenizer}, {cfg.checkpoint} was "
-                          f"trained on those of {special}: prepare the text again")
+            raise Refused(f"{cfg.data} was prepared with {tokens.tokenizer}, but {cfg.checkpoint} "
+                          f"was trained with {special}: prepare the text again")
         rows, counts = data.rows(tokens, range(data.n_rows(tokens, L)), L), meta["val"]
     n = min(cfg.rows or len(rows), len(rows))
     return rows[torch.arange(n) * len(rows) // n], counts
@@ -210,7 +210,8 @@ def read_samples(path):
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
     if any(line["settings"] != settings for line in lines):
-        raise Refused(f"{path} mixes samples of different settings: evaluate them apart")
+        raise Refused(f"{path} mixes samples made with different settings: evaluate them "
+                      f"separately")
     samples = {(line["seed"], line["index"]): line for line in lines}
     return [samples[key] for key in sorted(samples)], settings
 
@@ -225,8 +226,8 @@ def held_out_samples(cfg, L, n=None, name=None):
     tokens, _ = data.open_split(cfg.data, "val")
     theirs = tokens.tokenizer["name"]
     if name not in (None, theirs):
-        raise Refused(f"{cfg.samples} is of tokenizer {name}, {cfg.data} of {theirs}: give the "
-                      f"data that the model was trained on")
+        raise Refused(f"{cfg.samples} uses the tokenizer {name}, but {cfg.data} uses {theirs}: "
+                      f"give the data that the model was trained on")
     tok = data.tokenizer(theirs, cfg.tokenizer_dir)
     shuffled = torch.randperm(data.n_rows(tokens, L), generator=rng("reference", cfg.seed))
     index = shuffled[:n]
@@ -303,8 +304,8 @@ def measure_samples(cfg):
     written as soon as it is known, so a missing package costs only what needs it.
     """
     if cfg.samples is None:
-        raise Refused(f"{cfg.metric} needs --samples=FILE of sample.py, such as "
-                      f"--samples=samples.jsonl; --samples= takes held-out rows of --data")
+        raise Refused(f"{cfg.metric} needs --samples=FILE from sample.py, such as "
+                      f"--samples=samples.jsonl; an empty --samples= takes held-out rows of --data")
     if cfg.samples:
         samples, settings = read_samples(cfg.samples)
         stem = cfg.samples.removesuffix(".jsonl")

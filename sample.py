@@ -366,8 +366,8 @@ def starting_ids(cfg, tok, special):
         ids += (L - len(ids)) * [mask]
     if len(ids) != L or mask not in ids:
         raise Refused(f"{len(ids)} tokens with BOS and EOS, {ids.count(mask)} of them masks, for "
-                      f"length {L}: a text may take {L - 1}, --infill needs ___, --given {L - 3} "
-                      f"characters, with dots among them")
+                      f"length {L}: a text may take {L - 1}, --infill needs ___, and --given "
+                      f"needs {L - 3} characters, some of them dots")
     return torch.tensor(ids)
 
 
@@ -378,11 +378,11 @@ def load(cfg):
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
     if tok.n_vocab != model.mask_id:
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, not the {tok.n_vocab} of "
-                      f"{tok.name}")
+        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, but {tok.name} has "
+                      f"{tok.n_vocab}")
     if cfg.length > model.cfg.length:
         raise Refused(f"--length={cfg.length} is over the {model.cfg.length} that {cfg.checkpoint} "
-                      f"was trained with")
+                      f"was trained on")
     return model, tok, cfg
 
 
@@ -401,7 +401,7 @@ def file_and_lines(cfg, here):
 def resolved(cfg, n_masks, here, lines):
     """cfg with numbers where it has defaults.   n_masks: at the start.   lines: of --out."""
     if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
-        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: give it a remdm sampler")
+        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
     steps, compiled = cfg.steps, cfg.compile
     if steps is None:
         steps = n_masks if cfg.sampler in ORDERS else cfg.length
@@ -443,7 +443,7 @@ def main(cfg):
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here, lines)
     settings = settings_of(cfg, model, tok, here)
     if any((line.get("settings"), line.get("seed")) != (settings, cfg.seed) for line in lines):
-        raise Refused(f"{path} holds samples of other settings: choose another --out")
+        raise Refused(f"{path} holds samples made with other settings: choose another --out")
     texts = {line["index"]: line["text"] for line in lines}
 
     # ---- the device

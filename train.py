@@ -286,7 +286,7 @@ def train(cfg):
 def resolved(cfg, special, world):
     """cfg with the vocabulary of the data, checked.   special: its tokenizer, as in meta.json."""
     if not cfg.soft_mask:
-        raise Refused("--soft_mask is no flag of train.py: --p_sm=0 trains without soft-masking")
+        raise Refused("train.py takes no --soft_mask: --p_sm=0 trains without soft-masking")
     if cfg.variant == "constant" and cfg.omega_s < 1e-3:
         raise Refused("--variant=constant does not learn its λ, which is ω_s: give --omega_s, say "
                       "0.3")
@@ -416,7 +416,7 @@ def summarize(cfg, bounds, meta):
 
     bounds: {name: nats per token}.   meta: of the data.
     """
-    print("\nheld-out bound in bits per byte; one model, the same masks")
+    print("\nheld-out bound in bits per byte (same model, same masks)")
     for name, nats in bounds.items():
         bits = bits_per_byte(nats, cfg.length, meta["val"])
         print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{bits:.4f}")
