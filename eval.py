@@ -98,8 +98,7 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))       # (repeats·n,)
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
-    # disable=None hides the bar where stderr is no terminal.
-    for index in progress(mine, "held-out rows", leave=False, disable=True if rank else None):
+    for index in progress(mine, "held-out rows", leave=False, disable=None):  # None: on a terminal
         for r, t in enumerate(times[:, index]):                                      # (b,)
             xt = torch.cat([
                 corrupt(x[None], s[None], mask_id, rng("masks", seed, r, int(i)), floor)
