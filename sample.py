@@ -223,7 +223,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
     steps: network calls. With as many steps as masks, each reveals one token.
     order: "entropy", the positions of lowest entropy first, or "random", its control. It is the
-        entropy of the whole prediction: a nucleus is often a single token, whose entropy is 0.
+        entropy of the whole prediction: a nucleus is often a single token, with entropy 0.
     All else is as in `generate`, but on_step gets the masks from before the step.
     Checked against tests/oracles.py in_order.
     """

@@ -71,7 +71,7 @@ class Config(ModelConfig):
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
     keep_every: Count = 100_000      # step-N.pt, with EMA and ω only; 0: only at the end
-    show: bool = False               # at the end, print the bound and how ω developed
+    show: bool = False               # at the end, print the bound, and how ω changed
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
@@ -111,7 +111,7 @@ MAY_DIFFER_ON_RESUME = {
 def update(step, cfg, tokens, model, parallel, optimizer, here, log):
     """One update of θ and ω. Returns the gradient norm, 0-d.                          Alg. 1 l.2-9
 
-    parallel: the model, or the DDP around it.   here: launch.machine().   log: launch.Log.
+    parallel: the model, or DDP around it.   here: launch.machine().   log: launch.Log.
     """
     M = cfg.batch_size // cfg.micro_batch  # micro-batches j, counted over all ranks
     # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
@@ -416,7 +416,7 @@ def remove_run(out_dir):
 def summarize(cfg, bounds, meta):
     """Print what --show asks for: the bound, ω at five points of the run, and the next command.
 
-    bounds: {name: nats per token}.   meta: of the data.
+    bounds: {name: nats per token}.   meta: the data's meta.json.
     """
     print("\nheld-out bound in bits per byte (same model, same masks)")
     for name, nats in bounds.items():
