@@ -310,10 +310,8 @@ def measure_samples(cfg):
     values = {"entropy": statistics.mean(entropies), "entropy_min": min(entropies),
               "nfe": statistics.mean(sample["nfe"] for sample in samples), "n": len(samples)}
     if cfg.metric == "sudoku":
-        values |= grids.right(texts)
+        return write_result(cfg, stem, values | grids.right(texts), settings)
     write_result(cfg, stem, values, settings)
-    if cfg.metric == "sudoku":
-        return
     device = machine(cfg.device).device
     scorer = {"scorer": cfg.scorer, "batch_size": cfg.batch_size, "device": device}
     nats, tokens, features = score(texts, **scorer)
