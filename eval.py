@@ -4,17 +4,17 @@
 A bound on the perplexity of held-out text, with feedback and without:
 
     python eval.py ppl --checkpoint=out/owt/last.pt --data=data/owt
-    python eval.py zero_shot --checkpoint=out/owt/last.pt --text=yours.txt  # of another text
+    python eval.py zero_shot --checkpoint=out/owt/last.pt --text=yours.txt  # any other text
 
-Three opinions on samples: how varied their tokens are (low where a sample repeats itself), how
-likely GPT-2 large finds them, and how far they are from held-out text:
+Three measures of samples: the entropy of their tokens (low if a sample repeats itself), how likely
+GPT-2 large finds them, and how close they are to held-out text (MAUVE):
 
     python eval.py samples --samples=samples.jsonl --data=data/owt
-    python eval.py samples --samples= --data=data/owt --rows=5000  # of held-out rows: "Data"
+    python eval.py samples --samples= --data=data/owt --rows=5000  # held-out rows: the row "Data"
     python eval.py sudoku --samples=samples.jsonl  # how many are grids without a mistake
 
-A result is a JSON file with all settings, versions, n and seed. The last two opinions need
-`pip install transformers mauve-text`: published numbers depend on these very instruments.
+Each result is a JSON file with all settings, versions, n and seed. The last two measures need
+`pip install transformers mauve-text`, because published numbers depend on exactly these tools.
 
 Not here: generation (sample.py), tables and figures (lab/plot.py).
 """
@@ -53,27 +53,27 @@ class Config:
     out: str = ""                   # result (default: beside the input, NAME.METRIC.SETTINGS.json)
     label: str = ""                 # row of the table, such as 1M+100k (default: the checkpoint)
     device: str = "auto"            # cuda, else mps, else cpu
-    batch_size: Size = 8            # changes the speed and no result
-    seed: int = 1                   # of masks and times; of MAUVE's reference rows and clusters
+    batch_size: Size = 8            # affects the speed only
+    seed: int = 1                   # for masks and times; for MAUVE's reference rows and clusters
     tokenizer_dir: str = ""         # GPT-2's vocabulary, for machines without a network
     # ppl, zero_shot
-    checkpoint: str = ""            # anything that `python checkpoint.py` can describe
-    ema: bool = True                # take its averaged backbone
-    data: str = "data/owt"          # ppl measures its val.bin, MAUVE compares with it ("": none)
-    text: str = ""                  # zero_shot measures these files, read as data.py reads them
-    rows: Count = 0                 # so many, evenly spaced (default: all; "Data": half, random)
+    checkpoint: str = ""            # any file or folder that `python checkpoint.py` can describe
+    ema: bool = True                # use the averaged backbone
+    data: str = "data/owt"          # ppl measures its val.bin, MAUVE compares with it ("": skip)
+    text: str = ""                  # files that zero_shot measures, in any format of data.py
+    rows: Count = 0                 # how many, evenly spaced (default: all; "Data": half, random)
     repeats: Size = 1               # draws of times and masks per row
-    floor: Share = ALPHA_FLOOR      # smallest t and α. 0: Eq. 2 itself, 0.1 to 0.3 % above this
+    floor: Share = ALPHA_FLOOR      # smallest t and α. With 0, Eq. 2 itself: 0.1 to 0.3 % higher
     dtype: launch.DType = "auto"    # bfloat16 where the GPU has it [code], else float32
     # samples, sudoku
-    samples: str | None = None      # of sample.py; shards NAME.RANK.jsonl of a run are one file
-    length: Size = 1024             # tokens of a held-out row, where --samples= is empty
-    scorer: str = "gpt2-large"      # a causal LM, by its name on the hub or its folder
-    scale: float = 5.0              # of MAUVE, App. B.1
+    samples: str | None = None      # from sample.py; NAME.jsonl includes all NAME.RANK.jsonl
+    length: Size = 1024             # tokens in a held-out row, if --samples= is empty
+    scorer: str = "gpt2-large"      # a causal LM: its name on the hub, or its folder
+    scale: float = 5.0              # MAUVE's scaling factor, App. B.1
 
 
 def mean_and_se(total, count):
-    """Σ total / Σ count, of (n,) each, and its standard error over n sequences: nan of one."""
+    """Σ total / Σ count, (n,) each, and its standard error over n sequences, NaN if n is 1."""
     total, count = np.asarray(total, np.float64), np.asarray(count, np.float64)
     n, mean = len(total), total.sum() / count.sum()
     if n == 1:
@@ -82,24 +82,19 @@ def mean_and_se(total, count):
     return mean, math.sqrt(n / (n - 1) * squares) / count.sum()
 
 
-# -------------------------------------------------------------------------------------------------
-# held-out text
-
-
+# ---- held-out text -------------------------------------------------------------------------------
 def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
-    """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): all rows, each with `repeats` times.
+    """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` times each.
 
-    The arguments are those of `bound`. The times of all rows together are one stratified sample,
-    and so are those of each row. Masks are keyed by the row: batch_size and world do not change
-    them.
+    The arguments are those of `bound`. Times are stratified over all rows together, and over the
+    repeats of each row. Masks are keyed by row, so they do not depend on batch_size or world.
     """
     n = len(rows)
     deal = torch.randperm(n, generator=rng("deal", seed))
     times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))       # (repeats·n,)
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
-    # disable=None hides the bar where stderr is no terminal.
-    for index in progress(mine, "held-out rows", leave=False, disable=True if rank else None):
+    for index in progress(mine, "held-out rows", leave=False, disable=None):  # on terminals only
         for r, t in enumerate(times[:, index]):                                      # (b,)
             xt = torch.cat([
                 corrupt(x[None], s[None], mask_id, rng("masks", seed, r, int(i)), floor)
@@ -110,16 +105,15 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
 @torch.no_grad()
 def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
           floor=ALPHA_FLOOR):
-    """Eq. 2 on fixed rows, row by row.                                            Eq. 2, App. C.1
+    """Eq. 2 of each row, with fixed times and masks                               Eq. 2, App. C.1
 
-    model: MDLM, which is in eval mode meanwhile.   rows: (n, L) ids, on the CPU.
+    model: MDLM, in eval mode during the call.   rows: (n, L) ids, on the CPU.
     soft: with feedback, in two passes.   repeats: draws of t and x_t per row.
-    rank, world: this process takes every world-th batch. They hold m of the n rows.
-    floor: the smallest t and α. The default is the published convention, 0.1 to 0.3 % too small.
-        With 0, the expectation is the bound itself.
-    Returns (3, m) float64: means over the repeats of the bound in nats, of the cross-entropy
-    without the weight 1/t, in nats, and of the number of masks.
-    One seed gives the same masks with feedback and without.
+    rank, world: this process takes every world-th batch, m of the n rows.
+    floor: smallest t and α. The default is the published convention: 0.1 to 0.3 % too small. With
+        0, the expectation is Eq. 2 itself.
+    Returns (3, m) float64, means over the repeats: the bound in nats, the cross-entropy in nats
+    without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
     """
     device, was_training = next(model.parameters()).device, model.training
     total = torch.zeros(3, len(rows), dtype=torch.float64)                           # (3, n)
@@ -138,12 +132,12 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
 def val_ppl(model, rows, soft, seed=0, **options):
     """(nats, tokens): the perplexity is exp(Σ nats / Σ tokens), over all ranks.         App. C.1"""
     nll = bound(model, rows, soft, seed, **options)[0]                               # (m,)
-    # All L positions count, also BOS, EOS and those that were never masked [code].
+    # All L positions count, even BOS, EOS and those that were never masked [code].
     return nll.sum().item(), nll.numel() * rows.shape[1]
 
 
 def bits_per_byte(nats_per_token, L, split):
-    """The bound in a unit that compares across tokenizers. split: {tokens, bytes} of the text."""
+    """The bound in a unit that is the same for all tokenizers. split: {tokens, bytes} of a text."""
     bytes_in_a_row = (L - 2) * split["bytes"] / split["tokens"]  # on average
     return nats_per_token / math.log(2) * L / bytes_in_a_row
 
@@ -162,8 +156,8 @@ def held_out_rows(cfg, special, L):
     else:
         tokens, meta = data.open_split(cfg.data, "val")
         if tokens.tokenizer != special:
-            raise Refused(f"{cfg.data} holds tokens of {tokens.tokenizer}, {cfg.checkpoint} was "
-                          f"trained on those of {special}: prepare the text again")
+            raise Refused(f"{cfg.data} was prepared with {tokens.tokenizer}, but {cfg.checkpoint} "
+                          f"was trained with {special}: prepare the text again")
         rows, counts = data.rows(tokens, range(data.n_rows(tokens, L)), L), meta["val"]
     n = min(cfg.rows or len(rows), len(rows))
     return rows[torch.arange(n) * len(rows) // n], counts
@@ -171,13 +165,13 @@ def held_out_rows(cfg, special, L):
 
 def measure_bound(cfg):
     """ppl and zero_shot: a checkpoint on held-out text, with feedback and without."""
-    device, dtype = machine(cfg.device, cfg.dtype)[2:]
-    model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
+    here = machine(cfg.device, cfg.dtype)
+    model = MDLM.load(cfg.checkpoint, cfg.ema).to(here.device)
     special, L = model.info["tokenizer"], model.cfg.length
     rows, text = held_out_rows(cfg, special, L)                                      # (n, L)
     tokens, nll, values = np.full(len(rows), L), {}, {}                              # (n,)
     for name in ["soft", "binary"] if model.sm else ["binary"]:
-        with torch.autocast(device.type, dtype, enabled=dtype is not None):
+        with here.autocast():
             nll[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats,
                                           cfg.batch_size, floor=cfg.floor)           # (n,) each
         nats, se = mean_and_se(nll[name], tokens)
@@ -186,23 +180,20 @@ def measure_bound(cfg):
                         "bits_per_byte": bits_per_byte(nats, L, text),
                         "ce_per_masked_token": float(ce.sum() / masked.sum())}
     if model.sm:
-        # The masks are the same, so its standard error is smaller than that of either bound.
+        # Both bounds use the same masks, so their difference has a smaller standard error.
         gain, se = mean_and_se(nll["binary"] - nll["soft"], tokens)
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
     settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),
-                "text": text, "dtype": str(dtype or torch.float32).removeprefix("torch.")}
+                "text": text, "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}
     write_result(cfg, cfg.checkpoint, values, settings)
 
 
-# -------------------------------------------------------------------------------------------------
-# samples
-
-
+# ---- samples -------------------------------------------------------------------------------------
 def read_samples(path):
-    """(samples, settings): the lines of a file of sample.py, and what they were made with.
+    """(samples, settings): the lines of a file from sample.py, and what they were made with.
 
-    NAME.jsonl also stands for NAME.RANK.jsonl, the shards that torchrun leaves. Of two lines with
-    the same seed and index, one counts.
+    NAME.jsonl includes NAME.RANK.jsonl, the shards that torchrun leaves. Lines with the same seed
+    and index count once.
     """
     shards = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
     lines = [line for file in (path, *shards) for line in read_jsonl(file)]
@@ -210,23 +201,24 @@ def read_samples(path):
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
     if any(line["settings"] != settings for line in lines):
-        raise Refused(f"{path} mixes samples of different settings: evaluate them apart")
+        raise Refused(f"{path} mixes samples made with different settings: evaluate them "
+                      f"separately")
     samples = {(line["seed"], line["index"]): line for line in lines}
     return [samples[key] for key in sorted(samples)], settings
 
 
 def held_out_samples(cfg, L, n=None, name=None):
-    """(samples, settings), as `read_samples`: held-out rows of cfg.data, drawn at random.
+    """(samples, settings), as from `read_samples`: random held-out rows of cfg.data.
 
-    n: take the n rows that are drawn first, the references of MAUVE. Without n, take the --rows
-        that are drawn last, at most half of all, so that the row "Data" shares no row with them.
-    name: tokenizer of the samples that they are references of.
+    n: MAUVE's references, the first n rows of a permutation. Without n, the row "Data": its last
+        --rows, at most half of all, so that it overlaps with no references.
+    name: the tokenizer of the samples to compare with.
     """
     tokens, _ = data.open_split(cfg.data, "val")
     theirs = tokens.tokenizer["name"]
     if name not in (None, theirs):
-        raise Refused(f"{cfg.samples} is of tokenizer {name}, {cfg.data} of {theirs}: give the "
-                      f"data that the model was trained on")
+        raise Refused(f"{cfg.samples} uses the tokenizer {name}, but {cfg.data} uses {theirs}: "
+                      f"give the data that the model was trained on")
     tok = data.tokenizer(theirs, cfg.tokenizer_dir)
     shuffled = torch.randperm(data.n_rows(tokens, L), generator=rng("reference", cfg.seed))
     index = shuffled[:n]
@@ -239,18 +231,18 @@ def held_out_samples(cfg, L, n=None, name=None):
 
 
 def entropy(ids):
-    """Of the tokens ids (L,) within one sample, in nats: log L if all of them differ.   App. B.1"""
+    """Entropy of the tokens in one sample, ids (L,), in nats: log L if all differ.      App. B.1"""
     counts = torch.unique(torch.as_tensor(ids), return_counts=True)[1]
     return torch.special.entr(counts.double() / counts.sum()).sum().item()
 
 
 @torch.no_grad()
 def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
-    """What a causal LM makes of each text.                                                App. B.1
+    """Scores of texts under a causal LM                                                   App. B.1
 
-    The authors' rule [code]: a text is tokenized anew and cut at 1,024 tokens. Its first token is
-    not scored. Of the EOS tokens only the first counts, and none if the text begins with one:
-    GPT-2 has the same token for BOS.
+    The authors' rule [code]: each text is tokenized again and cut at 1,024 tokens. Its first token
+    is not scored. Only the first EOS counts, and none if the text begins with one, because GPT-2's
+    BOS is the same token.
     Returns nats (n,), the number of tokens scored (n,), and the last hidden states (n, D).
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -258,7 +250,7 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
     lm = AutoModelForCausalLM.from_pretrained(scorer).to(device).float().eval()
     nats, tokens, features = [], [], []
     for start in progress(range(0, len(texts), batch_size), f"scoring {len(texts)} texts"):
-        # Ends of a document in our tokenizers become that of the scorer. GPT-2 has the same.
+        # Replace the special tokens of our tokenizers by the scorer's EOS.
         batch = [re.sub(r"<\|(endoftext|bos|eos)\|>", tok.eos_token, text)
                  for text in texts[start:start + batch_size]]
         ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids)
@@ -267,8 +259,8 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
         x = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)        # (b, T)
         real = (torch.arange(x.shape[1]) < lengths[:, None]).to(device)              # (b, T)
         out = lm(input_ids=x, attention_mask=real.long(), output_hidden_states=True)
-        # V comes last: with V in the middle, torch's log-softmax on the CPU is ten times less
-        # exact (an error of 1e-4 nats per token).
+        # V is the last dimension. In the middle, torch's log-softmax on the CPU would be ten times
+        # less exact (an error of 1e-4 nats per token).
         logits = out.logits[:, :-1].flatten(0, 1)                                    # (b·(T−1), V)
         nll = F.cross_entropy(logits, x[:, 1:].flatten(), reduction="none")          # (b·(T−1),)
         eos = x == tok.eos_token_id                                                  # (b, T)
@@ -281,14 +273,15 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
 
 def gen_ppl(nats, tokens):
     """Generative perplexity and its standard error over texts, from `score`.      §4.1, App. B.1"""
-    mean, se = mean_and_se(nats, tokens)  # of the tokens of all texts together
+    mean, se = mean_and_se(nats, tokens)  # over the tokens of all texts
     return math.exp(mean), math.exp(mean) * se
 
 
 def mauve(features, references, scale, seed, **scorer):
-    """MAUVE of samples, features (n, D) of `score`, against texts, in (0, 1].      §4.1, App. B.1
+    """MAUVE of samples against texts, in (0, 1]                                    §4.1, App. B.1
 
-    It depends on the number of texts, 5,000 on either side in the paper, and on the seed.
+    features: (n, D) of the samples, from `score`.   references: texts.
+    It depends on the seed and on the number of texts, 5,000 on either side in the paper.
     """
     from mauve import compute_mauve
     theirs = score(references, **scorer)[2]                                          # (m, D)
@@ -297,14 +290,14 @@ def mauve(features, references, scale, seed, **scorer):
 
 
 def measure_samples(cfg):
-    """samples and sudoku: a file of samples, or the data if there is none.
+    """samples and sudoku: measure a file of samples, or held-out rows if --samples= is empty.
 
-    The entropy comes first: where it is low, the others flatter the samples. Each number is
-    written as soon as it is known, so a missing package costs only what needs it.
+    The entropy comes first, because if it is low, the other measures flatter the samples. Results
+    are written as soon as they are known, so a missing package costs only the measures it is for.
     """
     if cfg.samples is None:
-        raise Refused(f"{cfg.metric} needs --samples=FILE of sample.py, such as "
-                      f"--samples=samples.jsonl; --samples= takes held-out rows of --data")
+        raise Refused(f"{cfg.metric} needs --samples=FILE from sample.py, such as "
+                      f"--samples=samples.jsonl; an empty --samples= takes held-out rows of --data")
     if cfg.samples:
         samples, settings = read_samples(cfg.samples)
         stem = cfg.samples.removesuffix(".jsonl")
@@ -317,11 +310,10 @@ def measure_samples(cfg):
     values = {"entropy": statistics.mean(entropies), "entropy_min": min(entropies),
               "nfe": statistics.mean(sample["nfe"] for sample in samples), "n": len(samples)}
     if cfg.metric == "sudoku":
-        values |= grids.right(texts)
+        return write_result(cfg, stem, values | grids.right(texts), settings)
     write_result(cfg, stem, values, settings)
-    if cfg.metric == "sudoku":
-        return
-    scorer = {"scorer": cfg.scorer, "batch_size": cfg.batch_size, "device": machine(cfg.device)[2]}
+    device = machine(cfg.device).device
+    scorer = {"scorer": cfg.scorer, "batch_size": cfg.batch_size, "device": device}
     nats, tokens, features = score(texts, **scorer)
     values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(nats, tokens)
     write_result(cfg, stem, values, settings)
@@ -336,13 +328,13 @@ def measure_samples(cfg):
 def write_result(cfg, stem, values, settings):
     """Print the values, and write them as JSON with the settings and versions they depend on.
 
-    stem: start of the file's name.   settings: how the thing that was measured was made.
+    stem: start of the file's name.   settings: how the samples or the model were made.
     """
     versions = {"python": platform.python_version(), "git": checkpoint.git_version()}
     for package in "torch", "transformers", "mauve-text":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-    # Flags that decide the numbers are in the name, so that two results are two files.
+    # Flags that affect the numbers are part of the name, so that no result replaces another.
     flags = [f"{name}-" + re.sub(r"\W+", "-", str(getattr(cfg, name)))[-60:].strip("-")
              for name in ("data", "text", "scorer", "seed", "rows", "repeats", "floor", "ema",
                           "dtype", "length", "scale")
@@ -351,7 +343,7 @@ def write_result(cfg, stem, values, settings):
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
     rows = {cfg.metric: values} if cfg.metric in ("samples", "sudoku") else values
-    write_text(path, json.dumps(result, indent=2))  # before the prints: `eval.py | head` keeps it
+    write_text(path, json.dumps(result, indent=2))  # before printing: `eval.py | head` may end it
     for name, row in rows.items():
         print(f"{name}: " + ", ".join(f"{key} {value:.5g}" for key, value in row.items()))
     print(f"written to {path}")

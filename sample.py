@@ -10,8 +10,9 @@
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --out=samples.jsonl
 
-A sample is printed, or with --out becomes a JSON line. The last command makes those of one cell of
-Tables 1 and 2, and goes on after a stop. Each of its ranks has a file: samples.RANK.jsonl.
+Samples are printed, or appended to --out as JSON lines. The last command makes the samples behind
+one cell of Tables 1 and 2. If it is stopped, the same command makes the rest. Each rank writes
+its own file, samples.RANK.jsonl.
 """
 
 import math
@@ -34,37 +35,37 @@ from mdlm import MDLM
 from show import show, trace
 from softmask import neg_entropy
 
-T_END = 1e-5  # the time after the last step. It is not quite 0 [code]
+T_END = 1e-5  # the time at which the last step ends, not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
 ORDERS = "entropy", "random"
-NONE = np.zeros(0, np.int64)  # no positions
 NOT_IN_SETTINGS = "count", "batch_size", "seed", "out", "show", "trace", "tokenizer_dir", "device"
-GRAPHS_PAY = 5000  # network calls from which CUDA graphs, 12 ms a call faster, are worth a minute
+GRAPHS_PAY = 5000  # network calls: CUDA graphs take a minute to build, and save 12 ms a call
 
 
 def step_probs(t, s, sampler="mdlm", eta=None):
     """One reverse step t → s < t: P[reveal a mask], P[re-mask a token]              Eq. 1, App. B.1
 
-    In §2.1's posterior a mask becomes x_0 with probability (α_s − α_t) / (1 − α_t), and a token
-    stays. Eq. 1 puts the network's prediction in the place of x_0. So the network decides *which*
-    token appears, the schedule alone *whether* one does, and a sampler is just this pair.
+    In the posterior of §2.1, a mask becomes x_0 with probability (α_s − α_t) / (1 − α_t), and a
+    token never changes. Eq. 1 replaces x_0 with the network's prediction. So the schedule alone
+    decides *whether* a token appears, and the network decides *which*. Samplers differ in no more
+    than these two probabilities.
 
-    Here α_t = 1 − t, without the floor of training [code]. So t is the share of masks. ReMDM also
-    turns tokens into masks, with probability σ. The share of masks still has to go from t to s:
+    Here α_t = 1 − t, without the floor used in training [code], so t is the share of masks. ReMDM
+    also turns tokens back into masks, with probability σ. The share must still go from t to s:
 
         t (1 − reveal) + (1 − t) σ = s,    so    reveal = (t − s + σ (1 − t)) / t
 
-    mdlm         σ = 0, the posterior.
-    remdm-cap    σ = η, but at most s / (1 − t), where every mask is revealed.
-    remdm-loop   has another share of masks than t. It falls from 1 to 1 − ALPHA_ON until T_ON, with
-                 σ = 0. It rests there until T_OFF, with σ = η. Then it falls to 0, with σ = 0.
+    mdlm         σ = 0: the posterior.
+    remdm-cap    σ = η, capped at s / (1 − t). At the cap, every mask is revealed.
+    remdm-loop   The share of masks is not t. While t > T_ON, it falls from 1 to 1 − ALPHA_ON, with
+                 σ = 0. Down to T_OFF it stays there, with σ = η. Then it falls to 0, with σ = 0.
 
     t, s: times in [0, 1].   eta: η (default: that of App. B.1).
     """
     if eta is None:
         eta = SAMPLERS[sampler]
-    sigma, share_t, share_s = 0.0, t, s  # 1 − α: the shares of masks before and after the step
+    sigma, share_t, share_s = 0.0, t, s  # 1 − α: shares of masks before and after the step
     if sampler == "remdm-cap":
         sigma = min(eta, s / max(1 - t, 1e-9))
     elif sampler == "remdm-loop" and t > T_ON:
@@ -76,80 +77,73 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         speed = (1 - ALPHA_ON) / T_OFF
         share_t, share_s = t * speed, s * speed
     reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
-    # In remdm-loop it can be above 1, and the share is missed: at rest, with nine tokens to a mask,
-    # it is nine times η, and a long step from before T_ON falls too far.
+    # In remdm-loop, `reveal` can exceed 1. The share of masks is then missed. It happens on the
+    # plateau, with nine tokens to a mask, if η > 1/9, and in a long step across T_ON.
     return min(1.0, reveal), sigma
 
 
 def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
     """The turns of one sequence: which positions change, and when                        Alg. 2 l.5
 
-    free: (L,) bool, the masks at the start. No other position changes.
+    free: (L,) bool, the masks at the start. Other positions never change.
     sampler, eta: for `step_probs`.   every: see `generate`.
-    Returns [(t, appear, vanish, u)]: at time t, the masks at `appear` (m,) become tokens, and the
-        tokens at `vanish` become masks. u: (m,) float64 in [0, 1), for `sample_categorical`. If
-        masks are left after the last step, they appear in one more turn [code], with NaN for u.
+    Returns [(t, appear, stay, vanish, u)]. At time t, the masks in `appear` (L,) become tokens,
+        those in `stay` (L,) remain, and the tokens in `vanish` (L,) become masks. u (m,): a float64
+        in [0, 1) for each of the m tokens that appear. `sample_categorical` draws the token with
+        it. Masks left after the last step appear in one more turn [code]. There u is NaN.
     """
-    turns, masked = [], free.copy()
+    turns, masked = [], free
     dt = (1 - T_END) / steps
     for i in range(steps):
         t = 1 - i * dt
         reveal, remask = step_probs(t, t - dt, sampler, eta)
-        # Always 2 L numbers, so that they do not depend on what happened before.
+        # Always 2 L numbers, so that the draws of a step do not depend on earlier steps.
         draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
         coin, u = draws.numpy()                                                # 2 × (L,)
-        [appear] = (masked & (coin < reveal)).nonzero()                        # (m,)
-        [vanish] = (free & ~masked & (coin < remask)).nonzero()
-        # If masks are left in the last step, the network is called even without a change [code].
+        appear = masked & (coin < reveal)                                      # (L,)
+        stay = masked & ~appear                                                # (L,)
+        vanish = free & ~masked & (coin < remask)                              # (L,)
+        # A last step that starts with masks calls the network even if nothing changes [code].
         needed = i == steps - 1 and masked.any()
-        if len(appear) or len(vanish) or every or needed:
-            turns.append((t, appear, vanish, u[appear]))
-        masked[appear] = False
-        masked[vanish] = True
-    [left] = masked.nonzero()  # few, but a tenth of L with remdm-loop and 20 steps
-    if len(left):
-        turns.append((T_END, left, NONE, np.full(len(left), np.nan)))
+        if appear.any() or vanish.any() or every or needed:
+            turns.append((t, appear, stay, vanish, u[appear]))
+        masked = stay | vanish
+    if masked.any():  # usually few, but a tenth of L for remdm-loop with 20 steps
+        none = np.zeros_like(free)
+        turns.append((T_END, masked, none, none, np.full(masked.sum(), np.nan)))
     return turns
 
 
-def side_by_side(plans, masked, device):
+def side_by_side(plans, L, device):
     """Turn 1 of every sequence, then turn 2 of every sequence, …                             [ours]
 
-    Each leaves out steps of its own, so in one turn they are at different times. One that is
-    finished stays, at T_END: CUDA graphs need static shapes.
+    Each sequence skips steps of its own, so in one turn they are at different times. A finished
+    sequence stays in the batch, at T_END, because CUDA graphs need static shapes.
 
-    plans: of n sequences, by `coins`.   masked: (n, L) bool, the masks at the start.
-    Yields t (n,), the index pairs (b, l) where a token appears, a mask stays, a token vanishes,
-        and u (m,) of the tokens that appear. All but u are moved to `device`.
+    plans: the turns of n sequences of length L, from `coins`.
+    Yields t (n,), three index pairs (b, l) of where tokens appear, masks stay and tokens vanish,
+        and u (m,) for the m tokens that appear. All but u are moved to `device`.
     """
-    masked = masked.copy()
-
-    def pair(rows):  # n arrays of positions
-        b = np.repeat(np.arange(len(rows)), [len(row) for row in rows])        # (m,)
-        return b, np.concatenate(rows)                                         # 2 × (m,)
-
-    def move(pair):
-        return tuple(to_device(torch.from_numpy(part), device) for part in pair)
-
-    for turn in zip_longest(*plans, fillvalue=(T_END, NONE, NONE, NONE)):
-        t, appear, vanish, u = zip(*turn)
-        appear, vanish = pair(appear), pair(vanish)
-        masked[appear] = False
-        stay = pair([row.nonzero()[0] for row in masked])
-        masked[vanish] = True
+    none = np.zeros(L, bool)
+    for turn in zip_longest(*plans, fillvalue=(T_END, none, none, none, np.zeros(0))):
+        t, *sets, u = zip(*turn)
         t, u = torch.tensor(t), torch.from_numpy(np.concatenate(u))            # (n,), (m,)
-        yield to_device(t, device), move(appear), move(stay), move(vanish), u
+        sets = [indices(torch.from_numpy(np.stack(rows)), device) for rows in sets]
+        yield to_device(t, device), *sets, u
+
+
+def indices(where, device):
+    """Index pair (b, l) on the device, from `where` (n, L) bool on the CPU: no host sync."""
+    return tuple(to_device(part, device) for part in where.nonzero(as_tuple=True))
 
 
 def beginning(model, n, x, generator):
-    """The ids (n, L) to start from, and n generators: those of a list, or n seeded by one."""
+    """Ids (n, L) to start from, and n generators: the given list, or n seeded by the given one."""
     if x is None:
         x = torch.full((n, model.cfg.length), model.mask_id)
     if not isinstance(generator, list):
         seeds = torch.randint(2**62, (n,), generator=generator).tolist()
         generator = [torch.Generator().manual_seed(seed) for seed in seeds]
-    if len(generator) != n:  # sequences without one would keep their masks
-        raise Refused(f"{len(generator)} generators for {n} sequences")
     return x.expand(n, -1), generator
 
 
@@ -166,41 +160,42 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
     Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
-    the first l.3, and l.4 draws only the tokens that appear. Turns in which nothing changes are
-    left out (App. C.4) [code], unless `every` asks for them (App. C.5): SM iterates its feedback in
-    those.
+    the first l.3, and l.4 draws only the tokens that appear. Steps that change nothing are skipped
+    (App. C.4) [code]. With SM this matters: in such a step, the feedback alone would change the
+    prediction. `every` makes those steps too (App. C.5).
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
-    generator: a torch.Generator on the CPU, or a list of n: then a sample is the same in any batch.
-    on_step(x, lam, guess, masks, h): called after every turn. x (n, L): ids. Where they are [MASK],
-        lam (n, L) is λ, guess (n, L) the likeliest token. masks: the index pair (b, l) of the masks
-        that stay. h (m, D): what predicts them.
-    x: (L,) or (n, L) ids on the CPU to start from. All but [MASK] stays (default: all [MASK]).
+    generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
+        on the others in its batch.
+    on_step(x, lam, guess, masks, h): called after every turn. x (n, L): ids. Where x is [MASK],
+        lam (n, L) is λ and guess (n, L) the likeliest token. masks: the index pair (b, l) of the
+        masks that stay. h (m, D): the hidden states that predict them.
+    x: (L,) or (n, L) ids on the CPU to start from (default: all [MASK]). Tokens in it never change.
     soft: False decodes without feedback.
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
-    The host runs ahead of the device. Only `likeliest` makes it wait.
+    In the loop, only `likeliest` can cause a host sync.
     Checked against tests/oracles.py alg2.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
     device, was_training = table.device, model.training
     model.eval()
     soft = soft and model.sm is not None
-    every = every or model.cfg.time_conditioning  # a network that knows t predicts anew each time
+    every = every or model.cfg.time_conditioning  # a network that sees t predicts anew each time
     x, generators = beginning(model, n, x, generator)                          # (n, L)
-    masked = (x == mask_id).numpy()                                            # (n, L)
-    plans = [coins(row, steps, g, sampler, eta, every) for row, g in zip(masked, generators)]
+    plans = [coins(row, steps, g, sampler, eta, every)
+             for row, g in zip((x == mask_id).numpy(), generators, strict=True)]
     nfe = torch.tensor([len(plan) for plan in plans])                          # (n,)
-    turns = progress(side_by_side(plans, masked, device), "calls", int(nfe.max()), leave=False,
-                     disable=bool(on_step) or None)
+    turns = progress(side_by_side(plans, x.shape[1], device), "calls", int(nfe.max()),
+                     leave=False, disable=bool(on_step) or None)
     x = x.to(device, copy=True)                                                # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     lam, guess = torch.zeros(x.shape, device=device), x.clone()  # only for on_step
-    mask = torch.tensor(mask_id, device=device)  # to write a number, the host would wait
+    mask = torch.tensor(mask_id, device=device)  # assigning a number would be a host sync
 
     def draw(h, u):
         logits = net.head(h)                                                   # (m, V)
         drawn = sample_categorical(nucleus(logits.softmax(-1), top_p), u)      # (m,)
-        last = to_device(u.isnan(), device)  # no nucleus in the last turn [code]
+        last = to_device(u.isnan(), device)  # in the last turn u is NaN: argmax [code]
         return torch.where(last, logits.argmax(-1), drawn)                     # (m,)
 
     for t, appear, stay, vanish, u in turns:
@@ -209,7 +204,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         emb[appear] = F.embedding(x[appear], table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-        if len(vanish[0]):  # only with a remdm sampler
+        if len(vanish[0]):  # ReMDM only
             guess[vanish] = x[vanish]
             x[vanish] = mask
             emb[vanish] = table[mask_id]
@@ -224,12 +219,12 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 @torch.no_grad()
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
                       soft=True):
-    """Alg. 2 with equally many tokens a step: the prediction decides which positions come next
+    """Alg. 2 with equally many tokens in every step, the surest first                          §2.2
 
-    steps: network calls. With as many as there are masks, each reveals one token.
-    order: "entropy", the surest first (§2.2), or "random", its control. The entropy is that of the
-        whole prediction. Its nucleus is often a single token, and many entropies would be 0.
-    The rest is as in `generate`, but the masks of on_step are all those before the step.
+    steps: network calls. With as many steps as masks, each reveals one token.
+    order: "entropy", the positions of lowest entropy first, or "random", its control. It is the
+        entropy of the whole prediction: a nucleus is often a single token, with entropy 0.
+    All else is as in `generate`, but on_step gets the masks from before the step.
     Checked against tests/oracles.py in_order.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
@@ -250,18 +245,18 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
     for steps_left in range(steps, 0, -1):
         masked = x == mask_id                                                  # (n, L)
-        on_host = masked.cpu()  # the host waits here
+        on_host = masked.cpu()  # the host sync of the step
         if not on_host.any():
             break
-        masks = tuple(to_device(part, device) for part in on_host.nonzero(as_tuple=True))
+        masks = indices(on_host, device)                                       # 2 × (N,)
         draws = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
         h = net.hidden(emb, masks, masked.float().mean(-1))                    # (N, D)          l.3
         drawn, minus_H, *feedback = in_chunks(predict, h, u[on_host], V=len(table))  #           l.4
         score = to_device(chance.float(), device)                              # (n, L)
         if order == "entropy":
-            # From masks alone, a DiT predicts the same everywhere. There chance chooses, not
-            # rounding errors, which differ from batch to batch [ours].
+            # From masks alone, a DiT predicts the same at every position. Break these ties at
+            # random: rounding errors would break them differently in every batch [ours].
             blank = masked.all(-1, keepdim=True)                               # (n, 1)
             score = torch.where(blank, score, score.index_put(masks, minus_H))
         chosen = next_masks(score, masked, steps_left)                         # (n, L)
@@ -278,9 +273,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
 
 def next_masks(score, masked, steps_left):
-    """Where to reveal: of each row, the masks with the highest scores. (n, L) bool           [ours]
+    """Which masks to reveal, (n, L) bool: in each row, those with the highest scores         [ours]
 
-    They are 1 / steps_left of the row's masks, rounded up. Equal scores go from left to right.
+    Each row reveals 1 / steps_left of its masks, rounded up. Ties are broken from left to right.
     score, masked: (n, L).
     """
     score = score.masked_fill(~masked, -torch.inf)
@@ -291,10 +286,11 @@ def next_masks(score, masked, steps_left):
 
 
 def nucleus(probs, p):
-    """The likeliest tokens, as long as their sum is at most p, renormalised                App. B.1
+    """Keep the likeliest tokens while their sum is at most p, and renormalise              App. B.1
 
-    probs: (n, V).   Returns (n, V). The likeliest token is always kept. The token that crosses p is
-    dropped [code]. The usual rule, which Dream follows, keeps it (sample_dream.filtered).
+    probs: (n, V).   Returns (n, V).
+    The likeliest token is always kept. The token that crosses p is dropped [code]. The usual rule
+    keeps it, and so does Dream (sample_dream.filtered).
     Checked against tests/oracles.py nucleus.
     """
     if p == 1:
@@ -307,63 +303,64 @@ def nucleus(probs, p):
 
 
 def sample_categorical(probs, u):
-    """One token (n,) per row, drawn with its probability: where u falls in the cumulative sum
+    """Draw one token per row, (n,): the first where the cumulative sum exceeds u
 
-    probs: (n, V), of any positive sum.   u: (n,) float64, uniform in [0, 1). One number per row
-    [ours] gives the same distribution as V exponentials [code]. With fp32 noise, tokens rarer than
-    6e-8 would never come: entropy and generative perplexity would fall, the text be no better.
+    probs: (n, V), with any positive sum per row.   u: (n,) float64, uniform in [0, 1).
+    One number per row [ours] gives the same distribution as V exponentials [code]. With fp32 noise,
+    tokens rarer than 6e-8 would never be drawn. Entropy and generative perplexity would both
+    fall, although the text would be no better.
     Checked against tests/oracles.py draw.
     """
     device = "cpu" if probs.device.type == "mps" else probs.device  # MPS has no float64
     cdf = probs.to(device, torch.float64).cumsum(-1)                           # (n, V)
     u = to_device(u, cdf.device)[:, None] * cdf[:, -1:]                        # (n, 1)
-    drawn = torch.searchsorted(cdf, u, right=True)  # right: p = 0 is never drawn
+    drawn = torch.searchsorted(cdf, u, right=True)  # right: never a token with p = 0
     return drawn[:, 0].to(probs.device)                                        # (n,)
 
 
 @dataclass
 class Config:
-    checkpoint: str = ""        # anything that `python checkpoint.py` can describe
-    count: Size = 1             # samples (torchrun would take --n as one of its own flags)
-    batch_size: Size = 16       # sequences at a time, which changes no sample
+    checkpoint: str = ""        # any file or folder that `python checkpoint.py` can describe
+    count: Size = 1             # samples to make (torchrun would take --n as its own flag)
+    batch_size: Size = 16       # sequences per forward pass; it changes no sample
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
-    steps: Size | None = None   # T (default: L, with an order one step for each mask)
-    # mdlm, remdm-cap (for T < L) and remdm-loop toss coins, App. B.1. entropy and random reveal
-    # equally many tokens a step: the surest first (§2.2), or any.
+    steps: Size | None = None   # T (default: L, or with entropy and random one per mask)
+    # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens by chance, App. B.1. entropy and
+    # random reveal equally many in every step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
-    eta: Share | None = None    # P[re-mask] at most (default: the sampler's in App. B.1)
+    eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
     top_p: Annotated[float, 1e-12, 1] = 0.9  # nucleus
-    soft: bool = True           # False: decode an SM model in binary
-    every: bool = False         # also make the steps without a change, as --trace always does
-    # Another ω than the model's. A binary model then decodes with feedback, with k = 3.
-    omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None  # (a binary model needs this one)
+    soft: bool = True           # False: decode an SM model without feedback
+    every: bool = False         # also make the steps that change nothing, as --trace always does
+    # These replace the model's ω. With --omega_s, a binary model decodes with feedback too (k = 3).
+    omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None
     omega_a: launch.Positive | None = None  # (default for a binary model: the paper's start)
     omega_b: launch.Negative | None = None  # (the same)
-    # In these texts, the two characters \n are a line break.
+    # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""            # text that the sample starts with
-    infill: str = ""            # text with ___ where some is missing
-    given: str = ""             # a puzzle: one character a token, and a dot for each to be filled
+    infill: str = ""            # text with ___ where some is missing; it follows the prompt
+    given: str = ""             # a puzzle: one character per token, a dot for each token to fill in
     seed: int = 1
-    out: str = ""               # appended to; what it holds is not made again (default: print)
+    out: str = ""               # file to append to; what it has is not made again (default: print)
     show: bool = False          # watch the first sequence of every batch
-    trace: str = ""             # a file for one trajectory, a JSON line per step, for lab/plot.py
-    tokenizer_dir: str = ""     # folder of GPT-2's vocabulary, for machines without a network
+    trace: str = ""             # a file for the steps of one sample, JSON lines for lab/plot.py
+    tokenizer_dir: str = ""     # folder with GPT-2's vocabulary, for machines without a network
     device: str = "auto"        # cuda, else mps, else cpu
-    compile: bool | None = None  # CUDA graphs: a minute (default: as in --out, else where it pays)
+    compile: bool | None = None  # CUDA graphs (default: as in --out, or where they pay)
 
 
 def starting_ids(cfg, tok, special):
-    """The ids (L,) to start from: a row as in training (data.rows), masks where text is missing."""
+    """Ids (L,) to start from: a row as in training (data.rows), with masks for missing text."""
     encode, L = tok.encode_ordinary, cfg.length
     bos, eos, mask = special["bos"], special["eos"], special["mask_id"]
-    text = (cfg.infill or cfg.prompt).replace("\\n", "\n")
+    text = (cfg.prompt + cfg.infill).replace("\\n", "\n")
     if cfg.given:
         cells = [mask if c == "." else encode(c)[0] for c in cfg.given]
-        ids = [bos, *cells, eos, eos]  # the EOS of the document, and that of the row
+        ids = [bos, *cells, eos, eos]  # EOS of the document, then EOS of the row
     elif cfg.infill:
         first, *parts = [encode(part) for part in text.split("___")]
         ids = [bos, *first]
-        room = L - len(ids) - sum(map(len, parts)) - 1  # for masks, between BOS and EOS
+        room = L - len(ids) - sum(map(len, parts)) - 1  # masks to distribute
         for i, part in enumerate(parts):
             width = math.ceil(room / (len(parts) - i))  # an even share
             room -= width
@@ -374,28 +371,28 @@ def starting_ids(cfg, tok, special):
         ids += (L - len(ids)) * [mask]
     if len(ids) != L or mask not in ids:
         raise Refused(f"{len(ids)} tokens with BOS and EOS, {ids.count(mask)} of them masks, for "
-                      f"length {L}: a text may take {L - 1}, --infill needs ___, --given {L - 3} "
-                      f"characters, with dots among them")
+                      f"length {L}: a text may take {L - 1}, --infill needs ___, and --given "
+                      f"needs {L - 3} characters, some of them dots")
     return torch.tensor(ids)
 
 
 def load(cfg):
-    """The MDLM with the ω of cfg, on the CPU, its tokenizer, and cfg with the model's defaults."""
+    """The MDLM with ω from cfg, on the CPU; its tokenizer; cfg with defaults from the model."""
     model = MDLM.load(cfg.checkpoint)
     model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
     if tok.n_vocab != model.mask_id:
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, not the {tok.n_vocab} of "
-                      f"{tok.name}")
+        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, but {tok.name} has "
+                      f"{tok.n_vocab}")
     if cfg.length > model.cfg.length:
         raise Refused(f"--length={cfg.length} is over the {model.cfg.length} that {cfg.checkpoint} "
-                      f"was trained with")
+                      f"was trained on")
     return model, tok, cfg
 
 
 def file_and_lines(cfg, here):
-    """The file of this rank, and the lines of all ranks, so that all decide alike."""
+    """The file that this rank writes, and the lines in all ranks' files: they must decide alike."""
     if here.world > 1 and not cfg.out:
         raise Refused("torchrun needs --out=FILE, such as --out=samples.jsonl")
     paths = [cfg.out]
@@ -407,13 +404,13 @@ def file_and_lines(cfg, here):
 
 
 def resolved(cfg, n_masks, here, lines):
-    """cfg with numbers where it has defaults.   n_masks: at the start.   lines: of --out."""
+    """cfg with its defaults filled in.   n_masks: masks at the start.   lines: those in --out."""
     if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
-        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: give it a remdm sampler")
+        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
     steps, compiled = cfg.steps, cfg.compile
     if steps is None:
         steps = n_masks if cfg.sampler in ORDERS else cfg.length
-    if compiled is None and lines:  # CUDA graphs change the last bits of a sample
+    if compiled is None and lines:  # as before: CUDA graphs change the last bits of logits
         compiled = lines[0].get("settings", {}).get("compile")
     if compiled is None:
         calls = steps * math.ceil(cfg.count / cfg.batch_size / here.world)
@@ -422,21 +419,21 @@ def resolved(cfg, n_masks, here, lines):
 
 
 def settings_of(cfg, model, tok, here):
-    """All that decides how a sample looks. It stands in every line of --out."""
+    """All that a sample depends on, besides its seed and index. Every line of --out holds it."""
     settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
     if cfg.sampler == "entropy":
-        settings["surest"] = "by the whole prediction"  # by its nucleus, samples would be others
-    weights = model.net.table.double().sum().item()  # before it is moved: MPS has no float64
+        settings["surest"] = "by the whole prediction"  # the nucleus would order them otherwise
+    weights = model.net.table.double().sum().item()  # still on the CPU: MPS has no float64
     return settings | {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
                        "dtype": str(here.dtype or torch.float32)}
 
 
 def batches(todo, cfg):
-    """Yields the numbers of samples to make together, equally many each time for CUDA graphs."""
+    """Yields lists of sample numbers to make together. For CUDA graphs, all have one length."""
     size = min(len(todo), cfg.batch_size)
     for start in range(0, len(todo), cfg.batch_size):
         batch = todo[start:start + size]
-        if cfg.compile:  # copies of the last sample fill it: another size compiles for a minute
+        if cfg.compile:  # pad with the last sample: a new size would compile for a minute
             batch += (size - len(batch)) * batch[-1:]
         yield batch
 
@@ -445,13 +442,13 @@ def main(cfg):
     here = launch.machine(cfg.device)
     path, lines = file_and_lines(cfg, here)
 
-    # ---- the model, and what there is already
+    # ---- the model, and the samples that exist already
     model, tok, cfg = load(cfg)
     x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here, lines)
     settings = settings_of(cfg, model, tok, here)
     if any((line.get("settings"), line.get("seed")) != (settings, cfg.seed) for line in lines):
-        raise Refused(f"{path} holds samples of other settings: choose another --out")
+        raise Refused(f"{path} holds samples made with other settings: choose another --out")
     texts = {line["index"]: line["text"] for line in lines}
 
     # ---- the device
@@ -465,7 +462,7 @@ def main(cfg):
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
     if cfg.sampler in ORDERS:
         decode = partial(generate_in_order, order=cfg.sampler)
-    watch, watched = None, []  # samples to make even if the file holds them
+    watch, watched = None, []  # watched: made again even if --out holds them
     if here.rank == 0 and cfg.trace:
         launch.write_text(cfg.trace, "")
         watch, watched = trace(tok, model, cfg.trace), [0]
@@ -480,9 +477,9 @@ def main(cfg):
             ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
                               on_step=watch, x=x, soft=cfg.soft)
         if cfg.trace:
-            watch = None  # its file is for one trajectory
+            watch = None  # the file is for one sample
         for i, row, calls in zip(batch, ids.tolist(), nfe.tolist()):
-            if i in texts:  # it was made to be watched, or to fill a batch
+            if i in texts:  # made only to be watched, or to pad the batch
                 continue
             texts[i] = tok.decode(row)
             if path:

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
-"""A sample while it is made, on a terminal or in a file.                                   App. C.5
+"""Watch a sample being decoded, on a terminal or in a file.                                App. C.5
 
     generate(model, 1, steps, on_step=show(tok, mask_id))           # drawn in place, λ in green
     generate(model, 1, steps, on_step=trace(tok, model, path))      # JSON lines, for lab/plot.py
 
-sample.generate says what an `on_step` gets. Only the first sequence of a batch is followed.
+sample.generate describes what an `on_step` gets. Only the first sequence of a batch is shown.
 """
 
 import shutil
@@ -18,13 +18,13 @@ from softmask import neg_entropy
 
 
 def cell_text(tok, token):
-    """A token id as text: ↵ for the end of a line, a dot for [MASK] and the unprintable."""
+    """A token id as text: ↵ for a line break, a dot for [MASK] and for what cannot be printed."""
     text = tok.decode([token]) if token < tok.n_vocab else "·"
     return "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in text)
 
 
 def painted(text, lam):
-    """The text, for a terminal: a token (lam None) in bold, a guess on green, deeper with λ."""
+    """Text for a terminal: a token (lam None) in bold, a guess on green, darker for larger λ."""
     if not sys.stdout.isatty():
         return text
     if lam is None:
@@ -34,8 +34,8 @@ def painted(text, lam):
 
 
 def draw(lines, drawn, pause):
-    """Prints lines over the last picture, of `drawn` lines, for `pause` s. Returns their number."""
-    lines = lines[1 - max(2, shutil.get_terminal_size().lines):]  # the end of a long text
+    """Print lines over the last `drawn`, then wait `pause` s. Returns how many were printed."""
+    lines = lines[1 - max(2, shutil.get_terminal_size().lines):]  # the end, if they do not fit
     back = f"\x1b[{drawn}F\x1b[J" if drawn else ""
     print(back + "\n".join(lines), flush=True)
     time.sleep(pause)
@@ -43,7 +43,7 @@ def draw(lines, drawn, pause):
 
 
 def show(tok, mask_id):
-    """An `on_step` that draws the first sequence in place, if somebody watches."""
+    """An `on_step` that draws the first sequence in place, if stdout is a terminal."""
     drawn = 0
 
     def on_step(x, lam, guess, *_):
@@ -64,10 +64,10 @@ def show(tok, mask_id):
 
 
 def trace(tok, model, path):
-    """An `on_step` that appends a JSON line to a file: the cells of the first sequence.
+    """An `on_step` that appends the cells of the first sequence to a file, as a JSON line.
 
-    A cell is [text, None] for a token, [guess, λ, −H in nats, [[text, π], …]] for a mask, with the
-    k guesses that SM mixes: three without SM, and the five largest of k = |V|.
+    The cell of a token is [text, None], that of a mask [guess, λ, −H in nats, [[text, π], …]] with
+    the k guesses that SM mixes: three without SM, the five largest for k = |V|.
     """
     k = model.sm.k if model.sm else 3
     dense = k is None  # k = |V|
@@ -87,7 +87,7 @@ def trace(tok, model, path):
         predicted = dict(zip(l[mine].tolist(), zip(*prediction(h[mine]))))
         cells = [[cell_text(tok, token), None] for token in x[0].tolist()]
         for i in (x[0] == model.mask_id).nonzero()[:, 0].tolist():
-            certain = 0.0, [guess[0, i].item()], [1.0]  # a token that was just re-masked
+            certain = 0.0, [guess[0, i].item()], [1.0]  # just re-masked
             minus_H, ids, shares = predicted.get(i, certain)
             mixed = [[cell_text(tok, j), round(share, 4)] for j, share in zip(ids, shares)]
             cells[i] = [mixed[0][0], round(lam[0, i].item(), 4), round(minus_H, 4), mixed]

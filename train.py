@@ -8,16 +8,16 @@
     torchrun --nproc_per_node=8 train.py continue         # 100k updates more, from mdlm.ckpt
     python train.py owt --data=data/yours --n_layer=6 --length=256 --resume   # any field of Config
 
-The first word is a preset, below.
+The first word is a preset, defined below.
 
-Every random number is a function of what it is for: (seed, "t", step) for times, (seed, "q", step,
-j) for masks. Steps count from 0: update 17 of the log has step 16. Micro-batches j count over all
-ranks: one process with 4 of them and two with 2 make the same run. And a run that was stopped, or
-killed after a save, goes on as if it had never stopped: there is no random state to save.
-
-    batch, update      one update of θ and ω                                          Alg. 1 l.2-9
+    update, batch      one update of θ and ω                                          Alg. 1 l.2-9
     train              the data, the model, and the loop around `update`
     the rest           what `train` starts from, measures and saves
+
+Every random number depends only on what it is for: times on (seed, "t", step), masks on (seed, "q",
+step, j). Steps count from 0, so update 17 in the log has step 16. Micro-batches j are counted over
+all ranks, so one process with 4 of them makes the same run as two with 2 each. A run that was
+stopped, or killed after a save, resumes as if nothing had happened. No random state is saved.
 """
 
 import contextlib
@@ -43,24 +43,24 @@ from mdlm import MDLM, T_MIN, ModelConfig, corrupt, sample_times
 
 @dataclass
 class Config(ModelConfig):
-    """What mdlm.ModelConfig has (the data decide the vocabulary), and how to train it: App. B.1"""
+    """mdlm.ModelConfig, with a vocabulary from the data, and how to train the model: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    # Weights and ω of any file that checkpoint.py describes; of a step-N.pt the EMA. An --omega_s,
-    # --omega_a or --omega_b on the command line beats that of the file.
+    # Start from the weights and ω in any file that checkpoint.py can describe. A step-N.pt holds
+    # EMA weights. --omega_s, --omega_a and --omega_b on the command line override the file's ω.
     init_from: str = ""
-    resume: bool | Literal["auto"] = False  # go on from out_dir/last.pt; auto: if it is there
+    resume: bool | Literal["auto"] = False  # continue from out_dir/last.pt; auto: if it exists
     overwrite: bool = False          # start over even if out_dir holds a run
     seed: Count = 1
     # optimisation
-    steps: Size = 1_000_000          # updates; the continuation takes 100k
-    batch_size: Size = 512           # sequences per update, all devices together
-    micro_batch: Size = 32           # sequences per device and pass; the rest is accumulated
+    steps: Size = 1_000_000          # updates (100k in a continuation)
+    batch_size: Size = 512           # sequences per update, over all devices
+    micro_batch: Size = 32           # sequences per device and pass; gradients are accumulated
     eta_bb: Rate = 3e-4              # learning rate of the backbone θ
-    eta_sm: Rate = 1e-2              # of ω: it has far to go, App. B.2
-    warmup: Count = 2500             # linear, then constant
-    clip: Positive = 1.0             # of the norm over θ and ω together [code]
-    ema: Share = 0.9999              # decay of the average over θ, not ω [code]
+    eta_sm: Rate = 1e-2              # learning rate of ω, which has far to go, App. B.2
+    warmup: Count = 2500             # updates of linear warm-up; then both rates are constant
+    clip: Positive = 1.0             # largest gradient norm, over θ and ω together [code]
+    ema: Share = 0.9999              # decay of the average of θ; ω is not averaged [code]
     # soft-masking, §3.2
     p_sm: Share = 0.8                # probability of two passes; 0 trains a binary MDLM
     b_l: Positive = T_MIN            # t ~ U(b_l, b_h); the paper narrows it for Dream only
@@ -70,8 +70,8 @@ class Config(ModelConfig):
     eval_every: Count = 10_000       # 0: never
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
-    keep_every: Count = 100_000      # step-N.pt, EMA and ω only; 0: only the last one
-    show: bool = False               # end with the bound, and with ω over the run
+    keep_every: Count = 100_000      # step-N.pt, with EMA and ω only; 0: only at the end
+    show: bool = False               # at the end, print the bound, and how ω changed
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
@@ -79,15 +79,15 @@ class Config(ModelConfig):
 
 
 PRESETS = {
-    # 6×6 Sudoku, whose entropy is known, from the paper's ω. With four heads, some seeds stay for
-    # thousands of updates on the plateau where only the digits' frequencies are known.
+    # 6×6 Sudoku, whose entropy is known. ω starts as in the paper. With four heads, some seeds
+    # spend thousands of updates on a plateau, where only the frequencies of digits are known.
     "quickstart": dict(
         data="data/sudoku", out_dir="out/quickstart", show=True,
         n_layer=2, n_head=8, n_embd=128, n_cond=32, length=39, dropout=0.0,
         steps=3500, batch_size=32, micro_batch=32, eta_bb=1e-3, warmup=200, ema=0.995,
         log_every=50, eval_every=0, eval_rows=2000, save_every=500, keep_every=0),
-    # Text that every machine has. Bytes have entropies at which the paper's ω_b keeps λ near 0, and
-    # in so few updates ω_s would hardly grow. So ω starts where small runs drift to [ours].
+    # Text that every machine has. At the entropies of bytes, the paper's ω_b keeps λ near 0, and in
+    # so few updates ω_s would hardly grow. So ω starts near where it ends in small runs [ours].
     "stdlib": dict(
         data="data/stdlib", out_dir="out/stdlib", show=True,
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
@@ -95,23 +95,23 @@ PRESETS = {
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
         log_every=50, eval_every=0, eval_rows=256, save_every=500, keep_every=0),
     "owt": {},
-    "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),  # MDLM's own
+    "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),  # MDLM's
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# The times and masks of held-out rows are the same for all runs, and those of `eval.py ppl`.
+# All runs, and `eval.py ppl`, measure the bound with the same times and masks.
 EVAL_SEED = 1
 
-# What may differ when a run is resumed. Everything else decides what the next update does.
+# What may change when a run is resumed. All other settings must stay as they were.
 MAY_DIFFER_ON_RESUME = {
     "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows", "save_every",
     "keep_every", "show", "device", "dtype", "compile"}
 
 
 def update(step, cfg, tokens, model, parallel, optimizer, here, log):
-    """One update of θ and ω. Returns the norm of the gradient, 0-d.                   Alg. 1 l.2-9
+    """One update of θ and ω. Returns the gradient norm, 0-d.                          Alg. 1 l.2-9
 
-    parallel: the model, or the DDP around it.   here: launch.machine().   log: launch.Log.
+    parallel: the model, or DDP around it.   here: launch.machine().   log: launch.Log.
     """
     M = cfg.batch_size // cfg.micro_batch  # micro-batches j, counted over all ranks
     # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
@@ -124,24 +124,24 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         x0 = batch(tokens, cfg, step, j, M)                                    # (b, L)          l.2
         t = times[j::M]                                                        # (b,)            l.3
         xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))          # (b, L)          l.4
-        # Found on the CPU: the host need not wait for a GPU to know the number of masks N.
+        # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
         x0, xt, t, *masks = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
-        if cfg.dropout:  # a function of step and j, as all draws
+        if cfg.dropout:  # keyed by step and j, like every draw
             torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
         with launch.accumulate(parallel, last=j + here.world >= M):
             with here.autocast():
                 loss = parallel(x0, xt, t, soft, tuple(masks))  # MDLM.forward   (b,)          l.5-8
-            # Each rank divides by its share of the tokens, as DDP averages over ranks. So the
-            # gradient is that of Σ loss / (all tokens, masked or not) [code], for any split.
+            # DDP averages over ranks, so each rank divides by its own share of the tokens. However
+            # they are split, the gradient is that of Σ loss / (all tokens, masked or not) [code].
             (loss.sum() / (x0.numel() * M // here.world)).backward()
         loss = loss.detach()
         # loss @ t is the cross-entropy without its weight 1/t.
         log.add(loss=loss.sum(), ce=loss @ t, masks=len(masks[0]), tokens=x0.numel(), soft=soft,
                 lam=model.lam if soft else 0)
     if model.sm and not soft:
-        # The gradient of ω is 0, which DDP needed (mdlm.with_omega_in_graph). Adam would still move
-        # ω by its momentum [ours].
+        # For DDP's sake, ω has a gradient of 0 (mdlm.with_omega_in_graph). Adam would still move ω
+        # by its momentum, but it skips parameters without a gradient [ours].
         for p in model.sm.parameters():
             p.grad = None
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
@@ -153,9 +153,10 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
 def batch(tokens, cfg, step, j, M):
     """x0 (b, L): micro-batch j of M                                                     Alg. 1 l.2
 
-    Each epoch permutes the rows anew, by a key. So none is seen twice in it, restarts or not.
-    Micro-batch j takes every M-th sequence, and every M-th time: then each is stratified in t, and
-    half of its tokens are masked. A slice of the last times would have twice as many masks [ours].
+    Every epoch has its own permutation of the rows, drawn from a key. So an epoch never repeats a
+    row, even across restarts. Micro-batch j takes every M-th sequence and every M-th time [ours].
+    So each is stratified in t, and half of its tokens are masked. If each took a slice of the
+    sorted times instead, the last would have twice as many masks.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -164,7 +165,7 @@ def batch(tokens, cfg, step, j, M):
 
 
 def lr_at(step, cfg):
-    """Factor on both learning rates after `step` updates: 0 at first [code], linear, then 1."""
+    """Factor on both learning rates after `step` updates: from 0 [code] linearly to 1."""
     return min(1.0, step / cfg.warmup) if cfg.warmup else 1.0
 
 
@@ -172,22 +173,22 @@ def lr_at(step, cfg):
 def update_ema(ema, model, step, decay):
     """ema ← d ema + (1 − d) model, in place, with d = min(decay, (1 + step)/(10 + step)) [code]
 
-    step: updates made. Without this warm-up of d, the average would remember the random start for
-    1/(1 − decay) updates.
+    step: updates made. Without this warm-up of d, the random start would stay in the average for
+    about 1/(1 − decay) updates.
     """
     d = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - d)
 
 
 def train(cfg):
-    """The data, the model, and Alg. 1. Returns (the MDLM, its average).
+    """The data, the model, and Alg. 1. Returns the MDLM and its EMA.
 
     Checked against tests/oracles.py alg1.
     """
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     master = here.rank == 0
-    flags = getattr(cfg, "flags", ())  # names of those on the command line
+    flags = getattr(cfg, "flags", ())  # names of the flags on the command line
 
     # ---- the data
     if master:
@@ -200,7 +201,7 @@ def train(cfg):
     n_train = data.n_rows(tokens, cfg.length)
     held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
 
-    # ---- the model, its average, the optimizer
+    # ---- the model, its EMA, the optimizer
     last, ckpt = os.path.join(cfg.out_dir, "last.pt"), None
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(cfg.seed)  # the same weights on every rank
@@ -221,15 +222,15 @@ def train(cfg):
         done, metrics = ckpt["step"], ckpt["metrics"]
         del ckpt  # it is as large as the model and its optimizer
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
-    if compiled:  # after average_of: a copy of compiled methods would use the weights of this model
+    if compiled:  # after average_of: copied compiled methods would use the weights of this model
         compile_parts(model)
     parallel = model
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # ---- the loop
-    start, stop, line = done, 0, {}  # stop: the signal that ends it. line: the last of the log
-    # Rank 0 alone writes, so it alone locks.
+    start, stop, line = done, 0, {}  # stop: number of a signal. line: last line of the log
+    # Only rank 0 writes, so only rank 0 takes the lock.
     locked = launch.lock(cfg.out_dir) if master else contextlib.nullcontext()
     with locked, launch.signals() as caught:
         log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, master)
@@ -242,8 +243,8 @@ def train(cfg):
                   f"{here.world}, {here.dtype or 'float32'}; {n_train:,} rows of {cfg.length}, "
                   f"{cfg.batch_size} an update, {cfg.micro_batch} at a time; "
                   f"updates {start:,} to {cfg.steps:,}{wait}; {feedback}")
-        # A continuation first measures the bound where it starts (Fig. 3): the best check that the
-        # weights were read correctly.
+        # A continuation measures the bound before its first update (Fig. 3). There is no better
+        # check that the weights were read correctly.
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
@@ -252,13 +253,13 @@ def train(cfg):
             norm = update(step, cfg, tokens, model, parallel, optimizer, here, log)
             done = step + 1
             update_ema(ema.net, model.net, done, cfg.ema)
-            # One rank's signal counts for all: they stop after the same update.
+            # A signal to one rank stops all of them after this update.
             stop = launch.any_rank(max(caught, default=0))
             evaluated = due(cfg.eval_every, done, cfg.steps) and not stop
             saved = due(cfg.save_every, done, cfg.steps) or stop
             kept = due(cfg.keep_every, done, cfg.steps) or done == cfg.steps
             if evaluated or saved or kept or due(cfg.log_every, done, cfg.steps) or done == 1:
-                line = log_line(done, cfg, model, log.collect(norm))  # refuses a NaN before a save
+                line = log_line(done, cfg, model, log.collect(norm))  # raises on NaN, before a save
                 if evaluated:
                     metrics = {"step": done, **evaluate(ema, held_out, here)}
                     line |= metrics
@@ -284,9 +285,9 @@ def train(cfg):
 
 
 def resolved(cfg, special, world):
-    """cfg with the vocabulary of the data, checked.   special: its tokenizer, as in meta.json."""
+    """cfg, checked, with the vocabulary of the data.   special: the tokenizer in meta.json."""
     if not cfg.soft_mask:
-        raise Refused("--soft_mask is no flag of train.py: --p_sm=0 trains without soft-masking")
+        raise Refused("train.py takes no --soft_mask: --p_sm=0 trains without soft-masking")
     if cfg.variant == "constant" and cfg.omega_s < 1e-3:
         raise Refused("--variant=constant does not learn its λ, which is ω_s: give --omega_s, say "
                       "0.3")
@@ -310,10 +311,10 @@ def held_out_rows(cfg):
 
 
 def average_of(model):
-    """The EMA: a second backbone, which shares ω with the model, because ω is not averaged [code].
+    """The EMA: a second backbone. It shares ω with the model, because ω is not averaged [code].
 
-    Copied after the weights are loaded, so in a continuation it starts from them [ours]. The
-    authors' starts from random weights, which twenty updates forget.
+    It is copied after weights are loaded. So a continuation's EMA starts from them [ours]. That of
+    the authors starts from random weights, which it forgets within twenty updates.
     """
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
@@ -321,7 +322,7 @@ def average_of(model):
 
 
 def optimizer_of(model):
-    """AdamW over θ and, if there is one, ω, as two groups                               App. B.1"""
+    """AdamW with two groups of parameters: θ, and ω if there is one                     App. B.1"""
     parts = [model.net, model.sm] if model.sm else [model.net]
     return torch.optim.AdamW([{"params": list(part.parameters())} for part in parts],
                              betas=(0.9, 0.999), weight_decay=0.0,  # [code]
@@ -331,7 +332,7 @@ def optimizer_of(model):
 def load_last(path, cfg, source):
     """last.pt of this run. Raises Refused if its data or settings differ."""
     ckpt = checkpoint.load(path)
-    # Data are compared by their content: their folder may have moved.
+    # Data are compared by content, because their folder may have moved.
     before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
     now = asdict(cfg) | {"data": source["sha256"], "keys": data.KEYS}
     launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME,
@@ -340,9 +341,10 @@ def load_last(path, cfg, source):
 
 
 def load_initial(model, cfg, special, flags):
-    """Load θ of a file: raw weights [code], or the average of a step-N.pt. And ω, if it has one.
+    """Load θ from a file, and ω if it has one. Returns where ω comes from.
 
-    flags: names; an ω among them is not taken from the file. Returns where ω is from.
+    θ is the raw weights [code]. A step-N.pt has only their average.
+    flags: names of the flags on the command line. An ω among them is not read from the file.
     """
     path = os.path.realpath(cfg.init_from)
     if os.path.realpath(cfg.out_dir) in (path, os.path.dirname(path)):
@@ -351,12 +353,12 @@ def load_initial(model, cfg, special, flags):
     ckpt = checkpoint.load(cfg.init_from)
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
     now = asdict(cfg) | {"tokenizer": special["name"]}
-    # Not all of these show in a shape.
+    # Some of these can differ without a mismatch in shapes.
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
         names += ["variant", "k"]
     launch.check_same(cfg.init_from, before, now, names)
-    # A model without SM drops the ω of the file. If the file has none, the model keeps its own.
+    # A model without SM ignores the file's ω. If the file has no ω, the model keeps its own.
     omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     state = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
     kept = {name: p for name, p in omega.items() if name.replace("sm.raw", "omega") in flags}
@@ -367,7 +369,7 @@ def load_initial(model, cfg, special, flags):
 
 
 def evaluate(ema, held_out, here):
-    """{name: nats per token} of the average on fixed rows, with feedback and without."""
+    """{name: nats per token} of the EMA on held-out rows, with feedback and without."""
     bounds = {}
     for soft in [True, False] if ema.sm else [False]:
         with here.autocast():
@@ -378,7 +380,7 @@ def evaluate(ema, held_out, here):
 
 
 def log_line(done, cfg, model, sums):
-    """The line of log.jsonl for the updates since the last line.   sums: of launch.Log."""
+    """The next line of log.jsonl, for the updates since the last.   sums: from launch.Log."""
     line = {"step": done, "loss": sums["loss"] / sums["tokens"],
             "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
             "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
@@ -393,7 +395,7 @@ def log_line(done, cfg, model, sums):
 
 
 def save(path, cfg, model, ema, **facts):
-    """last.pt, which has an optimizer, or a step-N.pt with the average in place of the weights."""
+    """Write last.pt, with the optimizer, or a step-N.pt, with the EMA in place of the weights."""
     weights = model.state_dict()
     average = {"net." + name: t for name, t in ema.net.state_dict().items()}  # no copy
     if "optimizer" in facts:
@@ -405,23 +407,23 @@ def save(path, cfg, model, ema, **facts):
 
 
 def remove_run(out_dir):
-    """Delete the weights of an earlier run: --overwrite starts another."""
+    """Delete the checkpoints of an earlier run, for --overwrite."""
     for pattern in "last.pt*", "step-*.pt*":
         for path in Path(out_dir).glob(pattern):
             path.unlink()
 
 
 def summarize(cfg, bounds, meta):
-    """What --show ends with: the bound, ω at five times, and the command that shows more.
+    """Print what --show asks for: the bound, ω at five points of the run, and the next command.
 
-    bounds: {name: nats per token}.   meta: of the data.
+    bounds: {name: nats per token}.   meta: the data's meta.json.
     """
-    print("\nheld-out bound in bits per byte; one model, the same masks")
+    print("\nheld-out bound in bits per byte (same model, same masks)")
     for name, nats in bounds.items():
         bits = bits_per_byte(nats, cfg.length, meta["val"])
         print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{bits:.4f}")
     lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
-    lines = [line for line in lines if "lam" in line]  # others had no update with feedback
+    lines = [line for line in lines if "lam" in line]  # some have no update with feedback
     if lines:
         print(f"\n  update{'ω_s':>8}{'ω_a':>8}{'ω_b':>8}{'mean λ':>9}")
         for i in sorted({quarter * (len(lines) - 1) // 4 for quarter in range(5)}):

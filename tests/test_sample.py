@@ -312,6 +312,8 @@ def test_prompt_and_infill_stay_as_given(run):
     ids = line["ids"]
     assert ids[:5] == [256, *b"a\n= "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
     assert bytes(ids[9:15]) == b"; b = "  # gaps of 4 and 3
+    [line] = run("both", prompt="a\\n=", infill=" ___; b = ___!", length=20)
+    assert line["ids"] == ids
     for flags, found in ((dict(prompt="x" * 31), "32 tokens with BOS and EOS, 0 of them masks"),
                          (dict(infill="x" * 40 + "___"), "42 tokens with BOS and EOS, 0 of"),
                          (dict(given="1.."), "6 tokens with BOS and EOS, 2 of them masks")):
