@@ -23,6 +23,7 @@ shuffling state: a batch is a function of its number.
 """
 
 import array
+import contextlib
 import functools
 import gzip
 import hashlib
@@ -180,20 +181,21 @@ def prepare(docs, out, tok, val_docs=None, source=""):
                 sizes.append(size)
         n = len(lengths)
         n_val = val_docs or min(10_000, max(1, n // 100))
-        kept, cut, n_bytes = n - n_val, sum(lengths[:-n_val]), sum(sizes[:-n_val])
+        whole = {"documents": n, "tokens": sum(lengths), "bytes": sum(sizes)}
+        kept = {"documents": n - n_val, "tokens": sum(lengths[:-n_val]),
+                "bytes": sum(sizes[:-n_val])}
         if n == 1 and not val_docs:
-            kept, cut, n_bytes = 1, lengths[0] * 9 // 10, sizes[0] * 9 // 10
-        if not cut:
+            kept = {"documents": 1} | {key: whole[key] * 9 // 10 for key in ("tokens", "bytes")}
+        if not kept["tokens"]:
             raise Refused(f"holding out {n_val} of {n} documents leaves nothing to train on: give "
                           f"more text or a smaller --val_docs")
-        np.memmap(train, np.uint16, "r")[cut:].tofile(val)
-        os.truncate(train, 2 * cut)
-        counts = {"documents": kept, "tokens": cut, "bytes": n_bytes}
-        rest = {"documents": n - kept, "tokens": sum(lengths) - cut, "bytes": sum(sizes) - n_bytes}
-        meta = {"tokenizer": describe(tok), "source": source}
-        for split, path, count in ("train", train, counts), ("val", val, rest):
+        np.memmap(train, np.uint16, "r")[kept["tokens"]:].tofile(val)
+        os.truncate(train, 2 * kept["tokens"])
+        meta = {"tokenizer": describe(tok), "source": source, "train": kept,
+                "val": {key: whole[key] - kept[key] for key in whole}}
+        for split, path in ("train", train), ("val", val):
             digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
-            meta[split] = count | {"sha256": digest}
+            meta[split]["sha256"] = digest
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
         # Three files are renamed now, meta.json last. If the process is killed in between, new and
         # old files must not pass for one corpus.
@@ -220,6 +222,8 @@ def documents(paths, field="text"):
                     raise ValueError(f'line {n} is not like {{"{field}": "…"}}. data.py reads '
                                      f"another field with --field=content")
                 yield text
+        except UnicodeDecodeError:
+            raise Refused(f"{path}: not UTF-8 (iconv -f latin1 -t utf-8 converts Latin-1 texts)")
         except (ValueError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
             raise Refused(f"{path}: {e}")
 
@@ -249,27 +253,15 @@ def read_file(path, field):
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
     with unpack(path, "rt", encoding="utf-8-sig") as f:  # skips the byte-order mark of Windows
-        try:
-            if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
-                yield from read_lines(f, field)
-            else:
-                yield 1, f.read()
-        except UnicodeDecodeError as e:  # e.object: the bytes that were read last
-            byte = f.buffer.tell() - len(e.object) + e.start
-            plain = path if unpack is open else path.with_suffix("")
-            raise ValueError(f"not UTF-8 at byte {byte}. If it is text in another encoding: iconv "
-                             f"-f latin1 -t utf-8 {plain} > utf8{plain.suffix}")
-
-
-def read_lines(f, field):
-    """Yields (line, text) of JSON lines, as `read_file`."""
-    for n, line in enumerate(f, 1):
-        if not line.strip():
-            continue
-        try:
-            yield n, json.loads(line)[field]
-        except (ValueError, LookupError, TypeError):
-            yield n, None
+        if not re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
+            yield 1, f.read()
+            return
+        for n, line in enumerate(f, 1):
+            text = None
+            with contextlib.suppress(ValueError, LookupError, TypeError):
+                text = json.loads(line)[field]
+            if line.strip():
+                yield n, text
 
 
 def stdlib_files():
@@ -329,11 +321,6 @@ def main(cfg):
     for split in "train", "val":
         print("{}/{}.bin: {documents:,} documents, {tokens:,} tokens, sha256 {sha256}".format(
             out, split, **meta[split]))
-    n_val = meta["val"]["documents"]
-    held_out = f"{n_val:,} documents" if n_val else "tenth of the only document"
-    print(f"held out in val.bin: the last {held_out}")
-    if meta["val"]["tokens"] < 1022:
-        print("That fills no row of length 1,024: more text, or --val_docs=N, holds out more")
 
 
 if __name__ == "__main__":

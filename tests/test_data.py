@@ -121,17 +121,17 @@ def test_another_field_gives_the_same_tokens(tmp_path):
     assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
 
 
-def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
-    """Lines count from 1, also empty ones, and bytes from 0, as they are when unpacked."""
+def test_a_broken_file_is_refused_by_its_line(tmp_path):
+    """Lines count from 1, also empty ones."""
     lines = jsonl(["x" * 99] * 300).encode()
     broken = b"\xef\xbb\xbf" + lines[:20_000] + b"\xe9" + lines[20_000:]
     for name, content, message in (
             ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 "),
             ("b.jsonl", b'{"text": "a"}\n{"text": \n', "line 2 "),
             ("c.json", b'[\n{"text": "a"}]', "line 1 "),
-            ("d.jsonl", broken, "byte 20003[.]"),
-            ("e.jsonl.gz", gzip.compress(broken), "byte 20003[.]"),
-            ("f.txt.xz", lzma.compress(broken), "byte 20003[.]"),
+            ("d.jsonl", broken, "not UTF-8"),
+            ("e.jsonl.gz", gzip.compress(broken), "not UTF-8"),
+            ("f.txt.xz", lzma.compress(broken), "not UTF-8"),
             ("g.txt.gz", gzip.compress(lines)[:-9], "ended before"),
             ("h.txt.gz", lines, "gzip"),
             ("i.txt.xz", lzma.compress(lines)[:-9], "ended before")):
