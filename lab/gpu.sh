@@ -1,13 +1,10 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, for one H100 or H200 without a network. Each block is planned for
-# less than 9 minutes:
+# What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes:
 #     bash lab/gpu.sh              # all blocks
 #     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
 #     SIZE=toy bash lab/gpu.sh     # the same commands on a CPU, about 3 minutes
-# Results go to $OUT (default: results/bench): gpu.log has what was printed, gpu-*.json the numbers.
-# A block that was stopped goes on: what lies in $OUT is not measured again.
-# As they stand here, these blocks have not run on a GPU. results/bench says what an older commit
-# showed.
+# $OUT (default: results/bench) gets gpu.log, which is what was printed, and gpu-*.json. A block whose
+# result is there is skipped. As they stand here, these blocks have not run on a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} size=${SIZE:-gpu}
@@ -24,49 +21,34 @@ mkdir -p "$out" "$work"
 if [ $# != 1 ]; then
     status=0
     for block in ${*:-tests train sample dream ddp}; do
-        bash lab/gpu.sh "$block" || status=$?  # a block that fails stops no other
+        bash lab/gpu.sh "$block" || status=$?  # the other blocks still run
     done
     exit $status
 fi
 
-run() {  # a command of ours, shown and kept
+run() {  # show a command, and run it
     echo "+ $*"
     "$python" "$@" 2>&1
 }
 
-tests() {  # every test that needs CUDA; on a CPU most of them are skipped, and say so
-    [ ! -e "$out/gpu-tests.txt" ] || return 0
+tests() {  # without CUDA, most of these tests are skipped, and say so
     run -m pytest -q -rs -k "cuda or gpu or full_size or compiled" tests | tee "$work/tests.txt"
     mv "$work/tests.txt" "$out/gpu-tests.txt"
 }
 
-noise() {  # data of GPT-2's vocabulary, and of no meaning
-    "$python" - "$work/noise" <<'PY'
-import json, sys
-from pathlib import Path
-import numpy as np
-folder, V, draw = Path(sys.argv[1]), 50258, np.random.default_rng(0)
-folder.mkdir(exist_ok=True)
-special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
-meta = {"tokenizer": special, "source": "noise"}
-for split, n in ("train", 2_000_000), ("val", 200_000):
-    np.minimum(draw.zipf(1.2, n) - 1, V - 3).astype(np.uint16).tofile(folder / f"{split}.bin")
-    meta[split] = {"documents": 1, "tokens": n, "bytes": n, "sha256": split}
-(folder / "meta.json").write_text(json.dumps(meta))
-PY
+measure() {  # part, repeats
+    run lab/bench.py $bench --parts=$1 --repeats=$2 --json="$work/$1.json"
+    mv "$work/$1.json" "$out/gpu-$1.json"
 }
 
-ddp() {  # SM is on in about half of the updates; two micro-batches each, so no_sync is used
-    [ ! -e "$out/gpu-ddp.json" ] || return 0
-    noise
-    local flags="--data=$work/noise $model --overwrite --batch_size=32 --micro_batch=16 --steps=20"
+ddp() {  # a run over NCCL must make the updates of a run without it
+    local flags="--data=data/stdlib $model --overwrite --batch_size=32 --micro_batch=16 --steps=20"
     flags="$flags --eta_bb=1e-4 --warmup=1 --log_every=1 --eval_every=0 --p_sm=0.5 --omega_s=0.5"
     flags="$flags --omega_a=1 --omega_b=-9 --dropout=0"
-    # train.py takes DDP where there are several processes. Here one process passes for several, so
-    # that the same lines run over NCCL on one GPU.
+    # train.py uses DDP where there are several processes. So that one GPU is enough, the only
+    # process counts as several.
     cat > "$work/ddp.py" <<'PY'
-import os, launch, train
-import torch
+import launch, train
 import torch.distributed as dist
 
 class Several(int):
@@ -77,63 +59,39 @@ def machine_of_several(*args):
     here = machine(*args)
     return here._replace(world=Several(here.world))
 
-def wrapped(model, **how):
-    torch._dynamo.config.optimize_ddp = os.environ["OPTIMIZE_DDP"] == "on"
+def wrapped(model, **options):
     backends.append(dist.get_backend())
-    return ddp(model, **how)
+    return ddp(model, **options)
 
 backends = []
 machine, launch.machine = launch.machine, machine_of_several
 ddp, train.DistributedDataParallel = train.DistributedDataParallel, wrapped
 launch.run(train.train, train.Config, train.PRESETS)
-assert backends, "train.py has not taken DDP"
+assert backends, "train.py did not use DDP"
 print("DDP over", *backends)
 PY
     run train.py $flags --out_dir="$work/alone"
-    for cuts in off on; do
-        OPTIMIZE_DDP=$cuts PYTHONPATH=. run -m torch.distributed.run --standalone \
-            --nproc_per_node=1 "$work/ddp.py" $flags --out_dir="$work/ddp-$cuts"
-    done
-    # All runs must have made the same updates, up to the rounding of bf16, which the norm of the
-    # gradient shows after some updates.
-    local status=0
-    "$python" - "$work" > "$work/ddp.json" <<'PY' || status=$?
-import json, statistics, sys
+    PYTHONPATH=. run -m torch.distributed.run --standalone --nproc_per_node=1 "$work/ddp.py" \
+        $flags --out_dir="$work/ddp"
+    "$python" - "$work" > "$work/ddp.json" <<'PY'
+import json, sys
 from launch import read_jsonl
-names = "alone", "ddp-off", "ddp-on"
-runs = {name: read_jsonl(f"{sys.argv[1]}/{name}/log.jsonl") for name in names}
-compared = {"loss": 20, "omega_s": 20, "grad_norm": 5}  # over so many updates
-worst = {key: max(abs(a[key] / b[key] - 1) for name in names[1:]
-                  for a, b in zip(runs["alone"][:n], runs[name][:n]))
-         for key, n in compared.items()}
-speed = {name: statistics.median(line["tokens_per_s"] for line in lines[5:])
-         for name, lines in runs.items()}
-print(json.dumps({"largest relative difference": worst, "tokens/s": speed, "runs": runs}, indent=1))
-sys.exit(any(len(lines) != 20 for lines in runs.values()) or max(worst.values()) > 0.02)
+alone, ddp = (read_jsonl(f"{sys.argv[1]}/{name}/log.jsonl") for name in ("alone", "ddp"))
+worst = max(abs(a[key] / b[key] - 1) for a, b in zip(alone, ddp) for key in ("loss", "omega_s"))
+print(json.dumps({"largest relative difference": worst, "alone": alone, "ddp": ddp}, indent=1))
+sys.exit(len(ddp) != 20 or worst > 0.02)  # bf16 rounds
 PY
     mv "$work/ddp.json" "$out/gpu-ddp.json"
-    return $status
 }
 
-train() {  # updates with all rows in one chunk, as they are, and in chunks of 4,096 rows
-    run lab/bench.py $bench --parts=train --repeats=9 --json="$out/gpu-train.json"
-    cat > "$work/rows.py" <<'PY'
-import sys
-sys.path[:0] = [".", "lab"]
-import bench, launch, mdlm
-whole_or_not = mdlm.in_chunks
-mdlm.in_chunks = lambda *args, whole=False, **options: whole_or_not(*args, **options)
-launch.run(bench.main, bench.Config, bench.PRESETS)
-PY
-    run "$work/rows.py" $bench --parts=train --repeats=9 --json="$out/gpu-train-4096.json"
-}
-
-block=$1
-case $block in
-    tests | train | ddp) $block ;;
-    dream) run lab/bench.py $bench --parts=dream --repeats=9 --json="$out/gpu-dream.json" ;;
-    sample)  # fewer turns: a sample alone takes 20 seconds where it is eager
-        run lab/bench.py $bench --parts=sample --repeats=5 --json="$out/gpu-sample.json" ;;
-    *) echo "no block of this name: $block (tests, train, sample, dream, ddp)" >&2; exit 2 ;;
+if [ -e "$out/gpu-$1.json" ] || [ -e "$out/gpu-$1.txt" ]; then
+    echo "$1: its result is already in $out"
+    exit
+fi
+case $1 in
+    tests | ddp) $1 ;;
+    train | dream) measure $1 9 ;;
+    sample) measure sample 5 ;;  # fewer: a sample alone takes 20 seconds where it is eager
+    *) echo "no block of this name: $1 (tests, train, sample, dream, ddp)" >&2; exit 2 ;;
 esac | tee -a "$out/gpu.log"
-echo "$block: $SECONDS s" | tee -a "$out/gpu.log"
+echo "$1: $SECONDS s" | tee -a "$out/gpu.log"
