@@ -29,7 +29,7 @@ from chunks import compile_parts
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream
-from launch import Refused, Size
+from launch import Size
 from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
 from sample import generate
 from sample_dream import Pick, decode, decode_blocks
@@ -42,7 +42,7 @@ class Config(ModelConfig):
     """The fields of the MDLM (mdlm.ModelConfig), and what is measured."""
     parts: Literal["all", "train", "sample", "dream"] = "all"
     repeats: Size = 5                  # turns that count; half of them in sample and decoding
-    json: str = ""                     # written after every case. A case that it has is skipped
+    json: str = ""                     # written after every case
     batch: Size = 32                   # sequences per update
     steps: Size = 1024                 # T of a sequence that is sampled alone
     many: Size = 64                    # sequences that are sampled together
@@ -179,7 +179,7 @@ def train_rows(cfg, device, dtype):
     return rows
 
 
-def sample_rows(cfg, device, dtype, n, steps, graphs):
+def sample_rows(cfg, device, dtype, n, steps, graphs=False):
     """n samples. s/call: for each network call that a sequence needed                   App. C.4"""
     model, calls = build(cfg, device).eval(), {}
     if dtype:
@@ -232,7 +232,7 @@ def finetuning_rows(cfg, device, dtype):
     return interleaved(cases, cfg.repeats, device, cfg.dream_length)
 
 
-def decoding_rows(cfg, device, dtype, compiling):
+def decoding_rows(cfg, device, dtype, compiling=False):
     """An answer as long as its prompt, in half as many passes."""
     dream, sm = build_dream(cfg, device, dtype)
     if compiling:
@@ -260,35 +260,29 @@ def main(cfg):
     _, _, device, dtype = launch.machine(cfg.device)
     cuda = device.type == "cuda"
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
+    cases = {"train": train_rows,
+             "sample, batch 1": partial(sample_rows, n=1, steps=cfg.steps),
+             f"sample, batch {cfg.many}": partial(
+                 sample_rows, n=cfg.many, steps=cfg.many_steps, graphs=cfg.compile),
+             "dream, finetuning": finetuning_rows,
+             "dream, decoding": decoding_rows}
+    if cfg.compile:
+        cases["sample, batch 1, CUDA graphs"] = partial(
+            sample_rows, n=1, steps=cfg.steps, graphs=True)
+        cases["dream, decoding, compiled"] = partial(decoding_rows, compiling=True)
     name = torch.cuda.get_device_name(device) if cuda else "CPU"
     found = {"machine": {"device": name, "threads": torch.get_num_threads(),
                          "torch": torch.__version__, "dtype": str(dtype or torch.float32),
                          **checkpoint.git_version()},
-             "settings": asdict(replace(cfg, parts="", json=""))}
-    if os.path.exists(cfg.json):
-        before = launch.read_json(cfg.json)
-        if not found.items() <= before.items():
-            raise Refused(f"{cfg.json} is of another machine, commit or setting: give another name")
-        found = before
+             "settings": asdict(cfg)}
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
-
-    def case(name, measure, *args):
-        """Measure a case of the part that it is named after, unless the file has it."""
-        if name not in found and cfg.parts in ("all", name.split(",")[0]):
+    for case, measure in cases.items():
+        if cfg.parts in ("all", case.split(",")[0]):
             torch.manual_seed(0)
-            found[name] = measure(cfg, device, dtype, *args)
+            found[case] = measure(cfg, device, dtype)
+            print_table(case, found[case])
             if cfg.json:
                 launch.write_text(cfg.json, json.dumps(found, indent=1))
-        if name in found:
-            print_table(name, found[name])
-    case("train", train_rows)
-    case("sample, batch 1", sample_rows, 1, cfg.steps, False)
-    case(f"sample, batch {cfg.many}", sample_rows, cfg.many, cfg.many_steps, cfg.compile)
-    case("dream, finetuning", finetuning_rows)
-    case("dream, decoding", decoding_rows, False)
-    if cfg.compile:
-        case("sample, batch 1, CUDA graphs", sample_rows, 1, cfg.steps, True)
-        case("dream, decoding, compiled", decoding_rows, True)
     return found
 
 
