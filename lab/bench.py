@@ -23,49 +23,37 @@ import torch.nn as nn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import checkpoint
-import dora
 import launch
 from chunks import compile_parts
 from data import rng
-from dream import Dream, DreamConfig
-from finetune_dream import TARGETS, TwoPassDream
 from launch import Size
-from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
+from mdlm import MDLM, ModelConfig, corrupt, sample_times
 from sample import generate
-from sample_dream import Pick, decode, decode_blocks
-from softmask import SoftMask
 from train import update_ema
 
 
 @dataclass
 class Config(ModelConfig):
     """The fields of the MDLM (mdlm.ModelConfig), and what is measured."""
-    parts: Literal["all", "train", "sample", "dream"] = "all"
-    repeats: Size = 5                  # turns that count; half of them in sample and decoding
-    json: str = ""                     # written after every case
+    parts: Literal["all", "train", "sample"] = "all"
+    repeats: Size = 5                  # turns that count; half of them in sample
+    json: str = ""                     # file for the numbers
     batch: Size = 32                   # sequences per update
     steps: Size = 1024                 # T of a sequence that is sampled alone
     many: Size = 64                    # sequences that are sampled together
     many_steps: Size = 128             # and their T
     top_p: float = 0.9
-    dream_layers: Size = 28
-    dream_width: Size = 3584
-    dream_vocab: Size = 152064
-    dream_length: Size = 2048          # tokens of a dialogue, for finetuning
-    dream_answer: Size = 256           # tokens of a prompt, and of its answer
     device: str = "auto"
-    compile: bool | None = None        # (default: on CUDA)
+    compile: bool | None = None        # and CUDA graphs in sample (default: on CUDA)
 
 
 PRESETS = {
     "gpu": {},
     "cpu": dict(
-        n_layer=8, n_head=8, n_embd=256, length=256, batch=4, steps=64, many=8, many_steps=64,
-        dream_layers=4, dream_width=256, dream_vocab=20000, dream_length=128, dream_answer=64),
+        n_layer=8, n_head=8, n_embd=256, length=256, batch=4, steps=64, many=8, many_steps=64),
     "quick": dict(
         n_layer=2, n_head=2, n_embd=32, vocab_size=500, length=32, batch=2, steps=8, many=2,
-        many_steps=8, repeats=2, dream_layers=2, dream_width=32, dream_vocab=300, dream_length=32,
-        dream_answer=16),
+        many_steps=8, repeats=2),
 }
 
 # Dense bf16 FLOP/s by a part of the device's name, in which PCIe and NVL H100s have no "80GB HBM3".
@@ -179,12 +167,12 @@ def train_rows(cfg, device, dtype):
     return rows
 
 
-def sample_rows(cfg, device, dtype, n, steps, graphs=False):
+def sample_rows(cfg, device, dtype, n, steps):
     """n samples. s/call: for each network call that a sequence needed                   App. C.4"""
     model, calls = build(cfg, device).eval(), {}
     if dtype:
         model.net.cast_linears_(dtype)
-    if graphs:
+    if cfg.compile:
         torch.compiler.reset()  # else another batch would get one slower graph for both
         compile_parts(model, "reduce-overhead")
 
@@ -200,80 +188,15 @@ def sample_rows(cfg, device, dtype, n, steps, graphs=False):
     return rows
 
 
-def build_dream(cfg, device, dtype):
-    """A random Dream of any width, and its SoftMask. At width 3584 it has the sizes of Dream-7B."""
-    D, V = cfg.dream_width, cfg.dream_vocab
-    heads = max(2, D // 128)
-    size = DreamConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=D * 37 // 7, rms_norm_eps=1e-6,
-        num_hidden_layers=cfg.dream_layers, num_attention_heads=heads, rope_theta=1e6,
-        num_key_value_heads=max(1, heads // 7),
-        mask_token_id=V - 1, pad_token_id=V - 2, eos_token_id=V - 2)
-    with torch.device(device):  # in fp32, Dream-7B takes 30 GB for a moment
-        dream = Dream(size).to(dtype or torch.float32).requires_grad_(False).eval()
-    nn.init.normal_(dream.lm_head.weight, std=SHARPNESS / D ** 0.5)
-    return dream, SoftMask(V - 1, 1, omega_s=0.5).to(device)
-
-
-def finetuning_rows(cfg, device, dtype):
-    """Forward and backward of a random dialogue. Beside them, the optimizer's step is nothing."""
-    dream, sm = build_dream(cfg, device, dtype)
-    dream.checkpointing = True
-    dora.attach(dream, TARGETS, 16, 16, rng("bench"))
-    model = TwoPassDream(dream, sm, sm.mask_id)
-    x0 = torch.randint(sm.mask_id - 1, (1, cfg.dream_length), generator=rng("bench")).to(device)
-    xt = x0.clone()
-    xt[:, cfg.dream_length // 2::2] = sm.mask_id  # half of an answer as long as its prompt
-
-    def step(soft):
-        model.zero_grad(set_to_none=True)
-        model(x0, xt, soft).mean().backward()
-    cases = {"binary": partial(step, False), "SM": partial(step, True)}
-    return interleaved(cases, cfg.repeats, device, cfg.dream_length)
-
-
-def decoding_rows(cfg, device, dtype, compiling=False):
-    """An answer as long as its prompt, in half as many passes."""
-    dream, sm = build_dream(cfg, device, dtype)
-    if compiling:
-        torch.compiler.reset()
-        dream.compile_trunk()
-    n = cfg.dream_answer
-    x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench")).to(device)
-    x[:, n:] = sm.mask_id
-
-    def run(feedback, cache):
-        model = TwoPass(dream, feedback, sm.mask_id)
-        pick = Pick("entropy", 0.1, 0.9, torch.Generator(device).manual_seed(0))
-        if cache:
-            decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, pick=pick)
-        else:
-            decode(model, x, n // 2, pick)
-    cases = {}
-    for way, cache in ("at once", ""), ("prefix cache", "prefix"), ("dual cache", "dual"):
-        cases[f"binary, {way}"] = partial(run, None, cache)
-        cases[f"SM, {way}"] = partial(run, sm, cache)
-    return interleaved(cases, max(2, cfg.repeats // 2), device, n)
-
-
 def main(cfg):
     _, _, device, dtype = launch.machine(cfg.device)
     cuda = device.type == "cuda"
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
-    cases = {"train": train_rows,
-             "sample, batch 1": partial(sample_rows, n=1, steps=cfg.steps),
-             f"sample, batch {cfg.many}": partial(
-                 sample_rows, n=cfg.many, steps=cfg.many_steps, graphs=cfg.compile),
-             "dream, finetuning": finetuning_rows,
-             "dream, decoding": decoding_rows}
-    if cfg.compile:
-        cases["sample, batch 1, CUDA graphs"] = partial(
-            sample_rows, n=1, steps=cfg.steps, graphs=True)
-        cases["dream, decoding, compiled"] = partial(decoding_rows, compiling=True)
-    name = torch.cuda.get_device_name(device) if cuda else "CPU"
-    found = {"machine": {"device": name, "threads": torch.get_num_threads(),
-                         "torch": torch.__version__, "dtype": str(dtype or torch.float32),
-                         **checkpoint.git_version()},
+    cases = {"train": train_rows, "sample, batch 1": partial(sample_rows, n=1, steps=cfg.steps),
+             f"sample, batch {cfg.many}": partial(sample_rows, n=cfg.many, steps=cfg.many_steps)}
+    found = {"machine": {"device": torch.cuda.get_device_name(device) if cuda else "CPU",
+                         "threads": torch.get_num_threads(), "torch": torch.__version__,
+                         "dtype": str(dtype or torch.float32), **checkpoint.git_version()},
              "settings": asdict(cfg)}
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
     for case, measure in cases.items():
@@ -281,8 +204,8 @@ def main(cfg):
             torch.manual_seed(0)
             found[case] = measure(cfg, device, dtype)
             print_table(case, found[case])
-            if cfg.json:
-                launch.write_text(cfg.json, json.dumps(found, indent=1))
+    if cfg.json:
+        launch.write_text(cfg.json, json.dumps(found, indent=1))
     return found
 
 

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes:
 #     bash lab/gpu.sh              # all blocks
-#     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
+#     bash lab/gpu.sh train        # one of tests, train, sample, ddp
 #     SIZE=toy bash lab/gpu.sh     # the same commands on a CPU, about 3 minutes
 # $OUT (default: results/bench) gets gpu.log, which is what was printed, and gpu-*.json. A block whose
 # result is there is skipped. As they stand here, these blocks have not run on a GPU.
@@ -20,7 +20,7 @@ mkdir -p "$out" "$work"
 
 if [ $# != 1 ]; then
     status=0
-    for block in ${*:-tests train sample dream ddp}; do
+    for block in ${*:-tests train sample ddp}; do
         bash lab/gpu.sh "$block" || status=$?  # the other blocks still run
     done
     exit $status
@@ -36,9 +36,9 @@ tests() {  # without CUDA, most of these tests are skipped, and say so
     mv "$work/tests.txt" "$out/gpu-tests.txt"
 }
 
-measure() {  # part, repeats
-    run lab/bench.py $bench --parts=$1 --repeats=$2 --json="$work/$1.json"
-    mv "$work/$1.json" "$out/gpu-$1.json"
+measure() {  # name of the result, flags
+    local name=$1; shift
+    run lab/bench.py $bench --json="$out/gpu-$name.json" "$@"
 }
 
 ddp() {  # a run over NCCL must make the updates of a run without it
@@ -90,8 +90,10 @@ if [ -e "$out/gpu-$1.json" ] || [ -e "$out/gpu-$1.txt" ]; then
 fi
 case $1 in
     tests | ddp) $1 ;;
-    train | dream) measure $1 9 ;;
-    sample) measure sample 5 ;;  # fewer: a sample alone takes 20 seconds where it is eager
-    *) echo "no block of this name: $1 (tests, train, sample, dream, ddp)" >&2; exit 2 ;;
+    train) measure train --parts=train --repeats=9 ;;
+    sample)
+        measure sample-eager --parts=sample --compile=False
+        measure sample --parts=sample ;;
+    *) echo "no block of this name: $1 (tests, train, sample, ddp)" >&2; exit 2 ;;
 esac | tee -a "$out/gpu.log"
 echo "$1: $SECONDS s" | tee -a "$out/gpu.log"
