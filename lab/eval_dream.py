@@ -14,7 +14,7 @@ lengths in one call, with answers that outlive a killed run. In tasks/ are the p
 
 MBPP+ in the authors' harness counts three asserts [code]: so does mbpp_instruct with its data. Code
 from a model is executed only after --confirm_run_unsafe_code, with limits, but in no sandbox: use a
-container. Without the flag the answers are stored, for a second run with it.
+container.
 
     python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
     python lab/eval_dream.py --model=DIR --data=F --blocks=16,32,48,96 --threshold=0.9
@@ -138,17 +138,12 @@ class DreamInHarness:
         return [line["response"] for line in lines]
 
 
-def ask(lm, loaded, limit, scored):
-    """What the harness finds when it asks lm, {} if not `scored`."""
+def ask(lm, loaded, limit=0):
+    """What the harness finds when it asks lm."""
     import lm_eval
-    settings = {"limit": limit or None, "apply_chat_template": True, "fewshot_as_multiturn": True}
-    if scored:
-        return lm_eval.evaluate(lm, loaded, confirm_run_unsafe_code=True, bootstrap_iters=0,
-                                **settings)
-    [task] = loaded["tasks"].values()
-    task.build_all_requests(chat_template=lm.apply_chat_template, **settings)
-    lm.generate_until(task.instances)
-    return {}
+    return lm_eval.evaluate(lm, loaded, limit=limit or None, apply_chat_template=True,
+                            fewshot_as_multiturn=True, confirm_run_unsafe_code=True,
+                            bootstrap_iters=0)
 
 
 def group(cfg, budget, feedback):
@@ -166,22 +161,15 @@ def group(cfg, budget, feedback):
     return shared
 
 
-def score_of(found):
-    """The last metric that is a number, in percent, of what the harness found. None without one."""
-    score = None
-    for name, value in found.items():
-        if isinstance(value, float) and "stderr" not in name:
-            score = 100 * value
-    return score
-
-
 def evaluate(cfg):
     """Answers and scores a task in every cell of the grid. Returns the results, a list of dicts."""
     import lm_eval
     cfg = replace(cfg, model=cfg.model.rstrip("/"), adapter=cfg.adapter.rstrip("/"))
     loaded = load_task(cfg)
     [task] = loaded["tasks"].values()
-    scored = cfg.confirm_run_unsafe_code or not task.config.unsafe_code
+    if task.config.unsafe_code and not cfg.confirm_run_unsafe_code:
+        raise Refused(f"{cfg.task} executes code that the model writes, in no sandbox: use a "
+                      f"container, and give --confirm_run_unsafe_code")
     grid = cells(cfg, task.config.generation_kwargs["max_gen_toks"])
     gpu = launch.machine(cfg.device)[2].type == "cuda"
     compiled = gpu if cfg.compile is None else cfg.compile
@@ -189,8 +177,9 @@ def evaluate(cfg):
     feedback, results = feedback_label(cfg, sm), []
     for budget, cell in grid:
         lm = DreamInHarness(model, tok, sm, cell, compiled)
-        out = ask(lm, loaded, cfg.limit, scored)
-        found = out.get("results", {}).get(cfg.task, {})
+        found = ask(lm, loaded, cfg.limit)["results"][cfg.task]
+        scores = [value for name, value in found.items()
+                  if isinstance(value, float) and "stderr" not in name]
         lines = launch.read_jsonl(lm.path)
         result = {
             "git": git_version(), "lm_eval": lm_eval.__version__, "n": len(lines),
@@ -198,7 +187,7 @@ def evaluate(cfg):
             "column": task.eval_docs[0]["scoring"]["column"], "budget": budget,
             "feedback": feedback, "settings": asdict(cell),
             "group": group(replace(cfg, block=cell.block), budget, feedback),
-            "prompt": lines[0]["prompt"], "score": score_of(found), "harness": found}
+            "prompt": lines[0]["prompt"], "score": 100 * scores[-1], "harness": found}
         for name in "nfe", "tokens", "kept", "seconds":
             result[name] = sum(line[name] for line in lines)
         launch.write_text(cell_path(cell) + ".json", json.dumps(result, indent=1))

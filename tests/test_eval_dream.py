@@ -83,7 +83,7 @@ def judge(harness, config, tmp_path):
     def judge_all(task, pairs):
         rows, texts = zip(*pairs)
         loaded = E.load_task(config(task, data=data(tmp_path, rows)))
-        found = E.ask(Answers(texts), loaded, 0, True)["samples"][task]
+        found = E.ask(Answers(texts), loaded)["samples"][task]
         found = [s for s in found if s["filter"] == found[-1]["filter"]]
         [metric] = found[0]["metrics"]
         return [s[metric] == 1 for s in sorted(found, key=lambda s: s["doc_id"])]
@@ -218,20 +218,8 @@ def test_the_prompt_is_cut_to_its_last_1024_tokens(harness, config, tmp_path, mo
     assert len(ids) == 60 and tok.decode(ids).endswith("how \nA:" + CHAT.split("{}")[1])
 
 
-def test_without_the_flag_answers_are_stored_and_not_executed(
-        harness, config, tmp_path, monkeypatch):
-    """A second run with the flag scores them, and asks for none of them again."""
-    mark = str(tmp_path / "executed")
-    path = data(tmp_path, [TWICE | {"test_setup_code": f"open({mark!r}, 'w')"}])
-    cfg = config("mbpp_instruct", data=path, confirm_run_unsafe_code=False)
-    stats = dict.fromkeys(("nfe", "tokens", "kept", "seconds"), 1)
-    monkeypatch.setattr(E, "answer", lambda *_: (TWICE["code"], stats))
-    [first] = E.evaluate(cfg)
-    assert first["score"] is None and first["n"] == 1 and not os.path.exists(mark)
-    monkeypatch.setattr(E, "answer", lambda *_: pytest.fail("answered again"))
-    [second] = E.evaluate(replace(cfg, confirm_run_unsafe_code=True, timeout=9.0))
-    assert second["score"] == 100 and os.path.exists(mark)
-    assert len(os.listdir(cfg.out)) == 2  # the same answers, the same result file
+def test_without_the_flag_no_code_is_asked_for(harness, config):
+    refused("executes code", E.evaluate, config("mbpp_instruct", confirm_run_unsafe_code=False))
 
 
 def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatch):
