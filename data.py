@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Text in, rows of token ids out: the published OpenWebText layout, for any text.         App. B.1
-
-    rows          prepare_preset, open_split, n_rows, rows: of a corpus. text_rows: of other texts
-    draws         rng, order: each is a function of what it is for
-    tokenizers    tokenizer, describe: GPT-2's, and bytes
-    corpora       prepare, documents: from texts to the three files below
-    the command   main
+"""From text to rows of token ids, in the layout that published OpenWebText numbers use.   App. B.1
 
     python data.py sudoku                                      # 6×6 grids, drawn uniformly
     python data.py stdlib                                      # Python's own library, as bytes
     python data.py yours.jsonl.xz more/ --val_docs=300 --out=data/yours
     python data.py openwebtext                                 # needs `pip install datasets`
 
-A corpus is two flat files of uint16 ids, with EOS after every document, and a description:
+A corpus is a folder with three files. Every document ends with EOS.
 
-    train.bin    val.bin (the last documents)
-    meta.json    {tokenizer, source, train and val: documents, tokens, bytes, sha256}
+    train.bin    uint16 token ids
+    val.bin      the same, for the last documents, which are held out
+    meta.json    the tokenizer, the source, and for both splits: documents, tokens, bytes, sha256
 
-A row is BOS + L − 2 tokens of such a file + EOS, and rows do not overlap [code]. Perplexities on
-rows of another form cannot be compared with these. There is no DataLoader, no worker and no
-shuffling state: a batch is a function of its number.
+A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap [code]. Perplexities measured on
+rows of another form cannot be compared with these. There is no DataLoader and no shuffling state: a
+batch is a function of its number.
 """
 
 import array
@@ -49,7 +44,7 @@ from launch import Refused, Size, atomic, lock, progress, read_json, run
 
 # ---- rows ----------------------------------------------------------------------------------------
 def prepare_preset(out):
-    """Prepare data/sudoku or data/stdlib, which need no download, if `out` is it and is missing."""
+    """Prepare data/sudoku or data/stdlib if `out` is one of them and is missing. No downloads."""
     for name in "sudoku", "stdlib":
         if out == PRESETS[name]["out"] and not os.path.exists(f"{out}/meta.json"):
             main(Config(**PRESETS[name]))
@@ -57,14 +52,14 @@ def prepare_preset(out):
 
 @dataclass
 class Tokens:
-    """One stream of token ids: a whole split, its documents joined."""
+    """A split as one stream of token ids, its documents joined."""
     ids: np.ndarray  # (n_tokens,) uint16
-    tokenizer: dict  # as `describe` has it: `rows` needs its BOS and EOS
-    name: str        # of its file, for messages
+    tokenizer: dict  # see `describe`; `rows` needs BOS and EOS
+    name: str        # of the file, for messages
 
 
 def open_split(dir, split):
-    """(Tokens, meta): the stream of "train" or "val", memory-mapped, and what meta.json holds."""
+    """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
     if not os.path.exists(f"{dir}/meta.json"):
         raise Refused(f"no data in {dir}: run `python data.py openwebtext`, or give --data")
     meta = read_json(f"{dir}/meta.json")
@@ -76,7 +71,10 @@ def open_split(dir, split):
 
 
 def n_rows(tokens, L):
-    """The number of whole rows [ours]. The authors drop the end of every 1,000 texts [code]."""
+    """How many rows the stream fills. Only its end is dropped [ours].
+
+    The authors drop the remainder of every 1,000 texts [code].
+    """
     n = len(tokens.ids)
     if n < L - 2:
         raise Refused(f"{tokens.name}: {n:,} tokens do not fill one row of length {L:,}: give "
@@ -85,10 +83,9 @@ def n_rows(tokens, L):
 
 
 def rows(tokens, index, L):
-    """Rows of the form behind the published perplexities: BOS, L − 2 tokens, EOS.  App. B.1, [code]
+    """Rows (n, L) int64: BOS, L − 2 tokens, EOS.                                   App. B.1, [code]
 
-    tokens: Tokens.   index: (n,) numbers below n_rows(tokens, L).   L: in tokens.
-    Returns (n, L) int64.
+    tokens: Tokens.   index: (n,) row numbers, below n_rows(tokens, L).   L: in tokens.
     """
     x = torch.empty(len(index), L, dtype=torch.int64)                    # (n, L)
     x[:, 0] = tokens.tokenizer["bos"]
@@ -99,7 +96,7 @@ def rows(tokens, index, L):
 
 
 def text_rows(docs, tok, L):
-    """Rows (n, L) int64 of a stream of texts, and the {documents, tokens, bytes} of all of it."""
+    """(rows (n, L) int64 of a stream of texts, {documents, tokens, bytes} of the whole stream)"""
     ids, sizes = zip(*encode(docs, tok))
     tokens = Tokens(np.concatenate(ids), describe(tok), "the text")
     x = rows(tokens, range(n_rows(tokens, L)), L)                        # (n, L)
@@ -107,35 +104,35 @@ def text_rows(docs, tok, L):
 
 
 # ---- draws ---------------------------------------------------------------------------------------
-KEYS = 1  # version of the keys of all draws: a run that began with others cannot be resumed
+KEYS = 1  # version of the keys of all draws: a run that began with another cannot be resumed
 
 
 def rng(*key):
-    """The generator of one draw: no random state is saved, no rank is kept in step with others."""
+    """The generator for one draw. So no random state is saved, and ranks need not be in step."""
     return torch.Generator().manual_seed(seed_of(*key))
 
 
 def seed_of(*key):
-    """56 bits that stand for what a draw is for, such as seed_of(seed, "dropout", step, j)."""
+    """A 56-bit seed from what a draw is for, such as seed_of(seed, "dropout", step, j)."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
 
 
-@functools.lru_cache(2)  # it is slow, and an update may span two epochs
+@functools.lru_cache(2)  # a permutation is slow to draw, and an update may span two epochs
 def order(n, epoch, seed):
-    """The permutation (n,) of n rows in this epoch, the same on every rank and machine."""
+    """The permutation (n,) of n rows in an epoch, the same on every rank and machine."""
     return torch.randperm(n, generator=rng("order", epoch, seed))
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
-# GPT-2 first splits a text into these words. No token contains parts of two words.
+# GPT-2 first splits a text into these words. No token crosses from one word into the next.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def tokenizer(name="gpt2", dir=None):
-    """A tiktoken.Encoding: "gpt2", the paper's, or "bytes", which has 256 bytes, BOS and EOS.
+    """A tiktoken.Encoding: "gpt2", the paper's, or "bytes", with 256 bytes, BOS and EOS.
 
-    It has no [MASK]: the mask id is the first free one, tok.n_vocab.
-    dir: a folder with GPT-2's vocab.bpe and encoder.json (default: tiktoken's cache, or download).
+    Neither has a [MASK]: the mask id is the first free id, tok.n_vocab.
+    dir: folder of GPT-2's vocab.bpe and encoder.json (default: tiktoken's cache, or a download).
     """
     if name == "bytes":
         return tiktoken.Encoding(
@@ -157,7 +154,7 @@ def tokenizer(name="gpt2", dir=None):
 
 
 def describe(tok):
-    """{name, vocab_size, mask_id, bos, eos}, as in meta.json. The vocabulary counts [MASK]."""
+    """{name, vocab_size, mask_id, bos, eos}, as in meta.json. vocab_size includes [MASK]."""
     ends = sorted(map(tok.encode_single_token, tok.special_tokens_set))  # GPT-2 has only one
     return {"name": tok.name, "vocab_size": tok.n_vocab + 1, "mask_id": tok.n_vocab,
             "bos": ends[0], "eos": ends[-1]}
@@ -165,11 +162,11 @@ def describe(tok):
 
 # ---- corpora -------------------------------------------------------------------------------------
 def prepare(docs, out, tok, val_docs=None, source=""):
-    """Write train.bin, val.bin and meta.json into the folder `out`, all of them or none.
+    """Write train.bin, val.bin and meta.json into the folder `out`: all of them or none.
 
-    docs: a stream of texts.   source: where they are from.   Returns what meta.json holds.
-    val_docs: documents to hold out, the last ones (default: 1 %, at least 1, at most 10,000; of a
-        corpus of one document, the last tenth [ours]).
+    docs: a stream of texts.   source: where they come from.   Returns the content of meta.json.
+    val_docs: how many documents to hold out, the last ones (default: 1 %, but 1 to 10,000; a single
+        document is cut, and its last tenth is held out [ours]).
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
@@ -197,16 +194,16 @@ def prepare(docs, out, tok, val_docs=None, source=""):
             digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
             meta[split]["sha256"] = digest
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
-        # Three files are renamed now, meta.json last. If the process is killed in between, new and
-        # old files must not pass for one corpus.
+        # The three files get their names when this block ends, meta.json last. If the process is
+        # killed in between, a mix of old and new files must not look like one corpus.
         Path(out, "meta.json").unlink(missing_ok=True)
     return meta
 
 
 def encode(docs, tok):
-    """Yields (ids uint16, number of bytes) for each text of a stream. EOS is the last id [code]."""
+    """Yields (uint16 ids, number of bytes) for each text. The last id is EOS [code]."""
     docs, eos = iter(docs), describe(tok)["eos"]
-    while texts := list(itertools.islice(docs, 100)):  # few: these ids take 8 bytes each
+    while texts := list(itertools.islice(docs, 100)):  # few: lists of ids take memory
         batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         for ids, text in zip(batch, texts):
             size = len(text.encode(errors="replace"))
@@ -214,7 +211,7 @@ def encode(docs, tok):
 
 
 def documents(paths, field="text"):
-    """The texts of all files, as a stream. Raises Refused for a broken file, or no text."""
+    """Yields the texts of all files. Raises Refused for a broken file or a line without text."""
     for path in paths:
         try:
             for n, text in read_file(path, field):
@@ -229,10 +226,10 @@ def documents(paths, field="text"):
 
 
 def find_files(source):
-    """The files of PATH…, joined by the system's separator. A folder stands for all texts in it."""
+    """The files of `source`: paths joined by os.pathsep. A folder stands for all texts in it."""
     paths = []
     for path in source.split(os.pathsep):
-        os.stat(path)  # raises for "", too, which Path would take for this folder
+        os.stat(path)  # also raises for "", which Path would take for the current folder
         inside = [p for p in sorted(Path(path).rglob("*"))
                   if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
         if os.path.isdir(path) and not inside:
@@ -242,7 +239,7 @@ def find_files(source):
 
 
 def read_file(path, field):
-    """Yields (line, text) of one file: a record's text is its `field`, None where it has none."""
+    """Yields (line number, text) from one file. The text is None where a record has no `field`."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
@@ -252,7 +249,7 @@ def read_file(path, field):
             yield n, record.get(field)
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
-    with unpack(path, "rt", encoding="utf-8-sig") as f:  # skips the byte-order mark of Windows
+    with unpack(path, "rt", encoding="utf-8-sig") as f:  # skips a byte-order mark
         if not re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
             yield 1, f.read()
             return
@@ -265,7 +262,7 @@ def read_file(path, field):
 
 
 def stdlib_files():
-    """Python's own library without tests, by hashes of names, so that a mix is held out [ours]."""
+    """Python's library without its tests, ordered by a hash, so that a mix is held out [ours]."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
@@ -277,14 +274,14 @@ def stdlib_files():
 # ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    source: str = ""             # sudoku, stdlib, openwebtext, or PATH…, joined by the separator
+    source: str = ""             # sudoku, stdlib, openwebtext, or PATH…
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
-    tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json
-    field: str = "text"          # of each JSON line, or column of a parquet, that holds the text
-    val_docs: Size | None = None  # documents to hold out, the last ones (default: about 1 %)
-    grids: Size = 200_000        # Sudokus to train on
-    overwrite: bool = False      # replace data of another source
+    tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json (default: download)
+    field: str = "text"          # what holds the text in a JSON line or a parquet file
+    val_docs: Size | None = None  # how many documents to hold out, the last ones (default: 1 %)
+    grids: Size = 200_000        # sudoku: how many to train on
+    overwrite: bool = False      # replace a corpus from another source
 
 
 PRESETS = {
@@ -311,7 +308,7 @@ def main(cfg):
         docs = datasets.load_dataset("Skylion007/openwebtext", split="train")
         docs = (record["text"] for record in progress(docs, desc="tokenizing", unit=" documents"))
     elif cfg.source == "sudoku":
-        # There are 28 million grids, so under 1 % of those held out are also trained on.
+        # There are 28 million grids, so under 1 % of the held-out ones are also trained on.
         docs = grids.texts(cfg.grids, rng("sudoku", "train"))
         docs += grids.texts(cfg.val_docs, rng("sudoku", "val"))
     else:
