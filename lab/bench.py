@@ -1,11 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Speed and memory, by one command.                                       §4, App. B.1, App. C.4
+"""Speed and memory of training and sampling, with random weights.         §4, App. B.1, App. C.4
 
-    python lab/bench.py --json=bench.json      # the paper's sizes, which need a GPU of 80 GB
-    python lab/bench.py cpu --parts=train      # 8 blocks of 256: some minutes
+    python lab/bench.py --json=bench.json      # the paper's sizes, which need an 80 GB GPU
+    python lab/bench.py cpu --parts=train      # 8 blocks of width 256: some minutes
 
-Clocks drift. So the functions of a case take turns, A B C A B C …, and a ratio is the median over
-turns. `cpu` is the time of all threads: the better measure where other programs run.
+The speed of a machine drifts. So the functions of a case take turns, A B A B …, and a ratio is the
+median over turns. `cpu` is CPU time, summed over threads: the better measure on a shared machine.
+Dream's speed is in the log of finetune_dream.py and in the results of eval_dream.py.
 """
 
 import copy
@@ -34,14 +35,14 @@ from train import update_ema
 
 @dataclass
 class Config(ModelConfig):
-    """The fields of the MDLM (mdlm.ModelConfig), and what is measured."""
+    """The fields of mdlm.ModelConfig, and what to measure."""
     parts: Literal["all", "train", "sample"] = "all"
-    repeats: Size = 5                  # turns that count; half of them in sample
-    json: str = ""                     # file for the numbers
+    repeats: Size = 5                  # turns that count; for sampling, half as many
+    json: str = ""                     # where to write the numbers
     batch: Size = 32                   # sequences per update
-    steps: Size = 1024                 # T of a sequence that is sampled alone
-    many: Size = 64                    # sequences that are sampled together
-    many_steps: Size = 128             # and their T
+    steps: Size = 1024                 # T for one sequence, sampled alone
+    many: Size = 64                    # sequences sampled together
+    many_steps: Size = 128             # T for these
     top_p: float = 0.9
     device: str = "auto"
     compile: bool | None = None        # and CUDA graphs in sample (default: on CUDA)
@@ -56,24 +57,24 @@ PRESETS = {
         many_steps=8, repeats=2),
 }
 
-# Dense bf16 FLOP/s by a part of the device's name, in which PCIe and NVL H100s have no "80GB HBM3".
+# Dense bf16 FLOP/s, by part of the device's name. PCIe and NVL H100s are slower, and not listed.
 PEAK_FLOPS = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12}
-SHARPNESS = 3.5  # standard deviation of the random logits: like a trained model's
+SHARPNESS = 3.5  # standard deviation of the random logits, about that of a trained model
 
 
 def flops_per_token(cfg, p_sm):
-    """Useful FLOPs of a token in training: the trunk everywhere, the head on the masked half."""
+    """FLOPs per token in training: the trunk on all positions, the head on the masked half."""
     D = cfg.n_embd
     trunk = cfg.n_layer * (12 * D * D + 2 * D * cfg.length)
-    # A backward costs two forwards. The first pass of SM has none, except with two updates.
+    # A backward pass costs two forward passes. SM's first pass has none, except with two_updates.
     passes = 3 + p_sm * (3 if cfg.two_updates else 1)
     return 2 * (trunk + cfg.vocab_size * D / 2) * passes
 
 
 def timed(fn, device):
-    """What one call costs: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory.
+    """The cost of one call: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory.
 
-    What CUDA graphs hold is not in the peak: they took it when they were captured.
+    The peak leaves out what CUDA graphs allocated when they were captured.
     """
     synchronize = getattr(torch, device.type).synchronize  # torch.cuda, torch.mps, torch.cpu
     synchronize()
@@ -89,7 +90,7 @@ def timed(fn, device):
 
 
 def interleaved(cases, repeats, device, tokens):
-    """{name: {column: median}} of functions in turns. The first turn does not count."""
+    """{name: {column: median}} of functions that take turns. The first turn does not count."""
     turns, found = [], {}
     for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False):
         turns.append({name: timed(fn, device) for name, fn in cases.items()})
@@ -97,7 +98,7 @@ def interleaved(cases, repeats, device, tokens):
     for name in cases:
         columns = {key: [turn[name][key] for turn in turns[1:]] for key in turns[0][name]}
         for ratio, key in ("ratio", "seconds"), ("cpu ratio", "cpu"):
-            # Within a turn, so that whatever slows a whole turn cancels.
+            # Within a turn, so that what slows the whole turn cancels out.
             columns[ratio] = [turn[name][key] / turn[first][key] for turn in turns[1:]]
         found[name] = {key: statistics.median(values) for key, values in columns.items()}
         found[name]["tokens/s"] = tokens / found[name]["seconds"]
@@ -113,7 +114,7 @@ def print_table(title, rows):
 
 
 def build(cfg, device):
-    """A random MDLM whose feedback is as strong as after training."""
+    """A random MDLM with feedback about as strong as after training."""
     model = MDLM(replace(cfg, mask_id=cfg.vocab_size - 1, omega_s=0.5, omega_a=1.0, omega_b=-5.0))
     std = SHARPNESS / cfg.n_embd ** 0.5  # hidden states have |h|² = D
     nn.init.normal_(model.net.output_layer.linear.weight, std=std)
@@ -121,18 +122,18 @@ def build(cfg, device):
 
 
 def training(cfg, device, dtype):
-    """One update of train.py on random tokens, as a function, and its model."""
+    """(a function that makes one update, as train.py does, on random tokens; its model)"""
     model = build(cfg, device)
     ema = copy.deepcopy(model.net).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
                                   fused=device.type in ("cuda", "cpu"))
     if cfg.compile:
-        torch.compiler.reset()  # a function keeps eight graphs: those of earlier models go
+        torch.compiler.reset()  # a function keeps at most eight graphs: drop earlier models'
         compile_parts(model)
     generator, mask_id = rng("bench"), model.mask_id
     x0 = torch.randint(mask_id, (cfg.batch, cfg.length), generator=generator)
     t = sample_times(cfg.batch, generator)
-    # One x_t for all calls, because the number of masks decides how long an update takes.
+    # The same x_t in all calls, because the time of an update depends on the number of masks.
     xt = corrupt(x0, t, mask_id, generator)                                    # (B, L)
     masks = (xt == mask_id).nonzero(as_tuple=True)                             # 2 × (N,)
     x0, xt, t, *masks = (x.to(device) for x in (x0, xt, t, *masks))
@@ -149,7 +150,7 @@ def training(cfg, device, dtype):
 
 
 def train_rows(cfg, device, dtype):
-    """An update, binary and with SM. hours: of the paper's 1M updates on one device.    App. B.1"""
+    """An update, binary and with SM. hours: for the paper's 1M updates on one device.   App. B.1"""
     step, model = training(cfg, device, dtype)
     cases = {"binary": partial(step, False), "SM, p_sm = 1": partial(step, True)}
     tokens = cfg.batch * cfg.length
@@ -168,12 +169,12 @@ def train_rows(cfg, device, dtype):
 
 
 def sample_rows(cfg, device, dtype, n, steps):
-    """n samples. s/call: for each network call that a sequence needed                   App. C.4"""
+    """n samples, binary and with SM. s/call: seconds per network call of a sequence.    App. C.4"""
     model, calls = build(cfg, device).eval(), {}
     if dtype:
         model.net.cast_linears_(dtype)
     if cfg.compile:
-        torch.compiler.reset()  # else another batch would get one slower graph for both
+        torch.compiler.reset()  # else two batch sizes would share one slower graph
         compile_parts(model, "reduce-overhead")
 
     def run(name):
