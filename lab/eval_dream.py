@@ -1,23 +1,21 @@
 # SPDX-License-Identifier: MIT
 """Dream in lm-evaluation-harness: answers, scores, tokens/s.           §4.2, App. B.2, C.6-C.9
 
-The harness asks and scores. Here is the model that it asks, at several NFE budgets and block
-lengths in one call, with answers that outlive a killed run. In tasks/ are the paper's:
-
-    task                      length  --data, a .json or .jsonl(.gz) file    right is what
-    humaneval_instruct           768  openai/openai_humaneval                passes the tests
-    humaneval_plus_instruct      768  evalplus/humanevalplus                 passes the plus tests
-    mbpp_instruct                512  google-research-datasets/mbpp, test    passes three asserts
-    mbpp_plus_instruct           512  evalplus/mbppplus                      passes the plus tests
-    gsm8k_cot                    256  openai/gsm8k, test                     ends on the number
-    math500                      512  HuggingFaceH4/MATH-500                 has it in the last box
-
-MBPP+ in the authors' harness counts three asserts [code]: so does mbpp_instruct with its data. Code
-from a model is executed only after --confirm_run_unsafe_code, with limits, but in no sandbox: use a
-container.
-
     python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
     python lab/eval_dream.py --model=DIR --data=F --blocks=16,32,48,96 --threshold=0.9
+
+The harness asks and scores. This file is the model that it asks. One command covers several NFE
+budgets and block lengths, and a killed run keeps its answers. The paper's tasks are in tasks/:
+
+    task                    length  --data, a .json or .jsonl(.gz) file    an answer is right if
+    humaneval_instruct         768  openai/openai_humaneval                it passes the tests
+    humaneval_plus_instruct    768  evalplus/humanevalplus                 it passes the plus tests
+    mbpp_instruct              512  google-research-datasets/mbpp, test    it passes three asserts
+    mbpp_plus_instruct         512  evalplus/mbppplus                      it passes the plus tests
+    gsm8k_cot                  256  openai/gsm8k, test                     its last number is right
+    math500                    512  HuggingFaceH4/MATH-500                 its last box is right
+
+The authors score MBPP+ by three asserts [code]: mbpp_instruct does so with the data of MBPP+.
 """
 
 import itertools
@@ -43,9 +41,9 @@ Task = Literal["humaneval_instruct", "humaneval_plus_instruct", "mbpp_instruct",
                "mbpp_plus_instruct", "gsm8k_cot", "math500"]
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 
-# Fields that shape no answer. Files are named after all others.
+# Fields that do not change an answer. Files are named after all the others.
 SHAPE_NOTHING = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
-# Results that are averaged share these.
+# Fields that must agree before results are averaged.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
           "temperature", "top_p", "merge", "dtype")
 
@@ -53,28 +51,29 @@ SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "a
 @dataclass
 class Config(Decoding):
     task: Task = "humaneval_instruct"
-    data: str = ""                    # the task's file
+    data: str = ""                    # the file with the task's problems
     nfe: str = "1/1"                  # NFE budgets, Eq. 4, comma-separated: steps / gen_len
     blocks: str = ""                  # Fast-dLLM block lengths, comma-separated (default: block)
     gen_len: Count = 0                # (default: the task's, App. B.2)
-    limit: Count = 0                  # only the first so many problems (default: all)
-    out: str = "out/answers"          # a .json and a .jsonl of answers for each cell of the grid
+    limit: Count = 0                  # number of problems, the first ones (default: all)
+    out: str = "out/answers"          # for each cell, a .json of results and a .jsonl of answers
+    # Run programs that the model writes. They have limits, but no sandbox: use a container.
     confirm_run_unsafe_code: bool = False
     timeout: Positive = 30.0          # seconds for one program
 
 
 def load_task(cfg):
-    """{"tasks": {name: task}} of the harness, of this task alone."""
+    """{"tasks": {name: task}}, as the harness wants it, with only this task."""
     from lm_eval.tasks import TaskManager
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is intended here
-    # The harness needs ten seconds to list its own 14,000 tasks. None of them is wanted here.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about what we intend
+    # Without its own 14,000 tasks, the harness starts ten seconds sooner.
     manager = TaskManager(include_path=TASKS, include_defaults=False,
                           metadata={"data": cfg.data, "timeout": cfg.timeout})
     return manager.load([cfg.task])
 
 
 def cells(cfg, length):
-    """[(budget, cfg)], every NFE budget with every block length. length: of a response."""
+    """[(budget, cfg)] for every NFE budget and block length. length: the task's response length."""
     if cfg.steps:
         raise Refused(f"--steps={cfg.steps}: here steps follow from --nfe, a share of the tokens")
     grid, L = [], cfg.gen_len or length
@@ -91,7 +90,7 @@ def cells(cfg, length):
 
 
 def cell_path(cell):
-    """The files of a cell, without ending. Every setting that is not the default is in the name."""
+    """Path of a cell's files, without suffix. It names all settings that are not the default."""
     default = asdict(Config())
     given = [f"{name}={value}" for name, value in asdict(cell).items()
              if name not in SHAPE_NOTHING and value != default[name]]
@@ -99,13 +98,13 @@ def cell_path(cell):
 
 
 def newest_file(*folders):
-    """When the newest file in the folders was written: after more training it is another model."""
+    """Time of the newest file in these folders, which tells whether the model was trained since."""
     files = [entry for folder in folders if folder for entry in os.scandir(folder)]
     return max(entry.stat().st_mtime for entry in files)
 
 
 class DreamInHarness:
-    """What the harness asks of a model, for one cell of the grid. What its file has is kept."""
+    """The model as the harness wants it, for one cell. Answers that are in its file are kept."""
     rank, world_size, tokenizer_name = 0, 1, "dream"
 
     def __init__(self, model, tok, sm, cell, compiled=False):
@@ -115,7 +114,7 @@ class DreamInHarness:
     def apply_chat_template(self, messages, add_generation_prompt=True):
         if add_generation_prompt:
             return self.tok.chat(messages)
-        # The assistant goes on with the last message.
+        # The last message is the beginning of the assistant's answer.
         return self.tok.chat(messages[:-1]) + messages[-1]["content"]
 
     def generate_until(self, requests):
@@ -130,7 +129,7 @@ class DreamInHarness:
             prompt, until = request.args[0], request.args[1].get("until", [])
             ids = self.tok.encode(prompt, special=True)[-PROMPT_TOKENS:]
             until = [until] if isinstance(until, str) else until
-            if self.compiled and request is rest[0]:  # it may compile for a minute: not counted
+            if self.compiled and request is rest[0]:  # compiles: not timed
                 answer(self.model, self.tok, self.sm, ids, self.cell, until)
             text, stats = answer(self.model, self.tok, self.sm, ids, self.cell, until)
             lines.append({"prompt": prompt, "response": text, "weights": weights, **stats})
@@ -139,7 +138,7 @@ class DreamInHarness:
 
 
 def ask(lm, loaded, limit=0):
-    """What the harness finds when it asks lm."""
+    """The harness's results for the model `lm`."""
     import lm_eval
     return lm_eval.evaluate(lm, loaded, limit=limit or None, apply_chat_template=True,
                             fewshot_as_multiturn=True, confirm_run_unsafe_code=True,
@@ -147,14 +146,14 @@ def ask(lm, loaded, limit=0):
 
 
 def group(cfg, budget, feedback):
-    """What results share that the table averages: seeds of a run of finetuning have its name."""
+    """What results must share to be averaged in the table. Seeds of one finetuning run share it."""
     shared = {name: getattr(cfg, name) for name in SHARED}
     shared |= {"budget": budget, "feedback": feedback, "FT": "-"}
     if cfg.adapter:
         run, _ = name_and_seed(cfg.adapter)  # dream-sm of out/dream-sm-1231/best
         shared |= {"FT": "yes", "FT run": run, "FT folder": os.path.basename(cfg.adapter)}
         path = os.path.join(cfg.adapter, "finetune.json")
-        if os.path.exists(path):  # other trainers leave none
+        if os.path.exists(path):  # adapters from other trainers have none
             training = launch.read_json(path)
             steps, epochs = training["steps"], training["epochs"]
             shared["FT"] = f"{steps} updates" if steps else f"{epochs} epochs"
@@ -162,7 +161,7 @@ def group(cfg, budget, feedback):
 
 
 def evaluate(cfg):
-    """Answers and scores a task in every cell of the grid. Returns the results, a list of dicts."""
+    """Answer and score a task in every cell of the grid. Returns the results, a list of dicts."""
     import lm_eval
     cfg = replace(cfg, model=cfg.model.rstrip("/"), adapter=cfg.adapter.rstrip("/"))
     loaded = load_task(cfg)
