@@ -21,7 +21,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
 
 from launch import Refused
 
@@ -159,35 +158,20 @@ def passes(program, timeout):
         return child.returncode == 0 and out.read().rstrip().endswith(WORD.encode())
 
 
-def run_all(programs, docs):
-    """[[passed]] for every program, one process per core at a time."""
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = pool.map(passes, programs, [doc["scoring"]["timeout"] for doc in docs])
-        return [[passed] for passed in done]
+def humaneval_passes(doc, results):
+    code = results[0].split("```python\n", 1)[-1].split("```")[0]
+    # Names in the tests are wanted, too [ours]. The test of HumanEval/50 calls encode_shift,
+    # which stands in its prompt; [code] drops that function, so no answer could pass.
+    named = [n.id for n in ast.walk(ast.parse(doc["test"])) if isinstance(n, ast.Name)]
+    code = sanitize(doc["prompt"] + "\n" + code, doc["entry_point"], *named)
+    program = f"{code}\n{doc['test']}\ncheck({doc['entry_point']})\n"
+    return {"pass_at_1": float(passes(program, doc["scoring"]["timeout"]))}
 
 
-def run_humaneval(responses, docs):
-    programs = []
-    for [response], doc in zip(responses, docs):
-        code = response.split("```python\n", 1)[-1].split("```")[0]
-        # Names in the tests are wanted, too [ours]. The test of HumanEval/50 calls encode_shift,
-        # which stands in its prompt; [code] drops that function, so no answer could pass.
-        named = [n.id for n in ast.walk(ast.parse(doc["test"])) if isinstance(n, ast.Name)]
-        code = sanitize(doc["prompt"] + "\n" + code, doc["entry_point"], *named)
-        programs.append(f"{code}\n{doc['test']}\ncheck({doc['entry_point']})\n")
-    return run_all(programs, docs)
-
-
-def run_mbpp(responses, docs):
-    programs = []
-    for [response], doc in zip(responses, docs):
-        tests = doc.get("test")  # the plus tests, or, in some copies of MBPP, the three asserts
-        if not doc["scoring"]["plus"]:
-            tests = "\n".join(doc.get("test_list", tests))
-        setup = doc.get("test_setup_code") or ""
-        programs.append("\n".join([response.split("```")[0], setup, tests]))
-    return run_all(programs, docs)
-
-
-def pass_at_1(doc, results):
-    return {"pass_at_1": float(results[0][0])}
+def mbpp_passes(doc, results):
+    tests = doc.get("test")  # the plus tests, or, in some copies of MBPP, the three asserts
+    if not doc["scoring"]["plus"]:
+        tests = "\n".join(doc.get("test_list", tests))
+    setup = doc.get("test_setup_code") or ""
+    program = "\n".join([results[0].split("```")[0], setup, tests])
+    return {"pass_at_1": float(passes(program, doc["scoring"]["timeout"]))}
