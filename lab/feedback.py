@@ -59,29 +59,27 @@ def spans(n, L, width, seed):
 
 def right(model, rows, span, calls, soft, batch_size):
     """(n,) 1 where a row gets exactly its own span back in so many calls, else 0. span: (n, L)"""
-    batches, found = list(zip(rows.split(batch_size), span.split(batch_size))), []
-    for x0, masked in progress(batches, f"spans in {calls} calls", leave=False, disable=None):
-        x = x0.masked_fill(masked, model.mask_id)                                    # (b, L)
+    x, found = rows.masked_fill(span, model.mask_id), []                             # (n, L)
+    batches = x.split(batch_size)
+    for x in progress(batches, f"spans in {calls} calls", leave=False, disable=None):
         x, _ = generate_in_order(model, len(x), calls, "entropy", LIKELIEST, x=x, soft=soft)
-        found.append((x == x0).all(1))                                               # (b,)
-    return torch.cat(found).double()
+        found.append(x)                                                              # (b, L)
+    return (torch.cat(found) == rows).all(1).double()
 
 
 @torch.no_grad()
 def bound_by_t(model, rows, cfg):
     """{title: nats per token of Eq. 2} of the draws of t, in tenths from small to large"""
-    draws, values, device = [], {}, model.net.table.device
-    for _, x0, xt, t in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
-                                  floor=cfg.floor):
-        batch = [part.to(device) for part in (x0, xt, t)]
-        on, off = (model(*batch, soft).cpu().double() for soft in (True, False))     # (b,) each
-        draws.append(torch.stack((t, on, off)))
-    draws = torch.cat(draws, dim=1)                                                  # (3, m)
-    for t, *nats in draws[:, draws[0].argsort()].chunk(10, dim=1):
-        on, off = (part / rows.shape[1] for part in nats)                            # (m/10,) each
+    draws, values, L = [], {}, rows.shape[1]
+    for _, *batch in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
+                               floor=cfg.floor):
+        x0, xt, t = (part.to(model.net.table.device) for part in batch)
+        draws.append(torch.stack((t, model(x0, xt, t, True), model(x0, xt, t, False))))
+    draws = torch.cat(draws, dim=1).cpu().double()                                   # (3, m)
+    for t, on, off in draws[:, draws[0].argsort()].chunk(10, dim=1):                 # (m/10,) each
         # The errors take draws for independent: many --repeats of few rows make them too small.
         title = f"nats a token, t from {t[0]:.2f} to {t[-1]:.2f}"
-        values[title] = means(off=off, gain=off - on)
+        values[title] = means(off=off / L, gain=(off - on) / L)
     return values
 
 
