@@ -3,8 +3,8 @@
 #     bash lab/gpu.sh              # all blocks
 #     bash lab/gpu.sh train        # one of tests, train, sample
 #     SIZE=toy bash lab/gpu.sh     # the same commands on a CPU, about 2 minutes
-# $OUT (default: results/bench) gets gpu.log, which is what was printed, and gpu-*.json. A block whose
-# result is there is skipped. As they stand here, these blocks have not run on a GPU.
+# $OUT (default: results/bench) gets all output, in gpu.log, and the numbers, in gpu-*.json. A block
+# whose result is there is skipped. As they stand here, these blocks have not run on a GPU.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} bench=gpu out=${OUT:-results/bench}

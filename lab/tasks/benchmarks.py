@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What the task files beside it ask of Python: data, extraction, execution.       App. B.2, C.6
+"""The Python behind the task files: reading data, extracting answers, running code.   App. B.2, C.6
 
-Prompts, stop strings and lengths stand in the .yaml files. They are zero-shot, and they are those
-of the authors' harness [code]. The harness executes code from a model only after
---confirm_run_unsafe_code. The process has limits, but it is no sandbox: use a container.
-
-Not here: the model and its answers (eval_dream.py). Any other model can take these tasks, too:
+Prompts, stop strings and lengths are in the .yaml files. They are zero-shot, and the same as in the
+authors' harness [code]. Code is run only with --confirm_run_unsafe_code. The process has limits,
+but it is no sandbox: use a container. Other models can take these tasks, too:
 
     python -m lm_eval --include_path lab/tasks --tasks math500 --metadata '{"data": "math.jsonl"}'
 """
@@ -26,7 +24,7 @@ from launch import Refused
 
 
 class Documents(list):
-    """Rows as the harness takes a data set: it wants the names of the fields, too."""
+    """Rows as a data set for the harness, which also asks for the names of the fields."""
 
     @property
     def features(self):
@@ -34,9 +32,10 @@ class Documents(list):
 
 
 def documents(data="", timeout=30.0, column="", plus="none", **_):
-    """{"test": rows} of a .json or .jsonl(.gz) file, each with its column of Table 3.
+    """{"test": rows} of a .json or .jsonl(.gz) file, each with its column in Table 3.
 
-    timeout: in s.   plus: the plus tests of the rows are wanted, ignored, or not there (none).
+    timeout: seconds for one program.   plus: whether the rows' plus tests are wanted or ignored, or
+    none are expected.
     """
     with (gzip.open if data.endswith(".gz") else open)(data, "rt", encoding="utf-8") as f:
         text = f.read().strip()
@@ -52,9 +51,9 @@ def documents(data="", timeout=30.0, column="", plus="none", **_):
 
 
 def longest_code(text):
-    """The longest run of lines, of the first 100, that parses as Python, as a tree [code]."""
+    """The syntax tree of the longest run of lines that parses, among the first 100 [code]."""
     lines = text.splitlines()[:100]
-    # Spans come by their start, and the sort keeps that order among spans of one length.
+    # Among spans of the same length, the first one wins: the sort is stable.
     spans = itertools.combinations(range(len(lines) + 1), 2)
     for i, j in sorted(spans, key=lambda span: -sum(bool(s.strip()) for s in lines[slice(*span)])):
         try:
@@ -65,9 +64,9 @@ def longest_code(text):
 
 
 def sanitize(text, *wanted):
-    """Imports, and the definitions that the wanted names lead to [code].
+    """The imports, and what the wanted names need, directly or not [code].
 
-    A function without a return is dropped, as in the authors' harness.
+    Functions without a return are dropped, as in the authors' harness.
     """
     imports, found, keep, todo = [], {}, set(), list(wanted)
     for node in longest_code(text.replace("\t", "    ").strip()).body:
@@ -90,7 +89,7 @@ def sanitize(text, *wanted):
 
 
 def boxed(text):
-    """What stands in the last \\boxed{…}, braces matched. None if there is no such box."""
+    """The content of the last \\boxed{…}, with matching braces. None if there is no box."""
     _, box, rest = text.rpartition("\\boxed{")
     depth = 1
     for end, c in enumerate(rest if box else ""):
@@ -100,7 +99,7 @@ def boxed(text):
 
 
 def plain(latex):
-    """A LaTeX answer without differences that do not count: spacing, units, degrees, $ and %."""
+    """A LaTeX answer in one form: no spacing, units, degrees, $ or %, fractions as \\frac{a}{b}."""
     s = re.sub(r"\\text\{ .*?\}$", "", latex.strip())
     s = re.sub(r"\\!|\\,|\\left|\\right|\^\{?\\circ\}?|\\?\$|\\?%|\s", "", s)
     s = re.sub(r"\\[dt]frac", r"\\frac", s)
@@ -113,12 +112,12 @@ def plain(latex):
 
 
 def boxed_match(doc, results):
-    """Is what stands in the last box the reference? Without a box the answer is empty."""
+    """Whether the last box holds the reference answer. Without a box, the answer is empty."""
     return {"exact_match": float(plain(boxed(results[0]) or "") == plain(doc["answer"]))}
 
 
-# The program is a module, as dataclasses need, and its `if __name__ == "__main__"` does not run.
-# WORD comes after its last test, so that an early exit is not a pass.
+# The program is imported as a module: dataclasses need one, and `if __name__ == "__main__"` is not
+# to run. WORD is printed after its last test, so that an early exit is not a pass.
 WORD = "5d2f8a1c came to its end"
 RUNNER = f"""import sys
 if sys.platform == "linux":
@@ -131,16 +130,16 @@ print("\\n{WORD}")"""
 
 
 def passes(program, timeout):
-    """Does the program come to its end within `timeout` seconds?
+    """Whether the program runs to its end within `timeout` seconds.
 
-    It runs in another process, in a folder of its own, with none of our environment. The processes
-    that it has started end with it, if they stay in its group.
+    It runs in another process, in an empty folder, without our environment variables. Processes
+    that it starts are killed with it, if they stay in its group.
     """
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
           tempfile.TemporaryFile() as out):
         with open(os.path.join(folder, "program.py"), "wb") as f:
             f.write(program.encode(errors="replace"))
-        # With a thread for each core, numpy would reserve more memory than the program may have.
+        # With a thread per core, numpy would reserve more memory than the limit allows.
         env = {"PATH": os.environ["PATH"], "HOME": folder, "OPENBLAS_NUM_THREADS": "1",
                "OMP_NUM_THREADS": "1"}
         child = subprocess.Popen(
@@ -160,8 +159,8 @@ def passes(program, timeout):
 
 def humaneval_passes(doc, results):
     code = results[0].split("```python\n", 1)[-1].split("```")[0]
-    # Names in the tests are wanted, too [ours]. The test of HumanEval/50 calls encode_shift,
-    # which stands in its prompt; [code] drops that function, so no answer could pass.
+    # Names in the tests are wanted, too [ours]. The test of HumanEval/50 calls encode_shift, which
+    # is in the prompt. [code] drops that function, so no answer can pass.
     named = [n.id for n in ast.walk(ast.parse(doc["test"])) if isinstance(n, ast.Name)]
     code = sanitize(doc["prompt"] + "\n" + code, doc["entry_point"], *named)
     program = f"{code}\n{doc['test']}\ncheck({doc['entry_point']})\n"
