@@ -5,17 +5,8 @@
     python lab/eval_dream.py --model=DIR --data=F --blocks=16,32,48,96 --threshold=0.9
 
 The harness asks and scores. This file is the model that it asks. One command covers several NFE
-budgets and block lengths, and a killed run keeps its answers. The paper's tasks are in tasks/:
-
-    task                    length  --data, a .json or .jsonl(.gz) file    an answer is right if
-    humaneval_instruct         768  openai/openai_humaneval                it passes the tests
-    humaneval_plus_instruct    768  evalplus/humanevalplus                 it passes the plus tests
-    mbpp_instruct              512  google-research-datasets/mbpp, test    it passes three asserts
-    mbpp_plus_instruct         512  evalplus/mbppplus                      it passes the plus tests
-    gsm8k_cot                  256  openai/gsm8k, test                     its last number is right
-    math500                    512  HuggingFaceH4/MATH-500                 its last box is right
-
-The authors score MBPP+ by three asserts [code]: mbpp_instruct does so with the data of MBPP+.
+budgets and block lengths, and a killed run keeps its answers. The paper's tasks are in tasks/. Each
+.yaml names the data set that --data must hold, as a .json or .jsonl(.gz) file.
 """
 
 import itertools
