@@ -5,13 +5,10 @@
     python lab/feedback.py --checkpoint=results/sudoku.safetensors --data=data/sudoku --width=12
 
 In each held-out row, one span at a random place is masked. Each call fills its surest positions
-with their likeliest tokens (§2.2). The result is the share of spans that come out exactly right,
-with feedback (on) and without (off), and the gain, each with its standard error. Choose a width at
-which some spans come out right and some do not.
-
-The tokens of one call do not see each other, but feedback tells each of them what the last call
-predicted for the others. So expect a gain where a call fills several tokens, as on the Sudokus of
-`python data.py sudoku`, and none where one call fills the whole span.
+with their likeliest tokens (§2.2). The first lines are the share of spans that come out exactly
+right, with feedback (on) and without (off), and the gain, each with its standard error. Choose a
+width at which some spans come out right and some do not. Expect a gain where a call fills several
+tokens, as in the second command, because these do not see each other.
 
 The last lines are the bound without feedback, by t, and by how much feedback lowers it.       Eq. 2
 """
@@ -29,8 +26,6 @@ from eval import corrupted, held_out_rows, mean_and_se, write_result
 from launch import Count, Refused, Share, Size, machine, progress, run
 from mdlm import MDLM
 from sample import generate_in_order
-
-LIKELIEST = 1e-12  # a top_p that leaves one token to draw
 
 
 @dataclass
@@ -59,11 +54,9 @@ def spans(n, L, width, seed):
 
 def right(model, rows, span, calls, soft, batch_size):
     """(n,): 1 where all of a row's span comes back right, else 0. rows, span: (n, L)"""
-    x, found = rows.masked_fill(span, model.mask_id), []                             # (n, L)
-    batches = x.split(batch_size)
-    for x in progress(batches, f"spans in {calls} calls", leave=False, disable=None):
-        x, _ = generate_in_order(model, len(x), calls, "entropy", LIKELIEST, x=x, soft=soft)
-        found.append(x)                                                              # (b, L)
+    batches = rows.masked_fill(span, model.mask_id).split(batch_size)                # of (b, L)
+    found = [generate_in_order(model, len(x), calls, "entropy", top_p=1e-12, x=x, soft=soft)[0]
+             for x in progress(batches, f"spans in {calls} calls", leave=False, disable=None)]
     return (torch.cat(found) == rows).all(1).double()
 
 
@@ -101,7 +94,6 @@ def main(cfg):
             on, off = (right(model, rows, span, n, soft, cfg.batch_size) for soft in (True, False))
             values[f"spans right, calls {n}"] = means(on=on, off=off, gain=on - off)
         values |= bound_by_t(model, rows, cfg)
-    # Results for other spans get other names.
     stem = f"{cfg.checkpoint.rstrip('/')}.{cfg.width}-in-{cfg.calls.replace(',', '-')}"
     write_result(replace(cfg, metric="feedback"), stem, values,
                  {"step": model.info["step"], "L": L, "n": len(rows)})

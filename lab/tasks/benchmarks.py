@@ -93,7 +93,7 @@ def boxed(text):
     _, box, rest = text.rpartition("\\boxed{")
     depth = 1
     for end, c in enumerate(rest if box else ""):
-        depth += (c == "{") - (c == "}")
+        depth += {"{": 1, "}": -1}.get(c, 0)
         if not depth:
             return rest[:end]
 
