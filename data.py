@@ -66,7 +66,7 @@ def open_split(dir, split):
     path = f"{dir}/{split}.bin"
     ids = np.memmap(path, np.uint16, "r")
     if len(ids) != meta[split]["tokens"]:
-        raise Refused(f"{path} is not whole: prepare {dir} again with data.py")
+        raise Refused(f"{path} is incomplete: prepare {dir} again with data.py")
     return Tokens(ids, meta["tokenizer"], path), meta
 
 
@@ -216,8 +216,8 @@ def documents(paths, field="text"):
         try:
             for n, text in read_file(path, field):
                 if not isinstance(text, str):
-                    raise ValueError(f'line {n} is not like {{"{field}": "…"}}. data.py reads '
-                                     f"another field with --field=content")
+                    raise ValueError(f'line {n} has no text, such as {{"{field}": "…"}}. If the '
+                                     f"text is in another field, data.py takes --field=NAME")
                 yield text
         except UnicodeDecodeError:
             raise Refused(f"{path}: not UTF-8 (iconv -f latin1 -t utf-8 converts Latin-1 texts)")

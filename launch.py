@@ -201,8 +201,8 @@ def goes_on(last, resume, overwrite):
     folder = Path(last).parent
     kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
     if (exists or kept) and not overwrite and not (exists and resume):
-        raise Refused(f"{folder} already holds a run: --resume goes on with last.pt, "
-                      f"--overwrite replaces it, another folder starts another")
+        raise Refused(f"{folder} already holds a run: --resume continues it from last.pt, "
+                      f"--overwrite replaces it, another folder starts a new one")
     return resume is True or resume == "auto" and exists
 
 
@@ -211,7 +211,7 @@ def check_same(path, before, here, names, remedy=""):
     different = [f"{name} ({before.get(name)!r} there, {here[name]!r} here)"
                  for name in sorted(names) if before.get(name) != here[name]]
     if different:
-        raise Refused(f"{path} is of other settings: {', '.join(different)}{remedy}")
+        raise Refused(f"{path} has other settings: {', '.join(different)}{remedy}")
 
 
 @contextlib.contextmanager
@@ -223,8 +223,8 @@ def lock(folder):
             import fcntl
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"another process is writing into {folder} (a run, or a rank that its "
-                          f"torchrun left behind): wait, end it, or give another folder")
+            raise Refused(f"another process is writing into {folder} (another run, or a rank that "
+                          f"outlived its torchrun): wait, kill it, or give another folder")
         except (ImportError, OSError):
             pass  # Windows and some network disks have no locks: do without
         yield
