@@ -239,7 +239,7 @@ def find_files(source):
 
 
 def read_file(path, field):
-    """Yields (line number, text) from one file. The text is None where a record has no `field`."""
+    """Yields (line number, text) from one file. The text is None if a record has no `field`."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile

@@ -102,7 +102,8 @@ def parse_value(text, kind):
     """The value of a flag. kind: int, float, str, bool or Literal, alone or in a union."""
     parts = typing.get_args(kind) or (kind,)
     options = [option for part in parts for option in typing.get_args(part) or (part,)]
-    value = text if text in options else WORDS.get(text.lower(), text)  # "none" may be a name
+    # "none" is None, unless it is one of the names in a Literal.
+    value = text if text in options else WORDS.get(text.lower(), text)
     if value in options or type(value) in options:
         return value
     with contextlib.suppress(ValueError):
@@ -171,7 +172,7 @@ def join(here):
 
 
 def accumulate(model, last):
-    """A context for a backward pass. Only the last one averages gradients over ranks."""
+    """A context for the backward pass of a micro-batch. The last one averages over ranks."""
     return contextlib.nullcontext() if last or not dist.is_initialized() else model.no_sync()
 
 
@@ -231,7 +232,7 @@ def lock(folder):
 
 
 def due(every, done, steps):
-    """Whether something is due that is done every `every` updates (0: never) and after the last."""
+    """Whether it is time for what is done every so many updates (0: never) and after the last."""
     return every and (done % every == 0 or done == steps)
 
 
