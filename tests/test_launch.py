@@ -61,7 +61,7 @@ def test_help_is_the_commented_class(capsys):
     with pytest.raises(SystemExit):
         from_cli(Config, ["--help"], {"quick": dict(steps=1)})
     out = capsys.readouterr().out
-    assert "preset quick" in out and "MARK" in out
+    assert "preset quick" in out and "# largest gradient norm, over θ and ω together" in out
 
 
 def needs_a_package(cfg):
