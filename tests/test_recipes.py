@@ -135,7 +135,7 @@ def test_check_prints_what_is_wrong(name, capsys):
     RECIPES.check(knows_here, model, sm, x, x0, t)
     off, lam, guess, loss, gradient = capsys.readouterr().out.splitlines()
     assert off == "1. off is off: True"
-    first = knows_here(model, x, sm)[x == MASK]
+    first = RECIPES.without_mask(knows_here(model, x, sm)[x == MASK], MASK)
     entropy = torch.distributions.Categorical(logits=first).entropy().mean()
     assert lam == f"2. mean λ {sm(first)[0].mean():.3f}, mean entropy {entropy:.2f}"
     left, here, right = map(float, guess.split()[-3:])
