@@ -1,12 +1,10 @@
-"""grids.py and sudoku.py: its exact posterior, the shipped model, the demonstration.
+"""grids.py and sudoku.py: puzzles, the shipped model, the demonstration.
 
 Not here: the grids themselves (test_data.py), counting the right ones (test_eval.py).
 """
 
-import math
 import os
 import re
-import sys
 import types
 from pathlib import Path
 
@@ -18,87 +16,13 @@ import data
 import grids
 import plot
 import sudoku
-from conftest import ROOT, gen, random_mdlm, refused
+from conftest import ROOT, gen, refused
 from data import rng
 from eval import bound
-from mdlm import MDLM, ModelConfig
+from mdlm import MDLM
 from sample import generate_in_order
 
 MASKS = torch.tensor([256, *[258] * 36, 257, 257])  # a row without its grid
-sys.path.insert(0, os.path.join(ROOT, "results"))
-
-import sudoku_table  # noqa: E402
-import surest  # noqa: E402
-from exact import Posterior, posterior  # noqa: E402
-from tied import Tied  # noqa: E402
-
-
-def test_the_posterior_is_that_of_uniform_grids():
-    """The chain rule gives ln of the number of grids, in any order; a contradiction is uniform."""
-    every = grids.canonical().numpy()
-    [text] = grids.texts(1, gen())
-    cells, nats = np.full(36, -1), 0
-    for at in torch.randperm(36, generator=data.rng("order")).tolist():
-        p = posterior(cells, every)
-        np.testing.assert_allclose(p.sum(1), 1)
-        cells[at] = int(text[at]) - 1
-        nats -= math.log(p[at, cells[at]])
-    assert abs(nats - grids.NATS) < 1e-9
-    cells[:2] = 0
-    assert (posterior(cells, every) == 1 / 6).all()
-    cells = np.full(36, -1)
-    cells[[6, 10, 17, 25, 31, 32, 33, 35]] = 0, 3, 0, 5, 4, 0, 5, 2  # shares of 1 + 2e-16
-    assert (posterior(cells, every) >= 0).all()
-
-
-def test_what_is_left_of_a_grid_cell_by_cell_is_what_the_posterior_says():
-    """And a grid with a wrong digit counts as right until there, and not after it."""
-    [text], left, cells = grids.texts(1, gen()), surest.Completions({}), np.full(36, -1)
-    order = torch.randperm(36, generator=rng("order")).tolist()
-    picks = [(at, int(text[at]), 0.9, int(text[at]), 0.9) for at in order]
-    for at, digit, *_ in picks:
-        p = posterior(cells, grids.canonical().numpy())[at]
-        assert [left.probability(at, i + 1) for i in range(6)] == pytest.approx(p.tolist())
-        left.add(at, digit)
-        cells[at] = digit - 1
-    assert len(left.fit) == 1
-    at, digit, *_ = picks[34]
-    wrong = [*picks[:34], (at, digit % 6 + 1, 0.2, digit, 0.3), picks[35]]
-    found = surest.judge([{}, {}], [picks, wrong])
-    assert found["right"] == 0.5 and found["completable"] == 34 * [1] + [0.5, 0.5]
-    assert found["true"][34] == 1 and found["sure"][34] == 0.6 and found["sure_wrong"][34] == 0.2
-    assert found["count"] == 35 * [2] + [1]
-
-
-def test_it_makes_no_mistake_one_token_a_call_and_its_bound_is_the_entropy():
-    model, tok = random_mdlm(mask_id=258, soft_mask=False, length=39), data.tokenizer("bytes")
-    model.net = Posterior(258, 256, 257)
-    for order in "random", "entropy":
-        generators = [data.rng("exact", i) for i in range(4)]
-        ids, nfe = generate_in_order(model, 4, 39, order, top_p=1.0, generator=generators)
-        assert grids.right([tok.decode(row) for row in ids.tolist()])["right"] == 1
-        assert nfe.tolist() == [39] * 4
-    texts = [text.encode() for text in grids.texts(200, gen())]
-    rows = torch.tensor([[256, *text, 257, 257] for text in texts])
-    nats = bound(model, rows, False, floor=0)[0]
-    error = nats.std() / math.sqrt(len(nats))
-    assert abs(nats.mean() - grids.NATS) < 3 * error < 5
-
-
-def test_tied_layers_read_their_own_hidden_states():
-    """At its start the map is 0, and the second pass repeats the first; then it does not."""
-    model = Tied(ModelConfig(n_layer=1, n_head=2, n_embd=16, n_cond=8, vocab_size=259, mask_id=258,
-                             dropout=0.0))
-    torch.nn.init.normal_(model.net.output_layer.linear.weight, generator=data.rng(0))
-    x0 = torch.randint(256, (2, 39), generator=data.rng(1))
-    xt, t = torch.where(x0 % 2 == 0, 258, x0), torch.full((2,), 0.5)
-    plain = model(x0, xt, t, False)
-    assert torch.equal(model(x0, xt, t, True), plain)
-    torch.nn.init.normal_(model.net.again.weight, generator=data.rng(2))
-    changed = model(x0, xt, t, True)
-    assert not torch.equal(changed, plain)
-    changed.sum().backward()
-    assert model.net.again.weight.grad.abs().sum() > 0
 
 
 def test_the_shipped_model_is_as_good_as_is_claimed():
@@ -189,11 +113,6 @@ def test_a_puzzle_of_the_user_is_filled_or_refused(capsys):
     for given, why in (("11" + 34 * ".", "1 twice in row 1"), ("12", "not 36 digits"),
                        (grid, "no cell is empty")):
         refused(f"cannot be filled, {why}", sudoku.main, sudoku.Config(given=given))
-
-
-def test_the_page_of_tables_is_made_of_the_lines_beside_it(capsys):
-    sudoku_table.main()
-    assert capsys.readouterr().out == Path(ROOT, "results", "sudoku.md").read_text("utf-8")
 
 
 def test_a_puzzle_keeps_the_given_cells_and_the_ends():
