@@ -146,10 +146,6 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
     return x, states
 
 
-# -------------------------------------------------------------------------------------------------
-# training
-
-
 def alg1(nll, theta, omega, batch, rng, *, mask_id, seed, steps, batch_size, micro_batch, p_sm, b_l,
          b_h, eta_bb, eta_sm, warmup, clip, ema, **others):
     """Alg. 1 with AdamW and an average of θ, one parameter after the other.      Alg. 1, App. B.1
@@ -192,10 +188,6 @@ def alg1(nll, theta, omega, batch, rng, *, mask_id, seed, steps, batch_size, mic
         average = [d * a + (1 - d) * p.detach().double() for a, p in zip(average, theta)]
         yield {"loss": loss.item(), "ce_per_mask": ce / masks, "grad_norm": norm,
                "eta_bb": warm * eta_bb}, average
-
-
-# -------------------------------------------------------------------------------------------------
-# Dream
 
 
 def dream_filter(p, top_p):

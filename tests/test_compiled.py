@@ -29,7 +29,7 @@ FLAGS = ("--data=data --device=cpu --n_layer=3 --n_head=2 --n_embd=48 --n_cond=1
 
 
 def prepare(length, **fields):
-    """data/, of random tokens, and start.pt, a random model: a fresh one predicts ties."""
+    """Random data, and start.pt, a random model: a fresh one predicts ties."""
     os.makedirs("data", exist_ok=True)
     special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
     meta = {"tokenizer": special, "source": "noise"}
@@ -46,7 +46,6 @@ def prepare(length, **fields):
 
 
 def both(backend, length, *flags):
-    """(log of one eager process, log of two compiled ranks, what each rank counted)"""
     words = *FLAGS, f"--length={length}", *flags
     train.train(launch.from_cli(train.Config, [*words, "--out_dir=eager"]))
     done = torchrun(__file__, backend, *words, "--compile=True", "--out_dir=ranks", cwd=".")
@@ -56,7 +55,7 @@ def both(backend, length, *flags):
 
 
 def compare(eager, ranks):
-    """Loss, norm of the gradient, ω, λ, bounds: equal up to rounding, which grows with updates."""
+    """Equal up to rounding, which grows with the updates."""
     assert len(eager) == len(ranks) == 6  # the bounds at the start, and five updates
     assert {line.get("lam", 0) > 0 for line in eager[1:]} == {True, False}
     assert "val_soft" in eager[0] and "val_plain" in eager[5]
@@ -67,7 +66,7 @@ def compare(eager, ranks):
 
 
 def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
-    """Its dropout too: each micro-batch has its own, whatever rank it is on."""
+    """With dropout: each micro-batch has its own, whichever rank it is on."""
     monkeypatch.chdir(tmp_path)
     prepare(length=64)
     eager, ranks, counts = both("aot_eager", 64, "--micro_batch=4", "--dropout=0.1")
@@ -77,7 +76,7 @@ def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
 
 
 def rank(backend, *words):
-    """What a rank runs: train.py with another backend, and its graphs counted."""
+    """What each rank runs: train.py with another backend. Counts its graphs."""
     torch.compile = functools.partial(torch.compile, backend=backend)
     chunks.COMPILED_ROWS = SMALL_CHUNKS
     # As many buckets as at the real size. DDP must not cut the trunk at each.

@@ -5,10 +5,7 @@ import glob
 import json
 import os
 import re
-import subprocess
 import sys
-
-import pytest
 
 from conftest import ROOT
 
@@ -80,7 +77,7 @@ def test_five_packages_and_optional_ones_only_where_they_are_used():
 
 
 def test_functions_are_short():
-    """Lines of a function, its docstring not counted."""
+    """Lines of a function, without its docstring."""
     for name, module in TREES.items():
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef):
@@ -88,14 +85,3 @@ def test_functions_are_short():
                 if ast.get_docstring(node):
                     n -= node.body[0].end_lineno - node.body[0].lineno + 1
                 assert n <= OTHER_LENGTHS.get(f"{name}.{node.name}", LINES), (name, node.name)
-
-
-def test_nothing_points_out_of_the_folder():
-    """No link is tracked, and no result names a folder of the machine that made it."""
-    if not os.path.exists(os.path.join(ROOT, ".git")):
-        pytest.skip("no git: would look for links among the tracked files")
-    listed = subprocess.check_output(["git", "ls-files", "-s"], cwd=ROOT, text=True).splitlines()
-    assert len(listed) > 80 and not [line for line in listed if line.startswith("120000")]
-    for path in glob.glob(os.path.join(ROOT, "results", "**", "*.json*"), recursive=True):
-        with open(path, encoding="utf-8") as f:
-            assert not re.search(r'"/\w', f.read()), path

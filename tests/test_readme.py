@@ -29,9 +29,9 @@ def blocks(name, language):
 
 
 def commands(name):
-    """[(script, its words)] of this project, if bash ran all blocks of the page.
+    """[(script, its words)] of this project, as bash reads the blocks of a page.
 
-    The programs are functions here that print their words, so loops and quotes are bash's.
+    Programs are functions here that print their words. Loops and quotes are bash's.
     """
     say = "{ printf '%s\\x1f' $name \"$@\"; printf '\\x1e'; }"
     programs = [f"{p}() {say.replace('$name', p)}" for p in ("python", "torchrun", *OF_OTHERS)]
@@ -50,7 +50,7 @@ def commands(name):
 
 
 def test_every_command_of_reproduce_parses_and_tables_of_dream_ask_all_their_tasks():
-    """Blocks and budgets divide a task's length. README's commands run, below."""
+    """Blocks and budgets divide the length of a task."""
     found, asked = commands("REPRODUCE.md"), {}
     assert len(found) > 100
     for script, words in found:
@@ -70,9 +70,6 @@ def test_the_paper_map_names_what_exists():
     for owner, name in named:
         thing = {"SoftMask": softmask.SoftMask, "MDLM": mdlm.MDLM}.get(owner)
         assert hasattr(thing or importlib.import_module(owner), name), (owner, name)
-
-
-# README's commands run ---------------------------------------------------------------------------
 
 
 CUT_SHORT = {  # flags behind a script, or behind a command with this word
@@ -118,7 +115,7 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
 
 
 def test_the_lines_for_copiers_run():
-    """The Python block, on stand-ins for what it takes for granted."""
+    """On stand-ins for what the block takes for granted."""
     [block] = blocks("README.md", "python")
     emb, head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
 

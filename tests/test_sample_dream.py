@@ -5,9 +5,7 @@ import dataclasses
 import functools
 import io
 import itertools
-import json
 import os
-import shutil
 import sys
 import types
 
@@ -21,10 +19,8 @@ import dora
 import finetune_dream
 import pretend
 import sample_dream as S
-from checkpoint import read_safetensors, write_safetensors
 from conftest import GOLDEN, gen, plain_omega, recorded_adapter, spy
 from dream import Dream
-from launch import read_json, write_text
 from mdlm import TwoPass
 from oracles import dream_filter, slow_blocks, slow_decode, softmax
 from softmask import SoftMask
@@ -43,7 +39,6 @@ def model(tiny_dream):
 
 
 def soft(k, mask_id=MASK):
-    """That of the recordings."""
     return SoftMask(mask_id, k, omega_s=0.4, omega_a=2.0, omega_b=-2.5, tau=1.3)
 
 
@@ -67,7 +62,7 @@ def decode(model, prompt, gen_len, steps, sm=None, **settings):
 
 
 def loving(model, token):
-    """The same Dream, which finds one token, [MASK] for instance, likelier by 100 nats."""
+    """The same Dream, but one token is likelier by 100 nats."""
     other, more = copy.copy(model), 100.0 * F.one_hot(torch.tensor(token), model.cfg.vocab_size)
     other.head = lambda h: model.head(h) + more
     return other
@@ -87,9 +82,6 @@ def predict_of(model):
         h, past = model.trunk(emb[None], past, lo)
         return model.head(h[0]).roll(1, 0), past                               # shifted
     return predict
-
-
-# ---- one step
 
 
 def test_filters_are_temperature_then_top_p():
@@ -129,7 +121,7 @@ def test_draws_follow_the_filtered_probabilities():
 
 
 def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
-    """Of all vocabulary-wide tensors of a pass, none has more rows than a chunk."""
+    """No vocabulary-sized tensor has more rows than a chunk."""
     h, two = torch.randn(30, 64, generator=gen()), TwoPass(model, soft(3), MASK)
     b = torch.arange(30) // 15
 
@@ -158,9 +150,6 @@ def test_reveal_counts_equal_the_recorded():
         assert (-np.diff(left)).tolist() == RECORDED[key].tolist() and left[-1] == 0, key
 
 
-# ---- whole responses
-
-
 def test_trajectories_equal_the_recorded(model):
     for name, k, schedule in (("binary_s16", 0, "none"), ("binary_s4", 0, "none"),
                               ("k3_s8", 3, "none"), ("k1_linear_s16", 1, "linear"),
@@ -187,7 +176,7 @@ def test_decode_is_algorithm_2(model):
 
 
 def test_a_batch_equals_single_runs(model):
-    """Unequal gaps, a prompt with nothing to fill: no sequence feels its neighbours."""
+    """Unequal gaps, and a prompt with nothing to fill."""
     prompts = [TEXT, TEXT[::-1], TEXT[3:] + TEXT[:3]]
     gaps = [TEXT + 12 * [MASK], TEXT + 4 * [MASK] + TEXT[:8], TEXT + TEXT + TEXT[:4]]
     blocks = [(prompts, 16, dict(block=8, cache=cache, threshold=threshold))
@@ -205,7 +194,7 @@ def test_a_batch_equals_single_runs(model):
 
 
 def test_no_mask_is_left_though_the_model_predicts_masks(model):
-    """The original leaves all of these masks in its answer; with a threshold it never returns."""
+    """The released code leaves these masks in its answer. With a threshold it never ends."""
     stubborn = loving(model, MASK)
     for temperature in (0.0, 1.0):
         pick = dict(temperature=temperature, generator=gen())
@@ -217,13 +206,10 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
 
 
 def test_a_threshold_is_about_the_token_that_is_written():
-    """Dream is sure of [MASK] in the second row, and not of what is written instead."""
+    """In the second row Dream is sure of [MASK], and unsure of the token that replaces it."""
     p = torch.tensor([[0.99, 0.004, 0.003, 0.003], [0.02, 0.015, 0.015, 0.95]])
     x0, conf = propose(p.log(), forced=True, algorithm="maskgit_plus")
     assert x0.tolist() == [0, 0] and conf.tolist() == pytest.approx([0.99, 0.02])
-
-
-# ---- blocks
 
 
 def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
@@ -245,7 +231,7 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
 
 
 def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
-    """Each cache with each head. At this ω no two proposals are so close that rounding decides."""
+    """At this ω, no two proposals are so close that rounding decides between them."""
     [x] = S.pad_prompts(model.cfg, PROMPT, 16)
     heads, differs = itertools.cycle([(1, "none"), (3, "none"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
@@ -260,12 +246,9 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     assert sum(differs) > 6
 
 
-# ---- on a GPU
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: pretends that one is")
 def test_cuda_is_waited_for_once_in_a_pass_of_few_tokens(model):
-    """And before the first, and at the end. So few tokens `likeliest` sorts, and waits for none."""
+    """And at both ends. The vocabulary is so small that `likeliest` sorts it, without a sync."""
     drawn = {"temperature": 1.0, "top_p": 0.9}
     cases = ({"schedule": "linear"}, drawn, drawn | {"block": 4, "cache": "dual"},
              {"block": 4, "threshold": 0.5})
@@ -286,7 +269,7 @@ def test_cuda_is_waited_for_once_in_a_pass_of_few_tokens(model):
         not torch.cuda.is_available(), reason="needs CUDA: would check its compiled kernels"))])
 def test_cuda_and_cpu_compile_the_trunk_once_for_all_prompts_and_blocks(
         tiny_dream, monkeypatch, device, backend):
-    """One layer, and on a CPU the graphs alone: with g++ it would take half a minute."""
+    """The CPU checks the graphs alone: to compile them takes half a minute."""
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     eager = Dream.load(tiny_dream, device)
@@ -302,9 +285,6 @@ def test_cuda_and_cpu_compile_the_trunk_once_for_all_prompts_and_blocks(
     assert same(TEXT, block=4, cache="dual") and same(TEXT)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert same(TEXT[:5]) and all(same(TEXT[:5], block=8, cache=cache) for cache in CACHES)
-
-
-# ---- texts
 
 
 def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
@@ -328,7 +308,6 @@ def test_an_answer_depends_on_seed_and_prompt_only(tiny):
 
 @pytest.fixture
 def adapter(tiny, tmp_path):
-    """The folder of an adapter with k = 3."""
     sm = SoftMask(261, 3, omega_s=0.9, omega_a=2.0, omega_b=-4.5)
     model = recorded_adapter(Dream.load(tiny[0]))
     finetune_dream.save_adapter(str(tmp_path), model, sm, finetune_dream.Config())
@@ -345,41 +324,12 @@ def test_merged_and_unmerged_adapter_decode_alike(tiny, adapter):
         assert not torch.equal(merged, run(**other)[1])
 
 
-def test_a_tied_model_finetunes_and_decodes_as_its_untied_copy(tiny, tmp_path):
-    """Bit for bit, merged or not, also in blocks. The tied one is as small models are released."""
-    folder, out = str(tmp_path / "model"), str(tmp_path / "out")
-    shutil.copytree(tiny[0], folder)
-    config = read_json(f"{folder}/config.json")
-    state = read_safetensors(f"{folder}/model.safetensors")
-
-    def run():
-        write_safetensors(f"{folder}/model.safetensors", state)
-        write_text(f"{folder}/config.json", json.dumps(config))
-        finetune_dream.finetune(finetune_dream.Config(
-            folder, tiny[1], out, overwrite=True, steps=2, eta_bb=1e-2, omega_s=0.9, omega_b=-4.5,
-            p_sm=1.0, warmup=0.0, n_val=3, eval_every=2, device="cpu"))
-        texts, blocks = [], {"block": 8, "cache": "dual"}
-        for flags in {"merge": False}, blocks, blocks | {"threshold": 0.3}:
-            cfg = S.Decoding(folder, f"{out}/best", gen_len=16, **flags)
-            model, tok, sm = S.load_for_decoding(cfg)
-            texts.append(S.answer(model, tok, sm, tok.encode("abc"), cfg)[0])
-        return read_safetensors(f"{out}/best/adapter_model.safetensors"), texts
-
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    untied, texts = run()
-    del state["lm_head.weight"], config["mask_token_id"], config["pad_token_id"]
-    config["tie_word_embeddings"] = True
-    tied, same_texts = run()
-    torch.testing.assert_close(tied, untied, rtol=0, atol=0)
-    assert same_texts == texts and len({*texts}) == 3
-
-
 def test_command_line_prompts_chats_and_infills(tiny, adapter, capsys, monkeypatch):
     def go(**flags):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
     err = go(prompt="hello", adapter=adapter, block=4, threshold=1e-9, schedule="linear").err
-    assert "8 tokens" in err and "NFE 4" in err and "SM k=3, schedule=linear, ω_s = 0.9" in err
+    assert "NFE 4" in err and "SM k=3, schedule=linear" in err
     filled = go(infill="def f():\\n    ___ # end").out
     assert filled.startswith("def f():\n    ") and filled.endswith(" # end\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
@@ -396,7 +346,7 @@ def test_command_line_prompts_chats_and_infills(tiny, adapter, capsys, monkeypat
 
 @pytest.mark.parametrize("flags", [{}, {"block": 8, "cache": "dual"}])
 def test_cuda_or_cpu_decodes_in_bf16_with_feedback(tiny, flags):
-    """On a GPU, if there is one: neither devices nor dtypes are mixed."""
+    """Neither devices nor dtypes are mixed."""
     cfg = S.Decoding(tiny[0], dtype="bfloat16", gen_len=16, schedule="linear", **flags)
     model, tok, _ = S.load_for_decoding(cfg)
     ask = lambda: S.answer(model, tok, soft(3, 261).to(model.table.device), tok.encode("abc"), cfg)

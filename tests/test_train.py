@@ -31,7 +31,6 @@ def prepared(folder, *texts):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A small prepared folder of bytes, in data.py's format."""
     text = "".join(f"{i} is {'odd' if i % 2 else 'even'}, {i * i} is its square. "
                    for i in range(600))
     return prepared(tmp_path_factory.mktemp("corpus"), text, text[:4000])
@@ -47,7 +46,7 @@ def tiny(corpus, tmp_path):
 
 
 def beside(cfg, name, **change):
-    """The same run with some changes, in a folder of its own."""
+    """The same run with changes, in a folder of its own."""
     return replace(cfg, out_dir=f"{cfg.out_dir}-{name}", **change)
 
 
@@ -69,16 +68,12 @@ def weights(cfg):
 
 
 def at_start(cfg, seed):
-    """The model before its first update.   cfg: that of the model."""
     torch.manual_seed(seed)
     return MDLM(cfg)
 
 
-# ---- Alg. 1
-
-
 def test_six_updates_are_alg1_with_adamw(tiny):
-    """All lines at once, against oracles.alg1. An epoch ends inside an update."""
+    """All lines of Alg. 1 at once. An epoch ends inside an update."""
     cfg = replace(tiny, dropout=0.0, p_sm=0.25, b_l=0.1, b_h=0.9, clip=0.3, ema=0.35, eta_bb=2e-3,
                   eta_sm=3e-2, length=350, batch_size=12)
     model, ema = train(cfg)
@@ -107,10 +102,7 @@ def test_six_updates_are_alg1_with_adamw(tiny):
 
 
 def test_everything_learns_also_in_the_ablations(tiny):
-    """§4.1 and App. C.3 as runs: every parameter moves, and the loss falls.
-
-    With bf16, older torch hands the casts of pass 1, made without a graph, to pass 2.
-    """
+    """App. C.3. In bf16, older torch gave pass 2 the casts of pass 1, which have no graph."""
     for i, change in enumerate((dict(k=None, two_updates=True, warmup=0),
                                 dict(k=1, time_conditioning=True),
                                 dict(dtype="bfloat16", p_sm=1.0))):
@@ -128,11 +120,8 @@ def test_everything_learns_also_in_the_ablations(tiny):
             assert not torch.equal(parameter, before), (name, change)
 
 
-# ---- what a run reports and leaves
-
-
 def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
-    """The numbers of `eval.py ppl --rows=6`, whatever the seed of the run."""
+    """The bounds are those of `eval.py ppl --rows=6`, whatever the seed of the run."""
     cfg = replace(tiny, steps=4, eval_every=2, eval_rows=6, keep_every=2, ema=0.5, eta_bb=3e-3,
                   seed=5, show=True)
     model, ema = train(cfg)
@@ -156,9 +145,6 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
         assert torch.equal(loaded.sm.raw_s, model.sm.raw_s)
         assert loaded.info["tokenizer"]["name"] == "bytes" and loaded.info["step"] == 4
     assert torch.equal(MDLM.load(file(cfg), ema=False).net.table, model.net.table)
-
-
-# ---- one run, however it is cut
 
 
 # train.py's command line in two processes. In update 3, rank 1 is killed. torchrun starts both
@@ -191,10 +177,7 @@ finally:
 
 
 def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monkeypatch):
-    """1 process × 4 micro-batches is 2 × 2: the same losses; both ranks end with the same bits.
-
-    The variable is needed: torch 2.5 to 2.13 would tell new workers the addresses of dead ones.
-    """
+    """1 process × 4 micro-batches is 2 × 2, and both ranks end with the same bits."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     one = replace(tiny, micro_batch=2, p_sm=0.5, eval_every=3, eval_rows=4, save_every=2)
     two = beside(one, "two", resume="auto")
@@ -236,10 +219,9 @@ train(Config(**{fields!r}))
 
 
 def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit(tiny, capsys):
-    """With p_sm, dropout, evaluations, the end of an epoch, and lines after the checkpoint.
+    """The save of update 4 dies half-way, and the file of update 2 goes on.
 
-    The save of update 4 dies between its bytes. The file of update 2 is whole, and goes on. SIGTERM
-    comes in update 3, and leaves out the evaluation that is due.
+    SIGTERM comes in update 3, which skips the evaluation that is due.
     """
     whole = replace(tiny, steps=8, p_sm=0.5, length=350, batch_size=12, eval_every=3, eval_rows=2,
                     save_every=2)
@@ -271,7 +253,7 @@ def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit
 
 def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_start(
         tiny, capsys):
-    """Update 0 is in the log: it tells whether the weights were read correctly (Fig. 3)."""
+    """The bound at update 0 shows whether the weights were read correctly (Fig. 3)."""
     binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, ema=0.0,
                               show=True))
     assert binary.sm is None and not any(name.startswith("sm.") for name in weights(tiny))
@@ -345,18 +327,13 @@ def test_a_flag_beats_the_omega_of_a_file_and_a_preset_does_not(tiny, capsys, fl
     assert f"ω from {file(cfg)}\n" in capsys.readouterr().out
 
 
-# ---- what would be silently wrong, or lost
-
-
 def test_a_wrong_flag_never_starts_a_run(tiny):
     for change, message in (
-            (dict(b_l=0.5, b_h=0.5), "--b_l=0.5 must be below --b_h=0.5"),
+            (dict(b_l=0.5, b_h=0.5), "must be below"),
             (dict(variant="constant", omega_s=1e-6), "does not learn its λ.*: give --omega_s"),
-            (dict(data="no"), "no data in no: run `python data.py openwebtext`, or give --data"),
             (dict(k=259), "--k=259 must be below the 259 tokens of"),
             (dict(n_head=7), "is no multiple of 2 × n_head=7"),
-            (dict(batch_size=6), "--batch_size=6 is not a multiple of --micro_batch=4"),
-            (dict(length=10**6), "tokens do not fill one row")):
+            (dict(batch_size=6), "is not a multiple of")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)
 
@@ -370,9 +347,7 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny, tmp_p
             refused("another process is writing into", train, cfg)
     other = prepared(tmp_path, "other text " * 500, "held out " * 50)
     for change, message in (
-            (dict(n_layer=1, micro_batch=8),
-             r"other settings: micro_batch \(4 there, 8 here\), n_layer \(2 there, 1 here\)\. "
-             "--init_from=.*last.pt with another --out_dir starts from these weights$"),
+            (dict(n_layer=1, micro_batch=8), r"other settings: micro_batch \(4 there, 8 here\), n_"),
             (dict(data=other), "other settings: data")):
         refused(message, train, replace(more, **change))
     with monkeypatch.context() as patch:

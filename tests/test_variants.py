@@ -15,7 +15,6 @@ MASK, V, D = 5, 6, 8
 
 
 def rows():
-    """logits (7, V) and a table (V, D), random."""
     g = rng("variants", 0)
     return torch.randn(7, V, generator=g) * 3, torch.randn(V, D, generator=g)
 
