@@ -102,9 +102,8 @@ def test_shared_weights_of_every_variant_are_read(tmp_path, variant, k, kind, fi
     config[field] = config.pop("variant")
     tensors = {name: t if name.startswith("sm.") else t.bfloat16()
                for name, t in model.state_dict().items()}
-    rest = {"format": FORMAT, "git": {}, "versions": {}, "kind": "mdlm", "seed": 1, "keys": 2,
-            "config": config, "step": 6000, "metrics": {"step": 6000}, "tokenizer": SPECIAL,
-            "data": {"sha256": ""}}
+    rest = {"format": FORMAT, "kind": "mdlm", "config": config, "step": 6000,
+            "tokenizer": SPECIAL}
     path = str(tmp_path / "w.safetensors")
     write_safetensors(path, tensors, {FORMAT: json.dumps(rest)})
     loaded = MDLM.load(path)
@@ -179,19 +178,13 @@ class Hostile:
         return self.function, self.args
 
 
-def test_no_foreign_function_is_ever_called(tmp_path, monkeypatch):
+def test_no_foreign_function_is_ever_called(tmp_path):
     owned, path = str(tmp_path / "owned"), tmp_path / "x.ckpt"
     for function, *args in ((os.mkdir, owned), (eval, f"__import__('os').mkdir({owned!r})"),
                             (getattr, "", "upper"), (__import__, "antigravity"),
                             (torch.hub.load_state_dict_from_url, f"file://{tmp_path}/x")):
         MDLM.load(training_file(path, trained(), hostile=Hostile(function, *args)))
         assert not os.path.exists(owned) and "antigravity" not in sys.modules
-    # The bomb works where it is let.
-    find = checkpoint.InertUnpickler.find_class
-    monkeypatch.setattr(checkpoint.InertUnpickler, "find_class", lambda self, module, name:
-                        os.mkdir if name == "mkdir" else find(self, module, name))
-    MDLM.load(training_file(path, trained(), hostile=Hostile(os.mkdir, owned)))
-    assert os.path.exists(owned)
 
 
 def test_hub_layouts(tmp_path):
@@ -199,7 +192,7 @@ def test_hub_layouts(tmp_path):
     model = trained(soft_mask=False, time_conditioning=True)
     writers = {"pytorch_model.bin": torch.save, "model.safetensors": lambda state, path:
                write_safetensors(path, state, {"format": "pt"})}
-    for prefix in ("backbone.", "", "module.backbone."):
+    for prefix in "backbone.", "":
         for name, write in writers.items():
             folder = tmp_path / (prefix + name.split(".")[0])
             folder.mkdir()

@@ -11,22 +11,14 @@ from dora import DoRALinear, adapter_state, merge_
 from dream import Dream, load_adapter
 
 
-def trained(bias=True):
-    """A layer away from its start, and not square, so that a wrong axis shows."""
-    linear = nn.Linear(5, 6, bias)
-    with torch.no_grad():
-        for p in linear.parameters():
-            p.copy_(torch.randn(p.shape, generator=gen()))
-        layer = DoRALinear(linear, 3, 6, gen())
-        layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=gen(1)))
-        layer.lora_magnitude_vector.mul_(1 + 0.3 * torch.rand(6, generator=gen(2)))
-    return layer
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_is_the_equation(bias):
-    """In float64, with s = α/r = 2."""
-    layer = trained(bias)
+    """In float64, with s = α/r = 2. It is not square, so that a wrong axis shows."""
+    linear = nn.Linear(5, 6, bias)
+    layer = DoRALinear(linear, 3, 6, gen())
+    with torch.no_grad():
+        layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=gen(1)))
+        layer.lora_magnitude_vector.mul_(1 + 0.3 * torch.rand(6, generator=gen(2)))
     x = torch.randn(4, 5, generator=gen(9))
     W, A, B = (w.double() for w in (layer.base.weight, layer.lora_A, layer.lora_B))
     V = W + 2 * B @ A

@@ -247,7 +247,6 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     compute = lambda **given: mauve.update(given) or types.SimpleNamespace(mauve=0.25)
     monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute))
     data.prepare(["abcdefghij" * 9] * 9, "letters", BYTES, val_docs=3)
-    refused("samples needs --samples=FILE", main, "samples")
     samples = "samples", "--samples=samples.jsonl", "--data=letters", "--scale=3", "--seed=7"
     found = result(*samples)
     nats, tokens, features = score(["$abcdef$$", "$bcdefg$$", "$cdefgh$$", "$defgh$$"])

@@ -140,7 +140,7 @@ def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tm
     assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # two breaks in one
 
 
-def test_the_filters(tiny):
+def test_the_filters_and_the_held_out_dialogues(tiny):
     tok, cfg = Tokenizer(tiny[0]), Config(max_length=200)
     talk = lambda prompt, answer: said(("user", prompt), ("assistant", answer))
     overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
@@ -153,10 +153,7 @@ def test_the_filters(tiny):
     assert [tok.decode(ids) for ids, _ in found] == [
         tok.decode(ft.encode_chat(record, tok)[0]) for record in kept]
     assert why == {reason: len(records) for reason, records in dropped.items()}
-
-
-def test_held_out_dialogues_are_not_trained_on(tiny):
-    train, val = ft.read_lines(Config(data=tiny[1], n_val=5))
+    train, val = ft.read_lines(Config(data=tiny[1], n_val=5))  # none is held out and trained on
     assert (len(train), len(val)) == (115, 5)
     assert len({record["messages"][0]["content"] for record in train + val}) == 120
 

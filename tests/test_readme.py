@@ -29,10 +29,7 @@ def blocks(name, language):
 
 
 def commands(name):
-    """[(script, its words)] of this project, as bash reads the blocks of a page.
-
-    Programs are functions here that print their words. Loops and quotes are bash's.
-    """
+    """[(script, its words)] of this project, as bash itself reads the blocks of a page."""
     say = "{ printf '%s\\x1f' $name \"$@\"; printf '\\x1e'; }"
     programs = [f"{p}() {say.replace('$name', p)}" for p in ("python", "torchrun", *OF_OTHERS)]
     script = "\n".join(["set -u", "PATH=", *programs, *blocks(name, "sh")])

@@ -119,10 +119,7 @@ def oracle_of(model, soft):
     ({}, 1e-5, False), (dict(k=None), 1e-5, False), ({}, 0.1, False), ({}, 1e-5, True),
     (dict(time_conditioning=True), 1e-5, False)])
 def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
-    """A sequence has the same ids and calls alone and among others.
-
-    An early end leaves masks for the last pass, which takes the argmax.
-    """
+    """A sequence has the same ids and calls alone and among others."""
     monkeypatch.setattr(sample, "T_END", t_end)
     model, eta = model_of(**changes), 0.3 if "remdm" in sampler else 0.0
     predict, omega = oracle_of(model, soft)
@@ -232,7 +229,6 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     refused("other settings", run, count=5, seed=2)
     refused("--length=99 is over the 32 that", run, length=99)
     refused("is a file of samples", run, count=5, trace=str(file))
-    refused("--eta does nothing", run, eta=0.5)
     assert run(count=5) == whole
     assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
 

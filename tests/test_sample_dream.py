@@ -22,7 +22,7 @@ import sample_dream as S
 from conftest import GOLDEN, gen, plain_omega, recorded_adapter, spy
 from dream import Dream
 from mdlm import TwoPass
-from oracles import dream_filter, slow_blocks, slow_decode, softmax
+from oracles import slow_blocks, slow_decode
 from softmask import SoftMask
 
 MASK = 194
@@ -82,17 +82,6 @@ def predict_of(model):
         h, past = model.trunk(emb[None], past, lo)
         return model.head(h[0]).roll(1, 0), past                               # shifted
     return predict
-
-
-def test_filters_are_temperature_then_top_p():
-    logits = torch.randn(6, 30, generator=gen()) * 2
-    for temperature, top_p in ((0, 1), (0.5, 1), (1, 0.7), (0.3, 0.9), (0, 0.6)):
-        got = S.filtered(logits, temperature, top_p)
-        for row, out in zip(logits.double(), got.tolist()):
-            p = dream_filter(softmax(row, temperature or 1), top_p)
-            assert out == pytest.approx(p, abs=1e-6)
-    p = S.filtered(torch.zeros(2, 5000), top_p=0.5)  # flat, beyond the 1,024 likeliest tokens
-    assert ((p > 0).sum(-1) - 2501).abs().max() <= 1  # up to rounding of the sum
 
 
 def test_probabilities_and_confidences_equal_the_recorded():

@@ -125,8 +125,7 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
     cfg = replace(tiny, steps=4, eval_every=2, eval_rows=6, keep_every=2, ema=0.5, eta_bb=3e-3,
                   seed=5, show=True)
     model, ema = train(cfg)
-    out = capsys.readouterr().out
-    assert "bits per byte" in out and "More: python" in out
+    assert "bits per byte" in capsys.readouterr().out
     val = data.open_split(cfg.data, "val")[0]
     rows = data.rows(val, torch.arange(6) * data.n_rows(val, 32) // 6, 32)
     line = log(cfg)[-1]
@@ -178,7 +177,7 @@ finally:
 
 def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monkeypatch):
     """1 process × 4 micro-batches is 2 × 2, and both ranks end with the same bits."""
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # REPRODUCE.md says why
     one = replace(tiny, micro_batch=2, p_sm=0.5, eval_every=3, eval_rows=4, save_every=2)
     two = beside(one, "two", resume="auto")
     (tmp_path / "probe.py").write_text(TWO_RANKS)
@@ -219,10 +218,7 @@ train(Config(**{fields!r}))
 
 
 def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit(tiny, capsys):
-    """The save of update 4 dies half-way, and the file of update 2 goes on.
-
-    SIGTERM comes in update 3, which skips the evaluation that is due.
-    """
+    """The save of update 4 dies half-way, and the file of update 2 goes on."""
     whole = replace(tiny, steps=8, p_sm=0.5, length=350, batch_size=12, eval_every=3, eval_rows=2,
                     save_every=2)
     cut = beside(whole, "cut")
@@ -239,7 +235,7 @@ def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit
     cut = replace(cut, resume="auto")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         spy(patch, torch.nn.utils, "clip_grad_norm_", 1, sigterm)
-        train(cut)
+        train(cut)  # it skips the evaluation that is due
     assert stop.value.code == 128 + signal.SIGTERM and checkpoint.load(file(cut))["step"] == 3
     assert not bounds(cut) and "stopped after update 3, saved in" in capsys.readouterr().out
     train(whole)
@@ -254,11 +250,8 @@ def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit
 def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_start(
         tiny, capsys):
     """The bound at update 0 shows whether the weights were read correctly (Fig. 3)."""
-    binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, ema=0.0,
-                              show=True))
+    binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, ema=0.0))
     assert binary.sm is None and not any(name.startswith("sm.") for name in weights(tiny))
-    out = capsys.readouterr().out
-    assert "with feedback" not in out and "without" in out
     end = log(tiny)[-1]["val_plain"]  # EMA 0 is the raw weights, where continuations start
     cfg = beside(tiny, "sm", init_from=file(tiny), eval_every=3, eval_rows=4)
     train(cfg)
@@ -347,7 +340,7 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny, tmp_p
             refused("another process is writing into", train, cfg)
     other = prepared(tmp_path, "other text " * 500, "held out " * 50)
     for change, message in (
-            (dict(n_layer=1, micro_batch=8), r"other settings: micro_batch \(4 there, 8 here\), n_"),
+            (dict(n_layer=1), r"other settings: n_layer \(2 there, 1 here\)"),
             (dict(data=other), "other settings: data")):
         refused(message, train, replace(more, **change))
     with monkeypatch.context() as patch:
@@ -362,14 +355,3 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny, tmp_p
     assert [line["step"] for line in log(tiny)] == [1]
     os.remove(file(tiny))  # step-1.pt alone is a run, too
     refused("already holds a run", train, tiny)
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(),
-                    reason="needs CUDA: would check that a compiled bf16 step follows the fp32 one")
-def test_compiled_bf16_step_on_the_gpu(tiny):
-    full = beside(tiny, "32", device="cuda", dtype="float32", compile=False)
-    half = beside(tiny, "16", device="cuda", dtype="bfloat16", compile=True)
-    for cfg in full, half:
-        train(cfg)
-    for a, b in zip(log(full), log(half), strict=True):
-        assert a["loss"] == pytest.approx(b["loss"], rel=0.02)

@@ -9,7 +9,7 @@ from conftest import random_mdlm
 from data import rng
 from mdlm import corrupt, sample_times
 from sample import generate
-from variants import VARIANTS, Constant, Slerp
+from variants import VARIANTS, Slerp
 
 MASK, V, D = 5, 6, 8
 
@@ -17,14 +17,6 @@ MASK, V, D = 5, 6, 8
 def rows():
     g = rng("variants", 0)
     return torch.randn(7, V, generator=g) * 3, torch.randn(V, D, generator=g)
-
-
-def test_constant_gives_every_mask_the_same_share_and_does_not_learn_it():
-    sm = Constant(MASK, omega_s=0.3)
-    lam, _, _ = sm(rows()[0])
-    torch.testing.assert_close(lam, torch.full((7,), 0.3))
-    assert not lam.requires_grad
-    torch.testing.assert_close(sm.strength(0.0), torch.tensor(0.3))  # as decoding asks for it
 
 
 def test_slerp_walks_along_the_great_circle():
@@ -59,6 +51,7 @@ def test_every_variant_trains_and_decodes():
         model(x0, xt, t, soft=True).sum().backward()
         assert all(p.grad.isfinite().all() for p in model.parameters())
         assert 0 < model.lam < 0.5 + 1e-6
+        assert bool(model.sm.raw_s.grad) == (variant != "constant")  # whose λ is not learned
         _, lam, _ = model.feedback(torch.randn(9, model.cfg.n_embd))
         assert (lam.std() > 1e-7) == (variant != "constant"), variant
         assert (generate(model, 2, 6, generator=rng("sample"))[0] < MASK).all()
