@@ -29,7 +29,6 @@ FLAGS = ("--data=data --device=cpu --n_layer=3 --n_head=2 --n_embd=48 --n_cond=1
 
 
 def prepare(length, **fields):
-    """Random data, and start.pt, a random model: a fresh one predicts ties."""
     os.makedirs("data", exist_ok=True)
     special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
     meta = {"tokenizer": special, "source": "noise"}

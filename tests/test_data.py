@@ -78,7 +78,6 @@ def test_gpt2_tokenizer_is_the_published_one():
 
 
 def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
-    """The default is one percent of the documents, or the last tenth of a single one."""
     prepared(tmp_path)
     for split, texts in ("train", TEXTS[:3]), ("val", TEXTS[3:]):
         tokens, meta = open_split(tmp_path, split)

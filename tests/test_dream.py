@@ -31,7 +31,6 @@ def embed(dream, x):
 
 
 def everywhere(dream, x):
-    """Logits (B, L, V) of every hidden state, without the shift."""
     return dream.head(dream.trunk(embed(dream, x))[0])
 
 

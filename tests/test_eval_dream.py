@@ -64,8 +64,6 @@ def config(tmp_path, tiny):
 
 
 class Answers(E.DreamInHarness):
-    """A model that gives these raw answers."""
-
     def __init__(self, texts):
         self.texts = texts
 

@@ -34,7 +34,6 @@ def cfg(tiny, tmp_path):
 
 @pytest.fixture
 def batch(recorded):
-    """The recorded micro-batch: x0, xt (2, 48), t."""
     xt, labels = recorded["c/input_ids"], recorded["c/labels"]
     return torch.where(labels == -100, xt, labels), xt, 1 / recorded["c/dsigma"].item()
 

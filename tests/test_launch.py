@@ -61,7 +61,6 @@ def test_bad_input_is_one_line_and_an_exit_code(monkeypatch, capsys, main, flags
 
 
 def test_printing_ends_no_run(tmp_path):
-    """Nobody reads the output any more, and the terminal has no ω."""
     body = f"""
 log = launch.Log({str(tmp_path / "log.jsonl")!r}, 0, 10_000, True)
 for step in range(10_000):

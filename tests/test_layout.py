@@ -76,7 +76,6 @@ def test_five_packages_and_optional_ones_only_where_they_are_used():
 
 
 def test_functions_are_short():
-    """Lines of a function, without its docstring."""
     for name, module in TREES.items():
         for node in ast.walk(module):
             if isinstance(node, ast.FunctionDef):

@@ -24,7 +24,6 @@ SCALES = {"embedding": 0.3, "norm": 0.2, "adaLN_modulation.weight": 0.15, "adaLN
 
 
 def recorded_model(**changes):
-    """The network of the recordings, rebuilt from its two seeds."""
     torch.manual_seed(0)
     model = MDLM(replace(TINY, **changes))
     g = torch.Generator().manual_seed(1234)

@@ -101,7 +101,7 @@ def test_benchmarks_are_table_3(tmp_path):
 
 
 def test_figures_over_updates_are_means_over_seeds(tmp_path):
-    """Fig. 3 and 8: two seeds with feedback, and a binary run with a single point."""
+    """Figs. 3 and 8."""
     drawing()
     for seed, omega_s in (1, 0.1), (2, 0.3):
         gate = {"omega_s": omega_s, "omega_a": 4.0 * seed, "omega_b": -0.5}
@@ -141,12 +141,8 @@ def test_trace_follows_the_sample(tmp_path):
         assert all(new == old for old, new in zip(before, after) if old[1] is None)
     picture = ElementTree.fromstring(plot.trajectory(cfg.trace))  # Fig. 7: a row per call
     assert len(picture.findall("{*}text")) == 12 * len(steps)
-    picture = ElementTree.fromstring(plot.sudoku(cfg.trace))  # a group per call
-    calls = picture.findall("{*}g")
+    calls = ElementTree.fromstring(plot.sudoku(cfg.trace)).findall("{*}g")  # a group per call
     assert [len(call.findall("{*}text")) for call in calls] == [11] * len(steps)
-    still = [call for call in calls if call.get("visibility") == "visible"][-1]
-    assert {text.get("font-weight") for text in still.findall("{*}text")} == {"bold", "normal"}
-    assert [text.text for text in picture.findall("{*}text")][1:] == ["λ", "0", "0.2", "0.4", "0.6"]
 
 
 def test_no_token_of_a_page_is_taken_for_html(tmp_path):

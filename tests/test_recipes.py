@@ -34,7 +34,7 @@ def soft_mask(on=True, k=3):
 
 
 class Hub(nn.Module):
-    """A stub of LLaDA and Dream: ids or embeddings, and every position sees all others."""
+    """A stub of LLaDA and Dream: ids or embeddings, positions that see each other, .logits."""
 
     def __init__(self):
         super().__init__()
@@ -49,7 +49,7 @@ class Hub(nn.Module):
 
 
 class Ids(nn.Module):
-    """A stub of the backbones of BD3LM and SEDD: ids and a noise level, no embeddings."""
+    """A stub of BD3LM's and SEDD's backbones: ids and a noise level, and no embeddings."""
 
     def __init__(self, of_scores=False):
         super().__init__()

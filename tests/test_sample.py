@@ -208,7 +208,6 @@ def saved(tmp_path_factory):
 
 @pytest.fixture
 def run(saved, tmp_path):
-    """run(folder, **flags): the lines of all samples in the folder after the command."""
     def run(folder="", **flags):
         out = str(tmp_path / folder / "samples.jsonl")
         flags = {"checkpoint": saved, "steps": 8, "device": "cpu", "out": out} | flags

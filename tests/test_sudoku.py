@@ -7,7 +7,6 @@ import os
 import re
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -15,7 +14,7 @@ import data
 import grids
 import plot
 import sudoku
-from conftest import ROOT, gen, refused
+from conftest import ROOT, refused
 from data import rng
 from eval import bound
 from mdlm import MDLM
@@ -53,19 +52,6 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
     [given] = re.findall(r"--given=(\S+)\"", plot.__doc__)
     sudoku.main(sudoku.Config(given=given))
     assert out.endswith("\n\n" + capsys.readouterr().out)
-
-
-def test_puzzles_are_filled_so_many_cells_a_call_with_feedback_and_without():
-    model = MDLM.load(sudoku.SHIPPED)
-    x = grids.ids_of(grids.texts(2, gen()), 258)
-    puzzles = grids.puzzles(x, 29, 258, [gen(1), gen(2)])
-    left = {1: [6, 5, 4, 3, 2, 1, 0], 2: [5, 3, 1, 0], 3: [4, 2, 0]}  # rounded up, then even
-    for order, cells_a_call in sudoku.WAYS:
-        for side, states in sudoku.fill(model, puzzles, order, cells_a_call).items():
-            assert [cells[1].count(".") for cells, _, _ in states] == left[cells_a_call]
-            ends = grids.ids_of(states[-1][0], 258)
-            assert torch.equal(torch.where(puzzles == 258, 258, ends), puzzles)
-            assert any(np.any(lam) for _, lam, _ in states) == (side == "with feedback")
 
 
 def test_a_puzzle_of_the_user_is_filled_or_refused(capsys):

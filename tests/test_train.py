@@ -46,7 +46,6 @@ def tiny(corpus, tmp_path):
 
 
 def beside(cfg, name, **change):
-    """The same run with changes, in a folder of its own."""
     return replace(cfg, out_dir=f"{cfg.out_dir}-{name}", **change)
 
 
