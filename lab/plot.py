@@ -1,13 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""Every figure and every markdown table, from logs and results.     Tables 1-12, Fig. 3-5, 7-9
+"""The paper's figures and markdown tables, from logs and results.    Tables 1-12, Fig. 3-5, 7-9
 
     python lab/plot.py --table="out/*/*.json"                   # eval.py's results, as in Table 1
     python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # loss and bounds, as in Fig. 3
 
-A number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
-figures are means over seeds. ± and bands are the standard deviation over seeds.
+The number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
+figures show means over seeds, and ± and bands are standard deviations over seeds.
 
-README's picture, and its page to step through, are of puzzle 2 of `python sudoku.py`:
+These commands make README's picture, and the page that steps through it. Both show puzzle 2 of
+`python sudoku.py`:
 
     model="--checkpoint=results/sudoku.safetensors --sampler=entropy --steps=12 --top_p=1e-12"
     puzzle="$model --given=2.....65..3....6...65......256..6.1."
@@ -37,7 +38,7 @@ from launch import Refused, atomic, read_json, read_jsonl, run, write_text
 
 @dataclass
 class Config:
-    """One source, and where to write. A pattern may be several, with commas between them."""
+    """Give one source. Where it is a pattern, several may be given with commas between them."""
     # markdown tables
     table: str = ""          # pattern of eval.py's results, a row per --label: Tables 1, 2, 4-7
     benchmarks: str = ""     # folder of eval_dream.py's results: Tables 3, 8-12
@@ -48,15 +49,15 @@ class Config:
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py: Fig. 8
     frontier: str = ""       # pattern of eval.py's results: Fig. 9
     # files of sample.py --trace
-    trajectory: str = ""     # .svg, a row per network call: Fig. 7
-    sudoku: str = ""         # .svg of a pattern: grids that fill, a picture per network call
-    page: str = ""           # .html of a pattern, to step through
-    note: str = ""           # a sentence at the top of that page: why it shows these samples
+    trajectory: str = ""     # .svg, a row for each network call: Fig. 7
+    sudoku: str = ""         # .svg of a pattern: grids that fill, a frame for each network call
+    page: str = ""           # .html of a pattern: a page to step through
+    note: str = ""           # a sentence at the top of that page
     out: str = ""            # (default: plot.png of a figure, else the screen)
 
 
 def files(patterns):
-    """The files of all patterns, each once, sorted."""
+    """The sorted files of all patterns."""
     found = {path for pattern in patterns.split(",") for path in glob.glob(pattern)}
     if not found:
         raise Refused(f"no file matches {patterns!r}: correct the pattern")
@@ -78,19 +79,19 @@ def markdown(rows, columns):
 
 
 def mean_sd(values, spec):
-    """Mean ± standard deviation, or one number alone. spec: how to format them, such as ".2f"."""
+    """Mean ± standard deviation, or a single value.   spec: their format, such as ".2f"."""
     if len(values) == 1:
         return f"{mean(values):{spec}}"
     return f"{mean(values):{spec}} ± {stdev(values):{spec}}"
 
 
-# What eval.py measures, in the order of the columns.
+# What eval.py measures, and the order of the columns
 METRICS = {"mauve": ("MAUVE ↑", ".3f"), "gen_ppl": ("gen. PPL ↓", ".2f"),
            "entropy": ("entropy ↑", ".3f"), "ppl": ("PPL ↓", ".3f")}
 
 
 def read_cells(pattern):
-    """{(unmasking, feedback, label): {(metric, NFE / L or text): [value]}} of results."""
+    """{(unmasking, feedback, label): {(metric, NFE / L or text): [value]}} of eval.py's results."""
     cells = {}
     for result in map(read_json, files(pattern)):
         if result.get("metric") not in ("ppl", "zero_shot", "samples"):  # another file
@@ -102,7 +103,7 @@ def read_cells(pattern):
             budget = os.path.basename(evaluation["text"] or evaluation["data"])
             values = {"ppl": values[feedback]["ppl"]}
         elif settings["sampler"] != "data":
-            unmasking = settings["sampler"].partition("-")[0]  # one row for both kinds of remdm
+            unmasking = settings["sampler"].partition("-")[0]  # remdm-cap and -loop share a row
             feedback = "soft" if settings["soft"] else "binary"
             budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
         checkpoint = settings.get("checkpoint") or evaluation["checkpoint"]
@@ -113,7 +114,7 @@ def read_cells(pattern):
 
 
 def with_gain(words, values, base, spec):
-    """A row of a table, mean ± deviation over seeds, and one of its gain where there is a base.
+    """The row of a table, with mean ± deviation over seeds, and the row of its gain over a base.
 
     words: {heading: cell}.   values, base: {heading: [value]}.   spec: {heading: format}.
     """
@@ -124,7 +125,7 @@ def with_gain(words, values, base, spec):
 
 
 def table(pattern):
-    """Results of eval.py side by side. A base is the last binary row.           Tables 1, 2, 4-7"""
+    """Results of eval.py. Gains are over the last binary row.                   Tables 1, 2, 4-7"""
     cells, bases, lines = read_cells(pattern), {}, []
     columns = sorted({column for row in cells.values() for column in row}, key=lambda column: (
         list(METRICS).index(column[0]), Fraction(column[1]) if "/" in column[1] else 0, column[1]))
@@ -141,10 +142,10 @@ def table(pattern):
 
 
 def dream_results(folder):
-    """{row: {task: [result]}} of the results of eval_dream.py in a folder that have a score.
+    """{row: {task: [result]}} of all results of eval_dream.py in a folder that have a score.
 
-    row: (block, NFE budget or threshold, in words, model, whether with SM, FT, feedback, all else
-    that its results share, so that no others are averaged). It sorts from few passes to many.
+    row: (block, budget or threshold, the same in words, model, whether SM, FT, feedback, all other
+    settings). Only results that agree in all of these are averaged. Few passes come first.
     """
     rows, problems = {}, {}
     for result in map(read_json, files(f"{folder}/*.json")):
@@ -162,9 +163,9 @@ def dream_results(folder):
 
 
 def benchmarks(folder):
-    """Results of eval_dream.py, mean ± deviation over seeds.                      Tables 3, 8-12
+    """Results of eval_dream.py.                                                   Tables 3, 8-12
 
-    A base is the binary model that was finetuned for as long, else the last one.
+    Gains are over the binary model that was finetuned for as long, or else over the last one.
     """
     rows, bases, lines = dream_results(folder), {}, []
     tasks = sorted({task for row in rows.values() for task in row})
@@ -186,7 +187,7 @@ AXES = {"loss": "training loss (nats per token)", "bound": "held-out bound (nats
 
 
 def figure(panels, width=4, height=3.6):
-    """A figure that needs no screen, and its axes side by side. Three fill a page of GitHub."""
+    """A figure that needs no screen, and its axes side by side."""
     from matplotlib.figure import Figure
     fig = Figure(figsize=(width * panels, height), layout="constrained")
     return fig, fig.subplots(1, panels, squeeze=False)[0]
@@ -194,13 +195,13 @@ def figure(panels, width=4, height=3.6):
 
 def logged(path, quantity):
     """{update: value} of a quantity of AXES, in a log of either trainer.             §4.1, Eq. 3"""
-    names = ("val_plain", "val_soft") if quantity == "bound" else (quantity,)  # the last one counts
+    names = ("val_plain", "val_soft") if quantity == "bound" else (quantity,)  # val_soft wins
     return {line["step"]: line[name]
             for line in read_jsonl(path) for name in names if name in line}
 
 
 def over_updates(patterns, quantities):
-    """A panel for each quantity. A line ends with the shortest of its seeds."""
+    """A panel for each quantity. A line ends where the first of its seeds ends."""
     runs = {}
     for path in files(patterns):
         runs.setdefault(run_name(path), []).append(path)
@@ -221,7 +222,7 @@ def over_updates(patterns, quantities):
 
 
 def ablation(pattern):
-    """The perplexity of held-out text, a line for each label. A dot is a seed.  App. C.3, Fig. 5"""
+    """Validation perplexity, a row for each label and a dot for each seed.     App. C.3, Fig. 5"""
     fig, [ax] = figure(1, width=7)
     for (_, _, label), row in read_cells(pattern).items():
         for (metric, _), values in row.items():
@@ -232,7 +233,7 @@ def ablation(pattern):
 
 
 def named_points(series, xlabel, ylabel):
-    """A figure of {name: [(label, x, y)]}: a line for each name, with labels at its points."""
+    """A figure of {name: [(label, x, y)]}: a line for each name, with a label at each point."""
     fig, [ax] = figure(1, width=7, height=5)
     for name, points in series.items():
         _, x, y = zip(*points)
@@ -256,7 +257,7 @@ def frontier(pattern):
 
 
 def throughput(folder):
-    """Score over tokens/s, means over seeds. A dot is a block length.           App. B.2, Fig. 4"""
+    """Score over tokens/s. A dot is a block length.                             App. B.2, Fig. 4"""
     series = {}
     for (block, _, budget, model, _, FT, label, _), row in dream_results(folder).items():
         for task, results in row.items():
@@ -268,7 +269,7 @@ def throughput(folder):
 
 
 def drawn_cell(x, y, width, text, lam, *_):
-    """A cell of a trace (show.py) in SVG: a bold token (lam None), or the top guess, green by λ."""
+    """A cell of a trace (show.py): a token in bold (lam None), or a guess, greener with λ."""
     fill, color, weight = "#fff", "#000", "bold"
     if lam is not None:
         pale = int(220 * (1 - lam))
@@ -280,7 +281,7 @@ def drawn_cell(x, y, width, text, lam, *_):
 
 
 def drawing(width, height, parts):
-    """A whole SVG on a gray ground."""
+    """An SVG with a gray background."""
     return "\n".join([
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         'font-family="monospace" font-size="18" text-anchor="middle">',
@@ -288,7 +289,7 @@ def drawing(width, height, parts):
 
 
 def trajectory(path):
-    """A sample appearing, a row per network call.                               App. C.5, Fig. 7"""
+    """A sample as it appears, a row for each network call.                      App. C.5, Fig. 7"""
     steps = read_jsonl(path)
     width = 10 + 11 * max(len(text) for step in steps for text, *_ in step)
     parts = [drawn_cell(8 + (width + 2) * column, 8 + 34 * row, width, *cell)
@@ -297,9 +298,9 @@ def trajectory(path):
 
 
 def sudoku(patterns):
-    """Grids of 6×6 that fill, side by side, a picture per network call, and the green of four λ.
+    """6×6 grids that fill side by side, a frame for each network call, and a legend for λ.
 
-    It moves in a browser. A viewer that does not move shows the call in the middle.
+    It moves in a browser. Viewers without animation show the frame in the middle.
     """
     traces = {Path(path).stem: read_jsonl(path) for path in files(patterns)}
     names = [f'<text x="{120 + 232 * column}" y="26">{html.escape(name.replace("-", " "))}</text>'
@@ -307,13 +308,13 @@ def sudoku(patterns):
     legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
               for i, lam in enumerate((0, 0.2, 0.4, 0.6))]
     calls, parts = max(map(len, traces.values())), []
-    seconds = 0.7 * calls + 4  # and four more for the last picture
+    seconds = 0.7 * calls + 4  # the last frame stays for four more
     for i in range(calls):
         cells = [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
                             36 + 34 * (j // 6) + 6 * (j // 12), 32, *cell)
                  for column, steps in enumerate(traces.values())
                  for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
-        # It covers the pictures before it.
+        # Each frame covers the ones before it.
         parts.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
                      f'<animate attributeName="visibility" calcMode="discrete" '
                      f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
@@ -323,12 +324,12 @@ def sudoku(patterns):
 
 
 def page(patterns, note=""):
-    """A page that goes through traces step by step, side by side: HTML that needs no network."""
+    """A page that steps through traces side by side, in HTML that needs no network."""
     traces = [{"name": Path(path).stem, "steps": read_jsonl(path)} for path in files(patterns)]
     columns = 6 if len(traces[0]["steps"][0]) == 39 else 0  # of a Sudoku
     values = json.dumps({"columns": columns, "note": note, "traces": traces})
     template = Path(__file__).with_name("trajectory_template.html").read_text("utf-8").strip()
-    # A token may be </script>. Without <, no text of a sample can end the element that holds it.
+    # A token may be </script>: without any <, it cannot end the element that holds it.
     return template.replace(">TRACES<", f">{values.replace('<', chr(92) + 'u003c')}<")
 
 
