@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # plain `pytest` finds the scripts
+sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # so that plain `pytest` finds the scripts
 
 import dora  # noqa: E402
 import oracles  # noqa: E402
@@ -23,7 +23,7 @@ from launch import Refused, from_cli  # noqa: E402
 from mdlm import MDLM, ModelConfig  # noqa: E402
 
 GOLDEN = os.path.join(ROOT, "tests", "golden")
-torch.set_num_threads(1)  # models here are tiny: more threads only wait for each other
+torch.set_num_threads(1)  # models here are too small for more threads
 
 
 def refused(message, function, *args, **kwargs):

@@ -127,7 +127,7 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
                 emb[l] = soft_mask(seen[l], table, mask_id, **soft)                    # l.6
         seen = predict(emb, len(masks) / len(x))                                       # l.3
         p = {l: nucleus(softmax(seen[l]), top_p) for l in masks}
-        chance = order == "random" or len(masks) == len(x)  # from masks alone all are equal
+        chance = order == "random" or len(masks) == len(x)  # masks alone: all are equal
         value = {l: u[l, 1] if chance else minus_entropy(softmax(seen[l])) for l in masks}
         for l in sorted(masks, key=lambda l: -value[l])[:math.ceil(len(masks) / left)]:  # l.4-5
             x[l] = draw(p[l], u[l, 0].item())

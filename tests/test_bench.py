@@ -1,4 +1,4 @@
-"""bench.py: what it reports is what happened, and every case runs. No test looks at a clock."""
+"""bench.py: every case runs, and its report is right. No test depends on a clock."""
 
 import json
 import os

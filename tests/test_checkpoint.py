@@ -1,4 +1,4 @@
-"""checkpoint.py: files of every format, which are made here as their own code writes them."""
+"""checkpoint.py: files of every format, written here as the original code writes them."""
 
 import collections
 import json
@@ -25,7 +25,7 @@ HUB = dict(n_blocks=2, n_heads=4, hidden_dim=32, cond_dim=16, vocab_size=30, mod
            dropout=0.2, time_conditioning=True, model_type="mdlm", architectures=["MDLM"])
 SPECIAL = {"name": "bytes", "vocab_size": 30, "mask_id": 29, "bos": 27, "eos": 28}
 THEIRS = {"raw_s": "raw_scale", "raw_a": "raw_steep", "raw_b": "raw_centre_neg"}
-INV_FREQ = 10000 ** (-torch.arange(0, 8, 2) / 8)  # a buffer of their models, for heads of width 8
+INV_FREQ = 10000 ** (-torch.arange(0, 8, 2) / 8)  # a buffer of theirs, for heads of width 8
 
 
 def trained(**changes):
@@ -55,7 +55,7 @@ def training_file(path, model, /, head=None, tensors=None, hostile=None, **setti
     for name, value in settings.items():
         config[name] = config[name] | value if isinstance(value, dict) else value
     shadow = [p.data + 1 for p in model.net.parameters()]
-    gone = types.ModuleType("omegaconf")  # a framework that is not there when its file is read
+    gone = types.ModuleType("omegaconf")  # a framework that is gone when its file is read
     gone.Node = type("Node", (), {"__module__": "omegaconf"})
 
     def tree(value):
@@ -156,7 +156,7 @@ def test_training_checkpoint_without_its_framework(tmp_path):
     model = trained()
     path = training_file(tmp_path / "x.ckpt", model)
     with pytest.raises(pickle.UnpicklingError):
-        torch.load(path, weights_only=True)  # this is why there is a reader
+        torch.load(path, weights_only=True)  # so a reader of our own is needed
     averaged, raw = MDLM.load(path), MDLM.load(path, ema=False)
     cfg = averaged.cfg
     assert (cfg.k, cfg.variant, cfg.n_head, cfg.length, averaged.info["step"]) == (2, "", 4, 8, 9)

@@ -1,6 +1,6 @@
-"""The main job, `torchrun train.py` as CUDA compiles it, on two ranks of a CPU, against eager code.
+"""`torchrun train.py`, compiled as on a GPU, on two ranks of a CPU, against eager code.
 
-At the vocabulary of GPT-2, with the padded head, under DDP as it ships. slow_compiled.py has more.
+With GPT-2's vocabulary, the padded head, and DDP as it ships. slow_compiled.py has more.
 """
 
 import functools
@@ -20,7 +20,7 @@ import train
 from conftest import random_mdlm, torchrun
 
 V = 50_258
-# n_embd is the number of rows of a chunk: such a chunk must not be compiled for once more.
+# A chunk with as many rows as n_embd must not be compiled once more.
 SIZES = dict(n_layer=3, n_head=2, n_embd=48, n_cond=16, vocab_size=V, mask_id=V - 1)
 SMALL_CHUNKS = 48
 FLAGS = ("--data=data --device=cpu --n_layer=3 --n_head=2 --n_embd=48 --n_cond=16 --batch_size=16 "
@@ -78,7 +78,7 @@ def rank(backend, *words):
     """What each rank runs: train.py with another backend. Counts its graphs."""
     torch.compile = functools.partial(torch.compile, backend=backend)
     chunks.COMPILED_ROWS = SMALL_CHUNKS
-    # As many buckets as at the real size. DDP must not cut the trunk at each.
+    # As many buckets as at the real size. DDP must not split the trunk at each of them.
     train.DistributedDataParallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.05)
     sys.argv[1:] = words
     launch.run(train.train, train.Config)

@@ -1,4 +1,4 @@
-"""data.py: the published row layout, the tokenizers, and what becomes of a corpus."""
+"""data.py: the published row layout, the tokenizers, and how a corpus is prepared."""
 
 import gzip
 import hashlib
@@ -69,7 +69,7 @@ def test_draws_are_named_by_their_whole_key_and_an_order_is_a_permutation():
 def test_gpt2_tokenizer_is_the_published_one():
     try:
         tok = data.tokenizer("gpt2", os.environ.get("GPT2_DIR"))
-    except (Refused, ImportError):  # tiktoken fetches it with requests
+    except (Refused, ImportError):  # tiktoken downloads it with requests
         pytest.skip("needs GPT-2's vocabulary in tiktoken's cache or $GPT2_DIR: would check ids")
     words = [15496, 995, 11, 220, 836, 470, 628, 2245]
     assert tok.encode_ordinary("Hello world,  don't\n\n stop") == words
@@ -158,4 +158,4 @@ def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path):
     assert (rows[:, 0] == 256).all() and (rows[:, 37:] == 257).all()
     known = {tuple(grid) for grid in every.flatten(1).tolist()}
     for grid in (rows[:, 1:37] - 49).tolist():
-        assert tuple(map(grid[:6].index, grid)) in known  # digits exchanged
+        assert tuple(map(grid[:6].index, grid)) in known  # with other names for the digits

@@ -1,4 +1,4 @@
-"""dora.py read against its equation, then against recorded numbers of peft, and peft itself."""
+"""dora.py against its equation, recorded numbers of peft, and peft itself."""
 
 import pytest
 import torch
@@ -67,7 +67,7 @@ def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
     dream = recorded_adapter(Dream.load(tiny_dream))
     save_adapter(str(tmp_path / "ours"), dream, None, Config(model=tiny_dream))
 
-    # Dream's weights in Qwen2, whose causal mask is the difference.
+    # Dream's weights in Qwen2, which differs by its causal mask alone.
     raw = launch.read_json(f"{tiny_dream}/config.json") | {"model_type": "qwen2"}
     theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**raw))
     theirs.load_state_dict(Dream.load(tiny_dream).state_dict())

@@ -1,4 +1,4 @@
-"""eval.py, lab/feedback.py: how the bound is measured, and the authors' scoring rule as a loop."""
+"""eval.py and lab/feedback.py: how bounds and samples are measured."""
 
 import math
 import os
@@ -37,7 +37,7 @@ def test_bound_does_not_depend_on_batches_or_ranks():
     model, rows, options = model_of(omega_s=0.5), rows_of(21), dict(seed=5, repeats=2)
     whole, parts = (bound(model, rows, True, batch_size=size, **options) for size in (21, 4))
     torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-    assert model.training and not whole[0].requires_grad  # it is left as it was
+    assert model.training and not whole[0].requires_grad  # as before
     other = bound(model, rows, True, **options | {"seed": 6})
     assert not torch.equal(other[2], whole[2])  # other masks
     shards = [val_ppl(model, rows, True, batch_size=4, rank=rank, world=3, **options)
@@ -215,7 +215,7 @@ def test_ppl_of_a_checkpoint(world):
     rows = data.rows(tokens, [i * n // 5 for i in range(5)], 16)
     for name in "soft", "binary":
         nll, count = val_ppl(MDLM.load("last.pt"), rows, name == "soft", seed=1, repeats=2)
-        # L positions are paid for, and L − 2 of them carry text
+        # the loss is over L positions, the text in L − 2 of them
         bits = nll / count / math.log(2) * 16 / 14 / (text["bytes"] / text["tokens"])
         expected = {"nats_per_token": nll / count, "ppl": math.exp(nll / count),
                     "bits_per_byte": bits}
@@ -260,7 +260,7 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
         result(*samples)
-    assert "entropy" in read_json("r.json")["values"]  # it needs no package
+    assert "entropy" in read_json("r.json")["values"]  # which needs no package
 
 
 def test_sudoku_counts_whole_grids(world):

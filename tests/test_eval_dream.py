@@ -20,7 +20,7 @@ from tasks import benchmarks as B
 RECORDED = read_json(os.path.join(GOLDEN, "decode_prompts.json"))
 VERDICTS = read_json(os.path.join(GOLDEN, "benchmark_verdicts.json"))
 
-# Rows in the layouts of the published data, made up here.
+# Invented rows, in the layouts of the published data
 SHIFT = {"task_id": "HumanEval/0", "entry_point": "back",
          "canonical_solution": "    return [v - STEP for v in xs]\n",
          "prompt": 'STEP = 2\n\ndef forth(xs):\n    """ adds """\n'

@@ -1,4 +1,4 @@
-"""finetune_dream.py read against Alg. 1 and App. B.2, then against recorded numbers."""
+"""finetune_dream.py against Alg. 1, App. B.2, and recorded numbers."""
 
 import json
 import os
@@ -136,7 +136,7 @@ def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tm
     prompt = tok.chat(said(("user", "a"), ("assistant", "b"), ("user", "c"))["messages"])
     assert tok.decode(ids) == prompt + "\nd<|im_end|>\n"
     assert ids[:prompt_len] == tok.encode(prompt, special=True)
-    assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # two breaks in one
+    assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # \n\n is one token
 
 
 def test_the_filters_and_the_held_out_dialogues(tiny):
@@ -182,7 +182,7 @@ def test_four_updates_are_adam_by_hand(cfg, monkeypatch, kind, k, coin):
             (nll.mean() / t if kind == "authors" else nll.sum() / t / 8).backward()
         softs = [soft for *_, soft, _ in passes]
         tossed.add(sum(softs))
-        have = list(etas) if any(softs) else trained(dream)  # ω rests in a binary update
+        have = list(etas) if any(softs) else trained(dream)  # ω stays as it is in a binary update
         norm = sum(p.grad.square().sum() for p in have).sqrt()
         assert norm > 0.7
         for p in have:
@@ -198,7 +198,7 @@ def test_four_updates_are_adam_by_hand(cfg, monkeypatch, kind, k, coin):
         assert ("lam" in logged(cfg.out)[step]) == any(softs)
     assert tossed == {0, 8} if coin == "update" else tossed - {0, 8}
     for ours, theirs in zip(trained(model), etas, strict=True):
-        # Of steps of up to 1e-2. The rounding of tiny gradients moves a weight by 2.6e-6.
+        # Steps are up to 1e-2. The rounding of tiny gradients moves a weight by 2.6e-6.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
 
 
@@ -237,7 +237,7 @@ def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follo
     assert parts(cfg.out)[0] == 2 and adapter_is_of_the_checkpoint(cfg.out)
     cfg = replace(cfg, resume="auto")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        # torchrun sends it again.
+        # torchrun sends the signal twice.
         spy(patch, torch.optim.AdamW, "step", 1, lambda: (sigterm(), sigterm()))
         finetune(cfg)
     assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == 3
@@ -264,7 +264,7 @@ def test_two_ranks_are_one(cfg):
 
 def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, tmp_path):
     cfg = replace(cfg, steps=0, epochs=0.14)
-    finetune(cfg)  # two updates, but the file has no number that depends on the seed's filters
+    finetune(cfg)  # two updates, but the file must not say so: their number depends on the filters
     assert launch.read_json(cfg.out + "/last/finetune.json")["steps"] == 0
     moved, data = str(tmp_path / "moved"), str(tmp_path / "moved.jsonl")
     shutil.copytree(cfg.model, moved)

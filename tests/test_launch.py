@@ -99,7 +99,7 @@ def test_json_lines_survive_a_kill_at_any_byte(tmp_path):
     assert read_jsonl(path) == lines and whole.count(b"\n") == 3
     for size in range(whole.rindex(b"{"), len(whole)):
         path.write_bytes(whole[:size])
-        left = lines if size == len(whole) - 1 else lines[:2]  # only the end of the line is missing
+        left = lines if size == len(whole) - 1 else lines[:2]  # only the line break is missing
         assert read_jsonl(path) == left
         append_jsonl(path, lines[2])
         assert read_jsonl(path) == [*left, lines[2]]

@@ -9,7 +9,7 @@ import sys
 
 from conftest import ROOT
 
-# A file imports only from the lines above its own.
+# A file imports only files in the lines above its own.
 LAYERS = [
     {"softmask", "chunks", "launch", "grids"},
     {"checkpoint", "data", "show", "variants"},
@@ -17,7 +17,7 @@ LAYERS = [
     {"sample"},
     {"eval"},
     {"train", "sudoku"},
-    {"dora"},  # from here on Dream: nothing above needs it
+    {"dora"},  # from here on, Dream
     {"dream"},
     {"sample_dream", "finetune_dream"},
 ]
@@ -25,7 +25,7 @@ ROOT_FILES = sorted(set().union(*LAYERS))
 LAB = {"bench", "plot", "eval_dream", "feedback"}  # scripts for those who measure
 FILES = sorted({*ROOT_FILES, *LAB})
 PACKAGES = {"torch", "numpy", "tiktoken", "tqdm"}
-COPYABLE = {"softmask": {"torch"}, "dora": {"torch"}}  # made to be copied: torch alone
+COPYABLE = {"softmask": {"torch"}, "dora": {"torch"}}  # made to be copied
 OPTIONAL = {"transformers", "mauve", "lm_eval", "datasets", "matplotlib", "pyarrow", "sklearn",
             "gguf"}
 SCREEN = 60

@@ -1,4 +1,4 @@
-"""mdlm.py against §2.1, Eq. 2, Alg. 1 and App. C.3, and recorded numbers of the authors' code."""
+"""mdlm.py against §2.1, Eq. 2, Alg. 1, App. C.3, and numbers recorded from the authors' code."""
 
 import copy
 import functools
@@ -20,7 +20,7 @@ from mdlm import MDLM, ModelConfig, corrupt, sample_times
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=64, n_cond=32, vocab_size=62, mask_id=61, length=16,
                    dropout=0.0, omega_s=0.7, omega_a=2.5, omega_b=-1.3)
 SCALES = {"embedding": 0.3, "norm": 0.2, "adaLN_modulation.weight": 0.15, "adaLN": 0.3,
-          "output_layer.linear": 0.5, "weight": 0.05}  # of the first that is in the name, else 0.2
+          "output_layer.linear": 0.5, "weight": 0.05}  # the first that is in a name, else 0.2
 
 
 def recorded_model(**changes):
@@ -109,7 +109,7 @@ def test_compiled_gradients_in_bf16_are_as_near_to_those_in_fp32(device, monkeyp
     exact, ours, theirs = gradients(eager, False), gradients(fast, True), gradients(eager, True)
     for name, g in exact.items():
         compiled, not_compiled = ((half[name] - g).norm() / g.norm() for half in (ours, theirs))
-        # A gradient of one number, as those of ω, may be nearly exact in bf16 by chance.
+        # The gradient of a single number, such as ω_s, may be nearly exact in bf16 by chance.
         slack = 1e-3 if g.dim() else 0.05
         assert g.norm() > 0 and compiled < 1.5 * not_compiled + slack, name
 
@@ -121,7 +121,7 @@ def test_omega_is_in_the_graph_of_a_binary_step_and_no_masks_cost_nothing():
     assert torch.equal(model(x0, x0, t, soft=True), torch.zeros(3))
     model(x0, xt, t, soft=False).sum().backward()
     assert all(p.grad is not None and p.grad == 0 for p in model.sm.parameters())
-    model(x0, xt, t, soft=True).sum().backward()  # added to the zeros, each to its own
+    model(x0, xt, t, soft=True).sum().backward()  # these gradients are added to the zeros
     once = recorded_model()
     once(x0, xt, t, soft=True).sum().backward()
     for p, same in zip(model.sm.parameters(), once.sm.parameters()):

@@ -1,4 +1,4 @@
-"""plot.py: tables, figures over updates, and the way of a sample."""
+"""plot.py: tables, figures, and the trace of a sample."""
 
 import json
 import math

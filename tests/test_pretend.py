@@ -1,4 +1,4 @@
-"""MDLM and Dream on a GPU that is not there (pretend.py). Dream's waits: test_sample_dream.py."""
+"""On a pretended GPU (pretend.py): devices are not mixed, and host syncs are counted."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The pages: every command parses, and README's commands run, cut short."""
+"""Every command of the pages parses, and those of README run, cut short."""
 
 import importlib
 import os
@@ -88,7 +88,7 @@ def start_short(script, *words):
 
 
 def test_commands_of_the_readme_run(tmp_path, monkeypatch):
-    # What a reader has before: texts, OpenWebText, a pretrained MDLM.
+    # What a reader already has: texts, OpenWebText, a pretrained MDLM.
     monkeypatch.chdir(tmp_path)
     shutil.copytree(os.path.join(ROOT, "results"), "results")
     words = [" ".join(str(i * j) for i in range(1, 90)) for j in range(1, 12)]

@@ -1,4 +1,4 @@
-"""sample.py against §2.1's posterior, Eq. 1, Alg. 2, App. B.1, and the authors' transitions."""
+"""sample.py against Eq. 1, Alg. 2, App. B.1, and the authors' transition matrices."""
 
 import functools
 import itertools
@@ -54,7 +54,7 @@ def test_every_sampler_carries_the_masked_share_from_t_to_s(eta):
             assert 0 <= reveal <= 1 and 0 <= remask <= most
             assert remask == most or not (loop and t_off < t <= t_on)
             before, after = (loop_share(t), loop_share(s)) if loop else (t, s)
-            # A step across an edge of the loop follows the rule of its start.
+            # A step across an edge of the loop follows the rule of the side where it starts.
             if not loop or (t > t_on) == (s > t_on) and (t > t_off) == (s > t_off):
                 share = before * (1 - reveal) + (1 - before) * remask
                 assert share == pytest.approx(after, abs=1e-12)
@@ -97,9 +97,9 @@ def test_draw_has_the_given_probabilities():
     """A token is drawn where u falls in its part of the cumulative sum."""
     probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05, 0.0])
     u = torch.rand(2000, dtype=torch.float64, generator=data.rng(2))
-    drawn = sample.sample_categorical(3 * probs.expand(2000, -1), u)  # any sum will do
+    drawn = sample.sample_categorical(3 * probs.expand(2000, -1), u)  # any positive sum
     assert drawn.tolist() == [oracles.draw(probs.tolist(), v) for v in u.tolist()]
-    for probs, u, tokens in (  # at the edges; and tokens that fp32 noise cannot reach
+    for probs, u, tokens in (  # edges, and tokens that fp32 noise cannot reach
             ([0, 0.5, 0, 0.5], [0, 0.5], [1, 3]),
             ([1e-12, 1, 1e-12], [0, 0.9e-12, 1.1e-12, 1 - 1.1e-12, 1 - 2**-53], [0, 0, 1, 1, 2])):
         u = torch.tensor(u, dtype=torch.float64)
@@ -133,7 +133,7 @@ def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
                 expected, needed, left = oracles.alg2(predict, model.net.table, x, MASK,
                                                       steps_of(T), probs, top_p, g, omega, always)
             assert row.tolist() == expected.tolist()
-            # Else the loop calls after the last change, too, where no mask is left to predict.
+            # Otherwise the oracle may call once more after the last change, with no mask left.
             assert calls == needed if left or always else calls <= needed <= calls + 1
 
 
@@ -261,7 +261,7 @@ def test_a_puzzle_is_filled_in_order_one_token_a_step(run):
     assert [ids[0], *ids[-2:]] == [256, 257, 257] and len(ids) == 32
     assert all(c == "." or ids[1 + i] == ord(c) for i, c in enumerate(given))
     assert line["nfe"] == 25 and line["settings"]["steps"] == 25
-    # Samples in another order of surest tokens are not continued.
+    # Samples sorted by another entropy are not continued.
     assert line["settings"]["surest"] == "by the whole prediction"
 
 

@@ -1,4 +1,4 @@
-"""sample_dream.py against §2.2, Alg. 2 and Fast-dLLM: slow loops, then the recorded runs."""
+"""sample_dream.py against §2.2, Alg. 2, Fast-dLLM, and recorded runs of the authors' code."""
 
 import copy
 import dataclasses
@@ -94,7 +94,7 @@ def test_probabilities_and_confidences_equal_the_recorded():
             x0, conf = propose(logits, algorithm=algorithm, temperature=temperature, top_p=top_p,
                                generator=gen())
             want = recorded(f"filter/{name}_{key}_conf")
-            if temperature and key == "prob":  # of the drawn token: draws differ between torches
+            if temperature and key == "prob":  # versions of torch draw other tokens
                 want = probs.gather(-1, x0[:, None])[:, 0]
             torch.testing.assert_close(conf, want, atol=1e-6, rtol=0)
             assert temperature or torch.equal(x0, recorded(f"filter/{name}_x0_seed0"))
@@ -214,7 +214,7 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
         assert torch.equal(got[:, 0], recorded(f"blocks/{name}_x")[1:]), name
         seen = [[start, emb.shape[1]] for emb, _, start in calls]
         want = RECORDED[f"blocks/{name}_call"].tolist()
-        # Recorded without a cache: the slices looked at. All 24 positions were computed.
+        # Without a cache, the recording has the slices that were used, of all 24 positions.
         assert seen == (want if cache != "none" else [[0, 24]] * len(want)), name
     assert len(BLOCKS) == 15
 

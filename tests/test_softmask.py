@@ -1,4 +1,4 @@
-"""softmask.py against §3.1, Eq. 3, §3.3, App. B.1, C.3, C.9, and the authors' numbers."""
+"""softmask.py against §3.1, Eq. 3, §3.3, App. B.1, C.3, and numbers of the authors' code."""
 
 import math
 import os
@@ -160,7 +160,7 @@ def test_entropy_and_its_gradient(column):
 def test_minus_infinity_and_a_row_of_nan_in_the_padding_give_no_nan(k):
     x, logits, table = example()
     x[0, 1] = 1
-    logits[..., MASK] = -math.inf  # what a caller does with the mask's own logit
+    logits[..., MASK] = -math.inf  # as a caller may set the logit of [MASK]
     logits[0, 0, 1:] = -math.inf   # a certain row
     logits[0, 1] = math.nan
     logits.requires_grad_()

@@ -47,7 +47,7 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
     out = capsys.readouterr().out
     printed, in_readme = (re.search(row, text).groups()
                           for text in (out, Path(ROOT, "README.md").read_text("utf-8")))
-    assert [*map(int, printed)] == pytest.approx([*map(int, in_readme)], abs=3)  # other roundings
+    assert [*map(int, printed)] == pytest.approx([*map(int, in_readme)], abs=3)  # rounding differs
     assert "puzzle 2:" in out and "✓ no rule broken          ✗ 2 twice in box 1" in out
     [given] = re.findall(r"--given=(\S+)\"", plot.__doc__)
     sudoku.main(sudoku.Config(given=given))

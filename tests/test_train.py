@@ -1,4 +1,4 @@
-"""train.py: Alg. 1 line by line, and one run, however it is cut into devices, stops and saves.
+"""train.py: Alg. 1 line by line, and the same run on any number of ranks, with stops and kills.
 
 Not here: the loss (test_mdlm.py), flags, signals and the log by themselves (test_launch.py).
 """
@@ -97,7 +97,7 @@ def test_six_updates_are_alg1_with_adamw(tiny):
     assert not torch.allclose(ema.net.table, model.net.table, atol=5e-5)
     assert all(map(torch.equal, ema.sm.parameters(), model.sm.parameters()))  # ω has no average
     soft = ["lam" in line for line in log(cfg)]
-    assert (True, False) in zip(soft, soft[1:])  # ω rests after one pass, whatever its momentum
+    assert (True, False) in zip(soft, soft[1:])  # ω rests, whatever its momentum
 
 
 def test_everything_learns_also_in_the_ablations(tiny):
@@ -133,7 +133,7 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
             val_ppl(m, rows, soft, script.EVAL_SEED) for m in (ema, model)))
         assert line[name] == pytest.approx(averaged, rel=1e-5) != pytest.approx(raw, rel=1e-5)
     assert list(bounds(cfg)) == [2, 4]
-    assert log(cfg)[0]["step"] == 1  # a run from scratch begins at ln V, which is not measured
+    assert log(cfg)[0]["step"] == 1  # the bound at a fresh start is ln V, and not measured
     assert checkpoint.load(file(cfg))["metrics"]["val_soft"] == line["val_soft"]
     assert sorted(os.listdir(cfg.out_dir)) == [
         ".lock", "last.pt", "log.jsonl", "step-2.pt", "step-4.pt"]
@@ -145,9 +145,8 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
     assert torch.equal(MDLM.load(file(cfg), ema=False).net.table, model.net.table)
 
 
-# train.py's command line in two processes. In update 3, rank 1 is killed. torchrun starts both
-# again. In update 4, rank 0 sends SIGTERM to the group of torchrun, as a scheduler does. It waits
-# for its own, which torchrun passes on.
+# train.py in two processes. Rank 1 is killed in update 3, and torchrun restarts both. In update 4,
+# rank 0 sends SIGTERM to torchrun's group, as a scheduler does, and waits until it has arrived.
 TWO_RANKS = """
 import inspect, os, signal, time, torch
 import train
@@ -191,7 +190,7 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
     assert sorted(os.listdir(two.out_dir)) == [".lock", "last.pt", "log.jsonl"]
     assert checkpoint.load(file(two))["step"] == 4
     train(one)
-    train(two)  # by one process what two have begun
+    train(two)  # one process continues the run of two
     for a, b in zip(log(one), log(two), strict=True):
         assert a.keys() == b.keys()
         for name in {"loss", "ce_per_mask", "grad_norm", "omega_s", "lam"} & a.keys():
@@ -222,7 +221,7 @@ def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit
                     save_every=2)
     cut = beside(whole, "cut")
     assert data.n_rows(data.open_split(tiny.data, "train")[0], 350) < 8 * 12
-    # Sums are cut by threads, so the bits are those of as many threads as here.
+    # Threads split sums, so equal bits need equally many threads.
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run([sys.executable, "-c", KILLED.format(fields=vars(cut))], cwd=ROOT,
                           env=os.environ | threads)
@@ -258,7 +257,7 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     assert first["step"] == 0 and first["val_plain"] == pytest.approx(end, rel=1e-6)
     assert list(bounds(cfg)) == [0, 3, 6]
     other = beside(tiny, "other", init_from=file(cfg), omega_s=0.3, steps=1)
-    assert train(other)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)  # that of the file
+    assert train(other)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)  # the file's stays
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
@@ -275,7 +274,7 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     path = tiny.out_dir + "-broken.pt"
     checkpoint.save(path, **ckpt | {"model": {k: t * math.nan for k, t in ckpt["model"].items()}})
     refused("not a number: start again", train, replace(cfg, overwrite=True, init_from=path))
-    # Neither what is not a number, nor the old run, which --resume would take by mistake.
+    # Neither the NaNs, nor the old run: --resume would silently take it.
     assert "last.pt" not in os.listdir(cfg.out_dir)
 
 

@@ -1,4 +1,4 @@
-"""variants.py: each against its formula in float64, and inside a model that trains and decodes."""
+"""variants.py: slerp against its formula, and all variants in a model that trains and decodes."""
 
 import itertools
 
@@ -29,7 +29,7 @@ def test_slerp_walks_along_the_great_circle():
     m, lam = table[MASK].double(), lam.double()                                    # (D,), (7,)
     g = (pi.double()[..., None] * table[ids].double()).sum(1)                      # (7, D)
     torch.testing.assert_close(mixed.norm(dim=1), m.norm().expand(7), rtol=1e-5, atol=0)
-    for to, share in (m, lam), (g, 1 - lam):  # λ of the way, and on the way
+    for to, share in (m, lam), (g, 1 - lam):  # λ of the way
         torch.testing.assert_close(angle(to, mixed), share * angle(m, g), rtol=0, atol=1e-4)
 
 
