@@ -1,4 +1,4 @@
-"""softmask.py against §3.1, Eq. 3, §3.3, App. B.1, C.3, and numbers of the authors' code."""
+"""softmask.py against §3.1, Eq. 3, §3.3, App. B.1, C.3, C.9, and numbers of the authors' code."""
 
 import math
 import os
@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import oracles
 import softmask
 from conftest import gen
-from softmask import SoftMask
+from softmask import SoftMask, time_gain
 
 V, D, MASK = 11, 6, 10
 OPEN = dict(omega_s=0.8, omega_a=2.0, omega_b=-1.5)  # ω at which SM does something
@@ -184,6 +184,15 @@ def test_full_logits_compile_in_one_graph_under_autocast_too(k):
     with torch.autocast("cpu", torch.bfloat16):
         mixed = sm.embed(table, x, half)
     assert torch.equal(mixed, sm.embed(table, x, half))  # λ, π and the mix are not rounded
+
+
+def test_time_gain_table():
+    """App. C.9. The switch is strict [code]."""
+    times = 0.8, math.nextafter(0.5, 1), 0.5, 0.1
+    expected = {"none": (1, 1, 1, 1), "linear": times, "linear-late": [1 - t for t in times],
+                "stepwise": (1, 1, 0, 0), "stepwise-late": (0, 0, 1, 1)}
+    for schedule, gains in expected.items():
+        assert [time_gain(schedule, t, 0.5) for t in times] == pytest.approx(gains)
 
 
 RECORDED = os.path.join(os.path.dirname(__file__), "golden", "softmask.npz")
