@@ -219,6 +219,7 @@ def run(saved, tmp_path):
 
 def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     whole = run("whole", count=5, batch_size=3)
+    assert len({tuple(line["ids"]) for line in whole}) == 5
     run(count=2)
     file = tmp_path / "samples.jsonl"
     for cut in (file.read_bytes()[:-20], file.read_bytes()[:40]):  # killed in the middle of a line
@@ -265,7 +266,13 @@ def test_a_puzzle_is_filled_in_order_one_token_a_step(run):
     assert line["settings"]["surest"] == "by the whole prediction"
 
 
-def test_decoding_takes_another_omega(run):
-    """That is with_omega (test_checkpoint.py)."""
-    [own], [other] = run(count=1), run("other", omega_s=0.9, omega_a=1.5, omega_b=-2.0)
-    assert own["ids"] != other["ids"] and other["settings"]["omega_s"] == 0.9
+def test_decoding_takes_another_omega_also_for_a_binary_model(run, saved, tmp_path):
+    binary, ckpt = str(tmp_path / "binary.pt"), checkpoint.load(saved)
+    net = {name: t for name, t in ckpt["model"].items() if name.startswith("net.")}
+    config = ckpt["config"] | {"soft_mask": False}
+    checkpoint.save(binary, **ckpt | {"config": config, "model": net})
+    omega = dict(omega_s=0.9, omega_a=1.5, omega_b=-2.0)
+    [own], [soft] = run("own"), run("soft", **omega)
+    [plain], [given] = run("plain", checkpoint=binary), run("given", checkpoint=binary, **omega)
+    assert own["ids"] != soft["ids"] == given["ids"] != plain["ids"]
+    assert given["settings"].items() >= omega.items()
