@@ -39,8 +39,10 @@ def test_fresh_adapter_is_exactly_the_layer():
         assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_recorded_logits_and_merge(tiny_dream, recorded):
-    dream = recorded_adapter(Dream.load(tiny_dream))
+def test_recorded_logits_and_merge_and_only_the_adapter_is_trained(tiny_dream, recorded):
+    dream = recorded_adapter(Dream.load(tiny_dream).requires_grad_())
+    names = {name.split(".")[-1] for name, p in dream.named_parameters() if p.requires_grad}
+    assert names == {"lora_A", "lora_B", "lora_magnitude_vector"}
     x = recorded["b/input_ids"]
 
     def run():

@@ -77,18 +77,19 @@ def test_recorded_loss_and_all_gradients(tiny_dream, recorded, batch):
     torch.testing.assert_close(model.lam, recorded["c/k3/lam"].mean(), rtol=1e-5, atol=0)
 
 
-def test_update_in_bf16_on_2048_tokens():
-    """DoRA and ω learn on a frozen bf16 model."""
+def test_update_in_bf16_on_cuda_or_cpu():
+    """DoRA and ω learn on a frozen bf16 model, from a dialogue of 2,048 tokens."""
+    device = "cuda" if torch.cuda.is_available() else "cpu"
     dream = Dream(DreamConfig(200, 32, 64, 1, 2, 1, 1e-6, 1e6, 199, 0, 0)).to(torch.bfloat16)
     dream.requires_grad_(False).checkpointing = True
     dora.attach(dream, ft.TARGETS, 16, 16, gen())
-    model = TwoPassDream(dream, SoftMask(199, 1, **HEAD), 199)
+    model = TwoPassDream(dream, SoftMask(199, 1, **HEAD), 199).to(device)
     x0 = torch.randint(100, (1, 2048), generator=gen())
     xt = mask_response(x0, 16, 0.8, 199, gen())
     optimizer = torch.optim.AdamW(trained(model))
     for _ in range(2):  # B is 0 in the first, so that A has no gradient
         optimizer.zero_grad()
-        objective(model(x0, xt, True), 0.8, "authors", 8).backward()
+        objective(model(x0.to(device), xt.to(device), True), 0.8, "authors", 8).backward()
         optimizer.step()
     grads = [p.grad for p in trained(model)]
     assert len(grads) == 4 * 3 + 3

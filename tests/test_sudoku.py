@@ -14,7 +14,7 @@ import data
 import grids
 import plot
 import sudoku
-from conftest import ROOT, refused
+from conftest import ROOT
 from data import rng
 from eval import bound
 from mdlm import MDLM
@@ -52,12 +52,3 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
     [given] = re.findall(r"--given=(\S+)\"", plot.__doc__)
     sudoku.main(sudoku.Config(given=given))
     assert out.endswith("\n\n" + capsys.readouterr().out)
-
-
-def test_a_puzzle_of_the_user_is_filled_or_refused(capsys):
-    given = "1..4......2........3.......5......6."
-    sudoku.main(sudoku.Config(given=given))
-    halves = [line.split("     ")[0] for line in capsys.readouterr().out.splitlines()[1:]]
-    cells = re.sub(r"\D", "", "".join(line for line in halves if "│" in line))
-    assert len(cells) == 36 and all(c in (".", d) for c, d in zip(given, cells))
-    refused("1 twice in row 1", sudoku.main, sudoku.Config(given="11" + 34 * "."))

@@ -353,3 +353,14 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny, tmp_p
     assert [line["step"] for line in log(tiny)] == [1]
     os.remove(file(tiny))  # step-1.pt alone is a run, too
     refused("already holds a run", train, tiny)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(),
+                    reason="needs CUDA: would check that a compiled bf16 step follows the fp32 one")
+def test_compiled_bf16_step_on_the_gpu(tiny):
+    full = beside(tiny, "32", device="cuda", dtype="float32", compile=False)
+    half = beside(tiny, "16", device="cuda", dtype="bfloat16", compile=True)
+    for cfg in full, half:
+        train(cfg)
+    for a, b in zip(log(full), log(half), strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
