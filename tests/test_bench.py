@@ -1,4 +1,4 @@
-"""bench.py: what it reports is what happened, and every case runs. No test looks at a clock."""
+"""bench.py: every case runs, and its report is right. No test depends on a clock."""
 
 import json
 import os
@@ -46,12 +46,6 @@ def test_flops_are_those_of_the_matrices():
     assert bench.flops_per_token(model.cfg, 0) / 3 * 2 * L == pytest.approx(found, rel=0.1)
 
 
-def test_dream_has_its_real_size():
-    """7.6 billion parameters, as many as the released Dream-7B. Counted, not allocated."""
-    dream, _ = bench.build_dream(Config(), torch.device("meta"), torch.bfloat16)
-    assert sum(p.numel() for p in dream.parameters()) == 7_615_616_512
-
-
 def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch):
     out = tmp_path / "bench.json"
     cfg = Config(**QUICK, json=str(out))
@@ -87,7 +81,7 @@ def test_an_update_moves_all_parameters():
 
 
 def test_gpu_sh_gives_flags_that_exist(tmp_path):
-    """A stand-in for Python keeps the commands."""
+    """A stand-in for Python records the commands."""
     stand_in, kept = tmp_path / "python", tmp_path / "commands"
     stand_in.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$*\" >> {kept}\n")
     stand_in.chmod(0o755)
