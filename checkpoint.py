@@ -53,7 +53,7 @@ def load(path):
     except Exception as e:  # a file that is no checkpoint can raise anything
         if isinstance(e, OSError) and e.filename:  # cannot be opened
             raise
-        raise Refused(f"{path} is no checkpoint, or not whole ({in_short(e)})")
+        raise Refused(f"{path} is not a complete checkpoint ({in_short(e)})")
     if "format" in ckpt:
         return with_variant(path, ckpt)
     state = ckpt.get("state_dict", ckpt)

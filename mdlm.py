@@ -352,7 +352,7 @@ class MDLM(TwoPass):
 
     def __init__(self, cfg):
         if cfg.n_embd % (2 * cfg.n_head):  # the rotary embedding pairs entries
-            raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
+            raise Refused(f"n_embd={cfg.n_embd} is not a multiple of 2 n_head = {2 * cfg.n_head}")
         sm = None
         if cfg.soft_mask:
             kind = VARIANTS[cfg.variant] if cfg.variant else SoftMask  # the paper's

@@ -146,7 +146,7 @@ class SoftMask(nn.Module):
     def omega(self):
         """(ω_s, ω_a, ω_b) with their constraints, as 0-d fp32 tensors                   App. B.1"""
         if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) can do that
-            raise ValueError(f"ω in {self.raw_s.dtype} may not learn: call .float() on it")
+            raise ValueError(f"ω is in {self.raw_s.dtype}, not float32: call SoftMask.float()")
         omega_a = F.softplus(self.raw_a) + EPS
         omega_b = -F.softplus(self.raw_b) - EPS
         return torch.sigmoid(self.raw_s), omega_a, omega_b

@@ -268,12 +268,12 @@ def test_what_is_no_checkpoint_is_refused_by_its_name(tmp_path):
             content = f.read()
         for cut in (0, 5, 100, *(len(content) * i // 9 for i in range(1, 9)), len(content) - 1):
             path = write(f"cut.{kind}", content[:cut])
-            refused(f"^{path} is no checkpoint, or not whole", load, path)
+            refused(f"^{path} is not a complete checkpoint", load, path)
         path = write(f"text.{kind}", b"hello\n")
-        refused(f"^{path} is no checkpoint, or not whole", load, path)
+        refused(f"^{path} is not a complete checkpoint", load, path)
     path = str(tmp_path / "x.pt")
     torch.save([1, 2], path)
-    refused(f"^{path} is no checkpoint, or not whole .TypeError: it holds a list", load, path)
+    refused(f"^{path} is not a complete checkpoint .TypeError: it holds a list", load, path)
     for other in {"w": torch.ones(2)}, {"state_dict": {"w": torch.ones(2)}}, torch.nn.Linear(2, 2):
         torch.save(other, path)
         refused(f"^{path} is no model of MDLM's family", load, path)

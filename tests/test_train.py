@@ -354,7 +354,7 @@ def test_a_wrong_flag_never_starts_a_run(tiny):
             (dict(variant="constant", omega_s=1e-6), "does not learn its λ.*: give --omega_s"),
             (dict(data="no"), "no data in no: run `python data.py openwebtext`, or give --data"),
             (dict(k=259), "--k=259 must be below the 259 tokens of"),
-            (dict(n_head=7), "is no multiple of 2 × n_head=7"),
+            (dict(n_head=7), "is not a multiple of 2 n_head = 14"),
             (dict(batch_size=6), "--batch_size=6 is not a multiple of --micro_batch=4"),
             (dict(length=10**6), "tokens do not fill one row")):
         refused(message, train, replace(tiny, **change))
