@@ -37,7 +37,7 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
     compiled = getattr(fn, "compiled", False)
     room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
     size = max(1, int(room / one_row))
-    if compiled:  # always split: for rows that are not a view of others, torch would compile again
+    if compiled:  # always split, into views: torch would compile again for the whole tensors
         size = max(1, N) if whole else COMPILED_ROWS
     elif N <= size:
         return fn(*rows)

@@ -54,8 +54,8 @@ class Decoding:
     switch: Share = 0.5             # t', share of masks left when a stepwise schedule switches
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # With block: reveal all tokens of at least this probability, whatever the algorithm. It is
-    # measured after temperature and top_p: at 0.1 and 0.9, a small lead makes it 1 (REPRODUCE.md).
+    # With block: whatever the algorithm, reveal all tokens with at least this probability after
+    # temperature and top_p. At 0.1 and 0.9, a small lead over others makes it 1 (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Replace the adapter's ω. If there is none, omega_s turns SM on, with k = 3 and the paper's
     # values for the other two.

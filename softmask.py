@@ -35,7 +35,7 @@ What can go wrong:
    set its logit to −inf.
 8. Under DDP, ω needs a gradient in every backward pass, or the next forward pass fails: add
    sum((0 * p).sum() for p in sm.parameters()) to every loss. If an update had no feedback, set
-   these zeros to None before the optimizer step. Otherwise Adam's momentum would still move ω.
+   ω's gradients from 0 to None before the optimizer step. Otherwise Adam's momentum would move ω.
 
 Comments follow the paper unless they are tagged. [code]: the released code does this, and the paper
 is silent or differs. [ours]: our choice.
