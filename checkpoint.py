@@ -41,7 +41,7 @@ HUB_FILES = "model.safetensors", "pytorch_model.bin"
 
 
 def load(path):
-    """The dict above, from a .pt, .ckpt, .safetensors or .bin, or the folder of a run or a hub."""
+    """The dict above, from a .pt, .ckpt, .safetensors or .bin, or the folder of a run or model."""
     if not path:
         raise Refused("--checkpoint=FILE is missing, such as out/quickstart/last.pt, which "
                       "`python train.py quickstart` makes")
@@ -53,7 +53,7 @@ def load(path):
     except Exception as e:  # a file that is no checkpoint can raise anything
         if isinstance(e, OSError) and e.filename:  # cannot be opened
             raise
-        raise Refused(f"{path} is no checkpoint, or not whole ({in_short(e)})")
+        raise Refused(f"{path} is not a complete checkpoint ({in_short(e)})")
     if "format" in ckpt:
         return with_variant(path, ckpt)
     state = ckpt.get("state_dict", ckpt)
@@ -113,7 +113,7 @@ def weights(path, ema=True):
 def check_numbers(state, path):
     """Raises Refused if a weight is not finite: decoding would silently produce nonsense."""
     for name, t in state.items():
-        if not all(value.isfinite() for value in t.aminmax()):  # a mask of t would take memory
+        if not all(value.isfinite() for value in t.aminmax()):  # t.isfinite() would take memory
             raise Refused(f"{path}: {name} has values that are not finite numbers: download it "
                           f"again, or use an earlier checkpoint")
 
@@ -136,7 +136,7 @@ def save(path, **parts):
 def git_version():
     """{commit, dirty} of this source code, or {commit: "unknown"}"""
     folder = os.path.dirname(os.path.abspath(__file__))
-    # Without --git-dir, a copy inside another repository would report that one's commit.
+    # Without --git-dir, a copy inside another repository would report the other's commit.
     command = ["git", f"--git-dir={folder}/.git", f"--work-tree={folder}", "describe", "--always",
                "--exclude=*", "--abbrev=40", "--dirty"]
     try:
@@ -148,7 +148,7 @@ def git_version():
 
 # ---- another ω -----------------------------------------------------------------------------------
 def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
-    """sm with another ω for decoding. None keeps a value. A binary model gets k = 3 [ours]."""
+    """sm with another ω for decoding. None: unchanged. A binary model gets k = 3 [ours]."""
     given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
     given = {name: value for name, value in given.items() if value is not None}
     if not given:
@@ -166,16 +166,16 @@ def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
 
 # ---- MDLM's family -------------------------------------------------------------------------------
 def from_mdlm_family(state, shadow=None, settings=None, step=0):
-    """Our dict from the weights of MDLM or of the authors' SM. Only the names' prefix changes.
+    """Our dict from weights of MDLM or of the authors' SM. Only prefixes and ω's names change.
 
-    state: {name: tensor} with any prefix, and with the buffer of the rotary embedding.
+    state: {name: tensor} with any prefix. The rotary embedding's buffer is checked, then dropped.
     shadow: the EMA, a bare list in the order of the parameters [code].
-    settings: a hub's config.json, or the configuration of a run (default: the paper's values).
+    settings: a hub model's config.json, or the configuration of a run (default: as released).
     """
     settings = settings or {}
     for section in ("algo", "model", "data", "optim"):
         settings = settings | settings.get(section, {})
-    # sm_t_min, sm_t_max: SM can be limited to some t.
+    # sm_t_min, sm_t_max: the authors' code can limit SM to some times t.
     only(settings, "this checkpoint", model_type="mdlm", parameterization="subs", sm_t_min=0,
          sm_t_max=1, causal_attention=False, tokenizer_name_or_path="gpt2")
     [table] = [name for name in state if name.endswith("vocab_embed.embedding")]
@@ -190,7 +190,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     inv_freq = net.pop("net.rotary_emb.inv_freq")                              # (head width / 2,)
     n_head = D // (2 * len(inv_freq))
     expected = 10000 ** (-torch.arange(len(inv_freq)) / len(inv_freq))
-    # A copy in bf16 is off by up to 0.4 %. Base 11000 is off by over 1 % if heads are 4 or wider.
+    # rtol: a bf16 copy is off by up to 0.4 %, even base 11000 by over 1 % (heads at least 4 wide).
     same_base = torch.allclose(inv_freq.float(), expected, rtol=0.01)
     n_heads = settings.get("n_heads", n_head)
     if not same_base or n_heads != n_head:
@@ -239,7 +239,7 @@ HARMLESS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2",
 
 
 class InertUnpickler(pickle.Unpickler):
-    """Loads tensors and plain values. A pickle can name any function to call: it gets Inert."""
+    """Loads tensors and plain values. Any other class or function that a pickle names is Inert."""
 
     def find_class(self, module, name):
         if f"{module} {name}" in HARMLESS:

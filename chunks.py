@@ -15,12 +15,12 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
 
-BUDGET = 1e9        # bytes of (n, V) tensors in use, and of those kept for a backward pass
+BUDGET = 1e9        # bytes of (n, V) tensors in use; as many may be kept for the backward pass
 SM_IN_USE = 7       # fp32 (n, V) tensors that SM with k = |V| holds at once, the worst case
-SM_KEEPS = 6        # those it keeps for a backward pass: logits, clamped, logp, clamped, exp, π
+SM_KEEPS = 6        # those it keeps for the backward pass: logits, clamped, logp, clamped, exp, π
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
 CPU_CACHE = 1.6e6   # bytes of logits that fit a CPU's caches: SM reads them several times
-COMPILED_ROWS = 4096  # rows of a compiled chunk: large matrix products, 0.4 GB of logits in bf16
+COMPILED_ROWS = 4096  # rows of a compiled chunk, for large matrix products; 0.4 GB of bf16 logits
 
 
 def in_chunks(fn, *rows, V, keeps=0, whole=False):
@@ -28,8 +28,8 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
 
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: how many fp32 (n, V) tensors fn keeps for its backward pass. If those of all chunks would
-        exceed BUDGET, none is kept, and the backward pass runs fn again. A compiled fn is never run
-        again: it keeps only its logits, in the dtype of the product.
+        exceed BUDGET, none is kept, and the backward pass recomputes them. A compiled fn is never
+        recomputed: it keeps only its logits, in the dtype of the product.
     whole: if fn is compiled, pass all rows at once, because each chunk pads and casts the whole
         (V, D) weight and makes a dense gradient for it.
     """
@@ -37,7 +37,7 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
     compiled = getattr(fn, "compiled", False)
     room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
     size = max(1, int(room / one_row))
-    if compiled:  # split, even into one part: torch would compile again for rows that are no view
+    if compiled:  # always split, into views: torch would compile again for the whole tensors
         size = max(1, N) if whole else COMPILED_ROWS
     elif N <= size:
         return fn(*rows)
@@ -69,7 +69,7 @@ def compile_parts(model, mode=None):
     copies of the model first: a deepcopy of compiled methods would use the original's weights.
     """
     # DDP would split the trunk every 25 MB, even in the first pass, to send gradients while the
-    # backward pass runs. Each split breaks a fused kernel and draws another dropout mask.
+    # backward pass runs. The splits would break fused kernels and change the dropout masks.
     torch._dynamo.config.optimize_ddp = False
     model.net.trunk = torch.compile(model.net.trunk, mode=mode)
     model.score = compiled_rows(model.score)
@@ -98,13 +98,13 @@ def compiled_rows(fn):
 def likeliest(probs, p):
     """The m largest of each row of probs (n, V), descending: values and ids (n, m).
 
-    m is large enough for the sum of every row to exceed p, or V. Sorting all of V in every call
-    would cost as much as the network.
+    m is V, or large enough for the m values of every row to add up to more than p. Sorting all of V
+    in every call would cost as much as the network.
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
     if probs.is_cuda and probs.numel() < 1e6:
-        sizes = (V,)  # `all` is a host sync. 1e6 is a guess, not measured.
+        sizes = (V,)  # a small sort, without the host sync of `all`; 1e6 is a guess, not measured
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():

@@ -9,7 +9,7 @@ n has one value for each output row. No gradient goes through it.
 
     attach(model, ["q_proj", "v_proj"], r=16, alpha=16)      # in place; the rest is frozen
     optimizer = AdamW([p for p in model.parameters() if p.requires_grad])
-    save_file(adapter_state(model), "adapter_model.safetensors")     # as peft reads it
+    safetensors.torch.save_file(adapter_state(model), "adapter_model.safetensors")  # peft reads it
     merge_(model)                                            # plain linear layers again
 
 Torch only, made to be copied. Not here: dropout, other adapters, quantised layers.
@@ -24,9 +24,9 @@ class DoRALinear(nn.Module):
     """A frozen linear layer with its adapter.
 
     r: rank.   alpha: the update is scaled by α/r.   generator: draws A (default: torch's own).
-    A, B and m are fp32, whatever the dtype of W. A new adapter does not change a bit of the output:
-    B = 0, and m is n in fp32 [ours], so m/n is exactly 1. peft computes this m in the model's
-    dtype, so on a bf16 model its new adapter changes the logits.
+    A, B and m are fp32, whatever the dtype of W. A new adapter does not change the output at all:
+    B = 0, and m starts as n in fp32 [ours], so m/n is exactly 1. peft computes the first m in the
+    model's dtype, so on a bf16 model its new adapter changes the logits.
     """
 
     def __init__(self, linear, r=16, alpha=16, generator=None):
@@ -37,7 +37,7 @@ class DoRALinear(nn.Module):
         A = 2 * torch.rand(r, linear.in_features, generator=generator) - 1
         self.lora_A = nn.Parameter(A.to(**fp32) / linear.in_features ** 0.5)     # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **fp32))  # (out, r)
-        # |W|² of each row, once, because W is frozen. The rest of n is cheap.
+        # W is frozen, so |W|² of each row is computed once. The other terms of n are cheap.
         square = linear.weight.float().pow(2).sum(1)                             # (out,)
         self.register_buffer("square", square, persistent=False)
         self.lora_magnitude_vector = nn.Parameter(self.norm())                   # (out,)
@@ -76,7 +76,7 @@ def replace(model, name, module):
 
 
 def attach(model, names, r=16, alpha=16, generator=None):
-    """Put DoRA on every nn.Linear whose last name is in `names`, in place. All else is frozen."""
+    """In place, put DoRA on each nn.Linear with one of these names ("q_proj"). Freeze the rest."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.split(".")[-1] in names:
@@ -99,7 +99,7 @@ def load_adapter_state(model, state):
     """Copy an `adapter_state` into attached layers. Raises ValueError if names or shapes differ."""
     own = adapter_state(model)
     if own.keys() != state.keys():
-        raise ValueError(f"not in both: {sorted(own.keys() ^ state.keys())}")
+        raise ValueError(f"in only one of model and adapter: {sorted(own.keys() ^ state.keys())}")
     for name, p in own.items():
         if p.shape != state[name].shape:  # `copy_` might broadcast it
             raise ValueError(f"{name} has another shape in the model")

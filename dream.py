@@ -2,7 +2,7 @@
 """Dream-7B, Dream-Coder-7B and smaller models like them: backbone, files, tokenizer.     App. B.2
 
 A Qwen2.5 transformer without the causal mask, in torch alone. Like every backbone here (mdlm.py),
-it has a `table`, `hidden` and `head`. Soft masks go in between the first two:
+it has a `table`, `hidden` and `head`. SM goes in between the first two (mdlm.TwoPass). Without it:
 
     model, tok = Dream.load(folder), Tokenizer(folder)   # the folder as published on the model hub
     x = torch.tensor([tok.encode(tok.chat(messages), special=True) + 32 * [mask_id]])   # (B, L)
@@ -77,7 +77,7 @@ def read_part(folder, name):
 
 
 def added_mask(folder):
-    """The id of [MASK] in added_tokens.json. Raises Refused unless exactly one of its names is."""
+    """The id of [MASK]. Raises Refused unless added_tokens.json has exactly one of its names."""
     names = "<|mask|>", "<M>", "[MASK]"  # Dream's, open-dCoder's, and BERT's
     added = read_part(folder, "added_tokens.json")
     found = [name for name in names if name in added]
@@ -224,7 +224,7 @@ class Dream(nn.Module):
         self.trunk = torch.compile(self.trunk, dynamic=True)
 
     def fingerprint(self):
-        """A hash of the weights, 16 hex digits. Neither dtype nor an adapter changes it."""
+        """A hash of 64 numbers per tensor. Neither the dtype nor an attached adapter changes it."""
         digest = hashlib.sha256()
         for name, p in self.named_parameters():
             if ".lora_" not in name:
@@ -236,7 +236,7 @@ class Dream(nn.Module):
     def load(cls, folder, device="cpu", dtype=None):
         """A model from its published folder, frozen, in eval mode.   dtype: (default: as stored).
 
-        On a CPU the weights are memory-mapped: processes that load the same folder share memory.
+        On a CPU, weights in their stored dtype are memory-mapped, and shared between processes.
         """
         files, state = {"model.safetensors"}, {}
         index = os.path.join(folder, "model.safetensors.index.json")
@@ -249,8 +249,8 @@ class Dream(nn.Module):
         state = {name: t.to(device, dtype) for name, t in state.items()}
         check_numbers(state, folder)
         if model.cfg.tie_word_embeddings and "lm_head.weight" in state:
-            # Some files hold both, some only the head. If the two differ, which one is meant?
-            # transformers 4 used the table for both, transformers 5 uses each for itself.
+            # Some files hold both, some only the head. If the two differ, nobody knows which is
+            # meant: transformers 4 used the table for both, transformers 5 uses both as they are.
             head = state.pop("lm_head.weight")
             if not torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
                 raise Refused(f"{folder} has tie_word_embeddings = True, but its lm_head.weight is "
@@ -287,11 +287,11 @@ def read_omega(cfg, folder):
     raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
     if raw["transparency_alg"] == "none":
         return None
-    only(raw, path, transparency_scheduling="none")  # here, --schedule sets it
+    only(raw, path, transparency_scheduling="none")  # a schedule is set by --schedule instead
     k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
     return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
                 k=k[raw["transparency_alg"]],  # KeyError: their other mixes are not in the paper
-                # the authors' bf16 rounds ω_s above 0.998 up to 1, which SoftMask rejects
+                # the authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects
                 omega_s=min(raw["transparency_scale"], 1 - 1e-6),
                 omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
 
@@ -324,10 +324,10 @@ class Tokenizer:
     def encode(self, text, special=False):
         """The token ids of a text, a list.
 
-        special: <|im_end|> and the like become one token, otherwise they are ordinary text. A whole
-        chat is encoded with it, including what its users typed [code].
+        special: <|im_end|> and the like become one token each (default: they are ordinary text). A
+            whole chat is encoded with special=True, including what its users typed [code].
         """
-        text = unicodedata.normalize("NFC", text)  # é becomes one character [code]
+        text = unicodedata.normalize("NFC", text)  # a letter and its accent become one [code]
         allowed = "all" if special else set()
         return self.bpe.encode(text, allowed_special=allowed, disallowed_special=())
 

@@ -12,7 +12,7 @@ last.pt to resume from, and two adapters, best/ and last/, which sample_dream.py
 authors' code can read. Every random draw is keyed by what it is for (data.rng), so neither a resume
 nor the number of GPUs changes it.
 
-    dialogue, update    one update of DoRA and ω, in the order of train.py            Alg. 1 l.2-9
+    dialogue, update    one update of DoRA and ω, step by step as in train.py         Alg. 1 l.2-9
     finetune            the whole run: data, model, and the loop around `update`
     the rest            what `finetune` loads, measures and saves
 
@@ -47,8 +47,8 @@ from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
-# Ling-Coder's role names. SYSTEM is [ours]: the authors keep that name, so the chat template puts a
-# default system message before it.
+# Ling-Coder's role names. Renaming SYSTEM is [ours]. The authors keep it, so the chat template puts
+# a default system message before it.
 ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 MASK_FLOOR = 1e-3  # mask with probability (1 − floor) t + floor, but weight the loss by 1/t [code]
@@ -71,7 +71,7 @@ class Config:
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: computed from epochs)
     batch_size: Size = 8        # dialogues per update, one per forward pass
-    # Over a dialogue's masks, the authors take the mean [code], the paper the sum: see `objective`.
+    # The authors' code takes the mean over a dialogue's masks, the paper the sum. See `objective`.
     loss: Literal["authors", "paper"] = "authors"
     eta_bb: Rate = 1e-5         # learning rate of DoRA
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
@@ -83,7 +83,7 @@ class Config:
     b_h: Share = 0.8
     # soft-masking
     p_sm: Share = 0.5           # probability of feedback, in two passes; 0: a binary model
-    # One toss per update, as in Alg. 1, or one per dialogue [code], which trains ω more often.
+    # One coin toss per update [ours], or one per dialogue [code]: then more updates train ω.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # close to 0 (App. B.2); this value: [code]
@@ -95,7 +95,7 @@ class Config:
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
     log_every: Size = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: Size = 500      # may write best/; the authors' 100 would take a third of the time
+    eval_every: Size = 500      # may write best/; every 100 [code] would take a third of the time
 
 
 PRESETS = {
@@ -136,7 +136,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     """
     M = cfg.batch_size  # dialogues, over all ranks
     special = model.net.cfg  # has the ids of [MASK] and of the end token
-    # For all ranks, because ω stays as it is if no dialogue of the update has feedback.
+    # The tosses of all ranks: if no dialogue of the update has feedback, ω must stay as it is.
     softs = [is_soft(cfg, step, j) for j in range(M)]
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
@@ -175,10 +175,10 @@ def pad_with_eos(ids, eos, generator):
 
 
 def mask_response(x0, prompt_len, t, mask_id, generator):
-    """x0 with its response masked: x_t (B, L)                                           Alg. 1 l.4
+    """x0 with its response masked: x_t (B, L).   prompt_len: int or (B, 1).             Alg. 1 l.4
 
-    Each token of the response is masked with probability t, and at least one is [code].
-    prompt_len: int or (B, 1). The draws are made on the CPU, so all devices have the same masks.
+    Each token of the response is masked with probability t or slightly more (MASK_FLOOR). If none
+    is, one is chosen [code]. All draws are made on the CPU, so all devices have the same masks.
     """
     p = (1 - MASK_FLOOR) * t + MASK_FLOOR
     response = torch.arange(x0.shape[1]) >= prompt_len                  # (L,) or (B, L)
@@ -237,11 +237,11 @@ def finetune(cfg):
     special = DreamConfig.read(cfg.model)
     check(cfg, special.vocab_size, here.world)
     last = os.path.join(cfg.out, "last.pt")
-    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # before reading takes minutes
+    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     tok = Tokenizer(cfg.model)
     train, val, dropped = load_dialogues(cfg, tok, special.mask_token_id, master)
-    # finetune.json keeps the settings as given. The number of updates computed here differs by
-    # seed, and lab/eval_dream.py would take each seed for another configuration.
+    # For finetune.json. The number of updates computed here depends on the seed: if it were saved,
+    # lab/eval_dream.py would take runs that differ in their seed alone for different settings.
     asked = cfg
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
@@ -316,7 +316,7 @@ def check(cfg, V, world):
 
 
 def load_dialogues(cfg, tok, mask_id, show):
-    """train and val as `encode_all` returns them, and in words what was dropped"""
+    """train and val as `encode_all` returns them, and a text that says what was dropped"""
     train, val = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
     train, dropped = encode_all(train, cfg, tok, mask_id, show)
     val, _ = encode_all(val, cfg, tok, mask_id, show)
@@ -371,8 +371,8 @@ def encode_chat(record, tok):
         messages.pop()
     if not messages or not all(isinstance(m["content"], str) for m in messages):  # tool calls
         return [], 0
-    # Encoded apart, because decoding sees the prompt alone. In one text, two line breaks where they
-    # meet could become one token.
+    # Encoded apart, because decoding sees the prompt alone. In one text, the line breaks where
+    # prompt and response meet could become one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
     return prompt + response, len(prompt)

@@ -39,7 +39,7 @@ T_MIN = 1e-3        # the smallest time, because the loss divides by t [code]
 
 @dataclass
 class ModelConfig:
-    # the backbone, App. B.1. Annotated[int, 1, 1000]: the range, which launch.py checks
+    # The backbone, App. B.1. Annotated[int, 1, 1000] is an int from 1 to 1000 (launch.check_ranges)
     n_layer: Annotated[int, 1, 1000] = 12
     n_head: Size = 12
     n_embd: Size = 768
@@ -49,14 +49,14 @@ class ModelConfig:
     length: Annotated[int, 3, 2**20] = 1024  # L, tokens per sequence
     dropout: Annotated[float, 0, 0.999] = 0.1
     time_conditioning: bool = False  # on in §4.1, off in both released configurations [code]
-    # soft-masking, §3.1
+    # Soft-masking, §3.1
     soft_mask: bool = True           # False: a binary MDLM, without ω. In train.py: --p_sm=0
     k: Size | None = 3               # None: all of V, with a trainable temperature, App. C.3
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # initial ω: ω_s close to 0, App. B.2 [code]
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
-    variant: Literal[("", *VARIANTS)] = ""  # the name of another gate or mix in variants.py
+    variant: Literal[("", *VARIANTS)] = ""  # the name of another λ or mix in variants.py
 
 
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
@@ -89,7 +89,7 @@ class LayerNorm(nn.Module):
     def forward(self, x, shift, scale):
         x, shift = x.float(), shift.float()
         gain = self.weight * (1 + scale)                                       # (B or 1, 1, D)
-        if len(gain) == 1:  # shared by all sequences: layer_norm applies it, and saves a pass
+        if len(gain) == 1:  # one for all sequences: layer_norm can apply it, which saves a pass
             return F.layer_norm(x, x.shape[-1:], gain[0, 0], shift[0, 0])
         return F.layer_norm(x, x.shape[-1:]) * gain + shift                    # (B, L, D)
 
@@ -107,7 +107,7 @@ def rotation(L, d):
     i = torch.arange(0, d, 2).float()                                          # (d/2,)
     # In fp32, because bf16 would lose the phase of far positions.
     angles = torch.arange(L).float()[:, None] * 10000 ** (-i / d)              # (L, d/2)
-    # Negating the first angle of each pair negates its sin, as a rotation needs, and keeps its cos.
+    # (a, b) turns into (a cos − b sin, b cos + a sin). Negated angles give −sin and the same cos.
     angles = torch.cat((-angles, angles), dim=-1)[:, None, None]               # (L, 1, 1, d)
     return angles.cos(), angles.sin()
 
@@ -195,7 +195,7 @@ class DiT(nn.Module):
         bias[self.cfg.mask_id] = -1e6  # p = 0, without another pass over an (n, V) tensor
         if torch.compiler.is_compiling():
             # Unless 64 divides V, CUDA uses an old, slow kernel for the weight's gradient. So V is
-            # padded inside the product [ours]. In eager mode, each call would copy the weights.
+            # padded [ours], but not in eager mode: each call would copy the weight once more.
             weight = F.pad(weight, (0, 0, 0, -V % 64))
             bias = F.pad(bias, (0, -V % 64))
         return F.linear(h, weight, bias)[:, :V].float()                        # (n, V)
@@ -234,16 +234,16 @@ class TwoPass(nn.Module):
     """Predict, feed back, predict again, for any backbone                        §3.2, Alg. 1 l.5-8
 
         θ~ = detach(θ)                                                               l.5
-        p~ = g_θ~(x_t)         a forward pass over plain [MASK]s, without a graph    l.6
+        p~ = g_θ~(x_t)         a forward pass over plain [MASK]s, without gradients  l.6
         x' = sm_ω(x_t, p~)     each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i         l.7
-        p  = g_θ(x')           a forward pass with a graph, to θ and through x' to ω l.7
+        p  = g_θ(x')           a forward pass with gradients for θ, and for ω via x' l.7
         L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
 
     To follow the calls down to Eq. 3, read MDLM.forward (at the end of this file), token_nll,
     feedback, weigh, SoftMask.forward, SoftMask.strength. in_chunks and in_pieces only split rows.
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
-    A subclass computes its loss in `forward`, so that DDP sees one forward per backward.
+    A subclass calls token_nll in `forward`, so that DDP sees one forward call per backward pass.
     """
 
     def __init__(self, net, sm, mask_id, two_updates=False):
@@ -266,11 +266,11 @@ class TwoPass(nn.Module):
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
             with self.detached():                                              #                 l.5
-                # p~ is never stored: `weigh` computes it from h, by chunks. Dropout is on [code].
+                # p~ is never stored: `weigh` computes it from h, in chunks. Dropout is on [code].
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
-            # An attribute, because DDP returns only the loss. Without masks, mean() would be NaN.
+            # For the log. Not mean(), which would be NaN if nothing is masked.
             self.lam = lam.detach().sum() / max(1, len(lam))
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
@@ -310,7 +310,7 @@ class TwoPass(nn.Module):
     def feedback_of_certain(self, ids):
         """`feedback` for tokens ids (m,) that have just been re-masked: H = 0, so λ is largest.
 
-        They were visible in the last pass, and SUBS predicts a visible token with p = 1 [code].
+        They were visible in the last pass, and MDLM predicts a visible token with p = 1 [code].
         """
         lam = self.sm.strength(torch.zeros(len(ids), device=ids.device))       # (m,)
         pi = torch.ones_like(lam)[:, None]                                     # (m, 1)
@@ -343,7 +343,7 @@ def with_omega_in_graph(nll, sm):
     """
     if sm is None:
         return nll
-    # Not 0 · Σp: all gradients would be views of one number, and the next micro-batch adds to each.
+    # Not 0 · Σp: ω's three gradients would share memory, and accumulation would mix them up.
     return nll + sum((0 * p).sum() for p in sm.parameters())
 
 
@@ -352,7 +352,7 @@ class MDLM(TwoPass):
 
     def __init__(self, cfg):
         if cfg.n_embd % (2 * cfg.n_head):  # the rotary embedding pairs entries
-            raise Refused(f"n_embd={cfg.n_embd} is no multiple of 2 × n_head={cfg.n_head}")
+            raise Refused(f"n_embd={cfg.n_embd} is not a multiple of 2 n_head = {2 * cfg.n_head}")
         sm = None
         if cfg.soft_mask:
             kind = VARIANTS[cfg.variant] if cfg.variant else SoftMask  # the paper's
@@ -369,16 +369,16 @@ class MDLM(TwoPass):
         The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor. Because
         of ALPHA_FLOOR and T_MIN, L is 0.1 to 0.3 % too small, except in `eval.py ppl --floor=0`.
         With feedback, L bounds the likelihood of a sampler that runs both passes in every step.
-        Alg. 2 runs one, and feeds back the last step's prediction. Pass 1 stands in for it (§3.2).
+        Alg. 2 has no pass 1: instead, it feeds back the prediction of the step before (§3.2).
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)  # see TwoPass       (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
 
     @classmethod
     def load(cls, path, ema=True):
-        """A model in eval mode, from any file that checkpoint.load reads. `.info` is the rest.
+        """A model in eval mode, from any file that checkpoint.load reads.
 
-        ema: use the averaged backbone, as all published numbers do.
+        ema: use the averaged backbone, as all published numbers do.   .info: the rest of the file.
         """
         weights, info = checkpoint.weights(path, ema)
         config = {name: value for name, value in info["config"].items()

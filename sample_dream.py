@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Decoding by confidence: each pass reveals the surest tokens and soft-masks the rest.
+"""Decode with Dream: each pass reveals the surest tokens and soft-masks the rest.
 
     §2.2 conditional generation   pad_prompts      a response of [MASK]s behind each prompt
     App. A, Alg. 2; App. C.9      decode           the whole response at once
@@ -7,8 +7,8 @@
     Alg. 2 l.5, §2.2 unmasking    reveal           the surest of these tokens, written into x
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
-Logits are (n, V), a row per masked position, and exist only inside `in_chunks`. In each pass, both
-loops copy x to the host to find its masks: a host sync. The only other one is in `likeliest`.
+Logits are (n, V), a row per masked position, and exist only inside `in_chunks`. Each pass copies x
+to the host to find its masks, which is a host sync. The only other host sync is in `likeliest`.
 Not here: benchmarks (lab/eval_dream.py), re-masking.
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
@@ -51,11 +51,11 @@ class Decoding:
     temperature: AtLeast0 = 0.1     # App. B.2; 0: argmax
     top_p: Probability = 0.9        # App. B.2; 1: off. Dream's rule, see `filtered`
     schedule: Schedule = "none"     # App. C.9
-    switch: Share = 0.5             # t', the share of masks left when the stepwise ones switch
+    switch: Share = 0.5             # t', share of masks left when a stepwise schedule switches
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # With block: reveal all tokens of at least this probability, whatever the algorithm. It is the
-    # one after temperature and top_p: at 0.1 and 0.9, a small lead makes it 1 (REPRODUCE.md, 5).
+    # With block: whatever the algorithm, reveal all tokens with at least this probability after
+    # temperature and top_p. At 0.1 and 0.9, a small lead over others makes it 1 (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Replace the adapter's ω. If there is none, omega_s turns SM on, with k = 3 and the paper's
     # values for the other two.
@@ -65,7 +65,7 @@ class Decoding:
     seed: int = 0
     device: str = "auto"            # cuda, else mps, else cpu
     dtype: launch.DType = "auto"    # auto: as stored
-    compile: bool | None = None     # takes a minute (default: off, in eval_dream on for CUDA)
+    compile: bool | None = None     # takes a minute (default: off, but on for CUDA in eval_dream)
 
 
 @dataclass
@@ -73,8 +73,8 @@ class Config(Decoding):
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one per line
-    # A text in which the model replaces ___, without the chat template. So it is also how a base
-    # model, which knows no chat, completes a text: --infill="def f(x):\n___"
+    # A text in which the model replaces the first ___. No chat template is added, so a base model
+    # can complete a text, too: --infill="def f(x):\n___"
     infill: str = ""
 
 
@@ -83,8 +83,8 @@ class Pick(NamedTuple):
     algorithm: Algorithm = "entropy"
     temperature: float = 0.0
     top_p: float = 1.0
-    # For the draws at a temperature above 0. A list has one per sequence, on the CPU: then a
-    # sequence does not depend on the rest of its batch.
+    # For the draws at a temperature above 0. With a list of one generator per sequence, on the CPU,
+    # a sequence does not depend on the rest of its batch.
     generator: torch.Generator | list | None = None
 
 
@@ -96,7 +96,7 @@ def pad_prompts(cfg, prompt, gen_len, device="cpu"):
     # Masks inside the prompt are filled, too.
     x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
     if (x[:, 0] == cfg.mask_token_id).any():
-        raise Refused("position 0 is masked, and no position before it predicts it: add a prompt")
+        raise Refused("position 0 is masked, and nothing before it can predict it: add a prompt")
     return x.to(device)
 
 
@@ -134,9 +134,9 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
 def propose(model, h, b, pick, forced=False):
     """A token for each mask, how sure the model is of it, and its soft mask         Alg. 2 l.4, l.6
 
-    h: (N, D) hidden states that predict N masks.   b: (n,) on the host, the sequence of each of the
-    first n. Only these may be revealed. The others get feedback alone, because choosing a token
-    costs more than its logits.   forced: where the model predicts [MASK], take the best real token
+    h: (N, D) hidden states that predict N masks. Only the first n may be revealed. The others only
+    get feedback, because choosing a token costs more than its logits.   b: (n,) on the host, the
+    sequence of each of these n.   forced: where the model predicts [MASK], take the best real token
     [ours]. The authors' code leaves masks in its answers.
     Returns x0 (n,), conf (n,), the highest to be revealed first, and soft masks (N, D) or None.
     Temperature and top-p change tokens and their order, but not the soft masks [code].
@@ -178,7 +178,7 @@ def filtered(logits, temperature=0.0, top_p=1.0):
         return p
     # The token at which the sum crosses top_p is kept here, and dropped by sample.nucleus.
     top, ids = likeliest(p, top_p)                                      # 2 × (n, m)
-    before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                      # (n, m)  of likelier ones
+    before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                      # (n, m)  total before each
     p = torch.zeros_like(p).scatter(-1, ids, top.masked_fill(before > top_p, 0))
     return p / p.sum(-1, keepdim=True)
 
@@ -193,7 +193,7 @@ def draw(p, b, generator):
         generators, rows = generator, b.bincount(minlength=len(generator)).tolist()
     u = torch.cat([torch.rand(n, 1, generator=g, device=g.device if g else "cpu",
                               dtype=torch.float64) for g, n in zip(generators, rows)])  # (n, 1)
-    # torch.multinomial would be two host syncs. MPS has no float64.
+    # torch.multinomial would cost two host syncs. MPS has no float64.
     device = "cpu" if p.device.type == "mps" else p.device
     cdf = p.to(device, torch.float64).cumsum(-1)                        # (n, V)
     if u.device != cdf.device:
@@ -216,7 +216,7 @@ def reveal(x, masks, x0, conf, share=1.0, threshold=None):
     rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)[masks]        # (n,)
     if threshold is not None:
         chosen = (rank == 0) | (conf >= threshold)                      # (n,)
-    else:  # of the sequence's own number of masks [ours]; the authors take the batch's mean
+    else:  # a share of the sequence's own masks [ours]; the authors take the mean over the batch
         count = (score.isfinite().sum(-1) * share).long()               # (B,)
         chosen = rank < count[b]                                        # (n,)
     return x.index_put(masks, torch.where(chosen, x0, x[masks]))        # (B, L)
@@ -225,8 +225,8 @@ def reveal(x, masks, x0, conf, share=1.0, threshold=None):
 def reveal_shares(steps):
     """The share of its masks that each step reveals: 1 − s/t, from time t to s < t        §2.2, L/T
 
-    The number of tokens is rounded down, and the last step reveals all that are left. So with T = L
-    the steps do not reveal one token each, as in App. B.2, but 0, 1, …, 1, 2 [code].
+    The number of tokens is rounded down, and the last step reveals all that are left. App. B.2 says
+    that with T = L, each step reveals one token. Here it is 0, 1, …, 1, 2 for L = 768 [code].
     """
     times = torch.linspace(1, 1e-3, steps + 1)                          # (T + 1,)
     shares = 1 - times[1:] / times[:-1]                                 # (T,)  on the host
@@ -242,7 +242,7 @@ def faded(mixed, plain, b, schedule, switch, left, start):
     """
     if schedule == "none":
         return mixed
-    # In fp32, 3/15 would be above 0.2 and pass the strict switch. A sequence may have no masks.
+    # Not in fp32, where 3/15 > 0.2 would pass the strict switch. A sequence may have no masks.
     shares = [now / max(of, 1) for now, of in zip(left.tolist(), start.tolist())]
     gain = torch.tensor([time_gain(schedule, share, switch) for share in shares])        # (B,)
     gain = to_device(gain[b], mixed.device)[:, None]                    # (N, 1)
@@ -282,7 +282,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     check(gen_len, steps, block, threshold)
     if threshold is not None:
         pick = pick._replace(algorithm="maskgit_plus")
-    shares = torch.ones(block)         # with a threshold, a pass reveals at least one token
+    shares = torch.ones(block)  # with a threshold, at most `block` passes: each reveals a token
     if threshold is None:
         shares = reveal_shares(steps * block // gen_len)
     shares[0] = 1
@@ -363,7 +363,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
 
     stats, begin = {"nfe": 0}, time.perf_counter()
     mask_id, eos, device = model.cfg.mask_token_id, model.cfg.eos_token_id, model.table.device
-    # Seeded by the prompt, too: an answer does not depend on what was asked before.
+    # Seeded by the prompt, too, so that the order of several prompts does not change answers.
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(seed_of(cfg.seed, ids))
     settings = {"pick": Pick(cfg.algorithm, cfg.temperature, cfg.top_p, generator),

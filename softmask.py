@@ -12,7 +12,7 @@ Here p is the last prediction at this position, and H(p) is its entropy in nats.
 embeddings of [MASK] and of token i. Three scalars are learned: ω_s, ω_a and ω_b.
 `python softmask.py` prints an example. To use SM with any model that takes embeddings:
 
-    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)   # the authors: 1e-6 [code]
+    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)  # authors: ω_s = 1e-6 [code]
     table = model.get_input_embeddings().weight           # (V, D)
     with torch.no_grad():
         logits = model(input_ids=x).logits                # (B, L, V)  what it predicts at the masks
@@ -31,11 +31,11 @@ What can go wrong:
 5. SoftMask detaches nothing. To keep gradients out of the first pass, run it under no_grad.
 6. Give autocast cache_enabled=False. Otherwise older torch (2.6 and 2.9, but not 2.13) reuses the
    weights that it cast under no_grad. These casts have no graph, so the weights get no gradient.
-7. If the model can predict [MASK], it may be among the k tokens [code]. To prevent that, first set
-   its logit to −inf.
-8. Under DDP, ω needs a gradient in every update, or the ranks silently diverge: add
-   sum((0 * p).sum() for p in sm.parameters()) to every loss. Then, before the optimizer step of an
-   update without feedback, set ω's gradients to None. With 0, Adam's momentum would still move ω.
+7. If the model can predict [MASK], the k tokens may include [MASK] [code]. To prevent that, first
+   set its logit to −inf.
+8. Under DDP, ω needs a gradient in every backward pass, or the next forward pass fails: add
+   sum((0 * p).sum() for p in sm.parameters()) to every loss. If an update had no feedback, set
+   ω's gradients from 0 to None before the optimizer step. Otherwise Adam's momentum would move ω.
 
 Comments follow the paper unless they are tagged. [code]: the released code does this, and the paper
 is silent or differs. [ours]: our choice.
@@ -55,8 +55,8 @@ class SoftMask(nn.Module):
     `embed` turn these into embeddings.
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
-    omega_s in [0, 1): amplitude. 0 starts at EPS.   omega_a > 0: steepness, per nat.
-    omega_b < 0: offset, in nats.
+    omega_s in [0, 1): amplitude. 0 becomes EPS, because ω_s = 0 could not learn.
+    omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
     The parameters are raw_s, raw_a and raw_b. ω is a sigmoid or softplus of them, so its
     constraints always hold. Checked against tests/oracles.py soft_mask.
     """
@@ -93,19 +93,19 @@ class SoftMask(nn.Module):
         return lam, ids, top.softmax(-1)             # p renormalised over the top k: Σ π = 1
 
     def strength(self, minus_h):
-        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of the tokens in the mix               Eq. 3
+        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), how much of the mix is predicted tokens         Eq. 3
 
         minus_h: (…) −H(p) in nats, at most 0.   Returns λ: (…) in [0, ω_s].
 
         λ is near ω_s where the model is confident (−H near 0), and near 0 where it is not (−H far
         below ω_b). ω_s = 0 is binary masking (§3.3). Training starts with ω_s near 0 (App. B.2). It
-        cannot start at 0, because the gradient of raw_s is proportional to ω_s.
+        cannot start at 0: raw_s would be −∞, and its gradient 0.
         """
         omega_s, omega_a, omega_b = self.omega
         return omega_s * torch.sigmoid(omega_a * (minus_h - omega_b))              # (…)
 
     def mix(self, table, lam, ids, pi):
-        """(1 − λ) m + λ Σ_i π_i v_i, with embeddings for one-hot vectors               §3.1 sm(·,·)
+        """(1 − λ) m + λ Σ_i π_i v_i, on embeddings instead of one-hot vectors         §3.1 sm(·,·)
 
         table: (V, D), the embeddings.   lam (N,), ids, pi: from `forward`.
         Returns (N, D) in the table's dtype.
@@ -133,7 +133,7 @@ class SoftMask(nn.Module):
         masked = x == self.mask_id                                                 # (B, L)
         plain = F.embedding(x, table)                                              # (B, L, D)
         if logits.dim() == 3:
-            # Padding may have NaN rows. `where` below drops them, but not from the gradient of ω.
+            # Logits at padding may be NaN. `where` below drops them, but ω's gradient would be NaN.
             logits = logits.masked_fill(~masked[..., None], 0)                     # (B, L, V)
             mixed = self.mix(table, *self(logits.flatten(0, 1)))                   # (B·L, D)
             return torch.where(masked[..., None], mixed.view_as(plain), plain)     # (B, L, D)
@@ -145,8 +145,8 @@ class SoftMask(nn.Module):
     @property
     def omega(self):
         """(ω_s, ω_a, ω_b) with their constraints, as 0-d fp32 tensors                   App. B.1"""
-        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) skips `_apply`
-            raise ValueError(f"ω in {self.raw_s.dtype} may not learn: call .float() on it")
+        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) can do that
+            raise ValueError(f"ω is in {self.raw_s.dtype}, not float32: call SoftMask.float()")
         omega_a = F.softplus(self.raw_a) + EPS
         omega_b = -F.softplus(self.raw_b) - EPS
         return torch.sigmoid(self.raw_s), omega_a, omega_b
@@ -182,7 +182,7 @@ def neg_entropy(logp):
 
 
 def time_gain(schedule, t, switch=0.5):
-    """A factor in [0, 1] that turns λ up or down during decoding                           App. C.9
+    """The factor on λ at this point of decoding, from 0 to 1                               App. C.9
 
     Scale λ before the mix: sm.mix(table, time_gain("linear", t) * lam, ids, pi).
 
@@ -193,7 +193,7 @@ def time_gain(schedule, t, switch=0.5):
     linear-late   1 − t                   binary → SM
     stepwise-late 1 if t <= switch        binary → SM
 
-    t: time left, a float from 1 to 0. [code]: the share of positions that are still masked.
+    t: time left, from 1 to 0: the share of the initial masks that are still masked [code].
     """
     gains = {"none": 1.0, "linear": t, "stepwise": float(t > switch),
              "linear-late": 1 - t, "stepwise-late": float(t <= switch)}
@@ -207,8 +207,8 @@ def softplus_inverse(y):
 def largest(logits, k):
     """logits.topk(k) for logits (N, V), but faster. Ties may be broken differently [ours].
 
-    `topk` reads all V logits several times. Here one pass finds the largest logit of each group.
-    The k largest of all lie in the k groups with the largest maxima, and `topk` reads only those.
+    `topk` reads its input several times. So one pass finds the largest logit of each group of 128,
+    and `topk` searches only the k groups with the largest maxima: they hold the k largest logits.
     """
     width, V = 128, logits.shape[1]
     if V < 8 * k * width:  # the k groups would hold a large part of V

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Another gate and another mix, to compare with the paper's. They show how to extend SoftMask.
+"""Another λ and another mix, to compare with the paper's. They show how to extend SoftMask.
 
     constant   λ is the same for every mask and not learned, to see whether the entropy matters
     slerp      the mix is on a sphere, between the directions of [MASK] and of the predicted tokens
 
-A new gate overrides `strength`, and a new mix overrides `mix`. `train.py --variant=NAME` trains the
-one with this name in VARIANTS. Both are [ours].
+Both are [ours]. A new λ overrides `strength`, and a new mix overrides `mix`. VARIANTS has the names
+for `train.py --variant=NAME`.
 """
 
 import torch
@@ -31,7 +31,7 @@ class Slerp(SoftMask):
         end = F.normalize(g, dim=-1)                                               # (N, D)
         lam = lam[:, None]                                                         # (N, 1)
         cos = (start * end).sum(-1, keepdim=True)                                  # (N, 1)
-        # If the guess is [MASK] itself, cos = 1, where the derivative of acos is infinite.
+        # If the model predicts [MASK] itself, cos = 1, where the derivative of acos is infinite.
         theta = cos.clamp(-1 + 1e-6, 1 - 1e-6).acos()                              # (N, 1)
         mixed = ((1 - lam) * theta).sin() * start + (lam * theta).sin() * end      # (N, D)
         return (m.norm() * mixed / theta.sin()).to(table.dtype)                    # (N, D)

@@ -228,6 +228,6 @@ def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused(tmp_path):
         for size in 0, 5, 100, len(whole) // 2, len(whole) - 1:
             with open(path, "wb") as f:
                 f.write(whole[:size])
-            refused("is no checkpoint, or not whole", load, path)
+            refused("is not a complete checkpoint", load, path)
     torch.save({"w": torch.ones(2)}, ours)
     refused("is no model of MDLM's family", load, ours)

@@ -1,4 +1,4 @@
-"""dream.py against recorded numbers of the published code, and folders that are wrong."""
+"""dream.py against recorded numbers of the published code, transformers' Qwen2, and bad folders."""
 
 import gzip
 import json
@@ -54,6 +54,32 @@ def test_recorded_logits(dream, recorded):
     logits = everywhere(dream, recorded["a/input_ids"])
     close(digest(logits), recorded["digest/a/logits"].numpy(), 1e-3)
     close(logits[:, ::4, ::8], recorded["a/logits"], 1e-5)
+
+
+@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
+def test_a_tied_qwen2_that_sees_all_positions_and_is_shifted_is_a_dream(tmp_path, dtype, atol):
+    transformers = pytest.importorskip(
+        "transformers", reason="needs transformers: would compare logits with Qwen2ForCausalLM")
+    theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
+        vocab_size=200, hidden_size=64, intermediate_size=160, num_hidden_layers=3,
+        num_attention_heads=4, num_key_value_heads=2, eos_token_id=190, tie_word_embeddings=True))
+    g = gen()
+    with torch.no_grad():
+        for name, p in theirs.named_parameters():
+            p.copy_(torch.randn(p.shape, generator=g) * 0.04 + ("norm" in name))
+    theirs.to(dtype).save_pretrained(tmp_path)
+    (tmp_path / "added_tokens.json").write_text('{"<M>": 194}')
+    x = torch.randint(190, (2, 40), generator=g)
+    x[:, [1, 7, 39]] = 194
+    everything = torch.zeros(2, 1, 40, 40, dtype=dtype)  # what is added to the attention's scores
+    with torch.no_grad():
+        want, causal = (theirs(input_ids=x, attention_mask=mask).logits[:, [0, 6, 38]].flatten(0, 1)
+                        for mask in (everything, None))
+        dream = Dream.load(tmp_path)
+        masks = (x == dream.cfg.mask_token_id).nonzero(as_tuple=True)
+        logits = dream.head(dream.hidden(embed(dream, x), masks))
+    close(logits, want.float(), atol)
+    assert (logits - causal).abs().max() > 0.5
 
 
 def one_file(folder, state):

@@ -5,6 +5,7 @@ Not here: the grids themselves (test_data.py), counting the right ones (test_eva
 
 import os
 import re
+import types
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ import data
 import grids
 import plot
 import sudoku
-from conftest import ROOT
+from conftest import ROOT, gen
 from data import rng
 from eval import bound
 from mdlm import MDLM
@@ -37,6 +38,29 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
     nll = bound(model, rows, True, seed=1, repeats=2, floor=0.0)[0]
     assert nll.mean() / 39 == pytest.approx(0.5318, abs=2e-4)
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
+
+
+def test_the_demonstration_shows_the_first_puzzle_on_which_the_sides_differ(monkeypatch, capsys):
+    """Whichever is right. If they agree, or if there is only one side, it shows the first."""
+    [grid], latin = grids.texts(1, gen()), "".join("123456123456"[i:i + 6] for i in range(6))
+
+    def shown(**ends):  # latin: rows and columns are right, and no box
+        sides = {side.replace("_", " "): [(cells, torch.zeros(3, 36), cells)]
+                 for side, cells in ends.items()}
+        monkeypatch.setattr(sudoku, "fill", lambda *_: sides)
+        model = types.SimpleNamespace(mask_id=258, sm="with_feedback" in ends)
+        sudoku.demonstrate(model, 3)
+        return capsys.readouterr().out
+
+    out = shown(with_feedback=[grid, latin, grid], without=[grid, grid, latin])
+    assert re.findall("a call +(.*)", out)[:4] == ["2               2"] * 4
+    found = "call, 2 puzzles .*puzzle 2:.*\n✗ 2 twice in box 1 +✓ no rule broken"
+    assert re.search(found, out, re.DOTALL)
+    out = shown(with_feedback=[latin, grid, grid], without=[latin, grid, grid])
+    assert re.search("both sides agree .* Puzzle 1:.*\n(✗ 2 twice in box 1 *){2}", out, re.DOTALL)
+    out = shown(without=[grid, grid, latin])
+    assert re.search("Puzzle 1, two cells a call:.*\n✓ no rule broken *$", out, re.DOTALL)
+    assert "feedback" not in out
 
 
 def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):

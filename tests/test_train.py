@@ -323,7 +323,7 @@ def test_a_wrong_flag_never_starts_a_run(tiny):
             (dict(b_l=0.5, b_h=0.5), "must be below"),
             (dict(variant="constant", omega_s=1e-6), "does not learn its λ.*: give --omega_s"),
             (dict(k=259), "--k=259 must be below the 259 tokens of"),
-            (dict(n_head=7), "is no multiple of 2 × n_head=7"),
+            (dict(n_head=7), "is not a multiple of 2 n_head = 14"),
             (dict(batch_size=6), "is not a multiple of")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)
