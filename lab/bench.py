@@ -102,10 +102,9 @@ def timed(fn, device):
 
 def interleaved(cases, repeats, device, tokens):
     """{name: {column: median}} of functions in turns. The first turn does not count."""
-    turns, found = [], {}
-    for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False):
-        turns.append({name: timed(fn, device) for name, fn in cases.items()})
-    first = next(iter(cases))
+    turns = [{name: timed(fn, device) for name, fn in cases.items()}
+             for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
+    first, found = next(iter(cases)), {}
     for name in cases:
         columns = {key: [turn[name][key] for turn in turns[1:]] for key in turns[0][name]}
         for ratio, key in ("ratio", "seconds"), ("cpu ratio", "cpu"):
@@ -260,10 +259,9 @@ def main(cfg):
     _, _, device, dtype = launch.machine(cfg.device)
     cuda = device.type == "cuda"
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
-    name = torch.cuda.get_device_name(device) if cuda else "CPU"
-    found = {"machine": {"device": name, "threads": torch.get_num_threads(),
-                         "torch": torch.__version__, "dtype": str(dtype or torch.float32),
-                         **checkpoint.git_version()},
+    found = {"machine": {"device": torch.cuda.get_device_name(device) if cuda else "CPU",
+                         "threads": torch.get_num_threads(), "torch": torch.__version__,
+                         "dtype": str(dtype or torch.float32), **checkpoint.git_version()},
              "settings": asdict(replace(cfg, parts="", json=""))}
     if os.path.exists(cfg.json):
         before = launch.read_json(cfg.json)

@@ -166,15 +166,6 @@ def group(cfg, budget, feedback):
     return shared
 
 
-def score_of(found):
-    """The last metric that is a number, in percent, of what the harness found. None without one."""
-    score = None
-    for name, value in found.items():
-        if isinstance(value, float) and "stderr" not in name:
-            score = 100 * value
-    return score
-
-
 def evaluate(cfg):
     """Answers and scores a task in every cell of the grid. Returns the results, a list of dicts."""
     import lm_eval
@@ -191,6 +182,8 @@ def evaluate(cfg):
         lm = DreamInHarness(model, tok, sm, cell, compiled)
         out = ask(lm, loaded, cfg.limit, scored)
         found = out.get("results", {}).get(cfg.task, {})
+        scores = [100 * value for name, value in found.items()
+                  if isinstance(value, float) and "stderr" not in name]
         lines = launch.read_jsonl(lm.path)
         result = {
             "git": git_version(), "lm_eval": lm_eval.__version__, "n": len(lines),
@@ -198,7 +191,7 @@ def evaluate(cfg):
             "column": task.eval_docs[0]["scoring"]["column"], "budget": budget,
             "feedback": feedback, "settings": asdict(cell),
             "group": group(replace(cfg, block=cell.block), budget, feedback),
-            "prompt": lines[0]["prompt"], "score": score_of(found), "harness": found}
+            "prompt": lines[0]["prompt"], "score": scores[-1] if scores else None, "harness": found}
         for name in "nfe", "tokens", "kept", "seconds":
             result[name] = sum(line[name] for line in lines)
         launch.write_text(cell_path(cell) + ".json", json.dumps(result, indent=1))

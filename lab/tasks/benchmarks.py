@@ -52,12 +52,6 @@ def documents(data="", timeout=30.0, column="", plus="none", **_):
     return {"test": Documents(row | {"scoring": scoring} for row in rows)}
 
 
-def mbpp_layouts(docs):
-    """MBPP in one layout: some copies have prompt and test for text and test_list."""
-    return Documents(
-        {"text": row.get("prompt"), "test_list": row.get("test")} | row for row in docs)
-
-
 def longest_code(text):
     """The longest run of lines, of the first 100, that parses as Python, as a tree [code]."""
     lines = text.splitlines()[:100]
@@ -187,7 +181,9 @@ def run_humaneval(responses, docs):
 def run_mbpp(responses, docs):
     programs = []
     for [response], doc in zip(responses, docs):
-        tests = doc["test"] if doc["scoring"]["plus"] else "\n".join(doc["test_list"])
+        tests = doc.get("test")  # the plus tests, or, in some copies of MBPP, the three asserts
+        if not doc["scoring"]["plus"]:
+            tests = "\n".join(doc.get("test_list", tests))
         setup = doc.get("test_setup_code") or ""
         programs.append("\n".join([response.split("```")[0], setup, tests]))
     return run_all(programs, docs)
