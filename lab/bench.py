@@ -83,14 +83,11 @@ def flops_per_token(cfg, p_sm):
 
 
 def timed(fn, device):
-    """What one call costs: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory.
-
-    What CUDA graphs hold is not in the peak: they took it when they were captured.
-    """
+    """The cost of one call: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory."""
     synchronize = getattr(torch, device.type).synchronize  # torch.cuda, torch.mps, torch.cpu
     synchronize()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats()  # the peak leaves out what CUDA graphs hold
     wall, cpu = time.perf_counter(), time.process_time()
     fn()
     synchronize()
@@ -264,10 +261,9 @@ def main(cfg):
                          "dtype": str(dtype or torch.float32), **checkpoint.git_version()},
              "settings": asdict(replace(cfg, parts="", json=""))}
     if os.path.exists(cfg.json):
-        before = launch.read_json(cfg.json)
-        if not found.items() <= before.items():
+        here, found = found, launch.read_json(cfg.json)
+        if not here.items() <= found.items():
             raise Refused(f"{cfg.json} is of another machine, commit or setting: give another name")
-        found = before
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
 
     def case(name, measure, *args):
