@@ -1,4 +1,4 @@
-"""bench.py: what it reports is what happened, and every case runs. No test looks at a clock."""
+"""bench.py: it reports what happened, and every case runs. No test depends on the clock."""
 
 import json
 import os
@@ -20,7 +20,7 @@ QUICK = PRESETS["quick"] | dict(device="cpu")
 
 
 def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
-    """A machine that is three times as slow in every other turn changes no ratio."""
+    """If the machine is three times as slow in every other turn, the ratios stay the same."""
     now, calls = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "process_time", lambda: 2 * now[0])
@@ -87,7 +87,7 @@ def test_an_update_moves_all_parameters():
 
 
 def test_gpu_sh_gives_flags_that_exist(tmp_path):
-    """A stand-in for Python keeps the commands."""
+    """A script in place of Python records the commands."""
     stand_in, kept = tmp_path / "python", tmp_path / "commands"
     stand_in.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$*\" >> {kept}\n")
     stand_in.chmod(0o755)

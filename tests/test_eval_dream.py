@@ -1,5 +1,5 @@
-"""eval_dream.py and tasks/: prompts and extraction as recorded from the authors' harness; right
-answers count and nothing else does; what is added to lm-evaluation-harness."""
+"""eval_dream.py and tasks/: prompts and extraction are those of the authors' harness, only right
+answers count, and answers survive a kill."""
 
 import gzip
 import json
@@ -79,7 +79,7 @@ class Answers(E.DreamInHarness):
 
 @pytest.fixture
 def judge(harness, config, tmp_path):
-    """(task name, [(row, raw answer)]) -> [right?], as the harness finds"""
+    """(task name, [(row, raw answer)]) -> [right?], scored by the harness"""
     def judge_all(task, pairs):
         rows, texts = zip(*pairs)
         loaded = E.load_task(config(task, data=data(tmp_path, rows)))
@@ -106,6 +106,8 @@ def test_prompts_stop_strings_and_lengths(harness, config, tmp_path, tiny):
     for name, plus in ROWS.items():
         row, text = prompts[name.replace("_plus", "")]
         row = row | {"test": plus["test"]} if "_plus" in name else row
+        if name == "mbpp_plus_instruct":  # published with prompt for text
+            row["prompt"] = row.pop("text")
         task = E.load_task(config(name, data=data(tmp_path, [row])))["tasks"][name]
         task.build_all_requests(apply_chat_template=True, fewshot_as_multiturn=True,
                                 chat_template=lm.apply_chat_template)
@@ -129,7 +131,7 @@ def test_extracted_code_equals_the_recorded_and_follows_names():
 
 
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
-    """A flood of output would come into our memory through a pipe. A file ends it at 16 MB."""
+    """A flood of output ends at 16 MB, because it goes to a file. A pipe would fill our memory."""
     monkeypatch.setenv("SECRET", "1")
     future, linux = "from __future__ import annotations\n", sys.platform == "linux"
     right = [
@@ -148,7 +150,7 @@ def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
 
 
 def test_what_a_program_has_started_ends_with_it(tmp_path):
-    """The lock of a file is free when nobody holds it."""
+    """Each child locks a file. Once the child is killed, the lock is free."""
     fcntl = pytest.importorskip("fcntl", reason="needs POSIX: would end the children of programs")
     for i, (end, right) in enumerate((("", True), ("assert 0", False), ("while 1: pass", False))):
         lock = tmp_path / f"child{i}"
@@ -161,11 +163,8 @@ def test_what_a_program_has_started_ends_with_it(tmp_path):
             assert f.read() == ""
 
 
-def test_verdicts_equal_those_recorded_from_the_scorer_before(judge):
-    """References, empty and spoilt answers to rows of the four data sets.
-
-    They were scored by the code that this project had before it used the harness.
-    """
+def test_verdicts_equal_the_recorded_ones(judge):
+    """References, empty and spoilt answers, scored without the harness."""
     for task, cases in VERDICTS.items():
         right = judge(task, [(case["row"], case["answer"]) for case in cases])
         assert right == [case["right"] for case in cases], task
@@ -198,12 +197,12 @@ def test_a_model_at_several_nfe_budgets_and_blocks(harness, config):
 
 
 def test_compiling_counts_in_no_cell(harness, config, tmp_path, monkeypatch):
-    """The first answer of each is made twice, and kept once."""
+    """The first answer of each cell is made twice, and kept once."""
     monkeypatch.setattr(Dream, "compile_trunk", lambda model: None)
     asked = spy(monkeypatch, E, "answer")
     path = data(tmp_path, [WORDS, WORDS | {"question": "Who?"}])
     cfg = config("gsm8k_cot", data=path, nfe="1/2,1/1", blocks="0,2", compile=True)
-    for _ in range(2):  # the second time, all is there
+    for _ in range(2):  # the second time, all answers are there
         results = E.evaluate(cfg)
         assert [(r["n"], r["compiled"]) for r in results] == 4 * [(2, True)] and len(asked) == 4 * 3
 
@@ -220,7 +219,7 @@ def test_the_prompt_is_cut_to_its_last_1024_tokens(harness, config, tmp_path, mo
 
 def test_without_the_flag_answers_are_stored_and_not_executed(
         harness, config, tmp_path, monkeypatch):
-    """A second run with the flag scores them, and asks for none of them again."""
+    """A second run with the flag scores them, without making them again."""
     mark = str(tmp_path / "executed")
     path = data(tmp_path, [TWICE | {"test_setup_code": f"open({mark!r}, 'w')"}])
     cfg = config("mbpp_instruct", data=path, confirm_run_unsafe_code=False)
@@ -235,7 +234,7 @@ def test_without_the_flag_answers_are_stored_and_not_executed(
 
 
 def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatch):
-    """Answers to other prompts, or of a model that was trained on, are not taken for its own."""
+    """Answers to other prompts, or from a model that was trained further since, are refused."""
     rows = [WORDS | {"question": f"{i}?"} for i in range(4)]
     cfg = config("gsm8k_cot", data=data(tmp_path, rows))
     with monkeypatch.context() as patch, pytest.raises(Killed):
