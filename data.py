@@ -1,25 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Text in, rows of token ids out: the published OpenWebText layout, for any text.         App. B.1
-
-    rows          prepare_preset, open_split, n_rows, rows: of a corpus. text_rows: of other texts
-    draws         rng, order: each is a function of what it is for
-    tokenizers    tokenizer, describe: GPT-2's, and bytes
-    corpora       prepare, documents: from texts to the three files below
-    the command   main
+"""From text to rows of token ids, in the layout that published OpenWebText numbers use.   App. B.1
 
     python data.py sudoku                                      # 6×6 grids, drawn uniformly
     python data.py stdlib                                      # Python's own library, as bytes
     python data.py yours.jsonl.xz more/ --val_docs=300 --out=data/yours
     python data.py openwebtext                                 # needs `pip install datasets`
 
-A corpus is two flat files of uint16 ids, with EOS after every document, and a description:
+A corpus is a folder with three files. Every document ends with EOS.
 
-    train.bin    val.bin (the last documents)
-    meta.json    {tokenizer, source, train and val: documents, tokens, bytes, sha256}
+    train.bin    uint16 token ids
+    val.bin      the same, for the last documents, which are held out
+    meta.json    the tokenizer, the source, and for both splits: documents, tokens, bytes, sha256
 
-A row is BOS + L − 2 tokens of such a file + EOS, and rows do not overlap [code]. Perplexities on
-rows of another form cannot be compared with these. There is no DataLoader, no worker and no
-shuffling state: a batch is a function of its number.
+A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap [code]. Perplexities measured on
+rows of another form cannot be compared with these. There is no DataLoader and no shuffling state: a
+batch is a function of its number.
 """
 
 import array
@@ -48,7 +43,7 @@ from launch import Refused, Size, atomic, lock, progress, read_json, run
 
 # ---- rows ----------------------------------------------------------------------------------------
 def prepare_preset(out):
-    """Prepare data/sudoku or data/stdlib, which need no download, if `out` is it and is missing."""
+    """Prepare data/sudoku or data/stdlib if `out` is one of them and is missing. No downloads."""
     for name in "sudoku", "stdlib":
         if out == PRESETS[name]["out"] and not os.path.exists(f"{out}/meta.json"):
             main(Config(**PRESETS[name]))
@@ -56,26 +51,29 @@ def prepare_preset(out):
 
 @dataclass
 class Tokens:
-    """One stream of token ids: a whole split, its documents joined."""
+    """A split as one stream of token ids, its documents joined."""
     ids: np.ndarray  # (n_tokens,) uint16
-    tokenizer: dict  # as `describe` has it: `rows` needs its BOS and EOS
-    name: str        # of its file, for messages
+    tokenizer: dict  # see `describe`; `rows` needs BOS and EOS
+    name: str        # of the file, for messages
 
 
 def open_split(dir, split):
-    """(Tokens, meta): the stream of "train" or "val", memory-mapped, and what meta.json holds."""
+    """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
     if not os.path.exists(f"{dir}/meta.json"):
         raise Refused(f"no data in {dir}: run `python data.py openwebtext`, or give --data")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
     ids = np.memmap(path, np.uint16, "r")
     if len(ids) != meta[split]["tokens"]:
-        raise Refused(f"{path} is not whole: prepare {dir} again with data.py")
+        raise Refused(f"{path} is incomplete: prepare {dir} again with data.py")
     return Tokens(ids, meta["tokenizer"], path), meta
 
 
 def n_rows(tokens, L):
-    """The number of whole rows [ours]. The authors drop the end of every 1,000 texts [code]."""
+    """How many rows the stream fills. Only its end is dropped [ours].
+
+    The authors drop the remainder of every 1,000 texts [code].
+    """
     n = len(tokens.ids)
     if n < L - 2:
         raise Refused(f"{tokens.name}: {n:,} tokens do not fill one row of length {L:,}: give "
@@ -84,10 +82,9 @@ def n_rows(tokens, L):
 
 
 def rows(tokens, index, L):
-    """Rows of the form behind the published perplexities: BOS, L − 2 tokens, EOS.  App. B.1, [code]
+    """Rows (n, L) int64: BOS, L − 2 tokens, EOS.                                   App. B.1, [code]
 
-    tokens: Tokens.   index: (n,) numbers below n_rows(tokens, L).   L: in tokens.
-    Returns (n, L) int64.
+    tokens: Tokens.   index: (n,) row numbers, below n_rows(tokens, L).   L: in tokens.
     """
     x = torch.empty(len(index), L, dtype=torch.int64)                    # (n, L)
     x[:, 0] = tokens.tokenizer["bos"]
@@ -98,7 +95,7 @@ def rows(tokens, index, L):
 
 
 def text_rows(docs, tok, L):
-    """Rows (n, L) int64 of a stream of texts, and the {documents, tokens, bytes} of all of it."""
+    """(rows (n, L) int64 of a stream of texts, {documents, tokens, bytes} of the whole stream)"""
     ids, sizes = zip(*encode(docs, tok))
     tokens = Tokens(np.concatenate(ids), describe(tok), "the text")
     x = rows(tokens, range(n_rows(tokens, L)), L)                        # (n, L)
@@ -106,35 +103,35 @@ def text_rows(docs, tok, L):
 
 
 # ---- draws ---------------------------------------------------------------------------------------
-KEYS = 1  # version of the keys of all draws: a run that began with others cannot be resumed
+KEYS = 1  # version of the keys of all draws: a run that began with another cannot be resumed
 
 
 def rng(*key):
-    """The generator of one draw: no random state is saved, no rank is kept in step with others."""
+    """The generator for one draw. So no random state is saved, and ranks need not be in step."""
     return torch.Generator().manual_seed(seed_of(*key))
 
 
 def seed_of(*key):
-    """56 bits that stand for what a draw is for, such as seed_of(seed, "dropout", step, j)."""
+    """A 56-bit seed from what a draw is for, such as seed_of(seed, "dropout", step, j)."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=7).digest(), "big")
 
 
-@functools.lru_cache(2)  # it is slow, and an update may span two epochs
+@functools.lru_cache(2)  # a permutation is slow to draw, and an update may span two epochs
 def order(n, epoch, seed):
-    """The permutation (n,) of n rows in this epoch, the same on every rank and machine."""
+    """The permutation (n,) of n rows in an epoch, the same on every rank and machine."""
     return torch.randperm(n, generator=rng("order", epoch, seed))
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
-# GPT-2 first splits a text into these words. No token contains parts of two words.
+# GPT-2 first splits a text into these words. No token crosses from one word into the next.
 WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
 
 def tokenizer(name="gpt2", dir=None):
-    """A tiktoken.Encoding: "gpt2", the paper's, or "bytes", which has 256 bytes, BOS and EOS.
+    """A tiktoken.Encoding: "gpt2", the paper's, or "bytes", with 256 bytes, BOS and EOS.
 
-    It has no [MASK]: the mask id is the first free one, tok.n_vocab.
-    dir: a folder with GPT-2's vocab.bpe and encoder.json (default: tiktoken's cache, or download).
+    Neither has a [MASK]: the mask id is the first free id, tok.n_vocab.
+    dir: folder of GPT-2's vocab.bpe and encoder.json (default: tiktoken's cache, or a download).
     """
     if name == "bytes":
         return tiktoken.Encoding(
@@ -156,7 +153,7 @@ def tokenizer(name="gpt2", dir=None):
 
 
 def describe(tok):
-    """{name, vocab_size, mask_id, bos, eos}, as in meta.json. The vocabulary counts [MASK]."""
+    """{name, vocab_size, mask_id, bos, eos}, as in meta.json. vocab_size includes [MASK]."""
     ends = sorted(map(tok.encode_single_token, tok.special_tokens_set))  # GPT-2 has only one
     return {"name": tok.name, "vocab_size": tok.n_vocab + 1, "mask_id": tok.n_vocab,
             "bos": ends[0], "eos": ends[-1]}
@@ -164,11 +161,11 @@ def describe(tok):
 
 # ---- corpora -------------------------------------------------------------------------------------
 def prepare(docs, out, tok, val_docs=None, source=""):
-    """Write train.bin, val.bin and meta.json into the folder `out`, all of them or none.
+    """Write train.bin, val.bin and meta.json into the folder `out`: all of them or none.
 
-    docs: a stream of texts.   source: where they are from.   Returns what meta.json holds.
-    val_docs: documents to hold out, the last ones (default: 1 %, at least 1, at most 10,000; of a
-        corpus of one document, the last tenth [ours]).
+    docs: a stream of texts.   source: where they come from.   Returns the content of meta.json.
+    val_docs: how many documents to hold out, the last ones (default: 1 %, but 1 to 10,000; a single
+        document is cut, and its last tenth is held out [ours]).
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
@@ -180,31 +177,32 @@ def prepare(docs, out, tok, val_docs=None, source=""):
                 sizes.append(size)
         n = len(lengths)
         n_val = val_docs or min(10_000, max(1, n // 100))
-        kept, cut, n_bytes = n - n_val, sum(lengths[:-n_val]), sum(sizes[:-n_val])
+        whole = {"documents": n, "tokens": sum(lengths), "bytes": sum(sizes)}
+        kept = {"documents": n - n_val, "tokens": sum(lengths[:-n_val]),
+                "bytes": sum(sizes[:-n_val])}
         if n == 1 and not val_docs:
-            kept, cut, n_bytes = 1, lengths[0] * 9 // 10, sizes[0] * 9 // 10
-        if not cut:
+            kept = {"documents": 1} | {key: whole[key] * 9 // 10 for key in ("tokens", "bytes")}
+        if not kept["tokens"]:
             raise Refused(f"holding out {n_val} of {n} documents leaves nothing to train on: give "
                           f"more text or a smaller --val_docs")
-        np.memmap(train, np.uint16, "r")[cut:].tofile(val)
-        os.truncate(train, 2 * cut)
-        counts = {"documents": kept, "tokens": cut, "bytes": n_bytes}
-        rest = {"documents": n - kept, "tokens": sum(lengths) - cut, "bytes": sum(sizes) - n_bytes}
-        meta = {"tokenizer": describe(tok), "source": source}
-        for split, path, count in ("train", train, counts), ("val", val, rest):
+        np.memmap(train, np.uint16, "r")[kept["tokens"]:].tofile(val)
+        os.truncate(train, 2 * kept["tokens"])
+        meta = {"tokenizer": describe(tok), "source": source, "train": kept,
+                "val": {key: whole[key] - kept[key] for key in whole}}
+        for split, path in ("train", train), ("val", val):
             digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
-            meta[split] = count | {"sha256": digest}
+            meta[split]["sha256"] = digest
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
-        # Three files are renamed now, meta.json last. If the process is killed in between, new and
-        # old files must not pass for one corpus.
+        # The three files get their names when this block ends, meta.json last. If the process is
+        # killed in between, a mix of old and new files must not look like one corpus.
         Path(out, "meta.json").unlink(missing_ok=True)
     return meta
 
 
 def encode(docs, tok):
-    """Yields (ids uint16, number of bytes) for each text of a stream. EOS is the last id [code]."""
+    """Yields (uint16 ids, number of bytes) for each text. The last id is EOS [code]."""
     docs, eos = iter(docs), describe(tok)["eos"]
-    while texts := list(itertools.islice(docs, 100)):  # few: these ids take 8 bytes each
+    while texts := list(itertools.islice(docs, 100)):  # few: lists of ids take memory
         batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         for ids, text in zip(batch, texts):
             size = len(text.encode(errors="replace"))
@@ -212,23 +210,23 @@ def encode(docs, tok):
 
 
 def documents(paths, field="text"):
-    """The texts of all files, as a stream. Raises Refused for a broken file, or no text."""
+    """Yields the texts of all files. Raises Refused for a broken file or a line without text."""
     for path in paths:
         try:
             for n, text in read_file(path, field):
                 if not isinstance(text, str):
-                    raise ValueError(f'line {n} is not like {{"{field}": "…"}}. data.py reads '
-                                     f"another field with --field=content")
+                    raise ValueError(f'line {n} has no text, such as {{"{field}": "…"}}. If the '
+                                     f"text is in another field, data.py takes --field=NAME")
                 yield text
         except (ValueError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
             raise Refused(f"{path}: {e}")
 
 
 def find_files(source):
-    """The files of PATH…, joined by the system's separator. A folder stands for all texts in it."""
+    """The files of `source`: paths joined by os.pathsep. A folder stands for all texts in it."""
     paths = []
     for path in source.split(os.pathsep):
-        os.stat(path)  # raises for "", too, which Path would take for this folder
+        os.stat(path)  # also raises for "", which Path would take for the current folder
         inside = [p for p in sorted(Path(path).rglob("*"))
                   if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
         if os.path.isdir(path) and not inside:
@@ -238,7 +236,7 @@ def find_files(source):
 
 
 def read_file(path, field):
-    """Yields (line, text) of one file: a record's text is its `field`, None where it has none."""
+    """Yields (line number, text) from one file. The text is None if a record has no `field`."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
@@ -248,13 +246,13 @@ def read_file(path, field):
             yield n, record.get(field)
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
-    with unpack(path, "rt", encoding="utf-8-sig") as f:  # skips the byte-order mark of Windows
+    with unpack(path, "rt", encoding="utf-8-sig") as f:  # skips a byte-order mark
         try:
             if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
                 yield from read_lines(f, field)
             else:
                 yield 1, f.read()
-        except UnicodeDecodeError as e:  # e.object: the bytes that were read last
+        except UnicodeDecodeError as e:  # e.object: the bytes read last
             byte = f.buffer.tell() - len(e.object) + e.start
             plain = path if unpack is open else path.with_suffix("")
             raise ValueError(f"not UTF-8 at byte {byte}. If it is text in another encoding: iconv "
@@ -262,7 +260,7 @@ def read_file(path, field):
 
 
 def read_lines(f, field):
-    """Yields (line, text) of JSON lines, as `read_file`."""
+    """Yields (line number, text) from JSON lines, as `read_file` does."""
     for n, line in enumerate(f, 1):
         if not line.strip():
             continue
@@ -273,7 +271,7 @@ def read_lines(f, field):
 
 
 def stdlib_files():
-    """Python's own library without tests, by hashes of names, so that a mix is held out [ours]."""
+    """Python's library without its tests, ordered by a hash, so that a mix is held out [ours]."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
@@ -285,14 +283,14 @@ def stdlib_files():
 # ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    source: str = ""             # sudoku, stdlib, openwebtext, or PATH…, joined by the separator
+    source: str = ""             # sudoku, stdlib, openwebtext, or PATH…, joined by : (Windows: ;)
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
-    tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json
-    field: str = "text"          # of each JSON line, or column of a parquet, that holds the text
-    val_docs: Size | None = None  # documents to hold out, the last ones (default: about 1 %)
-    grids: Size = 200_000        # Sudokus to train on
-    overwrite: bool = False      # replace data of another source
+    tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json (default: download)
+    field: str = "text"          # what holds the text in a JSON line or a parquet file
+    val_docs: Size | None = None  # how many documents to hold out, the last ones (default: 1 %)
+    grids: Size = 200_000        # sudoku: how many to train on
+    overwrite: bool = False      # replace a corpus from another source
 
 
 PRESETS = {
@@ -319,7 +317,7 @@ def main(cfg):
         docs = datasets.load_dataset("Skylion007/openwebtext", split="train")
         docs = (record["text"] for record in progress(docs, desc="tokenizing", unit=" documents"))
     elif cfg.source == "sudoku":
-        # There are 28 million grids, so under 1 % of those held out are also trained on.
+        # There are 28 million grids, so under 1 % of the held-out ones are also trained on.
         docs = grids.texts(cfg.grids, rng("sudoku", "train"))
         docs += grids.texts(cfg.val_docs, rng("sudoku", "val"))
     else:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: MIT
-"""6×6 Sudokus: a language whose entropy is known, so that a bound can be compared with the truth.
+"""6×6 Sudokus: a language whose entropy is known, so that a model's bound can be compared with it.
 
     python data.py sudoku    # grids to train on
-    python sudoku.py         # a model of them fills puzzles
+    python sudoku.py         # a model trained on them solves puzzles
 """
 
 import functools
@@ -12,21 +12,22 @@ import re
 
 import torch
 
-# Entropy of a grid drawn uniformly: one of `canonical` with its digits exchanged, in 6! ways.
+# Entropy of a uniform draw: there are 39,168 `canonical` grids, each with 6! = 720 relabelings.
 NATS = math.log(39_168 * 720)
 
 
 @functools.cache
 def canonical():
-    """All 6×6 Sudoku grids with the first row 123456: (39168, 36) uint8, digits from 0."""
+    """All 6×6 Sudoku grids whose first row is 123456: (39168, 36) uint8, with digits from 0."""
     rows = torch.tensor(list(itertools.permutations(range(6))))                      # (720, 6)
-    # Which two rows may stand in one grid, and which in one box, where no left half may repeat.
+    # Which rows can be in one grid, and which can share boxes: their left halves have no digit in
+    # common, and so neither do their right halves.
     apart = (rows[:, None] != rows).all(-1)                                          # (720, 720)
     boxed = (rows[:, None, :3, None] != rows[:, None, :3]).flatten(2).all(-1)        # (720, 720)
-    found = torch.zeros(1, 1, dtype=torch.long)  # n grids of h rows, as numbers of rows: (n, h)
+    found = torch.zeros(1, 1, dtype=torch.long)  # n grids of h rows, as row numbers: (n, h)
     for h in range(1, 6):
         fits = apart[found].all(1)                                                   # (n, 720)
-        if h % 2:  # the second row of a box
+        if h % 2:  # the second row of its boxes
             fits &= boxed[found[:, -1]]
         grid, row = fits.nonzero(as_tuple=True)
         found = torch.cat((found[grid], row[:, None]), dim=1)                        # (n', h + 1)
@@ -34,7 +35,7 @@ def canonical():
 
 
 def texts(n, generator):
-    """n grids drawn uniformly, as texts of 36 digits. With EOS, one fills a row of L = 39."""
+    """n grids drawn uniformly, as texts of 36 digits. With EOS, each fills a row of L = 39."""
     which = torch.randint(len(canonical()), (n,), generator=generator)               # (n,)
     digits = torch.rand(n, 6, generator=generator).argsort(-1)                       # (n, 6)
     cells = digits.gather(1, canonical()[which].long()) + 1                          # (n, 36)
@@ -42,7 +43,7 @@ def texts(n, generator):
 
 
 def puzzles(x, given, mask_id, generators):
-    """Grids x (n, 39), of which `given` random cells are left. generators: one for each grid."""
+    """Grids x (n, 39) with all but `given` random cells masked. generators: one per grid."""
     x = x.clone()                                                                    # (n, 39)
     for row, generator in zip(x, generators):
         order = torch.randperm(36, generator=generator)                              # (36,)
@@ -51,13 +52,13 @@ def puzzles(x, given, mask_id, generators):
 
 
 def mistake(cells):
-    """The first rule that these cells break, in words, or "". cells: digits, dots where empty."""
+    """The first broken rule, in words, or "". cells: 36 digits, with dots for empty cells."""
     if not re.fullmatch("[1-6.]{36}", cells):
         return "not 36 digits"
     seen = set()
     for i, digit in enumerate(cells):
         row, column = divmod(i, 6)
-        box = row // 2 * 2 + column // 3  # of two rows and three columns
+        box = row // 2 * 2 + column // 3  # boxes have two rows and three columns
         for place in f"row {row + 1}", f"column {column + 1}", f"box {box + 1}":
             if digit != "." and (digit, place) in seen:
                 return f"{digit} twice in {place}"
@@ -66,8 +67,8 @@ def mistake(cells):
 
 
 def right(samples):
-    """{right: share of whole grids, right_se: its standard error, distinct: how many differ}"""
-    texts = [re.sub(r"<\|\w+\|>", "", text) for text in samples]  # without ends of a document
+    """{right: share of correct grids, right_se: its standard error, distinct: how many differ}"""
+    texts = [re.sub(r"<\|\w+\|>", "", text) for text in samples]  # drop BOS and EOS
     found = [text for text in texts if "." not in text and not mistake(text)]
     share = len(found) / len(samples)
     return {"right": share, "right_se": math.sqrt(share * (1 - share) / len(samples)),
@@ -75,12 +76,12 @@ def right(samples):
 
 
 def ids_of(cells, mask_id):
-    """(n, 39) ids of n texts of 36 cells: BOS, the cells, EOS and EOS. A dot is a mask."""
+    """Ids (n, 39) of n texts of 36 cells: BOS, the cells, two EOS. A dot becomes a mask."""
     x = torch.tensor([[256, *text.encode(), 257, 257] for text in cells])            # (n, 39)
     return x.masked_fill(x == ord("."), mask_id)
 
 
 def cells_of(x, mask_id):
-    """The reverse: n texts of the cells of x (n, 39), in which ? is neither a digit nor a mask."""
+    """The reverse of `ids_of`, for x (n, 39). A ? is neither a digit nor a mask."""
     cells = {mask_id: "."} | {ord(digit): digit for digit in "123456"}
     return ["".join(cells.get(i, "?") for i in row) for row in x[:, 1:37].tolist()]

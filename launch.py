@@ -1,10 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""What every script does around its own work, in the order in which a run does it.
-
-    the command line         run, from_cli                       the log    Log, progress
-    the machine              machine, join, to_device            files      atomic, append_jsonl
-    stopping and going on    goes_on, lock, signals, leave
-"""
+"""What all scripts share: flags, devices and ranks, stopping and resuming, the log, files."""
 
 import argparse
 import contextlib
@@ -28,10 +23,10 @@ from tqdm import tqdm
 
 # ---- the command line ----------------------------------------------------------------------------
 class Refused(ValueError):
-    """Bad input, in one sentence: the value, the limit, the remedy. `run` makes it exit code 2."""
+    """Bad input, in one sentence: the value, the limit, the remedy. `run` exits with code 2."""
 
 
-# Types of fields with their smallest and largest value.
+# Types of Config fields, with the smallest and largest value allowed.
 Size = typing.Annotated[int, 1, 2**31]
 Count = typing.Annotated[int, 0, 2**62]
 Share = typing.Annotated[float, 0, 1]
@@ -41,15 +36,15 @@ Negative = typing.Annotated[float, -1e9, -1e-6]
 DType = typing.Literal["auto", "float32", "bfloat16"]  # in float16 the loss, nats / t, overflows
 
 WORDS = {"true": True, "false": False, "none": None}
-OTHER_NAMES = {"lr": "eta_bb", "epochs": "steps", "top_k": "k"}  # what other programs call them
-PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # the others are imported by this name
+OTHER_NAMES = {"lr": "eta_bb", "epochs": "steps", "top_k": "k"}  # names in other programs
+PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # where pip's name is not the import's
 
 
 def run(main, Config, presets=None, paths=None):
-    """The last line of every script. Bad input gives one line on stderr instead of a traceback."""
+    """Run a script's main. Bad input prints one line to stderr, not a traceback."""
     status = 2
     for stream in sys.stdout, sys.stderr:
-        stream.reconfigure(errors="replace", line_buffering=True)  # not every terminal can show ω
+        stream.reconfigure(errors="replace", line_buffering=True)  # some terminals have no ω
     try:
         return main(from_cli(Config, sys.argv[1:], presets, paths))
     except ImportError as e:
@@ -59,18 +54,19 @@ def run(main, Config, presets=None, paths=None):
     except KeyboardInterrupt:
         reason, status = "stopped by Ctrl-C", 130
     if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(5)  # rank 0 mostly says the same, and then torchrun ends this rank
+        time.sleep(5)  # rank 0 usually says the same first, and torchrun then ends this rank
     print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
     raise SystemExit(status)
 
 
 def from_cli(Config, argv, presets=None, paths=None):
-    """A dataclass from `[preset] --key=value --key value --flag …`. A flag overrides the preset.
+    """A Config from `[preset] --key=value --key value --flag …`. Flags override the preset.
 
-    The names of the flags are in its attribute `flags`, which a Config built in Python lacks.
+    paths: the field for words that are no preset.
+    The attribute `flags` has the names of the flags given. A Config built in Python lacks it.
     """
     if {"-h", "--help"} & set(argv):
-        for cls in reversed(Config.__mro__[:-1]):  # a commented class is the table of the flags
+        for cls in reversed(Config.__mro__[:-1]):  # the commented class documents its flags
             print(inspect.getsource(cls))
         for name, fields in (presets or {}).items():
             print(f"preset {name}: {fields}")
@@ -87,7 +83,7 @@ def from_cli(Config, argv, presets=None, paths=None):
     for name, kind in kinds.items():
         argument = parser.add_argument(f"--{name}", type=functools.partial(parse_value, kind=kind))
         if bool in (kind, *typing.get_args(kind)):
-            argument.nargs, argument.const = "?", True  # its value may be left out
+            argument.nargs, argument.const = "?", True  # --flag alone means True
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].strip("-").partition("=")[0]
@@ -103,10 +99,11 @@ def from_cli(Config, argv, presets=None, paths=None):
 
 
 def parse_value(text, kind):
-    """Convert a text to its type: int, float, str, bool or Literal, alone or in a union."""
+    """The value of a flag. kind: int, float, str, bool or Literal, alone or in a union."""
     parts = typing.get_args(kind) or (kind,)
     options = [option for part in parts for option in typing.get_args(part) or (part,)]
-    value = text if text in options else WORDS.get(text.lower(), text)  # "none" may be a name
+    # "none" is None, unless it is one of the names in a Literal.
+    value = text if text in options else WORDS.get(text.lower(), text)
     if value in options or type(value) in options:
         return value
     with contextlib.suppress(ValueError):
@@ -116,36 +113,36 @@ def parse_value(text, kind):
 
 
 def check_ranges(cfg):
-    """Raises Refused when a field of cfg is outside the range of its type. None is allowed."""
+    """Raises Refused if a field of cfg is out of range. None is allowed."""
     for name, kind in typing.get_type_hints(type(cfg), include_extras=True).items():
         value = getattr(cfg, name)
-        for part in (kind, *typing.get_args(kind)):  # a range may be inside `Size | None`
+        for part in (kind, *typing.get_args(kind)):  # the range may be in a union: Size | None
             low, high = getattr(part, "__metadata__", (-math.inf, math.inf))
             if isinstance(value, (int, float)) and not low <= value <= high:
                 raise Refused(f"--{name}={value} must be a number from {low} to {high}")
 
 
 def in_short(e):
-    """The kind and the first sentence of an exception that is not ours."""
+    """The type of an exception, and its first sentence."""
     return f"{type(e).__name__}: {e}".partition("\n")[0].partition(". ")[0]
 
 
 # ---- the machine ---------------------------------------------------------------------------------
 class Machine(typing.NamedTuple):
     rank: int
-    world: int                  # processes; torchrun sets both
+    world: int                  # number of processes; torchrun sets both
     device: torch.device
-    dtype: torch.dtype | None   # of autocast; None: float32 throughout
+    dtype: torch.dtype | None   # for autocast; None: float32 throughout
 
     def autocast(self):
-        # With a cache of casts, older torch (2.6 does, 2.13 does not) takes the bf16 weights of
-        # pass 1, which have no graph, for pass 2 too. Then they silently get no gradient.
+        # No cache: older torch (2.6, not 2.13) would reuse the bf16 weights of pass 1 in pass 2.
+        # They have no graph, so the weights would silently get no gradient.
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None,
                               cache_enabled=False)
 
 
 def machine(device="auto", dtype="auto"):
-    """The Machine of this process.   device: as torch names it.   dtype: see DType."""
+    """The Machine this process runs on.   device: a name for torch, or auto.   dtype: see DType."""
     if device == "auto":
         device = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.device_count() else device
@@ -153,14 +150,14 @@ def machine(device="auto", dtype="auto"):
         device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}"
     try:
         torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as e:  # AssertionError: torch was built without it
+    except (RuntimeError, AssertionError) as e:  # AssertionError: not in this build of torch
         raise Refused(f"--device={device} does not work here ({in_short(e)}): --device=cpu does")
     if dtype == "auto":
         dtype = "float32"
         if device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False):
             dtype = "bfloat16"
     if device.startswith("cuda"):
-        torch.cuda.set_device(device)  # CUDA graphs are captured on the current device
+        torch.cuda.set_device(device)  # CUDA captures graphs on the current device
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
     autocast = {"float32": None, "bfloat16": torch.bfloat16}
@@ -168,24 +165,21 @@ def machine(device="auto", dtype="auto"):
 
 
 def join(here):
-    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo those on the CPU."""
+    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo tensors on the CPU."""
     if here.world > 1:
         gpu = here.device.type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
 
 
 def accumulate(model, last):
-    """A block whose backward pass adds to the gradients. The last micro-batch averages over ranks.
-
-    model: DDP, or a module without it.
-    """
+    """A context for the backward pass of a micro-batch. The last one averages over ranks."""
     return contextlib.nullcontext() if last or not dist.is_initialized() else model.no_sync()
 
 
 def to_device(x, device):
-    """Copy a CPU tensor to the device. The host does not wait until a GPU has it."""
+    """Copy a CPU tensor to the device, without a host sync."""
     if device.type == "cuda":
-        # A copy from memory that is not pinned, or not contiguous, would make the host wait.
+        # From memory that is not pinned, or not contiguous, the copy would sync.
         return x.contiguous().pin_memory().to(device, non_blocking=True)
     return x.to(device)
 
@@ -197,48 +191,48 @@ def over_ranks(tensor, operation=dist.ReduceOp.SUM):
 
 
 def any_rank(number):
-    """The maximum of a number over all ranks, so that all decide alike."""
+    """The maximum of a number over all ranks, so that all take the same decision."""
     return over_ranks(torch.tensor(number), dist.ReduceOp.MAX).item()
 
 
-# ---- stopping and going on -----------------------------------------------------------------------
+# ---- stopping and resuming -----------------------------------------------------------------------
 def goes_on(last, resume, overwrite):
-    """Whether a run goes on from the checkpoint `last`. Every rank must call it."""
+    """Whether to resume from the checkpoint `last`. Every rank must call this."""
     exists = any_rank(os.path.exists(last))
     folder = Path(last).parent
     kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
     if (exists or kept) and not overwrite and not (exists and resume):
-        raise Refused(f"{folder} already holds a run: --resume goes on with last.pt, "
-                      f"--overwrite replaces it, another folder starts another")
+        raise Refused(f"{folder} already holds a run: --resume continues it from last.pt, "
+                      f"--overwrite replaces it, another folder starts a new one")
     return resume is True or resume == "auto" and exists
 
 
 def check_same(path, before, here, names, remedy=""):
-    """Raises Refused unless the settings of a checkpoint are those of this run."""
+    """Raises Refused unless a checkpoint's settings (before) equal this run's (here)."""
     different = [f"{name} ({before.get(name)!r} there, {here[name]!r} here)"
                  for name in sorted(names) if before.get(name) != here[name]]
     if different:
-        raise Refused(f"{path} is of other settings: {', '.join(different)}{remedy}")
+        raise Refused(f"{path} has other settings: {', '.join(different)}{remedy}")
 
 
 @contextlib.contextmanager
 def lock(folder):
-    """A block that one process at a time may run for this folder. A kill releases the lock, too."""
+    """A context that one process at a time may enter per folder. A kill releases the lock, too."""
     os.makedirs(folder, exist_ok=True)
     with open(f"{folder}/.lock", "a") as f:
         try:
             import fcntl
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"another process is writing into {folder} (a run, or a rank that its "
-                          f"torchrun left behind): wait, end it, or give another folder")
+            raise Refused(f"another process is writing into {folder} (another run, or a rank that "
+                          f"outlived its torchrun): wait, kill it, or give another folder")
         except (ImportError, OSError):
-            pass  # Windows, and some network disks, cannot lock: nothing is locked
+            pass  # Windows and some network disks have no locks: do without
         yield
 
 
 def due(every, done, steps):
-    """Whether it is time for what happens every so many updates, and after the last. 0: never."""
+    """Whether it is time for what is done every so many updates (0: never) and after the last."""
     return every and (done % every == 0 or done == steps)
 
 
@@ -249,7 +243,7 @@ def signals():
 
     def take(number, frame):
         caught.append(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # another Ctrl-C ends the process at once
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
 
     before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
@@ -260,9 +254,9 @@ def signals():
 
 
 def leave(here, message, status):
-    """End a run, on every rank. Rank 0 prints the message. A status other than 0 exits with it."""
+    """End a run on every rank. Rank 0 prints the message. A nonzero status exits the process."""
     if here.world > 1:
-        # torchrun kills all ranks when one exits with a status, even one that is still saving.
+        # torchrun kills all ranks once one has exited with a status, even while another is saving.
         dist.barrier()
         dist.destroy_process_group()
     if message and here.rank == 0:
@@ -273,14 +267,14 @@ def leave(here, message, status):
 
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
-    """tqdm, on rank 0 alone. Redrawn once a second at most: a log file keeps all drawings."""
+    """tqdm, on rank 0 only. It draws once a second at most, as a log file keeps every drawing."""
     if os.environ.get("RANK", "0") != "0":
         options["disable"] = True
     return tqdm(*args, mininterval=1, dynamic_ncols=True, **options)
 
 
 class Log:
-    """What a trainer reports, from update `start` to `steps`: sums since the last line."""
+    """The log of a training run from update `start` to `steps`: on the screen, and in log.jsonl."""
     on_screen = "loss", "val_soft", "val_plain", "lam", "omega_s", "tokens_per_s"
 
     def __init__(self, path, start, steps, master):
@@ -288,21 +282,21 @@ class Log:
         self.sums = {}        # since the last line
         self.began = self.last = time.time()
         if master:
-            # Drop the lines of updates that will be made again, and one that a kill cut short.
+            # Drop the lines of updates that will be repeated, and a line that a kill cut short.
             lines = [line for line in read_jsonl(path) if start and line["step"] <= start]
             write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
             if lines:
-                self.began -= lines[-1]["seconds"]  # the run goes on counting
+                self.began -= lines[-1]["seconds"]  # count from where the run stopped
 
     def add(self, **sums):
-        """Add numbers, or 0-d tensors, to the sums of these names. It never waits for a device."""
+        """Add numbers or 0-d tensors to the sums of these names, without a host sync."""
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
     def collect(self, norm):
-        """{name: sum over all ranks, "grad_norm", "seconds"} since the last line. Refuses a nan."""
+        """{name: sum over all ranks since the last line, "grad_norm", "seconds"}. Refuses a NaN."""
         values = [torch.as_tensor(v, device=norm.device).float() for v in self.sums.values()]
-        values = torch.stack([*values, norm.float()]).cpu().double()  # the one wait for the device
+        values = torch.stack([*values, norm.float()]).cpu().double()  # the only host sync
         totals = over_ranks(values[:-1]).tolist()
         found = dict(zip(self.sums, totals), grad_norm=values[-1].item())
         if not math.isfinite(sum(found.values())):
@@ -311,32 +305,32 @@ class Log:
         return found | {"seconds": time.time() - self.last}
 
     def write(self, line):
-        """Append a dict to log.jsonl, with the seconds of the run, and print its numbers."""
-        self.last = time.time()  # so an evaluation after `collect` does not lower tokens/s
+        """Append the dict `line` to log.jsonl, with the seconds since the start, and print it."""
+        self.last = time.time()  # an evaluation after `collect` must not lower tokens/s
         if not self.master:
             return
         done = line["step"]
         seconds = self.last - self.began
         append_jsonl(self.path, line | {"seconds": seconds})
         numbers = [f"{name} {line[name]:,.6g}" for name in self.on_screen if name in line]
-        if done > 1:  # the first update compiles, and an evaluation comes before it
+        if done > 1:  # the first update is slow: it compiles
             numbers.append(tqdm.format_interval(seconds / done * (self.steps - done)) + " left")
         try:
             print(f"update {done:,} of {self.steps:,}", *numbers, sep="  ")
-        except BrokenPipeError:  # `train.py | head`: the run goes on, and prints nowhere
+        except BrokenPipeError:  # `train.py | head`: keep running, print nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 # ---- files ---------------------------------------------------------------------------------------
 @contextlib.contextmanager
 def atomic(path):
-    """Yields a temporary path, which becomes `path` if the block ends without an exception."""
+    """Yields a temporary path. It is renamed to `path` if the block ends without an exception."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     tmp = f"{path}.tmp"
     try:
         yield tmp
         with open(tmp, "rb+") as f:
-            os.fsync(f.fileno())  # without it, a power cut can leave an empty file under this name
+            os.fsync(f.fileno())  # else a power cut could leave an empty file at `path`
         os.replace(tmp, path)
     except BaseException:  # Ctrl-C, too
         Path(tmp).unlink(missing_ok=True)
@@ -356,13 +350,13 @@ def append_jsonl(path, *values):
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     with open(path, "a+b") as f:
         f.seek(max(0, f.tell() - 1))
-        if f.read(1) not in (b"", b"\n"):  # a kill left half a line: start a new one
+        if f.read(1) not in (b"", b"\n"):  # a kill left half a line
             f.write(b"\n")
         f.writelines(json.dumps(value).encode() + b"\n" for value in values)
 
 
 def read_jsonl(path):
-    """The values of all whole lines: a kill may have cut one. [] for a file that does not exist."""
+    """The values of all complete lines, as a kill may have cut one. [] if there is no file."""
     values = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
         for line in f:

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""What feedback does: a small model fills 6×6 Sudokus, with it and without.
+"""What feedback does: a small model solves 6×6 Sudokus with it, and without.
 
     python sudoku.py                                                # the shipped model, 100 puzzles
     python sudoku.py --given=1..4......2........3.......5......6.   # your own, two cells a call
     python sudoku.py --checkpoint=out/quickstart/last.pt            # your own model, and its bound
 
-Not here: the language itself (grids.py), training on it (`python train.py quickstart`).
+Not here: the grids themselves (grids.py), and training (`python train.py quickstart`).
 """
 
 import math
@@ -22,22 +22,23 @@ from sample import generate_in_order
 from show import draw, painted
 
 SHIPPED = os.path.join(os.path.dirname(__file__), "results", "sudoku.safetensors")
-HELD_OUT = 2000  # grids, those of `python data.py sudoku`
-SHOWN = "entropy", 2  # the way that is drawn, and fills --given
-# How puzzles are filled: sample.py's order, and cells a call
+HELD_OUT = 2000  # grids, the same as in data/sudoku
+SHOWN = "entropy", 2  # the way of decoding that is drawn, and that fills --given
+# Ways of decoding: (order of sample.py, cells a call)
 WAYS = {("entropy", 1): "surest cell first, one a call", SHOWN: "surest cells first, two a call",
         ("entropy", 3): "surest cells first, three a call", ("random", 1): "any cell, one a call"}
 
 
 def sides_of(model):
-    """{title: whether with feedback}, the columns. A binary model has one."""
+    """{title: whether with feedback}, the columns of the table. A binary model has only one."""
     return {"with feedback": True, "without": False} if model.sm else {"without": False}
 
 
 def fill(model, x, order, cells):
-    """Puzzles x (n, 39) with equally many masks, filled by the likeliest digits, `cells` a call.
+    """Fill puzzles x (n, 39) with the likeliest digits, `cells` a call.
 
-    Returns {title: [(cells, λ, guesses) after each call]}, each of them n texts or lists of 36.
+    All puzzles must have the same number of masks.
+    Returns {title: [(cells, λ, guesses) after each call]}: n texts, n lists of 36 λ, n texts.
     """
     mask, n_masks = model.mask_id, int((x[0] == model.mask_id).sum())
     steps, sides = math.ceil(n_masks / cells), {title: [] for title in sides_of(model)}
@@ -54,12 +55,12 @@ def fill(model, x, order, cells):
 
 
 def solved(sides):
-    """For each side of what `fill` returns, whether each puzzle ended without a mistake."""
+    """For each side of `fill`'s result: a list that says which puzzles are solved."""
     return [[not mistake(cells) for cells in states[-1][0]] for states in sides.values()]
 
 
 def picture(title, cells, lam, guesses):
-    """The lines of a grid, 21 wide, and its mistake. A mask is a guess on green, deeper with λ."""
+    """A grid as lines of 21 characters, and its mistake. Masks show guesses, deeper green for λ."""
     parts, lines = [], [f"{title:21}"]
     for cell, strength, guess in zip(cells, lam, guesses):
         parts.append(painted(f" {guess} ", strength) if cell == "." else f" {cell} ")
@@ -73,7 +74,7 @@ def picture(title, cells, lam, guesses):
 
 
 def compare(sides, i):
-    """Draws puzzle i of what `fill` returns, side by side, or, if nobody watches, its end alone."""
+    """Draw puzzle i of `fill`'s result, side by side. Off a terminal, draw only its end."""
     drawn, calls = 0, list(zip(*sides.values()))
     if sys.stdout.isatty():
         print("Green is a guess that the next call sees, the deeper the larger λ.")
@@ -87,7 +88,7 @@ def compare(sides, i):
 
 
 def print_bound(model):
-    """Prints the bound on held-out grids, in nats a grid, beside their entropy.            Eq. 2"""
+    """Print the bound on held-out grids in nats a grid, and their entropy.                 Eq. 2"""
     rows, bounds = ids_of(texts(HELD_OUT, rng("sudoku", "val")), model.mask_id), []  # (n, 39)
     for title, soft in sides_of(model).items():
         nats, _ = val_ppl(model, rows, soft, seed=1, batch_size=100, floor=0.0)
@@ -97,7 +98,7 @@ def print_bound(model):
 
 
 def demonstrate(model, count=100):
-    """Prints how many puzzles a model of `data.py sudoku` solves, and shows one of them."""
+    """Print how many puzzles a model trained on data/sudoku solves, and show one of them."""
     held_out = ids_of(texts(HELD_OUT, rng("sudoku", "val"))[:count], model.mask_id)  # (count, 39)
     draws = [rng("puzzle", i) for i in range(count)]
     x = puzzles(held_out, 12, model.mask_id, draws)                                  # (count, 39)
@@ -122,8 +123,8 @@ def demonstrate(model, count=100):
 
 @dataclass
 class Config:
-    given: str = ""       # your own puzzle: 36 characters, row by row, a dot for an empty cell
-    checkpoint: str = ""  # of train.py (default: the shipped model)
+    given: str = ""       # your own puzzle: 36 characters, row by row, with dots for empty cells
+    checkpoint: str = ""  # a model from train.py (default: the shipped one)
 
 
 def main(cfg):

@@ -31,7 +31,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 from checkpoint import git_version
 from launch import Count, Positive, Refused
-from plot import benchmarks, name_and_seed
+from plot import benchmarks, run_name
 from sample_dream import Decoding, answer, check, feedback_label, load_for_decoding
 
 TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
@@ -153,7 +153,7 @@ def group(cfg, budget, feedback):
     shared = {name: getattr(cfg, name) for name in SHARED}
     shared |= {"budget": budget, "feedback": feedback, "FT": "-"}
     if cfg.adapter:
-        run, _ = name_and_seed(cfg.adapter)  # dream-sm of out/dream-sm-1231/best
+        run = run_name(cfg.adapter)  # dream-sm of out/dream-sm-1231/best
         shared |= {"FT": "yes", "FT run": run, "FT folder": os.path.basename(cfg.adapter)}
         path = os.path.join(cfg.adapter, "finetune.json")
         if os.path.exists(path):  # adapters from other trainers have none

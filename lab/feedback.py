@@ -1,19 +1,16 @@
 # SPDX-License-Identifier: MIT
-"""Does feedback pay? One model fills spans of your text in few calls, with feedback and without.
+"""Does feedback help a model fill gaps in your text in few calls?
 
     python lab/feedback.py --checkpoint=out/owt/last.pt --data=data/owt --width=6 --calls=6,3,2
     python lab/feedback.py --checkpoint=results/sudoku.safetensors --data=data/sudoku --width=12
 
-Each held-out row has one span, at a random place. It is masked whole, and the rest of the row is
-given. A call fills the surest positions with their likeliest tokens (§2.2). The result is the share
-of spans that come out exactly right with feedback (on) and without (off), and the gain, each with
-its standard error. Choose a width at which some spans are right and some are not.
+In each held-out row, one span at a random place is masked. Each call fills its surest positions
+with their likeliest tokens (§2.2). The first lines are the share of spans that come out exactly
+right, with feedback (on) and without (off), and the gain, each with its standard error. Choose a
+width at which some spans come out right and some do not. Expect a gain where a call fills several
+tokens, as in the second command, because these do not see each other.
 
-Tokens of one call do not see each other. Feedback tells each what the last call thought of the
-others. So expect a gain where a call fills several tokens, as on the Sudokus of the second command
-(`python data.py sudoku` writes them), and none where one call fills the whole span.
-
-The last lines are the bound without feedback, by t, and how far feedback lowers it.           Eq. 2
+The last lines are the bound without feedback, by t, and by how much feedback lowers it.       Eq. 2
 """
 
 import os
@@ -30,20 +27,18 @@ from launch import Count, Refused, Share, Size, machine, progress, run
 from mdlm import MDLM
 from sample import generate_in_order
 
-LIKELIEST = 1e-12  # as top_p: one token is left to draw
-
 
 @dataclass
 class Config(EvalConfig):
     """The flags of `eval.py ppl`, two of them with other defaults, and two more."""
-    rows: Count = 1000      # so many, evenly spaced (0: all)
+    rows: Count = 1000      # how many held-out rows, evenly spaced (0: all)
     floor: Share = 0.0      # Eq. 2 itself
     width: Size = 6         # tokens in a span
-    calls: str = "6,3,2"    # to fill it in: one line of the result for each
+    calls: str = "6,3,2"    # calls to fill a span in; the result has a line for each number
 
 
 def means(**values):
-    """{name: mean, name_se: its standard error} of (n,) each"""
+    """{name: mean, name_se: its standard error} for values (n,)"""
     found = {}
     for name, x in values.items():
         found[name], found[f"{name}_se"] = mean_and_se(x, torch.ones_like(x))
@@ -51,37 +46,33 @@ def means(**values):
 
 
 def spans(n, L, width, seed):
-    """(n, L) bool, True in the span of each row, somewhere between its BOS and its EOS"""
+    """(n, L) bool: True inside each row's span, which lies between BOS and EOS"""
     first = torch.randint(1, L - width, (n, 1), generator=rng("spans", seed))        # (n, 1)
     position = torch.arange(L)                                                       # (L,)
     return (first <= position) & (position < first + width)
 
 
 def right(model, rows, span, calls, soft, batch_size):
-    """(n,) 1 where a row gets exactly its own span back in so many calls, else 0. span: (n, L)"""
-    batches, found = list(zip(rows.split(batch_size), span.split(batch_size))), []
-    for x0, masked in progress(batches, f"spans in {calls} calls", leave=False, disable=None):
-        x = x0.masked_fill(masked, model.mask_id)                                    # (b, L)
-        x, _ = generate_in_order(model, len(x), calls, "entropy", LIKELIEST, x=x, soft=soft)
-        found.append((x == x0).all(1))                                               # (b,)
-    return torch.cat(found).double()
+    """(n,): 1 where all of a row's span comes back right, else 0. rows, span: (n, L)"""
+    batches = rows.masked_fill(span, model.mask_id).split(batch_size)                # of (b, L)
+    found = [generate_in_order(model, len(x), calls, "entropy", top_p=1e-12, x=x, soft=soft)[0]
+             for x in progress(batches, f"spans in {calls} calls", leave=False, disable=None)]
+    return (torch.cat(found) == rows).all(1).double()
 
 
 @torch.no_grad()
 def bound_by_t(model, rows, cfg):
-    """{title: nats per token of Eq. 2} of the draws of t, in tenths from small to large"""
-    draws, values, device = [], {}, model.net.table.device
-    for _, x0, xt, t in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
-                                  floor=cfg.floor):
-        batch = [part.to(device) for part in (x0, xt, t)]
-        on, off = (model(*batch, soft).cpu().double() for soft in (True, False))     # (b,) each
-        draws.append(torch.stack((t, on, off)))
-    draws = torch.cat(draws, dim=1)                                                  # (3, m)
-    for t, *nats in draws[:, draws[0].argsort()].chunk(10, dim=1):
-        on, off = (part / rows.shape[1] for part in nats)                            # (m/10,) each
-        # The errors take draws for independent: many --repeats of few rows make them too small.
+    """{title: nats per token of Eq. 2} for each tenth of the draws of t, from small t to large"""
+    draws, values, L = [], {}, rows.shape[1]
+    for _, *batch in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
+                               floor=cfg.floor):
+        x0, xt, t = (part.to(model.net.table.device) for part in batch)
+        draws.append(torch.stack((t, model(x0, xt, t, True), model(x0, xt, t, False))))
+    draws = torch.cat(draws, dim=1).cpu().double()                                   # (3, m)
+    for t, on, off in draws[:, draws[0].argsort()].chunk(10, dim=1):                 # (m/10,) each
+        # The errors assume independent draws. They are too small for many --repeats of few rows.
         title = f"nats a token, t from {t[0]:.2f} to {t[-1]:.2f}"
-        values[title] = means(off=off, gain=off - on)
+        values[title] = means(off=off / L, gain=(off - on) / L)
     return values
 
 
@@ -103,7 +94,6 @@ def main(cfg):
             on, off = (right(model, rows, span, n, soft, cfg.batch_size) for soft in (True, False))
             values[f"spans right, calls {n}"] = means(on=on, off=off, gain=on - off)
         values |= bound_by_t(model, rows, cfg)
-    # In the name of the result, so that other spans do not replace it.
     stem = f"{cfg.checkpoint.rstrip('/')}.{cfg.width}-in-{cfg.calls.replace(',', '-')}"
     write_result(replace(cfg, metric="feedback"), stem, values,
                  {"step": model.info["step"], "L": L, "n": len(rows)})

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # plain `pytest` finds the scripts
+sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # so that plain `pytest` finds the scripts
 
 import dora  # noqa: E402
 import oracles  # noqa: E402
@@ -23,17 +23,15 @@ from launch import Refused, from_cli  # noqa: E402
 from mdlm import MDLM, ModelConfig  # noqa: E402
 
 GOLDEN = os.path.join(ROOT, "tests", "golden")
-torch.set_num_threads(1)  # models here are tiny: more threads only wait for each other
+torch.set_num_threads(1)  # models here are too small for more threads
 
 
 def refused(message, function, *args, **kwargs):
-    """Asserts that the call is refused in such a sentence."""
     with pytest.raises(Refused, match=message):
         function(*args, **kwargs)
 
 
 def torchrun(*words, ranks=2, cwd=ROOT, **options):
-    """The finished run of a script in so many processes of this machine."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
     return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=cwd,
@@ -61,7 +59,7 @@ def gen(seed=0):
 
 
 class Killed(BaseException):
-    """Nothing catches it, as if the process were gone."""
+    """No `except Exception` catches it, as if the process were gone."""
 
 
 def kill():
@@ -73,7 +71,7 @@ def sigterm():
 
 
 def spy(monkeypatch, module, name, at=None, then=None):
-    """A list of the arguments of all calls. Before call number `at`, then() is called."""
+    """A list of the arguments of all calls. then() runs before call number `at`."""
     calls, whole = [], getattr(module, name)
 
     def call(*args, **kwargs):
@@ -86,7 +84,7 @@ def spy(monkeypatch, module, name, at=None, then=None):
 
 
 def configure(script, words):
-    """A script and its Config, as its last lines make it from the words behind `x.py`."""
+    """The module of a script, and its Config from the words of a command line."""
     module = importlib.import_module(os.path.basename(script))
     presets = getattr(module, "PRESETS", None)
     paths = "source" if script == "data" else None
@@ -94,7 +92,7 @@ def configure(script, words):
 
 
 def start(script, *words):
-    """What it returns after these words."""
+    """Runs a script, and returns what its main function returns."""
     module, cfg = configure(script, words)
     name = {"train": "train", "finetune_dream": "finetune"}.get(script, "main")
     return getattr(module, name)(cfg)

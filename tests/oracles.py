@@ -1,17 +1,6 @@
 """The paper read literally: for loops and Python floats, slow on purpose.
 
-    soft_mask    §3.1 sm(·,·), Eq. 3      checks softmask.SoftMask
-    dense_nll    Eq. 2, Alg. 1 l.5-8      checks mdlm.MDLM.forward, finetune_dream.TwoPassDream
-    nucleus      App. B.1                 checks sample.nucleus
-    draw                                  checks sample.sample_categorical
-    alg2         Alg. 2                   checks sample.generate
-    in_order     §2.2, Alg. 2             checks sample.generate_in_order
-    alg1         Alg. 1, App. B.1         checks train.train
-    dream_filter     App. B.2             checks sample_dream.filtered
-    slow_decode      Alg. 2, App. C.9     checks sample_dream.decode
-    slow_blocks      App. B.2, Fast-dLLM  checks sample_dream.decode_blocks
-
-Nothing is imported from the code under test. Networks come as functions of embeddings.
+Nothing is imported from the code under test. Networks are functions of embeddings.
 """
 
 import math
@@ -138,7 +127,7 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
                 emb[l] = soft_mask(seen[l], table, mask_id, **soft)                    # l.6
         seen = predict(emb, len(masks) / len(x))                                       # l.3
         p = {l: nucleus(softmax(seen[l]), top_p) for l in masks}
-        chance = order == "random" or len(masks) == len(x)  # from masks alone all are equal
+        chance = order == "random" or len(masks) == len(x)  # masks alone: all are equal
         value = {l: u[l, 1] if chance else minus_entropy(softmax(seen[l])) for l in masks}
         for l in sorted(masks, key=lambda l: -value[l])[:math.ceil(len(masks) / left)]:  # l.4-5
             x[l] = draw(p[l], u[l, 0].item())
@@ -146,18 +135,13 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
     return x, states
 
 
-# -------------------------------------------------------------------------------------------------
-# training
-
-
 def alg1(nll, theta, omega, batch, rng, *, mask_id, seed, steps, batch_size, micro_batch, p_sm, b_l,
          b_h, eta_bb, eta_sm, warmup, clip, ema, **others):
     """Alg. 1 with AdamW and an average of θ, one parameter after the other.      Alg. 1, App. B.1
 
-    nll: (x0, xt, t, soft) → nats of each sequence over t, a function of θ and ω.
-    theta, omega: lists of the tensors to train, changed in place.   batch: step → x0 (B, L).
-    rng: key → generator.   The rest are numbers of App. B.1.
-    Yields after each update what the log says of it, and the average of θ in float64.
+    nll: (x0, xt, t, soft) → nats of each sequence over t.   batch: step → x0 (B, L).
+    theta, omega: lists of tensors, trained in place.   rng: key → generator.
+    Yields the log's numbers after each update, and the average of θ in float64.
     """
     B, M = batch_size, batch_size // micro_batch
     average = [p.detach().double() for p in theta]
@@ -192,10 +176,6 @@ def alg1(nll, theta, omega, batch, rng, *, mask_id, seed, steps, batch_size, mic
         average = [d * a + (1 - d) * p.detach().double() for a, p in zip(average, theta)]
         yield {"loss": loss.item(), "ce_per_mask": ce / masks, "grad_norm": norm,
                "eta_bb": warm * eta_bb}, average
-
-
-# -------------------------------------------------------------------------------------------------
-# Dream
 
 
 def dream_filter(p, top_p):
@@ -255,10 +235,9 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
                 schedule):
     """Fast-dLLM with feedback, greedy, for one sequence.
 
-    predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, whose first row
-    counts for nothing, and the past of a later call.   Others: as in `slow_decode`.
-    Each position keeps its latest logits, and every input is made of them anew. Returns x after
-    each pass.
+    predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, the first row
+    unused, and the past of a later call.   Others: as in `slow_decode`.
+    Each input is made anew from the latest logits of each position. Returns x after each pass.
     """
     L, per_block = len(x), steps * block // gen_len
     latest, states, past = {}, [], None

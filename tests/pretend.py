@@ -26,7 +26,7 @@ class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, inputs = func._schema.name.removeprefix("aten::"), tensors((args, kwargs))
         values = ()
-        if name == "index_put":  # its backward makes values of its own, of which nothing is known
+        if name == "index_put":  # its backward pass makes values that nothing is known of
             args, values = args[:2], args[2:]
             inputs = tensors(args)
         result_on_gpu = any(map(on_gpu, inputs)) and name != "copy_"
@@ -50,11 +50,11 @@ class Calls(TorchFunctionMode):
         name, kwargs, x = func.__name__, kwargs or {}, args[0] if args else None
         assert not (on_gpu(x) and name in ("numpy", "__array__")), f"{name} of a tensor on the GPU"
         word = args[1] if name == "to" and len(args) > 1 else kwargs.get("device")
-        device = getattr(word, "device", word)  # of a tensor, if x is to be like it
+        device = getattr(word, "device", word)  # `to` also takes a tensor to follow
         kind = str(device or getattr(x, "device", "cpu")).partition(":")[0]
         generator = kwargs.get("generator")
         assert not generator or generator.device.type == kind, f"{name}: a generator elsewhere"
-        if not device or kind not in ("cpu", "cuda"):  # it is a dtype, or meta
+        if not device or kind not in ("cpu", "cuda"):  # a dtype, or meta
             return func(*args, **kwargs)
         args = ["cpu" if arg is device else arg for arg in args]
         out = func(*args, **kwargs | ({"device": "cpu"} if "device" in kwargs else {}))
@@ -85,7 +85,7 @@ def gpu():
         device=property(lambda x: cuda if on_gpu(x) else device(x)), is_cuda=property(on_gpu),
         pin_memory=lambda x: x)
     of_torch = mock.patch.multiple(torch, Generator=Generator, compile=lambda f, **options: f)
-    # Not is_available: see AdamW.
+    # is_available stays False, or AdamW would ask whether CUDA captures a graph.
     one_gpu = mock.patch.multiple(torch.cuda, device_count=lambda: 1, set_device=mock.Mock())
     with of_tensors, of_torch, one_gpu, Calls(), Operations():
         yield waits

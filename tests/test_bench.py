@@ -1,4 +1,4 @@
-"""bench.py: it reports what happened, and every case runs. No test depends on the clock."""
+"""bench.py: every case runs, and its report is right. No test depends on a clock."""
 
 import json
 import os
@@ -20,7 +20,7 @@ QUICK = PRESETS["quick"] | dict(device="cpu")
 
 
 def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
-    """If the machine is three times as slow in every other turn, the ratios stay the same."""
+    """A machine that is three times as slow in every other turn changes no ratio."""
     now, calls = [0.0], []
     monkeypatch.setattr(time, "perf_counter", lambda: now[0])
     monkeypatch.setattr(time, "process_time", lambda: 2 * now[0])
@@ -44,12 +44,6 @@ def test_flops_are_those_of_the_matrices():
         model.net.head(h.flatten(0, 1)[:L])  # half of the rows
     found = counter.get_total_flops()
     assert bench.flops_per_token(model.cfg, 0) / 3 * 2 * L == pytest.approx(found, rel=0.1)
-
-
-def test_dream_has_its_real_size():
-    """7.6 billion parameters, as many as the released Dream-7B. Counted, not allocated."""
-    dream, _ = bench.build_dream(Config(), torch.device("meta"), torch.bfloat16)
-    assert sum(p.numel() for p in dream.parameters()) == 7_615_616_512
 
 
 def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch):
@@ -87,7 +81,7 @@ def test_an_update_moves_all_parameters():
 
 
 def test_gpu_sh_gives_flags_that_exist(tmp_path):
-    """A script in place of Python records the commands."""
+    """A stand-in for Python records the commands."""
     stand_in, kept = tmp_path / "python", tmp_path / "commands"
     stand_in.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$*\" >> {kept}\n")
     stand_in.chmod(0o755)

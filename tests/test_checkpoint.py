@@ -1,11 +1,10 @@
-"""checkpoint.py: files of every format, which are made here as their own code writes them."""
+"""checkpoint.py: files of every format, written here as the original code writes them."""
 
 import collections
 import json
 import os
 import pickle
 import resource
-import subprocess
 import sys
 import types
 from dataclasses import replace
@@ -26,11 +25,10 @@ HUB = dict(n_blocks=2, n_heads=4, hidden_dim=32, cond_dim=16, vocab_size=30, mod
            dropout=0.2, time_conditioning=True, model_type="mdlm", architectures=["MDLM"])
 SPECIAL = {"name": "bytes", "vocab_size": 30, "mask_id": 29, "bos": 27, "eos": 28}
 THEIRS = {"raw_s": "raw_scale", "raw_a": "raw_steep", "raw_b": "raw_centre_neg"}
-INV_FREQ = 10000 ** (-torch.arange(0, 8, 2) / 8)  # a buffer of their models, for heads of width 8
+INV_FREQ = 10000 ** (-torch.arange(0, 8, 2) / 8)  # a buffer of theirs, for heads of width 8
 
 
 def trained(**changes):
-    """A model whose every weight counts: new ones predict uniformly."""
     return random_mdlm(0.1, **TINY | changes).eval()
 
 
@@ -39,16 +37,12 @@ def same(a, b):
 
 
 def published(model, prefix="backbone."):
-    """The tensors as MDLM's class names them."""
     state = {prefix + name: t for name, t in model.net.state_dict().items()}
     return state | {prefix + "rotary_emb.inv_freq": INV_FREQ}
 
 
 def training_file(path, model, /, head=None, tensors=None, hostile=None, **settings):
-    """A training checkpoint of the authors' framework.   head: settings of the soft mask.
-
-    tensors: more of them, or others.   hostile: any object.   settings: of sections, or beside.
-    """
+    """The authors' training checkpoint. head: settings of the soft mask; settings: all others."""
     state = collections.OrderedDict(published(model) | (tensors or {}))
     if model.sm is not None:
         for raw, theirs in THEIRS.items():
@@ -61,7 +55,7 @@ def training_file(path, model, /, head=None, tensors=None, hostile=None, **setti
     for name, value in settings.items():
         config[name] = config[name] | value if isinstance(value, dict) else value
     shadow = [p.data + 1 for p in model.net.parameters()]
-    gone = types.ModuleType("omegaconf")  # a framework that is not there when its file is read
+    gone = types.ModuleType("omegaconf")  # a framework that is gone when its file is read
     gone.Node = type("Node", (), {"__module__": "omegaconf"})
 
     def tree(value):
@@ -81,9 +75,6 @@ def training_file(path, model, /, head=None, tensors=None, hostile=None, **setti
     finally:
         del sys.modules["omegaconf"]
     return str(path)
-
-
-# ---- ours
 
 
 def test_save_and_load_are_inverse(tmp_path):
@@ -106,18 +97,14 @@ def test_save_and_load_are_inverse(tmp_path):
     ("", 3, SoftMask), ("", None, SoftMask), ("constant", 3, Constant), ("slerp", 3, Slerp),
     ("", 3, None)])
 def test_shared_weights_of_every_variant_are_read(tmp_path, variant, k, kind, field):
-    """One file with the backbone in bf16, ω in fp32, and the rest of the checkpoint in its header.
-
-    kind None is a binary model.   field: where its config says the variant.
-    """
+    """kind None is a binary model.   field: where its config says the variant."""
     model = trained(soft_mask=kind is not None, variant=variant, k=k)
     config = vars(model.cfg) | {"data": "data/sudoku", "p_sm": 0.8}
     config[field] = config.pop("variant")
     tensors = {name: t if name.startswith("sm.") else t.bfloat16()
                for name, t in model.state_dict().items()}
-    rest = {"format": FORMAT, "git": {}, "versions": {}, "kind": "mdlm", "seed": 1, "keys": 2,
-            "config": config, "step": 6000, "metrics": {"step": 6000}, "tokenizer": SPECIAL,
-            "data": {"sha256": ""}}
+    rest = {"format": FORMAT, "kind": "mdlm", "config": config, "step": 6000,
+            "tokenizer": SPECIAL}
     path = str(tmp_path / "w.safetensors")
     write_safetensors(path, tensors, {FORMAT: json.dumps(rest)})
     loaded = MDLM.load(path)
@@ -126,18 +113,6 @@ def test_shared_weights_of_every_variant_are_read(tmp_path, variant, k, kind, fi
     assert type(loaded.sm) is (kind or type(None))
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensors[name].to(tensor.dtype)), name
-
-
-def test_weights_of_a_variant_that_is_not_here_never_become_the_papers(tmp_path):
-    model, header, path = trained(), str(tmp_path / "w.safetensors"), str(tmp_path / "w.pt")
-    for arm in "renorm", "permuted":
-        config = {**vars(model.cfg), "arm": arm}
-        del config["variant"]
-        save(path, kind="mdlm", config=config, step=3, model=model.state_dict())
-        rest = {"format": FORMAT, "kind": "mdlm", "config": config, "step": 3}
-        write_safetensors(header, model.state_dict(), {FORMAT: json.dumps(rest)})
-        for file in path, header:
-            refused(f"is of the variant '{arm}'", MDLM.load, file)
 
 
 def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():
@@ -165,7 +140,7 @@ def test_safetensors_round_trip_with_every_dtype(tmp_path):
 
 
 def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path):
-    """Torch's own error is another one, and its file ends at any byte."""
+    """torch.save raises another error, and leaves a file that ends anywhere."""
     path, limits = str(tmp_path / "last.pt"), resource.getrlimit(resource.RLIMIT_FSIZE)
     save(path, step=1)
     for size in 30_000, 65_536, 400_000:
@@ -178,14 +153,11 @@ def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path):
         assert load(path)["step"] == 1 and os.listdir(tmp_path) == ["last.pt"]
 
 
-# ---- theirs
-
-
 def test_training_checkpoint_without_its_framework(tmp_path):
     model = trained()
     path = training_file(tmp_path / "x.ckpt", model)
     with pytest.raises(pickle.UnpicklingError):
-        torch.load(path, weights_only=True)  # this is why there is a reader
+        torch.load(path, weights_only=True)  # so a reader of our own is needed
     averaged, raw = MDLM.load(path), MDLM.load(path, ema=False)
     cfg = averaged.cfg
     assert (cfg.k, cfg.variant, cfg.n_head, cfg.length, averaged.info["step"]) == (2, "", 4, 8, 9)
@@ -200,8 +172,6 @@ def test_training_checkpoint_without_its_framework(tmp_path):
 
 
 class Hostile:
-    """Unpickles into a call of any function with any argument."""
-
     def __init__(self, function, *args):
         self.function, self.args = function, args
 
@@ -209,27 +179,21 @@ class Hostile:
         return self.function, self.args
 
 
-def test_no_foreign_function_is_ever_called(tmp_path, monkeypatch):
+def test_no_foreign_function_is_ever_called(tmp_path):
     owned, path = str(tmp_path / "owned"), tmp_path / "x.ckpt"
     for function, *args in ((os.mkdir, owned), (eval, f"__import__('os').mkdir({owned!r})"),
                             (getattr, "", "upper"), (__import__, "antigravity"),
                             (torch.hub.load_state_dict_from_url, f"file://{tmp_path}/x")):
         MDLM.load(training_file(path, trained(), hostile=Hostile(function, *args)))
         assert not os.path.exists(owned) and "antigravity" not in sys.modules
-    # The bomb works where it is let.
-    find = checkpoint.InertUnpickler.find_class
-    monkeypatch.setattr(checkpoint.InertUnpickler, "find_class", lambda self, module, name:
-                        os.mkdir if name == "mkdir" else find(self, module, name))
-    MDLM.load(training_file(path, trained(), hostile=Hostile(os.mkdir, owned)))
-    assert os.path.exists(owned)
 
 
 def test_hub_layouts(tmp_path):
-    """A folder with one of two files and settings, or a file, whatever the wrapper's prefix."""
+    """A folder with either file and its config.json, or that file, under any prefix."""
     model = trained(soft_mask=False, time_conditioning=True)
     writers = {"pytorch_model.bin": torch.save, "model.safetensors": lambda state, path:
                write_safetensors(path, state, {"format": "pt"})}
-    for prefix in ("backbone.", "", "module.backbone."):
+    for prefix in "backbone.", "":
         for name, write in writers.items():
             folder = tmp_path / (prefix + name.split(".")[0])
             folder.mkdir()
@@ -243,9 +207,7 @@ def test_hub_layouts(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    {"algo": {"parameterization": "ar"}},  # score models
     {"data": {"tokenizer_name_or_path": "bert"}},  # its mask is in the middle
-    {"optim": {"sm_t_min": 0.2}},  # feedback in a band of t only
     {"model": {"n_heads": 2}},  # the shapes would fit
     {"head": {"transparency_alg": "mixinputs_with_temp", "fixed_lambda": 0.3}},
     {"tensors": {"initial_nll": torch.tensor(7.0)}},
@@ -256,40 +218,16 @@ def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, chang
             load, training_file(tmp_path / "x.ckpt", trained(), **change))
 
 
-def test_what_is_no_checkpoint_is_refused_by_its_name(tmp_path):
-    def write(name, content):
-        (tmp_path / name).write_bytes(content)
-        return str(tmp_path / name)
+def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused(tmp_path):
     model, ours, shared = trained(), str(tmp_path / "ours.pt"), str(tmp_path / "ours.safetensors")
     save(ours, kind="mdlm", config=vars(model.cfg), step=3, model=model.state_dict())
     write_safetensors(shared, model.state_dict())
-    for kind, whole in ("pt", ours), ("safetensors", shared):
-        with open(whole, "rb") as f:
-            content = f.read()
-        for cut in (0, 5, 100, *(len(content) * i // 9 for i in range(1, 9)), len(content) - 1):
-            path = write(f"cut.{kind}", content[:cut])
-            refused(f"^{path} is no checkpoint, or not whole", load, path)
-        path = write(f"text.{kind}", b"hello\n")
-        refused(f"^{path} is no checkpoint, or not whole", load, path)
-    path = str(tmp_path / "x.pt")
-    torch.save([1, 2], path)
-    refused(f"^{path} is no checkpoint, or not whole .TypeError: it holds a list", load, path)
-    for other in {"w": torch.ones(2)}, {"state_dict": {"w": torch.ones(2)}}, torch.nn.Linear(2, 2):
-        torch.save(other, path)
-        refused(f"^{path} is no model of MDLM's family", load, path)
-    save(path, kind="mdlm", config=vars(model.cfg) | {"variant": "new"}, model=model.state_dict())
-    refused(f"^{path} is of the variant 'new'", MDLM.load, path)
-    refused("^--checkpoint=FILE is missing", load, "")
-    with pytest.raises(FileNotFoundError):
-        load("typo.pt")
-
-
-def test_a_copy_inside_another_repository_is_of_no_commit(tmp_path, monkeypatch):
-    git = ["git", "-C", str(tmp_path), "-c", "user.name=x", "-c", "user.email=x",
-           "-c", "commit.gpgsign=false"]
-    subprocess.check_call([*git, "init", "-q"])
-    subprocess.check_call([*git, "commit", "-q", "--allow-empty", "-m", "x"])
-    (tmp_path / "copy").mkdir()
-    for folder, known in ("", True), ("copy", False):
-        monkeypatch.setattr(checkpoint, "__file__", str(tmp_path / folder / "checkpoint.py"))
-        assert (checkpoint.git_version()["commit"] != "unknown") == known
+    for path in ours, shared:
+        with open(path, "rb") as f:
+            whole = f.read()
+        for size in 0, 5, 100, len(whole) // 2, len(whole) - 1:
+            with open(path, "wb") as f:
+                f.write(whole[:size])
+            refused("is no checkpoint, or not whole", load, path)
+    torch.save({"w": torch.ones(2)}, ours)
+    refused("is no model of MDLM's family", load, ours)

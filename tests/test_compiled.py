@@ -1,6 +1,6 @@
-"""The main job, `torchrun train.py` as CUDA compiles it, on two ranks of a CPU, against eager code.
+"""`torchrun train.py`, compiled as on a GPU, on two ranks of a CPU, against eager code.
 
-At the vocabulary of GPT-2, with the padded head, under DDP as it ships. slow_compiled.py has more.
+With GPT-2's vocabulary, the padded head, and DDP as it ships. slow_compiled.py has more.
 """
 
 import functools
@@ -20,7 +20,7 @@ import train
 from conftest import random_mdlm, torchrun
 
 V = 50_258
-# n_embd is the number of rows of a chunk: such a chunk must not be compiled for once more.
+# A chunk with as many rows as n_embd must not be compiled once more.
 SIZES = dict(n_layer=3, n_head=2, n_embd=48, n_cond=16, vocab_size=V, mask_id=V - 1)
 SMALL_CHUNKS = 48
 FLAGS = ("--data=data --device=cpu --n_layer=3 --n_head=2 --n_embd=48 --n_cond=16 --batch_size=16 "
@@ -29,7 +29,6 @@ FLAGS = ("--data=data --device=cpu --n_layer=3 --n_head=2 --n_embd=48 --n_cond=1
 
 
 def prepare(length, **fields):
-    """data/, of random tokens, and start.pt, a random model: a fresh one predicts ties."""
     os.makedirs("data", exist_ok=True)
     special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
     meta = {"tokenizer": special, "source": "noise"}
@@ -46,7 +45,6 @@ def prepare(length, **fields):
 
 
 def both(backend, length, *flags):
-    """(log of one eager process, log of two compiled ranks, what each rank counted)"""
     words = *FLAGS, f"--length={length}", *flags
     train.train(launch.from_cli(train.Config, [*words, "--out_dir=eager"]))
     done = torchrun(__file__, backend, *words, "--compile=True", "--out_dir=ranks", cwd=".")
@@ -56,7 +54,7 @@ def both(backend, length, *flags):
 
 
 def compare(eager, ranks):
-    """Loss, norm of the gradient, ω, λ, bounds: equal up to rounding, which grows with updates."""
+    """Equal up to rounding, which grows with the updates."""
     assert len(eager) == len(ranks) == 6  # the bounds at the start, and five updates
     assert {line.get("lam", 0) > 0 for line in eager[1:]} == {True, False}
     assert "val_soft" in eager[0] and "val_plain" in eager[5]
@@ -67,7 +65,7 @@ def compare(eager, ranks):
 
 
 def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
-    """Its dropout too: each micro-batch has its own, whatever rank it is on."""
+    """With dropout: each micro-batch has its own, whichever rank it is on."""
     monkeypatch.chdir(tmp_path)
     prepare(length=64)
     eager, ranks, counts = both("aot_eager", 64, "--micro_batch=4", "--dropout=0.1")
@@ -77,10 +75,10 @@ def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
 
 
 def rank(backend, *words):
-    """What a rank runs: train.py with another backend, and its graphs counted."""
+    """What each rank runs: train.py with another backend. Counts its graphs."""
     torch.compile = functools.partial(torch.compile, backend=backend)
     chunks.COMPILED_ROWS = SMALL_CHUNKS
-    # As many buckets as at the real size. DDP must not cut the trunk at each.
+    # As many buckets as at the real size. DDP must not split the trunk at each of them.
     train.DistributedDataParallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.05)
     sys.argv[1:] = words
     launch.run(train.train, train.Config)

@@ -1,4 +1,4 @@
-"""dora.py read against its equation, then against recorded numbers of peft, and peft itself."""
+"""dora.py against its equation, recorded numbers of peft, and peft itself."""
 
 import pytest
 import torch
@@ -11,22 +11,14 @@ from dora import DoRALinear, adapter_state, merge_
 from dream import Dream, load_adapter
 
 
-def trained(bias=True):
-    """A DoRA layer away from its start, not square, so that a wrong axis shows."""
-    linear = nn.Linear(5, 6, bias)
-    with torch.no_grad():
-        for p in linear.parameters():
-            p.copy_(torch.randn(p.shape, generator=gen()))
-        layer = DoRALinear(linear, 3, 6, gen())
-        layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=gen(1)))
-        layer.lora_magnitude_vector.mul_(1 + 0.3 * torch.rand(6, generator=gen(2)))
-    return layer
-
-
 @pytest.mark.parametrize("bias", [True, False])
 def test_layer_is_the_equation(bias):
-    """In float64. s = α/r is 2 here."""
-    layer = trained(bias)
+    """In float64, with s = α/r = 2. It is not square, so that a wrong axis shows."""
+    linear = nn.Linear(5, 6, bias)
+    layer = DoRALinear(linear, 3, 6, gen())
+    with torch.no_grad():
+        layer.lora_B.copy_(torch.randn(layer.lora_B.shape, generator=gen(1)))
+        layer.lora_magnitude_vector.mul_(1 + 0.3 * torch.rand(6, generator=gen(2)))
     x = torch.randn(4, 5, generator=gen(9))
     W, A, B = (w.double() for w in (layer.base.weight, layer.lora_A, layer.lora_B))
     V = W + 2 * B @ A
@@ -47,17 +39,10 @@ def test_fresh_adapter_is_exactly_the_layer():
         assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
 
-def test_only_the_adapter_is_trained(tiny_dream):
+def test_recorded_logits_and_merge_and_only_the_adapter_is_trained(tiny_dream, recorded):
     dream = recorded_adapter(Dream.load(tiny_dream).requires_grad_())
-    names = {n.split(".")[-1] for n, p in dream.named_parameters() if p.requires_grad}
+    names = {name.split(".")[-1] for name, p in dream.named_parameters() if p.requires_grad}
     assert names == {"lora_A", "lora_B", "lora_magnitude_vector"}
-
-
-# ---- recorded
-
-
-def test_recorded_logits_and_merge(tiny_dream, recorded):
-    dream = recorded_adapter(Dream.load(tiny_dream))
     x = recorded["b/input_ids"]
 
     def run():
@@ -76,9 +61,6 @@ def test_recorded_logits_and_merge(tiny_dream, recorded):
     assert keys
 
 
-# ---- the library itself, where it is installed
-
-
 def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
     needs = "needs peft and transformers: would exchange adapters with them both ways"
     peft = pytest.importorskip("peft", reason=needs)
@@ -87,7 +69,7 @@ def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
     dream = recorded_adapter(Dream.load(tiny_dream))
     save_adapter(str(tmp_path / "ours"), dream, None, Config(model=tiny_dream))
 
-    # Dream's weights in Qwen2, whose causal mask is the difference.
+    # Dream's weights in Qwen2, which differs by its causal mask alone.
     raw = launch.read_json(f"{tiny_dream}/config.json") | {"model_type": "qwen2"}
     theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**raw))
     theirs.load_state_dict(Dream.load(tiny_dream).state_dict())

@@ -1,4 +1,4 @@
-"""dream.py against recorded numbers of the published code, transformers' Qwen2, and bad folders."""
+"""dream.py against recorded numbers of the published code, and folders that are wrong."""
 
 import gzip
 import json
@@ -13,7 +13,7 @@ import torch.nn.functional as F
 import dora
 from checkpoint import write_safetensors
 from conftest import GOLDEN, digest, gen, recorded_adapter, refused
-from dream import Dream, DreamConfig, Tokenizer, load_adapter, rope
+from dream import Dream, DreamConfig, Tokenizer, load_adapter
 
 
 @pytest.fixture
@@ -23,7 +23,6 @@ def dream(tiny_dream):
 
 @pytest.fixture
 def folder(tiny_dream, tmp_path):
-    """A copy of the tiny model, to spoil."""
     return shutil.copytree(tiny_dream, tmp_path / "model")
 
 
@@ -32,7 +31,6 @@ def embed(dream, x):
 
 
 def everywhere(dream, x):
-    """Logits (B, L, V) of every hidden state, without the shift."""
     return dream.head(dream.trunk(embed(dream, x))[0])
 
 
@@ -40,23 +38,8 @@ def close(got, want, atol):
     torch.testing.assert_close(got, want, rtol=0, atol=atol)
 
 
-# ---- the architecture
-
-
-@torch.no_grad()
-def test_cached_call_replaces_its_positions_and_checkpointing_keeps_no_cache(dream):
-    """What a cached call computes: the recorded runs of blocks."""
-    emb = embed(dream, torch.randint(190, (2, 12), generator=gen(1)))
-    dream.checkpointing = True
-    with torch.enable_grad():
-        assert not dream.trunk(emb)[1]
-    _, kv = dream.trunk(emb)  # decoding keeps it
-    _, new = dream.trunk(emb[:, 6:9], past=kv, start=6)
-    assert len(kv) == 3 and all(a is b for pair in zip(kv, new) for a, b in zip(*pair))  # in place
-
-
 def test_bf16_is_near_fp32_and_its_logits_are_fp32(tiny_dream, dream):
-    """At a length at which positions would be rounded."""
+    """At a length where bf16 would round the positions."""
     x = torch.randint(190, (1, 500), generator=gen(1))
     half = Dream.load(tiny_dream, dtype=torch.bfloat16)
     assert not list(half.buffers())
@@ -67,78 +50,28 @@ def test_bf16_is_near_fp32_and_its_logits_are_fp32(tiny_dream, dream):
     close(logits, everywhere(dream, x), 0.25)
 
 
-# ---- recorded
-
-
-def test_recorded_logits_also_at_other_positions(dream, recorded, monkeypatch):
-    x = recorded["a/input_ids"]
-    logits = everywhere(dream, x)
+def test_recorded_logits(dream, recorded):
+    logits = everywhere(dream, recorded["a/input_ids"])
     close(digest(logits), recorded["digest/a/logits"].numpy(), 1e-3)
     close(logits[:, ::4, ::8], recorded["a/logits"], 1e-5)
-    monkeypatch.setattr("dream.rope", lambda _, cfg: rope(recorded["a/position_ids"], cfg))
-    logits = everywhere(dream, x)
-    close(digest(logits), recorded["digest/a/logits_posids"].numpy(), 1e-3)
-    close(logits[:, ::4, ::8], recorded["a/logits_posids"], 1e-5)
-
-
-# ---- a class that is not ours, where it is installed
-
-
-@pytest.mark.parametrize("dtype, atol", [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
-def test_a_tied_qwen2_that_sees_all_positions_and_is_shifted_is_a_dream(tmp_path, dtype, atol):
-    transformers = pytest.importorskip(
-        "transformers", reason="needs transformers: would compare logits with Qwen2ForCausalLM")
-    theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(
-        vocab_size=200, hidden_size=64, intermediate_size=160, num_hidden_layers=3,
-        num_attention_heads=4, num_key_value_heads=2, eos_token_id=190, tie_word_embeddings=True))
-    g = gen()
-    with torch.no_grad():
-        for name, p in theirs.named_parameters():
-            p.copy_(torch.randn(p.shape, generator=g) * 0.04 + ("norm" in name))
-    theirs.to(dtype).save_pretrained(tmp_path)
-    (tmp_path / "added_tokens.json").write_text('{"<M>": 194}')
-    x = torch.randint(190, (2, 40), generator=g)
-    x[:, [1, 7, 39]] = 194
-    everything = torch.zeros(2, 1, 40, 40, dtype=dtype)  # what is added to the attention's scores
-    with torch.no_grad():
-        want, causal = (theirs(input_ids=x, attention_mask=mask).logits[:, [0, 6, 38]].flatten(0, 1)
-                        for mask in (everything, None))
-        dream = Dream.load(tmp_path)
-        masks = (x == dream.cfg.mask_token_id).nonzero(as_tuple=True)
-        logits = dream.head(dream.hidden(embed(dream, x), masks))
-    close(logits, want.float(), atol)
-    assert (logits - causal).abs().max() > 0.5
-
-
-# ---- loading
 
 
 def one_file(folder, state):
-    """Another model in a folder, without shards."""
     for shard in folder.glob("model*"):
         shard.unlink()
     write_safetensors(folder / "model.safetensors", state)
 
 
 def rewrite(folder, name, **changes):
-    """Changes a file of a folder. None removes a field."""
+    """None removes a field."""
     file = folder / name
     values = json.loads(file.read_text()) if file.exists() else {}
     values = {key: value for key, value in (values | changes).items() if value is not None}
     file.write_text(json.dumps(values))
 
 
-def test_weights_are_the_mapped_files(folder, dream):
-    """No copy: tensors of one file are windows on one mapping. Nothing is trained."""
-    one_file(folder, dream.state_dict())
-    again = Dream.load(folder)
-    assert not any(p.requires_grad for p in again.parameters()) and not again.training
-    assert len({p.untyped_storage().data_ptr() for p in again.parameters()}) == 1
-    torch.testing.assert_close(again.state_dict(), dream.state_dict(), rtol=0, atol=0)
-
-
 def test_another_variant_and_broken_weights_are_refused(folder, dream):
-    """They would give other logits in silence."""
+    """Both would silently give other logits."""
     file = folder / "config.json"
     whole = file.read_text()
     for changes in dict(use_sliding_window=True), dict(rope_parameters={"rope_type": "yarn"}):
@@ -172,14 +105,11 @@ def test_a_tied_head_is_the_table_whichever_of_the_two_is_in_the_file(folder, dr
 
 
 def test_mask_and_pad_that_config_does_not_name(folder):
-    """No id is guessed: another [MASK] would be an ordinary token to the model."""
+    """No id is guessed: a wrong [MASK] would be an ordinary token to the model."""
     refused("--model=FOLDER is needed", DreamConfig.read, "")
     rewrite(folder, "config.json", mask_token_id=None, pad_token_id=None)
-    with pytest.raises(FileNotFoundError, match="added_tokens.json"):
-        DreamConfig.read(folder)
-    for inside, found in ({"<s>": 191}, "none"), ({"<M>": 193, "[MASK]": 194}, "<M> and .MASK"):
-        rewrite(folder, "added_tokens.json", **inside)
-        refused(f"has {found}", DreamConfig.read, folder)
+    rewrite(folder, "added_tokens.json", **{"<M>": 193, "[MASK]": 194})
+    refused("has <M> and .MASK", DreamConfig.read, folder)
     rewrite(folder, "added_tokens.json", **{"[MASK]": None})
     cfg = DreamConfig.read(folder)
     assert (cfg.mask_token_id, cfg.pad_token_id) == (193, cfg.eos_token_id)
@@ -188,16 +118,13 @@ def test_mask_and_pad_that_config_does_not_name(folder):
     assert (cfg.mask_token_id, cfg.pad_token_id) == (0, 0) != cfg.eos_token_id
 
 
-# ---- adapters
-
-
 THEIRS = {"transparency_alg": "mixinputs_with_topk", "transparency_scale": 0.4,
           "transparency_steepness": 2.0, "transparency_centre": -2.5, "mixture_temp": 1.0,
           "mixinputs_k": 1, "transparency_scheduling": "none"}
 
 
 def test_adapters_of_others(tiny_dream, tmp_path):
-    """No value is guessed: a field that means something else would change what the model says."""
+    """No value is guessed: a field with another meaning would change the output."""
     state = dora.adapter_state(recorded_adapter(Dream.load(tiny_dream)))
 
     def read(omega=None, **changes):
@@ -223,22 +150,8 @@ def test_adapters_of_others(tiny_dream, tmp_path):
             read(THEIRS | omega, **changes)
 
 
-def test_fingerprint_is_of_the_weights_alone(tiny_dream, dream):
-    """Not of the dtype, nor of an adapter on top."""
-    own = dream.fingerprint()
-    for dtype in (torch.float64, torch.bfloat16):
-        assert Dream.load(tiny_dream, dtype=dtype).fingerprint() == own
-    assert recorded_adapter(dream).fingerprint() == own
-    dora.merge_(dream)
-    assert dream.fingerprint() != own
-
-
-# ---- the tokenizer
-
-
 @pytest.fixture
 def recorded_tokenizer(tmp_path):
-    """(Tokenizer, recordings), with all of the vocabulary that the recorded texts can need."""
     with gzip.open(os.path.join(GOLDEN, "dream_tokenizer.json.gz"), "rt", encoding="utf-8") as f:
         numbers = json.load(f)
     for name in ("vocab", "added_tokens"):
@@ -247,7 +160,7 @@ def recorded_tokenizer(tmp_path):
 
 
 def test_recorded_ids_and_chats(recorded_tokenizer):
-    """Markup in a text is text; two ways to write é are one; ids without a token give nothing."""
+    """Markup in a text stays text, the two ways to write é are one, unknown ids give nothing."""
     tok, numbers = recorded_tokenizer
     assert len(numbers["cases"]) == 60
     for text, ids in numbers["cases"]:

@@ -1,5 +1,5 @@
-"""eval_dream.py and tasks/: prompts and extraction are those of the authors' harness, only right
-answers count, and answers survive a kill."""
+"""eval_dream.py and tasks/: prompts and extraction as recorded from the authors' harness; right
+answers count and nothing else does; what is added to lm-evaluation-harness."""
 
 import gzip
 import json
@@ -13,14 +13,14 @@ import pytest
 import eval_dream as E
 import plot
 from conftest import GOLDEN, Killed, kill, refused, spy
-from dream import Dream, Tokenizer
+from dream import Tokenizer
 from launch import read_json, read_jsonl
 from tasks import benchmarks as B
 
 RECORDED = read_json(os.path.join(GOLDEN, "decode_prompts.json"))
 VERDICTS = read_json(os.path.join(GOLDEN, "benchmark_verdicts.json"))
 
-# Rows in the layouts of the published data, made up here.
+# Invented rows, in the layouts of the published data
 SHIFT = {"task_id": "HumanEval/0", "entry_point": "back",
          "canonical_solution": "    return [v - STEP for v in xs]\n",
          "prompt": 'STEP = 2\n\ndef forth(xs):\n    """ adds """\n'
@@ -64,8 +64,6 @@ def config(tmp_path, tiny):
 
 
 class Answers(E.DreamInHarness):
-    """A model that gives these raw answers."""
-
     def __init__(self, texts):
         self.texts = texts
 
@@ -79,7 +77,7 @@ class Answers(E.DreamInHarness):
 
 @pytest.fixture
 def judge(harness, config, tmp_path):
-    """(task name, [(row, raw answer)]) -> [right?], scored by the harness"""
+    """(task name, [(row, raw answer)]) -> [right?], as the harness finds"""
     def judge_all(task, pairs):
         rows, texts = zip(*pairs)
         loaded = E.load_task(config(task, data=data(tmp_path, rows)))
@@ -131,7 +129,7 @@ def test_extracted_code_equals_the_recorded_and_follows_names():
 
 
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
-    """A flood of output ends at 16 MB, because it goes to a file. A pipe would fill our memory."""
+    """Output goes to a file, which ends at 16 MB. A pipe would fill our memory."""
     monkeypatch.setenv("SECRET", "1")
     future, linux = "from __future__ import annotations\n", sys.platform == "linux"
     right = [
@@ -149,40 +147,22 @@ def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
         assert B.passes(program, seconds) is (program in right), program
 
 
-def test_what_a_program_has_started_ends_with_it(tmp_path):
-    """Each child locks a file. Once the child is killed, the lock is free."""
-    fcntl = pytest.importorskip("fcntl", reason="needs POSIX: would end the children of programs")
-    for i, (end, right) in enumerate((("", True), ("assert 0", False), ("while 1: pass", False))):
-        lock = tmp_path / f"child{i}"
-        child = (f"import fcntl, os, time\nf = open({str(lock)!r}, 'w')\n"
-                 "fcntl.flock(f, fcntl.LOCK_EX)\n"
-                 "if os.fork() == 0: time.sleep(20); f.write('alive'); f.flush()\n")
-        assert B.passes(child + end, 3) is right, end
-        with open(lock) as f:
-            fcntl.flock(f, fcntl.LOCK_EX)
-            assert f.read() == ""
-
-
-def test_verdicts_equal_the_recorded_ones(judge):
-    """References, empty and spoilt answers, scored without the harness."""
+def test_verdicts_equal_those_recorded_from_the_scorer_before(judge):
+    """References, empty answers and spoilt ones, scored by a scorer without the harness."""
     for task, cases in VERDICTS.items():
         right = judge(task, [(case["row"], case["answer"]) for case in cases])
         assert right == [case["right"] for case in cases], task
         assert 0 < sum(right) < len(right)
 
 
-def test_a_test_may_call_what_stands_in_the_prompt(judge):
-    assert judge("humaneval_instruct", [(SHIFT, SHIFT["canonical_solution"])]) == [True]
-
-
-def test_plus_tasks_run_the_tests_that_were_added(judge):
+def test_plus_tests_run_and_a_test_may_call_what_stands_in_the_prompt(judge):
     by_heart = "def twice(x):\n    return {1: 2, 0: 0, -1: -2}[x]\n"  # right in the base tests
     assert judge("mbpp_instruct", [(PLUS, by_heart)]) == [True]
     assert judge("mbpp_plus_instruct", [(PLUS, by_heart)]) == [False]
+    assert judge("humaneval_instruct", [(SHIFT, SHIFT["canonical_solution"])]) == [True]
 
 
 def test_a_model_at_several_nfe_budgets_and_blocks(harness, config):
-    """Each cell is a .json with all settings, and a point of Fig. 4."""
     cfg = config("gsm8k_cot", gen_len=8, nfe="1/4,1/1", temperature=0.0)
     results = E.evaluate(replace(cfg, out=cfg.out + "-nfe"))
     assert [(r["budget"], r["nfe"], r["tokens"], r["settings"]["steps"]) for r in results] == [
@@ -194,17 +174,6 @@ def test_a_model_at_several_nfe_budgets_and_blocks(harness, config):
     results = E.evaluate(replace(cfg, nfe="1/1", blocks="4,8", threshold=0.9))
     assert [(r["settings"]["block"], r["nfe"]) for r in results] == [(4, 8), (8, 8)]
     assert [row[0] for row in plot.dream_results(cfg.out)] == [4, 8]
-
-
-def test_compiling_counts_in_no_cell(harness, config, tmp_path, monkeypatch):
-    """The first answer of each cell is made twice, and kept once."""
-    monkeypatch.setattr(Dream, "compile_trunk", lambda model: None)
-    asked = spy(monkeypatch, E, "answer")
-    path = data(tmp_path, [WORDS, WORDS | {"question": "Who?"}])
-    cfg = config("gsm8k_cot", data=path, nfe="1/2,1/1", blocks="0,2", compile=True)
-    for _ in range(2):  # the second time, all answers are there
-        results = E.evaluate(cfg)
-        assert [(r["n"], r["compiled"]) for r in results] == 4 * [(2, True)] and len(asked) == 4 * 3
 
 
 def test_the_prompt_is_cut_to_its_last_1024_tokens(harness, config, tmp_path, monkeypatch):
@@ -219,7 +188,7 @@ def test_the_prompt_is_cut_to_its_last_1024_tokens(harness, config, tmp_path, mo
 
 def test_without_the_flag_answers_are_stored_and_not_executed(
         harness, config, tmp_path, monkeypatch):
-    """A second run with the flag scores them, without making them again."""
+    """A second run with the flag scores them, without asking the model again."""
     mark = str(tmp_path / "executed")
     path = data(tmp_path, [TWICE | {"test_setup_code": f"open({mark!r}, 'w')"}])
     cfg = config("mbpp_instruct", data=path, confirm_run_unsafe_code=False)
@@ -234,7 +203,7 @@ def test_without_the_flag_answers_are_stored_and_not_executed(
 
 
 def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatch):
-    """Answers to other prompts, or from a model that was trained further since, are refused."""
+    """It does not take answers to other prompts, or of other weights, for its own."""
     rows = [WORDS | {"question": f"{i}?"} for i in range(4)]
     cfg = config("gsm8k_cot", data=data(tmp_path, rows))
     with monkeypatch.context() as patch, pytest.raises(Killed):

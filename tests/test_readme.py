@@ -1,4 +1,4 @@
-"""The pages: every command parses, and README's commands run, cut short."""
+"""Every command of the pages parses, and those of README run, cut short."""
 
 import importlib
 import os
@@ -29,10 +29,7 @@ def blocks(name, language):
 
 
 def commands(name):
-    """[(script, its words)] of this project, if bash ran all blocks of the page.
-
-    The programs are functions here that print their words, so loops and quotes are bash's.
-    """
+    """[(script, its words)] of this project, as bash itself reads the blocks of a page."""
     say = "{ printf '%s\\x1f' $name \"$@\"; printf '\\x1e'; }"
     programs = [f"{p}() {say.replace('$name', p)}" for p in ("python", "torchrun", *OF_OTHERS)]
     script = "\n".join(["set -u", "PATH=", *programs, *blocks(name, "sh")])
@@ -50,7 +47,7 @@ def commands(name):
 
 
 def test_every_command_of_reproduce_parses_and_tables_of_dream_ask_all_their_tasks():
-    """Blocks and budgets divide a task's length. README's commands run, below."""
+    """Blocks and budgets divide the length of a task."""
     found, asked = commands("REPRODUCE.md"), {}
     assert len(found) > 100
     for script, words in found:
@@ -72,9 +69,6 @@ def test_the_paper_map_names_what_exists():
         assert hasattr(thing or importlib.import_module(owner), name), (owner, name)
 
 
-# README's commands run ---------------------------------------------------------------------------
-
-
 CUT_SHORT = {  # flags behind a script, or behind a command with this word
     "train": ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=64 --batch_size=4 "
               "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split(),
@@ -94,7 +88,7 @@ def start_short(script, *words):
 
 
 def test_commands_of_the_readme_run(tmp_path, monkeypatch):
-    # What a reader has before: texts, OpenWebText, a pretrained MDLM.
+    # What a reader already has: texts, OpenWebText, a pretrained MDLM.
     monkeypatch.chdir(tmp_path)
     shutil.copytree(os.path.join(ROOT, "results"), "results")
     words = [" ".join(str(i * j) for i in range(1, 90)) for j in range(1, 12)]
@@ -118,7 +112,7 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
 
 
 def test_the_lines_for_copiers_run():
-    """The Python block, on stand-ins for what it takes for granted."""
+    """On stand-ins for what the block takes for granted."""
     [block] = blocks("README.md", "python")
     emb, head = torch.nn.Embedding(9, 4), torch.nn.Linear(4, 9)
 

@@ -1,6 +1,5 @@
 """RECIPES.md: its blocks run as they stand, on stubs with the interfaces of the models."""
 
-import contextlib
 import re
 import types
 from pathlib import Path
@@ -13,13 +12,11 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import mdlm
-import sample_dream
 from conftest import random_mdlm
-from mdlm import TwoPass
 from softmask import SoftMask
 
 V, D, MASK = 12, 6, 9
-RECIPES = types.SimpleNamespace(torch=torch, contextlib=contextlib)
+RECIPES = types.SimpleNamespace()
 PAGE = (Path(__file__).parents[1] / "RECIPES.md").read_text(encoding="utf-8")
 *BLOCKS, SAMPLE, LOOP = re.findall(r"```python\n(.*?)```", PAGE, re.S)
 for block in BLOCKS:
@@ -76,12 +73,12 @@ def test_mask_among_the_top_k_feeds_nothing_back():
     assert ids.tolist() == [[2]] and 0 < lam < 0.9 and logits[0, MASK] == 9
 
 
-def test_llada_keeps_what_is_known_and_feeds_back_at_every_mask():
+def test_step_keeps_what_is_known_and_feeds_back_at_every_mask():
     model, x = Hub(), torch.tensor([[1, 5, 3, 7] + 8 * [MASK]])
     plain = model(input_ids=x).logits
-    assert torch.equal(RECIPES.llada_step(model, x, soft_mask()), plain)  # the first step
-    assert torch.equal(RECIPES.llada_step(model, x, soft_mask(False), plain), plain)
-    assert not torch.equal(RECIPES.llada_step(model, x, soft_mask(), plain), plain)
+    assert torch.equal(RECIPES.step(model, x, soft_mask()), plain)  # the first step
+    assert torch.equal(RECIPES.step(model, x, soft_mask(False), plain), plain)
+    assert not torch.equal(RECIPES.step(model, x, soft_mask(), plain), plain)
     assert torch.equal(model.seen[:, :4], model.emb(x[:, :4]))
     assert not torch.isclose(model.seen[:, 4:], model.emb(x[:, 4:])).all(-1).any()  # later blocks
 
@@ -93,10 +90,101 @@ def test_dream_shifts_before_it_feeds_back():
     assert torch.equal(RECIPES.dream_step(model, x, soft_mask(False), first), first)
     sm = soft_mask(k=1)
     assert not torch.equal(RECIPES.dream_step(model, x, sm, first), first)
+    own = RECIPES.without_mask(own, MASK)
     for i in 2, 4, 5:  # a mix of [MASK] and the guess that stands one place to the left
         lam, guess = sm(own[:, i - 1])[0], own[0, i - 1].argmax()
         expected = torch.lerp(model.emb.weight[MASK], model.emb.weight[guess], lam)
         torch.testing.assert_close(model.seen[0, i], expected)
+
+
+def half_masked():
+    """x, x0 (4, 8), t (4,)"""
+    x0 = torch.randint(MASK, (4, 8), generator=torch.Generator().manual_seed(0))
+    t = torch.tensor([0.2, 0.4, 0.6, 0.9])
+    return mdlm.corrupt(x0, t, MASK, torch.Generator().manual_seed(0)), x0, t
+
+
+@pytest.mark.parametrize("soft", [False, True])
+def test_bound_is_eq_2_of_the_second_pass(soft):
+    model, sm, (x, x0, t) = Hub(), soft_mask(), half_masked()
+    logits = model(input_ids=x).logits
+    if soft:
+        logits = RECIPES.step(model, x, sm, logits)
+    expected = 0.0
+    for b in range(4):
+        for i in range(8):
+            if x[b, i] == MASK:
+                expected -= logits[b, i].log_softmax(-1)[x0[b, i]].item() / t[b].item()
+    found = RECIPES.bound(RECIPES.step, model, sm, x, x0, t, soft)
+    assert found.item() == pytest.approx(expected / 32, rel=1e-5)
+    found.backward()  # pass 1 has no gradient, pass 2 has one to the model and, if soft, to ω
+    assert model.head.weight.grad.any()
+    assert all((p.grad is not None and p.grad.any()) == soft for p in sm.parameters())
+
+
+@pytest.mark.parametrize("name", ["step", "dream_step"])
+def test_check_prints_what_is_wrong(name, capsys):
+    """A model that knows the token at its own position, by either rule: line 3 tells which."""
+    model, sm, (x, x0, t) = Hub(), soft_mask(), half_masked()
+    before = [p.clone() for p in sm.parameters()]
+
+    def knows_here(model, x, sm, logits=None):
+        right = 9 * F.one_hot(x0, V)
+        return getattr(RECIPES, name)(model, x, sm, logits) + right
+
+    RECIPES.check(knows_here, model, sm, x, x0, t)
+    off, lam, guess, loss, gradient = capsys.readouterr().out.splitlines()
+    assert off == "1. off is off: True"
+    first = RECIPES.without_mask(knows_here(model, x, sm)[x == MASK], MASK)
+    entropy = torch.distributions.Categorical(logits=first).entropy().mean()
+    assert lam == f"2. mean λ {sm(first)[0].mean():.3f}, mean entropy {entropy:.2f}"
+    left, here, right = map(float, guess.split()[-3:])
+    assert here == 1 and max(left, right) < 0.5
+    plain, soft = (RECIPES.bound(knows_here, model, sm, x, x0, t, on) for on in (False, True))
+    assert loss == f"4. loss {plain:.3f} without feedback, {soft:.3f} with it"
+    assert len(set(map(float, gradient.split()[4:])) - {0.0}) == 3
+    assert all(map(torch.equal, before, sm.parameters()))
+    assert all(p.grad is None for p in (*sm.parameters(), *model.parameters()))
+
+    RECIPES.check(lambda *a: torch.roll(knows_here(*a), -1, 1), model, sm, x, x0, t)  # not shifted
+    left, here, right = map(float, capsys.readouterr().out.splitlines()[2].split()[-3:])
+    assert right == 1 and max(left, here) < 0.5
+
+
+def test_fit_trains_and_moves_omega_with_feedback_alone():
+    torch.manual_seed(0)
+    model, sm, (x, _, t) = Hub(), soft_mask(), half_masked()
+    x0, moved, seen = torch.full_like(x, 3), [], []
+
+    def batches():
+        for _ in range(60):
+            before = sm.raw_s.item()
+            yield torch.where(x == MASK, x, x0), x0, t
+            moved.append(sm.raw_s.item() != before)
+
+    def step(model, x, sm, logits=None):
+        seen.append(logits is not None)
+        return RECIPES.step(model, x, sm, logits)
+
+    RECIPES.fit(step, model, sm, batches(), eta=1e-2)
+    assert 40 < sum(moved) < 56 and sum(moved) == sum(seen) and len(seen) == 60 + sum(moved)
+    assert RECIPES.bound(step, model, sm, torch.where(x == MASK, x, x0), x0, t, True) < 0.5
+
+
+def test_decode_fills_every_mask_and_shows_each_call_the_last():
+    model, sm, calls = Hub(), soft_mask(), []
+    x = torch.tensor([[1, 5, MASK, 7, MASK, MASK, MASK, MASK]])
+
+    def step(model, x, sm, logits=None):
+        calls.append(((x == MASK).sum().item(), logits))
+        return RECIPES.step(model, x, sm, logits)
+
+    for soft in True, False:
+        calls.clear()
+        filled = RECIPES.decode(step, model, sm, x, 2, soft)
+        assert torch.equal(filled[x != MASK], x[x != MASK]) and not (filled == MASK).any()
+        assert [left for left, _ in calls] == [5, 3, 1]
+        assert [logits is not None for _, logits in calls] == [False, soft, soft]
 
 
 def test_bd3lm_softens_the_noisy_half_alone():
@@ -104,13 +192,11 @@ def test_bd3lm_softens_the_noisy_half_alone():
     x0 = torch.randint(9, (2, 5), generator=torch.Generator().manual_seed(0))
     xt = x0.masked_fill(torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 1]]).bool(), MASK)
     own = net(torch.cat((xt, x0), 1), sigma)
-    logits = RECIPES.bd3lm_feedback(net, xt, x0, sigma, MASK)
-    off, on = (RECIPES.bd3lm_second_pass(net, xt, x0, sigma, soft_mask(on), logits)
-               for on in (False, True))
+    off, on = (RECIPES.soft_pass(net, xt, sigma, soft_mask(on), own, x0) for on in (False, True))
     assert torch.equal(off, own) and not torch.equal(on, own)
     assert torch.equal(net.seen[:, 5:], net.vocab_embed(x0))
     assert ((net.seen[:, :5] != net.vocab_embed(xt)).any(-1) == (xt == MASK)).all()
-    done = RECIPES.bd3lm_second_pass(net, x0, x0, sigma, soft_mask(), logits[:0])  # into the cache
+    done = RECIPES.soft_pass(net, x0, sigma, soft_mask(), own, x0)  # into the cache
     assert torch.equal(done, net(torch.cat((x0, x0), 1), sigma))
     assert torch.equal(net(torch.cat((xt, x0), 1), sigma), own)  # the hook is gone
 
@@ -121,8 +207,8 @@ def test_sedd_scores_become_probabilities_first():
     for noise in 0.5, 5.0:
         sigma = torch.tensor([noise])
         own = model(x, sigma)
-        assert torch.equal(RECIPES.sedd_second_pass(model, x, sigma, soft_mask(False), own), own)
-        assert not torch.equal(RECIPES.sedd_second_pass(model, x, sigma, sm, own), own)
+        assert torch.equal(RECIPES.soft_pass(model, x, sigma, soft_mask(False), own), own)
+        assert not torch.equal(RECIPES.soft_pass(model, x, sigma, sm, own), own)
         seen.append(model.seen)
     torch.testing.assert_close(*seen)  # p does not know the noise, which scales all scores alike
 
@@ -165,26 +251,21 @@ def test_a_loop_of_ones_own_trains_and_moves_omega_with_feedback_alone():
     assert sum(nll[-20:]) < 0.3 * sum(nll[:20])
 
 
-def test_modern_bert_is_a_backbone():
+def test_modern_bert_takes_feedback_before_its_norm():
     transformers = pytest.importorskip(
-        "transformers", reason="would train and decode a random ModernBertForMaskedLM")
+        "transformers", reason="would call and decode a random ModernBertForMaskedLM")
     torch.manual_seed(0)
     bert = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(
         vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=2, pad_token_id=0,
         num_attention_heads=2, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2))
-    net, x0 = RECIPES.Encoder(bert.eval()), torch.randint(3, 9, (2, 6))
-    xt = torch.where(torch.arange(6) % 2 == 0, MASK, x0)
-    h = bert.model(input_ids=xt)[0]                                            # (2, 6, D)
-    assert torch.equal(net.head(h), bert(input_ids=xt).logits)
-    # Of the masked rows alone: some CPUs round products of other sizes differently.
-    own = F.cross_entropy(net.head(h[xt == MASK]), x0[xt == MASK], reduction="none")
-    off, plain, on = (TwoPass(net, soft_mask(on), MASK).token_nll(x0, xt, None, soft)[0]
-                      for on, soft in ((False, True), (True, False), (True, True)))
-    assert torch.equal(plain, own) and torch.equal(off, own) and not torch.equal(on, own)
-    two = TwoPass(net, soft_mask(), MASK)
-    two.token_nll(x0, xt, None, True)[0].sum().backward()
-    assert two.sm.raw_s.grad != 0 and 0 < two.lam < 0.9
-    ids = sample_dream.decode(two, xt, 3)
-    assert torch.equal(ids[:, 1::2], x0[:, 1::2])
-    for soft, moved, _ in run_loop(net, x0, 9):
-        assert soft == moved
+    bert.eval()
+    x0 = torch.randint(3, 9, (2, 6))
+    x, t = torch.where(torch.arange(6) % 2 == 0, MASK, x0), torch.full((2,), 0.5)
+    own = bert(input_ids=x).logits
+    assert torch.equal(RECIPES.step(bert, x, soft_mask(False), own), own)
+    assert not torch.equal(RECIPES.step(bert, x, soft_mask(), own), own)
+    sm = soft_mask()
+    RECIPES.bound(RECIPES.step, bert, sm, x, x0, t, True).backward()
+    assert sm.raw_s.grad != 0 and bert.get_input_embeddings().weight.grad[MASK].any()
+    filled = RECIPES.decode(RECIPES.step, bert, sm, x[:1], 2)
+    assert torch.equal(filled[:, 1::2], x0[:1, 1::2]) and not (filled == MASK).any()

@@ -1,13 +1,11 @@
-"""sample_dream.py against §2.2, Alg. 2 and Fast-dLLM: slow loops, then the recorded runs."""
+"""sample_dream.py against §2.2, Alg. 2, Fast-dLLM, and recorded runs of the authors' code."""
 
 import copy
 import dataclasses
 import functools
 import io
 import itertools
-import json
 import os
-import shutil
 import sys
 import types
 
@@ -21,12 +19,10 @@ import dora
 import finetune_dream
 import pretend
 import sample_dream as S
-from checkpoint import read_safetensors, write_safetensors
 from conftest import GOLDEN, gen, plain_omega, recorded_adapter, spy
 from dream import Dream
-from launch import read_json, write_text
 from mdlm import TwoPass
-from oracles import dream_filter, slow_blocks, slow_decode, softmax
+from oracles import slow_blocks, slow_decode
 from softmask import SoftMask
 
 MASK = 194
@@ -43,7 +39,6 @@ def model(tiny_dream):
 
 
 def soft(k, mask_id=MASK):
-    """That of the recordings."""
     return SoftMask(mask_id, k, omega_s=0.4, omega_a=2.0, omega_b=-2.5, tau=1.3)
 
 
@@ -67,7 +62,7 @@ def decode(model, prompt, gen_len, steps, sm=None, **settings):
 
 
 def loving(model, token):
-    """The same Dream, which finds one token, [MASK] for instance, likelier by 100 nats."""
+    """The same Dream, but one token is likelier by 100 nats."""
     other, more = copy.copy(model), 100.0 * F.one_hot(torch.tensor(token), model.cfg.vocab_size)
     other.head = lambda h: model.head(h) + more
     return other
@@ -89,20 +84,6 @@ def predict_of(model):
     return predict
 
 
-# ---- one step
-
-
-def test_filters_are_temperature_then_top_p():
-    logits = torch.randn(6, 30, generator=gen()) * 2
-    for temperature, top_p in ((0, 1), (0.5, 1), (1, 0.7), (0.3, 0.9), (0, 0.6)):
-        got = S.filtered(logits, temperature, top_p)
-        for row, out in zip(logits.double(), got.tolist()):
-            p = dream_filter(softmax(row, temperature or 1), top_p)
-            assert out == pytest.approx(p, abs=1e-6)
-    p = S.filtered(torch.zeros(2, 5000), top_p=0.5)  # flat, beyond the 1,024 likeliest tokens
-    assert ((p > 0).sum(-1) - 2501).abs().max() <= 1  # up to rounding of the sum
-
-
 def test_probabilities_and_confidences_equal_the_recorded():
     logits = recorded("filter/logits")
     keys = {"entropy": "negent", "maskgit_plus": "prob"}
@@ -113,7 +94,7 @@ def test_probabilities_and_confidences_equal_the_recorded():
             x0, conf = propose(logits, algorithm=algorithm, temperature=temperature, top_p=top_p,
                                generator=gen())
             want = recorded(f"filter/{name}_{key}_conf")
-            if temperature and key == "prob":  # of the drawn token: draws differ between torches
+            if temperature and key == "prob":  # versions of torch draw other tokens
                 want = probs.gather(-1, x0[:, None])[:, 0]
             torch.testing.assert_close(conf, want, atol=1e-6, rtol=0)
             assert temperature or torch.equal(x0, recorded(f"filter/{name}_x0_seed0"))
@@ -129,7 +110,7 @@ def test_draws_follow_the_filtered_probabilities():
 
 
 def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
-    """Of all vocabulary-wide tensors of a pass, none has more rows than a chunk."""
+    """No vocabulary-sized tensor has more rows than a chunk."""
     h, two = torch.randn(30, 64, generator=gen()), TwoPass(model, soft(3), MASK)
     b = torch.arange(30) // 15
 
@@ -158,9 +139,6 @@ def test_reveal_counts_equal_the_recorded():
         assert (-np.diff(left)).tolist() == RECORDED[key].tolist() and left[-1] == 0, key
 
 
-# ---- whole responses
-
-
 def test_trajectories_equal_the_recorded(model):
     for name, k, schedule in (("binary_s16", 0, "none"), ("binary_s4", 0, "none"),
                               ("k3_s8", 3, "none"), ("k1_linear_s16", 1, "linear"),
@@ -187,7 +165,7 @@ def test_decode_is_algorithm_2(model):
 
 
 def test_a_batch_equals_single_runs(model):
-    """Unequal gaps, a prompt with nothing to fill: no sequence feels its neighbours."""
+    """Unequal gaps, and a prompt with nothing to fill."""
     prompts = [TEXT, TEXT[::-1], TEXT[3:] + TEXT[:3]]
     gaps = [TEXT + 12 * [MASK], TEXT + 4 * [MASK] + TEXT[:8], TEXT + TEXT + TEXT[:4]]
     blocks = [(prompts, 16, dict(block=8, cache=cache, threshold=threshold))
@@ -205,7 +183,7 @@ def test_a_batch_equals_single_runs(model):
 
 
 def test_no_mask_is_left_though_the_model_predicts_masks(model):
-    """The original leaves all of these masks in its answer; with a threshold it never returns."""
+    """The released code leaves these masks in its answer. With a threshold it never ends."""
     stubborn = loving(model, MASK)
     for temperature in (0.0, 1.0):
         pick = dict(temperature=temperature, generator=gen())
@@ -217,13 +195,10 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
 
 
 def test_a_threshold_is_about_the_token_that_is_written():
-    """Dream is sure of [MASK] in the second row, and not of what is written instead."""
+    """In the second row Dream is sure of [MASK], and unsure of the token that replaces it."""
     p = torch.tensor([[0.99, 0.004, 0.003, 0.003], [0.02, 0.015, 0.015, 0.95]])
     x0, conf = propose(p.log(), forced=True, algorithm="maskgit_plus")
     assert x0.tolist() == [0, 0] and conf.tolist() == pytest.approx([0.99, 0.02])
-
-
-# ---- blocks
 
 
 def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
@@ -239,13 +214,13 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
         assert torch.equal(got[:, 0], recorded(f"blocks/{name}_x")[1:]), name
         seen = [[start, emb.shape[1]] for emb, _, start in calls]
         want = RECORDED[f"blocks/{name}_call"].tolist()
-        # Recorded without a cache: the slices looked at. All 24 positions were computed.
+        # Without a cache, the recording has the slices that were used, of all 24 positions.
         assert seen == (want if cache != "none" else [[0, 24]] * len(want)), name
     assert len(BLOCKS) == 15
 
 
 def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
-    """Each cache with each head. At this ω no two proposals are so close that rounding decides."""
+    """At this ω, no two proposals are so close that rounding decides between them."""
     [x] = S.pad_prompts(model.cfg, PROMPT, 16)
     heads, differs = itertools.cycle([(1, "none"), (3, "none"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
@@ -260,12 +235,9 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     assert sum(differs) > 6
 
 
-# ---- on a GPU
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: pretends that one is")
 def test_cuda_is_waited_for_once_in_a_pass_of_few_tokens(model):
-    """And before the first, and at the end. So few tokens `likeliest` sorts, and waits for none."""
+    """And at both ends. The vocabulary is so small that `likeliest` sorts it, without a sync."""
     drawn = {"temperature": 1.0, "top_p": 0.9}
     cases = ({"schedule": "linear"}, drawn, drawn | {"block": 4, "cache": "dual"},
              {"block": 4, "threshold": 0.5})
@@ -286,7 +258,7 @@ def test_cuda_is_waited_for_once_in_a_pass_of_few_tokens(model):
         not torch.cuda.is_available(), reason="needs CUDA: would check its compiled kernels"))])
 def test_cuda_and_cpu_compile_the_trunk_once_for_all_prompts_and_blocks(
         tiny_dream, monkeypatch, device, backend):
-    """One layer, and on a CPU the graphs alone: with g++ it would take half a minute."""
+    """The CPU checks the graphs alone: to compile them takes half a minute."""
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
     eager = Dream.load(tiny_dream, device)
@@ -302,9 +274,6 @@ def test_cuda_and_cpu_compile_the_trunk_once_for_all_prompts_and_blocks(
     assert same(TEXT, block=4, cache="dual") and same(TEXT)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert same(TEXT[:5]) and all(same(TEXT[:5], block=8, cache=cache) for cache in CACHES)
-
-
-# ---- texts
 
 
 def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
@@ -328,7 +297,6 @@ def test_an_answer_depends_on_seed_and_prompt_only(tiny):
 
 @pytest.fixture
 def adapter(tiny, tmp_path):
-    """The folder of an adapter with k = 3."""
     sm = SoftMask(261, 3, omega_s=0.9, omega_a=2.0, omega_b=-4.5)
     model = recorded_adapter(Dream.load(tiny[0]))
     finetune_dream.save_adapter(str(tmp_path), model, sm, finetune_dream.Config())
@@ -345,41 +313,12 @@ def test_merged_and_unmerged_adapter_decode_alike(tiny, adapter):
         assert not torch.equal(merged, run(**other)[1])
 
 
-def test_a_tied_model_finetunes_and_decodes_as_its_untied_copy(tiny, tmp_path):
-    """Bit for bit, merged or not, also in blocks. The tied one is as small models are released."""
-    folder, out = str(tmp_path / "model"), str(tmp_path / "out")
-    shutil.copytree(tiny[0], folder)
-    config = read_json(f"{folder}/config.json")
-    state = read_safetensors(f"{folder}/model.safetensors")
-
-    def run():
-        write_safetensors(f"{folder}/model.safetensors", state)
-        write_text(f"{folder}/config.json", json.dumps(config))
-        finetune_dream.finetune(finetune_dream.Config(
-            folder, tiny[1], out, overwrite=True, steps=2, eta_bb=1e-2, omega_s=0.9, omega_b=-4.5,
-            p_sm=1.0, warmup=0.0, n_val=3, eval_every=2, device="cpu"))
-        texts, blocks = [], {"block": 8, "cache": "dual"}
-        for flags in {"merge": False}, blocks, blocks | {"threshold": 0.3}:
-            cfg = S.Decoding(folder, f"{out}/best", gen_len=16, **flags)
-            model, tok, sm = S.load_for_decoding(cfg)
-            texts.append(S.answer(model, tok, sm, tok.encode("abc"), cfg)[0])
-        return read_safetensors(f"{out}/best/adapter_model.safetensors"), texts
-
-    state["lm_head.weight"] = state["model.embed_tokens.weight"]
-    untied, texts = run()
-    del state["lm_head.weight"], config["mask_token_id"], config["pad_token_id"]
-    config["tie_word_embeddings"] = True
-    tied, same_texts = run()
-    torch.testing.assert_close(tied, untied, rtol=0, atol=0)
-    assert same_texts == texts and len({*texts}) == 3
-
-
 def test_command_line_prompts_chats_and_infills(tiny, adapter, capsys, monkeypatch):
     def go(**flags):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
     err = go(prompt="hello", adapter=adapter, block=4, threshold=1e-9, schedule="linear").err
-    assert "8 tokens" in err and "NFE 4" in err and "SM k=3, schedule=linear, ω_s = 0.9" in err
+    assert "NFE 4" in err and "SM k=3, schedule=linear" in err
     filled = go(infill="def f():\\n    ___ # end").out
     assert filled.startswith("def f():\n    ") and filled.endswith(" # end\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
@@ -396,7 +335,7 @@ def test_command_line_prompts_chats_and_infills(tiny, adapter, capsys, monkeypat
 
 @pytest.mark.parametrize("flags", [{}, {"block": 8, "cache": "dual"}])
 def test_cuda_or_cpu_decodes_in_bf16_with_feedback(tiny, flags):
-    """On a GPU, if there is one: neither devices nor dtypes are mixed."""
+    """Neither devices nor dtypes are mixed."""
     cfg = S.Decoding(tiny[0], dtype="bfloat16", gen_len=16, schedule="linear", **flags)
     model, tok, _ = S.load_for_decoding(cfg)
     ask = lambda: S.answer(model, tok, soft(3, 261).to(model.table.device), tok.encode("abc"), cfg)

@@ -1,4 +1,4 @@
-"""train.py: Alg. 1 line by line, and one run, however it is cut into devices, stops and saves.
+"""train.py: Alg. 1 line by line, and the same run on any number of ranks, with stops and kills.
 
 Not here: the loss (test_mdlm.py), flags, signals and the log by themselves (test_launch.py).
 """
@@ -31,7 +31,6 @@ def prepared(folder, *texts):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """A small prepared folder of bytes, in data.py's format."""
     text = "".join(f"{i} is {'odd' if i % 2 else 'even'}, {i * i} is its square. "
                    for i in range(600))
     return prepared(tmp_path_factory.mktemp("corpus"), text, text[:4000])
@@ -47,7 +46,6 @@ def tiny(corpus, tmp_path):
 
 
 def beside(cfg, name, **change):
-    """The same run with some changes, in a folder of its own."""
     return replace(cfg, out_dir=f"{cfg.out_dir}-{name}", **change)
 
 
@@ -69,16 +67,12 @@ def weights(cfg):
 
 
 def at_start(cfg, seed):
-    """The model before its first update.   cfg: that of the model."""
     torch.manual_seed(seed)
     return MDLM(cfg)
 
 
-# ---- Alg. 1
-
-
 def test_six_updates_are_alg1_with_adamw(tiny):
-    """All lines at once, against oracles.alg1. An epoch ends inside an update."""
+    """All lines of Alg. 1 at once. An epoch ends inside an update."""
     cfg = replace(tiny, dropout=0.0, p_sm=0.25, b_l=0.1, b_h=0.9, clip=0.3, ema=0.35, eta_bb=2e-3,
                   eta_sm=3e-2, length=350, batch_size=12)
     model, ema = train(cfg)
@@ -103,14 +97,11 @@ def test_six_updates_are_alg1_with_adamw(tiny):
     assert not torch.allclose(ema.net.table, model.net.table, atol=5e-5)
     assert all(map(torch.equal, ema.sm.parameters(), model.sm.parameters()))  # ω has no average
     soft = ["lam" in line for line in log(cfg)]
-    assert (True, False) in zip(soft, soft[1:])  # ω rests after one pass, whatever its momentum
+    assert (True, False) in zip(soft, soft[1:])  # ω rests, whatever its momentum
 
 
 def test_everything_learns_also_in_the_ablations(tiny):
-    """§4.1 and App. C.3 as runs: every parameter moves, and the loss falls.
-
-    With bf16, older torch hands the casts of pass 1, made without a graph, to pass 2.
-    """
+    """App. C.3. In bf16, older torch gave pass 2 the casts of pass 1, which have no graph."""
     for i, change in enumerate((dict(k=None, two_updates=True, warmup=0),
                                 dict(k=1, time_conditioning=True),
                                 dict(dtype="bfloat16", p_sm=1.0))):
@@ -128,16 +119,12 @@ def test_everything_learns_also_in_the_ablations(tiny):
             assert not torch.equal(parameter, before), (name, change)
 
 
-# ---- what a run reports and leaves
-
-
 def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
-    """The numbers of `eval.py ppl --rows=6`, whatever the seed of the run."""
+    """The bounds are those of `eval.py ppl --rows=6`, whatever the seed of the run."""
     cfg = replace(tiny, steps=4, eval_every=2, eval_rows=6, keep_every=2, ema=0.5, eta_bb=3e-3,
                   seed=5, show=True)
     model, ema = train(cfg)
-    out = capsys.readouterr().out
-    assert "bits per byte" in out and "More: python" in out
+    assert "bits per byte" in capsys.readouterr().out
     val = data.open_split(cfg.data, "val")[0]
     rows = data.rows(val, torch.arange(6) * data.n_rows(val, 32) // 6, 32)
     line = log(cfg)[-1]
@@ -146,7 +133,7 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
             val_ppl(m, rows, soft, script.EVAL_SEED) for m in (ema, model)))
         assert line[name] == pytest.approx(averaged, rel=1e-5) != pytest.approx(raw, rel=1e-5)
     assert list(bounds(cfg)) == [2, 4]
-    assert log(cfg)[0]["step"] == 1  # a run from scratch begins at ln V, which is not measured
+    assert log(cfg)[0]["step"] == 1  # the bound at a fresh start is ln V, and not measured
     assert checkpoint.load(file(cfg))["metrics"]["val_soft"] == line["val_soft"]
     assert sorted(os.listdir(cfg.out_dir)) == [
         ".lock", "last.pt", "log.jsonl", "step-2.pt", "step-4.pt"]
@@ -158,12 +145,8 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
     assert torch.equal(MDLM.load(file(cfg), ema=False).net.table, model.net.table)
 
 
-# ---- one run, however it is cut
-
-
-# train.py's command line in two processes. In update 3, rank 1 is killed. torchrun starts both
-# again. In update 4, rank 0 sends SIGTERM to the group of torchrun, as a scheduler does. It waits
-# for its own, which torchrun passes on.
+# train.py in two processes. Rank 1 is killed in update 3, and torchrun restarts both. In update 4,
+# rank 0 sends SIGTERM to torchrun's group, as a scheduler does, and waits until it has arrived.
 TWO_RANKS = """
 import inspect, os, signal, time, torch
 import train
@@ -191,11 +174,8 @@ finally:
 
 
 def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monkeypatch):
-    """1 process × 4 micro-batches is 2 × 2: the same losses; both ranks end with the same bits.
-
-    The variable is needed: torch 2.5 to 2.13 would tell new workers the addresses of dead ones.
-    """
-    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    """1 process × 4 micro-batches is 2 × 2, and both ranks end with the same bits."""
+    monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # REPRODUCE.md says why
     one = replace(tiny, micro_batch=2, p_sm=0.5, eval_every=3, eval_rows=4, save_every=2)
     two = beside(one, "two", resume="auto")
     (tmp_path / "probe.py").write_text(TWO_RANKS)
@@ -210,7 +190,7 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
     assert sorted(os.listdir(two.out_dir)) == [".lock", "last.pt", "log.jsonl"]
     assert checkpoint.load(file(two))["step"] == 4
     train(one)
-    train(two)  # by one process what two have begun
+    train(two)  # one process continues the run of two
     for a, b in zip(log(one), log(two), strict=True):
         assert a.keys() == b.keys()
         for name in {"loss", "ce_per_mask", "grad_norm", "omega_s", "lam"} & a.keys():
@@ -236,16 +216,12 @@ train(Config(**{fields!r}))
 
 
 def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit(tiny, capsys):
-    """With p_sm, dropout, evaluations, the end of an epoch, and lines after the checkpoint.
-
-    The save of update 4 dies between its bytes. The file of update 2 is whole, and goes on. SIGTERM
-    comes in update 3, and leaves out the evaluation that is due.
-    """
+    """The save of update 4 dies half-way, and the file of update 2 goes on."""
     whole = replace(tiny, steps=8, p_sm=0.5, length=350, batch_size=12, eval_every=3, eval_rows=2,
                     save_every=2)
     cut = beside(whole, "cut")
     assert data.n_rows(data.open_split(tiny.data, "train")[0], 350) < 8 * 12
-    # Sums are cut by threads, so the bits are those of as many threads as here.
+    # Threads split sums, so equal bits need equally many threads.
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run([sys.executable, "-c", KILLED.format(fields=vars(cut))], cwd=ROOT,
                           env=os.environ | threads)
@@ -257,7 +233,7 @@ def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit
     cut = replace(cut, resume="auto")
     with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stop:
         spy(patch, torch.nn.utils, "clip_grad_norm_", 1, sigterm)
-        train(cut)
+        train(cut)  # it skips the evaluation that is due
     assert stop.value.code == 128 + signal.SIGTERM and checkpoint.load(file(cut))["step"] == 3
     assert not bounds(cut) and "stopped after update 3, saved in" in capsys.readouterr().out
     train(whole)
@@ -271,12 +247,9 @@ def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit
 
 def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_start(
         tiny, capsys):
-    """Update 0 is in the log: it tells whether the weights were read correctly (Fig. 3)."""
-    binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, ema=0.0,
-                              show=True))
+    """The bound at update 0 shows whether the weights were read correctly (Fig. 3)."""
+    binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, ema=0.0))
     assert binary.sm is None and not any(name.startswith("sm.") for name in weights(tiny))
-    out = capsys.readouterr().out
-    assert "with feedback" not in out and "without" in out
     end = log(tiny)[-1]["val_plain"]  # EMA 0 is the raw weights, where continuations start
     cfg = beside(tiny, "sm", init_from=file(tiny), eval_every=3, eval_rows=4)
     train(cfg)
@@ -284,7 +257,7 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     assert first["step"] == 0 and first["val_plain"] == pytest.approx(end, rel=1e-6)
     assert list(bounds(cfg)) == [0, 3, 6]
     other = beside(tiny, "other", init_from=file(cfg), omega_s=0.3, steps=1)
-    assert train(other)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)  # that of the file
+    assert train(other)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)  # the file's stays
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
@@ -301,7 +274,7 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     path = tiny.out_dir + "-broken.pt"
     checkpoint.save(path, **ckpt | {"model": {k: t * math.nan for k, t in ckpt["model"].items()}})
     refused("not a number: start again", train, replace(cfg, overwrite=True, init_from=path))
-    # Neither what is not a number, nor the old run, which --resume would take by mistake.
+    # Neither the NaNs, nor the old run: --resume would silently take it.
     assert "last.pt" not in os.listdir(cfg.out_dir)
 
 
@@ -345,18 +318,13 @@ def test_a_flag_beats_the_omega_of_a_file_and_a_preset_does_not(tiny, capsys, fl
     assert f"ω from {file(cfg)}\n" in capsys.readouterr().out
 
 
-# ---- what would be silently wrong, or lost
-
-
 def test_a_wrong_flag_never_starts_a_run(tiny):
     for change, message in (
-            (dict(b_l=0.5, b_h=0.5), "--b_l=0.5 must be below --b_h=0.5"),
+            (dict(b_l=0.5, b_h=0.5), "must be below"),
             (dict(variant="constant", omega_s=1e-6), "does not learn its λ.*: give --omega_s"),
-            (dict(data="no"), "no data in no: run `python data.py openwebtext`, or give --data"),
             (dict(k=259), "--k=259 must be below the 259 tokens of"),
             (dict(n_head=7), "is no multiple of 2 × n_head=7"),
-            (dict(batch_size=6), "--batch_size=6 is not a multiple of --micro_batch=4"),
-            (dict(length=10**6), "tokens do not fill one row")):
+            (dict(batch_size=6), "is not a multiple of")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)
 
@@ -370,9 +338,7 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny, tmp_p
             refused("another process is writing into", train, cfg)
     other = prepared(tmp_path, "other text " * 500, "held out " * 50)
     for change, message in (
-            (dict(n_layer=1, micro_batch=8),
-             r"other settings: micro_batch \(4 there, 8 here\), n_layer \(2 there, 1 here\)\. "
-             "--init_from=.*last.pt with another --out_dir starts from these weights$"),
+            (dict(n_layer=1), r"other settings: n_layer \(2 there, 1 here\)"),
             (dict(data=other), "other settings: data")):
         refused(message, train, replace(more, **change))
     with monkeypatch.context() as patch:
