@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Speed and memory, by one command.                                       §4, App. B.1, App. C.4
+"""Speed and memory of training, sampling and Dream, with random weights.    §4, App. B.1, C.4
 
-    python lab/bench.py --json=bench.json      # the paper's sizes, which need a GPU of 80 GB
-    python lab/bench.py cpu --parts=train      # 8 blocks of 256: some minutes
+    python lab/bench.py --json=bench.json      # the paper's sizes, which need an 80 GB GPU
+    python lab/bench.py cpu --parts=train      # 8 blocks of width 256: some minutes
 
-Clocks drift. So the functions of a case take turns, A B C A B C …, and a ratio is the median over
-turns. `cpu` is the time of all threads: the better measure where other programs run.
+The speed of a machine drifts. So the functions of a case take turns, A B A B …, and a ratio is the
+median over turns. `cpu` is CPU time, summed over threads: the better measure on a shared machine.
 """
 
 import copy
@@ -39,20 +39,20 @@ from train import update_ema
 
 @dataclass
 class Config(ModelConfig):
-    """The fields of the MDLM (mdlm.ModelConfig), and what is measured."""
+    """The fields of mdlm.ModelConfig, and what to measure."""
     parts: Literal["all", "train", "sample", "dream"] = "all"
-    repeats: Size = 5                  # turns that count; half of them in sample and decoding
-    json: str = ""                     # written after every case. A case that it has is skipped
+    repeats: Size = 5                  # turns that count; for sampling and decoding, half as many
+    json: str = ""                     # written after every case; cases already in it are skipped
     batch: Size = 32                   # sequences per update
-    steps: Size = 1024                 # T of a sequence that is sampled alone
-    many: Size = 64                    # sequences that are sampled together
-    many_steps: Size = 128             # and their T
+    steps: Size = 1024                 # T for one sequence, sampled alone
+    many: Size = 64                    # sequences sampled together
+    many_steps: Size = 128             # T for these
     top_p: float = 0.9
     dream_layers: Size = 28
     dream_width: Size = 3584
     dream_vocab: Size = 152064
-    dream_length: Size = 2048          # tokens of a dialogue, for finetuning
-    dream_answer: Size = 256           # tokens of a prompt, and of its answer
+    dream_length: Size = 2048          # tokens of a dialogue in finetuning
+    dream_answer: Size = 256           # tokens of a prompt, and as many for its answer
     device: str = "auto"
     compile: bool | None = None        # (default: on CUDA)
 
@@ -68,29 +68,26 @@ PRESETS = {
         dream_answer=16),
 }
 
-# Dense bf16 FLOP/s by a part of the device's name, in which PCIe and NVL H100s have no "80GB HBM3".
+# Dense bf16 FLOP/s by a part of the device's name. Slower H100s (PCIe, NVL) have no "80GB HBM3".
 PEAK_FLOPS = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12}
-SHARPNESS = 3.5  # standard deviation of the random logits: like a trained model's
+SHARPNESS = 3.5  # standard deviation of the random logits, about that of a trained model
 
 
 def flops_per_token(cfg, p_sm):
-    """Useful FLOPs of a token in training: the trunk everywhere, the head on the masked half."""
+    """Useful FLOPs per training token: the trunk on all tokens, the head on the masked half."""
     D = cfg.n_embd
     trunk = cfg.n_layer * (12 * D * D + 2 * D * cfg.length)
-    # A backward costs two forwards. The first pass of SM has none, except with two updates.
+    # A backward pass costs two forward passes. SM's first pass has none, except with two updates.
     passes = 3 + p_sm * (3 if cfg.two_updates else 1)
     return 2 * (trunk + cfg.vocab_size * D / 2) * passes
 
 
 def timed(fn, device):
-    """What one call costs: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory.
-
-    What CUDA graphs hold is not in the peak: they took it when they were captured.
-    """
+    """The cost of one call: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory."""
     synchronize = getattr(torch, device.type).synchronize  # torch.cuda, torch.mps, torch.cpu
     synchronize()
     if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()
+        torch.cuda.reset_peak_memory_stats()  # the peak leaves out what CUDA graphs hold
     wall, cpu = time.perf_counter(), time.process_time()
     fn()
     synchronize()
@@ -101,15 +98,14 @@ def timed(fn, device):
 
 
 def interleaved(cases, repeats, device, tokens):
-    """{name: {column: median}} of functions in turns. The first turn does not count."""
-    turns, found = [], {}
-    for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False):
-        turns.append({name: timed(fn, device) for name, fn in cases.items()})
-    first = next(iter(cases))
+    """{name: {column: median}} of functions that take turns. The first turn does not count."""
+    turns = [{name: timed(fn, device) for name, fn in cases.items()}
+             for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
+    first, found = next(iter(cases)), {}
     for name in cases:
         columns = {key: [turn[name][key] for turn in turns[1:]] for key in turns[0][name]}
         for ratio, key in ("ratio", "seconds"), ("cpu ratio", "cpu"):
-            # Within a turn, so that whatever slows a whole turn cancels.
+            # Within a turn, so that what slows the whole turn cancels out.
             columns[ratio] = [turn[name][key] / turn[first][key] for turn in turns[1:]]
         found[name] = {key: statistics.median(values) for key, values in columns.items()}
         found[name]["tokens/s"] = tokens / found[name]["seconds"]
@@ -125,7 +121,7 @@ def print_table(title, rows):
 
 
 def build(cfg, device):
-    """A random MDLM whose feedback is as strong as after training."""
+    """A random MDLM with feedback about as strong as after training."""
     model = MDLM(replace(cfg, mask_id=cfg.vocab_size - 1, omega_s=0.5, omega_a=1.0, omega_b=-5.0))
     std = SHARPNESS / cfg.n_embd ** 0.5  # hidden states have |h|² = D
     nn.init.normal_(model.net.output_layer.linear.weight, std=std)
@@ -133,18 +129,18 @@ def build(cfg, device):
 
 
 def training(cfg, device, dtype):
-    """One update of train.py on random tokens, as a function, and its model."""
+    """(a function that makes one update of train.py on random tokens, its model)"""
     model = build(cfg, device)
     ema = copy.deepcopy(model.net).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
                                   fused=device.type in ("cuda", "cpu"))
     if cfg.compile:
-        torch.compiler.reset()  # a function keeps eight graphs: those of earlier models go
+        torch.compiler.reset()  # a function keeps at most eight graphs: drop earlier models'
         compile_parts(model)
     generator, mask_id = rng("bench"), model.mask_id
     x0 = torch.randint(mask_id, (cfg.batch, cfg.length), generator=generator)
     t = sample_times(cfg.batch, generator)
-    # One x_t for all calls, because the number of masks decides how long an update takes.
+    # The same x_t in all calls, because the time of an update depends on the number of masks.
     xt = corrupt(x0, t, mask_id, generator)                                    # (B, L)
     masks = (xt == mask_id).nonzero(as_tuple=True)                             # 2 × (N,)
     x0, xt, t, *masks = (x.to(device) for x in (x0, xt, t, *masks))
@@ -161,7 +157,7 @@ def training(cfg, device, dtype):
 
 
 def train_rows(cfg, device, dtype):
-    """An update, binary and with SM. hours: of the paper's 1M updates on one device.    App. B.1"""
+    """An update, binary and with SM. hours: the paper's 1M updates at this FLOP/s.     App. B.1"""
     step, model = training(cfg, device, dtype)
     cases = {"binary": partial(step, False), "SM, p_sm = 1": partial(step, True)}
     tokens = cfg.batch * cfg.length
@@ -180,12 +176,12 @@ def train_rows(cfg, device, dtype):
 
 
 def sample_rows(cfg, device, dtype, n, steps, graphs):
-    """n samples. s/call: for each network call that a sequence needed                   App. C.4"""
+    """n samples, binary and with SM. s/call: seconds per network call of a sequence.   App. C.4"""
     model, calls = build(cfg, device).eval(), {}
     if dtype:
         model.net.cast_linears_(dtype)
     if graphs:
-        torch.compiler.reset()  # else another batch would get one slower graph for both
+        torch.compiler.reset()  # else two batch sizes would share one slower graph
         compile_parts(model, "reduce-overhead")
 
     def run(name):
@@ -201,7 +197,7 @@ def sample_rows(cfg, device, dtype, n, steps, graphs):
 
 
 def build_dream(cfg, device, dtype):
-    """A random Dream of any width, and its SoftMask. At width 3584 it has the sizes of Dream-7B."""
+    """A random Dream and its SoftMask. The defaults give the sizes of Dream-7B."""
     D, V = cfg.dream_width, cfg.dream_vocab
     heads = max(2, D // 128)
     size = DreamConfig(
@@ -209,21 +205,21 @@ def build_dream(cfg, device, dtype):
         num_hidden_layers=cfg.dream_layers, num_attention_heads=heads, rope_theta=1e6,
         num_key_value_heads=max(1, heads // 7),
         mask_token_id=V - 1, pad_token_id=V - 2, eos_token_id=V - 2)
-    with torch.device(device):  # in fp32, Dream-7B takes 30 GB for a moment
+    with torch.device(device):  # in fp32, Dream-7B briefly takes 30 GB
         dream = Dream(size).to(dtype or torch.float32).requires_grad_(False).eval()
     nn.init.normal_(dream.lm_head.weight, std=SHARPNESS / D ** 0.5)
     return dream, SoftMask(V - 1, 1, omega_s=0.5).to(device)
 
 
 def finetuning_rows(cfg, device, dtype):
-    """Forward and backward of a random dialogue. Beside them, the optimizer's step is nothing."""
+    """Forward and backward pass of a random dialogue. The optimizer step costs next to nothing."""
     dream, sm = build_dream(cfg, device, dtype)
     dream.checkpointing = True
     dora.attach(dream, TARGETS, 16, 16, rng("bench"))
     model = TwoPassDream(dream, sm, sm.mask_id)
     x0 = torch.randint(sm.mask_id - 1, (1, cfg.dream_length), generator=rng("bench")).to(device)
     xt = x0.clone()
-    xt[:, cfg.dream_length // 2::2] = sm.mask_id  # half of an answer as long as its prompt
+    xt[:, cfg.dream_length // 2::2] = sm.mask_id  # half of the answer, every second token
 
     def step(soft):
         model.zero_grad(set_to_none=True)
@@ -233,7 +229,7 @@ def finetuning_rows(cfg, device, dtype):
 
 
 def decoding_rows(cfg, device, dtype, compiling):
-    """An answer as long as its prompt, in half as many passes."""
+    """An answer as long as its prompt, in half as many steps as it has tokens."""
     dream, sm = build_dream(cfg, device, dtype)
     if compiling:
         torch.compiler.reset()
@@ -260,20 +256,18 @@ def main(cfg):
     _, _, device, dtype = launch.machine(cfg.device)
     cuda = device.type == "cuda"
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
-    name = torch.cuda.get_device_name(device) if cuda else "CPU"
-    found = {"machine": {"device": name, "threads": torch.get_num_threads(),
-                         "torch": torch.__version__, "dtype": str(dtype or torch.float32),
-                         **checkpoint.git_version()},
+    found = {"machine": {"device": torch.cuda.get_device_name(device) if cuda else "CPU",
+                         "threads": torch.get_num_threads(), "torch": torch.__version__,
+                         "dtype": str(dtype or torch.float32), **checkpoint.git_version()},
              "settings": asdict(replace(cfg, parts="", json=""))}
     if os.path.exists(cfg.json):
-        before = launch.read_json(cfg.json)
-        if not found.items() <= before.items():
+        here, found = found, launch.read_json(cfg.json)
+        if not here.items() <= found.items():
             raise Refused(f"{cfg.json} is of another machine, commit or setting: give another name")
-        found = before
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
 
     def case(name, measure, *args):
-        """Measure a case of the part that it is named after, unless the file has it."""
+        """Measure a case, unless the file has it. Its name begins with the part it belongs to."""
         if name not in found and cfg.parts in ("all", name.split(",")[0]):
             torch.manual_seed(0)
             found[name] = measure(cfg, device, dtype, *args)

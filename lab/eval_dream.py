@@ -1,23 +1,19 @@
 # SPDX-License-Identifier: MIT
 """Dream in lm-evaluation-harness: answers, scores, tokens/s.           §4.2, App. B.2, C.6-C.9
 
-The harness asks and scores. Here is the model that it asks, at several NFE budgets and block
-lengths in one call, with answers that outlive a killed run. In tasks/ are the paper's:
+    python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
+    python lab/eval_dream.py --model=DIR --data=F --blocks=16,32,48,96 --threshold=0.9
 
-    task                      length  --data, a .json or .jsonl(.gz) file    right is what
+The harness asks and scores. This file is the model that it asks. One command covers several NFE
+budgets and block lengths, and a killed run keeps its answers. The paper's tasks are in tasks/:
+
+    task                      length  --data, a .json or .jsonl(.gz) file    what counts as right
     humaneval_instruct           768  openai/openai_humaneval                passes the tests
     humaneval_plus_instruct      768  evalplus/humanevalplus                 passes the plus tests
     mbpp_instruct                512  google-research-datasets/mbpp, test    passes three asserts
     mbpp_plus_instruct           512  evalplus/mbppplus                      passes the plus tests
-    gsm8k_cot                    256  openai/gsm8k, test                     ends on the number
+    gsm8k_cot                    256  openai/gsm8k, test                     ends with the number
     math500                      512  HuggingFaceH4/MATH-500                 has it in the last box
-
-MBPP+ in the authors' harness counts three asserts [code]: so does mbpp_instruct with its data. Code
-from a model is executed only after --confirm_run_unsafe_code, with limits, but in no sandbox: use a
-container. Without the flag the answers are stored, for a second run with it.
-
-    python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
-    python lab/eval_dream.py --model=DIR --data=F --blocks=16,32,48,96 --threshold=0.9
 """
 
 import itertools
@@ -43,9 +39,9 @@ Task = Literal["humaneval_instruct", "humaneval_plus_instruct", "mbpp_instruct",
                "mbpp_plus_instruct", "gsm8k_cot", "math500"]
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 
-# Fields that shape no answer. Files are named after all others.
+# Fields that do not change an answer. Files are named after all the others.
 SHAPE_NOTHING = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
-# Results that are averaged share these.
+# Fields that must agree before results are averaged.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
           "temperature", "top_p", "merge", "dtype")
 
@@ -53,28 +49,30 @@ SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "a
 @dataclass
 class Config(Decoding):
     task: Task = "humaneval_instruct"
-    data: str = ""                    # the task's file
+    data: str = ""                    # the file with the task's problems
     nfe: str = "1/1"                  # NFE budgets, Eq. 4, comma-separated: steps / gen_len
     blocks: str = ""                  # Fast-dLLM block lengths, comma-separated (default: block)
     gen_len: Count = 0                # (default: the task's, App. B.2)
-    limit: Count = 0                  # only the first so many problems (default: all)
-    out: str = "out/answers"          # a .json and a .jsonl of answers for each cell of the grid
+    limit: Count = 0                  # use only the first problems, this many (default: all)
+    out: str = "out/answers"          # for each cell, a .json of results and a .jsonl of answers
+    # Run the programs that the model writes. They have limits, but no sandbox: use a container.
+    # Without this flag the answers are stored, and a second run with it scores them.
     confirm_run_unsafe_code: bool = False
     timeout: Positive = 30.0          # seconds for one program
 
 
 def load_task(cfg):
-    """{"tasks": {name: task}} of the harness, of this task alone."""
+    """{"tasks": {name: task}}, as the harness wants it, with only this task."""
     from lm_eval.tasks import TaskManager
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # it warns of what is intended here
-    # The harness needs ten seconds to list its own 14,000 tasks. None of them is wanted here.
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about what we intend
+    # Without its own 14,000 tasks, the harness starts ten seconds sooner.
     manager = TaskManager(include_path=TASKS, include_defaults=False,
                           metadata={"data": cfg.data, "timeout": cfg.timeout})
     return manager.load([cfg.task])
 
 
 def cells(cfg, length):
-    """[(budget, cfg)], every NFE budget with every block length. length: of a response."""
+    """[(budget, cfg)] for every NFE budget and block length. length: of the task's response."""
     if cfg.steps:
         raise Refused(f"--steps={cfg.steps}: here steps follow from --nfe, a share of the tokens")
     grid, L = [], cfg.gen_len or length
@@ -91,7 +89,7 @@ def cells(cfg, length):
 
 
 def cell_path(cell):
-    """The files of a cell, without ending. Every setting that is not the default is in the name."""
+    """Path of a cell's files, without suffix. It names all settings that are not the default."""
     default = asdict(Config())
     given = [f"{name}={value}" for name, value in asdict(cell).items()
              if name not in SHAPE_NOTHING and value != default[name]]
@@ -99,13 +97,13 @@ def cell_path(cell):
 
 
 def newest_file(*folders):
-    """When the newest file in the folders was written: after more training it is another model."""
+    """Time of the newest file in these folders. It tells whether the model was trained further."""
     files = [entry for folder in folders if folder for entry in os.scandir(folder)]
     return max(entry.stat().st_mtime for entry in files)
 
 
 class DreamInHarness:
-    """What the harness asks of a model, for one cell of the grid. What its file has is kept."""
+    """The model as the harness wants it, for one cell. Answers that are in its file are kept."""
     rank, world_size, tokenizer_name = 0, 1, "dream"
 
     def __init__(self, model, tok, sm, cell, compiled=False):
@@ -115,7 +113,7 @@ class DreamInHarness:
     def apply_chat_template(self, messages, add_generation_prompt=True):
         if add_generation_prompt:
             return self.tok.chat(messages)
-        # The assistant goes on with the last message.
+        # The last message is the beginning of the assistant's answer.
         return self.tok.chat(messages[:-1]) + messages[-1]["content"]
 
     def generate_until(self, requests):
@@ -130,7 +128,7 @@ class DreamInHarness:
             prompt, until = request.args[0], request.args[1].get("until", [])
             ids = self.tok.encode(prompt, special=True)[-PROMPT_TOKENS:]
             until = [until] if isinstance(until, str) else until
-            if self.compiled and request is rest[0]:  # it may compile for a minute: not counted
+            if self.compiled and request is rest[0]:  # compiles: not timed
                 answer(self.model, self.tok, self.sm, ids, self.cell, until)
             text, stats = answer(self.model, self.tok, self.sm, ids, self.cell, until)
             lines.append({"prompt": prompt, "response": text, "weights": weights, **stats})
@@ -139,44 +137,34 @@ class DreamInHarness:
 
 
 def ask(lm, loaded, limit, scored):
-    """What the harness finds when it asks lm, {} if not `scored`."""
+    """The harness's results for the model `lm`. If not `scored`: {}, and lm only answers."""
     import lm_eval
-    settings = {"limit": limit or None, "apply_chat_template": True, "fewshot_as_multiturn": True}
+    how = {"limit": limit or None, "apply_chat_template": True, "fewshot_as_multiturn": True}
     if scored:
-        return lm_eval.evaluate(lm, loaded, confirm_run_unsafe_code=True, bootstrap_iters=0,
-                                **settings)
+        return lm_eval.evaluate(lm, loaded, confirm_run_unsafe_code=True, bootstrap_iters=0, **how)
     [task] = loaded["tasks"].values()
-    task.build_all_requests(chat_template=lm.apply_chat_template, **settings)
+    task.build_all_requests(chat_template=lm.apply_chat_template, **how)
     lm.generate_until(task.instances)
     return {}
 
 
 def group(cfg, budget, feedback):
-    """What results share that the table averages: seeds of a run of finetuning have its name."""
+    """What results must share to be averaged in the table. Seeds of one finetuning run do."""
     shared = {name: getattr(cfg, name) for name in SHARED}
     shared |= {"budget": budget, "feedback": feedback, "FT": "-"}
     if cfg.adapter:
         run = run_name(cfg.adapter)  # dream-sm of out/dream-sm-1231/best
         shared |= {"FT": "yes", "FT run": run, "FT folder": os.path.basename(cfg.adapter)}
         path = os.path.join(cfg.adapter, "finetune.json")
-        if os.path.exists(path):  # other trainers leave none
+        if os.path.exists(path):  # adapters from other trainers have none
             training = launch.read_json(path)
             steps, epochs = training["steps"], training["epochs"]
             shared["FT"] = f"{steps} updates" if steps else f"{epochs} epochs"
     return shared
 
 
-def score_of(found):
-    """The last metric that is a number, in percent, of what the harness found. None without one."""
-    score = None
-    for name, value in found.items():
-        if isinstance(value, float) and "stderr" not in name:
-            score = 100 * value
-    return score
-
-
 def evaluate(cfg):
-    """Answers and scores a task in every cell of the grid. Returns the results, a list of dicts."""
+    """Answer and score a task in every cell of the grid. Returns the results, a list of dicts."""
     import lm_eval
     cfg = replace(cfg, model=cfg.model.rstrip("/"), adapter=cfg.adapter.rstrip("/"))
     loaded = load_task(cfg)
@@ -191,14 +179,16 @@ def evaluate(cfg):
         lm = DreamInHarness(model, tok, sm, cell, compiled)
         out = ask(lm, loaded, cfg.limit, scored)
         found = out.get("results", {}).get(cfg.task, {})
+        scores = [100 * value for name, value in found.items()
+                  if isinstance(value, float) and "stderr" not in name]
         lines = launch.read_jsonl(lm.path)
         result = {
             "git": git_version(), "lm_eval": lm_eval.__version__, "n": len(lines),
             "machine": torch.cuda.get_device_name() if gpu else "CPU", "compiled": compiled,
             "column": task.eval_docs[0]["scoring"]["column"], "budget": budget,
-            "feedback": feedback, "settings": asdict(cell),
+            "feedback": feedback, "settings": asdict(cell), "prompt": lines[0]["prompt"],
             "group": group(replace(cfg, block=cell.block), budget, feedback),
-            "prompt": lines[0]["prompt"], "score": score_of(found), "harness": found}
+            "score": scores[-1] if scores else None, "harness": found}
         for name in "nfe", "tokens", "kept", "seconds":
             result[name] = sum(line[name] for line in lines)
         launch.write_text(cell_path(cell) + ".json", json.dumps(result, indent=1))

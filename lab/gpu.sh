@@ -1,13 +1,11 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, for one H100 or H200 without a network. Each block is planned for
-# less than 9 minutes:
+# What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes:
 #     bash lab/gpu.sh              # all blocks
 #     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
 #     SIZE=toy bash lab/gpu.sh     # the same commands on a CPU, about 3 minutes
-# Results go to $OUT (default: results/bench): gpu.log has what was printed, gpu-*.json the numbers.
-# A block that was stopped goes on: what lies in $OUT is not measured again.
-# As they stand here, these blocks have not run on a GPU. results/bench says what an older commit
-# showed.
+# $OUT (default: results/bench) gets all output, in gpu.log, and the numbers, in gpu-*.json.
+# What is already there is not measured again, so a block that was stopped can go on.
+# As they stand here, these blocks have not run on a GPU. For an older commit, see results/bench.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} size=${SIZE:-gpu}
@@ -24,23 +22,23 @@ mkdir -p "$out" "$work"
 if [ $# != 1 ]; then
     status=0
     for block in ${*:-tests train sample dream ddp}; do
-        bash lab/gpu.sh "$block" || status=$?  # a block that fails stops no other
+        bash lab/gpu.sh "$block" || status=$?  # if a block fails, the others still run
     done
     exit $status
 fi
 
-run() {  # a command of ours, shown and kept
+run() {  # show a command, and run it
     echo "+ $*"
     "$python" "$@" 2>&1
 }
 
-tests() {  # every test that needs CUDA; on a CPU most of them are skipped, and say so
+tests() {  # all tests that need CUDA. Without it most of them are skipped, and say so
     [ ! -e "$out/gpu-tests.txt" ] || return 0
     run -m pytest -q -rs -k "cuda or gpu or full_size or compiled" tests | tee "$work/tests.txt"
     mv "$work/tests.txt" "$out/gpu-tests.txt"
 }
 
-noise() {  # data of GPT-2's vocabulary, and of no meaning
+noise() {  # random data with GPT-2's vocabulary
     "$python" - "$work/noise" <<'PY'
 import json, sys
 from pathlib import Path
@@ -56,13 +54,13 @@ for split, n in ("train", 2_000_000), ("val", 200_000):
 PY
 }
 
-ddp() {  # SM is on in about half of the updates; two micro-batches each, so no_sync is used
+ddp() {  # SM in about half of the updates. Each has two micro-batches, so no_sync is used
     [ ! -e "$out/gpu-ddp.json" ] || return 0
     noise
     local flags="--data=$work/noise $model --overwrite --batch_size=32 --micro_batch=16 --steps=20"
     flags="$flags --eta_bb=1e-4 --warmup=1 --log_every=1 --eval_every=0 --p_sm=0.5 --omega_s=0.5"
     flags="$flags --omega_a=1 --omega_b=-9 --dropout=0"
-    # train.py takes DDP where there are several processes. Here one process passes for several, so
+    # train.py uses DDP if there are several processes. Here one process pretends to be several, so
     # that the same lines run over NCCL on one GPU.
     cat > "$work/ddp.py" <<'PY'
 import os, launch, train
@@ -94,15 +92,15 @@ PY
         OPTIMIZE_DDP=$cuts PYTHONPATH=. run -m torch.distributed.run --standalone \
             --nproc_per_node=1 "$work/ddp.py" $flags --out_dir="$work/ddp-$cuts"
     done
-    # All runs must have made the same updates, up to the rounding of bf16, which the norm of the
-    # gradient shows after some updates.
+    # All runs must make the same updates, up to bf16 rounding. After a few updates it shows in the
+    # gradient norm, so that is compared for fewer of them.
     local status=0
     "$python" - "$work" > "$work/ddp.json" <<'PY' || status=$?
 import json, statistics, sys
 from launch import read_jsonl
 names = "alone", "ddp-off", "ddp-on"
 runs = {name: read_jsonl(f"{sys.argv[1]}/{name}/log.jsonl") for name in names}
-compared = {"loss": 20, "omega_s": 20, "grad_norm": 5}  # over so many updates
+compared = {"loss": 20, "omega_s": 20, "grad_norm": 5}  # for the first so many updates
 worst = {key: max(abs(a[key] / b[key] - 1) for name in names[1:]
                   for a, b in zip(runs["alone"][:n], runs[name][:n]))
          for key, n in compared.items()}
@@ -115,7 +113,7 @@ PY
     return $status
 }
 
-train() {  # updates with all rows in one chunk, as they are, and in chunks of 4,096 rows
+train() {  # with all rows in one chunk, as in train.py, and then in chunks of 4,096 rows
     run lab/bench.py $bench --parts=train --repeats=9 --json="$out/gpu-train.json"
     cat > "$work/rows.py" <<'PY'
 import sys
@@ -132,7 +130,7 @@ block=$1
 case $block in
     tests | train | ddp) $block ;;
     dream) run lab/bench.py $bench --parts=dream --repeats=9 --json="$out/gpu-dream.json" ;;
-    sample)  # fewer turns: a sample alone takes 20 seconds where it is eager
+    sample)  # fewer turns: without compiling, one sample takes 20 seconds
         run lab/bench.py $bench --parts=sample --repeats=5 --json="$out/gpu-sample.json" ;;
     *) echo "no block of this name: $block (tests, train, sample, dream, ddp)" >&2; exit 2 ;;
 esac | tee -a "$out/gpu.log"

@@ -104,6 +104,8 @@ def test_prompts_stop_strings_and_lengths(harness, config, tmp_path, tiny):
     for name, plus in ROWS.items():
         row, text = prompts[name.replace("_plus", "")]
         row = row | {"test": plus["test"]} if "_plus" in name else row
+        if name == "mbpp_plus_instruct":  # published with prompt for text
+            row["prompt"] = row.pop("text")
         task = E.load_task(config(name, data=data(tmp_path, [row])))["tasks"][name]
         task.build_all_requests(apply_chat_template=True, fewshot_as_multiturn=True,
                                 chat_template=lm.apply_chat_template)

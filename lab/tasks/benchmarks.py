@@ -1,11 +1,9 @@
 # SPDX-License-Identifier: MIT
-"""What the task files beside it ask of Python: data, extraction, execution.       App. B.2, C.6
+"""The Python behind the task files: read data, extract answers, run code.     App. B.2, C.6
 
-Prompts, stop strings and lengths stand in the .yaml files. They are zero-shot, and they are those
-of the authors' harness [code]. The harness executes code from a model only after
---confirm_run_unsafe_code. The process has limits, but it is no sandbox: use a container.
-
-Not here: the model and its answers (eval_dream.py). Any other model can take these tasks, too:
+Prompts, stop strings and lengths are in the .yaml files: zero-shot, as in the authors' harness
+[code]. A model's code is run only with --confirm_run_unsafe_code. The process has limits, but it is
+no sandbox: use a container. Other models can take these tasks, too:
 
     python -m lm_eval --include_path lab/tasks --tasks math500 --metadata '{"data": "math.jsonl"}'
 """
@@ -27,7 +25,7 @@ from launch import Refused
 
 
 class Documents(list):
-    """Rows as the harness takes a data set: it wants the names of the fields, too."""
+    """Rows as a data set for the harness, which also asks for the names of the fields."""
 
     @property
     def features(self):
@@ -35,9 +33,10 @@ class Documents(list):
 
 
 def documents(data="", timeout=30.0, column="", plus="none", **_):
-    """{"test": rows} of a .json or .jsonl(.gz) file, each with its column of Table 3.
+    """{"test": rows} of a .json or .jsonl(.gz) file, each with its column in Table 3.
 
-    timeout: in s.   plus: the plus tests of the rows are wanted, ignored, or not there (none).
+    timeout: seconds for one program.
+    plus: whether the rows' plus tests are wanted or ignored. none: the rows must have none.
     """
     with (gzip.open if data.endswith(".gz") else open)(data, "rt", encoding="utf-8") as f:
         text = f.read().strip()
@@ -52,30 +51,19 @@ def documents(data="", timeout=30.0, column="", plus="none", **_):
     return {"test": Documents(row | {"scoring": scoring} for row in rows)}
 
 
-def mbpp_layouts(docs):
-    """MBPP in one layout: some copies have prompt and test for text and test_list."""
-    return Documents(
-        {"text": row.get("prompt"), "test_list": row.get("test")} | row for row in docs)
-
-
 def longest_code(text):
-    """The longest run of lines, of the first 100, that parses as Python, as a tree [code]."""
+    """The syntax tree of the longest run of lines that parses, among the first 100 [code]."""
     lines = text.splitlines()[:100]
-    # Spans come by their start, and the sort keeps that order among spans of one length.
+    # The sort is stable: among spans of the same length, the one that starts first wins.
     spans = itertools.combinations(range(len(lines) + 1), 2)
     for i, j in sorted(spans, key=lambda span: -sum(bool(s.strip()) for s in lines[slice(*span)])):
-        try:
+        with contextlib.suppress(SyntaxError, ValueError, MemoryError, RecursionError):
             return ast.parse("\n".join(lines[i:j]))
-        except (SyntaxError, ValueError, MemoryError, RecursionError):
-            pass
     return ast.parse("")
 
 
 def sanitize(text, *wanted):
-    """Imports, and the definitions that the wanted names lead to [code].
-
-    A function without a return is dropped, as in the authors' harness.
-    """
+    """The imports, and the definitions that the wanted names need, directly or not [code]."""
     imports, found, keep, todo = [], {}, set(), list(wanted)
     for node in longest_code(text.replace("\t", "    ").strip()).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
@@ -83,7 +71,7 @@ def sanitize(text, *wanted):
         elif isinstance(node, ast.ClassDef):
             found[node.name] = node
         elif isinstance(node, ast.FunctionDef):
-            if any(isinstance(n, ast.Return) for n in ast.walk(node)):
+            if any(isinstance(n, ast.Return) for n in ast.walk(node)):  # else dropped [code]
                 found[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found[node.targets[0].id] = node
@@ -97,7 +85,7 @@ def sanitize(text, *wanted):
 
 
 def boxed(text):
-    """What stands in the last \\boxed{…}, braces matched. None if there is no such box."""
+    """The content of the last \\boxed{…}, with matching braces. None if there is no box."""
     _, box, rest = text.rpartition("\\boxed{")
     depth = 1
     for end, c in enumerate(rest if box else ""):
@@ -107,7 +95,7 @@ def boxed(text):
 
 
 def plain(latex):
-    """A LaTeX answer without differences that do not count: spacing, units, degrees, $ and %."""
+    """A LaTeX answer in one form: no spaces, units, degrees, $ or %, fractions as \\frac{a}{b}."""
     s = re.sub(r"\\text\{ .*?\}$", "", latex.strip())
     s = re.sub(r"\\!|\\,|\\left|\\right|\^\{?\\circ\}?|\\?\$|\\?%|\s", "", s)
     s = re.sub(r"\\[dt]frac", r"\\frac", s)
@@ -120,34 +108,34 @@ def plain(latex):
 
 
 def boxed_match(doc, results):
-    """Is what stands in the last box the reference? Without a box the answer is empty."""
+    """Whether the last box holds the reference answer. Without a box, the answer is empty."""
     return {"exact_match": float(plain(boxed(results[0]) or "") == plain(doc["answer"]))}
 
 
-# The program is a module, as dataclasses need, and its `if __name__ == "__main__"` does not run.
-# WORD comes after its last test, so that an early exit is not a pass.
+# The program is imported: dataclasses need a module, and `if __name__ == "__main__"` must not run.
+# WORD is printed after its last test, so that an early exit is not a pass.
 WORD = "5d2f8a1c came to its end"
 RUNNER = f"""import sys
 if sys.platform == "linux":
     import resource
     resource.setrlimit(resource.RLIMIT_AS, (4 << 30, 4 << 30))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))  # its output, too, is a file
+    resource.setrlimit(resource.RLIMIT_FSIZE, (16 << 20, 16 << 20))  # its output is a file, too
 sys.path.insert(0, "")
 import program
 print("\\n{WORD}")"""
 
 
 def passes(program, timeout):
-    """Does the program come to its end within `timeout` seconds?
+    """Whether the program runs to its end within `timeout` seconds.
 
-    It runs in another process, in a folder of its own, with none of our environment. The processes
-    that it has started end with it, if they stay in its group.
+    It runs in another process, in a folder of its own, without our environment variables. The
+    processes that it starts are killed with it, if they stay in its group.
     """
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
           tempfile.TemporaryFile() as out):
         with open(os.path.join(folder, "program.py"), "wb") as f:
             f.write(program.encode(errors="replace"))
-        # With a thread for each core, numpy would reserve more memory than the program may have.
+        # With a thread per core, numpy would reserve more memory than the limit allows.
         env = {"PATH": os.environ["PATH"], "HOME": folder, "OPENBLAS_NUM_THREADS": "1",
                "OMP_NUM_THREADS": "1"}
         child = subprocess.Popen(
@@ -177,7 +165,7 @@ def run_humaneval(responses, docs):
     for [response], doc in zip(responses, docs):
         code = response.split("```python\n", 1)[-1].split("```")[0]
         # Names in the tests are wanted, too [ours]. The test of HumanEval/50 calls encode_shift,
-        # which stands in its prompt; [code] drops that function, so no answer could pass.
+        # which is in its prompt. [code] drops that function, so no answer can pass.
         named = [n.id for n in ast.walk(ast.parse(doc["test"])) if isinstance(n, ast.Name)]
         code = sanitize(doc["prompt"] + "\n" + code, doc["entry_point"], *named)
         programs.append(f"{code}\n{doc['test']}\ncheck({doc['entry_point']})\n")
@@ -187,7 +175,9 @@ def run_humaneval(responses, docs):
 def run_mbpp(responses, docs):
     programs = []
     for [response], doc in zip(responses, docs):
-        tests = doc["test"] if doc["scoring"]["plus"] else "\n".join(doc["test_list"])
+        tests = doc.get("test")  # the plus tests, or, in some copies of MBPP, the three asserts
+        if not doc["scoring"]["plus"]:
+            tests = "\n".join(doc.get("test_list", tests))
         setup = doc.get("test_setup_code") or ""
         programs.append("\n".join([response.split("```")[0], setup, tests]))
     return run_all(programs, docs)
