@@ -15,9 +15,9 @@ The first word is a preset, defined below.
     the rest           what `train` starts from, measures and saves
 
 Every random number depends only on what it is for: times on (seed, "t", step), masks on (seed, "q",
-step, j). Steps count from 0, so update 17 in the log has step 16. Micro-batches j are counted over
-all ranks, so one process with 4 of them makes the same run as two with 2 each. A run that was
-stopped, or killed after a save, resumes as if nothing had happened. No random state is saved.
+step, j), with step = 0 for the update that the log calls 1. Micro-batches j are counted over all
+ranks, so one process with 4 of them makes the same run as two with 2 each. No random state is
+saved: a run that was stopped or killed resumes from its last save as if nothing had happened.
 """
 
 import contextlib
@@ -79,15 +79,15 @@ class Config(ModelConfig):
 
 
 PRESETS = {
-    # 6×6 Sudoku, whose entropy is known. ω starts as in the paper. With four heads, some seeds
-    # spend thousands of updates on a plateau, where only the frequencies of digits are known.
+    # 6×6 Sudoku, whose entropy is known. ω starts as in the paper. Eight heads, because with four,
+    # some seeds stay on a plateau for thousands of updates, having learned only digit frequencies.
     "quickstart": dict(
         data="data/sudoku", out_dir="out/quickstart", show=True,
         n_layer=2, n_head=8, n_embd=128, n_cond=32, length=39, dropout=0.0,
         steps=3500, batch_size=32, micro_batch=32, eta_bb=1e-3, warmup=200, ema=0.995,
         log_every=50, eval_every=0, eval_rows=2000, save_every=500, keep_every=0),
-    # Text that every machine has. At the entropies of bytes, the paper's ω_b keeps λ near 0, and in
-    # so few updates ω_s would hardly grow. So ω starts near where it ends in small runs [ours].
+    # Text that every machine has. A small model is so unsure of a byte that the paper's ω_b keeps λ
+    # near 0, and ω_s would hardly grow in time. So ω starts near where small runs end [ours].
     "stdlib": dict(
         data="data/stdlib", out_dir="out/stdlib", show=True,
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
@@ -95,11 +95,12 @@ PRESETS = {
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
         log_every=50, eval_every=0, eval_rows=256, save_every=500, keep_every=0),
     "owt": {},
-    "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),  # MDLM's
+    # mdlm.ckpt: the checkpoint that MDLM's authors released, App. B.1
+    "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# All runs, and `eval.py ppl`, measure the bound with the same times and masks.
+# On equally many rows, all runs and `eval.py ppl` measure the bound with the same times and masks.
 EVAL_SEED = 1
 
 # What may change when a run is resumed. All other settings must stay as they were.
@@ -127,13 +128,13 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
         x0, xt, t, *masks = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
-        if cfg.dropout:  # keyed by step and j, like every draw
+        if cfg.dropout:  # keyed by step and j, like the masks
             torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
         with launch.accumulate(parallel, last=j + here.world >= M):
             with here.autocast():
                 loss = parallel(x0, xt, t, soft, tuple(masks))  # MDLM.forward   (b,)          l.5-8
-            # DDP averages over ranks, so each rank divides by its own share of the tokens. However
-            # they are split, the gradient is that of Σ loss / (all tokens, masked or not) [code].
+            # DDP averages over ranks, so each rank divides by its share of the tokens. Any split
+            # gives the gradient of Σ loss / (all tokens, masked or not) [code].
             (loss.sum() / (x0.numel() * M // here.world)).backward()
         loss = loss.detach()
         # loss @ t is the cross-entropy without its weight 1/t.
@@ -155,8 +156,8 @@ def batch(tokens, cfg, step, j, M):
 
     Every epoch has its own permutation of the rows, drawn from a key. So an epoch never repeats a
     row, even across restarts. Micro-batch j takes every M-th sequence and every M-th time [ours].
-    So each is stratified in t, and half of its tokens are masked. If each took a slice of the
-    sorted times instead, the last would have twice as many masks.
+    So each one is stratified in t, and about half of its tokens are masked. If each took a slice
+    of the sorted times instead, the last one would have up to twice as many masks.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -222,7 +223,7 @@ def train(cfg):
         done, metrics = ckpt["step"], ckpt["metrics"]
         del ckpt  # it is as large as the model and its optimizer
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
-    if compiled:  # after average_of: copied compiled methods would use the weights of this model
+    if compiled:  # after average_of: in a copy, compiled methods would use this model's weights
         compile_parts(model)
     parallel = model
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
@@ -313,8 +314,8 @@ def held_out_rows(cfg):
 def average_of(model):
     """The EMA: a second backbone. It shares ω with the model, because ω is not averaged [code].
 
-    It is copied after weights are loaded. So a continuation's EMA starts from them [ours]. That of
-    the authors starts from random weights, which it forgets within twenty updates.
+    It is copied after weights are loaded, so a continuation's EMA starts from them [ours]. The
+    authors' EMA starts from random weights, which it forgets within twenty updates.
     """
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
@@ -343,7 +344,7 @@ def load_last(path, cfg, source):
 def load_initial(model, cfg, special, flags):
     """Load θ from a file, and ω if it has one. Returns where ω comes from.
 
-    θ is the raw weights [code]. A step-N.pt has only their average.
+    θ gets the raw weights [code], or their average from a step-N.pt, which has only that.
     flags: names of the flags on the command line. An ω among them is not read from the file.
     """
     path = os.path.realpath(cfg.init_from)
