@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Text from masks: the reverse process of an MDLM with soft-masking.             §2.1, §2.2, App. A
 
-    whether a token appears or vanishes    step_probs, coins              needs no network
+    whether a token appears or vanishes    step_probs, coins              without the model
     Alg. 2                                 generate
     Alg. 2, equally many tokens a step     generate_in_order
     which token appears                    nucleus, sample_categorical
@@ -48,8 +48,8 @@ def step_probs(t, s, sampler="mdlm", eta=None):
 
     In the posterior of §2.1, a mask becomes x_0 with probability (α_s − α_t) / (1 − α_t), and a
     token never changes. Eq. 1 replaces x_0 with the network's prediction. So the schedule alone
-    decides *whether* a token appears, and the network decides *which*. Samplers differ in no more
-    than these two probabilities.
+    decides *whether* a token appears, and the network decides *which*. Samplers differ only in
+    these two probabilities.
 
     Here α_t = 1 − t, without the floor used in training [code], so t is the share of masks. ReMDM
     also turns tokens back into masks, with probability σ. The share must still go from t to s:
@@ -59,7 +59,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     mdlm         σ = 0: the posterior.
     remdm-cap    σ = η, capped at s / (1 − t). At the cap, every mask is revealed.
     remdm-loop   The share of masks is not t. While t > T_ON, it falls from 1 to 1 − ALPHA_ON, with
-                 σ = 0. Down to T_OFF it stays there, with σ = η. Then it falls to 0, with σ = 0.
+                 σ = 0. Until T_OFF, it stays there, with σ = η. Then it falls to 0, with σ = 0.
 
     t, s: times in [0, 1].   eta: η (default: that of App. B.1).
     """
@@ -77,13 +77,13 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         speed = (1 - ALPHA_ON) / T_OFF
         share_t, share_s = t * speed, s * speed
     reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
-    # In remdm-loop, `reveal` can exceed 1. The share of masks is then missed. It happens on the
-    # plateau, with nine tokens to a mask, if η > 1/9, and in a long step across T_ON.
+    # In remdm-loop, `reveal` can exceed 1, and then the share after the step is not share_s. This
+    # happens in a long step across T_ON, and if η > 1/9 on the plateau (nine tokens to a mask).
     return min(1.0, reveal), sigma
 
 
 def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
-    """The turns of one sequence: which positions change, and when                        Alg. 2 l.5
+    """The turns of one sequence: the steps that need the network                         Alg. 2 l.5
 
     free: (L,) bool, the masks at the start. Other positions never change.
     sampler, eta: for `step_probs`.   every: see `generate`.
@@ -108,7 +108,7 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
         if appear.any() or vanish.any() or every or needed:
             turns.append((t, appear, stay, vanish, u[appear]))
         masked = stay | vanish
-    if masked.any():  # usually few, but a tenth of L for remdm-loop with 20 steps
+    if masked.any():  # usually few, but L / 10 for remdm-loop with too few steps to pass T_OFF
         none = np.zeros_like(free)
         turns.append((T_END, masked, none, none, np.full(masked.sum(), np.nan)))
     return turns
@@ -168,8 +168,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
         on the others in its batch.
     on_step(x, lam, guess, masks, h): called after every turn. x (n, L): ids. Where x is [MASK],
-        lam (n, L) is λ and guess (n, L) the likeliest token. masks: the index pair (b, l) of the
-        masks that stay. h (m, D): the hidden states that predict them.
+        lam (n, L) is λ and guess (n, L) the likeliest token (without feedback: 0, and [MASK] or the
+        token that was re-masked). masks: the index pair (b, l) of the masks that stay. h (m, D):
+        the hidden states that predict them.
     x: (L,) or (n, L) ids on the CPU to start from (default: all [MASK]). Tokens in it never change.
     soft: False decodes without feedback.
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
@@ -221,9 +222,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
                       soft=True):
     """Alg. 2 with equally many tokens in every step, the surest first                          §2.2
 
-    steps: network calls. With as many steps as masks, each reveals one token.
-    order: "entropy", the positions of lowest entropy first, or "random", its control. It is the
-        entropy of the whole prediction: a nucleus is often a single token, with entropy 0.
+    steps: network calls, at most. With as many steps as masks, each reveals one token.
+    order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
+        is that of the whole prediction: a nucleus is often a single token, with entropy 0.
     All else is as in `generate`, but on_step gets the masks from before the step.
     Checked against tests/oracles.py in_order.
     """
@@ -341,7 +342,7 @@ class Config:
     infill: str = ""            # text with ___ where some is missing; it follows the prompt
     given: str = ""             # a puzzle: one character per token, a dot for each token to fill in
     seed: int = 1
-    out: str = ""               # file to append to; what it has is not made again (default: print)
+    out: str = ""               # file to append to; no sample in it is made again (default: print)
     show: bool = False          # watch the first sequence of every batch
     trace: str = ""             # a file for the steps of one sample, JSON lines for lab/plot.py
     tokenizer_dir: str = ""     # folder with GPT-2's vocabulary, for machines without a network
@@ -392,7 +393,7 @@ def load(cfg):
 
 
 def file_and_lines(cfg, here):
-    """The file that this rank writes, and the lines in all ranks' files: they must decide alike."""
+    """The file this rank writes, and the lines in all ranks' files: all ranks must decide alike."""
     if here.world > 1 and not cfg.out:
         raise Refused("torchrun needs --out=FILE, such as --out=samples.jsonl")
     paths = [cfg.out]
@@ -422,14 +423,14 @@ def settings_of(cfg, model, tok, here):
     """All that a sample depends on, besides its seed and index. Every line of --out holds it."""
     settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
     if cfg.sampler == "entropy":
-        settings["surest"] = "by the whole prediction"  # the nucleus would order them otherwise
+        settings["surest"] = "by the whole prediction"  # its nucleus would give another order
     weights = model.net.table.double().sum().item()  # still on the CPU: MPS has no float64
     return settings | {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
                        "dtype": str(here.dtype or torch.float32)}
 
 
 def batches(todo, cfg):
-    """Yields lists of sample numbers to make together. For CUDA graphs, all have one length."""
+    """Yields lists of sample numbers to make together, all of one length for CUDA graphs."""
     size = min(len(todo), cfg.batch_size)
     for start in range(0, len(todo), cfg.batch_size):
         batch = todo[start:start + size]
