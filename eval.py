@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Every number of the paper's language-modelling tables.                       §4.1, App. B.1, C.1
+"""Every measure in the paper's language-modelling tables.                §4.1, App. B.1, C.1, C.2
 
 A bound on the perplexity of held-out text, with feedback and without:
 
@@ -13,7 +13,7 @@ GPT-2 large finds them, and how close they are to held-out text (MAUVE):
     python eval.py samples --samples= --data=data/owt --rows=5000  # held-out rows: the row "Data"
     python eval.py sudoku --samples=samples.jsonl  # how many are grids without a mistake
 
-Each result is a JSON file with all settings, versions, n and seed. The last two measures need
+Each result is a JSON file with all settings, versions, n and seed. GPT-2 large and MAUVE need
 `pip install transformers mauve-text`, because published numbers depend on exactly these tools.
 
 Not here: generation (sample.py), tables and figures (lab/plot.py).
@@ -73,7 +73,7 @@ class Config:
 
 
 def mean_and_se(total, count):
-    """Σ total / Σ count, (n,) each, and its standard error over n sequences, NaN if n is 1."""
+    """Σ total / Σ count, both (n,), and its standard error over n sequences: NaN if n is 1."""
     total, count = np.asarray(total, np.float64), np.asarray(count, np.float64)
     n, mean = len(total), total.sum() / count.sum()
     if n == 1:
@@ -110,8 +110,8 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     model: MDLM, in eval mode during the call.   rows: (n, L) ids, on the CPU.
     soft: with feedback, in two passes.   repeats: draws of t and x_t per row.
     rank, world: this process takes every world-th batch, m of the n rows.
-    floor: smallest t and α. The default is the published convention: 0.1 to 0.3 % too small. With
-        0, the expectation is Eq. 2 itself.
+    floor: smallest t and α. With the default, as in published numbers, the bound is 0.1 to 0.3 %
+        too small. With 0, its expectation is Eq. 2 itself.
     Returns (3, m) float64, means over the repeats: the bound in nats, the cross-entropy in nats
     without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
     """
@@ -210,8 +210,8 @@ def read_samples(path):
 def held_out_samples(cfg, L, n=None, name=None):
     """(samples, settings), as from `read_samples`: random held-out rows of cfg.data.
 
-    n: MAUVE's references, the first n rows of a permutation. Without n, the row "Data": its last
-        --rows, at most half of all, so that it overlaps with no references.
+    n: take the first n rows of a permutation, as references for MAUVE. Without n, take its last
+        --rows, for the row "Data": at most half of all rows, to stay apart from the references.
     name: the tokenizer of the samples to compare with.
     """
     tokens, _ = data.open_split(cfg.data, "val")
@@ -259,8 +259,8 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
         x = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)        # (b, T)
         real = (torch.arange(x.shape[1]) < lengths[:, None]).to(device)              # (b, T)
         out = lm(input_ids=x, attention_mask=real.long(), output_hidden_states=True)
-        # V is the last dimension. In the middle, torch's log-softmax on the CPU would be ten times
-        # less exact (an error of 1e-4 nats per token).
+        # Keep V last. With (b, V, T−1), torch's log-softmax on the CPU would be ten times less
+        # exact (an error of 1e-4 nats per token).
         logits = out.logits[:, :-1].flatten(0, 1)                                    # (b·(T−1), V)
         nll = F.cross_entropy(logits, x[:, 1:].flatten(), reduction="none")          # (b·(T−1),)
         eos = x == tok.eos_token_id                                                  # (b, T)
@@ -281,7 +281,7 @@ def mauve(features, references, scale, seed, **scorer):
     """MAUVE of samples against texts, in (0, 1]                                    §4.1, App. B.1
 
     features: (n, D) of the samples, from `score`.   references: texts.
-    It depends on the seed and on the number of texts, 5,000 on either side in the paper.
+    It depends on the seed and on the number of texts: 5,000 samples, and 5,000 references [code].
     """
     from mauve import compute_mauve
     theirs = score(references, **scorer)[2]                                          # (m, D)
@@ -292,8 +292,8 @@ def mauve(features, references, scale, seed, **scorer):
 def measure_samples(cfg):
     """samples and sudoku: measure a file of samples, or held-out rows if --samples= is empty.
 
-    The entropy comes first, because if it is low, the other measures flatter the samples. Results
-    are written as soon as they are known, so a missing package costs only the measures it is for.
+    The entropy comes first, because if it is low, generative perplexity flatters the samples, App.
+    C.2. Results are written as they come, so a missing package costs only the measures it is for.
     """
     if cfg.samples is None:
         raise Refused(f"{cfg.metric} needs --samples=FILE from sample.py, such as "
@@ -343,7 +343,7 @@ def write_result(cfg, stem, values, settings):
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
     rows = {cfg.metric: values} if cfg.metric in ("samples", "sudoku") else values
-    write_text(path, json.dumps(result, indent=2))  # before printing: `eval.py | head` may end it
+    write_text(path, json.dumps(result, indent=2))  # first: `eval.py | head` may kill the process
     for name, row in rows.items():
         print(f"{name}: " + ", ".join(f"{key} {value:.5g}" for key, value in row.items()))
     print(f"written to {path}")
