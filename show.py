@@ -34,8 +34,8 @@ def painted(text, lam):
 
 
 def draw(lines, drawn, pause):
-    """Print lines over the last `drawn`, then wait `pause` s. Returns how many were printed."""
-    lines = lines[1 - max(2, shutil.get_terminal_size().lines):]  # the end, if they do not fit
+    """Print lines in place of the last `drawn`, then wait `pause` s. Returns their number."""
+    lines = lines[1 - max(2, shutil.get_terminal_size().lines):]  # the last ones, if not all fit
     back = f"\x1b[{drawn}F\x1b[J" if drawn else ""
     print(back + "\n".join(lines), flush=True)
     time.sleep(pause)
@@ -66,8 +66,8 @@ def show(tok, mask_id):
 def trace(tok, model, path):
     """An `on_step` that appends the cells of the first sequence to a file, as a JSON line.
 
-    The cell of a token is [text, None], that of a mask [guess, λ, −H in nats, [[text, π], …]] with
-    the k guesses that SM mixes: three without SM, the five largest for k = |V|.
+    The cell of a token is [text, None]. The cell of a mask is [guess, λ, −H in nats, [[text, π],
+    …]] with the k tokens that SM mixes. Three are listed without SM, and five for k = |V|.
     """
     k = model.sm.k if model.sm else 3
     dense = k is None  # k = |V|

@@ -60,7 +60,7 @@ def solved(sides):
 
 
 def picture(title, cells, lam, guesses):
-    """A grid as lines of 21 characters, and its mistake. Masks show guesses, deeper green for λ."""
+    """A grid in lines of 21 characters, and its mistake. Guesses are darker for larger λ."""
     parts, lines = [], [f"{title:21}"]
     for cell, strength, guess in zip(cells, lam, guesses):
         parts.append(painted(f" {guess} ", strength) if cell == "." else f" {cell} ")
@@ -74,7 +74,7 @@ def picture(title, cells, lam, guesses):
 
 
 def compare(sides, i):
-    """Draw puzzle i of `fill`'s result, side by side. Off a terminal, draw only its end."""
+    """Draw puzzle i of `fill`'s result, side by side: every call on a terminal, else the last."""
     drawn, calls = 0, list(zip(*sides.values()))
     if sys.stdout.isatty():
         print("Green is a guess that the next call sees, the deeper the larger λ.")
