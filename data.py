@@ -13,8 +13,8 @@ A corpus is a folder with three files. Every document ends with EOS.
     meta.json    the tokenizer, the source, and for both splits: documents, tokens, bytes, sha256
 
 A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap [code]. Perplexities measured on
-rows of another form cannot be compared with these. There is no DataLoader and no shuffling state: a
-batch is a function of its number.
+rows of another form cannot be compared with published ones. There is no DataLoader and no shuffling
+state: a batch is a function of its number.
 """
 
 import array
@@ -95,7 +95,7 @@ def rows(tokens, index, L):
 
 
 def text_rows(docs, tok, L):
-    """(rows (n, L) int64 of a stream of texts, {documents, tokens, bytes} of the whole stream)"""
+    """A stream of texts as rows (n, L) int64, and its {documents, tokens, bytes}."""
     ids, sizes = zip(*encode(docs, tok))
     tokens = Tokens(np.concatenate(ids), describe(tok), "the text")
     x = rows(tokens, range(n_rows(tokens, L)), L)                        # (n, L)
@@ -107,7 +107,7 @@ KEYS = 1  # version of the keys of all draws: a run that began with another cann
 
 
 def rng(*key):
-    """The generator for one draw. So no random state is saved, and ranks need not be in step."""
+    """A generator seeded by what it draws: no state to save, and ranks need not be in step."""
     return torch.Generator().manual_seed(seed_of(*key))
 
 
@@ -164,8 +164,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
     """Write train.bin, val.bin and meta.json into the folder `out`: all of them or none.
 
     docs: a stream of texts.   source: where they come from.   Returns the content of meta.json.
-    val_docs: how many documents to hold out, the last ones (default: 1 %, but 1 to 10,000; a single
-        document is cut, and its last tenth is held out [ours]).
+    val_docs: how many documents to hold out, the last ones (default: 1 %, at least 1 and at most
+        10,000). By default, a single document is cut, and its last tenth is held out [ours].
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
@@ -193,8 +193,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
             digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
             meta[split]["sha256"] = digest
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
-        # The three files get their names when this block ends, meta.json last. If the process is
-        # killed in between, a mix of old and new files must not look like one corpus.
+        # The three files get their names when this block ends, meta.json last. Remove the old one
+        # now: after a kill in between, old and new files must not look like one corpus.
         Path(out, "meta.json").unlink(missing_ok=True)
     return meta
 
@@ -202,7 +202,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
 def encode(docs, tok):
     """Yields (uint16 ids, number of bytes) for each text. The last id is EOS [code]."""
     docs, eos = iter(docs), describe(tok)["eos"]
-    while texts := list(itertools.islice(docs, 100)):  # few: lists of ids take memory
+    while texts := list(itertools.islice(docs, 100)):  # few at a time: lists of ids take memory
         batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         for ids, text in zip(batch, texts):
             size = len(text.encode(errors="replace"))

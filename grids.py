@@ -18,10 +18,10 @@ NATS = math.log(39_168 * 720)
 
 @functools.cache
 def canonical():
-    """All 6×6 Sudoku grids whose first row is 123456: (39168, 36) uint8, with digits from 0."""
+    """All 6×6 Sudoku grids whose first row is 123456: (39168, 36) uint8, with 1 stored as 0."""
     rows = torch.tensor(list(itertools.permutations(range(6))))                      # (720, 6)
-    # Which rows can be in one grid, and which can share boxes: their left halves have no digit in
-    # common, and so neither do their right halves.
+    # apart: rows that differ in every column can be in one grid. boxed: they can share boxes if no
+    # digit is in both of their left halves. Then none is in both right halves, either.
     apart = (rows[:, None] != rows).all(-1)                                          # (720, 720)
     boxed = (rows[:, None, :3, None] != rows[:, None, :3]).flatten(2).all(-1)        # (720, 720)
     found = torch.zeros(1, 1, dtype=torch.long)  # n grids of h rows, as row numbers: (n, h)
@@ -67,7 +67,7 @@ def mistake(cells):
 
 
 def right(samples):
-    """{right: share of correct grids, right_se: its standard error, distinct: how many differ}"""
+    """{right: share of correct grids, right_se: its standard error, distinct: different ones}"""
     texts = [re.sub(r"<\|\w+\|>", "", text) for text in samples]  # drop BOS and EOS
     found = [text for text in texts if "." not in text and not mistake(text)]
     share = len(found) / len(samples)
