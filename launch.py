@@ -33,7 +33,7 @@ Share = typing.Annotated[float, 0, 1]
 Rate = typing.Annotated[float, 0, 10]
 Positive = typing.Annotated[float, 1e-6, 1e9]
 Negative = typing.Annotated[float, -1e9, -1e-6]
-DType = typing.Literal["auto", "float32", "bfloat16"]  # in float16 the loss, nats / t, overflows
+DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a GradScaler
 
 WORDS = {"true": True, "false": False, "none": None}
 OTHER_NAMES = {"lr": "eta_bb", "epochs": "steps", "top_k": "k"}  # names in other programs
@@ -62,7 +62,7 @@ def run(main, Config, presets=None, paths=None):
 def from_cli(Config, argv, presets=None, paths=None):
     """A Config from `[preset] --key=value --key value --flag …`. Flags override the preset.
 
-    paths: the field for words that are no preset.
+    paths: the field that takes the first words if they are no preset.
     The attribute `flags` has the names of the flags given. A Config built in Python lacks it.
     """
     if {"-h", "--help"} & set(argv):
@@ -129,13 +129,13 @@ def in_short(e):
 
 # ---- the machine ---------------------------------------------------------------------------------
 class Machine(typing.NamedTuple):
-    rank: int
-    world: int                  # number of processes; torchrun sets both
+    rank: int                   # torchrun sets rank and world
+    world: int                  # number of processes
     device: torch.device
     dtype: torch.dtype | None   # for autocast; None: float32 throughout
 
     def autocast(self):
-        # No cache: older torch (2.6, not 2.13) would reuse the bf16 weights of pass 1 in pass 2.
+        # No cache: older torch (2.6 and 2.9, not 2.13) would reuse pass 1's bf16 weights in pass 2.
         # They have no graph, so the weights would silently get no gradient.
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None,
                               cache_enabled=False)
@@ -165,14 +165,14 @@ def machine(device="auto", dtype="auto"):
 
 
 def join(here):
-    """Connect to the other ranks, if any. NCCL moves tensors on GPUs, gloo tensors on the CPU."""
+    """Connect to the other ranks, if any: by NCCL for GPU tensors, by gloo for CPU tensors."""
     if here.world > 1:
         gpu = here.device.type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
 
 
 def accumulate(model, last):
-    """A context for the backward pass of a micro-batch. The last one averages over ranks."""
+    """A context for forward and backward of a micro-batch. Only the last averages over ranks."""
     return contextlib.nullcontext() if last or not dist.is_initialized() else model.no_sync()
 
 
@@ -232,7 +232,7 @@ def lock(folder):
 
 
 def due(every, done, steps):
-    """Whether it is time for what is done every so many updates (0: never) and after the last."""
+    """Whether it is time: after every `every` updates and after the last. Never if every is 0."""
     return every and (done % every == 0 or done == steps)
 
 
@@ -256,7 +256,7 @@ def signals():
 def leave(here, message, status):
     """End a run on every rank. Rank 0 prints the message. A nonzero status exits the process."""
     if here.world > 1:
-        # torchrun kills all ranks once one has exited with a status, even while another is saving.
+        # Wait: once a rank exits with a nonzero status, torchrun kills the others, even in a save.
         dist.barrier()
         dist.destroy_process_group()
     if message and here.rank == 0:
@@ -267,7 +267,7 @@ def leave(here, message, status):
 
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
-    """tqdm, on rank 0 only. It draws once a second at most, as a log file keeps every drawing."""
+    """tqdm, on rank 0 only, at most once a second, because a log file keeps every drawing."""
     if os.environ.get("RANK", "0") != "0":
         options["disable"] = True
     return tqdm(*args, mininterval=1, dynamic_ncols=True, **options)
@@ -296,7 +296,7 @@ class Log:
     def collect(self, norm):
         """{name: sum over all ranks since the last line, "grad_norm", "seconds"}. Refuses a NaN."""
         values = [torch.as_tensor(v, device=norm.device).float() for v in self.sums.values()]
-        values = torch.stack([*values, norm.float()]).cpu().double()  # the only host sync
+        values = torch.stack([*values, norm.float()]).cpu().double()  # the only host sync here
         totals = over_ranks(values[:-1]).tolist()
         found = dict(zip(self.sums, totals), grad_norm=values[-1].item())
         if not math.isfinite(sum(found.values())):
@@ -356,7 +356,7 @@ def append_jsonl(path, *values):
 
 
 def read_jsonl(path):
-    """The values of all complete lines, as a kill may have cut one. [] if there is no file."""
+    """The values of all complete lines: a kill may have cut one short. [] if there is no file."""
     values = []
     with contextlib.suppress(FileNotFoundError), open(path, "rb") as f:
         for line in f:

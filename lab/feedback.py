@@ -8,9 +8,9 @@ In each held-out row, one span at a random place is masked. Each call fills its 
 with their likeliest tokens (§2.2). The first lines are the share of spans that come out exactly
 right, with feedback (on) and without (off), and the gain, each with its standard error. Choose a
 width at which some spans come out right and some do not. Expect a gain where a call fills several
-tokens, as in the second command, because these do not see each other.
+tokens, because they do not see each other.
 
-The last lines are the bound without feedback, by t, and by how much feedback lowers it.       Eq. 2
+The last lines are, for ten ranges of t, the bound without feedback and what feedback gains.   Eq. 2
 """
 
 import os
