@@ -141,9 +141,9 @@ def tokenizer(name="gpt2", dir=None):
         try:
             return tiktoken.get_encoding(name)
         except OSError:
-            raise Refused("GPT-2's vocabulary needs a network, or TIKTOKEN_CACHE_DIR=FOLDER with "
-                          "tiktoken's cache of another machine, or its vocab.bpe and encoder.json "
-                          "in --tokenizer_dir=FOLDER")
+            raise Refused("GPT-2's vocabulary cannot be downloaded: copy tiktoken's cache from "
+                          "another machine and set TIKTOKEN_CACHE_DIR=FOLDER, or give "
+                          "--tokenizer_dir=FOLDER with vocab.bpe and encoder.json")
     ranks = data_gym_to_mergeable_bpe_ranks(
         os.path.join(dir, "vocab.bpe"), os.path.join(dir, "encoder.json"),
         "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
@@ -331,7 +331,7 @@ def main(cfg):
     held_out = f"{n_val:,} documents" if n_val else "tenth of the only document"
     print(f"held out in val.bin: the last {held_out}")
     if meta["val"]["tokens"] < 1022:
-        print("That fills no row of length 1,024: more text, or --val_docs=N, holds out more")
+        print("That fills no row of length 1,024: give more text, or a larger --val_docs")
 
 
 if __name__ == "__main__":

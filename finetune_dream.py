@@ -296,8 +296,8 @@ def finetune(cfg):
                 break
 
     if stop:
-        launch.leave(here, f"stopped after update {done:,}, saved in {last}: the same command "
-                           f"with --resume goes on", 128 + stop)
+        launch.leave(here, f"stopped after update {done:,}, saved in {last}: to continue, run "
+                           f"the same command with --resume", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
     command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
     warning = model.warning(line["ce_per_mask"]) if line else ""

@@ -202,8 +202,9 @@ def goes_on(last, resume, overwrite):
     folder = Path(last).parent
     kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
     if (exists or kept) and not overwrite and not (exists and resume):
-        raise Refused(f"{folder} already holds a run: --resume continues it from last.pt, "
-                      f"--overwrite replaces it, another folder starts a new one")
+        how = ": --resume continues it from last.pt, " if exists else " without last.pt: "
+        raise Refused(f"{folder} already holds a run{how}--overwrite replaces it, another folder "
+                      f"starts a new one")
     return resume is True or resume == "auto" and exists
 
 
@@ -300,7 +301,8 @@ class Log:
         totals = over_ranks(values[:-1]).tolist()
         found = dict(zip(self.sums, totals), grad_norm=values[-1].item())
         if not math.isfinite(sum(found.values())):
-            raise Refused("the loss or its gradient is not a number: start again, lower --eta_bb")
+            raise Refused("the loss or its gradient is not finite: start again with a lower "
+                          "--eta_bb")
         self.sums = {}
         return found | {"seconds": time.time() - self.last}
 

@@ -372,8 +372,8 @@ def starting_ids(cfg, tok, special):
         ids += (L - len(ids)) * [mask]
     if len(ids) != L or mask not in ids:
         raise Refused(f"{len(ids)} tokens with BOS and EOS, {ids.count(mask)} of them masks, for "
-                      f"length {L}: a text may take {L - 1}, --infill needs ___, and --given "
-                      f"needs {L - 3} characters, some of them dots")
+                      f"length {L}: shorten the text, put ___ into --infill, or give --given "
+                      f"{L - 3} characters, some of them dots")
     return torch.tensor(ids)
 
 

@@ -77,7 +77,7 @@ def compare(sides, i):
     """Draw puzzle i of `fill`'s result, side by side: every call on a terminal, else the last."""
     drawn, calls = 0, list(zip(*sides.values()))
     if sys.stdout.isatty():
-        print("Green is a guess that the next call sees, the deeper the larger λ.")
+        print("Empty cells are green, darker for larger λ. The next call sees the guesses in them.")
     else:
         calls = calls[-1:]
     for call in calls:
@@ -111,9 +111,9 @@ def demonstrate(model, count=100):
     differ = [i for i, each in enumerate(zip(*solved(filled[SHOWN]))) if len(set(each)) > 1]
     shown = differ[0] if differ else 0
     if differ:
-        print(f"Two cells of one call do not see each other: with feedback, each has at least\n"
-              f"seen the last call's guesses for the other. At two a call, {len(differ)} puzzles "
-              f"are\nsolved by one side only. The first is puzzle {shown + 1}:\n")
+        print(f"Two cells filled in one call do not see each other. With feedback, each has at\n"
+              f"least seen the previous call's guess for the other. At two a call, {len(differ)} "
+              f"puzzles are\nsolved by one side only. The first is puzzle {shown + 1}:\n")
     elif model.sm:
         print("At two a call, both sides agree on every puzzle. Puzzle 1:\n")
     else:

@@ -275,8 +275,8 @@ def train(cfg):
                 break
 
     if stop:
-        launch.leave(here, f"stopped after update {done:,}, saved in {last}: the same command "
-                           f"with --resume goes on", 128 + stop)
+        launch.leave(here, f"stopped after update {done:,}, saved in {last}: to continue, run "
+                           f"the same command with --resume", 128 + stop)
     if cfg.show and done == cfg.steps:
         bounds = evaluate(ema, held_out, here)
         if master:

@@ -273,7 +273,7 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     ckpt = checkpoint.load(file(cfg))
     path = tiny.out_dir + "-broken.pt"
     checkpoint.save(path, **ckpt | {"model": {k: t * math.nan for k, t in ckpt["model"].items()}})
-    refused("not a number: start again", train, replace(cfg, overwrite=True, init_from=path))
+    refused("not finite: start again", train, replace(cfg, overwrite=True, init_from=path))
     # Neither the NaNs, nor the old run: --resume would silently take it.
     assert "last.pt" not in os.listdir(cfg.out_dir)
 
@@ -352,7 +352,7 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny, tmp_p
         ".lock", "last.pt", "log.jsonl", "mine.txt", "step-1.pt"]
     assert [line["step"] for line in log(tiny)] == [1]
     os.remove(file(tiny))  # step-1.pt alone is a run, too
-    refused("already holds a run", train, tiny)
+    refused("already holds a run without last.pt: --overwrite", train, replace(tiny, resume=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(),
