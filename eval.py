@@ -292,8 +292,8 @@ def mauve(features, references, scale, seed, **scorer):
 def measure_samples(cfg):
     """samples and sudoku: measure a file of samples, or held-out rows if --samples= is empty.
 
-    The entropy comes first, because if it is low, generative perplexity flatters the samples, App.
-    C.2. Results are written as they come, so a missing package costs only the measures it is for.
+    The entropy comes first: if it is low, generative perplexity flatters the samples (App. C.2).
+    Results are written as they come, so a missing package costs only the measures it is for.
     """
     if cfg.samples is None:
         raise Refused(f"{cfg.metric} needs --samples=FILE from sample.py, such as "

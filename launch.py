@@ -295,7 +295,7 @@ class Log:
             self.sums[name] = self.sums.get(name, 0) + value
 
     def collect(self, norm):
-        """{name: sum over all ranks since the last line, "grad_norm", "seconds"}. Refuses a NaN."""
+        """{name: sum over all ranks since the last line, "grad_norm", "seconds"}. Raises on NaN."""
         values = [torch.as_tensor(v, device=norm.device).float() for v in self.sums.values()]
         values = torch.stack([*values, norm.float()]).cpu().double()  # the only host sync here
         totals = over_ranks(values[:-1]).tolist()

@@ -16,8 +16,8 @@ The first word is a preset, defined below.
 
 Every random number depends only on what it is for: times on (seed, "t", step), masks on (seed, "q",
 step, j), with step = 0 for the update that the log calls 1. Micro-batches j are counted over all
-ranks, so one process with 4 of them makes the same run as two with 2 each. No random state is
-saved: a run that was stopped or killed resumes from its last save as if nothing had happened.
+ranks, so one process with 4 of them makes the same run as two with 2 each. No random state needs
+saving: a run that was stopped or killed resumes from its last save as if nothing had happened.
 """
 
 import contextlib
