@@ -301,8 +301,7 @@ class Log:
         totals = over_ranks(values[:-1]).tolist()
         found = dict(zip(self.sums, totals), grad_norm=values[-1].item())
         if not math.isfinite(sum(found.values())):
-            raise Refused("the loss or its gradient is not finite: start again with a lower "
-                          "--eta_bb")
+            raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
         self.sums = {}
         return found | {"seconds": time.time() - self.last}
 

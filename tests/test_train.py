@@ -273,7 +273,7 @@ def test_a_continuation_starts_from_weights_a_fresh_omega_and_the_bound_of_its_s
     ckpt = checkpoint.load(file(cfg))
     path = tiny.out_dir + "-broken.pt"
     checkpoint.save(path, **ckpt | {"model": {k: t * math.nan for k, t in ckpt["model"].items()}})
-    refused("not finite: start again", train, replace(cfg, overwrite=True, init_from=path))
+    refused("not finite: restart", train, replace(cfg, overwrite=True, init_from=path))
     # Neither the NaNs, nor the old run: --resume would silently take it.
     assert "last.pt" not in os.listdir(cfg.out_dir)
 
