@@ -2,7 +2,7 @@
 """What feedback does: a small model solves 6×6 Sudokus with it, and without.
 
     python sudoku.py                                                # the shipped model, 100 puzzles
-    python sudoku.py --given=1..4......2........3.......5......6.   # your own, two cells a call
+    python sudoku.py --given=1..4......2........3.......5......6.   # your own, two cells per call
     python sudoku.py --checkpoint=out/quickstart/last.pt            # your own model, and its bound
 
 Not here: the grids themselves (grids.py), and training (`python train.py quickstart`).
@@ -24,9 +24,11 @@ from show import draw, painted
 SHIPPED = os.path.join(os.path.dirname(__file__), "results", "sudoku.safetensors")
 HELD_OUT = 2000  # grids, the same as in data/sudoku
 SHOWN = "entropy", 2  # the way of decoding that is drawn, and that fills --given
-# Ways of decoding: (order of sample.py, cells a call)
-WAYS = {("entropy", 1): "surest cell first, one a call", SHOWN: "surest cells first, two a call",
-        ("entropy", 3): "surest cells first, three a call", ("random", 1): "any cell, one a call"}
+# Ways of decoding: (order of sample.py, cells per call)
+WAYS = {("entropy", 1): "surest cell first, one per call",
+        SHOWN: "surest cells first, two per call",
+        ("entropy", 3): "surest cells first, three per call",
+        ("random", 1): "random order, one per call"}
 
 
 def sides_of(model):
@@ -35,7 +37,7 @@ def sides_of(model):
 
 
 def fill(model, x, order, cells):
-    """Fill puzzles x (n, 39) with the likeliest digits, `cells` a call.
+    """Fill puzzles x (n, 39) with the likeliest digits, `cells` per call.
 
     All puzzles must have the same number of masks.
     Returns {title: [(cells, λ, guesses) after each call]}: n texts, n lists of 36 λ, n texts.
@@ -103,21 +105,21 @@ def demonstrate(model, count=100):
     draws = [rng("puzzle", i) for i in range(count)]
     x = puzzles(held_out, 12, model.mask_id, draws)                                  # (count, 39)
     filled = {way: fill(model, x, *way) for way in WAYS}
-    title = f"{count} puzzles, 12 of 36 cells given: solved"
-    print(f"{title:42}" + "".join(f"{side:>16}" for side in filled[SHOWN]))
+    title = f"Solved of {count} puzzles, 12 of 36 cells given"
+    print(f"{title:44}" + "".join(f"{side:>16}" for side in filled[SHOWN]))
     for way, name in WAYS.items():
-        print(f"  {name:40}" + "".join(f"{sum(side):16}" for side in solved(filled[way])))
-    print(f"  ± at most {math.sqrt(count) / 2:.0f}: a standard error over puzzles, of one model\n")
+        print(f"  {name:42}" + "".join(f"{sum(side):16}" for side in solved(filled[way])))
+    print(f"  Standard error over puzzles, for one model: at most ±{math.sqrt(count) / 2:.0f}\n")
     differ = [i for i, each in enumerate(zip(*solved(filled[SHOWN]))) if len(set(each)) > 1]
     shown = differ[0] if differ else 0
     if differ:
         print(f"Two cells filled in one call do not see each other. With feedback, each has at\n"
-              f"least seen the previous call's guess for the other. At two a call, {len(differ)} "
+              f"least seen the previous call's guess for the other. At two per call, {len(differ)} "
               f"puzzles are\nsolved by one side only. The first is puzzle {shown + 1}:\n")
     elif model.sm:
-        print("At two a call, both sides agree on every puzzle. Puzzle 1:\n")
+        print("At two per call, both sides agree on every puzzle. Puzzle 1:\n")
     else:
-        print("Puzzle 1, two cells a call:\n")
+        print("Puzzle 1, two cells per call:\n")
     compare(filled[SHOWN], shown)
 
 

@@ -15,7 +15,7 @@ These commands make README's picture, and the page that steps through it. Both s
     python sample.py $puzzle --trace=with-feedback.jsonl --out=on.jsonl
     python sample.py $puzzle --trace=without.jsonl --out=off.jsonl --soft=False
     python lab/plot.py --sudoku="with*.jsonl" --out=results/figures/sudoku.svg
-    note="Puzzle 2 of python sudoku.py, two cells a call: the first that only one side solves."
+    note="Puzzle 2 of python sudoku.py, two cells per call: the first that only one side solves."
     python lab/plot.py --page="with*.jsonl" --note="$note" --out=results/trajectory.html
 """
 

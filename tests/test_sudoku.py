@@ -53,19 +53,19 @@ def test_the_demonstration_shows_the_first_puzzle_on_which_the_sides_differ(monk
         return capsys.readouterr().out
 
     out = shown(with_feedback=[grid, latin, grid], without=[grid, grid, latin])
-    assert re.findall("a call +(.*)", out)[:4] == ["2               2"] * 4
+    assert re.findall("per call +(.*)", out)[:4] == ["2               2"] * 4
     found = "call, 2 puzzles .*puzzle 2:.*\n✗ 2 twice in box 1 +✓ no rule broken"
     assert re.search(found, out, re.DOTALL)
     out = shown(with_feedback=[latin, grid, grid], without=[latin, grid, grid])
     assert re.search("both sides agree .* Puzzle 1:.*\n(✗ 2 twice in box 1 *){2}", out, re.DOTALL)
     out = shown(without=[grid, grid, latin])
-    assert re.search("Puzzle 1, two cells a call:.*\n✓ no rule broken *$", out, re.DOTALL)
+    assert re.search("Puzzle 1, two cells per call:.*\n✓ no rule broken *$", out, re.DOTALL)
     assert "feedback" not in out
 
 
 def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
-    """The row of two cells a call. plot.py draws the same puzzle."""
-    row = r"surest cells first, two a call +(\d+) +(\d+)"
+    """The row of two cells per call. plot.py draws the same puzzle."""
+    row = r"surest cells first, two per call +(\d+) +(\d+)"
     monkeypatch.setattr(sudoku, "WAYS", {sudoku.SHOWN: sudoku.WAYS[sudoku.SHOWN]})
     sudoku.main(sudoku.Config())
     out = capsys.readouterr().out
