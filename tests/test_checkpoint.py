@@ -113,6 +113,9 @@ def test_shared_weights_of_every_variant_are_read(tmp_path, variant, k, kind, fi
     assert type(loaded.sm) is (kind or type(None))
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensors[name].to(tensor.dtype)), name
+    rest["config"][field] = "renorm"
+    write_safetensors(path, tensors, {FORMAT: json.dumps(rest)})
+    refused("is of the variant 'renorm'", load, path)
 
 
 def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():

@@ -14,7 +14,7 @@ import torch
 
 import data
 import grids
-from conftest import Killed, kill, refused, spy
+from conftest import dying, refused
 from data import Config, main, open_split, prepare
 from launch import Refused, append_jsonl
 
@@ -131,12 +131,11 @@ def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
     refused("tokens do not fill one row", data.text_rows, ["short"], BYTES, 12)
 
 
-def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch):
+def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path):
     """The process dies when one or two of the three files have been renamed."""
     for renamed in 1, 2:
         prepared(tmp_path, [text.upper() for text in TEXTS])
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            spy(patch, os, "replace", renamed + 1, kill)
+        with dying(os, "replace", renamed + 1):
             prepared(tmp_path)
         for split in "train", "val":
             refused("no data in", open_split, tmp_path, split)

@@ -12,7 +12,7 @@ import pytest
 
 import eval_dream as E
 import plot
-from conftest import GOLDEN, Killed, kill, refused, spy
+from conftest import GOLDEN, dying, refused, spy
 from dream import Tokenizer
 from launch import read_json, read_jsonl
 from tasks import benchmarks as B
@@ -206,8 +206,7 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
     """It does not take answers to other prompts, or of other weights, for its own."""
     rows = [WORDS | {"question": f"{i}?"} for i in range(4)]
     cfg = config("gsm8k_cot", data=data(tmp_path, rows))
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        spy(patch, E, "answer", 4, kill)
+    with dying(E, "answer", 4):
         E.evaluate(cfg)
     [path] = tmp_path.glob("results/*.jsonl")
     os.truncate(path, path.stat().st_size - 9)  # within the third line

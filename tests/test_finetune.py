@@ -17,7 +17,7 @@ import dora
 import finetune_dream as ft
 import launch
 import oracles
-from conftest import Killed, digest, gen, kill, plain_omega, recorded_adapter, refused, sigterm, spy
+from conftest import digest, dying, gen, plain_omega, recorded_adapter, refused, sigterm, spy
 from dream import Dream, DreamConfig, Tokenizer, byte_characters, load_adapter
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from softmask import SoftMask
@@ -216,12 +216,6 @@ def logged(folder):
     return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 
 
-def killed(cfg, module, name, call):
-    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Killed):
-        spy(monkeypatch, module, name, call, kill)
-        finetune(cfg)
-
-
 def adapter_is_of_the_checkpoint(folder):
     state = checkpoint.load(folder + "/last.pt")["model"]
     saved = checkpoint.read_safetensors(folder + "/last/adapter_model.safetensors")
@@ -234,15 +228,16 @@ def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follo
     cfg = replace(cfg, log_every=3)
     whole = replace(cfg, out=cfg.out + "-whole")
     finetune(whole)
-    killed(cfg, checkpoint, "save", 2)
+    with dying(checkpoint, "save", 2):
+        finetune(cfg)
     assert parts(cfg.out)[0] == 2 and adapter_is_of_the_checkpoint(cfg.out)
     cfg = replace(cfg, resume="auto")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        # torchrun sends the signal twice.
-        spy(patch, torch.optim.AdamW, "step", 1, lambda: (sigterm(), sigterm()))
+    twice = lambda: (sigterm(), sigterm())  # as torchrun sends it
+    with dying(torch.optim.AdamW, "step", 1, twice) as stopped:
         finetune(cfg)
     assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == 3
-    killed(cfg, ft, "save_adapter", 3)  # after last/ at its start, and best/
+    with dying(ft, "save_adapter", 3):  # after last/ at its start, and best/
+        finetune(cfg)
     assert parts(cfg.out)[0] == 4 and not adapter_is_of_the_checkpoint(cfg.out)
     finetune(cfg)
     assert adapter_is_of_the_checkpoint(cfg.out)
@@ -303,7 +298,8 @@ def test_a_binary_run_takes_the_place_of_another_only_when_asked(cfg):
     finetune(replace(cfg, steps=2))
     cfg = replace(cfg, p_sm=0.0)
     refused("already holds a run", finetune, cfg)
-    killed(replace(cfg, overwrite=True), checkpoint, "save", 1)
+    with dying(checkpoint, "save", 1):
+        finetune(replace(cfg, overwrite=True))
     assert not {"last", "last.pt"} & {*os.listdir(cfg.out)}
     finetune(replace(cfg, resume="auto"))
     assert os.listdir(cfg.out + "/best") == os.listdir(cfg.out + "/last")

@@ -4,7 +4,6 @@ import copy
 import functools
 import itertools
 import math
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 
 import chunks
 import oracles
-from conftest import digest, plain_omega, spy
+from conftest import digest, plain_omega, recording, spy
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=64, n_cond=32, vocab_size=62, mask_id=61, length=16,
@@ -37,8 +36,7 @@ def recorded_model(**changes):
 
 @pytest.fixture(scope="module")
 def golden():
-    with np.load(os.path.join(os.path.dirname(__file__), "golden", "mdlm.npz")) as z:
-        return {name: torch.from_numpy(z[name]) for name in z}
+    return recording("mdlm")
 
 
 def example(model, B=3, seed=0):
