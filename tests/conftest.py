@@ -16,9 +16,10 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # so that plain `pytest` finds the scripts
 
+import checkpoint  # noqa: E402
+import data  # noqa: E402
 import dora  # noqa: E402
 import oracles  # noqa: E402
-from checkpoint import write_safetensors  # noqa: E402
 from finetune_dream import make_tiny  # noqa: E402
 from launch import Refused, from_cli  # noqa: E402
 from mdlm import MDLM, ModelConfig  # noqa: E402
@@ -48,6 +49,13 @@ def random_mdlm(scale=0.3, seed=0, **fields):
         for p in model.net.parameters():
             p.add_(scale * torch.randn_like(p))
     return model
+
+
+def save_mdlm(path, model, **others):
+    """A checkpoint as train.py writes it, of bytes."""
+    tokenizer = data.describe(data.tokenizer("bytes"))
+    fields = dict(step=1, seed=1, config=vars(model.cfg), model=model.state_dict())
+    checkpoint.save(path, kind="mdlm", **fields | {"tokenizer": tokenizer} | others)
 
 
 def plain_omega(sm):
@@ -128,7 +136,7 @@ def tiny_dream(tmp_path_factory):
         weight_map[name] = f"model-0000{shard}-of-00003.safetensors"
     for file in set(weight_map.values()):
         inside = {n: tensors[n] for n, its in weight_map.items() if its == file}
-        write_safetensors(folder / file, inside, {"format": "pt"})
+        checkpoint.write_safetensors(folder / file, inside, {"format": "pt"})
     index = json.dumps({"metadata": {}, "weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(index)
     return str(folder)

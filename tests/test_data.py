@@ -6,7 +6,6 @@ import itertools
 import json
 import lzma
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +13,10 @@ import torch
 
 import data
 import grids
-from conftest import dying, refused
+from conftest import GOLDEN, dying, refused
 from data import Config, main, open_split, prepare
-from launch import Refused, append_jsonl
+from launch import Refused, append_jsonl, read_json
 
-ROOT = Path(data.__file__).parent
 BYTES = data.tokenizer("bytes")
 TEXTS = ["It was a dark night.\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\n"]
 
@@ -39,7 +37,7 @@ def ids_of(texts):
 
 def test_rows_are_the_recorded_blocks(tmp_path):
     """BOS + L − 2 tokens + EOS. The authors' code cut the same ids into the same blocks."""
-    golden = json.loads((ROOT / "tests/golden/language_misc.json").read_text())["packing"]
+    golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["packing"]
     ids = np.array(list(itertools.chain(*golden["docs"])), np.uint16)
     gpt2 = {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257,
             "bos": golden["bos"], "eos": golden["eos"]}

@@ -119,11 +119,6 @@ def test_omega_is_in_the_graph_of_a_binary_step_and_no_masks_cost_nothing():
     assert torch.equal(model(x0, x0, t, soft=True), torch.zeros(3))
     model(x0, xt, t, soft=False).sum().backward()
     assert all(p.grad is not None and p.grad == 0 for p in model.sm.parameters())
-    model(x0, xt, t, soft=True).sum().backward()  # these gradients are added to the zeros
-    once = recorded_model()
-    once(x0, xt, t, soft=True).sum().backward()
-    for p, same in zip(model.sm.parameters(), once.sm.parameters()):
-        torch.testing.assert_close(p.grad, same.grad)
 
 
 def test_dropout_is_on_in_training():

@@ -11,7 +11,7 @@ import checkpoint
 import data
 import oracles
 import sample
-from conftest import gen, plain_omega, random_mdlm, recording, refused, spy
+from conftest import gen, plain_omega, random_mdlm, recording, refused, save_mdlm, spy
 from launch import read_jsonl
 from sample import SAMPLERS, generate, generate_in_order, nucleus, step_probs
 
@@ -196,11 +196,9 @@ def test_a_compiled_trunk_gives_the_same_samples(device, how):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    path, tok = tmp_path_factory.mktemp("sample") / "tiny.pt", data.tokenizer("bytes")
-    model = model_of(scale=0.15, vocab_size=259, mask_id=258, length=32)
-    checkpoint.save(path, kind="mdlm", config=vars(model.cfg), step=7, seed=1,
-                    model=model.state_dict(), ema=None, tokenizer=data.describe(tok))
-    return str(path)
+    path = str(tmp_path_factory.mktemp("sample") / "tiny.pt")
+    save_mdlm(path, model_of(scale=0.15, vocab_size=259, mask_id=258, length=32), ema=None)
+    return path
 
 
 @pytest.fixture

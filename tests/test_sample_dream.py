@@ -250,8 +250,7 @@ def test_cuda_is_waited_for_once_in_a_pass_of_few_tokens(model):
 @pytest.mark.parametrize("device, backend", [("cpu", "aot_eager"), pytest.param(
     "cuda", "inductor", marks=pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs CUDA: would check its compiled kernels"))])
-def test_cuda_and_cpu_compile_the_trunk_once_for_all_prompts_and_blocks(
-        tiny_dream, monkeypatch, device, backend):
+def test_cuda_and_cpu_compile_the_trunk_once(tiny_dream, monkeypatch, device, backend):
     """The CPU checks the graphs alone: to compile them takes half a minute."""
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))
