@@ -1,5 +1,6 @@
 """Fixtures that several test files share."""
 
+import contextlib
 import importlib
 import json
 import os
@@ -15,9 +16,10 @@ import torch
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # so that plain `pytest` finds the scripts
 
+import checkpoint  # noqa: E402
+import data  # noqa: E402
 import dora  # noqa: E402
 import oracles  # noqa: E402
-from checkpoint import write_safetensors  # noqa: E402
 from finetune_dream import make_tiny  # noqa: E402
 from launch import Refused, from_cli  # noqa: E402
 from mdlm import MDLM, ModelConfig  # noqa: E402
@@ -49,9 +51,25 @@ def random_mdlm(scale=0.3, seed=0, **fields):
     return model
 
 
+def save_mdlm(path, model, **others):
+    """A checkpoint as train.py writes it, of bytes."""
+    tokenizer = data.describe(data.tokenizer("bytes"))
+    fields = dict(step=1, seed=1, config=vars(model.cfg), model=model.state_dict())
+    checkpoint.save(path, kind="mdlm", **fields | {"tokenizer": tokenizer} | others)
+
+
 def plain_omega(sm):
     """ω of a SoftMask in plain numbers, as the oracles take it."""
     return oracles.omega(sm.k, *(raw.item() for raw in sm.parameters()))
+
+
+def recording(name):
+    """A file of tests/golden: its tensors by name, and lists of its words."""
+    values = {}
+    for key, v in np.load(os.path.join(GOLDEN, f"{name}.npz")).items():
+        v = v.astype(np.int64) if v.dtype == np.int16 else v
+        values[key] = list(v) if v.dtype.kind == "U" else torch.from_numpy(v)
+    return values
 
 
 def gen(seed=0):
@@ -83,6 +101,15 @@ def spy(monkeypatch, module, name, at=None, then=None):
     return calls
 
 
+@contextlib.contextmanager
+def dying(module, name, at, then=kill):
+    """then(), a kill or a SIGTERM, comes before call number `at`, and must end this block."""
+    how = Killed if then is kill else SystemExit
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(how) as stopped:
+        spy(patch, module, name, at, then)
+        yield stopped
+
+
 def configure(script, words):
     """The module of a script, and its Config from the words of a command line."""
     module = importlib.import_module(os.path.basename(script))
@@ -103,13 +130,13 @@ def tiny_dream(tmp_path_factory):
     """The folder of the random model behind every recorded number: 3 layers, V = 200, 3 shards."""
     folder = tmp_path_factory.mktemp("tiny_dream")
     shutil.copy(os.path.join(GOLDEN, "dream_tiny.json"), folder / "config.json")
-    arrays, weight_map = np.load(os.path.join(GOLDEN, "dream_tiny.npz")), {}
-    for name in arrays:
+    tensors, weight_map = recording("dream_tiny"), {}
+    for name in tensors:
         shard = 3 if "lm_head" in name else 1 if "embed" in name or "layers.0" in name else 2
         weight_map[name] = f"model-0000{shard}-of-00003.safetensors"
     for file in set(weight_map.values()):
-        inside = {n: torch.from_numpy(arrays[n]) for n, its in weight_map.items() if its == file}
-        write_safetensors(folder / file, inside, {"format": "pt"})
+        inside = {n: tensors[n] for n, its in weight_map.items() if its == file}
+        checkpoint.write_safetensors(folder / file, inside, {"format": "pt"})
     index = json.dumps({"metadata": {}, "weight_map": weight_map})
     (folder / "model.safetensors.index.json").write_text(index)
     return str(folder)
@@ -135,11 +162,7 @@ def digest(tensor):
 @pytest.fixture(scope="session")
 def recorded():
     """Numbers of the authors' Dream code. a/: forward, b/: DoRA, c/: finetuning loss"""
-    values = {}
-    for name, v in np.load(os.path.join(GOLDEN, "dream_recorded.npz")).items():
-        v = v.astype(np.int64) if v.dtype == np.int16 else v
-        values[name] = list(v) if v.dtype.kind == "U" else torch.from_numpy(v)
-    return values
+    return recording("dream_recorded")
 
 
 def recorded_adapter(dream):

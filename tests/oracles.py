@@ -135,6 +135,16 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
     return x, states
 
 
+def adam(p, g, eta, moments):
+    """One update of p, in place. moments: for each parameter, the updates made, m and v."""
+    n, m, v = moments.get(p, (0, 0.0, 0.0))
+    n += 1
+    m = 0.9 * m + 0.1 * g
+    v = 0.999 * v + 0.001 * g * g
+    moments[p] = n, m, v
+    p.data -= eta * (m / (1 - 0.9 ** n)) / ((v / (1 - 0.999 ** n)).sqrt() + 1e-8)
+
+
 def alg1(nll, theta, omega, batch, rng, *, mask_id, seed, steps, batch_size, micro_batch, p_sm, b_l,
          b_h, eta_bb, eta_sm, warmup, clip, ema, **others):
     """Alg. 1 with AdamW and an average of θ, one parameter after the other.      Alg. 1, App. B.1
@@ -145,7 +155,7 @@ def alg1(nll, theta, omega, batch, rng, *, mask_id, seed, steps, batch_size, mic
     """
     B, M = batch_size, batch_size // micro_batch
     average = [p.detach().double() for p in theta]
-    moments = {p: (0, 0.0, 0.0) for p in theta + omega}  # number of updates, m, v
+    moments = {}
     for step in range(steps):
         soft = torch.rand((), generator=rng(seed, "p_sm", step)).item() < p_sm
         x0, loss, ce, masks = batch(step), 0, 0, 0                                         # l.2
@@ -165,13 +175,7 @@ def alg1(nll, theta, omega, batch, rng, *, mask_id, seed, steps, batch_size, mic
         warm = min(1, step / warmup)
         for i, (p, g) in enumerate(zip(used, grads)):
             g = g.double() * min(1, clip / (norm + 1e-6))
-            n, m, v = moments[p]
-            n += 1
-            m = 0.9 * m + 0.1 * g
-            v = 0.999 * v + 0.001 * g * g
-            moments[p] = n, m, v
-            eta = warm * (eta_bb if i < len(theta) else eta_sm)
-            p.data -= eta * (m / (1 - 0.9 ** n)) / ((v / (1 - 0.999 ** n)).sqrt() + 1e-8)
+            adam(p, g, warm * (eta_bb if i < len(theta) else eta_sm), moments)
         d = min(ema, (2 + step) / (11 + step))
         average = [d * a + (1 - d) * p.detach().double() for a, p in zip(average, theta)]
         yield {"loss": loss.item(), "ce_per_mask": ce / masks, "grad_norm": norm,

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import bench
 from bench import PRESETS, Config, interleaved, main
-from conftest import ROOT, Killed, configure, kill, refused
+from conftest import ROOT, configure, dying, refused
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
@@ -49,14 +49,11 @@ def test_flops_are_those_of_the_matrices():
 def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch):
     out = tmp_path / "bench.json"
     cfg = Config(**QUICK, json=str(out))
-    whole = bench.decoding_rows
-    monkeypatch.setattr(bench, "decoding_rows", lambda *_: kill())
-    with pytest.raises(Killed):
+    with dying(bench, "decoding_rows", 1):
         main(cfg)
     before = json.loads(out.read_text())
     assert list(before) == ["machine", "settings", "train", "sample, batch 1", "sample, batch 2",
                             "dream, finetuning"]
-    monkeypatch.setattr(bench, "decoding_rows", whole)
     monkeypatch.setattr(bench, "train_rows", None)  # not called again
     main(cfg)
     found = json.loads(out.read_text())

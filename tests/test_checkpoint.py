@@ -14,7 +14,7 @@ import torch
 
 import checkpoint
 from checkpoint import FORMAT, load, read_safetensors, save, with_omega, write_safetensors
-from conftest import random_mdlm, refused
+from conftest import random_mdlm, refused, save_mdlm
 from mdlm import MDLM
 from softmask import SoftMask
 from variants import Constant, Slerp
@@ -80,15 +80,13 @@ def training_file(path, model, /, head=None, tensors=None, hostile=None, **setti
 def test_save_and_load_are_inverse(tmp_path):
     path = str(tmp_path / "run" / "last.pt")
     model = trained()
-    save(path, kind="mdlm", config=vars(model.cfg), step=3, model=model.state_dict(),
-         tokenizer=SPECIAL)
+    save_mdlm(path, model, step=3, tokenizer=SPECIAL)
     for name in path, str(tmp_path / "run"):
         assert same(MDLM.load(name), model) and load(name)["step"] == 3
     refused("one set of weights", MDLM.load, path, ema=False)
     assert "torch" in load(path)["versions"] and os.listdir(tmp_path / "run") == ["last.pt"]
     model.net.output_layer.linear.weight.data *= float("nan")
-    save(path, kind="mdlm", config=vars(model.cfg), step=3, model=model.state_dict(),
-         tokenizer=SPECIAL)
+    save_mdlm(path, model, step=3, tokenizer=SPECIAL)
     refused("not finite", MDLM.load, path)
 
 
@@ -113,6 +111,9 @@ def test_shared_weights_of_every_variant_are_read(tmp_path, variant, k, kind, fi
     assert type(loaded.sm) is (kind or type(None))
     for name, tensor in model.state_dict().items():
         assert torch.equal(loaded.state_dict()[name], tensors[name].to(tensor.dtype)), name
+    rest["config"][field] = "renorm"
+    write_safetensors(path, tensors, {FORMAT: json.dumps(rest)})
+    refused("is of the variant 'renorm'", load, path)
 
 
 def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():
@@ -220,7 +221,7 @@ def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, chang
 
 def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused(tmp_path):
     model, ours, shared = trained(), str(tmp_path / "ours.pt"), str(tmp_path / "ours.safetensors")
-    save(ours, kind="mdlm", config=vars(model.cfg), step=3, model=model.state_dict())
+    save_mdlm(ours, model)
     write_safetensors(shared, model.state_dict())
     for path in ours, shared:
         with open(path, "rb") as f:

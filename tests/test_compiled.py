@@ -13,16 +13,13 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import checkpoint
 import chunks
 import launch
 import train
-from conftest import random_mdlm, torchrun
+from conftest import random_mdlm, save_mdlm, torchrun
 
 V = 50_258
-# A chunk with as many rows as n_embd must not be compiled once more.
 SIZES = dict(n_layer=3, n_head=2, n_embd=48, n_cond=16, vocab_size=V, mask_id=V - 1)
-SMALL_CHUNKS = 48
 FLAGS = ("--data=data --device=cpu --n_layer=3 --n_head=2 --n_embd=48 --n_cond=16 --batch_size=16 "
          "--steps=5 --warmup=2 --eval_every=5 --eval_rows=5 --save_every=100 --keep_every=0 "
          "--log_every=1 --eta_bb=2e-3 --p_sm=0.5 --seed=3 --init_from=start.pt").split()
@@ -40,8 +37,7 @@ def prepare(length, **fields):
     launch.write_text("data/meta.json", json.dumps(meta))
     omega = dict(omega_s=0.5, omega_a=1.0, omega_b=-9.0)
     model = random_mdlm(0.1, **SIZES | omega | fields | {"length": length})
-    checkpoint.save("start.pt", kind="mdlm", config=vars(model.cfg), model=model.state_dict(),
-                    tokenizer=special, step=0)
+    save_mdlm("start.pt", model, tokenizer=special, step=0)
 
 
 def both(backend, length, *flags):
@@ -77,7 +73,7 @@ def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
 def rank(backend, *words):
     """What each rank runs: train.py with another backend. Counts its graphs."""
     torch.compile = functools.partial(torch.compile, backend=backend)
-    chunks.COMPILED_ROWS = SMALL_CHUNKS
+    chunks.COMPILED_ROWS = 48  # a chunk with as many rows as n_embd: no graph of its own
     # As many buckets as at the real size. DDP must not split the trunk at each of them.
     train.DistributedDataParallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.05)
     sys.argv[1:] = words

@@ -6,7 +6,6 @@ import itertools
 import json
 import lzma
 import os
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,11 +13,10 @@ import torch
 
 import data
 import grids
-from conftest import Killed, kill, refused, spy
+from conftest import GOLDEN, dying, refused
 from data import Config, main, open_split, prepare
-from launch import Refused, append_jsonl
+from launch import Refused, append_jsonl, read_json
 
-ROOT = Path(data.__file__).parent
 BYTES = data.tokenizer("bytes")
 TEXTS = ["It was a dark night.\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\n"]
 
@@ -39,7 +37,7 @@ def ids_of(texts):
 
 def test_rows_are_the_recorded_blocks(tmp_path):
     """BOS + L − 2 tokens + EOS. The authors' code cut the same ids into the same blocks."""
-    golden = json.loads((ROOT / "tests/golden/language_misc.json").read_text())["packing"]
+    golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["packing"]
     ids = np.array(list(itertools.chain(*golden["docs"])), np.uint16)
     gpt2 = {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257,
             "bos": golden["bos"], "eos": golden["eos"]}
@@ -131,12 +129,11 @@ def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
     refused("tokens do not fill one row", data.text_rows, ["short"], BYTES, 12)
 
 
-def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path, monkeypatch):
+def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path):
     """The process dies when one or two of the three files have been renamed."""
     for renamed in 1, 2:
         prepared(tmp_path, [text.upper() for text in TEXTS])
-        with monkeypatch.context() as patch, pytest.raises(Killed):
-            spy(patch, os, "replace", renamed + 1, kill)
+        with dying(os, "replace", renamed + 1):
             prepared(tmp_path)
         for split in "train", "val":
             refused("no data in", open_split, tmp_path, split)

@@ -11,12 +11,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import checkpoint
 import data
 import eval as evaluation
 import feedback
 import grids
-from conftest import GOLDEN, ROOT, gen, random_mdlm, refused
+from conftest import GOLDEN, ROOT, gen, random_mdlm, refused, save_mdlm
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
 from launch import append_jsonl, from_cli, read_json, write_text
 from mdlm import ALPHA_FLOOR, MDLM
@@ -87,8 +86,7 @@ def test_a_span_is_right_where_the_model_writes_it_itself():
     assert on.sum() == 199 and not on[7] and off.sum() < 180
 
 
-def test_feedback_pays_where_the_shipped_model_fills_several_cells_in_a_call(
-        tmp_path, monkeypatch):
+def test_feedback_pays_where_several_cells_are_filled_in_a_call(tmp_path, monkeypatch):
     """Spans of 12 of 36 cells. The mean of its bound by t is the bound of eval.py."""
     monkeypatch.chdir(tmp_path)
     path = os.path.join(ROOT, "results", "sudoku.safetensors")
@@ -200,8 +198,7 @@ def world(tmp_path, monkeypatch):
     data.prepare(texts, "data", BYTES, val_docs=9)
     model = model_of(omega_s=0.5)
     ema = {k: v + 0.01 for k, v in model.state_dict().items() if k.startswith("net.")}
-    checkpoint.save("last.pt", kind="mdlm", config=vars(model.cfg), model=model.state_dict(),
-                    ema=ema, step=9, seed=1, tokenizer=data.describe(BYTES))
+    save_mdlm("last.pt", model, ema=ema, step=9)
     samples_file("samples.jsonl", ["abcdef", "bcdefg", "cdefgh", "defgh"])
 
 

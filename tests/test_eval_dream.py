@@ -12,7 +12,7 @@ import pytest
 
 import eval_dream as E
 import plot
-from conftest import GOLDEN, Killed, kill, refused, spy
+from conftest import GOLDEN, dying, refused, spy
 from dream import Tokenizer
 from launch import read_json, read_jsonl
 from tasks import benchmarks as B
@@ -32,11 +32,11 @@ TWICE = {"task_id": 1, "text": "Write a function to double.",
          "test_list": ["assert twice(1) == 2", "assert twice(0) == 0", "assert twice(-1) == -2"]}
 PLUS = TWICE | {"task_id": 4, "test": "inputs = list(range(50))\nfor x in inputs:\n"
                                       "    assert twice(x) == x + x\n"}
-HUMAN_PLUS = SHIFT | {"test": "inputs = []\n"}
 WORDS = {"question": "How many?", "answer": "#### 1"}
 LATEX = {"problem": "What is it?", "answer": "1", "solution": "\\boxed{1}"}
-ROWS = {"humaneval_instruct": SHIFT, "humaneval_plus_instruct": HUMAN_PLUS,
-        "mbpp_instruct": TWICE, "mbpp_plus_instruct": PLUS, "gsm8k_cot": WORDS, "math500": LATEX}
+ROWS = {"humaneval_instruct": SHIFT,
+        "humaneval_plus_instruct": SHIFT | {"test": "inputs = []\n"}, "mbpp_instruct": TWICE,
+        "mbpp_plus_instruct": PLUS, "gsm8k_cot": WORDS, "math500": LATEX}
 CHAT = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}")
 
@@ -186,8 +186,7 @@ def test_the_prompt_is_cut_to_its_last_1024_tokens(harness, config, tmp_path, mo
     assert len(ids) == 60 and tok.decode(ids).endswith("how \nA:" + CHAT.split("{}")[1])
 
 
-def test_without_the_flag_answers_are_stored_and_not_executed(
-        harness, config, tmp_path, monkeypatch):
+def test_without_the_flag_no_answer_is_executed(harness, config, tmp_path, monkeypatch):
     """A second run with the flag scores them, without asking the model again."""
     mark = str(tmp_path / "executed")
     path = data(tmp_path, [TWICE | {"test_setup_code": f"open({mark!r}, 'w')"}])
@@ -206,8 +205,7 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
     """It does not take answers to other prompts, or of other weights, for its own."""
     rows = [WORDS | {"question": f"{i}?"} for i in range(4)]
     cfg = config("gsm8k_cot", data=data(tmp_path, rows))
-    with monkeypatch.context() as patch, pytest.raises(Killed):
-        spy(patch, E, "answer", 4, kill)
+    with dying(E, "answer", 4):
         E.evaluate(cfg)
     [path] = tmp_path.glob("results/*.jsonl")
     os.truncate(path, path.stat().st_size - 9)  # within the third line

@@ -4,7 +4,7 @@ import json
 import os
 import shutil
 import signal
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ import dora
 import finetune_dream as ft
 import launch
 import oracles
-from conftest import Killed, digest, gen, kill, plain_omega, recorded_adapter, refused, sigterm, spy
+from conftest import digest, dying, gen, plain_omega, recorded_adapter, refused, sigterm, spy
 from dream import Dream, DreamConfig, Tokenizer, byte_characters, load_adapter
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from softmask import SoftMask
@@ -161,7 +161,6 @@ def test_the_filters_and_the_held_out_dialogues(tiny):
 @pytest.mark.parametrize("kind, k, coin", [
     ("authors", 1, "update"), ("paper", 3, "update"), ("authors", None, "dialogue")])
 def test_four_updates_are_adam_by_hand(cfg, monkeypatch, kind, k, coin):
-    """Summed gradients, a joint clip, Adam, warm-up and cosine."""
     cfg = replace(cfg, loss=kind, k=k, coin=coin, clip=0.7, p_sm=0.4, warmup=0.2)
     calls = spy(monkeypatch, TwoPassDream, "forward")
     goals = spy(monkeypatch, ft, "objective")
@@ -174,8 +173,7 @@ def test_four_updates_are_adam_by_hand(cfg, monkeypatch, kind, k, coin):
     dora.attach(dream, ft.TARGETS, 16, 16, ft.rng(cfg.seed, "adapter"))
     reference = TwoPassDream(dream, sm, 261)
     etas = {p: cfg.eta_bb for p in trained(dream)} | {p: cfg.eta_sm for p in sm.parameters()}
-    moments = {p: (torch.zeros_like(p), torch.zeros_like(p), 0) for p in etas}
-    tossed = set()
+    moments, tossed = {}, set()
     for step, lr in enumerate([0, 1, 0.75, 0.25]):  # warm-up of ceil(0.2 · 4), cosine over three
         passes = calls[8 * step:8 * step + 8]
         for (_, x0, xt, soft, _), t in zip(passes, times[8 * step:]):
@@ -187,14 +185,7 @@ def test_four_updates_are_adam_by_hand(cfg, monkeypatch, kind, k, coin):
         norm = sum(p.grad.square().sum() for p in have).sqrt()
         assert norm > 0.7
         for p in have:
-            g = p.grad * 0.7 / (norm + 1e-6)
-            m, v, n = moments[p]
-            m = 0.9 * m + 0.1 * g
-            v = 0.999 * v + 0.001 * g * g
-            n = n + 1
-            moments[p] = m, v, n
-            move = (m / (1 - 0.9 ** n)) / ((v / (1 - 0.999 ** n)).sqrt() + 1e-8)
-            p.data = p.data - etas[p] * lr * move
+            oracles.adam(p, p.grad * 0.7 / (norm + 1e-6), etas[p] * lr, moments)
             p.grad = None
         assert ("lam" in logged(cfg.out)[step]) == any(softs)
     assert tossed == {0, 8} if coin == "update" else tossed - {0, 8}
@@ -216,12 +207,6 @@ def logged(folder):
     return [{k: v for k, v in line.items() if k not in measured} for line in lines]
 
 
-def killed(cfg, module, name, call):
-    with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(Killed):
-        spy(monkeypatch, module, name, call, kill)
-        finetune(cfg)
-
-
 def adapter_is_of_the_checkpoint(folder):
     state = checkpoint.load(folder + "/last.pt")["model"]
     saved = checkpoint.read_safetensors(folder + "/last/adapter_model.safetensors")
@@ -234,15 +219,16 @@ def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follo
     cfg = replace(cfg, log_every=3)
     whole = replace(cfg, out=cfg.out + "-whole")
     finetune(whole)
-    killed(cfg, checkpoint, "save", 2)
+    with dying(checkpoint, "save", 2):
+        finetune(cfg)
     assert parts(cfg.out)[0] == 2 and adapter_is_of_the_checkpoint(cfg.out)
     cfg = replace(cfg, resume="auto")
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(SystemExit) as stopped:
-        # torchrun sends the signal twice.
-        spy(patch, torch.optim.AdamW, "step", 1, lambda: (sigterm(), sigterm()))
+    twice = lambda: (sigterm(), sigterm())  # as torchrun sends it
+    with dying(torch.optim.AdamW, "step", 1, twice) as stopped:
         finetune(cfg)
     assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == 3
-    killed(cfg, ft, "save_adapter", 3)  # after last/ at its start, and best/
+    with dying(ft, "save_adapter", 3):  # after last/ at its start, and best/
+        finetune(cfg)
     assert parts(cfg.out)[0] == 4 and not adapter_is_of_the_checkpoint(cfg.out)
     finetune(cfg)
     assert adapter_is_of_the_checkpoint(cfg.out)
@@ -252,8 +238,8 @@ def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follo
 
 def test_two_ranks_are_one(cfg):
     finetune(cfg)
-    settings = asdict(replace(cfg, out=cfg.out + "-two"))
-    flags = [f"--{name}={v}" for name, v in settings.items() if v != getattr(Config, name)]
+    two = replace(cfg, out=cfg.out + "-two")
+    flags = [f"--{name}={v}" for name, v in vars(two).items() if v != getattr(Config, name)]
     conftest.torchrun("finetune_dream.py", *flags, check=True)
     (step, one), (step_two, two) = parts(cfg.out), parts(cfg.out + "-two")
     assert step == step_two == 4
@@ -303,7 +289,8 @@ def test_a_binary_run_takes_the_place_of_another_only_when_asked(cfg):
     finetune(replace(cfg, steps=2))
     cfg = replace(cfg, p_sm=0.0)
     refused("already holds a run", finetune, cfg)
-    killed(replace(cfg, overwrite=True), checkpoint, "save", 1)
+    with dying(checkpoint, "save", 1):
+        finetune(replace(cfg, overwrite=True))
     assert not {"last", "last.pt"} & {*os.listdir(cfg.out)}
     finetune(replace(cfg, resume="auto"))
     assert os.listdir(cfg.out + "/best") == os.listdir(cfg.out + "/last")

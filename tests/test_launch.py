@@ -3,7 +3,6 @@
 import os
 import subprocess
 import sys
-from textwrap import indent
 
 import pytest
 
@@ -11,20 +10,6 @@ import launch
 from conftest import ROOT
 from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
 from train import Config
-
-SCRIPT = """
-import dataclasses, sys, time, torch
-import launch
-def main(cfg):
-{body}
-launch.run(main, dataclasses.make_dataclass("Config", []))
-"""
-
-
-def script(body, **env):
-    code = SCRIPT.format(body=indent(body, "    "))
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE,
-                            stderr=subprocess.PIPE, env=os.environ | {"PYTHONPATH": ROOT} | env)
 
 
 @pytest.mark.parametrize("words, fields", [
@@ -61,13 +46,19 @@ def test_bad_input_is_one_line_and_an_exit_code(monkeypatch, capsys, main, flags
 
 
 def test_printing_ends_no_run(tmp_path):
-    body = f"""
-log = launch.Log({str(tmp_path / "log.jsonl")!r}, 0, 10_000, True)
-for step in range(10_000):
-    log.collect(torch.tensor(1.0))
-    log.write({{"step": step + 1, "omega_s": 0.5}})
-print('ω end', file=sys.stderr)"""
-    process = script(body, PYTHONIOENCODING="cp1252")
+    code = f"""
+import sys, torch
+import launch, train
+def main(cfg):
+    log = launch.Log({str(tmp_path / "log.jsonl")!r}, 0, 10_000, True)
+    for step in range(10_000):
+        log.collect(torch.tensor(1.0))
+        log.write({{"step": step + 1, "omega_s": 0.5}})
+    print('ω end', file=sys.stderr)
+launch.run(main, train.Config)"""
+    env = os.environ | {"PYTHONPATH": ROOT, "PYTHONIOENCODING": "cp1252"}
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    process = subprocess.Popen([sys.executable, "-c", code], env=env, **pipes)
     process.stdout.close()
     process.stdout = None
     assert process.communicate(timeout=100)[1] == b"? end\n" and process.returncode == 0

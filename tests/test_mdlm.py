@@ -4,7 +4,6 @@ import copy
 import functools
 import itertools
 import math
-import os
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ import torch.nn.functional as F
 
 import chunks
 import oracles
-from conftest import digest, plain_omega, spy
+from conftest import digest, plain_omega, recording, spy
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=64, n_cond=32, vocab_size=62, mask_id=61, length=16,
@@ -37,8 +36,7 @@ def recorded_model(**changes):
 
 @pytest.fixture(scope="module")
 def golden():
-    with np.load(os.path.join(os.path.dirname(__file__), "golden", "mdlm.npz")) as z:
-        return {name: torch.from_numpy(z[name]) for name in z}
+    return recording("mdlm")
 
 
 def example(model, B=3, seed=0):
@@ -121,11 +119,6 @@ def test_omega_is_in_the_graph_of_a_binary_step_and_no_masks_cost_nothing():
     assert torch.equal(model(x0, x0, t, soft=True), torch.zeros(3))
     model(x0, xt, t, soft=False).sum().backward()
     assert all(p.grad is not None and p.grad == 0 for p in model.sm.parameters())
-    model(x0, xt, t, soft=True).sum().backward()  # these gradients are added to the zeros
-    once = recorded_model()
-    once(x0, xt, t, soft=True).sum().backward()
-    for p, same in zip(model.sm.parameters(), once.sm.parameters()):
-        torch.testing.assert_close(p.grad, same.grad)
 
 
 def test_dropout_is_on_in_training():

@@ -7,11 +7,10 @@ from xml.etree import ElementTree
 
 import pytest
 
-import checkpoint
 import data
 import plot
 import sample
-from conftest import random_mdlm
+from conftest import random_mdlm, save_mdlm
 from launch import read_jsonl
 from show import cell_text
 
@@ -123,8 +122,7 @@ def test_trace_follows_the_sample(tmp_path):
     """Cells are masks with 0 < λ < ω_s, or tokens without λ. Nothing revealed changes."""
     model = random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5, omega_a=1.0,
                         omega_b=-5.0)
-    checkpoint.save(tmp_path / "sm.pt", kind="mdlm", step=1, seed=1, config=vars(model.cfg),
-                    model=model.state_dict(), tokenizer=data.describe(BYTES))
+    save_mdlm(tmp_path / "sm.pt", model)
     cfg = sample.Config(checkpoint=str(tmp_path / "sm.pt"), out=str(tmp_path / "s.jsonl"), steps=6,
                         device="cpu", trace=str(tmp_path / "trace.jsonl"), count=2, batch_size=1)
     sample.main(cfg)

@@ -53,33 +53,26 @@ def test_generate_waits_only_for_what_it_returns(sampler):
         assert len(starts) > 5 and waits[starts[0]:] == ["to"]
 
 
-def test_an_update_waits_for_nothing(tmp_path, monkeypatch):
-    """The one copy is the clipping factor, which is on a real GPU already."""
-    monkeypatch.chdir(tmp_path)
-    data.prepare([" ".join(map(str, range(90)))] * 30, "data", data.tokenizer("bytes"), val_docs=9)
-    times, starts = train.sample_times, []
-    with gpu() as waits:
-        monkeypatch.setattr(train, "sample_times",
-                            lambda *key: starts.append(len(waits)) or times(*key))
-        start("train", *TINY, "--out_dir=run", "--steps=6", "--eval_every=0", "--p_sm=0.15")
-        assert waits[starts[1]:starts[-1]] == 4 * ["to"]
-
-
-def test_an_update_of_dream_waits_for_nothing(tmp_path, monkeypatch):
-    """Nor does any of its eight dialogues."""
-    monkeypatch.chdir(tmp_path)
-    respond, starts = finetune_dream.mask_response, []
-    with gpu() as waits:
-        monkeypatch.setattr(finetune_dream, "mask_response",
-                            lambda *args: starts.append(len(waits)) or respond(*args))
-        start("finetune_dream", "tiny", "--steps=6")
-        assert waits[starts[8]:starts[40]] == 4 * ["to"]
-
-
-def test_mdlm_keeps_to_one_device(tmp_path, monkeypatch):
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = [" ".join(str(i * j) for i in range(90)) for j in range(30)]
     data.prepare(texts, "data", data.tokenizer("bytes"), val_docs=9)
+
+
+@pytest.mark.parametrize("script, words, draw, first, last", [
+    (train, [*TINY, "--out_dir=run", "--eval_every=0", "--p_sm=0.15"], "sample_times", 1, 5),
+    (finetune_dream, ["tiny"], "mask_response", 8, 40)])  # an update has eight dialogues
+def test_an_update_waits_for_nothing(folder, monkeypatch, script, words, draw, first, last):
+    """The one copy is the clipping factor, which is on a real GPU already."""
+    whole, starts = getattr(script, draw), []
+    with gpu() as waits:
+        monkeypatch.setattr(script, draw, lambda *key: starts.append(len(waits)) or whole(*key))
+        start(script.__name__, *words, "--steps=6")
+        assert waits[starts[first]:starts[last]] == 4 * ["to"]
+
+
+def test_mdlm_keeps_to_one_device(folder):
     with gpu():
         for k in "--k=3", "--k=none":
             model, ema = start("train", *TINY, k, "--out_dir=run", "--overwrite")

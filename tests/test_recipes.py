@@ -1,24 +1,21 @@
-"""RECIPES.md: its blocks run as they stand, on stubs with the interfaces of the models."""
+"""RECIPES.md, and the snippet of README: they run as they stand, on stubs of the models."""
 
-import re
 import types
-from pathlib import Path
 
 import pytest
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import checkpoint
 import data
 import mdlm
-from conftest import random_mdlm
+from conftest import gen, random_mdlm, save_mdlm, spy
 from softmask import SoftMask
+from test_readme import blocks
 
 V, D, MASK = 12, 6, 9
 RECIPES = types.SimpleNamespace()
-PAGE = (Path(__file__).parents[1] / "RECIPES.md").read_text(encoding="utf-8")
-*BLOCKS, SAMPLE, LOOP = re.findall(r"```python\n(.*?)```", PAGE, re.S)
+*BLOCKS, SAMPLE, LOOP = blocks("RECIPES.md", "python")
 for block in BLOCKS:
     exec(block, vars(RECIPES))
 
@@ -36,40 +33,54 @@ class Hub(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(0)
-        self.emb, self.head = nn.Embedding(V, D), nn.Linear(D, V)
-        self.get_input_embeddings = lambda: self.emb
+        self.vocab_embed, self.head = nn.Embedding(V, D), nn.Linear(D, V)
+        self.vocab_embed.embedding = self.vocab_embed.weight  # as it is called in BD3LM and SEDD
 
-    def forward(self, input_ids=None, inputs_embeds=None):
-        h = self.emb(input_ids) if inputs_embeds is None else inputs_embeds
+    def get_input_embeddings(self):
+        return self.vocab_embed
+
+    def read(self, h, n):
+        """Logits of the first n positions, which see all of h."""
         self.seen = h
-        return types.SimpleNamespace(logits=self.head(h + (h @ h.mT).softmax(-1) @ h))
-
-
-class Ids(nn.Module):
-    """A stub of BD3LM's and SEDD's backbones: ids and a noise level, and no embeddings."""
-
-    def __init__(self, of_scores=False):
-        super().__init__()
-        torch.manual_seed(1)
-        self.vocab_embed, self.head, self.of_scores = nn.Embedding(V, D), nn.Linear(D, V), of_scores
-        self.vocab_embed.embedding = self.vocab_embed.weight  # as it is called there
-
-    def forward(self, ids, sigma):
-        self.seen = h = self.vocab_embed(ids)
-        if self.of_scores:  # scaled by the noise, and 0 for the token that is there
-            scores = self.head(h + (h @ h.mT).softmax(-1) @ h) - sigma[:, None, None]
-            return scores.scatter(-1, ids[..., None], 0.0)
-        n = ids.shape[1] // 2  # the noisy half also sees the clean one
         return self.head(h[:, :n] + (h[:, :n] @ h.mT).softmax(-1) @ h)
 
+    def forward(self, input_ids=None, inputs_embeds=None):
+        h = self.vocab_embed(input_ids) if inputs_embeds is None else inputs_embeds
+        return types.SimpleNamespace(logits=self.read(h, h.shape[1]))
 
-def test_mask_among_the_top_k_feeds_nothing_back():
-    table, logits = torch.randn(V, D), torch.zeros(1, V)
+
+class BD3LM(Hub):
+    def forward(self, ids, sigma):  # the noisy half also sees the clean one
+        return self.read(self.vocab_embed(ids), ids.shape[1] // 2)
+
+
+class SEDD(Hub):
+    def forward(self, ids, sigma):  # scaled by the noise, and 0 for the token that is there
+        scores = self.read(self.vocab_embed(ids), ids.shape[1]) - sigma[:, None, None]
+        return scores.scatter(-1, ids[..., None], 0.0)
+
+
+def half_masked():
+    """x, x0 (4, 8), t (4,)"""
+    x0, t = torch.randint(MASK, (4, 8), generator=gen()), torch.tensor([0.2, 0.4, 0.6, 0.9])
+    return mdlm.corrupt(x0, t, MASK, gen()), x0, t
+
+
+def test_the_snippet_of_the_readme_runs():
+    [block] = blocks("README.md", "python")
+    model, (x, x0, _) = Hub(), half_masked()
+    tokenizer = types.SimpleNamespace(mask_token_id=MASK)
+    scope = {"torch": torch, "tokenizer": tokenizer, "model": model, "x": x, "x0": x0,
+             "cross_entropy": F.cross_entropy}
+    exec(block, scope)
+    learn = [*scope["sm"].parameters(), *model.parameters()]
+    assert all(p.grad is not None and p.grad.any() for p in learn)
+
+
+def test_mask_is_not_among_the_top_k():
+    logits = torch.zeros(1, V)
     logits[0, MASK], logits[0, 2] = 9.0, 5.0
-    sm = soft_mask(k=1)
-    torch.testing.assert_close(sm.mix(table, *sm(logits))[0], table[MASK])
-    assert sm(logits)[0] > 0.5
-    lam, ids, _ = sm(RECIPES.without_mask(logits, MASK))
+    lam, ids, _ = soft_mask(k=1)(RECIPES.without_mask(logits, MASK))
     assert ids.tolist() == [[2]] and 0 < lam < 0.9 and logits[0, MASK] == 9
 
 
@@ -79,12 +90,14 @@ def test_step_keeps_what_is_known_and_feeds_back_at_every_mask():
     assert torch.equal(RECIPES.step(model, x, soft_mask()), plain)  # the first step
     assert torch.equal(RECIPES.step(model, x, soft_mask(False), plain), plain)
     assert not torch.equal(RECIPES.step(model, x, soft_mask(), plain), plain)
-    assert torch.equal(model.seen[:, :4], model.emb(x[:, :4]))
-    assert not torch.isclose(model.seen[:, 4:], model.emb(x[:, 4:])).all(-1).any()  # later blocks
+    assert torch.equal(model.seen[:, :4], model.vocab_embed(x[:, :4]))
+    same = torch.isclose(model.seen[:, 4:], model.vocab_embed(x[:, 4:]))
+    assert not same.all(-1).any()  # later blocks
 
 
 def test_dream_shifts_before_it_feeds_back():
     model, x = Hub(), torch.tensor([[1, 5, MASK, 7, MASK, MASK]])
+    table = model.vocab_embed.weight
     first, own = RECIPES.dream_step(model, x, None), model(input_ids=x).logits
     assert torch.equal(first[:, 1:], own[:, :-1])
     assert torch.equal(RECIPES.dream_step(model, x, soft_mask(False), first), first)
@@ -93,15 +106,8 @@ def test_dream_shifts_before_it_feeds_back():
     own = RECIPES.without_mask(own, MASK)
     for i in 2, 4, 5:  # a mix of [MASK] and the guess that stands one place to the left
         lam, guess = sm(own[:, i - 1])[0], own[0, i - 1].argmax()
-        expected = torch.lerp(model.emb.weight[MASK], model.emb.weight[guess], lam)
+        expected = torch.lerp(table[MASK], table[guess], lam)
         torch.testing.assert_close(model.seen[0, i], expected)
-
-
-def half_masked():
-    """x, x0 (4, 8), t (4,)"""
-    x0 = torch.randint(MASK, (4, 8), generator=torch.Generator().manual_seed(0))
-    t = torch.tensor([0.2, 0.4, 0.6, 0.9])
-    return mdlm.corrupt(x0, t, MASK, torch.Generator().manual_seed(0)), x0, t
 
 
 @pytest.mark.parametrize("soft", [False, True])
@@ -111,10 +117,8 @@ def test_bound_is_eq_2_of_the_second_pass(soft):
     if soft:
         logits = RECIPES.step(model, x, sm, logits)
     expected = 0.0
-    for b in range(4):
-        for i in range(8):
-            if x[b, i] == MASK:
-                expected -= logits[b, i].log_softmax(-1)[x0[b, i]].item() / t[b].item()
+    for b, i in (x == MASK).nonzero():
+        expected -= logits[b, i].log_softmax(-1)[x0[b, i]].item() / t[b].item()
     found = RECIPES.bound(RECIPES.step, model, sm, x, x0, t, soft)
     assert found.item() == pytest.approx(expected / 32, rel=1e-5)
     found.backward()  # pass 1 has no gradient, pass 2 has one to the model and, if soft, to ω
@@ -151,10 +155,10 @@ def test_check_prints_what_is_wrong(name, capsys):
     assert right == 1 and max(left, here) < 0.5
 
 
-def test_fit_trains_and_moves_omega_with_feedback_alone():
+def test_fit_trains_and_moves_omega_with_feedback_alone(monkeypatch):
     torch.manual_seed(0)
     model, sm, (x, _, t) = Hub(), soft_mask(), half_masked()
-    x0, moved, seen = torch.full_like(x, 3), [], []
+    x0, moved, calls = torch.full_like(x, 3), [], spy(monkeypatch, RECIPES, "step")
 
     def batches():
         for _ in range(60):
@@ -162,34 +166,27 @@ def test_fit_trains_and_moves_omega_with_feedback_alone():
             yield torch.where(x == MASK, x, x0), x0, t
             moved.append(sm.raw_s.item() != before)
 
-    def step(model, x, sm, logits=None):
-        seen.append(logits is not None)
-        return RECIPES.step(model, x, sm, logits)
-
-    RECIPES.fit(step, model, sm, batches(), eta=1e-2)
-    assert 40 < sum(moved) < 56 and sum(moved) == sum(seen) and len(seen) == 60 + sum(moved)
-    assert RECIPES.bound(step, model, sm, torch.where(x == MASK, x, x0), x0, t, True) < 0.5
+    RECIPES.fit(RECIPES.step, model, sm, batches(), eta=1e-2)
+    fed = [logits is not None for *_, logits in (call for call in calls if len(call) == 4)]
+    assert 40 < sum(moved) < 56 and sum(moved) == sum(fed) and len(calls) == 60 + sum(moved)
+    assert RECIPES.bound(RECIPES.step, model, sm, torch.where(x == MASK, x, x0), x0, t, True) < 0.5
 
 
-def test_decode_fills_every_mask_and_shows_each_call_the_last():
-    model, sm, calls = Hub(), soft_mask(), []
+def test_decode_fills_every_mask_and_shows_each_call_the_last(monkeypatch):
+    model, sm, calls = Hub(), soft_mask(), spy(monkeypatch, RECIPES, "step")
     x = torch.tensor([[1, 5, MASK, 7, MASK, MASK, MASK, MASK]])
-
-    def step(model, x, sm, logits=None):
-        calls.append(((x == MASK).sum().item(), logits))
-        return RECIPES.step(model, x, sm, logits)
 
     for soft in True, False:
         calls.clear()
-        filled = RECIPES.decode(step, model, sm, x, 2, soft)
+        filled = RECIPES.decode(RECIPES.step, model, sm, x, 2, soft)
         assert torch.equal(filled[x != MASK], x[x != MASK]) and not (filled == MASK).any()
-        assert [left for left, _ in calls] == [5, 3, 1]
-        assert [logits is not None for _, logits in calls] == [False, soft, soft]
+        assert [(x == MASK).sum() for _, x, *_ in calls] == [5, 3, 1]
+        assert [logits is not None for *_, logits in calls] == [False, soft, soft]
 
 
 def test_bd3lm_softens_the_noisy_half_alone():
-    net, sigma = Ids(), torch.zeros(2)
-    x0 = torch.randint(9, (2, 5), generator=torch.Generator().manual_seed(0))
+    net, sigma = BD3LM(), torch.zeros(2)
+    x0 = torch.randint(9, (2, 5), generator=gen())
     xt = x0.masked_fill(torch.tensor([[0, 1, 0, 1, 1], [1, 0, 0, 0, 1]]).bool(), MASK)
     own = net(torch.cat((xt, x0), 1), sigma)
     off, on = (RECIPES.soft_pass(net, xt, sigma, soft_mask(on), own, x0) for on in (False, True))
@@ -202,58 +199,49 @@ def test_bd3lm_softens_the_noisy_half_alone():
 
 
 def test_sedd_scores_become_probabilities_first():
-    model, x = Ids(of_scores=True), torch.tensor([[1, MASK, 4, MASK]])
+    model, x = SEDD(), torch.tensor([[1, MASK, 4, MASK]])
     sm, seen = soft_mask(), []
     for noise in 0.5, 5.0:
         sigma = torch.tensor([noise])
         own = model(x, sigma)
-        assert torch.equal(RECIPES.soft_pass(model, x, sigma, soft_mask(False), own), own)
         assert not torch.equal(RECIPES.soft_pass(model, x, sigma, sm, own), own)
         seen.append(model.seen)
     torch.testing.assert_close(*seen)  # p does not know the noise, which scales all scores alike
 
 
 def test_samples_from_python(tmp_path, monkeypatch, capsys):
-    tok = data.tokenizer("bytes")
     model = random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5)
-    checkpoint.save(tmp_path / "out/stdlib/last.pt", kind="mdlm", step=1, seed=1,
-                    config=vars(model.cfg), model=model.state_dict(), tokenizer=data.describe(tok))
+    save_mdlm(tmp_path / "out/stdlib/last.pt", model)
     monkeypatch.chdir(tmp_path)
     scope = {}
     exec(SAMPLE, scope)
-    rows = scope["ids"].tolist()
+    tok, rows = data.tokenizer("bytes"), scope["ids"].tolist()
     assert len(rows) == 2 and len(rows[0]) == 12 and 258 not in rows[0] + rows[1]
     assert capsys.readouterr().out == "".join(tok.decode(row) + "\n" for row in rows)
 
 
-def run_loop(net, x0, updates):
-    """[(with feedback, whether ω moved, cross-entropy)] of the loop's updates."""
+def test_a_loop_of_ones_own_trains_and_moves_omega_with_feedback_alone():
+    net, found = random_mdlm(vocab_size=V, mask_id=MASK, length=6).net, []
     torch.manual_seed(0)
-    found = []
 
     def batches():
-        for _ in range(updates):
+        for _ in range(60):
             before = scope["model"].sm.raw_s.item()
-            yield x0
+            yield torch.full((8, 6), 3)
             moved = scope["model"].sm.raw_s.item() != before
             found.append((scope["soft"], moved, scope["nll"].mean().item()))
 
     scope = {"torch": torch, "mdlm": mdlm, "SoftMask": SoftMask, "net": net, "mask_id": MASK,
              "batches": batches()}
     exec(LOOP, scope)
-    return found
-
-
-def test_a_loop_of_ones_own_trains_and_moves_omega_with_feedback_alone():
-    net = random_mdlm(vocab_size=V, mask_id=MASK, length=6).net
-    soft, moved, nll = zip(*run_loop(net, torch.full((8, 6), 3), 60))
+    soft, moved, nll = zip(*found)
     assert soft == moved and 40 < sum(soft) < 56
     assert sum(nll[-20:]) < 0.3 * sum(nll[:20])
 
 
 def test_modern_bert_takes_feedback_before_its_norm():
     transformers = pytest.importorskip(
-        "transformers", reason="would call and decode a random ModernBertForMaskedLM")
+        "transformers", reason="would call a random ModernBertForMaskedLM")
     torch.manual_seed(0)
     bert = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(
         vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=2, pad_token_id=0,
@@ -267,5 +255,3 @@ def test_modern_bert_takes_feedback_before_its_norm():
     sm = soft_mask()
     RECIPES.bound(RECIPES.step, bert, sm, x, x0, t, True).backward()
     assert sm.raw_s.grad != 0 and bert.get_input_embeddings().weight.grad[MASK].any()
-    filled = RECIPES.decode(RECIPES.step, bert, sm, x[:1], 2)
-    assert torch.equal(filled[:, 1::2], x0[:1, 1::2]) and not (filled == MASK).any()

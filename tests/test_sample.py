@@ -2,9 +2,7 @@
 
 import functools
 import itertools
-import os
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,7 +11,7 @@ import checkpoint
 import data
 import oracles
 import sample
-from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, spy
+from conftest import gen, plain_omega, random_mdlm, recording, refused, save_mdlm, spy
 from launch import read_jsonl
 from sample import SAMPLERS, generate, generate_in_order, nucleus, step_probs
 
@@ -62,24 +60,23 @@ def test_every_sampler_carries_the_masked_share_from_t_to_s(eta):
 
 def test_recorded_transition_matrices():
     """q(x_s | x_t) of the authors' three samplers, with and without a nucleus."""
-    with np.load(os.path.join(GOLDEN, "sampler_transitions.npz")) as z:
-        x = torch.from_numpy(z["xt"].astype(np.int64))                               # (2, 12)
-        probs = torch.from_numpy(z["log_probs"]).exp()                               # (2, 12, V)
-        mask, V = 61, probs.shape[-1]
-        keys = [key for key in z if "/" in key]
-        for key in keys:
-            sampler, p, T, i = key.split("/")
-            reveal, remask = step_probs(*steps_of(int(T[1:]))[int(i[1:])], sampler)
-            q = F.one_hot(x, V) * (1 - remask)                                       # (2, 12, V)
-            q[..., mask] = remask
-            masked = x == mask
-            q[masked] = reveal * nucleus(probs[masked], float(p[1:]))
-            q[..., mask][masked] = 1 - reveal
-            assert (q - torch.from_numpy(z[key])).abs().max() < 1e-6, key
-        assert len(keys) == 24
-        for case, (t, dt, stays, goes) in zip(z["cases"], z["mask_probabilities"]):  # of all 96
-            reveal, remask = step_probs(t, t - dt, case.split("/")[0])
-            assert (1 - reveal, remask) == pytest.approx((stays, goes), abs=2e-6), case
+    z = recording("sampler_transitions")
+    x, probs, mask = z["xt"], z["log_probs"].exp(), 61                    # (2, 12), (2, 12, V)
+    keys = [key for key in z if "/" in key]
+    for key in keys:
+        sampler, p, T, i = key.split("/")
+        reveal, remask = step_probs(*steps_of(int(T[1:]))[int(i[1:])], sampler)
+        q = F.one_hot(x, probs.shape[-1]) * (1 - remask)                  # (2, 12, V)
+        q[..., mask] = remask
+        masked = x == mask
+        q[masked] = reveal * nucleus(probs[masked], float(p[1:]))
+        q[..., mask][masked] = 1 - reveal
+        assert (q - z[key]).abs().max() < 1e-6, key
+    assert len(keys) == 24
+    for case, numbers in zip(z["cases"], z["mask_probabilities"].tolist(), strict=True):  # all 96
+        t, dt, stays, goes = numbers
+        reveal, remask = step_probs(t, t - dt, case.split("/")[0])
+        assert (1 - reveal, remask) == pytest.approx((stays, goes), abs=2e-6), case
 
 
 def test_nucleus_is_its_definition():
@@ -199,11 +196,9 @@ def test_a_compiled_trunk_gives_the_same_samples(device, how):
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
-    path, tok = tmp_path_factory.mktemp("sample") / "tiny.pt", data.tokenizer("bytes")
-    model = model_of(scale=0.15, vocab_size=259, mask_id=258, length=32)
-    checkpoint.save(path, kind="mdlm", config=vars(model.cfg), step=7, seed=1,
-                    model=model.state_dict(), ema=None, tokenizer=data.describe(tok))
-    return str(path)
+    path = str(tmp_path_factory.mktemp("sample") / "tiny.pt")
+    save_mdlm(path, model_of(scale=0.15, vocab_size=259, mask_id=258, length=32), ema=None)
+    return path
 
 
 @pytest.fixture

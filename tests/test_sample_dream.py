@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import io
 import itertools
-import os
 import sys
 import types
 
@@ -19,15 +18,15 @@ import dora
 import finetune_dream
 import pretend
 import sample_dream as S
-from conftest import GOLDEN, gen, plain_omega, recorded_adapter, spy
+from conftest import gen, plain_omega, recorded_adapter, recording, spy
 from dream import Dream
 from mdlm import TwoPass
 from oracles import slow_blocks, slow_decode
 from softmask import SoftMask
 
 MASK = 194
-RECORDED = np.load(os.path.join(GOLDEN, "decode_recorded.npz"))
-PROMPT = torch.from_numpy(RECORDED["prompt"]).long()  # (1, 8)
+RECORDED = recording("decode_recorded")
+PROMPT = RECORDED["prompt"].long()  # (1, 8)
 TEXT = PROMPT[0].tolist()
 CACHES = "none", "prefix", "dual"
 BLOCKS = sorted(key[7:-2] for key in RECORDED if key.startswith("blocks/") and key.endswith("_x"))
@@ -40,11 +39,6 @@ def model(tiny_dream):
 
 def soft(k, mask_id=MASK):
     return SoftMask(mask_id, k, omega_s=0.4, omega_a=2.0, omega_b=-2.5, tau=1.3)
-
-
-def recorded(name):
-    values = RECORDED[name]
-    return torch.from_numpy(values.astype(np.int64) if values.dtype == np.int16 else values)
 
 
 def decode(model, prompt, gen_len, steps, sm=None, **settings):
@@ -85,19 +79,19 @@ def predict_of(model):
 
 
 def test_probabilities_and_confidences_equal_the_recorded():
-    logits = recorded("filter/logits")
+    logits = RECORDED["filter/logits"]
     keys = {"entropy": "negent", "maskgit_plus": "prob"}
     for name, temperature, top_p in (("t0.0_pNone_kNone", 0, 1), ("t0.1_p0.9_kNone", 0.1, 0.9)):
-        probs = recorded(f"filter/{name}_filtered_probs")
+        probs = RECORDED[f"filter/{name}_filtered_probs"]
         torch.testing.assert_close(S.filtered(logits, temperature, top_p), probs, atol=1e-6, rtol=0)
         for algorithm, key in keys.items():
             x0, conf = propose(logits, algorithm=algorithm, temperature=temperature, top_p=top_p,
                                generator=gen())
-            want = recorded(f"filter/{name}_{key}_conf")
+            want = RECORDED[f"filter/{name}_{key}_conf"]
             if temperature and key == "prob":  # versions of torch draw other tokens
                 want = probs.gather(-1, x0[:, None])[:, 0]
             torch.testing.assert_close(conf, want, atol=1e-6, rtol=0)
-            assert temperature or torch.equal(x0, recorded(f"filter/{name}_x0_seed0"))
+            assert temperature or torch.equal(x0, RECORDED[f"filter/{name}_x0_seed0"])
 
 
 def test_draws_follow_the_filtered_probabilities():
@@ -143,7 +137,7 @@ def test_trajectories_equal_the_recorded(model):
     for name, k, schedule in (("binary_s16", 0, "none"), ("binary_s4", 0, "none"),
                               ("k3_s8", 3, "none"), ("k1_linear_s16", 1, "linear"),
                               ("k1_stepwise_s4", 1, "stepwise")):
-        want = recorded(name + "_history")
+        want = RECORDED[name + "_history"]
         got = decode(model, PROMPT, 16, len(want), sm=soft(k) if k else None, schedule=schedule)
         assert torch.equal(got, want), name
 
@@ -211,7 +205,7 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
         calls.clear()
         got = decode(model, PROMPT, 16, steps, block=int(block[1:]), cache=cache,
                      threshold=threshold)
-        assert torch.equal(got[:, 0], recorded(f"blocks/{name}_x")[1:]), name
+        assert torch.equal(got[:, 0], RECORDED[f"blocks/{name}_x"][1:]), name
         seen = [[start, emb.shape[1]] for emb, _, start in calls]
         want = RECORDED[f"blocks/{name}_call"].tolist()
         # Without a cache, the recording has the slices that were used, of all 24 positions.
@@ -256,8 +250,7 @@ def test_cuda_is_waited_for_once_in_a_pass_of_few_tokens(model):
 @pytest.mark.parametrize("device, backend", [("cpu", "aot_eager"), pytest.param(
     "cuda", "inductor", marks=pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs CUDA: would check its compiled kernels"))])
-def test_cuda_and_cpu_compile_the_trunk_once_for_all_prompts_and_blocks(
-        tiny_dream, monkeypatch, device, backend):
+def test_cuda_and_cpu_compile_the_trunk_once(tiny_dream, monkeypatch, device, backend):
     """The CPU checks the graphs alone: to compile them takes half a minute."""
     torch.compiler.reset()
     monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend=backend))

@@ -1,16 +1,14 @@
 """softmask.py against §3.1, Eq. 3, §3.3, App. B.1, C.3, C.9, and numbers of the authors' code."""
 
 import math
-import os
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
 
 import oracles
 import softmask
-from conftest import gen
+from conftest import gen, recording
 from softmask import SoftMask, time_gain
 
 V, D, MASK = 11, 6, 10
@@ -195,7 +193,6 @@ def test_time_gain_table():
         assert [time_gain(schedule, t, 0.5) for t in times] == pytest.approx(gains)
 
 
-RECORDED = os.path.join(os.path.dirname(__file__), "golden", "softmask.npz")
 THEIRS = dict(raw_s="raw_scale", raw_a="raw_steep", raw_b="raw_centre_neg",
               raw_tau="raw_temperature")
 
@@ -204,8 +201,7 @@ THEIRS = dict(raw_s="raw_scale", raw_a="raw_steep", raw_b="raw_centre_neg",
 @pytest.mark.parametrize("inputs", ["rawlogits", "logp", "logp_remask", "logp_uniformrow"])
 def test_recorded_numbers(head, inputs):
     """The authors' λ, tokens, embeddings, and gradients of a random linear functional of these."""
-    with np.load(RECORDED) as z:
-        gold = {name: torch.from_numpy(z[name]) for name in z}
+    gold = recording("softmask")
     get = lambda name: gold[f"{head}/{inputs}/{name}"]
     x, masked, table = gold["ids"], gold["maskpos"], gold["table"]
     init = gold[f"{head}/init"].tolist()

@@ -14,16 +14,12 @@ from variants import VARIANTS, Slerp
 MASK, V, D = 5, 6, 8
 
 
-def rows():
-    g = rng("variants", 0)
-    return torch.randn(7, V, generator=g) * 3, torch.randn(V, D, generator=g)
-
-
 def test_slerp_walks_along_the_great_circle():
     """From m to g = Σ_i π_i v_i, at the length of m."""
     def angle(a, b):
         return F.cosine_similarity(a, b, dim=-1).clamp(max=1).acos()
-    sm, (logits, table) = Slerp(MASK, omega_s=0.8, omega_a=1.0, omega_b=-2.0), rows()
+    sm, g = Slerp(MASK, omega_s=0.8, omega_a=1.0, omega_b=-2.0), rng("variants", 0)
+    logits, table = torch.randn(7, V, generator=g) * 3, torch.randn(V, D, generator=g)
     lam, ids, pi = sm(logits)
     mixed = sm.mix(table, lam, ids, pi).double()                                   # (7, D)
     m, lam = table[MASK].double(), lam.double()                                    # (D,), (7,)
