@@ -276,6 +276,29 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     assert "last.pt" not in os.listdir(cfg.out_dir)
 
 
+def test_a_run_whose_file_calls_its_variant_arm_resumes_and_starts_others(tiny):
+    def renamed(arm):
+        """last.pt of the run, whose config has `arm` in place of `variant`."""
+        ckpt = checkpoint.load(file(tiny))
+        del ckpt["config"]["variant"]
+        ckpt["config"]["arm"] = arm
+        checkpoint.save(file(tiny), **ckpt)
+    whole = beside(tiny, "whole")
+    train(whole)
+    half, _ = train(replace(tiny, steps=3))
+    renamed("")
+    cfg = beside(tiny, "other", init_from=file(tiny), steps=1)  # its learning rate is 0
+    assert all(map(torch.equal, half.parameters(), train(cfg)[0].parameters()))
+    resumed, fresh = replace(tiny, resume=True), replace(cfg, overwrite=True)
+    for run in resumed, fresh:
+        refused(r"variant \('' there, 'slerp' here\)", train, replace(run, variant="slerp"))
+    train(resumed)
+    assert all(map(torch.equal, weights(tiny).values(), weights(whole).values()))
+    renamed("renorm")
+    for run in resumed, fresh, replace(fresh, p_sm=0.0):
+        refused("is of the variant 'renorm'", train, run)
+
+
 @pytest.mark.parametrize("flags, omega, origin", [
     ("", (0.5, 1, -4), ""),  # not that of the preset
     ("--omega_s=0.3", (0.3, 1, -4), ", --omega_s"),
