@@ -190,7 +190,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     inv_freq = net.pop("net.rotary_emb.inv_freq")                              # (head width / 2,)
     n_head = D // (2 * len(inv_freq))
     expected = 10000 ** (-torch.arange(len(inv_freq)) / len(inv_freq))
-    # rtol: a bf16 copy is off by up to 0.4 %, even base 11000 by over 1 % (heads at least 4 wide).
+    # rtol: bf16 rounds by up to 0.4 %, and base 11000 would differ by over 1 % (heads ≥ 4 wide).
     same_base = torch.allclose(inv_freq.float(), expected, rtol=0.01)
     n_heads = settings.get("n_heads", n_head)
     if not same_base or n_heads != n_head:

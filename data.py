@@ -103,7 +103,7 @@ def text_rows(docs, tok, L):
 
 
 # ---- draws ---------------------------------------------------------------------------------------
-KEYS = 1  # version of the keys of all draws: a run that began with another cannot be resumed
+KEYS = 1  # version of rng's keys: a run that began with another version cannot be resumed
 
 
 def rng(*key):

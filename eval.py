@@ -281,7 +281,7 @@ def mauve(features, references, scale, seed, **scorer):
     """MAUVE of samples against texts, in (0, 1]                                    §4.1, App. B.1
 
     features: (n, D) of the samples, from `score`.   references: texts.
-    It depends on the seed and on the number of texts: 5,000 samples, and 5,000 references [code].
+    It depends on the seed and both counts. The authors take 5,000 samples, 5,000 references [code].
     """
     from mauve import compute_mauve
     theirs = score(references, **scorer)[2]                                          # (m, D)

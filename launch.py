@@ -179,7 +179,7 @@ def accumulate(model, last):
 def to_device(x, device):
     """Copy a CPU tensor to the device, without a host sync."""
     if device.type == "cuda":
-        # From memory that is not pinned, or not contiguous, the copy would sync.
+        # A copy from memory that is not pinned, or not contiguous, would sync.
         return x.contiguous().pin_memory().to(device, non_blocking=True)
     return x.to(device)
 

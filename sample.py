@@ -325,7 +325,7 @@ class Config:
     count: Size = 1             # samples to make (torchrun would take --n as its own flag)
     batch_size: Size = 16       # sequences per forward pass; it changes no sample
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
-    steps: Size | None = None   # T (default: L, or with entropy and random one per mask)
+    steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
     # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens by chance, App. B.1. entropy and
     # random reveal equally many in every step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
@@ -393,7 +393,7 @@ def load(cfg):
 
 
 def file_and_lines(cfg, here):
-    """The file this rank writes, and the lines in all ranks' files: all ranks must decide alike."""
+    """This rank's file, and the lines in all ranks' files, so that all ranks decide alike."""
     if here.world > 1 and not cfg.out:
         raise Refused("torchrun needs --out=FILE, such as --out=samples.jsonl")
     paths = [cfg.out]

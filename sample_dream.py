@@ -55,7 +55,7 @@ class Decoding:
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
     # With block: whatever the algorithm, reveal all tokens with at least this probability after
-    # temperature and top_p. At 0.1 and 0.9, a small lead over others makes it 1 (REPRODUCE.md, 5).
+    # temperature and top_p. At 0.1 and 0.9, a token with a small lead reaches 1 (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Replace the adapter's ω. If there is none, omega_s turns SM on, with k = 3 and the paper's
     # values for the other two.

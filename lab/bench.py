@@ -135,7 +135,7 @@ def training(cfg, device, dtype):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
                                   fused=device.type in ("cuda", "cpu"))
     if cfg.compile:
-        torch.compiler.reset()  # a function keeps at most eight graphs: drop earlier models'
+        torch.compiler.reset()  # a function keeps at most eight graphs: drop the older ones
         compile_parts(model)
     generator, mask_id = rng("bench"), model.mask_id
     x0 = torch.randint(mask_id, (cfg.batch, cfg.length), generator=generator)

@@ -13,7 +13,7 @@ budgets and block lengths, and a killed run keeps its answers. The paper's tasks
     mbpp_instruct                512  google-research-datasets/mbpp, test    passes three asserts
     mbpp_plus_instruct           512  evalplus/mbppplus                      passes the plus tests
     gsm8k_cot                    256  openai/gsm8k, test                     ends with the number
-    math500                      512  HuggingFaceH4/MATH-500                 has it in the last box
+    math500                      512  HuggingFaceH4/MATH-500                 answer in the last box
 """
 
 import itertools
@@ -53,7 +53,7 @@ class Config(Decoding):
     nfe: str = "1/1"                  # NFE budgets, Eq. 4, comma-separated: steps / gen_len
     blocks: str = ""                  # Fast-dLLM block lengths, comma-separated (default: block)
     gen_len: Count = 0                # (default: the task's, App. B.2)
-    limit: Count = 0                  # use only the first problems, this many (default: all)
+    limit: Count = 0                  # use only the first `limit` problems (default: all)
     out: str = "out/answers"          # for each cell, a .json of results and a .jsonl of answers
     # Run the programs that the model writes. They have limits, but no sandbox: use a container.
     # Without this flag the answers are stored, and a second run with it scores them.

@@ -9,7 +9,7 @@ import torch
 
 
 def omega(k, raw_s, raw_a, raw_b, raw_tau=None):
-    """ω as the functions below take it, of the raw numbers that are trained             App. B.1"""
+    """ω as the functions below take it, from the raw numbers that are trained           App. B.1"""
     softplus = lambda raw: math.log1p(math.exp(raw)) + 1e-6
     return {"k": k, "omega_s": 1 / (1 + math.exp(-raw_s)), "omega_a": softplus(raw_a),
             "omega_b": -softplus(raw_b), "tau": 1.0 if raw_tau is None else softplus(raw_tau)}
@@ -193,7 +193,7 @@ def dream_filter(p, top_p):
 
 
 def minus_entropy(p):
-    """−H in nats, guarded as in the released code, of a list of probabilities."""
+    """−H of a list of probabilities in nats, guarded as in the released code."""
     return sum(v * math.log(v + 1e-10) for v in p)
 
 

@@ -1,5 +1,5 @@
 """A GPU that is not there: inside `gpu()`, --device=auto finds one. Its tensors are on the CPU and
-say cuda. What mixes devices is an error, and operations that the host would wait for are counted.
+say cuda. Mixing devices is an error, and operations that the host would wait for are counted.
 """
 import contextlib
 from unittest import mock
@@ -31,7 +31,7 @@ class Operations(TorchDispatchMode):
             inputs = tensors(args)
         result_on_gpu = any(map(on_gpu, inputs)) and name != "copy_"
         if name in INDEXING and on_gpu(args[0]):
-            # Indices and a number, x[i] = 7, may come from the CPU. The size of a mask does.
+            # An index or a number (x[i] = 7) from the CPU is a wait. So is the size of a mask.
             if not all(map(on_gpu, inputs)) or any(i.dtype == torch.bool for i in tensors(args[1])):
                 waits.append(name)
             inputs = [args[0], *tensors(args[2:])]

@@ -64,7 +64,7 @@ def folder(tmp_path, monkeypatch):
     (train, [*TINY, "--out_dir=run", "--eval_every=0", "--p_sm=0.15"], "sample_times", 1, 5),
     (finetune_dream, ["tiny"], "mask_response", 8, 40)])  # an update has eight dialogues
 def test_an_update_waits_for_nothing(folder, monkeypatch, script, words, draw, first, last):
-    """The one copy is the clipping factor, which is on a real GPU already."""
+    """The one copy is of the clipping factor. With a real GPU, it is there already."""
     whole, starts = getattr(script, draw), []
     with gpu() as waits:
         monkeypatch.setattr(script, draw, lambda *key: starts.append(len(waits)) or whole(*key))

@@ -165,7 +165,7 @@ def run_humaneval(responses, docs):
     for [response], doc in zip(responses, docs):
         code = response.split("```python\n", 1)[-1].split("```")[0]
         # Names in the tests are wanted, too [ours]. The test of HumanEval/50 calls encode_shift,
-        # which is in its prompt. [code] drops that function, so no answer can pass.
+        # which is in its prompt. The authors drop that function, so no answer can pass [code].
         named = [n.id for n in ast.walk(ast.parse(doc["test"])) if isinstance(n, ast.Name)]
         code = sanitize(doc["prompt"] + "\n" + code, doc["entry_point"], *named)
         programs.append(f"{code}\n{doc['test']}\ncheck({doc['entry_point']})\n")
