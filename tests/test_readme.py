@@ -74,6 +74,7 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
     "sudoku": ["--given=.5.43.341562524316163254632145415623"],
     "sample": ["--device=cpu"],
     "eval": ["--device=cpu", "--rows=4"],
+    "lab/feedback": ["--device=cpu", "--rows=4"],
     "finetune_dream": ["--steps=2", "--device=cpu"],
     "--model=Dream-v0-Instruct-7B": ["--model=out/tiny_dream/model"],
     "--data=mix": ["--data=out/tiny_dream/dialogues.jsonl"]}
