@@ -28,6 +28,7 @@ import os
 import re
 import sysconfig
 import zlib
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -96,10 +97,11 @@ def rows(tokens, index, L):
 
 def text_rows(docs, tok, L):
     """A stream of texts as rows (n, L) int64, and its {documents, tokens, bytes}."""
-    ids, sizes = zip(*encode(docs, tok))
-    tokens = Tokens(np.concatenate(ids), describe(tok), "the text")
+    encoded = list(encode(docs, tok))
+    ids = np.concatenate([np.empty(0, np.uint16), *(ids for ids, _ in encoded)])
+    tokens = Tokens(ids, describe(tok), "the text")
     x = rows(tokens, range(n_rows(tokens, L)), L)                        # (n, L)
-    return x, {"documents": len(ids), "tokens": len(tokens.ids), "bytes": sum(sizes)}
+    return x, {"documents": len(encoded), "tokens": len(ids), "bytes": sum(s for _, s in encoded)}
 
 
 # ---- draws ---------------------------------------------------------------------------------------
@@ -160,12 +162,14 @@ def describe(tok):
 
 
 # ---- corpora -------------------------------------------------------------------------------------
+MIN_HELD_OUT = 65_536  # tokens, unless --val_docs is given
+
+
 def prepare(docs, out, tok, val_docs=None, source=""):
     """Write train.bin, val.bin and meta.json into the folder `out`: all of them or none.
 
     docs: a stream of texts.   source: where they come from.   Returns the content of meta.json.
-    val_docs: how many documents to hold out, the last ones (default: 1 %, at least 1 and at most
-        10,000). By default, a single document is cut, and its last tenth is held out [ours].
+    val_docs: how many documents to hold out, the last ones (default: see `held_out`).
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
@@ -175,20 +179,21 @@ def prepare(docs, out, tok, val_docs=None, source=""):
                 f.write(ids.tobytes())
                 lengths.append(len(ids))
                 sizes.append(size)
-        n = len(lengths)
-        n_val = val_docs or min(10_000, max(1, n // 100))
-        whole = {"documents": n, "tokens": sum(lengths), "bytes": sum(sizes)}
-        kept = {"documents": n - n_val, "tokens": sum(lengths[:-n_val]),
-                "bytes": sum(sizes[:-n_val])}
-        if n == 1 and not val_docs:
-            kept = {"documents": 1} | {key: whole[key] * 9 // 10 for key in ("tokens", "bytes")}
-        if not kept["tokens"]:
+        n, n_tokens = len(lengths), sum(lengths)
+        n_val, val_tokens = held_out(lengths, val_docs)
+        start = n_tokens - val_tokens  # of val.bin in the stream
+        if not start:
             raise Refused(f"holding out {n_val} of {n} documents leaves nothing to train on: give "
                           f"more text or a smaller --val_docs")
-        np.memmap(train, np.uint16, "r")[kept["tokens"]:].tofile(val)
-        os.truncate(train, 2 * kept["tokens"])
-        meta = {"tokenizer": describe(tok), "source": source, "train": kept,
-                "val": {key: whole[key] - kept[key] for key in whole}}
+        ids = np.memmap(train, np.uint16, "r")
+        ids[start:].tofile(val)
+        # The end of a document that was cut, without its EOS.
+        cut = ids[start:n_tokens - sum(lengths[n - n_val:])][:-1].tolist()
+        val_bytes = sum(sizes[n - n_val:]) + len(tok.decode_bytes(cut))
+        os.truncate(train, 2 * start)
+        meta = {"tokenizer": describe(tok), "source": source,
+                "train": {"documents": n - n_val, "tokens": start, "bytes": sum(sizes) - val_bytes},
+                "val": {"documents": n_val, "tokens": val_tokens, "bytes": val_bytes}}
         for split, path in ("train", train), ("val", val):
             digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
             meta[split]["sha256"] = digest
@@ -199,9 +204,28 @@ def prepare(docs, out, tok, val_docs=None, source=""):
     return meta
 
 
+def held_out(lengths, val_docs=None):
+    """(whole documents, tokens) that are held out, at the end of the text
+
+    Without val_docs, 1 % of the documents, at most 10,000, or more, for MIN_HELD_OUT tokens: fewer
+    would say little. But at most a tenth of the text, even if a document must be cut [ours].
+    lengths: tokens of each document.
+    """
+    ends = np.concatenate(([0], np.cumsum(lengths[::-1])))  # tokens of the last 0, 1, … documents
+    n = len(lengths)
+    tokens = ends[min(val_docs or min(10_000, n // 100), n)]
+    if not val_docs:
+        tokens = ends[min(np.searchsorted(ends, max(tokens, MIN_HELD_OUT)), n)]
+        tokens = min(tokens, ends[-1] // 10)
+    return int(np.searchsorted(ends, tokens, "right")) - 1, int(tokens)
+
+
 def encode(docs, tok):
-    """Yields (uint16 ids, number of bytes) for each text. The last id is EOS [code]."""
-    docs, eos = iter(docs), describe(tok)["eos"]
+    """Yields (uint16 ids, number of bytes) for each text. The last id is EOS [code].
+
+    Empty texts are dropped: a row of nothing but EOS would be their only trace [ours].
+    """
+    docs, eos = filter(None, docs), describe(tok)["eos"]
     while texts := list(itertools.islice(docs, 100)):  # few at a time: lists of ids take memory
         batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         for ids, text in zip(batch, texts):
@@ -227,10 +251,15 @@ def find_files(source):
     paths = []
     for path in source.split(os.pathsep):
         os.stat(path)  # also raises for "", which Path would take for the current folder
-        inside = [p for p in sorted(Path(path).rglob("*"))
+        files = [p for p in sorted(Path(path).rglob("*")) if p.is_file()]
+        inside = [p for p in files
                   if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
         if os.path.isdir(path) and not inside:
             raise Refused(f"{path} has no .txt, .jsonl, .ndjson or .parquet in it")
+        skipped = Counter(p.suffix or p.name for p in sorted({*files} - {*inside}))
+        if skipped:
+            kinds = ", ".join(f"{n:,} {kind}" for kind, n in skipped.most_common())
+            print(f"{path}: files that are no text are skipped: {kinds}")
         paths += inside or [Path(path)]
     return paths
 
@@ -288,9 +317,11 @@ class Config:
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json (default: download)
     field: str = "text"          # what holds the text in a JSON line or a parquet file
-    val_docs: Size | None = None  # how many documents to hold out, the last ones (default: 1 %)
+    # How many documents to hold out, the last ones (default: 1 %, and at least 65,536 tokens, but
+    # at most a tenth of the text).
+    val_docs: Size | None = None
     grids: Size = 200_000        # sudoku: how many to train on
-    overwrite: bool = False      # replace a corpus from another source
+    overwrite: bool = False      # replace the corpus in `out`
 
 
 PRESETS = {
@@ -309,8 +340,8 @@ def main(cfg):
     out = cfg.out or "data/" + Path(first).name.split(".")[0]
     if os.path.exists(f"{out}/meta.json") and not cfg.overwrite:
         before = read_json(f"{out}/meta.json")["source"]
-        if before != cfg.source:
-            raise Refused(f"{out} holds the text of {before}: give another --out, or --overwrite")
+        raise Refused(f"{out} holds the text of {before}: give another --out, or --overwrite, but "
+                      f"then no run on the old text can be resumed")
     tok = tokenizer(cfg.tokenizer, cfg.tokenizer_dir)
     if cfg.source == "openwebtext":
         import datasets  # resumes a broken download
@@ -327,11 +358,11 @@ def main(cfg):
     for split in "train", "val":
         print("{}/{}.bin: {documents:,} documents, {tokens:,} tokens, sha256 {sha256}".format(
             out, split, **meta[split]))
-    n_val = meta["val"]["documents"]
-    held_out = f"{n_val:,} documents" if n_val else "tenth of the only document"
-    print(f"held out in val.bin: the last {held_out}")
-    if meta["val"]["tokens"] < 1022:
-        print("That fills no row of length 1,024: give more text, or a larger --val_docs")
+    n = meta["val"]["tokens"]
+    print(f"held out in val.bin: the last {n:,} tokens")
+    if n < 1022:
+        print("That fills no row of length 1,024: give more text or a larger --val_docs, or train "
+              f"on shorter rows, such as --length={max(3, n // 100)}")
 
 
 if __name__ == "__main__":

@@ -31,8 +31,8 @@ def jsonl(texts):
 
 
 def ids_of(texts):
-    """The ids of the texts in the files: bytes, with EOS after each text."""
-    return list(itertools.chain(*(list(text.encode()) + [257] for text in texts)))
+    """The ids of the texts in the files: bytes, with EOS after each text that is not empty."""
+    return list(itertools.chain(*(list(text.encode()) + [257] for text in texts if text)))
 
 
 def test_rows_are_the_recorded_blocks(tmp_path):
@@ -81,16 +81,27 @@ def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
         tokens, meta = open_split(tmp_path, split)
         assert tokens.ids.tolist() == ids_of(texts)
         sha256 = hashlib.sha256((tmp_path / f"{split}.bin").read_bytes()).hexdigest()
-        assert meta[split] == {"documents": len(texts), "tokens": len(tokens.ids),
+        assert meta[split] == {"documents": len([*filter(None, texts)]), "tokens": len(tokens.ids),
                                "bytes": sum(len(t.encode()) for t in texts), "sha256": sha256}
         assert meta["tokenizer"] == tokens.tokenizer == data.describe(BYTES)
-    meta = prepare(["abc"] * 350, tmp_path, BYTES)
-    assert [meta[split]["documents"] for split in ("train", "val")] == [347, 3]
-    prepare(["0123456789" * 100], tmp_path, BYTES)
-    assert [len(open_split(tmp_path, split)[0].ids) for split in ("train", "val")] == [900, 101]
 
 
-def test_every_format_gives_the_same_tokens(tmp_path):
+@pytest.mark.parametrize("sizes, whole, tokens", [
+    ([1000], 0, 100), ([9] * 464, 46, 464), ([9, 9_000, 9], 1, 902),  # a tenth: one is cut
+    ([2999] * 464, 22, 66_000), ([99_999] * 464, 4, 400_000),         # 65,536 tokens; 1 %
+    ([9] * 1_010_000, 10_000, 100_000)])                              # at most 10,000 documents
+def test_enough_is_held_out_but_at_most_a_tenth(tmp_path, sizes, whole, tokens):
+    """sizes: bytes of the documents. Each has an EOS, too."""
+    assert data.held_out([size + 1 for size in sizes]) == (whole, tokens)
+    if sum(sizes) < 1e5:  # all bytes are counted once, also those of a document that is cut
+        meta = prepare(["é" * (size // 2) + "x" * (size % 2) for size in sizes], tmp_path, BYTES)
+        train, val = (open_split(tmp_path, split)[0].ids for split in ("train", "val"))
+        assert len(val) == tokens and len(train) == sum(sizes) + len(sizes) - tokens
+        for split, ids in ("train", train), ("val", val):
+            assert meta[split]["bytes"] == (ids < 256).sum()
+
+
+def test_every_format_gives_the_same_tokens(tmp_path, capsys):
     lines = jsonl(TEXTS).encode()
     (tmp_path / "a.jsonl").write_bytes(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
@@ -98,7 +109,8 @@ def test_every_format_gives_the_same_tokens(tmp_path):
     for i, text in enumerate(TEXTS):
         folder = tmp_path / "d" / ("sub" if i == 4 else "")
         (folder / f"{i}.txt").write_text(text, encoding="utf-8")
-    (tmp_path / "d" / "README.md").write_text("is not part of the corpus")
+    for name in "README.md", "x.py", "y.py":
+        (tmp_path / "d" / name).write_text("is not part of the corpus")
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "A.NDJSON.GZ").write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines))
     out = str(tmp_path / "out")
@@ -108,6 +120,8 @@ def test_every_format_gives_the_same_tokens(tmp_path):
                     overwrite=True, field="content" if name == "f.jsonl" else "text"))
         train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
+    assert "skipped: 2 .py, 1 .md\n" in capsys.readouterr().out
+    refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "d"), out=out))
 
 
 def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
@@ -124,8 +138,9 @@ def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
 def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
     tokens, meta = open_split(prepared(tmp_path, val_docs=1), "train")
     rows, counts = data.text_rows(TEXTS[:-1], BYTES, 12)
+    refused("0 tokens do not fill one row", data.text_rows, ["", ""], BYTES, 12)
     assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 12)), 12))
-    assert counts.items() <= meta["train"].items() and counts["documents"] == 4
+    assert counts.items() <= meta["train"].items() and counts["documents"] == 3
     refused("tokens do not fill one row", data.text_rows, ["short"], BYTES, 12)
 
 
