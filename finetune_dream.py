@@ -2,7 +2,7 @@
 """Finetune a Dream model with soft-masking: Alg. 1 on dialogues, for DoRA and ω.    §4.2, App. B.2
 
     python finetune_dream.py tiny                            # a dry run without weights or data
-    python finetune_dream.py --model=DIR --data=yours.jsonl  # {"messages": [{"role": …, …}]}
+    python finetune_dream.py --model=DIR --data=yours.jsonl  # dialogues, see Config
     torchrun --nproc_per_node=8 finetune_dream.py --model=DIR --data=mix     # pip install datasets
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
@@ -47,9 +47,12 @@ from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
-# Ling-Coder's role names. Renaming SYSTEM is [ours]. The authors keep it, so the chat template puts
-# a default system message before it.
-ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant"}
+# Role names of Ling-Coder and of ShareGPT. Renaming SYSTEM is [ours]. The authors keep it, so the
+# chat template puts a default system message before it.
+ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant",
+         "human": "user", "gpt": "assistant"}
+FORMAT = ('{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]} '
+          'or {"prompt": "…", "response": "…"}')
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 MASK_FLOOR = 1e-3  # mask with probability (1 − floor) t + floor, but weight the loss by 1/t [code]
 
@@ -57,7 +60,10 @@ MASK_FLOOR = 1e-3  # mask with probability (1 − floor) t + floor, but weight t
 @dataclass
 class Config:
     model: str = ""             # folder of a Dream, Dream-Coder or open-dCoder model, as published
-    data: str = ""              # a .jsonl, or mix (Tulu 3 + SmolTalk), or coding (Ling-Coder-SFT)
+    # mix (Tulu 3 + SmolTalk), coding (Ling-Coder-SFT), or a .jsonl with one dialogue in each line:
+    #     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
+    # or {"prompt": "…", "response": "…"}, or Alpaca's or ShareGPT's records. A JSON list works, too.
+    data: str = ""
     out: str = "out/dream"
     resume: bool | Literal["auto"] = False  # continue from last.pt in `out`; auto: if it exists
     overwrite: bool = False     # replace the run in `out`
@@ -327,14 +333,38 @@ def load_dialogues(cfg, tok, mask_id, show):
 
 
 def read_lines(cfg):
-    """[train, val] of a .jsonl: its records, shuffled by the seed"""
+    """[train, val] of a .jsonl or a JSON list: its records, shuffled by the seed"""
     if not cfg.data:
         raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
-    with open(cfg.data, encoding="utf-8") as f:
-        records = [json.loads(line) for line in f if line.strip()]
+    records, n = [], 0
+    try:
+        text = Path(cfg.data).read_text(encoding="utf-8-sig")
+        lines = text.split("\n")
+        if text.lstrip().startswith("["):
+            lines = map(json.dumps, json.loads(text))
+        for n, line in enumerate(lines, 1):
+            if line.strip():
+                records.append(as_messages(json.loads(line)))
+    except (ValueError, LookupError, TypeError):
+        raise Refused(f"{cfg.data}, line {n}: not a dialogue such as {FORMAT}")
     n_val = min(cfg.n_val, len(records) // 10)
     records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
     return [records[n_val:][:cfg.n_train], records[:n_val]]
+
+
+def as_messages(record):
+    """{"messages": …} from a record in one of the formats that Config names. Raises if it is none.
+    """
+    if "messages" in record:
+        turns = [(m["role"], m["content"]) for m in record["messages"]]
+    elif "conversations" in record:  # ShareGPT
+        turns = [(m["from"], m["value"]) for m in record["conversations"]]
+    elif "instruction" in record:  # Alpaca
+        prompt = [record["instruction"], record.get("input")]
+        turns = [("user", "\n\n".join(filter(None, prompt))), ("assistant", record["output"])]
+    else:
+        turns = [("user", record["prompt"]), ("assistant", record["response"])]
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
 def read_hub(cfg):
@@ -379,7 +409,10 @@ def encode_chat(record, tok):
 
 
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
-    """Why a dialogue is dropped, or "". The last reason is [ours], the others are the paper's."""
+    """Why a dialogue is dropped, or "". The first and the last reason are [ours], the others are
+    the paper's."""
+    if not ids:
+        return "no turn of the assistant as text"
     if len(ids) > cfg.max_length:
         return f"over {cfg.max_length} tokens"
     if len(ids) - prompt_len < cfg.min_response:

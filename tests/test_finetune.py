@@ -140,12 +140,34 @@ def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tm
     assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # \n\n is one token
 
 
+def test_dialogues_in_the_formats_that_people_have(tmp_path):
+    path = tmp_path / "own.json"
+    pair = said(("user", "a"), ("assistant", "b"))
+    records = [pair, {"prompt": "a", "response": "b"}, {"instruction": "a", "output": "b"},
+               {"instruction": "a", "input": "", "output": "b"},
+               {"conversations": [{"from": "user", "value": "a"},
+                                  {"from": "assistant", "value": "b"}]}]
+    lines = "\n\n".join(map(json.dumps, records))
+    for text in lines, "\ufeff" + lines, json.dumps(records, indent=1):
+        path.write_text(text, encoding="utf-8")
+        train, val = ft.read_lines(Config(data=str(path)))
+        assert train == 5 * [pair] and not val
+    path.write_text(json.dumps({"instruction": "a", "input": "c", "output": "b"}))
+    assert ft.read_lines(Config(data=str(path)))[0] == [said(("user", "a\n\nc"), ("assistant", "b"))]
+    for wrong in '{"text": "a"}', lines[:20], "[1", "3", '{"messages": [{"role": "user"}]}':
+        path.write_text(wrong if wrong == "[1" else f"{json.dumps(pair)}\n{wrong}")
+        line = 0 if wrong == "[1" else 2
+        refused(f'own.json, line {line}: .*"messages"', ft.read_lines, Config(data=str(path)))
+
+
 def test_the_filters_and_the_held_out_dialogues(tiny):
     tok, cfg = Tokenizer(tiny[0]), Config(max_length=200)
     talk = lambda prompt, answer: said(("user", prompt), ("assistant", answer))
     overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
     kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
-    dropped = {"response under 5 tokens": (talk("a", "ab"), said(("user", "a"))),
+    dropped = {"response under 5 tokens": (talk("a", "ab"),),
+               "no turn of the assistant as text": (said(("user", "a")), talk("a", None),
+                                                    said(("user", "a"), ("bot", "b"))),
                "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
                "tool calls": (talk("a", "abc</tool_call>"),),
                "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
