@@ -61,14 +61,27 @@ class SEDD(Hub):
 
 
 def half_masked():
-    """x, x0 (4, 8), t (4,)"""
+    """x, x0 (4, 8), t (4,), fixed (4, 8)"""
     x0, t = torch.randint(MASK, (4, 8), generator=gen()), torch.tensor([0.2, 0.4, 0.6, 0.9])
-    return mdlm.corrupt(x0, t, MASK, gen()), x0, t
+    fixed = (torch.arange(8) < 2).expand(4, -1)
+    return torch.where(fixed, x0, mdlm.corrupt(x0, t, MASK, gen())), x0, t, fixed
+
+
+def test_corrupt_masks_with_probability_t_and_never_what_is_fixed():
+    x0, fixed = torch.randint(MASK, (2000, 9), generator=gen()), torch.arange(9) % 4 == 0
+    torch.manual_seed(0)
+    x, t = RECIPES.corrupt(x0, MASK, fixed.expand(2000, -1))
+    assert torch.equal(x[:, fixed], x0[:, fixed]) and 1e-3 <= t.min() < 0.01 and t.max() > 0.99
+    assert ((x == x0) | (x == MASK)).all()
+    share = (x[:, ~fixed] == MASK).float().mean(1)
+    for low in 0.0, 0.5, 0.8:
+        near = (t > low) & (t < low + 0.2)
+        assert abs(share[near].mean() - t[near].mean()) < 0.03
 
 
 def test_the_snippet_of_the_readme_runs():
     [block] = blocks("README.md", "python")
-    model, (x, x0, _) = Hub(), half_masked()
+    model, (x, x0, *_) = Hub(), half_masked()
     tokenizer = types.SimpleNamespace(mask_token_id=MASK)
     scope = {"torch": torch, "tokenizer": tokenizer, "model": model, "x": x, "x0": x0,
              "cross_entropy": F.cross_entropy}
@@ -112,15 +125,15 @@ def test_dream_shifts_before_it_feeds_back():
 
 @pytest.mark.parametrize("soft", [False, True])
 def test_bound_is_eq_2_of_the_second_pass(soft):
-    model, sm, (x, x0, t) = Hub(), soft_mask(), half_masked()
+    model, sm, (x, x0, t, fixed) = Hub(), soft_mask(), half_masked()
     logits = model(input_ids=x).logits
     if soft:
         logits = RECIPES.step(model, x, sm, logits)
     expected = 0.0
     for b, i in (x == MASK).nonzero():
         expected -= logits[b, i].log_softmax(-1)[x0[b, i]].item() / t[b].item()
-    found = RECIPES.bound(RECIPES.step, model, sm, x, x0, t, soft)
-    assert found.item() == pytest.approx(expected / 32, rel=1e-5)
+    found = RECIPES.bound(RECIPES.step, model, sm, x, x0, t, fixed, soft)
+    assert found.item() == pytest.approx(expected / 24, rel=1e-5)  # two of eight are fixed
     found.backward()  # pass 1 has no gradient, pass 2 has one to the model and, if soft, to ω
     assert model.head.weight.grad.any()
     assert all((p.grad is not None and p.grad.any()) == soft for p in sm.parameters())
@@ -129,47 +142,50 @@ def test_bound_is_eq_2_of_the_second_pass(soft):
 @pytest.mark.parametrize("name", ["step", "dream_step"])
 def test_check_prints_what_is_wrong(name, capsys):
     """A model that knows the token at its own position, by either rule: line 3 tells which."""
-    model, sm, (x, x0, t) = Hub(), soft_mask(), half_masked()
+    model, sm, (x, x0, t, fixed) = Hub(), soft_mask(), half_masked()
     before = [p.clone() for p in sm.parameters()]
 
-    def knows_here(model, x, sm, logits=None):
+    def knows_here(model, x, sm, logits=None, **inputs):
         right = 9 * F.one_hot(x0, V)
-        return getattr(RECIPES, name)(model, x, sm, logits) + right
+        return getattr(RECIPES, name)(model, x, sm, logits, **inputs) + right
 
-    RECIPES.check(knows_here, model, sm, x, x0, t)
+    RECIPES.check(knows_here, model, sm, x, x0, t, fixed)
     off, lam, guess, loss, gradient = capsys.readouterr().out.splitlines()
     assert off == "1. off is off: True"
     first = RECIPES.without_mask(knows_here(model, x, sm)[x == MASK], MASK)
     entropy = torch.distributions.Categorical(logits=first).entropy().mean()
-    assert lam == f"2. mean λ {sm(first)[0].mean():.3f}, mean entropy {entropy:.2f}"
+    assert lam == (f"2. mean λ {sm(first)[0].mean():.3f} of ω_s = {sm.omega[0]:.3f}, "
+                   f"mean entropy {entropy:.2f}")
     left, here, right = map(float, guess.split()[-3:])
     assert here == 1 and max(left, right) < 0.5
-    plain, soft = (RECIPES.bound(knows_here, model, sm, x, x0, t, on) for on in (False, True))
-    assert loss == f"4. loss {plain:.3f} without feedback, {soft:.3f} with it"
+    rest = model, sm, x, x0, t, fixed
+    plain, soft = (RECIPES.bound(knows_here, *rest, on) for on in (False, True))
+    assert loss == f"4. loss {plain:.3f} without feedback, with it {soft - plain:+.1e}"
     assert len(set(map(float, gradient.split()[4:])) - {0.0}) == 3
     assert all(map(torch.equal, before, sm.parameters()))
     assert all(p.grad is None for p in (*sm.parameters(), *model.parameters()))
 
-    RECIPES.check(lambda *a: torch.roll(knows_here(*a), -1, 1), model, sm, x, x0, t)  # not shifted
+    RECIPES.check(lambda *a: torch.roll(knows_here(*a), -1, 1), model, sm, x, x0, t, fixed)
     left, here, right = map(float, capsys.readouterr().out.splitlines()[2].split()[-3:])
     assert right == 1 and max(left, here) < 0.5
 
 
 def test_fit_trains_and_moves_omega_with_feedback_alone(monkeypatch):
     torch.manual_seed(0)
-    model, sm, (x, _, t) = Hub(), soft_mask(), half_masked()
+    model, sm, (x, _, t, fixed) = Hub(), soft_mask(), half_masked()
     x0, moved, calls = torch.full_like(x, 3), [], spy(monkeypatch, RECIPES, "step")
 
     def batches():
         for _ in range(60):
             before = sm.raw_s.item()
-            yield torch.where(x == MASK, x, x0), x0, t
+            yield {"x": torch.where(x == MASK, x, x0), "x0": x0, "t": t, "fixed": fixed}
             moved.append(sm.raw_s.item() != before)
 
     RECIPES.fit(RECIPES.step, model, sm, batches(), eta=1e-2)
     fed = [logits is not None for *_, logits in (call for call in calls if len(call) == 4)]
     assert 40 < sum(moved) < 56 and sum(moved) == sum(fed) and len(calls) == 60 + sum(moved)
-    assert RECIPES.bound(RECIPES.step, model, sm, torch.where(x == MASK, x, x0), x0, t, True) < 0.5
+    x = torch.where(x == MASK, x, x0)
+    assert RECIPES.bound(RECIPES.step, model, sm, x, x0, t, fixed, True) < 0.5
 
 
 def test_decode_fills_every_mask_and_shows_each_call_the_last(monkeypatch):
@@ -252,6 +268,10 @@ def test_modern_bert_takes_feedback_before_its_norm():
     own = bert(input_ids=x).logits
     assert torch.equal(RECIPES.step(bert, x, soft_mask(False), own), own)
     assert not torch.equal(RECIPES.step(bert, x, soft_mask(), own), own)
-    sm = soft_mask()
-    RECIPES.bound(RECIPES.step, bert, sm, x, x0, t, True).backward()
+    sm, fixed = soft_mask(), (torch.arange(6) > 3).expand(2, -1)  # padding changes nothing
+    seen = {"attention_mask": (~fixed).long()}
+    losses = [RECIPES.bound(RECIPES.step, bert, sm, torch.where(fixed, pad, x), x0, t, fixed, True,
+                            **seen) for pad in (1, 2)]
+    torch.testing.assert_close(*losses)
+    losses[0].backward()
     assert sm.raw_s.grad != 0 and bert.get_input_embeddings().weight.grad[MASK].any()
