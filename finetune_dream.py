@@ -51,8 +51,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
 # chat template puts a default system message before it.
 ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant",
          "human": "user", "gpt": "assistant"}
-FORMAT = ('{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]} '
-          'or {"prompt": "…", "response": "…"}')
+FORMAT = ('{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}'
+          ']} or {"prompt": "…", "response": "…"}')
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 MASK_FLOOR = 1e-3  # mask with probability (1 − floor) t + floor, but weight the loss by 1/t [code]
 
@@ -336,17 +336,17 @@ def read_lines(cfg):
     """[train, val] of a .jsonl or a JSON list: its records, shuffled by the seed"""
     if not cfg.data:
         raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
-    records, n = [], 0
+    records, line = [], 0
     try:
         text = Path(cfg.data).read_text(encoding="utf-8-sig")
         lines = text.split("\n")
         if text.lstrip().startswith("["):
             lines = map(json.dumps, json.loads(text))
-        for n, line in enumerate(lines, 1):
-            if line.strip():
-                records.append(as_messages(json.loads(line)))
+        for line, record in enumerate(lines, 1):
+            if record.strip():
+                records.append(as_messages(json.loads(record)))
     except (ValueError, LookupError, TypeError):
-        raise Refused(f"{cfg.data}, line {n}: not a dialogue such as {FORMAT}")
+        raise Refused(f"{cfg.data}, line {line}: not a dialogue such as {FORMAT}")
     n_val = min(cfg.n_val, len(records) // 10)
     records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
     return [records[n_val:][:cfg.n_train], records[:n_val]]

@@ -153,7 +153,8 @@ def test_dialogues_in_the_formats_that_people_have(tmp_path):
         train, val = ft.read_lines(Config(data=str(path)))
         assert train == 5 * [pair] and not val
     path.write_text(json.dumps({"instruction": "a", "input": "c", "output": "b"}))
-    assert ft.read_lines(Config(data=str(path)))[0] == [said(("user", "a\n\nc"), ("assistant", "b"))]
+    [record] = ft.read_lines(Config(data=str(path)))[0]
+    assert record == said(("user", "a\n\nc"), ("assistant", "b"))
     for wrong in '{"text": "a"}', lines[:20], "[1", "3", '{"messages": [{"role": "user"}]}':
         path.write_text(wrong if wrong == "[1" else f"{json.dumps(pair)}\n{wrong}")
         line = 0 if wrong == "[1" else 2
