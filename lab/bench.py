@@ -235,7 +235,7 @@ def decoding_rows(cfg, device, dtype, compiling):
         torch.compiler.reset()
         dream.compile_trunk()
     n = cfg.dream_answer
-    x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench")).to(device)
+    x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench"))      # on the CPU
     x[:, n:] = sm.mask_id
 
     def run(feedback, cache):
