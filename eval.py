@@ -40,7 +40,8 @@ import data
 import grids
 import launch
 from data import rng
-from launch import Count, Refused, Share, Size, machine, progress, read_jsonl, run, write_text
+from launch import (Count, Refused, Share, Size, machine, progress, read_jsonl, run, to_device,
+                    write_text)
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 METRICS = "ppl", "zero_shot", "samples", "sudoku"
@@ -116,16 +117,22 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
     """
     device, was_training = next(model.parameters()).device, model.training
-    total = torch.zeros(3, len(rows), dtype=torch.float64)                           # (3, n)
-    mine = torch.zeros(len(rows), dtype=torch.bool)                                  # (n,)
+    batches, nlls = [], [torch.zeros(0, device=device)]
     model.eval()
     for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, repeats, batch_size, rank,
                                       world, floor):
-        nll = model(x0.to(device), xt.to(device), t.to(device), soft).cpu().double()  # (b,)
-        masked = (xt == model.cfg.mask_id).sum(1)                                    # (b,)
+        masked = xt == model.cfg.mask_id                                             # (b, L)
+        batches.append((index, t, masked.sum(1)))
+        inputs = x0, xt, t, *masked.nonzero(as_tuple=True)
+        x0, xt, t, *masks = (to_device(x, device) for x in inputs)
+        nlls.append(model(x0, xt, t, soft, tuple(masks)))                            # (b,)
+    model.train(was_training)
+    nlls = torch.cat(nlls).cpu().double()  # the only host sync
+    total = torch.zeros(3, len(rows), dtype=torch.float64)                           # (3, n)
+    mine = torch.zeros(len(rows), dtype=torch.bool)                                  # (n,)
+    for (index, t, masked), nll in zip(batches, nlls.split([len(t) for _, t, _ in batches])):
         total[:, index] += torch.stack((nll, nll * t, masked)) / repeats
         mine[index] = True
-    model.train(was_training)
     return total[:, mine]                                                            # (3, m)
 
 

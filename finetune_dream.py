@@ -468,7 +468,7 @@ def evaluate(model, val, cfg, here):
     """{name: mean loss over the held-out dialogues}, with feedback and without."""
     losses, special = {}, model.net.cfg
     for soft in [True, False] if model.sm else [False]:
-        total = torch.zeros((), dtype=torch.float64)
+        found = [torch.zeros((), device=here.device)]
         for i in range(here.rank, len(val), here.world):
             ids, prompt_len = val[i]
             x0 = pad_with_eos(ids, special.pad_token_id, rng(cfg.seed, "val n_end", i))[None]
@@ -476,8 +476,11 @@ def evaluate(model, val, cfg, here):
             t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)
             q = rng(cfg.seed, "val q", i)
             xt = mask_response(x0, prompt_len, t, special.mask_token_id, q)    # (1, L)
-            nll = model(x0.to(here.device), xt.to(here.device), soft)          # (N,)
-            total += objective(nll, t, cfg.loss, 1).item()
+            inputs = x0, xt, *(xt == special.mask_token_id).nonzero(as_tuple=True)
+            x0, xt, *masks = (launch.to_device(x, here.device) for x in inputs)
+            nll = model(x0, xt, soft, tuple(masks))                            # (N,)
+            found.append(objective(nll, t, cfg.loss, 1))
+        total = torch.stack(found).cpu().double().cumsum(0)[-1]  # the only host sync
         losses["val_soft" if soft else "val_plain"] = launch.over_ranks(total).item() / len(val)
     return losses
 

@@ -192,7 +192,9 @@ class DiT(nn.Module):
         V = self.cfg.vocab_size
         weight = self.output_layer.linear.weight                               # (V, D)
         bias = self.output_layer.linear.bias.clone()                           # (V,)
-        bias[self.cfg.mask_id] = -1e6  # p = 0, without another pass over an (n, V) tensor
+        # p = 0, without another pass over an (n, V) tensor. `bias[i] = -1e6` would copy the number
+        # from the host, which is a host sync.
+        bias[self.cfg.mask_id].fill_(-1e6)
         if torch.compiler.is_compiling():
             # Unless 64 divides V, CUDA uses an old, slow kernel for the weight's gradient. So V is
             # padded [ours], but not in eager mode: each call would copy the weight once more.

@@ -91,29 +91,29 @@ class Pick(NamedTuple):
 GREEDY = Pick()
 
 
-def pad_prompts(cfg, prompt, gen_len, device="cpu"):
+def pad_prompts(cfg, prompt, gen_len):
     """prompt (B, P) → x (B, P + gen_len), masks behind it            §2.2 conditional generation"""
     # Masks inside the prompt are filled, too.
     x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
     if (x[:, 0] == cfg.mask_token_id).any():
         raise Refused("position 0 is masked, and nothing before it can predict it: add a prompt")
-    return x.to(device)
+    return x
 
 
 @torch.no_grad()
 def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=None):
     """Fill the masks of x in `steps` steps                                        Alg. 2, App. C.9
 
-    model: TwoPass, of a backbone that ignores t.   x: (B, L) ids.   schedule, switch: see
-    `time_gain`.   on_step(x): called after every step.
-    Returns (B, L) ids without any mask. At temperature 0, or with a list of generators, a sequence
+    model: TwoPass, of a backbone that ignores t.   x: (B, L) ids on the CPU.   schedule, switch:
+    see `time_gain`.   on_step(x): called after every step.
+    Returns (B, L) ids without any mask, on the model's device. At temperature 0, or with a list of generators, a sequence
     does not depend on the rest of its batch. Checked against tests/oracles.py slow_decode.
     """
     net, mask_id = model.net, model.mask_id
     plain = net.table[mask_id]                                          # (D,)
+    masked = x == mask_id                                               # (B, L)  on the host
+    start, x = masked.sum(-1), to_device(x, plain.device)               # (B,), (B, L)
     emb = F.embedding(x, net.table)                                     # (B, L, D)             l.1
-    masked = x.cpu() == mask_id                                         # (B, L)  on the host
-    start = masked.sum(-1)                                              # (B,)    on the host
     for share in reveal_shares(steps):
         b, l = masked.nonzero(as_tuple=True)                            # 2 × (N,)  on the host
         masks = to_device(b, x.device), to_device(l, x.device)          # 2 × (N,)
@@ -274,9 +274,10 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     """
     net, mask_id, L = model.net, model.mask_id, x.shape[1]
     plain = net.table[mask_id]                                          # (D,)
-    emb = F.embedding(x, net.table)                                     # (B, L, D)
-    masked = x.cpu() == mask_id                                         # (B, L)  on the host
+    masked = x == mask_id                                               # (B, L)  on the host
     start, place = masked.sum(-1), torch.arange(L)                      # (B,), (L,)  on the host
+    x = to_device(x, plain.device)                                      # (B, L)
+    emb = F.embedding(x, net.table)                                     # (B, L, D)
     if masked[:, :L - gen_len].any():
         raise Refused("blocks fill a response only: use --block=0 to infill")
     check(gen_len, steps, block, threshold)
@@ -368,15 +369,15 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     generator.manual_seed(seed_of(cfg.seed, ids))
     settings = {"pick": Pick(cfg.algorithm, cfg.temperature, cfg.top_p, generator),
                 "schedule": cfg.schedule, "switch": cfg.switch, "on_step": count}
-    x = pad_prompts(model.cfg, [ids], cfg.gen_len, device)              # (1, L)
-    gaps = x == mask_id                                                 # (1, L)
+    x = pad_prompts(model.cfg, [ids], cfg.gen_len)                      # (1, L)
+    gaps = x == mask_id                                                 # (1, L)  on the host
     two, steps = TwoPass(model, sm, mask_id), cfg.steps or cfg.gen_len + ids.count(mask_id)
     if cfg.block:
         x = decode_blocks(two, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
                           **settings)
     else:
         x = decode(two, x, steps, **settings)
-    new = x[gaps].tolist()
+    new = x.cpu()[gaps].tolist()
     kept = new[:new.index(eos)] if eos in new else new
     text = tok.decode(kept)
     for stop in until:

@@ -14,6 +14,7 @@ import os
 import statistics
 import sys
 import time
+import warnings
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from typing import Literal
@@ -97,8 +98,21 @@ def timed(fn, device):
     return found
 
 
+def host_syncs(fn):
+    """How often the host waits for the GPU in one call of fn. torch warns each time."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        fn()
+        torch.cuda.set_sync_debug_mode("default")
+    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+
+
 def interleaved(cases, repeats, device, tokens):
-    """{name: {column: median}} of functions that take turns. The first turn does not count."""
+    """{name: {column: median}} of functions that take turns. The first turn does not count.
+
+    On CUDA, one more turn counts the host syncs of a call.
+    """
     turns = [{name: timed(fn, device) for name, fn in cases.items()}
              for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
     first, found = next(iter(cases)), {}
@@ -109,6 +123,8 @@ def interleaved(cases, repeats, device, tokens):
             columns[ratio] = [turn[name][key] / turn[first][key] for turn in turns[1:]]
         found[name] = {key: statistics.median(values) for key, values in columns.items()}
         found[name]["tokens/s"] = tokens / found[name]["seconds"]
+        if device.type == "cuda":
+            found[name]["syncs"] = host_syncs(cases[name])
     return found
 
 
@@ -176,8 +192,11 @@ def train_rows(cfg, device, dtype):
 
 
 def sample_rows(cfg, device, dtype, n, steps, graphs):
-    """n samples, binary and with SM. s/call: seconds per network call of a sequence.   App. C.4"""
-    model, calls = build(cfg, device).eval(), {}
+    """n samples, binary and with SM.                                                   App. C.4
+
+    s/call: seconds per network call of a sequence.   syncs: per turn, a call for all sequences.
+    """
+    model, calls, turns = build(cfg, device).eval(), {}, {}
     if dtype:
         model.net.cast_linears_(dtype)
     if graphs:
@@ -188,11 +207,13 @@ def sample_rows(cfg, device, dtype, n, steps, graphs):
         generators = [rng("bench", i) for i in range(n)]
         with torch.autocast(device.type, dtype, enabled=bool(dtype)):
             _, nfe = generate(model, n, steps, "mdlm", cfg.top_p, generators, soft=name == "SM")
-        calls[name] = nfe.double().mean().item()
+        calls[name], turns[name] = nfe.double().mean().item(), nfe.max().item()
     cases = {name: partial(run, name) for name in ("binary", "SM")}
     rows = interleaved(cases, max(2, cfg.repeats // 2), device, n * cfg.length)
     for name, row in rows.items():
         row["s/call"] = row["seconds"] / calls[name]
+        if "syncs" in row:
+            row["syncs"] /= turns[name]
     return rows
 
 
@@ -235,7 +256,7 @@ def decoding_rows(cfg, device, dtype, compiling):
         torch.compiler.reset()
         dream.compile_trunk()
     n = cfg.dream_answer
-    x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench")).to(device)
+    x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench"))      # on the CPU
     x[:, n:] = sm.mask_id
 
     def run(feedback, cache):

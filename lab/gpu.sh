@@ -2,7 +2,7 @@
 # What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes:
 #     bash lab/gpu.sh              # all blocks
 #     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
-#     SIZE=toy bash lab/gpu.sh     # the same commands on a CPU, about 3 minutes
+#     SIZE=toy bash lab/gpu.sh     # the same commands with tiny models, also on a CPU: 3 minutes
 # $OUT (default: results/bench) gets all output, in gpu.log, and the numbers, in gpu-*.json.
 # What is already there is not measured again, so a block that was stopped can go on.
 # As they stand here, these blocks have not run on a GPU. For an older commit, see results/bench.
@@ -11,8 +11,8 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-python3} size=${SIZE:-gpu}
 
 if [ "$size" = toy ]; then
-    out=${OUT:-out/gpu-toy} work=${WORK:-out/gpu-toy-work} bench="quick --device=cpu"
-    model="--n_layer=1 --n_head=2 --n_embd=32 --n_cond=16 --length=64 --device=cpu"
+    out=${OUT:-out/gpu-toy} work=${WORK:-out/gpu-toy-work} bench=quick
+    model="--n_layer=1 --n_head=2 --n_embd=32 --n_cond=16 --length=64"
 else
     out=${OUT:-results/bench} work=${WORK:-out/gpu} bench=gpu
     model="--n_layer=12 --n_head=12 --n_embd=768 --n_cond=128 --device=cuda"

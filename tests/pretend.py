@@ -37,6 +37,8 @@ class Operations(TorchDispatchMode):
             inputs = [args[0], *tensors(args[2:])]
         elif name in WAITING and result_on_gpu:
             waits.append(name)
+        elif name == "copy_" and on_gpu(args[0]) != on_gpu(args[1]):  # x[7] = 1.0 is one, too
+            waits.append(name)
         mixed = [x for x in inputs if x.dim() and not on_gpu(x)]  # a number may be on the CPU
         assert not (result_on_gpu and mixed), f"{name} mixes CPU and GPU"
         out = func(*args, *values, **kwargs or {})
@@ -60,10 +62,19 @@ class Calls(TorchFunctionMode):
         out = func(*args, **kwargs | ({"device": "cpu"} if "device" in kwargs else {}))
         if name == "to" and on_gpu(x) != (kind == "cuda"):
             out = out.clone()
-            if not kwargs.get("non_blocking"):
+            pinned = getattr(x.untyped_storage(), "pinned", False)
+            if on_gpu(x) or not (pinned and kwargs.get("non_blocking")):
                 waits.append(name)
+        elif name in ("tensor", "as_tensor") and kind == "cuda" and not on_gpu(x):
+            waits.append(name)
         out.untyped_storage().on_gpu = kind == "cuda"
         return out
+
+
+def pin_memory(x):
+    x = x.clone()
+    x.untyped_storage().pinned = True
+    return x
 
 
 class Generator(torch.Generator):
@@ -83,7 +94,7 @@ def gpu():
     of_tensors = mock.patch.multiple(
         torch.Tensor, cpu=lambda x: x.to("cpu"), tolist=lambda x: tolist(x.to("cpu")),
         device=property(lambda x: cuda if on_gpu(x) else device(x)), is_cuda=property(on_gpu),
-        pin_memory=lambda x: x)
+        pin_memory=pin_memory)
     of_torch = mock.patch.multiple(torch, Generator=Generator, compile=lambda f, **options: f)
     # is_available stays False, or AdamW would ask whether CUDA captures a graph.
     one_gpu = mock.patch.multiple(torch.cuda, device_count=lambda: 1, set_device=mock.Mock())
