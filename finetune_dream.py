@@ -51,8 +51,8 @@ TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
 # chat template puts a default system message before it.
 ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant",
          "human": "user", "gpt": "assistant"}
-FORMAT = ('{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}'
-          ']} or {"prompt": "…", "response": "…"}')
+FORMAT = ('{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": '
+          '"…"}]} or {"prompt": "…", "response": "…"}')
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 MASK_FLOOR = 1e-3  # mask with probability (1 − floor) t + floor, but weight the loss by 1/t [code]
 
@@ -61,8 +61,8 @@ MASK_FLOOR = 1e-3  # mask with probability (1 − floor) t + floor, but weight t
 class Config:
     model: str = ""             # folder of a Dream, Dream-Coder or open-dCoder model, as published
     # mix (Tulu 3 + SmolTalk), coding (Ling-Coder-SFT), or a .jsonl with one dialogue in each line:
-    #     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}
-    # or {"prompt": "…", "response": "…"}, or Alpaca's or ShareGPT's records. A JSON list works, too.
+    # {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},
+    # {"prompt": "…", "response": "…"}, or Alpaca's or ShareGPT's records. A JSON list works, too.
     data: str = ""
     out: str = "out/dream"
     resume: bool | Literal["auto"] = False  # continue from last.pt in `out`; auto: if it exists
@@ -342,7 +342,8 @@ def read_lines(cfg):
         lines = text.split("\n")
         if text.lstrip().startswith("["):
             lines = map(json.dumps, json.loads(text))
-        for line, record in enumerate(lines, 1):
+        for record in lines:
+            line += 1
             if record.strip():
                 records.append(as_messages(json.loads(record)))
     except (ValueError, LookupError, TypeError):
