@@ -99,12 +99,13 @@ def likeliest(probs, p):
     """The m largest of each row of probs (n, V), descending: values and ids (n, m).
 
     m is V, or large enough for the m values of every row to add up to more than p. Sorting all of V
-    in every call would cost as much as the network.
+    in every call would cost as much as the network. To see whether m is large enough, the host must
+    wait for the GPU: nothing smaller than V always is, because a flat row needs p V tokens.
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
     if probs.is_cuda and probs.numel() < 1e6:
-        sizes = (V,)  # a small sort, without the host sync of `all`; 1e6 is a guess, not measured
+        sizes = (V,)  # a small sort costs less than to wait; 1e6 is a guess, not measured
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():

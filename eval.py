@@ -40,8 +40,7 @@ import data
 import grids
 import launch
 from data import rng
-from launch import (Count, Refused, Share, Size, machine, progress, read_jsonl, run, to_device,
-                    write_text)
+from launch import Count, Refused, Share, Size, machine, progress, read_jsonl, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 METRICS = "ppl", "zero_shot", "samples", "sudoku"
@@ -124,7 +123,7 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
         masked = xt == model.cfg.mask_id                                             # (b, L)
         batches.append((index, t, masked.sum(1)))
         inputs = x0, xt, t, *masked.nonzero(as_tuple=True)
-        x0, xt, t, *masks = (to_device(x, device) for x in inputs)
+        x0, xt, t, *masks = (launch.to_device(x, device) for x in inputs)
         nlls.append(model(x0, xt, t, soft, tuple(masks)))                            # (b,)
     model.train(was_training)
     nlls = torch.cat(nlls).cpu().double()  # the only host sync

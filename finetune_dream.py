@@ -495,7 +495,8 @@ def log_line(done, cfg, model, sums):
     if sums["soft"]:
         line["lam"] = sums["lam"] / sums["soft"]
     if model.sm:
-        line |= {"omega_" + name: w.item() for name, w in zip("sab", model.sm.omega)}
+        omega = torch.stack(model.sm.omega).tolist()  # one host sync for all three
+        line |= {"omega_" + name: value for name, value in zip("sab", omega)}
         if model.sm.k is None:
             line["tau"] = model.sm.tau.item()
     return line

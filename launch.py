@@ -296,7 +296,9 @@ class Log:
 
     def collect(self, norm):
         """{name: sum over all ranks since the last line, "grad_norm", "seconds"}. Raises on NaN."""
-        values = [torch.as_tensor(v, device=norm.device).float() for v in self.sums.values()]
+        # `full` does not wait for the host, as copying a number would.
+        values = [v.float() if torch.is_tensor(v) else norm.new_full((), v, dtype=torch.float32)
+                  for v in self.sums.values()]
         values = torch.stack([*values, norm.float()]).cpu().double()  # the only host sync here
         totals = over_ranks(values[:-1]).tolist()
         found = dict(zip(self.sums, totals), grad_norm=values[-1].item())

@@ -188,10 +188,10 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     nfe = torch.tensor([len(plan) for plan in plans])                          # (n,)
     turns = progress(side_by_side(plans, x.shape[1], device), "calls", int(nfe.max()),
                      leave=False, disable=bool(on_step) or None)
-    x = x.to(device, copy=True)                                                # (n, L)
+    x = to_device(x, device).clone()                                           # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     lam, guess = torch.zeros(x.shape, device=device), x.clone()  # only for on_step
-    mask = torch.tensor(mask_id, device=device)  # assigning a number would be a host sync
+    mask = torch.full((), mask_id, device=device)  # copying a number would be a host sync
 
     def draw(h, u):
         logits = net.head(h)                                                   # (m, V)
@@ -233,7 +233,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     model.eval()
     soft = soft and model.sm is not None
     x, generators = beginning(model, n, x, generator)                          # (n, L)
-    L, x = x.shape[1], x.to(device)                                            # (n, L)
+    L, x = x.shape[1], to_device(x, device)                                    # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     nfe = torch.zeros(n, dtype=torch.long, device=device)                      # (n,)
 
@@ -270,7 +270,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         if on_step:
             on_step(x, lam, guess, masks, h)
     model.train(was_training)
-    return x.cpu(), nfe.cpu()
+    return x.cpu(), nfe.cpu()  # host syncs
 
 
 def next_masks(score, masked, steps_left):

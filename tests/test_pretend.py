@@ -7,9 +7,11 @@ import data
 import finetune_dream
 import launch
 import train
+from chunks import likeliest
 from conftest import gen, random_mdlm, start
+from eval import bound
 from pretend import gpu
-from sample import SAMPLERS, generate
+from sample import ORDERS, SAMPLERS, generate, generate_in_order
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(),
                                 reason="a GPU is there: tests named cuda use it")
@@ -42,15 +44,50 @@ def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
     assert here.device == torch.device("cuda:1")
 
 
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_generate_waits_only_for_what_it_returns(sampler):
-    """Before its first step it also waits for the model and the ids."""
+@pytest.mark.parametrize("soft", [True, False])
+@pytest.mark.parametrize("sampler", [*SAMPLERS, *ORDERS])
+def test_sampling_waits_only_for_what_it_returns(sampler, soft):
+    """In order, every step also waits for the masks that are left."""
     model = random_mdlm(vocab_size=1100, mask_id=1099, length=10, omega_s=0.7)  # nucleus: 1,024
-    starts = []
+    turns, decode = [], generate
+    if sampler in ORDERS:
+        decode = generate_in_order
     with gpu() as waits:
-        generate(model.to("cuda"), 3, 20, sampler, generator=data.rng(9), top_p=0.9,
-                 on_step=lambda *args: starts.append(len(waits)))
-        assert len(starts) > 5 and waits[starts[0]:] == ["to"]
+        model.to("cuda")
+        waits.clear()
+        decode(model, 3, 8, sampler, generator=data.rng(9), top_p=0.9, soft=soft,
+               on_step=lambda *args: turns.append(len(waits)))
+        if sampler in ORDERS:
+            assert turns == list(range(1, 9)) and waits == 8 * ["to"] + 2 * ["to"]
+        else:
+            assert turns == len(turns) * [0] and len(turns) > 2 and waits == ["to"]
+
+
+def test_a_large_nucleus_waits_once_for_each_size_that_it_tries():
+    with gpu() as waits:
+        flat = torch.full((900, 9000), 1 / 9000, device="cuda")
+        sharp = flat.clone()
+        sharp[:, 3].fill_(1.0)
+        for probs, looks in (sharp, 1), (flat, 2), (sharp[:100], 0):
+            waits.clear()
+            likeliest(probs, 0.95)
+            assert waits == looks * ["_local_scalar_dense"]
+
+
+def test_an_evaluation_waits_once(tiny_dream):
+    """However many batches or dialogues it has. Finetuning's measures with feedback and without."""
+    model = random_mdlm(vocab_size=20, mask_id=19, length=9, omega_s=0.7)
+    rows = torch.randint(19, (11, 9), generator=gen())
+    with gpu() as waits:
+        model.to("cuda")
+        waits.clear()
+        bound(model, rows, True, batch_size=3, repeats=2)
+        assert waits == ["to"]
+        cfg, here = finetune_dream.Config(model=tiny_dream), launch.machine()
+        model, val = finetune_dream.model_of(cfg, here), 3 * [(torch.arange(12).numpy(), 5)]
+        waits.clear()
+        finetune_dream.evaluate(model, val, cfg, here)
+        assert waits == ["to", "to"]
 
 
 @pytest.fixture
