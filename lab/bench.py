@@ -238,13 +238,15 @@ def finetuning_rows(cfg, device, dtype):
     dream.checkpointing = True
     dora.attach(dream, TARGETS, 16, 16, rng("bench"))
     model = TwoPassDream(dream, sm, sm.mask_id)
-    x0 = torch.randint(sm.mask_id - 1, (1, cfg.dream_length), generator=rng("bench")).to(device)
+    x0 = torch.randint(sm.mask_id - 1, (1, cfg.dream_length), generator=rng("bench"))
     xt = x0.clone()
     xt[:, cfg.dream_length // 2::2] = sm.mask_id  # half of the answer, every second token
+    masks = (xt == sm.mask_id).nonzero(as_tuple=True)                          # 2 × (N,)
+    x0, xt, *masks = (x.to(device) for x in (x0, xt, *masks))
 
     def step(soft):
         model.zero_grad(set_to_none=True)
-        model(x0, xt, soft).mean().backward()
+        model(x0, xt, soft, tuple(masks)).mean().backward()
     cases = {"binary": partial(step, False), "SM": partial(step, True)}
     return interleaved(cases, cfg.repeats, device, cfg.dream_length)
 
