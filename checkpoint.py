@@ -40,8 +40,11 @@ FORMAT = "soft-masked-mdlm/1"
 HUB_FILES = "model.safetensors", "pytorch_model.bin"
 
 
-def load(path):
-    """The dict above, from a .pt, .ckpt, .safetensors or .bin, or the folder of a run or model."""
+def load(path, kind=None):
+    """The dict above, from a .pt, .ckpt, .safetensors or .bin, or the folder of a run or model.
+
+    kind: raise Refused if the file is of another.
+    """
     if not path:
         raise Refused("--checkpoint=FILE is missing, such as out/quickstart/last.pt, which "
                       "`python train.py quickstart` makes")
@@ -55,6 +58,8 @@ def load(path):
             raise
         raise Refused(f"{path} is not a complete checkpoint ({in_short(e)})")
     if "format" in ckpt:
+        if kind:
+            only(ckpt, path, kind=kind)
         return with_variant(path, ckpt)
     state = ckpt.get("state_dict", ckpt)
     if not any(name.endswith("vocab_embed.embedding") for name in state):
@@ -98,7 +103,7 @@ def with_variant(path, ckpt):
 
 def weights(path, ema=True):
     """A model's state_dict and the rest of its dict.   ema: use the average. ω has none [code]."""
-    ckpt = load(path)
+    ckpt = load(path, "mdlm")
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)
     if ema:
         state = state | (average or {})
@@ -223,7 +228,7 @@ def only(settings, where, **wanted):
     """Raises Refused if a setting is not the `wanted` one: results would be silently wrong."""
     for name, want in wanted.items():
         if settings.get(name, want) != want:
-            raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} is implemented")
+            raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} works here")
 
 
 # ---- training files ------------------------------------------------------------------------------

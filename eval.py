@@ -29,7 +29,7 @@ import platform
 import re
 import statistics
 from dataclasses import asdict, dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -40,7 +40,7 @@ import data
 import grids
 import launch
 from data import rng
-from launch import Count, Refused, Share, Size, machine, progress, read_jsonl, run, write_text
+from launch import Count, Refused, Size, machine, progress, read_jsonl, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 METRICS = "ppl", "zero_shot", "samples", "sudoku"
@@ -63,7 +63,8 @@ class Config:
     text: str = ""                  # files that zero_shot measures, in any format of data.py
     rows: Count = 0                 # how many, evenly spaced (default: all; "Data": half, random)
     repeats: Size = 1               # draws of times and masks per row
-    floor: Share = ALPHA_FLOOR      # smallest t and α. With 0, Eq. 2 itself: 0.1 to 0.3 % higher
+    # Smallest t and α. With 0, Eq. 2 itself: 0.1 to 0.3 % higher.
+    floor: Annotated[float, 0, 0.01] = ALPHA_FLOOR
     dtype: launch.DType = "auto"    # bfloat16 where the GPU has it [code], else float32
     # samples, sudoku
     samples: str | None = None      # from sample.py; NAME.jsonl includes all NAME.RANK.jsonl
@@ -356,6 +357,8 @@ def write_result(cfg, stem, values, settings):
 
 
 def main(cfg):
+    if cfg.metric == "ppl":
+        launch.unused(cfg, "with ppl: zero_shot measures it", "text")
     if cfg.metric in ("ppl", "zero_shot"):
         measure_bound(cfg)
     else:

@@ -233,19 +233,22 @@ def finetune(cfg):
     """The whole run. Returns the TwoPassDream."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    master = here.rank == 0
-
-    # ---- the data
-    if master and cfg.model == PRESETS["tiny"]["model"]:
+    if here.rank == 0 and cfg.model == PRESETS["tiny"]["model"]:
         make_tiny(cfg.model, PRESETS["tiny"]["data"])
     if here.world > 1:
         dist.barrier()
     special = DreamConfig.read(cfg.model)
     check(cfg, special.vocab_size, here.world)
-    last = os.path.join(cfg.out, "last.pt")
+    # Only rank 0 writes, so only rank 0 locks. The others wait for it in launch.goes_on.
+    with launch.lock(cfg.out) if here.rank == 0 else contextlib.nullcontext():
+        return loop(cfg, here, special.mask_token_id)
+
+
+def loop(cfg, here, mask_id):
+    """`finetune`, once the settings are checked and the folder is locked."""
+    master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
-    tok = Tokenizer(cfg.model)
-    train, val, dropped = load_dialogues(cfg, tok, special.mask_token_id, master)
+    train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id, master)
     # For finetune.json. The number of updates computed here depends on the seed: if it were saved,
     # lab/eval_dream.py would take runs that differ in their seed alone for different settings.
     asked = cfg
@@ -267,19 +270,26 @@ def finetune(cfg):
     if here.world > 1:  # gradients are views of DDP's buckets, not copies: this saves memory
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
+    def measure():  # and keep the adapter, if it is the best so far
+        found = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
+        return keep_best(found, cfg, asked, model, here)
+
     # ---- the loop
     start, stop, line = done, 0, {}  # stop: a signal's number, or 0.   line: the last in the log
-    # Only rank 0 writes, so only rank 0 locks.
-    locked = launch.lock(cfg.out) if master else contextlib.nullcontext()
-    with locked, launch.signals() as caught:
+    with launch.signals() as caught:
         log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
-        if master and cfg.overwrite and not start:
+        if master and cfg.overwrite:
             remove_run(cfg.out)
         if master:
             sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
             print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
                   f"{sizes[0]:,} parameters of DoRA, {sizes[1]} of SM, {here.device} × "
                   f"{here.world}; updates {start:,} to {cfg.steps:,}")
+        # An evaluation that a stop cut off is made up.
+        due_at_start = start and val and due(cfg.eval_every, start, cfg.steps)
+        if due_at_start and metrics.get("step") != start:
+            metrics = measure()
+            log.amend(metrics)
         if master and start:  # a kill right after last.pt was saved may have left an older last/
             save(last, cfg, asked, model, optimizer, step=start, metrics=metrics, data=source)
         for step in range(start, cfg.steps):
@@ -292,8 +302,7 @@ def finetune(cfg):
             if evaluated or saved or due(cfg.log_every, done, cfg.steps) or done == 1:
                 line = log_line(done, cfg, model, log.collect(norm))  # refuses NaN before a save
                 if evaluated:
-                    metrics = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
-                    keep_best(metrics, cfg, asked, model, here)
+                    metrics = measure()
                     line |= metrics
                 log.write(line)
             if saved and master:
@@ -306,13 +315,17 @@ def finetune(cfg):
                            f"the same command with --resume", 128 + stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
     command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
-    warning = model.warning(line["ce_per_mask"]) if line else ""
-    launch.leave(here, f"{warning}\n{command}".strip(), 0)
+    launch.leave(here, f"{model.warning(line)}\n{command}".strip(), 0)
     return model
 
 
 def check(cfg, V, world):
     """Raises Refused for settings that cannot be trained.   V: size of the vocabulary."""
+    if cfg.steps:
+        launch.unused(cfg, "with --steps", "epochs")
+    if cfg.p_sm == 0:
+        launch.unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b",
+                      "k", "eta_sm", "coin")
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
     if (cfg.k or 1) >= V:
@@ -457,7 +470,7 @@ def optimizer_of(model):
 
 def load_last(path, cfg, source):
     """last.pt of this run. Raises Refused if its dialogues, model or settings differ."""
-    ckpt = checkpoint.load(path)
+    ckpt = checkpoint.load(path, "dream-adapter")
     before = ckpt["config"] | ckpt["data"]
     now = asdict(cfg) | source
     launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME)
@@ -503,7 +516,7 @@ def log_line(done, cfg, model, sums):
 
 
 def keep_best(metrics, cfg, asked, model, here):
-    """Save best/ if this evaluation is the best so far, and note its loss in `metrics`.
+    """Save best/ if this evaluation is the best so far. Returns `metrics` with the best loss.
 
     All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
     """
@@ -512,6 +525,7 @@ def keep_best(metrics, cfg, asked, model, here):
         metrics["best"] = loss
         if here.rank == 0:
             save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, asked)
+    return metrics
 
 
 def save(path, cfg, asked, model, optimizer, **facts):

@@ -197,11 +197,17 @@ def any_rank(number):
 
 # ---- stopping and resuming -----------------------------------------------------------------------
 def goes_on(last, resume, overwrite):
-    """Whether to resume from the checkpoint `last`. Every rank must call this."""
+    """Whether to resume from the checkpoint `last`. Every rank must call this, after rank 0 locked.
+
+    A kill before the first save can leave a step-N.pt alone. Then "auto" starts afresh, or a job
+    that is queued again after every kill would never start.
+    """
     exists = any_rank(os.path.exists(last))
     folder = Path(last).parent
     kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
-    if (exists or kept) and not overwrite and not (exists and resume):
+    if overwrite and resume:
+        raise Refused("--overwrite starts afresh, --resume goes on: give one of them")
+    if not overwrite and (exists and not resume or kept and not exists and resume != "auto"):
         how = ": --resume continues it from last.pt, " if exists else " without last.pt: "
         raise Refused(f"{folder} already holds a run{how}--overwrite replaces it, another folder "
                       f"starts a new one")
@@ -214,6 +220,13 @@ def check_same(path, before, here, names, remedy=""):
                  for name in sorted(names) if before.get(name) != here[name]]
     if different:
         raise Refused(f"{path} has other settings: {', '.join(different)}{remedy}")
+
+
+def unused(cfg, why, *names):
+    """Raises Refused if one of these flags is on the command line: it would do nothing."""
+    for name in names:
+        if name in getattr(cfg, "flags", ()):
+            raise Refused(f"--{name} does nothing {why}")
 
 
 @contextlib.contextmanager
@@ -285,7 +298,7 @@ class Log:
         if master:
             # Drop the lines of updates that will be repeated, and a line that a kill cut short.
             lines = [line for line in read_jsonl(path) if start and line["step"] <= start]
-            write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
+            write_jsonl(path, lines)
             if lines:
                 self.began -= lines[-1]["seconds"]  # count from where the run stopped
 
@@ -306,6 +319,13 @@ class Log:
             raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
         self.sums = {}
         return found | {"seconds": time.time() - self.last}
+
+    def amend(self, values):
+        """Write the last line again, with more values: an evaluation that a stop had cut off."""
+        *lines, line = read_jsonl(self.path) or [{}]
+        if self.master:
+            write_jsonl(self.path, lines)
+        self.write(line | values)
 
     def write(self, line):
         """Append the dict `line` to log.jsonl, with the seconds since the start, and print it."""
@@ -343,6 +363,10 @@ def atomic(path):
 def write_text(path, text):
     with atomic(path) as tmp:
         Path(tmp).write_text(text, encoding="utf-8")
+
+
+def write_jsonl(path, values):
+    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
 def read_json(path):

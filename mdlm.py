@@ -325,16 +325,16 @@ class TwoPass(nn.Module):
     def score(self, h, x0):
         return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk
 
-    def warning(self, ce_per_mask):
+    def warning(self, line):
         """A sentence for the user if training has left feedback off, else "".
 
-        ce_per_mask: cross-entropy per mask in nats, an estimate of the mean entropy H. The advice
-        is ω_b = −H, because then λ is ω_s / 2 at this entropy (Eq. 3).
+        line: the last of log.jsonl. Its cross-entropy per mask estimates the mean entropy H, and
+        with ω_b = −H, λ would be ω_s / 2 at this entropy (Eq. 3).
         """
-        if self.sm is None or not self.lam < 1e-3:
+        if line.get("lam", 1.0) >= 1e-3:  # a line without feedback has no λ
             return ""
-        return (f"feedback is off: λ is {self.lam:.1g} on average. Train longer, or start with "
-                f"--omega_s=0.5 --omega_a=1 --omega_b={-max(0.01, ce_per_mask):.2g}")
+        return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
+                f"--omega_s=0.5 --omega_a=1 --omega_b={-max(0.01, line['ce_per_mask']):.2g}")
 
 
 def with_omega_in_graph(nll, sm):

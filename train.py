@@ -17,13 +17,15 @@ The first word is a preset, defined below.
 Every random number depends only on what it is for: times on (seed, "t", step), masks on (seed, "q",
 step, j), with step = 0 for the update that the log calls 1. Micro-batches j are counted over all
 ranks, so one process with 4 of them makes the same run as two with 2 each. No random state needs
-saving: a run that was stopped or killed resumes from its last save as if nothing had happened.
+saving: a run that was stopped or killed resumes from its last save as if nothing had happened. Only
+its log can differ: a stop writes a line of its own, and the next line starts to sum after it.
 """
 
 import contextlib
 import copy
 import os
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -188,40 +190,27 @@ def train(cfg):
     """
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    master = here.rank == 0
     flags = getattr(cfg, "flags", ())  # names of the flags on the command line
-
-    # ---- the data
-    if master:
+    if here.rank == 0:
         data.prepare_preset(cfg.data)
     if here.world > 1:
         dist.barrier()
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
-    source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
-    n_train = data.n_rows(tokens, cfg.length)
-    held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
+    # Only rank 0 writes, so only rank 0 locks. The others wait for it in launch.goes_on.
+    with launch.lock(cfg.out_dir) if here.rank == 0 else contextlib.nullcontext():
+        return loop(cfg, here, tokens, meta, flags)
 
-    # ---- the model, its EMA, the optimizer
-    last, ckpt = os.path.join(cfg.out_dir, "last.pt"), None
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(cfg.seed)  # the same weights on every rank
-        model = MDLM(cfg)
-    omega_from = "the settings"
-    if launch.goes_on(last, cfg.resume, cfg.overwrite):
-        ckpt = load_last(last, cfg, source)
-        model.load_state_dict(ckpt["model"])
-        omega_from = last
-    elif cfg.init_from:
-        omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
-    model.to(here.device)
-    ema, optimizer = average_of(model), optimizer_of(model)
-    done, metrics = 0, {}  # updates made; the last evaluation
-    if ckpt:
-        ema.load_state_dict(model.state_dict() | ckpt["ema"])
-        optimizer.load_state_dict(ckpt["optimizer"])
-        done, metrics = ckpt["step"], ckpt["metrics"]
-        del ckpt  # it is as large as the model and its optimizer
+
+def loop(cfg, here, tokens, meta, flags):
+    """`train`, once the data are there and the folder is locked."""
+    master, path = here.rank == 0, partial(os.path.join, cfg.out_dir)
+    # All of train.bin is too long to hash at every start: if it is overwritten under its old
+    # meta.json, nobody notices.
+    source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
+              "val": meta["val"]["sha256"]}
+    held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
+    model, ema, optimizer, done, metrics, omega_from = beginning(cfg, here, meta, source, flags)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
     if compiled:  # after average_of: in a copy, compiled methods would use this model's weights
         compile_parts(model)
@@ -229,19 +218,22 @@ def train(cfg):
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    # ---- the loop
+    def write(name, **more):
+        if master:
+            save(path(name), cfg, model, ema, step=done, metrics=metrics, data=source,
+                 tokenizer=meta["tokenizer"], **more)
+
     start, stop, line = done, 0, {}  # stop: number of a signal. line: last line of the log
-    # Only rank 0 writes, so only rank 0 takes the lock.
-    locked = launch.lock(cfg.out_dir) if master else contextlib.nullcontext()
-    with locked, launch.signals() as caught:
-        log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, master)
-        if master and cfg.overwrite and not start:
+    with launch.signals() as caught:
+        log = launch.Log(path("log.jsonl"), start, cfg.steps, master)
+        if master and cfg.overwrite:
             remove_run(cfg.out_dir)
         if master:
             feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
             wait = ", the first after a minute or more of compiling" if compiled else ""
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {here.device} × "
-                  f"{here.world}, {here.dtype or 'float32'}; {n_train:,} rows of {cfg.length}, "
+                  f"{here.world}, {here.dtype or 'float32'}; "
+                  f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length}, "
                   f"{cfg.batch_size} an update, {cfg.micro_batch} at a time; "
                   f"updates {start:,} to {cfg.steps:,}{wait}; {feedback}")
         # A continuation measures the bound before its first update (Fig. 3). There is no better
@@ -249,6 +241,15 @@ def train(cfg):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
+        if start:  # what a stop or a kill cut off after this update is made up
+            late = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
+            if late:
+                metrics = {"step": start, **evaluate(ema, held_out, here)}
+                log.amend(metrics)
+                write("last.pt", optimizer=optimizer.state_dict())
+            name = f"step-{start}.pt"
+            if is_kept(start, cfg) and (late or not os.path.exists(path(name))):
+                write(name)
         model.train()
         for step in range(start, cfg.steps):
             norm = update(step, cfg, tokens, model, parallel, optimizer, here, log)
@@ -258,37 +259,64 @@ def train(cfg):
             stop = launch.any_rank(max(caught, default=0))
             evaluated = due(cfg.eval_every, done, cfg.steps) and not stop
             saved = due(cfg.save_every, done, cfg.steps) or stop
-            kept = due(cfg.keep_every, done, cfg.steps) or done == cfg.steps
+            kept = is_kept(done, cfg)
             if evaluated or saved or kept or due(cfg.log_every, done, cfg.steps) or done == 1:
                 line = log_line(done, cfg, model, log.collect(norm))  # raises on NaN, before a save
                 if evaluated:
                     metrics = {"step": done, **evaluate(ema, held_out, here)}
                     line |= metrics
                 log.write(line)
-            facts = {"step": done, "metrics": metrics, "tokenizer": meta["tokenizer"],
-                     "data": source}
-            if saved and master:
-                save(last, cfg, model, ema, **facts, optimizer=optimizer.state_dict())
-            if kept and master:
-                save(os.path.join(cfg.out_dir, f"step-{done}.pt"), cfg, model, ema, **facts)
+            if saved:
+                write("last.pt", optimizer=optimizer.state_dict())
+            if kept:
+                write(f"step-{done}.pt")
             if stop:
                 break
 
     if stop:
-        launch.leave(here, f"stopped after update {done:,}, saved in {last}: to continue, run "
-                           f"the same command with --resume", 128 + stop)
+        launch.leave(here, f"stopped after update {done:,}, saved in {path('last.pt')}: to "
+                           f"continue, run the same command with --resume", 128 + stop)
     if cfg.show and done == cfg.steps:
         bounds = evaluate(ema, held_out, here)
         if master:
             summarize(cfg, bounds, meta)
-    launch.leave(here, model.warning(line["ce_per_mask"]) if line else "", 0)
+    launch.leave(here, model.warning(line), 0)
     return model, ema
+
+
+def beginning(cfg, here, meta, source, flags):
+    """(model, EMA, optimizer, updates made, last evaluation, where ω comes from) to start from"""
+    last, ckpt, done, metrics = os.path.join(cfg.out_dir, "last.pt"), None, 0, {}
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(cfg.seed)  # the same weights on every rank
+        model = MDLM(cfg)
+    omega_from = "the settings"
+    if launch.goes_on(last, cfg.resume, cfg.overwrite):
+        ckpt = load_last(last, cfg, source)
+        model.load_state_dict(ckpt["model"])
+        omega_from, done, metrics = last, ckpt["step"], ckpt["metrics"]
+    elif cfg.init_from:
+        omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
+    model.to(here.device)
+    ema, optimizer = average_of(model), optimizer_of(model)
+    if ckpt:
+        ema.load_state_dict(model.state_dict() | ckpt["ema"])
+        optimizer.load_state_dict(ckpt["optimizer"])
+    return model, ema, optimizer, done, metrics, omega_from
+
+
+def is_kept(done, cfg):
+    """Whether there is a step-N.pt of update N = done."""
+    return due(cfg.keep_every, done, cfg.steps) or done == cfg.steps
 
 
 def resolved(cfg, special, world):
     """cfg, checked, with the vocabulary of the data.   special: the tokenizer in meta.json."""
-    if not cfg.soft_mask:
-        raise Refused("train.py takes no --soft_mask: --p_sm=0 trains without soft-masking")
+    launch.unused(cfg, "in train.py: --p_sm=0 trains without SM", "soft_mask")
+    launch.unused(cfg, "in train.py: the data say which it is", "vocab_size", "mask_id")
+    if cfg.p_sm == 0:
+        launch.unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b",
+                      "k", "two_updates", "eta_sm")
     if cfg.variant == "constant" and cfg.omega_s < 1e-3:
         raise Refused("--variant=constant does not learn its λ, which is ω_s: give --omega_s, say "
                       "0.3")
@@ -332,12 +360,18 @@ def optimizer_of(model):
 
 def load_last(path, cfg, source):
     """last.pt of this run. Raises Refused if its data or settings differ."""
-    ckpt = checkpoint.load(path)
+    ckpt = checkpoint.load(path, "mdlm")
+    remedy = f". --init_from={path} with another --out_dir starts from these weights"
     # Data are compared by content, because their folder may have moved.
-    before = ckpt["config"] | {"data": ckpt["data"]["sha256"], "keys": ckpt["keys"]}
-    now = asdict(cfg) | {"data": source["sha256"], "keys": data.KEYS}
-    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME,
-                      f". --init_from={path} with another --out_dir starts from these weights")
+    theirs = {"val": source["val"]} | ckpt["data"]
+    if any(theirs[name] != source[name] for name in ("sha256", "val")):
+        raise Refused(f"{path} was trained on the text that was in {theirs['path']}, but "
+                      f"{cfg.data} now holds another{remedy}")
+    before = ckpt["config"] | {"keys": ckpt["keys"]}
+    now = asdict(cfg) | {"keys": data.KEYS}
+    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME - {"data"}, remedy)
+    if ckpt["step"] > cfg.steps:
+        raise Refused(f"{path} is already at update {ckpt['step']:,}: --steps={cfg.steps} is over")
     return ckpt
 
 
@@ -351,7 +385,7 @@ def load_initial(model, cfg, special, flags):
     if os.path.realpath(cfg.out_dir) in (path, os.path.dirname(path)):
         raise Refused(f"--init_from={cfg.init_from} is in --out_dir={cfg.out_dir}, where this run "
                       f"replaces files: give another --out_dir")
-    ckpt = checkpoint.load(cfg.init_from)
+    ckpt = checkpoint.load(cfg.init_from, "mdlm")
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
     now = asdict(cfg) | {"tokenizer": special["name"]}
     # Some of these can differ without a mismatch in shapes.

@@ -16,6 +16,7 @@ The last lines are, for ten ranges of t, the bound without feedback and what fee
 import os
 import sys
 from dataclasses import dataclass, replace
+from typing import Annotated
 
 import torch
 
@@ -23,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data import rng
 from eval import Config as EvalConfig
 from eval import corrupted, held_out_rows, mean_and_se, write_result
-from launch import Count, Refused, Share, Size, machine, progress, run
+from launch import Count, Refused, Size, machine, progress, run
 from mdlm import MDLM
 from sample import generate_in_order
 
@@ -32,7 +33,7 @@ from sample import generate_in_order
 class Config(EvalConfig):
     """The flags of `eval.py ppl`, two of them with other defaults, and two more."""
     rows: Count = 1000      # how many held-out rows, evenly spaced (0: all)
-    floor: Share = 0.0      # Eq. 2 itself
+    floor: Annotated[float, 0, 0.01] = 0.0  # Eq. 2 itself
     width: Size = 6         # tokens in a span
     calls: str = "6,3,2"    # calls to fill a span in; the result has a line for each number
 

@@ -18,7 +18,7 @@ import data
 import launch
 import oracles
 import train as script
-from conftest import ROOT, dying, refused, sigterm, torchrun
+from conftest import ROOT, dying, kill, refused, sigterm, spy, torchrun
 from eval import val_ppl
 from mdlm import MDLM
 from train import Config, train
@@ -179,7 +179,7 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
     one = replace(tiny, micro_batch=2, p_sm=0.5, eval_every=3, eval_rows=4, save_every=2)
     two = beside(one, "two", resume="auto")
     (tmp_path / "probe.py").write_text(TWO_RANKS)
-    flags = [f"--{k}={v}" for k, v in vars(two).items()]
+    flags = [f"--{k}={v}" for k, v in vars(two).items() if v != getattr(Config, k)]
     done = torchrun("--max_restarts=1", tmp_path / "probe.py", *flags, cwd=tmp_path,
                     start_new_session=True)
     for text in "updates 0 to 6", "updates 2 to 6", "stopped after update 4, saved in":
@@ -236,12 +236,56 @@ def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit
     assert stop.value.code == 128 + signal.SIGTERM and checkpoint.load(file(cut))["step"] == 3
     assert not bounds(cut) and "stopped after update 3, saved in" in capsys.readouterr().out
     train(whole)
-    train(cut)
+    train(cut)  # and makes it up here
+    assert bounds(cut) == bounds(whole) and list(bounds(cut)) == [3, 6, 8]
     a, b = weights(whole), weights(cut)
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     assert sorted(os.listdir(cut.out_dir)) == [".lock", "last.pt", "log.jsonl", "step-8.pt"]
     assert [line["step"] for line in log(cut)] == list(range(1, 9))
     assert [line["loss"] for line in log(whole)] == [line["loss"] for line in log(cut)]
+
+
+def test_what_a_stop_cut_off_is_made_up_on_resume(tiny, monkeypatch):
+    """The step file of update 2 after a kill, the evaluations of 4 and 6 after stops."""
+    whole = replace(tiny, eval_every=2, eval_rows=4, keep_every=2, save_every=1)
+    cut = beside(whole, "cut", resume="auto")
+    train(whole)
+    for name, at, then in ("save", 3, kill), *2 * [("update_ema", 2, sigterm)]:
+        with dying(script, name, at, then):
+            train(cut)
+    assert checkpoint.load(file(cut))["step"] == 6 and list(bounds(cut)) == [2, 4]
+    train(replace(cut, eval_every=0))  # the new value decides
+    assert list(bounds(cut)) == [2, 4]
+    train(cut)
+    calls = spy(monkeypatch, script, "evaluate")
+    train(cut)
+    assert not calls and log(cut)[-1]["step"] == 6
+    assert bounds(cut) == bounds(whole) and [line["step"] for line in log(cut)] == [*range(1, 7)]
+    for name in "step-2.pt", "step-4.pt", "step-6.pt":
+        a, b = (checkpoint.load(file(cfg, name)) for cfg in (whole, cut))
+        assert a["metrics"] == b["metrics"] and a["metrics"]["step"] == a["step"]
+        assert all(torch.equal(a["model"][key], b["model"][key]) for key in a["model"])
+
+
+def test_auto_starts_afresh_where_only_a_step_file_is_left(tiny):
+    cfg = replace(tiny, keep_every=2, save_every=4, resume="auto")
+    with dying(script, "save", 2):
+        train(cfg)
+    assert sorted(os.listdir(cfg.out_dir)) == [".lock", "log.jsonl", "step-2.pt"]
+    for resume in False, True:
+        refused("already holds a run without last.pt", train, replace(cfg, resume=resume))
+    train(cfg)
+    assert checkpoint.load(file(cfg))["step"] == 6
+    refused("give one of them", train, replace(cfg, overwrite=True))
+    refused("already at update 6: --steps=5 is over", train, replace(cfg, steps=5))
+
+
+def test_the_folder_is_locked_before_its_last_save_is_read(tiny, monkeypatch):
+    reading = spy(monkeypatch, checkpoint, "load")
+    train(replace(tiny, steps=2))
+    with launch.lock(tiny.out_dir):
+        refused("another process is writing into", train, replace(tiny, resume=True))
+    assert not reading
 
 
 def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
@@ -336,7 +380,7 @@ def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny, tmp_p
     other = prepared(tmp_path, "other text " * 500, "held out " * 50)
     for change, message in (
             (dict(n_layer=1), r"other settings: n_layer \(2 there, 1 here\)"),
-            (dict(data=other), "other settings: data")):
+            (dict(data=other), f"on the text that was in {tiny.data}, but {other} now holds")):
         refused(message, train, replace(more, **change))
     with monkeypatch.context() as patch:
         patch.setattr(data, "KEYS", data.KEYS + 1)
