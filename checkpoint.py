@@ -316,9 +316,16 @@ def write_safetensors(path, tensors, metadata=None):
 def read_header(path):
     """({name: dtype, shape, offsets}, metadata, bytes before the tensors) of a safetensors file"""
     with open(path, "rb") as f:
-        size = int.from_bytes(f.read(8), "little")
-        header = json.loads(f.read(min(size, os.path.getsize(path))))
-    return header, header.pop("__metadata__", {}), 8 + size
+        offset = 8 + int.from_bytes(f.read(8), "little")
+        try:
+            header = json.loads(f.read(min(offset - 8, os.path.getsize(path))))
+        except ValueError:
+            raise Refused(f"{path} is no safetensors file, or cut short: download it again")
+    metadata = header.pop("__metadata__", {})
+    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+    if os.path.getsize(path) < offset + end:
+        raise Refused(f"{path} is cut short: download it again")
+    return header, metadata, offset
 
 
 # ---- what is in a file ---------------------------------------------------------------------------

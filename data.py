@@ -275,7 +275,8 @@ def read_file(path, field):
             yield n, record.get(field)
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
-    with unpack(path, "rt", encoding="utf-8-sig") as f:  # skips a byte-order mark
+    # utf-8-sig skips a byte-order mark. With newline="", line ends stay the bytes that they are.
+    with unpack(path, "rt", encoding="utf-8-sig", newline="") as f:
         try:
             if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
                 yield from read_lines(f, field)

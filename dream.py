@@ -52,7 +52,7 @@ class DreamConfig:
         """config.json of a model folder. A missing mask id is looked up in added_tokens.json."""
         raw = read_part(folder, "config.json")
         nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
-        raw |= {"rope_theta": nested.get("rope_theta", raw.get("rope_theta")),
+        raw |= {"rope_theta": nested.get("rope_theta") or raw["rope_theta"],
                 "rope_type": nested.get("rope_type", "default")}
         # Each of these may be missing: Qwen2's default is the wanted value.
         only(raw, folder, rope_scaling=None, hidden_act="silu", use_sliding_window=False,
@@ -262,7 +262,7 @@ class Dream(nn.Module):
 def load_adapter(model, folder):
     """Attach the DoRA in `folder`, in place. Returns what `read_omega` does.
 
-    Raises Refused for an adapter of another kind or another model, ValueError for other shapes.
+    Raises Refused for an adapter of another kind, another model or other shapes.
     Models of the same shapes are told apart by finetune.json, which only our own folders have.
     """
     cfg = read_json(os.path.join(folder, "adapter_config.json"))
@@ -277,7 +277,10 @@ def load_adapter(model, folder):
                       f"{cfg['base_model_name_or_path']}: same shapes, other weights")
     check_numbers(state, folder)
     dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
-    dora.load_adapter_state(model, state)
+    try:
+        dora.load_adapter_state(model, state)
+    except ValueError as e:
+        raise Refused(f"{folder}: {e}")
     return read_omega(model.cfg, folder)
 
 

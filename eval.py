@@ -40,7 +40,7 @@ import data
 import grids
 import launch
 from data import rng
-from launch import Count, Refused, Size, machine, progress, read_jsonl, run, write_text
+from launch import Count, Refused, Size, machine, progress, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 METRICS = "ppl", "zero_shot", "samples", "sudoku"
@@ -203,7 +203,7 @@ def read_samples(path):
     and index count once.
     """
     shards = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
-    lines = [line for file in (path, *shards) for line in read_jsonl(file)]
+    lines = [line for file in (path, *shards) for line in launch.read_samples(file)]
     if not lines:
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
@@ -346,7 +346,11 @@ def write_result(cfg, stem, values, settings):
              for name in ("data", "text", "scorer", "seed", "rows", "repeats", "floor", "ema",
                           "dtype", "length", "scale")
              if getattr(cfg, name) != getattr(Config, name)]
-    path = cfg.out or ".".join([stem.rstrip("/"), cfg.metric, *flags, "json"])
+    stem = stem.rstrip("/")
+    ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "")
+    if os.path.abspath(stem).startswith(ours):  # the shipped model's: git tracks this folder
+        stem = os.path.join("out", os.path.basename(stem))
+    path = cfg.out or ".".join([stem, cfg.metric, *flags, "json"])
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
     rows = {cfg.metric: values} if cfg.metric in ("samples", "sudoku") else values

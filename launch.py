@@ -369,8 +369,23 @@ def write_jsonl(path, values):
     write_text(path, "".join(json.dumps(value) + "\n" for value in values))
 
 
+class Fields(dict):
+    """A JSON object. A missing field raises Refused with the name of the file."""
+
+    def __init__(self, path, values):
+        super().__init__(values)
+        self.path = path
+
+    def __missing__(self, name):
+        raise Refused(f"{self.path} has no field {name!r}")
+
+
 def read_json(path):
-    return json.loads(Path(path).read_text(encoding="utf-8"))
+    """The JSON object in a file, as Fields."""
+    try:
+        return Fields(path, json.loads(Path(path).read_text(encoding="utf-8")))
+    except (ValueError, TypeError) as e:
+        raise Refused(f"{path} is not a complete JSON object ({in_short(e)})")
 
 
 def append_jsonl(path, *values):
@@ -390,3 +405,12 @@ def read_jsonl(path):
             with contextlib.suppress(ValueError):
                 values.append(json.loads(line))
     return values
+
+
+def read_samples(path):
+    """The lines of a file from sample.py. Raises Refused for any other file."""
+    lines = read_jsonl(path)
+    for line in lines:
+        if not isinstance(line, dict) or not line.keys() >= {"ids", "text", "seed", "index", "settings"}:
+            raise Refused(f"{path} has lines that are not from sample.py")
+    return lines

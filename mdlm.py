@@ -164,7 +164,10 @@ class DiT(nn.Module):
             "linear": zero_linear(D, V),
             "adaLN_modulation": zero_linear(cond, 2 * D)})
         # Not buffers, because DDP would broadcast those in every update.
-        self.cos, self.sin = rotation(cfg.length, D // cfg.n_head)             # 2 × (L, 1, 1, d)
+        with torch.device("cpu"):  # a meta tensor would have no values
+            self.cos, self.sin = rotation(cfg.length, D // cfg.n_head)         # 2 × (L, 1, 1, d)
+        # load_state_dict(assign=True) can bring the weights to another device, too.
+        self.register_load_state_dict_post_hook(lambda net, _: net.move_rotation())
 
     @property
     def table(self):
@@ -228,8 +231,12 @@ class DiT(nn.Module):
     def _apply(self, fn, recurse=True):
         """Move the rotation along with the model, but keep it in fp32."""
         super()._apply(fn, recurse)
-        self.cos, self.sin = self.cos.to(self.table.device), self.sin.to(self.table.device)
+        self.move_rotation()
         return self
+
+    def move_rotation(self):
+        if not self.table.is_meta:
+            self.cos, self.sin = self.cos.to(self.table.device), self.sin.to(self.table.device)
 
 
 class TwoPass(nn.Module):

@@ -30,7 +30,7 @@ import launch
 from checkpoint import with_omega
 from chunks import compile_parts, in_chunks, likeliest
 from data import rng, tokenizer
-from launch import Refused, Share, Size, append_jsonl, progress, read_jsonl, to_device
+from launch import Refused, Share, Size, append_jsonl, progress, read_samples, to_device
 from mdlm import MDLM
 from show import show, trace
 from softmask import neg_entropy
@@ -230,6 +230,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
     device, was_training = table.device, model.training
+    by_entropy = {"entropy": True, "random": False}[order]
     model.eval()
     soft = soft and model.sm is not None
     x, generators = beginning(model, n, x, generator)                          # (n, L)
@@ -255,7 +256,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         h = net.hidden(emb, masks, masked.float().mean(-1))                    # (N, D)          l.3
         drawn, minus_H, *feedback = in_chunks(predict, h, u[on_host], V=len(table))  #           l.4
         score = to_device(chance.float(), device)                              # (n, L)
-        if order == "entropy":
+        if by_entropy:
             # From masks alone, a DiT predicts the same at every position. Break these ties at
             # random: rounding errors would break them differently in every batch [ours].
             blank = masked.all(-1, keepdim=True)                               # (n, 1)
@@ -401,7 +402,7 @@ def file_and_lines(cfg, here):
         paths = [f"{cfg.out.removesuffix('.jsonl')}.{r}.jsonl" for r in range(here.world)]
     if cfg.trace and os.path.realpath(cfg.trace) in map(os.path.realpath, [cfg.out, *paths]):
         raise Refused(f"--trace={cfg.trace} is a file of samples: give another --trace")
-    return paths[here.rank], [line for path in paths for line in read_jsonl(path)]
+    return paths[here.rank], [line for path in paths for line in read_samples(path)]
 
 
 def resolved(cfg, n_masks, here, lines):

@@ -154,8 +154,10 @@ def propose(model, h, b, pick, forced=False):
             # −H, guarded against log 0 [code]. It is 0 where the filter leaves a single token, as
             # it often does at App. B.2's settings.
             conf = (p * (p + 1e-10).log()).sum(-1)                      # (m,)
-        else:
+        elif pick.algorithm == "maskgit_plus":
             conf = p.gather(-1, x0[:, None])[:, 0]                      # (m,)
+        else:
+            raise ValueError(f"no algorithm is called {pick.algorithm!r}")
         if model.sm is None:
             return x0, conf
         return x0, conf, model.feedback_chunk(h, logits)[0]             # 2 × (m,), (m, D)
@@ -388,7 +390,13 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
 
 
 def main(cfg):
+    if not cfg.block:
+        launch.unused(cfg, "without --block", "cache")
+    if cfg.infill:
+        launch.unused(cfg, "with --infill", "prompt", "chat")
     model, tok, sm = load_for_decoding(cfg)
+    if sm is None:
+        launch.unused(cfg, "without feedback", "schedule", "switch")
     label = feedback_label(cfg, sm)
     if sm:
         label += f", ω_s = {sm.omega[0].item():.3g}"

@@ -63,10 +63,12 @@ class SoftMask(nn.Module):
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):
         super().__init__()
-        in_range = 0 <= omega_s < 1 and omega_a > 0 and omega_b < 0 and tau > 0
-        if not in_range or (k is not None and k < 1) or mask_id is None:
-            raise ValueError("SoftMask needs a mask_id, 0 <= omega_s < 1, omega_a > 0, "
-                             "omega_b < 0, tau > 0, and k >= 1 or None")
+        fits = {"mask_id": mask_id is not None, "k": k is None or k >= 1, "tau": tau > 0,
+                "omega_s": 0 <= omega_s < 1, "omega_a": omega_a > 0, "omega_b": omega_b < 0}
+        if not all(fits.values()):
+            wrong = ", ".join(name for name in fits if not fits[name])
+            raise ValueError(f"SoftMask: {wrong} out of range. 0 <= omega_s < 1, omega_a > 0, "
+                             f"omega_b < 0, tau > 0, k >= 1 or None, and a mask_id are needed")
         self.mask_id, self.k = mask_id, k
         s, a, minus_b, tau = torch.tensor([omega_s, omega_a, -omega_b, tau], dtype=torch.float32)
         self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))
@@ -89,6 +91,8 @@ class SoftMask(nn.Module):
         lam = self.strength(neg_entropy(logp))                                     # (N,)
         if self.k is None:
             return lam, None, logp.exp()
+        if self.k > logits.shape[1]:
+            raise ValueError(f"k = {self.k} for logits of {logits.shape[1]} tokens")
         top, ids = largest(logits, self.k)                                         # (N, k)
         return lam, ids, top.softmax(-1)             # p renormalised over the top k: Σ π = 1
 
@@ -130,6 +134,8 @@ class SoftMask(nn.Module):
             The first form has static shapes, for torch.compile. The second is cheaper.
         Returns (B, L, D) in the table's dtype. λ = 0 gives F.embedding(x, table) bit for bit.
         """
+        if logits.shape[-1] != len(table):
+            raise ValueError(f"logits of {logits.shape[-1]} tokens for a table of {len(table)}")
         masked = x == self.mask_id                                                 # (B, L)
         plain = F.embedding(x, table)                                              # (B, L, D)
         if logits.dim() == 3:

@@ -131,6 +131,9 @@ class Config:
 
 def main(cfg):
     model = MDLM.load(cfg.checkpoint or SHIPPED)
+    if model.cfg.length != 39:
+        raise Refused(f"{cfg.checkpoint} is no model of Sudokus: its rows have {model.cfg.length} "
+                      f"tokens, not 39")
     if cfg.given:
         wrong = mistake(cfg.given) or ("" if "." in cfg.given else "no cell is empty")
         if wrong:
