@@ -409,8 +409,7 @@ def read_jsonl(path):
 
 def read_samples(path):
     """The lines of a file from sample.py. Raises Refused for any other file."""
-    lines = read_jsonl(path)
-    for line in lines:
-        if not isinstance(line, dict) or not line.keys() >= {"ids", "text", "seed", "index", "settings"}:
-            raise Refused(f"{path} has lines that are not from sample.py")
+    needed, lines = {"ids", "text", "seed", "index", "settings"}, read_jsonl(path)
+    if not all(isinstance(line, dict) and line.keys() >= needed for line in lines):
+        raise Refused(f"{path} has lines that are not from sample.py")
     return lines

@@ -124,6 +124,11 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys):
     refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "d"), out=out))
 
 
+def test_line_ends_stay_the_bytes_that_they_are(tmp_path):
+    (tmp_path / "a.txt").write_bytes("a\r\nω\rb\n".encode())
+    assert list(data.documents([tmp_path / "a.txt"])) == ["a\r\nω\rb\n"]
+
+
 def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
     lines = jsonl(["x" * 99] * 300).encode()
     for name, content, message in (

@@ -4,6 +4,7 @@ import math
 import os
 import sys
 import types
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -266,3 +267,12 @@ def test_sudoku_counts_whole_grids(world):
     found = result("sudoku", "--samples=grids.jsonl")["values"]
     assert (found["right"], found["distinct"], found["n"]) == (51 / 55, 50, 55)
     assert found["right_se"] == pytest.approx((51 * 4 / 55**3) ** 0.5)
+
+
+def test_results_of_the_shipped_model_do_not_land_among_the_files_that_git_tracks(
+        tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for stem in f"{ROOT}/results/sudoku.safetensors", "own/last.pt":
+        evaluation.write_result(evaluation.Config(metric="samples"), stem, {"n": 1}, {})
+    assert sorted(map(str, Path().rglob("*.json"))) == [
+        "out/sudoku.safetensors.samples.json", "own/last.pt.samples.json"]

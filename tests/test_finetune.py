@@ -259,6 +259,22 @@ def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follo
     assert logged(cfg.out) == logged(whole.out)
 
 
+def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(cfg, monkeypatch):
+    cfg = replace(cfg, log_every=1)
+    whole = replace(cfg, out=cfg.out + "-whole")
+    finetune(whole)
+    with dying(torch.optim.AdamW, "step", cfg.steps, sigterm):
+        finetune(cfg)
+    cfg = replace(cfg, resume=True)
+    finetune(cfg)
+    assert logged(cfg.out) == logged(whole.out) and "val_soft" in logged(cfg.out)[-1]
+    a, b = (checkpoint.load(out + "/last.pt")["metrics"] for out in (cfg.out, whole.out))
+    assert a == b and os.path.exists(cfg.out + "/best/adapter_model.safetensors")
+    calls = spy(monkeypatch, ft, "evaluate")
+    finetune(cfg)
+    assert not calls
+
+
 def test_two_ranks_are_one(cfg):
     finetune(cfg)
     two = replace(cfg, out=cfg.out + "-two")

@@ -3,11 +3,17 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
+import checkpoint
+import data
+import dora
+import finetune_dream
 import launch
-from conftest import ROOT
+from conftest import ROOT, random_mdlm, refused, save_mdlm, start
+from dream import Dream
 from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
 from train import Config
 
@@ -43,6 +49,73 @@ def test_bad_input_is_one_line_and_an_exit_code(monkeypatch, capsys, main, flags
     err = capsys.readouterr().err
     assert stop.value.code == 2
     assert err.startswith(f"x.py: {message}") and err.count("\n") == 1
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """A folder of small files of every kind, each of them good."""
+    monkeypatch.chdir(tmp_path)
+    data.prepare(["a text of some length"] * 99, "data", data.tokenizer("bytes"))
+    finetune_dream.make_tiny("dream", "dialogues.jsonl")
+    save_mdlm("mdlm.pt", random_mdlm(vocab_size=259, mask_id=258, length=20, omega_s=0.5))
+    checkpoint.save("adapter.pt", kind="dream-adapter", config={}, model={}, step=1, metrics={})
+    dream = Dream.load("dream")
+    dora.attach(dream, finetune_dream.TARGETS, 4, 8)
+    cfg = finetune_dream.Config(r=4, alpha=8)
+    finetune_dream.save_adapter("adapter", dream, None, cfg)
+
+
+def change(path, old, new):
+    text = Path(path).read_text()
+    assert old in text
+    Path(path).write_text(text.replace(old, new))
+
+
+def cut(path, share=0.7):
+    os.truncate(path, int(os.path.getsize(path) * share))
+
+
+@pytest.mark.parametrize("break_it, words, message", [
+    (None, "sample --checkpoint=adapter.pt", "adapter.pt has kind = 'dream-adapter'"),
+    (None, "eval ppl --checkpoint=adapter.pt", "adapter.pt has kind = 'dream-adapter'"),
+    (None, "sudoku --checkpoint=adapter.pt", "adapter.pt has kind = 'dream-adapter'"),
+    (None, "sudoku --checkpoint=mdlm.pt", "mdlm.pt is no model of Sudokus: its rows have 20"),
+    (None, "train --data=data --length=20 --init_from=adapter.pt", "adapter.pt has kind = 'dream-"),
+    (lambda: cut("data/meta.json"), "train --data=data", "data/meta.json is not a complete JSON"),
+    (lambda: cut("dream/added_tokens.json"), "sample_dream --model=dream",
+     "dream/added_tokens.json is not a complete JSON"),
+    (lambda: change("dream/config.json", '"rope_theta"', '"theta"'), "sample_dream --model=dream",
+     "dream/config.json has no field 'rope_theta'"),
+    (lambda: change("adapter/adapter_config.json", '"lora_alpha"', '"alpha"'),
+     "sample_dream --model=dream --adapter=adapter", "adapter_config.json has no field 'lora_alph"),
+    (lambda: change("adapter/adapter_config.json", '"r": 4', '"r": 5'),
+     "sample_dream --model=dream --adapter=adapter", "adapter: .* has another shape in the model"),
+    (lambda: cut("dream/model.safetensors"), "sample_dream --model=dream",
+     "dream/model.safetensors is cut short: download it again"),
+    (lambda: cut("dream/model.safetensors", 1e-3), "sample_dream --model=dream",
+     "dream/model.safetensors is no safetensors file, or cut short"),
+    (lambda: Path("x.jsonl").write_text("42"), "sample --checkpoint=mdlm.pt --out=x.jsonl",
+     "x.jsonl has lines that are not from sample.py"),
+    (lambda: Path("x.jsonl").write_text('{"ids": [1]}'), "eval samples --samples=x.jsonl",
+     "x.jsonl has lines that are not from sample.py"),
+    (lambda: Path("x.jsonl").touch(), "eval zero_shot --checkpoint=mdlm.pt --text=x.jsonl",
+     "the text: 0 tokens do not fill one row"),
+    (None, "eval ppl --checkpoint=mdlm.pt --data=data --text=x", "--text does nothing with ppl"),
+    (None, "eval ppl --floor=0.5", "--floor=0.5 must be a number from 0 to 0.01"),
+    (None, "train --data=data --vocab_size=7", "--vocab_size does nothing in train.py"),
+    (None, "train --data=data --soft_mask=False", "--soft_mask does nothing in train.py"),
+    (None, "train --data=data --p_sm=0 --omega_s=0.5", "--omega_s does nothing with --p_sm=0"),
+    (None, "finetune_dream --model=dream --p_sm=0 --k=3", "--k does nothing with --p_sm=0"),
+    (None, "finetune_dream --model=dream --steps=3 --epochs=1", "--epochs does nothing with --st"),
+    (None, "sample_dream --model=dream --cache=dual", "--cache does nothing without --block"),
+    (None, "sample_dream --model=dream --schedule=linear", "--schedule does nothing without feed"),
+    (None, "sample_dream --model=dream --infill=a___ --prompt=b", "--prompt does nothing with --i"),
+])
+def test_a_bad_file_or_flag_is_refused_in_one_line(files, break_it, words, message):
+    """And what the same words do with good files is tested elsewhere."""
+    if break_it:
+        break_it()
+    refused(message, start, *words.split())
 
 
 def test_printing_ends_no_run(tmp_path):

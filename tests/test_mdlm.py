@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import chunks
 import oracles
-from conftest import digest, plain_omega, recording, spy
+from conftest import digest, gen, plain_omega, random_mdlm, recording, spy
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=64, n_cond=32, vocab_size=62, mask_id=61, length=16,
@@ -183,3 +183,13 @@ def test_recorded_two_pass_loss_and_gradients(golden, name, changes):
         expected = golden[f"{name}/grad"].numpy()
         scale = expected[:, :1]
         np.testing.assert_allclose(digests / scale, expected / scale, rtol=0, atol=1e-5)
+
+
+def test_a_model_without_values_gets_all_of_them_from_a_file():
+    """On torch's meta device, nothing has a value, but the rotation is in no file."""
+    model = random_mdlm(vocab_size=9, mask_id=8, length=6)
+    with torch.device("meta"):
+        empty = MDLM(model.cfg)
+    empty.load_state_dict(model.state_dict(), assign=True)
+    emb, t = torch.randn(2, 6, 16, generator=gen()), torch.full((2,), 0.5)
+    assert torch.equal(empty.eval().net.trunk(emb, t), model.eval().net.trunk(emb, t))

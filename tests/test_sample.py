@@ -273,3 +273,9 @@ def test_decoding_takes_another_omega_also_for_a_binary_model(run, saved, tmp_pa
     [plain], [given] = run("plain", checkpoint=binary), run("given", checkpoint=binary, **omega)
     assert own["ids"] != soft["ids"] == given["ids"] != plain["ids"]
     assert given["settings"].items() >= omega.items()
+
+
+def test_an_order_that_does_not_exist_is_an_error():
+    model = random_mdlm(vocab_size=9, mask_id=8, length=6)
+    with pytest.raises(KeyError, match="entropie"):
+        generate_in_order(model, 1, 2, "entropie")

@@ -65,10 +65,16 @@ def test_reparameterisation():
 
 
 def test_what_would_be_silently_wrong_is_refused():
-    for bad in (dict(omega_s=1.0), dict(omega_a=0.0), dict(omega_b=math.nan), dict(k=0)):
-        with pytest.raises(ValueError, match="SoftMask needs"):
-            SoftMask(MASK, **bad)
+    for bad in (dict(omega_s=1.0), dict(omega_a=0.0), dict(omega_b=math.nan), dict(k=0),
+                dict(mask_id=None), dict(tau=0.0)):
+        with pytest.raises(ValueError, match=f"SoftMask: {[*bad][0]} out of range"):
+            SoftMask(**{"mask_id": MASK} | bad)
     x, logits, table = example()
+    with pytest.raises(ValueError, match=f"logits of {len(table) - 1} tokens for a table of"):
+        SoftMask(MASK).embed(table, x, logits[..., :-1])
+    with pytest.raises(ValueError, match="k = 99 for logits of"):
+        SoftMask(MASK, k=99).embed(table, x, logits)
+    assert SoftMask(MASK).embed(table, x, logits * math.nan)[x == MASK].isnan().all()
     with pytest.raises(ValueError, match="1 rows of logits for"):
         SoftMask(MASK).embed(table, x, logits[x == MASK][:1])
 
