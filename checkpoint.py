@@ -60,7 +60,8 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             only(ckpt, path, kind=kind)
-        return with_variant(path, ckpt)
+        only(ckpt.get("config", {}), path, arm="", variant="")  # of studies, with another λ or mix
+        return ckpt
     state = ckpt.get("state_dict", ckpt)
     if not any(name.endswith("vocab_embed.embedding") for name in state):
         raise Refused(f"{path} is no model of MDLM's family: it has no vocab_embed.embedding")
@@ -87,17 +88,6 @@ def read(path):
         ckpt = load_inert(path)
     if not isinstance(ckpt, dict):
         raise TypeError(f"it holds a {type(ckpt).__name__}")
-    return ckpt
-
-
-def with_variant(path, ckpt):
-    """The dict, with `variant` in its config. The shipped model's config calls it `arm`."""
-    config = ckpt.get("config", {})
-    if "arm" in config:
-        config["variant"] = config.pop("arm")
-    if config.get("variant", "") not in ("", "constant", "slerp"):
-        raise Refused(f"{path} is of the variant {config['variant']!r}, which variants.py does not "
-                      f"have")
     return ckpt
 
 

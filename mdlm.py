@@ -21,7 +21,7 @@ x0[masks] are their true tokens. Only these positions get logits, and only a chu
 
 import math
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated
 
 import torch
 import torch.nn as nn
@@ -31,7 +31,6 @@ import checkpoint
 from chunks import SM_KEEPS, in_chunks, in_pieces
 from launch import Count, Negative, Positive, Refused, Size
 from softmask import SoftMask
-from variants import VARIANTS
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t stays above 0: at t = 1 a few tokens are left [code]
 T_MIN = 1e-3        # the smallest time, because the loss divides by t [code]
@@ -56,7 +55,6 @@ class ModelConfig:
     omega_a: Positive = 10 / 1.5
     omega_b: Negative = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
-    variant: Literal[("", *VARIANTS)] = ""  # the name of another λ or mix in variants.py
 
 
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
@@ -364,9 +362,7 @@ class MDLM(TwoPass):
             raise Refused(f"n_embd={cfg.n_embd} is not a multiple of 2 n_head = {2 * cfg.n_head}")
         sm = None
         if cfg.soft_mask:
-            kind = VARIANTS[cfg.variant] if cfg.variant else SoftMask  # the paper's
-            sm = kind(cfg.mask_id, cfg.k, omega_s=cfg.omega_s, omega_a=cfg.omega_a,
-                      omega_b=cfg.omega_b)
+            sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
         super().__init__(DiT(cfg), sm, cfg.mask_id, cfg.two_updates)
         self.cfg = cfg
 

@@ -335,9 +335,6 @@ def resolved(cfg, special, world):
     if cfg.p_sm == 0:
         launch.unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b",
                       "k", "two_updates", "eta_sm")
-    if cfg.variant == "constant" and cfg.omega_s < 1e-3:
-        raise Refused("--variant=constant does not learn its λ, which is ω_s: give --omega_s, say "
-                      "0.3")
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
     if cfg.k is not None and cfg.k >= special["vocab_size"]:
@@ -408,7 +405,7 @@ def load_initial(model, cfg, special, flags):
     # Some of these can differ without a mismatch in shapes.
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
-        names += ["variant", "k"]
+        names += ["k"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
     # A model without SM ignores the file's ω. If the file has no ω, the model keeps its own.

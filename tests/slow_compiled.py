@@ -7,12 +7,11 @@ import pytest
 from test_compiled import both, compare, prepare
 
 ABLATION = 64, {"k": None, "two_updates": True}, ["--micro_batch=4", "--k=none", "--two_updates"]
-VARIANT = 64, {"variant": "slerp"}, ["--micro_batch=4", "--variant=slerp"]
 
 
 @pytest.mark.parametrize("length, fields, flags", [
     (3, {}, ["--micro_batch=1", "--batch_size=4"]),  # 0 to 3 masks, not equally many on both ranks
-    ABLATION, VARIANT], ids=["three tokens", "two updates", "variant"])
+    ABLATION], ids=["three tokens", "two updates"])
 def test_two_compiled_ranks_equal_one_eager_process(length, fields, flags, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     prepare(length, **fields)

@@ -23,7 +23,7 @@ from train import Config
     (["--resume", "--k=None"], dict(resume=True, k=None)),
     (["--resume=auto", "--compile=false"], dict(resume="auto", compile=False)),
     (["--resume", "auto", "--show", "--steps", "7"], dict(resume="auto", show=True, steps=7)),
-    (["--data=x=y", "--variant=", "--omega_b", "-2"], dict(data="x=y", variant="", omega_b=-2.0)),
+    (["--data=x=y", "--init_from=", "--omega_b", "-2"], dict(data="x=y", omega_b=-2.0)),
     (["quick", "--steps=2"], dict(steps=2, k=5)),
 ])
 def test_flags_become_typed_fields(words, fields):

@@ -12,7 +12,7 @@ from conftest import ROOT
 # A file imports only files in the lines above its own.
 LAYERS = [
     {"softmask", "chunks", "launch", "grids"},
-    {"checkpoint", "data", "show", "variants"},
+    {"checkpoint", "data", "show"},
     {"mdlm"},
     {"sample"},
     {"eval"},

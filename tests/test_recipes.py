@@ -225,6 +225,19 @@ def test_sedd_scores_become_probabilities_first():
     torch.testing.assert_close(*seen)  # p does not know the noise, which scales all scores alike
 
 
+def test_a_lambda_and_a_mix_of_ones_own():
+    model = random_mdlm(vocab_size=V, mask_id=MASK, length=6)
+    x0, t = torch.randint(MASK, (4, 6), generator=gen()), torch.full((4,), 0.7)
+    for kind in RECIPES.Constant, RECIPES.OnTheSphere:
+        model.sm = kind(MASK, omega_s=0.4)
+        model(x0, mdlm.corrupt(x0, t, MASK, gen()), t, soft=True).sum().backward()
+        assert model.sm.raw_s.grad and 0 < model.lam < 0.4 + 1e-6
+        mixed, lam, _ = model.feedback(torch.randn(5, 16, generator=gen()))
+        assert (lam.std() == 0) == (kind is RECIPES.Constant)
+        same = mixed.norm(dim=1).isclose(model.net.table[MASK].norm())
+        assert same.all() == (kind is RECIPES.OnTheSphere)
+
+
 def test_samples_from_python(tmp_path, monkeypatch, capsys):
     model = random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5)
     save_mdlm(tmp_path / "out/stdlib/last.pt", model)

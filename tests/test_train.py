@@ -309,7 +309,7 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     assert "feedback is off: λ is 2e-07 on average" in out and f"--omega_b={-ce:.2g}\n" in out
     for change, message in (
             (dict(n_head=4), r"n_head \(2 there, 4 here\)"),  # the shapes would fit
-            (dict(variant="slerp", k=None), r"k \(3 there, None here\), variant \('' there"),
+            (dict(k=None), r"k \(3 there, None here\)"),
             (dict(out_dir=cfg.out_dir), "is in --out_dir=.*replaces files")):
         refused(message, train, replace(other, overwrite=True, **change))
     ckpt = checkpoint.load(file(cfg))
@@ -318,29 +318,6 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     refused("not finite: restart", train, replace(cfg, overwrite=True, init_from=path))
     # Neither the NaNs, nor the old run: --resume would silently take it.
     assert "last.pt" not in os.listdir(cfg.out_dir)
-
-
-def test_a_run_whose_file_calls_its_variant_arm_resumes_and_starts_others(tiny):
-    def renamed(arm):
-        """last.pt of the run, whose config has `arm` in place of `variant`."""
-        ckpt = checkpoint.load(file(tiny))
-        del ckpt["config"]["variant"]
-        ckpt["config"]["arm"] = arm
-        checkpoint.save(file(tiny), **ckpt)
-    whole = beside(tiny, "whole")
-    train(whole)
-    half, _ = train(replace(tiny, steps=3))
-    renamed("")
-    cfg = beside(tiny, "other", init_from=file(tiny), steps=1)  # its learning rate is 0
-    assert all(map(torch.equal, half.parameters(), train(cfg)[0].parameters()))
-    resumed, fresh = replace(tiny, resume=True), replace(cfg, overwrite=True)
-    for run in resumed, fresh:
-        refused(r"variant \('' there, 'slerp' here\)", train, replace(run, variant="slerp"))
-    train(resumed)
-    assert all(map(torch.equal, weights(tiny).values(), weights(whole).values()))
-    renamed("renorm")
-    for run in resumed, fresh, replace(fresh, p_sm=0.0):
-        refused("is of the variant 'renorm'", train, run)
 
 
 @pytest.mark.parametrize("flags, omega, origin", [
@@ -363,7 +340,6 @@ def test_a_flag_beats_the_omega_of_a_file_and_a_preset_does_not(tiny, capsys, fl
 def test_a_wrong_flag_never_starts_a_run(tiny):
     for change, message in (
             (dict(b_l=0.5, b_h=0.5), "must be below"),
-            (dict(variant="constant", omega_s=1e-6), "does not learn its λ.*: give --omega_s"),
             (dict(k=259), "--k=259 must be below the 259 tokens of"),
             (dict(batch_size=6), "is not a multiple of")):
         refused(message, train, replace(tiny, **change))
