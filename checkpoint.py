@@ -6,7 +6,7 @@
     MDLM's family        from_mdlm_family: the weights of MDLM and of the authors, in our dict
     training files       load_inert: Lightning's files, without Lightning, and without running code
     safetensors          read_safetensors, write_safetensors
-    what is in a file    python checkpoint.py --checkpoint=mdlm.ckpt
+    what is in a file    python checkpoint.py mdlm.ckpt
 
 A checkpoint is one dict of tensors and plain values, so `torch.load(weights_only=True)` opens it:
 
@@ -351,4 +351,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run(main, Config, paths="checkpoint")

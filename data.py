@@ -60,8 +60,12 @@ class Tokens:
 
 def open_split(dir, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
+    if not os.path.isdir(dir):
+        raise Refused(f"there is no folder {dir}: give --data, or make it with data.py (data/owt: "
+                      f"`python data.py openwebtext`)")
     if not os.path.exists(f"{dir}/meta.json"):
-        raise Refused(f"no data in {dir}: run `python data.py openwebtext`, or give --data")
+        raise Refused(f"no data in {dir}, which has no meta.json. If it is a folder of texts: "
+                      f"`python data.py {dir} --out=data/NAME`, and then --data=data/NAME")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
     ids = np.memmap(path, np.uint16, "r")
@@ -77,8 +81,9 @@ def n_rows(tokens, L):
     """
     n = len(tokens.ids)
     if n < L - 2:
+        shorter = f", or train with --length={max(3, n // 100)}" if n else ""
         raise Refused(f"{tokens.name}: {n:,} tokens do not fill one row of length {L:,}: give "
-                      f"more text or a shorter length")
+                      f"more text{shorter}")
     return n // (L - 2)
 
 
@@ -93,6 +98,15 @@ def rows(tokens, index, L):
     start = np.asarray(index)[:, None] * (L - 2)                         # (n, 1)
     x[:, 1:-1] = torch.from_numpy(tokens.ids[start + np.arange(L - 2)].astype(np.int64))
     return x
+
+
+def evenly(n, m):
+    """Numbers of m of n held-out rows, or of all if m is 0, evenly spaced. Says so if they are few.
+    """
+    m = min(m or n, n)
+    if m < 100 and os.environ.get("RANK", "0") == "0":
+        print(f"only {m} held-out rows: another choice could give quite another result")
+    return torch.arange(m) * n // m
 
 
 def text_rows(docs, tok, L):

@@ -71,8 +71,9 @@ class DreamConfig:
 
 def read_part(folder, name):
     """A JSON file of a model folder, as a dict."""
-    if not folder:
-        raise Refused("--model=FOLDER is needed: a Dream model as it was published")
+    if not os.path.isdir(folder):
+        raise Refused(f"--model={folder} is no folder: give that of a Dream model as published, "
+                      f"from `hf download Dream-org/Dream-v0-Instruct-7B --local-dir FOLDER`")
     return read_json(os.path.join(folder, name))
 
 
@@ -265,6 +266,9 @@ def load_adapter(model, folder):
     Raises Refused for an adapter of another kind, another model or other shapes.
     Models of the same shapes are told apart by finetune.json, which only our own folders have.
     """
+    inside = [path for path in (f"{folder}/best", f"{folder}/last") if os.path.isdir(path)]
+    if inside:
+        raise Refused(f"{folder} is the folder of a run: give its adapter, {' or '.join(inside)}")
     cfg = read_json(os.path.join(folder, "adapter_config.json"))
     state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
     cfg.setdefault("use_dora", False)  # peft's default if the field is missing

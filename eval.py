@@ -28,7 +28,7 @@ import os
 import platform
 import re
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Annotated, Literal
 
 import numpy as np
@@ -45,6 +45,8 @@ from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 METRICS = "ppl", "zero_shot", "samples", "sudoku"
 PRESETS = {metric: {"metric": metric} for metric in METRICS}
+# On the screen. In files, `binary` is a model that was trained without SM.
+TITLES = {"soft": "with feedback", "plain": "without feedback", "binary": "without SM"}
 
 
 @dataclass
@@ -59,7 +61,9 @@ class Config:
     # ppl, zero_shot
     checkpoint: str = ""            # any file or folder that `python checkpoint.py` can describe
     ema: bool = True                # use the averaged backbone
-    data: str = "data/owt"          # ppl measures its val.bin, MAUVE compares with it ("": skip)
+    # ppl measures its val.bin (default: of the text that the model was trained on). MAUVE compares
+    # samples with it (default: data/owt; "": skip).
+    data: str | None = None
     text: str = ""                  # files that zero_shot measures, in any format of data.py
     rows: Count = 0                 # how many, evenly spaced (default: all; "Data": half, random)
     repeats: Size = 1               # draws of times and masks per row
@@ -95,7 +99,7 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))       # (repeats·n,)
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
-    for index in progress(mine, "held-out rows", leave=False, disable=None):  # on terminals only
+    for index in launch.announced(mine, f"{n:,} held-out rows"):
         for r, t in enumerate(times[:, index]):                                      # (b,)
             xt = torch.cat([
                 corrupt(x[None], s[None], mask_id, rng("masks", seed, r, int(i)), floor)
@@ -149,25 +153,28 @@ def bits_per_byte(nats_per_token, L, split):
     return nats_per_token / math.log(2) * L / bytes_in_a_row
 
 
-def held_out_rows(cfg, special, L):
+def held_out_rows(cfg, info, L):
     """(rows (n, L), counts): val.bin of cfg.data, or cfg.text in rows of the same layout.
 
-    special: the model's tokenizer, as `data.describe` describes it.
-    counts: {documents, tokens, bytes} of the whole text.
+    info: of the model.   counts: {documents, tokens, bytes} of the whole text, and its path.
     """
+    special = info["tokenizer"]
     if cfg.metric == "zero_shot":
         if not cfg.text:
             raise Refused("zero_shot needs --text=PATH, such as --text=yours.txt")
         tok = data.tokenizer(special["name"], cfg.tokenizer_dir)
         rows, counts = data.text_rows(data.documents(data.find_files(cfg.text)), tok, L)
-    else:
-        tokens, meta = data.open_split(cfg.data, "val")
-        if tokens.tokenizer != special:
-            raise Refused(f"{cfg.data} was prepared with {tokens.tokenizer}, but {cfg.checkpoint} "
-                          f"was trained with {special}: prepare the text again")
-        rows, counts = data.rows(tokens, range(data.n_rows(tokens, L)), L), meta["val"]
-    n = min(cfg.rows or len(rows), len(rows))
-    return rows[torch.arange(n) * len(rows) // n], counts
+        return rows[data.evenly(len(rows), cfg.rows)], counts | {"path": cfg.text}
+    trained_on = info.get("data") or {"path": "data/owt"}
+    path = trained_on["path"] if cfg.data is None else cfg.data
+    tokens, meta = data.open_split(path, "val")
+    if cfg.data is None and trained_on.get("sha256") not in (None, meta["train"]["sha256"]):
+        raise Refused(f"{path} has changed since {cfg.checkpoint} was trained on it: give --data")
+    if tokens.tokenizer != special:
+        raise Refused(f"{path} was prepared with {tokens.tokenizer}, but {cfg.checkpoint} was "
+                      f"trained with {special}: prepare the text again")
+    index = data.evenly(data.n_rows(tokens, L), cfg.rows)                            # (n,)
+    return data.rows(tokens, index, L), meta["val"] | {"path": path}
 
 
 def measure_bound(cfg):
@@ -175,9 +182,9 @@ def measure_bound(cfg):
     here = machine(cfg.device, cfg.dtype)
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(here.device)
     special, L = model.info["tokenizer"], model.cfg.length
-    rows, text = held_out_rows(cfg, special, L)                                      # (n, L)
+    rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
     tokens, nll, values = np.full(len(rows), L), {}, {}                              # (n,)
-    for name in ["soft", "binary"] if model.sm else ["binary"]:
+    for name in ["soft", "plain"] if model.sm else ["binary"]:
         with here.autocast():
             nll[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats,
                                           cfg.batch_size, floor=cfg.floor)           # (n,) each
@@ -188,7 +195,7 @@ def measure_bound(cfg):
                         "ce_per_masked_token": float(ce.sum() / masked.sum())}
     if model.sm:
         # Both bounds use the same masks, so their difference has a smaller standard error.
-        gain, se = mean_and_se(nll["binary"] - nll["soft"], tokens)
+        gain, se = mean_and_se(nll["plain"] - nll["soft"], tokens)
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
     settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),
                 "text": text, "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}
@@ -302,6 +309,8 @@ def measure_samples(cfg):
     The entropy comes first: if it is low, generative perplexity flatters the samples (App. C.2).
     Results are written as they come, so a missing package costs only the measures it is for.
     """
+    if cfg.data is None:
+        cfg = replace(cfg, data="data/owt")
     if cfg.samples is None:
         raise Refused(f"{cfg.metric} needs --samples=FILE from sample.py, such as "
                       f"--samples=samples.jsonl; an empty --samples= takes held-out rows of --data")
@@ -356,7 +365,8 @@ def write_result(cfg, stem, values, settings):
     rows = {cfg.metric: values} if cfg.metric in ("samples", "sudoku") else values
     write_text(path, json.dumps(result, indent=2))  # first: `eval.py | head` may kill the process
     for name, row in rows.items():
-        print(f"{name}: " + ", ".join(f"{key} {value:.5g}" for key, value in row.items()))
+        words = TITLES.get(name, name)
+        print(f"{words}: " + ", ".join(f"{key} {value:.5g}" for key, value in row.items()))
     print(f"written to {path}")
 
 

@@ -473,7 +473,8 @@ def load_last(path, cfg, source):
     ckpt = checkpoint.load(path, "dream-adapter")
     before = ckpt["config"] | ckpt["data"]
     now = asdict(cfg) | source
-    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME)
+    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME,
+                      ". --steps must stay, too: the cosine of the learning rate depends on it")
     return ckpt
 
 

@@ -36,6 +36,7 @@ Negative = typing.Annotated[float, -1e9, -1e-6]
 DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a GradScaler
 
 WORDS = {"true": True, "false": False, "none": None}
+WORD_FOR = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
 OTHER_NAMES = {"lr": "eta_bb", "epochs": "steps", "top_k": "k"}  # names in other programs
 PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # where pip's name is not the import's
 
@@ -53,6 +54,10 @@ def run(main, Config, presets=None, paths=None):
         reason = e
     except KeyboardInterrupt:
         reason, status = "stopped by Ctrl-C", 130
+    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if report:  # torchrun quotes it at the end of its own long report
+        message = {"message": str(reason), "extraInfo": {"timestamp": str(int(time.time()))}}
+        write_text(report, json.dumps({"message": message}))
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)  # rank 0 usually says the same first, and torchrun then ends this rank
     print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
@@ -109,7 +114,11 @@ def parse_value(text, kind):
     with contextlib.suppress(ValueError):
         if options[0] in (int, float, str):
             return options[0](text)
-    raise argparse.ArgumentTypeError(f"{text} is not {inspect.formatannotation(kind)}")
+    if any(isinstance(option, str) for option in options):
+        names = [WORD_FOR.get(option, option) for option in options]
+        raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(names)}")
+    names = " or ".join(WORD_FOR[option] for option in options)
+    raise argparse.ArgumentTypeError(f"{text} is not {names}")
 
 
 def check_ranges(cfg):
@@ -287,9 +296,22 @@ def progress(*args, **options):
     return tqdm(*args, mininterval=1, dynamic_ncols=True, **options)
 
 
+def announced(items, what):
+    """`items` with a bar, on a terminal. Elsewhere, the first tells how long all will take."""
+    begin = time.time()
+    quiet = sys.stderr.isatty() or os.environ.get("RANK", "0") != "0"
+    for item in progress(items, what, leave=False, disable=None):
+        yield item
+        seconds = (time.time() - begin) * (len(items) - 1)
+        if not quiet and seconds > 10:
+            print(f"{what}: about {tqdm.format_interval(seconds)} to go")
+        quiet = True
+
+
 class Log:
     """The log of a training run from update `start` to `steps`: on the screen, and in log.jsonl."""
-    on_screen = "loss", "val_soft", "val_plain", "lam", "omega_s", "tokens_per_s"
+    on_screen = {"loss": "loss", "val_soft": "with feedback", "val_plain": "without feedback",
+                 "lam": "lam", "omega_s": "omega_s", "tokens_per_s": "tokens_per_s"}
 
     def __init__(self, path, start, steps, master):
         self.path, self.steps, self.master = path, steps, master
@@ -335,7 +357,8 @@ class Log:
         done = line["step"]
         seconds = self.last - self.began
         append_jsonl(self.path, line | {"seconds": seconds})
-        numbers = [f"{name} {line[name]:,.6g}" for name in self.on_screen if name in line]
+        numbers = [f"{title} {line[name]:,.6g}" for name, title in self.on_screen.items()
+                   if name in line]
         if done > 1:  # the first update is slow: it compiles
             numbers.append(tqdm.format_interval(seconds / done * (self.steps - done)) + " left")
         try:

@@ -488,7 +488,7 @@ def main(cfg):
                 append_jsonl(path, {"ids": row, "text": texts[i], "nfe": calls, "seed": cfg.seed,
                                     "index": i, "settings": settings})
             else:
-                bar.write(texts[i])
+                bar.write("\n---\n" * (len(texts) > 1) + texts[i])
         bar.update(len({*batch}))
     bar.close()
     if path and here.rank == 0:

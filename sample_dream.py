@@ -346,7 +346,7 @@ def load_for_decoding(cfg):
 def feedback_label(cfg, sm):
     """A run's feedback in words, so that results with different feedback are not mixed."""
     if sm is None:
-        return "binary" if cfg.soft else "SM off"
+        return "binary" if cfg.soft else "without feedback"
     label = f"SM k={sm.k or '|V|'}"
     for name in ("omega_s", "omega_a", "omega_b", "schedule", "switch"):
         if getattr(cfg, name) != getattr(Decoding, name):

@@ -236,6 +236,8 @@ def loop(cfg, here, tokens, meta, flags):
                   f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length}, "
                   f"{cfg.batch_size} an update, {cfg.micro_batch} at a time; "
                   f"updates {start:,} to {cfg.steps:,}{wait}; {feedback}")
+            if here.device.type == "cpu":
+                print(memory_warning(cfg, sum(p.numel() for p in model.parameters())), end="")
         # A continuation measures the bound before its first update (Fig. 3). There is no better
         # check that the weights were read correctly.
         if cfg.eval_every and cfg.init_from and not start:
@@ -305,6 +307,22 @@ def beginning(cfg, here, meta, source, flags):
     return model, ema, optimizer, done, metrics, omega_from
 
 
+def memory_warning(cfg, n_params):
+    """A line for the user if a CPU has too little memory for this run, else "".
+
+    The factors are measured. A parameter takes 20 bytes: itself, its average, its gradient and two
+    moments. Each block keeps some 120 for every entry of a micro-batch's (B, L, D).
+    """
+    need = 20 * n_params + 120 * cfg.micro_batch * cfg.length * cfg.n_layer * cfg.n_embd
+    if not hasattr(os, "sysconf"):  # Windows
+        return ""
+    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need < have:
+        return ""
+    return (f"this run needs about {need / 1e9:.0f} GB of memory, and this machine has "
+            f"{have / 1e9:.0f}: a smaller --micro_batch needs less\n")
+
+
 def is_kept(done, cfg):
     """Whether there is a step-N.pt of update N = done."""
     return due(cfg.keep_every, done, cfg.steps) or done == cfg.steps
@@ -334,9 +352,8 @@ def resolved(cfg, special, world):
 def held_out_rows(cfg):
     """cfg.eval_rows rows of val.bin (m, L), evenly spaced"""
     val, _ = data.open_split(cfg.data, "val")
-    n = data.n_rows(val, cfg.length)
-    m = min(cfg.eval_rows, n)
-    return data.rows(val, torch.arange(m) * n // m, cfg.length)                # (m, L)
+    index = data.evenly(data.n_rows(val, cfg.length), cfg.eval_rows)           # (m,)
+    return data.rows(val, index, cfg.length)                                   # (m, L)
 
 
 def average_of(model):
@@ -392,7 +409,8 @@ def load_initial(model, cfg, special, flags):
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
         names += ["variant", "k"]
-    launch.check_same(cfg.init_from, before, now, names)
+    launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
+                      f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
     # A model without SM ignores the file's ω. If the file has no ω, the model keeps its own.
     omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     state = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
@@ -455,9 +473,10 @@ def summarize(cfg, bounds, meta):
     bounds: {name: nats per token}.   meta: the data's meta.json.
     """
     print("\nheld-out bound in bits per byte (same model, same masks)")
+    log_names = launch.Log.on_screen
     for name, nats in bounds.items():
         bits = bits_per_byte(nats, cfg.length, meta["val"])
-        print(f"  {'with feedback' if name == 'val_soft' else 'without':15}{bits:.4f}")
+        print(f"  {log_names[name]:18}{bits:.4f}")
     lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
     lines = [line for line in lines if "lam" in line]  # some have no update with feedback
     if lines:

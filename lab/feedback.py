@@ -6,9 +6,9 @@
 
 In each held-out row, one span at a random place is masked. Each call fills its surest positions
 with their likeliest tokens (§2.2). The first lines are the share of spans that come out exactly
-right, with feedback (on) and without (off), and the gain, each with its standard error. Choose a
-width at which some spans come out right and some do not. Expect a gain where a call fills several
-tokens, because they do not see each other.
+right, with feedback (soft) and without feedback (plain), and the gain, each with its standard
+error. Choose a width at which some spans come out right and some do not. Expect a gain where a call
+fills several tokens, because they do not see each other.
 
 The last lines are, for ten ranges of t, the bound without feedback and what feedback gains.   Eq. 2
 """
@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data import rng
 from eval import Config as EvalConfig
 from eval import corrupted, held_out_rows, mean_and_se, write_result
-from launch import Count, Refused, Size, machine, progress, run
+from launch import Count, Refused, Size, announced, machine, run
 from mdlm import MDLM
 from sample import generate_in_order
 
@@ -57,7 +57,7 @@ def right(model, rows, span, calls, soft, batch_size):
     """(n,): 1 where all of a row's span comes back right, else 0. rows, span: (n, L)"""
     batches = rows.masked_fill(span, model.mask_id).split(batch_size)                # of (b, L)
     found = [generate_in_order(model, len(x), calls, "entropy", top_p=1e-12, x=x, soft=soft)[0]
-             for x in progress(batches, f"spans in {calls} calls", leave=False, disable=None)]
+             for x in announced(batches, f"{len(rows):,} spans in {calls} calls")]
     return (torch.cat(found) == rows).all(1).double()
 
 
@@ -70,10 +70,10 @@ def bound_by_t(model, rows, cfg):
         x0, xt, t = (part.to(model.net.table.device) for part in batch)
         draws.append(torch.stack((t, model(x0, xt, t, True), model(x0, xt, t, False))))
     draws = torch.cat(draws, dim=1).cpu().double()                                   # (3, m)
-    for t, on, off in draws[:, draws[0].argsort()].chunk(10, dim=1):                 # (m/10,) each
+    for t, soft, plain in draws[:, draws[0].argsort()].chunk(10, dim=1):             # (m/10,) each
         # The errors assume independent draws. They are too small for many --repeats of few rows.
         title = f"nats a token, t from {t[0]:.2f} to {t[-1]:.2f}"
-        values[title] = means(off=off / L, gain=(off - on) / L)
+        values[title] = means(plain=plain / L, gain=(plain - soft) / L)
     return values
 
 
@@ -88,16 +88,16 @@ def main(cfg):
         raise Refused(f"--calls={cfg.calls} --width={cfg.width}: give calls from 1 to the width, "
                       f"and a width of at most {L - 2}, a row without its ends")
     source = replace(cfg, metric="zero_shot" if cfg.text else "ppl")
-    rows, _ = held_out_rows(source, model.info["tokenizer"], L)                      # (n, L)
+    rows, text = held_out_rows(source, model.info, L)                                # (n, L)
     span, values = spans(len(rows), L, cfg.width, cfg.seed), {}                      # (n, L)
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
         for n in calls:
-            on, off = (right(model, rows, span, n, soft, cfg.batch_size) for soft in (True, False))
-            values[f"spans right, calls {n}"] = means(on=on, off=off, gain=on - off)
+            soft, plain = (right(model, rows, span, n, on, cfg.batch_size) for on in (True, False))
+            values[f"spans right, calls {n}"] = means(soft=soft, plain=plain, gain=soft - plain)
         values |= bound_by_t(model, rows, cfg)
     stem = f"{cfg.checkpoint.rstrip('/')}.{cfg.width}-in-{cfg.calls.replace(',', '-')}"
     write_result(replace(cfg, metric="feedback"), stem, values,
-                 {"step": model.info["step"], "L": L, "n": len(rows)})
+                 {"step": model.info["step"], "L": L, "n": len(rows), "text": text})
 
 
 if __name__ == "__main__":

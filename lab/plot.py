@@ -100,7 +100,7 @@ def read_cells(pattern):
         unmasking, feedback, budget = "data", "", ""  # held-out rows can be scored like samples
         if result["metric"] in ("ppl", "zero_shot"):
             unmasking, feedback = "", "soft" if "soft" in values else "binary"
-            budget = os.path.basename(evaluation["text"] or evaluation["data"])
+            budget = os.path.basename(settings["text"]["path"])
             values = {"ppl": values[feedback]["ppl"]}
         elif settings["sampler"] != "data":
             unmasking = settings["sampler"].partition("-")[0]  # remdm-cap and -loop share a row

@@ -114,7 +114,7 @@ def configure(script, words):
     """The module of a script, and its Config from the words of a command line."""
     module = importlib.import_module(os.path.basename(script))
     presets = getattr(module, "PRESETS", None)
-    paths = "source" if script == "data" else None
+    paths = {"data": "source", "checkpoint": "checkpoint"}.get(script)
     return module, from_cli(module.Config, words, presets, paths)
 
 

@@ -2,6 +2,7 @@
 
 import math
 import os
+import re
 import sys
 import types
 from pathlib import Path
@@ -16,6 +17,7 @@ import data
 import eval as evaluation
 import feedback
 import grids
+import launch
 from conftest import GOLDEN, ROOT, gen, random_mdlm, refused, save_mdlm
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
 from launch import append_jsonl, from_cli, read_json, write_text
@@ -102,7 +104,7 @@ def test_feedback_pays_where_several_cells_are_filled_in_a_call(tmp_path, monkey
     rows = grids.ids_of(held_out[::4], 258)
     on, off = (bound(MDLM.load(path), rows, soft, seed=1, floor=0.0)[0].mean().item() / 39
                for soft in (True, False))
-    means = [np.mean([tenth[name] for tenth in tenths]) for name in ("off", "gain")]
+    means = [np.mean([tenth[name] for tenth in tenths]) for name in ("plain", "gain")]
     assert len(tenths) == 10 and means == pytest.approx([off, off - on], rel=1e-5)
 
 
@@ -212,6 +214,31 @@ def result(*argv):
     return read_json("r.json")
 
 
+def test_the_text_of_the_training_is_measured_unless_it_has_changed(world, capsys):
+    tokens, meta = data.open_split("data", "train")
+    trained = {"path": "data", "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
+    save_mdlm("own.pt", model_of(omega_s=0.5), data=trained)
+    found = result("ppl", "--checkpoint=own.pt")
+    assert found["settings"]["text"]["path"] == "data"
+    out = capsys.readouterr().out
+    assert f"only {found['settings']['n']} held-out rows" in out
+    assert re.search("^with feedback: .*\n^without feedback: .*\n^gain: ", out, re.M)
+    assert found == result("ppl", "--checkpoint=own.pt", "--data=data") | {
+        "evaluation": found["evaluation"]}
+    data.prepare(["another text"] * 99, "data", BYTES)
+    refused("data has changed since own.pt was trained", main, "ppl", "--checkpoint=own.pt")
+    os.remove("data/meta.json")
+    refused("no data in data, .*data.py data --out", main, "ppl", "--checkpoint=own.pt")
+    refused("there is no folder elsewhere", main, "ppl", "--checkpoint=own.pt", "--data=elsewhere")
+
+
+def test_what_takes_long_is_announced_where_no_bar_is_seen(monkeypatch, capsys):
+    now = iter(range(0, 900, 30))
+    monkeypatch.setattr("time.time", lambda: next(now))
+    assert list(launch.announced([5, 6, 7], "3 things")) == [5, 6, 7]
+    assert capsys.readouterr().out == "3 things: about 01:00 to go\n"
+
+
 def test_ppl_of_a_checkpoint(world):
     """The EMA is the default. The rows are spread over the text."""
     ppl = "ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2"
@@ -220,17 +247,17 @@ def test_ppl_of_a_checkpoint(world):
     tokens, meta = data.open_split("data", "val")
     text, n = meta["val"], data.n_rows(tokens, 16)
     rows = data.rows(tokens, [i * n // 5 for i in range(5)], 16)
-    for name in "soft", "binary":
+    for name in "soft", "plain":
         nll, count = val_ppl(MDLM.load("last.pt"), rows, name == "soft", seed=1, repeats=2)
         # the loss is over L positions, the text in L − 2 of them
         bits = nll / count / math.log(2) * 16 / 14 / (text["bytes"] / text["tokens"])
         expected = {"nats_per_token": nll / count, "ppl": math.exp(nll / count),
                     "bits_per_byte": bits}
         assert {key: found["values"][name][key] for key in expected} == pytest.approx(expected)
-    soft, binary, gain = (found["values"][k]["nats_per_token"] for k in ("soft", "binary", "gain"))
-    assert gain == pytest.approx(binary - soft, abs=1e-9)
+    soft, plain, gain = (found["values"][k]["nats_per_token"] for k in ("soft", "plain", "gain"))
+    assert gain == pytest.approx(plain - soft, abs=1e-9)
     assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5,
-                                 "text": text, "dtype": "float32"}
+                                 "text": text | {"path": "data"}, "dtype": "float32"}
     for other in "--ema=False", "--seed=2", "--floor=0":
         assert result(*ppl, "--rows=5", other)["values"] != found["values"]
     write_text("other.txt", "some other text\n" * 30)

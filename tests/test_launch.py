@@ -36,7 +36,10 @@ def needs_a_package(cfg):
 
 @pytest.mark.parametrize("main, flags, message", [
     (print, ["--stepz=1"], "unknown argument '--stepz=1': did you mean --steps?"),
-    (print, ["--steps=1.5"], "argument --steps: 1.5 is not int"),
+    (print, ["--steps=1.5"], "argument --steps: 1.5 is not a whole number\n"),
+    (print, ["--k=ten"], "argument --k: ten is not a whole number or none\n"),
+    (print, ["--resume=yes"], "argument --resume: yes: choose true or false, auto\n"),
+    (print, ["--dtype=float16"], "argument --dtype: float16: choose auto, float32, bfloat16\n"),
     (print, ["--k=0"], "--k=0 must be a number from 1 to"),
     (lambda cfg: open("no/x"), [], "[Errno 2] No such file or directory: 'no/x'"),
     (needs_a_package, [], "No module named 'mauve': pip install mauve-text\n"),
@@ -100,6 +103,14 @@ def cut(path, share=0.7):
      "x.jsonl has lines that are not from sample.py"),
     (lambda: Path("x.jsonl").touch(), "eval zero_shot --checkpoint=mdlm.pt --text=x.jsonl",
      "the text: 0 tokens do not fill one row"),
+    (None, "sample_dream --model=nowhere", "--model=nowhere is no folder: .* `hf download"),
+    (None, "sample_dream --model=adapter.pt", "--model=adapter.pt is no folder"),
+    (lambda: os.renames("adapter", "run/best"), "sample_dream --model=dream --adapter=run",
+     "run is the folder of a run: give its adapter, run/best"),
+    (None, "train --data=dta", "there is no folder dta: give --data"),
+    (None, "train --data=dream", "no data in dream, .*`python data.py dream --out=data/NAME`"),
+    (None, "train --data=data --length=300", "217 tokens .* or train with --length=3"),
+    (None, "train --data=data --length=20 --init_from=mdlm.pt", "n_cond .*`train.py stdlib --init"),
     (None, "eval ppl --checkpoint=mdlm.pt --data=data --text=x", "--text does nothing with ppl"),
     (None, "eval ppl --floor=0.5", "--floor=0.5 must be a number from 0 to 0.01"),
     (None, "train --data=data --vocab_size=7", "--vocab_size does nothing in train.py"),
@@ -116,6 +127,15 @@ def test_a_bad_file_or_flag_is_refused_in_one_line(files, break_it, words, messa
     if break_it:
         break_it()
     refused(message, start, *words.split())
+
+
+def test_under_torchrun_the_line_is_in_its_report_too(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["x.py", "--stepz=1"])
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
+    with pytest.raises(SystemExit):
+        launch.run(print, Config)
+    message = launch.read_json(tmp_path / "error.json")["message"]["message"]
+    assert message == "unknown argument '--stepz=1': did you mean --steps?"
 
 
 def test_printing_ends_no_run(tmp_path):

@@ -45,10 +45,11 @@ def test_table_lays_results_out_as_the_paper_does(tmp_path):
             "metric": "samples", "values": values, "settings": settings,
             "evaluation": {"label": name[:-2], "checkpoint": ""}})
     for name, values in ("binary-1", {"binary": {"ppl": 8.0}}), (
-            "sm-1", {"binary": {"ppl": 7.0}, "soft": {"ppl": 5.0}}):
+            "sm-1", {"plain": {"ppl": 7.0}, "soft": {"ppl": 5.0}}):
         log(tmp_path / f"ppl-{name}.json", {
-            "metric": "ppl", "values": values, "settings": {"step": 9}, "evaluation": {
-                "label": name[:-2], "checkpoint": "", "data": "data/owt", "text": ""}})
+            "metric": "ppl", "values": values,
+            "settings": {"step": 9, "text": {"path": "data/owt"}},
+            "evaluation": {"label": name[:-2], "checkpoint": ""}})
     log(tmp_path / "finetune.json", {"epochs": 1})  # another file
     out = tmp_path / "table.md"
     plot.main(plot.Config(table=f"{tmp_path}/*.json", out=str(out)))

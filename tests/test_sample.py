@@ -212,6 +212,12 @@ def run(saved, tmp_path):
     return run
 
 
+def test_printed_samples_have_a_line_between_them(run, capsys):
+    texts = [line["text"] for line in run(count=3)]
+    run(count=3, out="")
+    assert capsys.readouterr().out.endswith("\n---\n".join(text + "\n" for text in texts))
+
+
 def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     whole = run("whole", count=5, batch_size=3)
     assert len({tuple(line["ids"]) for line in whole}) == 5

@@ -403,3 +403,19 @@ def test_compiled_bf16_step_on_the_gpu(tiny):
         train(cfg)
     for a, b in zip(log(full), log(half), strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=0.02)
+
+
+@pytest.mark.parametrize("gigabytes, micro_batch, warned", [(16, 32, True), (16, 8, False),
+                                                            (64, 32, False)])
+def test_a_run_that_memory_cannot_hold_is_warned_of(monkeypatch, gigabytes, micro_batch, warned):
+    """The paper's model on a laptop. Measured peaks of smaller runs: 0.7, 2.1 and 2.0 GB."""
+    pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 10**9 // 4096}
+    monkeypatch.setattr(os, "sysconf", pages.get)
+    text = script.memory_warning(Config(micro_batch=micro_batch), 169_000_000)
+    assert text.startswith("this run needs about 40 GB") == warned == bool(text)
+    for sizes, n_params, peak in (((4, 256, 256, 16), 4.2e6, 0.7), ((8, 256, 512, 16), 8.1e6, 2.1),
+                                  ((6, 768, 256, 8), 46.7e6, 2.0)):
+        pages["SC_PHYS_PAGES"] = int(0.5 * peak * 1e9 / 4096)
+        fields = dict(zip(("n_layer", "n_embd", "length", "micro_batch"), sizes))
+        text = script.memory_warning(Config(**fields), n_params)
+        assert float(text.split()[4]) == pytest.approx(peak, abs=0.6)
