@@ -164,13 +164,13 @@ def test_training(corpus, tmp_path, drawn, passes, as_rank, world):
     draws = asdict(replace(cfg, mask_id=258))
     updates = [list(oracles.micro_batches(rows, step, **draws)) for step in range(3)]
     mine = [(step, j) for rank in range(world) for step in range(3) for j in range(rank, 6, world)]
-    trained = [one for one in passes if one[4]]
+    trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
     assert rows_of(trained) == rows_of([updates[step][j] for step, j in mine])
-    assert {soft for _, _, _, soft, *_ in trained} == {True, False}
+    assert {one[3] for one in trained} == {True, False}
     for (step, j), (*_, state) in zip(mine, trained, strict=True):
         assert torch.equal(state, oracles.rng(5, "dropout", step, j).get_state())
     held_out = oracles.held_out(val[torch.arange(9) * len(val) // 9], 258, seed=1)
-    assert sorted(rows_of(one for one in passes if not one[4])) == with_and_without(held_out)
+    assert sorted(rows_of(measured)) == with_and_without(held_out)
 
 
 @pytest.mark.parametrize("world, coin", [(1, "dialogue"), (2, "update")])
@@ -191,14 +191,14 @@ def test_finetuning(tiny, tmp_path, drawn, passes, as_rank, world, coin):
     dialogues, val = oracles.split(dialogues, 3, 5)
     updates = [list(oracles.dialogues_of_update(dialogues[:9], step, **special, **asdict(cfg)))
                for step in range(3)]
-    trained = [one for one in passes if one[4]]
+    trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
     assert rows_of(trained) == rows_of([updates[step][j] for rank in range(world)
                                         for step in range(3) for j in range(rank, 8, world)])
-    assert {soft for _, _, _, soft, *_ in trained} == {True, False}
+    assert {one[3] for one in trained} == {True, False}
     held_out = [(*oracles.masked_dialogue(*val[i], t, **special, masks=oracles.rng(5, "val q", i),
                                           ends=oracles.rng(5, "val n_end", i)), t)
                 for i, t in enumerate((0.05, 0.2, 0.35))]
-    assert sorted(rows_of(one for one in passes if not one[4])) == with_and_without(held_out)
+    assert sorted(rows_of(measured)) == with_and_without(held_out)
 
 
 @pytest.mark.parametrize("batch_size", [3, 4])
