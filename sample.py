@@ -219,12 +219,14 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
 @torch.no_grad()
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
-                      soft=True):
+                      soft=True, threshold=None):
     """Alg. 2 with equally many tokens in every step, the surest first                          §2.2
 
     steps: network calls, at most. With as many steps as masks, each reveals one token.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
-        is that of the whole prediction: a nucleus is often a single token, with entropy 0.
+        is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
+    threshold: where a token has at least this share of the whole prediction, reveal all such
+        positions instead [ours]. Give as many steps as masks: then all others appear one by one.
     All else is as in `generate`, but on_step gets the masks from before the step.
     Checked against tests/oracles.py in_order.
     """
@@ -243,7 +245,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         logp = logits.log_softmax(-1)                                          # (m, V)
         drawn = sample_categorical(nucleus(logp.exp(), top_p), u)              # (m,)
         feedback = model.feedback_chunk(h, logits) if soft else ()
-        return drawn, neg_entropy(logp), *feedback
+        return drawn, neg_entropy(logp), logp.amax(-1).exp(), *feedback
 
     for steps_left in range(steps, 0, -1):
         masked = x == mask_id                                                  # (n, L)
@@ -254,7 +256,8 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         draws = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
         h = net.hidden(emb, masks, masked.float().mean(-1))                    # (N, D)          l.3
-        drawn, minus_H, *feedback = in_chunks(predict, h, u[on_host], V=len(table))  #           l.4
+        found = in_chunks(predict, h, u[on_host], V=len(table))                #                 l.4
+        drawn, minus_H, p, *feedback = found                                   # (N,) each
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
             # From masks alone, a DiT predicts the same at every position. Break these ties at
@@ -262,6 +265,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
             blank = masked.all(-1, keepdim=True)                               # (n, 1)
             score = torch.where(blank, score, score.index_put(masks, minus_H))
         chosen = next_masks(score, masked, steps_left)                         # (n, L)
+        if threshold is not None:
+            sure = torch.zeros_like(masked).index_put(masks, p >= threshold)   # (n, L)
+            chosen = torch.where(sure.any(-1, keepdim=True), sure, chosen)     # (n, L)
         x = torch.where(chosen, x.index_put(masks, drawn), x)                  # (n, L)          l.5
         nfe += masked.any(-1)
         lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
@@ -331,6 +337,9 @@ class Config:
     # random reveal equally many in every step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
+    # For entropy and random: instead of equally many tokens, reveal all that have at least this
+    # probability, or else the first in order.
+    threshold: Annotated[float, 1e-6, 1] | None = None
     top_p: Annotated[float, 1e-12, 1] = 0.9  # nucleus
     soft: bool = True           # False: decode an SM model without feedback
     every: bool = False         # also make the steps that change nothing, as --trace always does
@@ -409,6 +418,9 @@ def resolved(cfg, n_masks, here, lines):
     """cfg with its defaults filled in.   n_masks: masks at the start.   lines: those in --out."""
     if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
         raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
+    if cfg.threshold is not None and (cfg.steps or cfg.sampler not in ORDERS):
+        raise Refused("--threshold needs --sampler=entropy or random, and no --steps: it decides "
+                      "how many there are")
     steps, compiled = cfg.steps, cfg.compile
     if steps is None:
         steps = n_masks if cfg.sampler in ORDERS else cfg.length
@@ -463,7 +475,7 @@ def main(cfg):
     # ---- the samples
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
     if cfg.sampler in ORDERS:
-        decode = partial(generate_in_order, order=cfg.sampler)
+        decode = partial(generate_in_order, order=cfg.sampler, threshold=cfg.threshold)
     watch, watched = None, []  # watched: made again even if --out holds them
     if here.rank == 0 and cfg.trace:
         launch.write_text(cfg.trace, "")

@@ -114,10 +114,11 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     return x, calls + bool(len(left)), len(left)
 
 
-def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=None):
+def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=None, threshold=2.0):
     """Alg. 2 with ⌈masks / steps left⌉ tokens a step: ids (L,), and x after each step.
 
-    order: "entropy", the surest first, or "random".   Others: as in `alg2`.
+    order: "entropy", the surest first, or "random".   threshold: where any token has at least this
+    probability, all that have it instead.   Others: as in `alg2`.
     """
     seen, states, x = None, [], x.clone()
     for left in range(steps, 0, -1):
@@ -131,7 +132,8 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
         p = {l: nucleus(softmax(seen[l]), top_p) for l in masks}
         chance = order == "random" or len(masks) == len(x)  # masks alone: all are equal
         value = {l: u[l, 1] if chance else minus_entropy(softmax(seen[l])) for l in masks}
-        for l in sorted(masks, key=lambda l: -value[l])[:math.ceil(len(masks) / left)]:  # l.4-5
+        first = sorted(masks, key=lambda l: -value[l])[:math.ceil(len(masks) / left)]
+        for l in [l for l in masks if max(softmax(seen[l])) >= threshold] or first:   # l.4-5
             x[l] = draw(p[l], u[l, 0].item())
         states.append(x.clone())
     return x, states

@@ -304,7 +304,8 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
     checkpoint.write_safetensors(f"{moved}/model.safetensors", state)
     with open(data, "a") as f:
         f.write(json.dumps(said(("user", "hello"), ("assistant", "other"))) + "\n")
-    refused("other settings: base.*, dialogues.*, steps.*the cosine", finetune, replace(cfg, steps=4))
+    other = replace(cfg, steps=4)
+    refused("other settings: base.*, dialogues.*, steps.*the cosine", finetune, other)
     refused("of the one that was in", load_adapter, Dream.load(moved), cfg.out + "/last")
 
 

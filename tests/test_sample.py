@@ -138,26 +138,33 @@ def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
 @pytest.mark.parametrize("changes, soft", [
     ({}, True), (dict(k=None), True), (dict(time_conditioning=True), False)])
 def test_decoding_in_order_is_its_loop(order, changes, soft):
-    """In one batch and in others. With as many steps as masks, one token a call."""
-    model = model_of(**changes)
+    """In one batch and in others. With as many steps as masks, one token a call, or more that pass
+    a threshold."""
+    model, calls = model_of(**changes), set()
     predict, omega = oracle_of(model, soft)
-    for x, steps, top_p in ((BLANK, 10, 1.0), (GIVEN, 8, 0.7), (GIVEN, 3, 1)):
+    for x, steps, top_p, p in ((BLANK, 10, 1.0, None), (GIVEN, 8, 0.7, None), (GIVEN, 3, 1, None),
+                               (BLANK, 10, 1.0, 0.4), (GIVEN, 8, 0.7, 0.4)):
         seen, own = [], generators(3, steps)
         decode = functools.partial(generate_in_order, model, steps=steps, order=order, x=x,
-                                   top_p=top_p, soft=soft)
+                                   top_p=top_p, soft=soft, threshold=p)
         ids, nfe = decode(3, generator=own, on_step=lambda *state: seen.append(state[:3]))  # noqa: B023
         for i, g in enumerate(generators(3, steps)):
             with torch.no_grad():
                 expected, states = oracles.in_order(predict, model.net.table, x, MASK, steps, order,
-                                                    top_p, g, omega)
-            assert [row[i].tolist() for row, _, _ in seen] == [s.tolist() for s in states]
-            assert ids[i].tolist() == expected.tolist() and nfe[i] == steps
+                                                    top_p, g, omega, p or 2)
+            rows = [row[i].tolist() for row, _, _ in seen]
+            assert rows == [state.tolist() for state in states[:len(seen)]]
+            needed = 1 + sum((state == MASK).any().item() for state in states)
+            assert ids[i].tolist() == expected.tolist() and nfe[i] == needed
+            assert needed == steps or p
+            calls.add(needed)
         for row, lam, guess in seen:
             left = row == MASK
             assert (lam[left] > 0).all() if soft else not lam.any()
             assert ((guess[left] != MASK) == soft).all()
         _, first, last = generators(3, steps)
         assert torch.equal(decode(2, generator=[last, first])[0], ids[[2, 1]])
+    assert len(calls) > 3  # the threshold was passed, and not always by all
 
 
 @pytest.mark.parametrize("decode", [generate, functools.partial(generate_in_order, order="random")])
@@ -229,6 +236,8 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
             assert run(count=5) == whole
     refused("other settings", run, count=5, seed=2)
     refused("--length=99 is over the 32 that", run, length=99)
+    for other in dict(sampler="mdlm"), dict(sampler="entropy", steps=8):
+        refused("--threshold needs", run, **{"steps": None, "threshold": 0.9} | other)
     refused("is a file of samples", run, count=5, trace=str(file))
     assert run(count=5) == whole
     assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
