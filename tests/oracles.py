@@ -1,8 +1,10 @@
 """The paper read literally: for loops and Python floats, slow on purpose.
 
-Nothing is imported from the code under test. Networks are functions of embeddings.
+Nothing is imported from the code under test. Networks are functions of embeddings. Draws are made
+here, from keys that are written out: test_draws.py says what is in them.
 """
 
+import hashlib
 import math
 
 import torch
@@ -137,6 +139,86 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
     return x, states
 
 
+def rng(*key):
+    """The generator of a draw, seeded by 56 bits of a hash of its key"""
+    digest = hashlib.blake2b(repr(key).encode(), digest_size=7).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest, "big"))
+
+
+def order(n, epoch, seed):
+    """A permutation of n rows, or dialogues, for each epoch"""
+    return torch.randperm(n, generator=rng("order", epoch, seed)).tolist()
+
+
+def micro_batches(rows, step, *, mask_id, seed, batch_size, micro_batch, p_sm, b_l, b_h, **others):
+    """Yields x0, xt, t and the coin for each micro-batch of an update.           Alg. 1 l.2-4
+
+    rows: (n, L), all that there are to train on.   others: fields of the Config, not used here.
+    """
+    B, M, n = batch_size, batch_size // micro_batch, len(rows)
+    soft = torch.rand((), generator=rng(seed, "p_sm", step)).item() < p_sm
+    numbers = range(step * B, step * B + B)
+    x0 = torch.stack([rows[order(n, i // n, seed)[i % n]] for i in numbers])               # l.2
+    u = torch.rand(B, generator=rng(seed, "t", step))
+    t = torch.tensor([b_l + (b_h - b_l) * ((i + u[i]) / B) for i in range(B)])             # l.3
+    for j in range(M):  # micro-batch j has the sequences j, j + M, j + 2M, …
+        x, times = x0[j::M], t[j::M]
+        u = torch.rand(x.shape, generator=rng(seed, "q", step, j))
+        yield x, torch.where(u < (1 - 1e-3) * times[:, None], mask_id, x), times, soft     # l.4
+
+
+def held_out(rows, mask_id, seed, repeats=1):
+    """Yields x0, xt and t of every row, `repeats` times.                              App. C.1
+
+    One time is drawn from each of n · repeats equal slices. Repeat r deals the r-th n to the rows.
+    """
+    n = len(rows)
+    deal = torch.randperm(n, generator=rng("deal", seed)).tolist()
+    u = torch.rand(n * repeats, generator=rng("times", seed))
+    for r in range(repeats):
+        for i, x in enumerate(rows):
+            place = r * n + deal[i]
+            t = 1e-3 + (1 - 1e-3) * ((place + u[place]) / (n * repeats))
+            u_mask = torch.rand(x.shape, generator=rng("masks", seed, r, i))
+            yield x, torch.where(u_mask < (1 - 1e-3) * t, mask_id, x), t
+
+
+def split(dialogues, n_val, seed):
+    """(train, val) of all dialogues, in the order of their file"""
+    shuffled = [dialogues[i] for i in order(len(dialogues), "held out", seed)]
+    return shuffled[n_val:], shuffled[:n_val]
+
+
+def masked_dialogue(ids, prompt_len, t, mask_id, eos, ends, masks):
+    """x0 and xt (L,) of a dialogue.   ends, masks: two generators.          App. B.2, Alg. 1 l.4"""
+    n_end = torch.randint(0, 50, (1,), generator=ends).item()
+    x0 = [*ids, *[eos] * (n_end + -(len(ids) + n_end) % 8)]
+    u = torch.rand(len(x0), generator=masks)
+    hidden = [l for l in range(prompt_len, len(x0)) if u[l] < (1 - 1e-3) * t + 1e-3]
+    if not hidden:
+        hidden = prompt_len + torch.randint(len(x0) - prompt_len, (1,), generator=masks)
+    x0 = torch.tensor(x0)
+    return x0, x0.index_fill(0, torch.as_tensor(hidden), mask_id)
+
+
+def dialogues_of_update(dialogues, step, *, mask_id, eos, seed, batch_size, p_sm, coin, b_l, b_h,
+                        **others):
+    """Yields x0 (1, L), xt (1, L), t and the coin for each dialogue of an update.    Alg. 1 l.2-4
+
+    dialogues: [(ids, prompt length)], all to train on.   others: as in `micro_batches`.
+    """
+    n = len(dialogues)
+    for j in range(batch_size):
+        toss = (step, j) if coin == "dialogue" else (step,)
+        soft = torch.rand((), generator=rng(seed, "p_sm", *toss)).item() < p_sm
+        i = step * batch_size + j
+        ids, prompt_len = dialogues[order(n, i // n, seed)[i % n]]                         # l.2
+        t = b_l + (b_h - b_l) * torch.rand(1, generator=rng(seed, "t", step, j)).item()    # l.3
+        x0, xt = masked_dialogue(ids, prompt_len, t, mask_id, eos, rng(seed, "n_end", step, j),
+                                 rng(seed, "q", step, j))                                  # l.4
+        yield x0[None], xt[None], t, soft
+
+
 def adam(p, g, eta, moments):
     """One update of p, in place. moments: for each parameter, the updates made, m and v."""
     n, m, v = moments.get(p, (0, 0.0, 0.0))
@@ -147,30 +229,24 @@ def adam(p, g, eta, moments):
     p.data -= eta * (m / (1 - 0.9 ** n)) / ((v / (1 - 0.999 ** n)).sqrt() + 1e-8)
 
 
-def alg1(nll, theta, omega, batch, rng, *, mask_id, seed, steps, batch_size, micro_batch, p_sm, b_l,
-         b_h, eta_bb, eta_sm, warmup, clip, ema, **others):
+def alg1(nll, theta, omega, rows, *, steps, eta_bb, eta_sm, warmup, clip, ema, **draws):
     """Alg. 1 with AdamW and an average of θ, one parameter after the other.      Alg. 1, App. B.1
 
-    nll: (x0, xt, t, soft) → nats of each sequence over t.   batch: step → x0 (B, L).
-    theta, omega: lists of tensors, trained in place.   rng: key → generator.
+    nll: (x0, xt, t, soft) → nats of each sequence over t.   rows, draws: see `micro_batches`.
+    theta, omega: lists of tensors, trained in place.
     Yields the log's numbers after each update, and the average of θ in float64.
     """
-    B, M = batch_size, batch_size // micro_batch
     average = [p.detach().double() for p in theta]
     moments = {}
     for step in range(steps):
-        soft = torch.rand((), generator=rng(seed, "p_sm", step)).item() < p_sm
-        x0, loss, ce, masks = batch(step), 0, 0, 0                                         # l.2
-        u = torch.rand(B, generator=rng(seed, "t", step))
-        t = torch.tensor([b_l + (b_h - b_l) * (i + u[i]) / B for i in range(B)])           # l.3
-        for j in range(M):  # micro-batch j has the sequences j, j + M, j + 2M, …
-            x, times = x0[j::M], t[j::M]
-            u = torch.rand(x.shape, generator=rng(seed, "q", step, j))
-            xt = torch.where(u < (1 - 1e-3) * times[:, None], mask_id, x)                  # l.4
-            nats = nll(x, xt, times, soft)                                                 # l.5-8
-            loss = loss + nats.sum() / x0.numel()
-            ce += (nats * times).sum().item()
-            masks += (xt == mask_id).sum().item()
+        loss, ce, masks, tokens = 0, 0, 0, 0
+        for x0, xt, t, soft in micro_batches(rows, step, **draws):                         # l.2-4
+            nats = nll(x0, xt, t, soft)                                                    # l.5-8
+            loss = loss + nats.sum()
+            ce += (nats * t).sum().item()
+            masks += (xt != x0).sum().item()
+            tokens += x0.numel()
+        loss = loss / tokens
         used = theta + omega if soft else theta
         grads = torch.autograd.grad(loss, used)                                            # l.9
         norm = math.sqrt(sum(g.double().square().sum().item() for g in grads))

@@ -53,17 +53,6 @@ def test_rows_are_the_recorded_blocks(tmp_path):
     assert data.rows(tokens, [1], L).dtype == torch.int64
 
 
-def test_draws_are_named_by_their_whole_key_and_an_order_is_a_permutation():
-    draw = lambda *key: tuple(torch.rand(3, generator=data.rng(*key)).tolist())
-    assert draw("t", 1) == draw("t", 1)
-    keys = ("t", 1), ("q", 1), ("t", 2), ("t", 1, 0), ("t", "1")
-    assert len({draw(*key) for key in keys}) == 5
-    orders = [data.order(1000, *key).tolist() for key in ((0, 1), (1, 1), (0, 2))]
-    assert len({*map(tuple, orders)}) == 3
-    assert orders[0] == data.order.__wrapped__(1000, 0, 1).tolist()  # not from the cache
-    assert sorted(orders[0]) == list(range(1000))
-
-
 def test_gpt2_tokenizer_is_the_published_one():
     try:
         tok = data.tokenizer("gpt2", os.environ.get("GPT2_DIR"))

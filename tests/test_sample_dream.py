@@ -1,7 +1,6 @@
 """sample_dream.py against §2.2, Alg. 2, Fast-dLLM, and recorded runs of the authors' code."""
 
 import copy
-import dataclasses
 import functools
 import io
 import itertools
@@ -278,14 +277,6 @@ def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
     assert stats == {"nfe": 4, "tokens": 16, "kept": 0}
     assert S.answer(x, tok, None, prompt, cfg)[0] == 16 * "x"
     assert S.answer(x, tok, None, prompt, cfg, ["y", "xx"])[0] == ""
-
-
-def test_an_answer_depends_on_seed_and_prompt_only(tiny):
-    cfg = S.Decoding(model=tiny[0], gen_len=8, temperature=1.0, top_p=1.0)
-    model, tok, _ = S.load_for_decoding(cfg)
-    ask = lambda text, cfg=cfg: S.answer(model, tok, None, tok.encode(text), cfg)[0]
-    first, _ = ask("abc"), ask("something else")
-    assert ask("abc") == first != ask("abc", dataclasses.replace(cfg, seed=1))
 
 
 @pytest.fixture

@@ -1,0 +1,277 @@
+"""Every random draw of the program: what its key says, and what is done with it.
+
+A draw depends on the words of its key alone. No key has the world size or the device: a rank takes
+every world-th j or i. In sampling and evaluation, none depends on the batch size. In training it
+matters, because step and j count in batches. All seeds here differ from the defaults.
+
+Two draws are made on the device, so a GPU and a CPU differ: dropout, and the tokens that Dream
+decodes. Some take the plain seed: the weights of a new MDLM, the corpora of the hub, the clusters
+of MAUVE. Not here: what is tried out in lab/.
+"""
+
+import json
+import re
+from dataclasses import asdict, replace
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+
+import conftest
+import data
+import eval as evaluation
+import finetune_dream
+import grids
+import oracles
+import sample
+import sample_dream
+import sudoku
+import train
+from checkpoint import read_safetensors
+from conftest import ROOT, random_mdlm, save_mdlm, spy
+from dream import Tokenizer
+from launch import read_jsonl
+from mdlm import MDLM, TwoPass
+
+# The key of each draw. These words stand for values, all others for themselves:
+#   seed   of the run; for held-out rows 1, or --seed of eval.py
+#   step   0 for the first update.   epoch: 0 for the first pass over all rows or dialogues
+#   j      a micro-batch or dialogue of an update, counted over all ranks
+#   i      a row, dialogue, sample or puzzle, counted over all ranks.   r: a repeat
+TABLE = {
+    "train: coin":                "seed, p_sm, step",
+    "train: times":               "seed, t, step",
+    "train: masks":               "seed, q, step, j",
+    "train: dropout":             "seed, dropout, step, j",
+    "train: order of rows":       "order, epoch, seed",
+    "held-out rows: times":       "times, seed",
+    "held-out rows: whose":       "deal, seed",
+    "held-out rows: masks":       "masks, seed, r, i",
+    "Dream: held-out split":      "order, held out, seed",
+    "Dream: DoRA's start":        "seed, adapter",
+    "Dream: order of dialogues":  "order, epoch, seed",
+    "Dream: end tokens":          "seed, n_end, step, j",
+    "Dream: times":               "seed, t, step, j",
+    "Dream: masks":               "seed, q, step, j",
+    "Dream: held-out end tokens": "seed, val n_end, i",  # its held-out times are a grid
+    "Dream: held-out masks":      "seed, val q, i",
+    "coin=update":                "seed, p_sm, step",
+    "coin=dialogue":              "seed, p_sm, step, j",
+    "an answer of Dream":         "seed, prompt",        # its ids
+    "a sample":                   "sample, seed, i",
+    "references for MAUVE":       "reference, seed",
+    "grids to train on":          "sudoku, train",
+    "grids held out":             "sudoku, val",
+    "puzzle: which are given":    "puzzle, i",
+    "puzzle: how it is filled":   "fill, i",
+    "tiny Dream":                 "tiny, name",          # of a weight
+}
+
+
+def keys(*draws, **values):
+    """All keys of the rows that begin with these words.   values: what a word can stand for."""
+    rows = [key.split(", ") for draw, key in TABLE.items() if draw.startswith(draws)]
+    return {repr(key) for row in rows for key in product(*(values.get(w, [w]) for w in row))}
+
+
+@pytest.fixture
+def drawn(monkeypatch):
+    """The keys of a run"""
+    found, whole = set(), data.seed_of
+    for module in data, sample_dream:
+        monkeypatch.setattr(module, "seed_of", lambda *key: found.add(repr(key)) or whole(*key))
+    data.order.cache_clear()
+    return found
+
+
+@pytest.fixture
+def passes(monkeypatch):
+    """[x0, xt, t, soft, whether it trains, torch's random state] of each forward pass of a run"""
+    found, whole, objective = [], TwoPass.token_nll, finetune_dream.objective
+
+    def token_nll(self, x0, xt, t, soft, masks=None):
+        found.append([x0, xt, t, soft, torch.is_grad_enabled(), torch.get_rng_state()])
+        return whole(self, x0, xt, t, soft, masks)
+
+    def with_t(nll, t, *rest):  # which Dream does not see
+        assert found[-1][2] in (None, t)
+        found[-1][2] = t
+        return objective(nll, t, *rest)
+    monkeypatch.setattr(TwoPass, "token_nll", token_nll)
+    monkeypatch.setattr(finetune_dream, "objective", with_t)
+    return found
+
+
+def rows_of(passes):
+    """(feedback, x0, xt, t) of each row, one pass after the other"""
+    return [(soft, x0.tolist(), xt.tolist(), round(t.item(), 6))
+            for x0s, xts, ts, soft, *_ in passes
+            for x0, xt, t in zip(x0s, xts, torch.as_tensor(ts).view(-1), strict=True)]
+
+
+def with_and_without(rows):
+    """Every (x0, xt, t) with feedback and without, in any order: that of batches does not count."""
+    return sorted((soft, *row[1:]) for row in rows_of([
+        (x0[None], xt[None], t, None) for x0, xt, t in rows]) for soft in (True, False))
+
+
+@pytest.fixture
+def as_rank(monkeypatch):
+    """Lets this process be one rank, which hears nothing of the others."""
+    for module in train, finetune_dream:
+        monkeypatch.setattr(module, "DistributedDataParallel", lambda model, **_: model)
+    for name in "init_process_group", "barrier", "destroy_process_group":
+        monkeypatch.setattr(torch.distributed, name, lambda *_: None)
+
+    def as_rank(rank, world):
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+    return as_rank
+
+
+@pytest.fixture(scope="module")
+def corpus(tmp_path_factory):
+    """Its folder, and the rows to train on and held out: more than one batch, less than two"""
+    folder = tmp_path_factory.mktemp("corpus")
+    texts = ["".join(f"{i}·{i * i * start}, " for i in range(30)) for start in (3, 7)]
+    data.prepare(texts, str(folder), data.tokenizer("bytes"), val_docs=1)
+    splits = [data.open_split(folder, split)[0] for split in ("train", "val")]
+    rows, val = (data.rows(split, range(data.n_rows(split, 22)), 22) for split in splits)
+    assert 12 < len(rows) < 18 and 12 < len(val) < 18
+    return str(folder), rows, val
+
+
+def test_the_table_has_every_draw():
+    words = {word for key in TABLE.values() for word in key.split(", ")}
+    for path in Path(ROOT).glob("*.py"):
+        for key in re.findall(r"\b(?:rng|seed_of|data\.order)\(([^()]*)", path.read_text("utf-8")):
+            assert words.issuperset(re.findall('"(.*?)"', key)), (path, key)
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_training(corpus, tmp_path, drawn, passes, as_rank, world):
+    """Three updates of 12 rows, 2 at a time, over three epochs. Two ranks draw what one draws."""
+    folder, rows, val = corpus
+    cfg = train.Config(data=folder, device="cpu", n_layer=1, n_head=2, n_embd=16, n_cond=8,
+                       length=22, dropout=0.2, seed=5, steps=3, batch_size=12, micro_batch=2,
+                       p_sm=0.5, b_l=0.1, b_h=0.7, eval_every=3, eval_rows=9)
+    for rank in range(world):
+        as_rank(rank, world)
+        train.train(replace(cfg, out_dir=str(tmp_path / str(rank))))
+    assert drawn == (keys("train", seed=[5], step=range(3), j=range(6), epoch=range(3))
+                     | keys("held-out rows", seed=[1], r=[0], i=range(9)))
+    draws = asdict(replace(cfg, mask_id=258))
+    updates = [list(oracles.micro_batches(rows, step, **draws)) for step in range(3)]
+    mine = [(step, j) for rank in range(world) for step in range(3) for j in range(rank, 6, world)]
+    trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
+    assert rows_of(trained) == rows_of([updates[step][j] for step, j in mine])
+    assert {one[3] for one in trained} == {True, False}
+    for (step, j), (*_, state) in zip(mine, trained, strict=True):
+        assert torch.equal(state, oracles.rng(5, "dropout", step, j).get_state())
+    held_out = oracles.held_out(val[torch.arange(9) * len(val) // 9], 258, seed=1)
+    assert sorted(rows_of(measured)) == with_and_without(held_out)
+
+
+@pytest.mark.parametrize("world, coin", [(1, "dialogue"), (2, "update")])
+def test_finetuning(tiny, tmp_path, drawn, passes, as_rank, world, coin):
+    """Three updates of 8 over three epochs of 9 dialogues, three of 30 being held out."""
+    lines = Path(tiny[1]).read_text().splitlines()[::4]
+    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    cfg = finetune_dream.Config(
+        model=tiny[0], data=str(tmp_path / "some.jsonl"), n_val=3, n_train=9, seed=5, steps=3,
+        coin=coin, p_sm=0.6, b_l=0.05, b_h=0.35, omega_s=0.3, eval_every=3, device="cpu")
+    for rank in range(world):
+        as_rank(rank, world)
+        finetune_dream.finetune(replace(cfg, out=str(tmp_path / str(rank))))
+    assert drawn == keys("Dream", f"coin={coin}", seed=[5], step=range(3), j=range(8),
+                         epoch=range(3), i=range(3))
+    tok, special = Tokenizer(tiny[0]), {"mask_id": 261, "eos": 256}
+    dialogues = [finetune_dream.encode_chat(json.loads(line), tok) for line in lines]
+    dialogues, val = oracles.split(dialogues, 3, 5)
+    updates = [list(oracles.dialogues_of_update(dialogues[:9], step, **special, **asdict(cfg)))
+               for step in range(3)]
+    trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
+    assert rows_of(trained) == rows_of([updates[step][j] for rank in range(world)
+                                        for step in range(3) for j in range(rank, 8, world)])
+    assert {one[3] for one in trained} == {True, False}
+    held_out = [(*oracles.masked_dialogue(*val[i], t, **special, masks=oracles.rng(5, "val q", i),
+                                          ends=oracles.rng(5, "val n_end", i)), t)
+                for i, t in enumerate((0.05, 0.2, 0.35))]
+    assert sorted(rows_of(measured)) == with_and_without(held_out)
+
+
+@pytest.mark.parametrize("batch_size", [3, 4])
+def test_perplexity(corpus, tmp_path, drawn, passes, batch_size):
+    folder, _, val = corpus
+    path = str(tmp_path / "last.pt")
+    save_mdlm(path, random_mdlm(vocab_size=259, mask_id=258, length=22))
+    conftest.start("eval", "ppl", f"--checkpoint={path}", f"--data={folder}", "--repeats=2",
+                   "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
+    assert drawn == keys("held-out rows", seed=[5], r=range(2), i=range(len(val)))
+    assert sorted(rows_of(passes)) == with_and_without(oracles.held_out(val, 258, 5, repeats=2))
+
+
+@pytest.mark.parametrize("batch_size, world", [(2, 1), (3, 2)])
+def test_samples(tmp_path, drawn, as_rank, batch_size, world):
+    path = str(tmp_path / "last.pt")
+    save_mdlm(path, random_mdlm(vocab_size=259, mask_id=258, length=22, omega_s=0.7))
+    for rank in range(world):
+        as_rank(rank, world)
+        conftest.start("sample", f"--checkpoint={path}", "--count=5", f"--batch_size={batch_size}",
+                       "--steps=9", "--seed=5", "--device=cpu", f"--out={tmp_path}/samples.jsonl")
+    assert drawn == keys("a sample", seed=[5], i=range(5))
+    lines = [line for path in tmp_path.glob("samples*") for line in read_jsonl(path)]
+    found = {line["index"]: line["ids"] for line in lines}
+    alone = [sample.generate(MDLM.load(path), 1, 9, generator=[oracles.rng("sample", 5, i)])[0]
+             for i in range(5)]
+    assert [found[i] for i in range(5)] == torch.cat(alone).tolist()
+
+
+def test_answers(tiny, drawn):
+    cfg = sample_dream.Decoding(tiny[0], gen_len=12, steps=6, temperature=1.0, seed=5, device="cpu")
+    model, tok, _ = sample_dream.load_for_decoding(cfg)
+    for prompt in tok.encode("abc"), tok.encode("another"), tok.encode("abc"):
+        drawn.clear()
+        text, _ = sample_dream.answer(model, tok, None, prompt, cfg)
+        assert drawn == keys("an answer", seed=[5], prompt=[prompt])
+        pick = sample_dream.Pick("entropy", 1.0, 0.9, oracles.rng(5, prompt))
+        x = sample_dream.pad_prompts(model.cfg, [prompt], 12)
+        x = sample_dream.decode(TwoPass(model, None, 261), x, 6, pick)[0, len(prompt):].tolist()
+        assert text == tok.decode(x[:[*x, 256].index(256)])
+
+
+def test_references(corpus, drawn):
+    folder, _, val = corpus
+    found, _ = evaluation.held_out_samples(evaluation.Config(data=folder, seed=5), 22, 4)
+    shuffled = torch.randperm(len(val), generator=oracles.rng("reference", 5))
+    assert [row["ids"] for row in found] == val[shuffled[:4]].tolist()
+    assert drawn == keys("references", seed=[5])
+
+
+def test_grids_and_the_tiny_dream(tmp_path, drawn):
+    data.main(data.Config("sudoku", str(tmp_path), "bytes", grids=5, val_docs=3))
+    for split, n in ("train", 5), ("val", 3):
+        texts = grids.texts(n, oracles.rng("sudoku", split))
+        ids = data.open_split(tmp_path, split)[0].ids.tolist()
+        assert ids == [i for text in texts for i in (*text.encode(), 257)]
+    finetune_dream.make_tiny(str(tmp_path), str(tmp_path / "dialogues.jsonl"))
+    weights = read_safetensors(tmp_path / "model.safetensors")
+    assert drawn == keys("grids", "tiny Dream", name=weights)
+    for name, w in weights.items():
+        noise = torch.randn(w.shape, generator=oracles.rng("tiny", name)) * w.shape[-1] ** -0.5
+        assert torch.equal(w, torch.ones(w.shape) if "norm" in name else noise)
+
+
+def test_puzzles(drawn, monkeypatch):
+    model, calls = MDLM.load(sudoku.SHIPPED), spy(monkeypatch, sudoku, "fill")
+    sudoku.demonstrate(model, 2)
+    assert drawn == keys("grids held out", "puzzle", i=range(2))
+    x = grids.ids_of(grids.texts(2000, oracles.rng("sudoku", "val"))[:2], 258)
+    for i, row in enumerate(x):
+        row[1 + torch.randperm(36, generator=oracles.rng("puzzle", i))[12:]] = 258
+    assert len(calls) == 4 and all(torch.equal(puzzles, x) for _, puzzles, *_ in calls)
+    blank, own = grids.ids_of(["." * 36] * 2, 258), [oracles.rng("fill", i) for i in range(2)]
+    ids, _ = sample.generate_in_order(model, 2, 36, "random", 1e-12, own, x=blank)
+    *_, (cells, _, _) = sudoku.fill(model, blank, "random", 1)["with feedback"]
+    assert cells == grids.cells_of(ids, 258)
