@@ -46,8 +46,8 @@ def load(path, kind=None):
     kind: raise Refused if the file is of another.
     """
     if not path:
-        raise Refused("--checkpoint=FILE is missing, such as out/quickstart/last.pt, which "
-                      "`python train.py quickstart` makes")
+        raise Refused("--checkpoint=FILE is missing, such as out/stdlib/last.pt, which "
+                      "`python train.py stdlib` makes")
     for name in ("last.pt", *HUB_FILES):
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)

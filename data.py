@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """From text to rows of token ids, in the layout that published OpenWebText numbers use.   App. B.1
 
-    python data.py sudoku                                      # 6×6 grids, drawn uniformly
     python data.py stdlib                                      # Python's own library, as bytes
     python data.py yours.jsonl.xz more/ --val_docs=300 --out=data/yours
     python data.py openwebtext                                 # needs `pip install datasets`
@@ -38,16 +37,14 @@ import tiktoken
 import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-import grids
 from launch import Refused, Size, atomic, lock, progress, read_json, run
 
 
 # ---- rows ----------------------------------------------------------------------------------------
 def prepare_preset(out):
-    """Prepare data/sudoku or data/stdlib if `out` is one of them and is missing. No downloads."""
-    for name in "sudoku", "stdlib":
-        if out == PRESETS[name]["out"] and not os.path.exists(f"{out}/meta.json"):
-            main(Config(**PRESETS[name]))
+    """Prepare data/stdlib if `out` is this folder and is missing. No downloads."""
+    if out == PRESETS["stdlib"]["out"] and not os.path.exists(f"{out}/meta.json"):
+        main(Config(**PRESETS["stdlib"]))
 
 
 @dataclass
@@ -62,7 +59,7 @@ def open_split(dir, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
     if not os.path.isdir(dir):
         raise Refused(f"there is no folder {dir}: give --data, or make it with data.py (data/owt: "
-                      f"`python data.py openwebtext`)")
+                      f"`python data.py openwebtext`). `python train.py stdlib` needs none")
     if not os.path.exists(f"{dir}/meta.json"):
         raise Refused(f"no data in {dir}, which has no meta.json. If it is a folder of texts: "
                       f"`python data.py {dir} --out=data/NAME`, and then --data=data/NAME")
@@ -327,7 +324,7 @@ def stdlib_files():
 # ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    source: str = ""             # sudoku, stdlib, openwebtext, or PATH…, joined by : (Windows: ;)
+    source: str = ""             # stdlib, openwebtext, or PATH…, joined by : (Windows: ;)
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json (default: download)
@@ -335,12 +332,10 @@ class Config:
     # How many documents to hold out, the last ones (default: 1 %, and at least 65,536 tokens, but
     # at most a tenth of the text).
     val_docs: Size | None = None
-    grids: Size = 200_000        # sudoku: how many to train on
     overwrite: bool = False      # replace the corpus in `out`
 
 
 PRESETS = {
-    "sudoku": dict(source="sudoku", out="data/sudoku", tokenizer="bytes", val_docs=2000),
     "stdlib": dict(source="stdlib", out="data/stdlib", tokenizer="bytes", val_docs=40),
     # the published split
     "openwebtext": dict(source="openwebtext", out="data/owt", val_docs=100_000),
@@ -362,10 +357,6 @@ def main(cfg):
         import datasets  # resumes a broken download
         docs = datasets.load_dataset("Skylion007/openwebtext", split="train")
         docs = (record["text"] for record in progress(docs, desc="tokenizing", unit=" documents"))
-    elif cfg.source == "sudoku":
-        # There are 28 million grids, so under 1 % of the held-out ones are also trained on.
-        docs = grids.texts(cfg.grids, rng("sudoku", "train"))
-        docs += grids.texts(cfg.val_docs, rng("sudoku", "val"))
     else:
         paths = stdlib_files() if cfg.source == "stdlib" else find_files(cfg.source)
         docs = progress(documents(paths, cfg.field), desc="tokenizing", unit=" documents")

@@ -11,7 +11,6 @@ GPT-2 large finds them, and how close they are to held-out text (MAUVE):
 
     python eval.py samples --samples=samples.jsonl --data=data/owt
     python eval.py samples --samples= --data=data/owt --rows=5000  # held-out rows: the row "Data"
-    python eval.py sudoku --samples=samples.jsonl  # how many are grids without a mistake
 
 Each result is a JSON file with all settings, versions, n and seed. GPT-2 large and MAUVE need
 `pip install transformers mauve-text`, because published numbers depend on exactly these tools.
@@ -37,13 +36,12 @@ import torch.nn.functional as F
 
 import checkpoint
 import data
-import grids
 import launch
 from data import rng
 from launch import Count, Refused, Size, machine, progress, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
-METRICS = "ppl", "zero_shot", "samples", "sudoku"
+METRICS = "ppl", "zero_shot", "samples"
 PRESETS = {metric: {"metric": metric} for metric in METRICS}
 # On the screen. In files, `binary` is a model that was trained without SM.
 TITLES = {"soft": "with feedback", "plain": "without feedback", "binary": "without SM"}
@@ -70,7 +68,7 @@ class Config:
     # Smallest t and α. With 0, Eq. 2 itself: 0.1 to 0.3 % higher.
     floor: Annotated[float, 0, 0.01] = ALPHA_FLOOR
     dtype: launch.DType = "auto"    # bfloat16 where the GPU has it [code], else float32
-    # samples, sudoku
+    # samples
     samples: str | None = None      # from sample.py; NAME.jsonl includes all NAME.RANK.jsonl
     length: Size = 1024             # tokens in a held-out row, if --samples= is empty
     scorer: str = "gpt2-large"      # a causal LM: its name on the hub, or its folder
@@ -304,7 +302,7 @@ def mauve(features, references, scale, seed, **scorer):
 
 
 def measure_samples(cfg):
-    """samples and sudoku: measure a file of samples, or held-out rows if --samples= is empty.
+    """samples: measure a file of samples, or held-out rows if --samples= is empty.
 
     The entropy comes first: if it is low, generative perplexity flatters the samples (App. C.2).
     Results are written as they come, so a missing package costs only the measures it is for.
@@ -325,8 +323,6 @@ def measure_samples(cfg):
     entropies = [entropy(sample["ids"]) for sample in samples]
     values = {"entropy": statistics.mean(entropies), "entropy_min": min(entropies),
               "nfe": statistics.mean(sample["nfe"] for sample in samples), "n": len(samples)}
-    if cfg.metric == "sudoku":
-        return write_result(cfg, stem, values | grids.right(texts), settings)
     write_result(cfg, stem, values, settings)
     device = machine(cfg.device).device
     scorer = {"scorer": cfg.scorer, "batch_size": cfg.batch_size, "device": device}
@@ -362,7 +358,7 @@ def write_result(cfg, stem, values, settings):
     path = cfg.out or ".".join([stem, cfg.metric, *flags, "json"])
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
-    rows = {cfg.metric: values} if cfg.metric in ("samples", "sudoku") else values
+    rows = {cfg.metric: values} if cfg.metric == "samples" else values
     write_text(path, json.dumps(result, indent=2))  # first: `eval.py | head` may kill the process
     for name, row in rows.items():
         words = TITLES.get(name, name)

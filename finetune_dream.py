@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: MIT
 """Finetune a Dream model with soft-masking: Alg. 1 on dialogues, for DoRA and ω.    §4.2, App. B.2
 
-    python finetune_dream.py tiny                            # a dry run without weights or data
     python finetune_dream.py --model=DIR --data=yours.jsonl  # dialogues, see Config
     torchrun --nproc_per_node=8 finetune_dream.py --model=DIR --data=mix     # pip install datasets
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
@@ -32,7 +31,6 @@ from typing import Annotated, Literal
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,7 +39,7 @@ import data
 import dora
 import launch
 from data import rng
-from dream import Dream, DreamConfig, Tokenizer, byte_characters
+from dream import Dream, DreamConfig, Tokenizer
 from launch import Count, Negative, Positive, Rate, Refused, Share, Size, due, progress, write_text
 from mdlm import TwoPass, sample_times
 from softmask import SoftMask
@@ -105,10 +103,6 @@ class Config:
 
 
 PRESETS = {
-    # With this ω, feedback shows from the start. With the paper's, it takes 1,000 updates.
-    "tiny": dict(model="out/tiny_dream/model", data="out/tiny_dream/dialogues.jsonl",
-                 out="out/tiny_dream", steps=60, eta_bb=1e-2, omega_s=0.3, omega_b=-2.5,
-                 save_every=20, eval_every=20),
     # §4: half the updates, because an update with feedback has two forward passes.
     "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
@@ -233,10 +227,6 @@ def finetune(cfg):
     """The whole run. Returns the TwoPassDream."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    if here.rank == 0 and cfg.model == PRESETS["tiny"]["model"]:
-        make_tiny(cfg.model, PRESETS["tiny"]["data"])
-    if here.world > 1:
-        dist.barrier()
     special = DreamConfig.read(cfg.model)
     check(cfg, special.vocab_size, here.world)
     # Only rank 0 writes, so only rank 0 locks. The others wait for it in launch.goes_on.
@@ -562,31 +552,6 @@ def remove_run(out):
     for name in "best", "last":
         shutil.rmtree(os.path.join(out, name), ignore_errors=True)
     Path(out, "last.pt").unlink(missing_ok=True)
-
-
-def make_tiny(model, data):
-    """Write a random model of 2 layers, whose tokens are bytes, and 120 dialogues."""
-    if os.path.exists(data):  # written last
-        return
-    special = {"<|endoftext|>": 256, "<|im_start|>": 257, "<|im_end|>": 258, "<tool_call>": 259,
-               "</tool_call>": 260, "<|mask|>": 261}
-    cfg = dict(vocab_size=264, hidden_size=64, intermediate_size=160, num_hidden_layers=2,
-               num_attention_heads=4, num_key_value_heads=2, rms_norm_eps=1e-6, rope_theta=1e6,
-               mask_token_id=261, pad_token_id=256, eos_token_id=256)
-    with torch.device("meta"):
-        state = Dream(DreamConfig(**cfg)).state_dict()
-    for name, t in state.items():
-        noise = torch.randn(t.shape, generator=rng("tiny", name)) * t.shape[-1] ** -0.5
-        state[name] = torch.ones(t.shape) if "norm" in name else noise
-    checkpoint.write_safetensors(f"{model}/model.safetensors", state)
-    write_text(f"{model}/config.json", json.dumps(cfg))
-    bytes_alone = {character: i for i, character in enumerate(byte_characters())}
-    write_text(f"{model}/vocab.json", json.dumps(bytes_alone))
-    write_text(f"{model}/added_tokens.json", json.dumps(special))
-    lines = [json.dumps({"messages": [{"role": "user", "content": f"{a} + {b} = ?"},
-                                      {"role": "assistant", "content": f"It is {a + b}."}]})
-             for a in range(12) for b in range(10)]
-    write_text(data, "\n".join(lines) + "\n")
 
 
 if __name__ == "__main__":

@@ -175,9 +175,17 @@ def machine(device="auto", dtype="auto"):
 
 def join(here):
     """Connect to the other ranks, if any: by NCCL for GPU tensors, by gloo for CPU tensors."""
-    if here.world > 1:
+    if here.world > 1 and not dist.is_initialized():
         gpu = here.device.type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+
+
+def first_rank(here, make):
+    """Call make() on rank 0. The others wait for it."""
+    if here.rank == 0:
+        make()
+    if here.world > 1:
+        dist.barrier()
 
 
 def accumulate(model, last):

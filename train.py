@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Train a soft-masked MDLM: the loop of Alg. 1, from one CPU to many nodes.  §3.2, Alg. 1, App. B.1
 
-    python train.py quickstart                    # 6×6 Sudoku: minutes on two CPU cores, no network
-    python train.py stdlib                        # text: the source code of Python itself
+    python train.py stdlib          # the source code of Python itself: minutes on two CPU cores
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
     torchrun --nproc_per_node=8 train.py continue         # 100k updates more, from mdlm.ckpt
@@ -30,7 +29,6 @@ from pathlib import Path
 from typing import Literal
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import checkpoint
@@ -81,13 +79,6 @@ class Config(ModelConfig):
 
 
 PRESETS = {
-    # 6×6 Sudoku, whose entropy is known. ω starts as in the paper. Eight heads, because with four,
-    # some seeds stay on a plateau for thousands of updates, having learned only digit frequencies.
-    "quickstart": dict(
-        data="data/sudoku", out_dir="out/quickstart", show=True,
-        n_layer=2, n_head=8, n_embd=128, n_cond=32, length=39, dropout=0.0,
-        steps=3500, batch_size=32, micro_batch=32, eta_bb=1e-3, warmup=200, ema=0.995,
-        log_every=50, eval_every=0, eval_rows=2000, save_every=500, keep_every=0),
     # Text that every machine has. A small model is so unsure of a byte that the paper's ω_b keeps λ
     # near 0, and ω_s would hardly grow in time. So ω starts near where small runs end [ours].
     "stdlib": dict(
@@ -191,10 +182,7 @@ def train(cfg):
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     flags = getattr(cfg, "flags", ())  # names of the flags on the command line
-    if here.rank == 0:
-        data.prepare_preset(cfg.data)
-    if here.world > 1:
-        dist.barrier()
+    launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
     # Only rank 0 writes, so only rank 0 locks. The others wait for it in launch.goes_on.
@@ -482,10 +470,8 @@ def summarize(cfg, bounds, meta):
             row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
             print(row.format(**lines[i]))
     last = os.path.join(cfg.out_dir, "last.pt")
-    more = f"sample.py --checkpoint={last} --show"
-    if meta["source"] == "sudoku":
-        more = f"sudoku.py --checkpoint={last}"
-    print(f"\nMore: python {more}")
+    print(f"\nMore: python sample.py --checkpoint={last} --show"
+          f"\n      python eval.py ppl --checkpoint={last}")
 
 
 if __name__ == "__main__":

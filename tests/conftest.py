@@ -14,15 +14,16 @@ import pytest
 import torch
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-sys.path[:0] = [ROOT, os.path.join(ROOT, "lab")]  # so that plain `pytest` finds the scripts
+FOLDERS = ROOT, os.path.join(ROOT, "lab"), os.path.join(ROOT, "examples")
+sys.path[:0] = FOLDERS  # so that plain `pytest` finds the scripts
 
 import checkpoint  # noqa: E402
 import data  # noqa: E402
 import dora  # noqa: E402
 import oracles  # noqa: E402
-from finetune_dream import make_tiny  # noqa: E402
 from launch import Refused, from_cli  # noqa: E402
 from mdlm import MDLM, ModelConfig  # noqa: E402
+from tiny_dream import make  # noqa: E402
 
 GOLDEN = os.path.join(ROOT, "tests", "golden")
 torch.set_num_threads(1)  # models here are too small for more threads
@@ -111,18 +112,20 @@ def dying(module, name, at, then=kill):
 
 
 def configure(script, words):
-    """The module of a script, and its Config from the words of a command line."""
+    """The main function of a script, and its Config from the words of a command line."""
     module = importlib.import_module(os.path.basename(script))
-    presets = getattr(module, "PRESETS", None)
     paths = {"data": "source", "checkpoint": "checkpoint"}.get(script)
-    return module, from_cli(module.Config, words, presets, paths)
+    name = {"train": "train", "finetune_dream": "finetune"}.get(script, "main")
+    main, Config, presets = getattr(module, name), module.Config, getattr(module, "PRESETS", None)
+    if words and words[0] in getattr(module, "COMMANDS", ()):
+        main, Config, presets = module.COMMANDS[words[0]]
+    return main, from_cli(Config, words, presets, paths)
 
 
 def start(script, *words):
     """Runs a script, and returns what its main function returns."""
-    module, cfg = configure(script, words)
-    name = {"train": "train", "finetune_dream": "finetune"}.get(script, "main")
-    return getattr(module, name)(cfg)
+    main, cfg = configure(script, words)
+    return main(cfg)
 
 
 @pytest.fixture(scope="session")
@@ -144,10 +147,10 @@ def tiny_dream(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
-    """(model folder, dialogues) of finetune_dream's `tiny` preset: bytes as tokens, [MASK] 261."""
+    """(model folder, dialogues) of examples/tiny_dream.py: bytes as tokens, [MASK] 261."""
     folder = tmp_path_factory.mktemp("tiny")
     paths = str(folder / "model"), str(folder / "dialogues.jsonl")
-    make_tiny(*paths)
+    make(*paths)
     return paths
 
 

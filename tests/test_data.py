@@ -12,7 +12,6 @@ import pytest
 import torch
 
 import data
-import grids
 from conftest import GOLDEN, dying, refused
 from data import Config, main, open_split, prepare
 from launch import Refused, append_jsonl, read_json
@@ -149,19 +148,3 @@ def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path):
     prepared(tmp_path)
     assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
     assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]
-
-
-def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path):
-    every = grids.canonical().view(-1, 6, 6)
-    assert len(every) == 39_168 == len(torch.unique(every, dim=0))
-    boxes = every.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
-    for units in (every, every.transpose(1, 2), boxes):
-        assert (units.sort(-1).values == torch.arange(6)).all()
-    main(Config(source="sudoku", out=str(tmp_path), tokenizer="bytes", grids=300, val_docs=9))
-    tokens, _ = open_split(tmp_path, "train")
-    assert data.n_rows(tokens, 39) == 300
-    rows = data.rows(tokens, torch.arange(300), 39)
-    assert (rows[:, 0] == 256).all() and (rows[:, 37:] == 257).all()
-    known = {tuple(grid) for grid in every.flatten(1).tolist()}
-    for grid in (rows[:, 1:37] - 49).tolist():
-        assert tuple(map(grid[:6].index, grid)) in known  # with other names for the digits

@@ -22,11 +22,11 @@ import conftest
 import data
 import eval as evaluation
 import finetune_dream
-import grids
 import oracles
 import sample
 import sample_dream
 import sudoku
+import tiny_dream
 import train
 from checkpoint import read_safetensors
 from conftest import ROOT, random_mdlm, save_mdlm, spy
@@ -249,13 +249,14 @@ def test_references(corpus, drawn):
     assert drawn == keys("references", seed=[5])
 
 
-def test_grids_and_the_tiny_dream(tmp_path, drawn):
-    data.main(data.Config("sudoku", str(tmp_path), "bytes", grids=5, val_docs=3))
+def test_grids_and_the_tiny_dream(tmp_path, drawn, monkeypatch):
+    monkeypatch.setattr(sudoku, "HELD_OUT", 3)
+    sudoku.prepare(sudoku.Data(str(tmp_path), grids=5))
     for split, n in ("train", 5), ("val", 3):
-        texts = grids.texts(n, oracles.rng("sudoku", split))
+        texts = sudoku.texts(n, oracles.rng("sudoku", split))
         ids = data.open_split(tmp_path, split)[0].ids.tolist()
         assert ids == [i for text in texts for i in (*text.encode(), 257)]
-    finetune_dream.make_tiny(str(tmp_path), str(tmp_path / "dialogues.jsonl"))
+    tiny_dream.make(str(tmp_path), str(tmp_path / "dialogues.jsonl"))
     weights = read_safetensors(tmp_path / "model.safetensors")
     assert drawn == keys("grids", "tiny Dream", name=weights)
     for name, w in weights.items():
@@ -267,11 +268,11 @@ def test_puzzles(drawn, monkeypatch):
     model, calls = MDLM.load(sudoku.SHIPPED), spy(monkeypatch, sudoku, "fill")
     sudoku.demonstrate(model, 2)
     assert drawn == keys("grids held out", "puzzle", i=range(2))
-    x = grids.ids_of(grids.texts(2000, oracles.rng("sudoku", "val"))[:2], 258)
+    x = sudoku.ids_of(sudoku.texts(2000, oracles.rng("sudoku", "val"))[:2], 258)
     for i, row in enumerate(x):
         row[1 + torch.randperm(36, generator=oracles.rng("puzzle", i))[12:]] = 258
     assert len(calls) == 4 and all(torch.equal(puzzles, x) for _, puzzles, *_ in calls)
-    blank, own = grids.ids_of(["." * 36] * 2, 258), [oracles.rng("fill", i) for i in range(2)]
+    blank, own = sudoku.ids_of(["." * 36] * 2, 258), [oracles.rng("fill", i) for i in range(2)]
     ids, _ = sample.generate_in_order(model, 2, 36, "random", 1e-12, own, x=blank)
     *_, (cells, _, _) = sudoku.fill(model, blank, "random", 1)["with feedback"]
-    assert cells == grids.cells_of(ids, 258)
+    assert cells == sudoku.cells_of(ids, 258)

@@ -16,8 +16,8 @@ import torch.nn.functional as F
 import data
 import eval as evaluation
 import feedback
-import grids
 import launch
+import sudoku
 from conftest import GOLDEN, ROOT, gen, random_mdlm, refused, save_mdlm
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
 from launch import append_jsonl, from_cli, read_json, write_text
@@ -93,7 +93,7 @@ def test_feedback_pays_where_several_cells_are_filled_in_a_call(tmp_path, monkey
     """Spans of 12 of 36 cells. The mean of its bound by t is the bound of eval.py."""
     monkeypatch.chdir(tmp_path)
     path = os.path.join(ROOT, "results", "sudoku.safetensors")
-    held_out = grids.texts(2000, data.rng("sudoku", "val"))
+    held_out = sudoku.texts(2000, data.rng("sudoku", "val"))
     data.prepare(["123456", *held_out], "data", BYTES, val_docs=2000)
     words = f"--checkpoint={path} --data=data --width=12 --calls=6,3 --rows=500 --out=r.json"
     ask = lambda *more: feedback.main(from_cli(feedback.Config, [*words.split(), *more]))
@@ -101,7 +101,7 @@ def test_feedback_pays_where_several_cells_are_filled_in_a_call(tmp_path, monkey
     ask("--batch_size=50", "--device=cpu")
     two, four, *tenths = read_json("r.json")["values"].values()  # cells a call
     assert two["gain"] > 4 * two["gain_se"] and four["gain"] > 4 * four["gain_se"]
-    rows = grids.ids_of(held_out[::4], 258)
+    rows = sudoku.ids_of(held_out[::4], 258)
     on, off = (bound(MDLM.load(path), rows, soft, seed=1, floor=0.0)[0].mean().item() / 39
                for soft in (True, False))
     means = [np.mean([tenth[name] for tenth in tenths]) for name in ("plain", "gain")]
@@ -284,16 +284,6 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     with pytest.raises(ImportError):
         result(*samples)
     assert "entropy" in read_json("r.json")["values"]  # which needs no package
-
-
-def test_sudoku_counts_whole_grids(world):
-    *drawn, grid = grids.texts(50, gen())
-    latin = "".join("123456"[i:] + "123456"[:i] for i in range(6))  # rows and columns, no boxes
-    wrong = grid[:-1] + ("1" if grid[-1] != "1" else "2")
-    samples_file("grids.jsonl", [*drawn, grid, grid, wrong, grid[:-1], "7" + grid[1:], latin])
-    found = result("sudoku", "--samples=grids.jsonl")["values"]
-    assert (found["right"], found["distinct"], found["n"]) == (51 / 55, 50, 55)
-    assert found["right_se"] == pytest.approx((51 * 4 / 55**3) ** 0.5)
 
 
 def test_results_of_the_shipped_model_do_not_land_among_the_files_that_git_tracks(

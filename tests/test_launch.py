@@ -12,6 +12,7 @@ import data
 import dora
 import finetune_dream
 import launch
+import tiny_dream
 from conftest import ROOT, random_mdlm, refused, save_mdlm, start
 from dream import Dream
 from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
@@ -59,7 +60,7 @@ def files(tmp_path, monkeypatch):
     """A folder of small files of every kind, each of them good."""
     monkeypatch.chdir(tmp_path)
     data.prepare(["a text of some length"] * 99, "data", data.tokenizer("bytes"))
-    finetune_dream.make_tiny("dream", "dialogues.jsonl")
+    tiny_dream.make("dream", "dialogues.jsonl")
     save_mdlm("mdlm.pt", random_mdlm(vocab_size=259, mask_id=258, length=20, omega_s=0.5))
     checkpoint.save("adapter.pt", kind="dream-adapter", config={}, model={}, step=1, metrics={})
     dream = Dream.load("dream")

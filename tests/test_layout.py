@@ -11,19 +11,21 @@ from conftest import ROOT
 
 # A file imports only files in the lines above its own.
 LAYERS = [
-    {"softmask", "chunks", "launch", "grids"},
+    {"softmask", "chunks", "launch"},
     {"checkpoint", "data", "show"},
     {"mdlm"},
     {"sample"},
     {"eval"},
-    {"train", "sudoku"},
+    {"train"},
     {"dora"},  # from here on, Dream
     {"dream"},
     {"sample_dream", "finetune_dream"},
 ]
 ROOT_FILES = sorted(set().union(*LAYERS))
 LAB = {"bench", "plot", "eval_dream", "feedback"}  # scripts for those who measure
-FILES = sorted({*ROOT_FILES, *LAB})
+EXAMPLES = {"sudoku", "tiny_dream"}  # the root never imports them
+FILES = sorted({*ROOT_FILES, *LAB, *EXAMPLES})
+FOLDERS = {"lab/": LAB, "examples/": EXAMPLES, "": ROOT_FILES}
 PACKAGES = {"torch", "numpy", "tiktoken", "tqdm"}
 COPYABLE = {"softmask": {"torch"}, "dora": {"torch"}}  # made to be copied
 OPTIONAL = {"transformers", "mauve", "lm_eval", "datasets", "matplotlib", "pyarrow", "sklearn",
@@ -35,7 +37,8 @@ def text(name):
         return f.read()
 
 
-TREES = {name: ast.parse(text("lab/" * (name in LAB) + f"{name}.py")) for name in FILES}
+TREES = {name: ast.parse(text(f"{folder}{name}.py"))
+         for folder, names in FOLDERS.items() for name in names}
 
 
 def imports(nodes):
@@ -47,8 +50,8 @@ def imports(nodes):
 
 
 def test_every_file_has_its_layer_and_imports_follow_the_layers():
-    for folder, names in ((ROOT, ROOT_FILES), (os.path.join(ROOT, "lab"), LAB)):
-        there = {os.path.basename(path)[:-3] for path in glob.glob(os.path.join(folder, "*.py"))}
+    for folder, names in FOLDERS.items():
+        there = {os.path.basename(path)[:-3] for path in glob.glob(f"{ROOT}/{folder}*.py")}
         assert there == set(names)
     above = set()
     for layer in LAYERS:

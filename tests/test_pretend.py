@@ -12,6 +12,7 @@ from conftest import gen, random_mdlm, start
 from eval import bound
 from pretend import gpu
 from sample import ORDERS, SAMPLERS, generate, generate_in_order
+from tiny_dream import make
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(),
                                 reason="a GPU is there: tests named cuda use it")
@@ -95,11 +96,13 @@ def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = [" ".join(str(i * j) for i in range(90)) for j in range(30)]
     data.prepare(texts, "data", data.tokenizer("bytes"), val_docs=9)
+    make("dream", "dialogues.jsonl")
 
 
 @pytest.mark.parametrize("script, words, draw, first, last", [
     (train, [*TINY, "--out_dir=run", "--eval_every=0", "--p_sm=0.15"], "sample_times", 1, 5),
-    (finetune_dream, ["tiny"], "mask_response", 8, 40)])  # an update has eight dialogues
+    (finetune_dream, ["--data=dialogues.jsonl", "--model=dream", "--omega_s=0.3", "--out=out"],
+     "mask_response", 8, 40)])  # an update has eight dialogues
 def test_an_update_waits_for_nothing(folder, monkeypatch, script, words, draw, first, last):
     """The one copy is of the clipping factor. With a real GPU, it is there already."""
     whole, starts = getattr(script, draw), []

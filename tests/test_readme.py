@@ -8,8 +8,10 @@ import subprocess
 import sys
 
 import data
+import eval_dream
 import mdlm
 import softmask
+import sudoku
 from conftest import ROOT, configure, start
 from launch import append_jsonl
 
@@ -48,10 +50,10 @@ def test_every_command_of_reproduce_parses_and_tables_of_dream_ask_all_their_tas
     found, asked = commands("REPRODUCE.md"), {}
     assert len(found) > 100
     for script, words in found:
-        module, cfg = configure(script, words)
-        if module.__name__ == "eval_dream":
+        _, cfg = configure(script, words)
+        if script == "lab/eval_dream":
             task = page(f"lab/tasks/{cfg.task.replace('_plus', '')}.yaml")
-            module.cells(cfg, int(re.search(r"max_gen_toks: (\d+)", task)[1]))
+            eval_dream.cells(cfg, int(re.search(r"max_gen_toks: (\d+)", task)[1]))
             asked.setdefault(cfg.out.split("/")[1], set()).add(cfg.task)
     count = {folder: len(tasks) for folder, tasks in asked.items()}
     assert count == {"check": 1, "table3": 4, "fig4": 2, "table8": 2, "table10": 4, "table12": 4}
@@ -69,9 +71,9 @@ def test_the_paper_map_names_what_exists():
 CUT_SHORT = {  # flags behind a script, or behind a command with this word
     "train": ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=64 --batch_size=4 "
               "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split(),
-    "quickstart": ["--length=39"],
+    "examples/sudoku train": "--n_layer=1 --n_head=2 --n_embd=16 --steps=2 --device=cpu".split(),
     "openwebtext": ["--overwrite", "--tokenizer=bytes"],
-    "sudoku": ["--given=.5.43.341562524316163254632145415623"],
+    "examples/sudoku": [],
     "sample": ["--device=cpu"],
     "eval": ["--device=cpu", "--rows=4"],
     "lab/feedback": ["--device=cpu", "--rows=4"],
@@ -81,7 +83,10 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
 
 
 def start_short(script, *words):
-    start(script, *words, *(f for key in (script, *words) for f in CUT_SHORT.get(key, [])))
+    if words[:1] == ("train",):
+        script, words = f"{script} train", words[1:]
+    short = [flag for key in (script, *words) for flag in CUT_SHORT.get(key, [])]
+    start(*script.split(), *words, *short)
 
 
 def test_commands_of_the_readme_run(tmp_path, monkeypatch):
@@ -92,7 +97,7 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
     append_jsonl("yours.jsonl", *[{"text": text} for text in words * 30])
     library = data.stdlib_files()
     monkeypatch.setattr(data, "stdlib_files", lambda: library[:60])
-    monkeypatch.setitem(data.PRESETS["sudoku"], "grids", 300)
+    monkeypatch.setattr(sudoku.Data, "grids", 300)
     start("data", "yours.jsonl", "--val_docs=9", "--tokenizer=bytes", "--out=data/owt")
     start_short("train", "--out_dir=.", "--p_sm=0")
     os.rename("last.pt", "mdlm.ckpt")
@@ -104,5 +109,5 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
             start_short(script, *words)
         except ImportError:
             assert "openwebtext" in words  # which needs a package
-    runs = {"yours", "owt", "binary", "continue", "quickstart", "stdlib", "tiny_dream"}
+    runs = {"yours", "owt", "binary", "continue", "sudoku", "stdlib", "tiny_dream"}
     assert runs <= {*os.listdir("out")}

@@ -1,7 +1,4 @@
-"""grids.py and sudoku.py: puzzles, the shipped model, the demonstration.
-
-Not here: the grids themselves (test_data.py), counting the right ones (test_eval.py).
-"""
+"""examples/sudoku.py: the grids, the shipped model, the demonstration, the training."""
 
 import os
 import re
@@ -12,7 +9,6 @@ import pytest
 import torch
 
 import data
-import grids
 import plot
 import sudoku
 from conftest import ROOT, gen
@@ -31,9 +27,10 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
     model, tok = MDLM.load(path), data.tokenizer("bytes")
     generators = [data.rng("sample", 1, i) for i in range(128)]  # as `sample.py --seed=1`
     ids, _ = generate_in_order(model, 128, 36, "entropy", 1.0, generators, x=MASKS)
-    right = grids.right([tok.decode(row) for row in ids.tolist()])["right"]
+    cells = [tok.decode(row[1:37]) for row in ids.tolist()]
+    right = sum("." not in grid and not sudoku.mistake(grid) for grid in cells) / 128
     assert right == pytest.approx(0.719, abs=0.03)
-    texts = grids.texts(2000, rng("sudoku", "val"))
+    texts = sudoku.texts(2000, rng("sudoku", "val"))
     rows = torch.tensor([[256, *text.encode(), 257, 257] for text in texts])    # (2000, 39)
     nll = bound(model, rows, True, seed=1, repeats=2, floor=0.0)[0]
     assert nll.mean() / 39 == pytest.approx(0.5318, abs=2e-4)
@@ -42,7 +39,7 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
 
 def test_the_demonstration_shows_the_first_puzzle_on_which_the_sides_differ(monkeypatch, capsys):
     """Whichever is right. If they agree, or if there is only one side, it shows the first."""
-    [grid], latin = grids.texts(1, gen()), "".join("123456123456"[i:i + 6] for i in range(6))
+    [grid], latin = sudoku.texts(1, gen()), "".join("123456123456"[i:i + 6] for i in range(6))
 
     def shown(**ends):  # latin: rows and columns are right, and no box
         sides = {side.replace("_", " "): [(cells, torch.zeros(3, 36), cells)]
@@ -76,3 +73,19 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
     [given] = re.findall(r"--given=(\S+)\"", plot.__doc__)
     sudoku.main(sudoku.Config(given=given))
     assert out.endswith("\n\n" + capsys.readouterr().out)
+
+
+def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path):
+    every = sudoku.canonical().view(-1, 6, 6)
+    assert len(every) == 39_168 == len(torch.unique(every, dim=0))
+    boxes = every.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
+    for units in (every, every.transpose(1, 2), boxes):
+        assert (units.sort(-1).values == torch.arange(6)).all()
+    sudoku.prepare(sudoku.Data(str(tmp_path), grids=300))
+    tokens, _ = data.open_split(tmp_path, "train")
+    assert data.n_rows(tokens, 39) == 300
+    rows = data.rows(tokens, torch.arange(300), 39)
+    assert (rows[:, 0] == 256).all() and (rows[:, 37:] == 257).all()
+    known = {tuple(grid) for grid in every.flatten(1).tolist()}
+    for grid in (rows[:, 1:37] - 49).tolist():
+        assert tuple(map(grid[:6].index, grid)) in known  # with other names for the digits

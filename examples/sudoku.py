@@ -1,0 +1,269 @@
+# SPDX-License-Identifier: MIT
+"""6×6 Sudokus: a language whose entropy is known, a model that learns it, and what feedback does.
+
+    python examples/sudoku.py                    # the shipped model solves 100 puzzles
+    python examples/sudoku.py --given=1..4......2........3.......5......6.   # your own, two a call
+    python examples/sudoku.py train              # a model of your own, with any flag of train.py
+    python examples/sudoku.py --checkpoint=out/sudoku/last.pt    # its bound, and its puzzles solved
+    python examples/sudoku.py data               # the grids alone, into data/sudoku
+
+    the language          canonical, texts, puzzles, mistake; as ids: ids_of, cells_of
+    data and training     prepare, train_model
+    the demonstration     fill, demonstrate
+"""
+
+import functools
+import itertools
+import math
+import os
+import re
+import sys
+from dataclasses import dataclass
+
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import data
+import launch
+from data import rng
+from eval import val_ppl
+from launch import Refused, Size, progress, run
+from mdlm import MDLM
+from sample import generate_in_order
+from show import draw, painted
+from train import Config as TrainConfig
+from train import train
+
+# ---- the language --------------------------------------------------------------------------------
+# Entropy of a uniform draw: there are 39,168 `canonical` grids, each with 6! = 720 relabelings.
+NATS = math.log(39_168 * 720)
+
+
+@functools.cache
+def canonical():
+    """All 6×6 Sudoku grids whose first row is 123456: (39168, 36) uint8, with 1 stored as 0."""
+    rows = torch.tensor(list(itertools.permutations(range(6))))                      # (720, 6)
+    # apart: rows that differ in every column can be in one grid. boxed: they can share boxes if no
+    # digit is in both of their left halves. Then none is in both right halves, either.
+    apart = (rows[:, None] != rows).all(-1)                                          # (720, 720)
+    boxed = (rows[:, None, :3, None] != rows[:, None, :3]).flatten(2).all(-1)        # (720, 720)
+    found = torch.zeros(1, 1, dtype=torch.long)  # n grids of h rows, as row numbers: (n, h)
+    for h in range(1, 6):
+        fits = apart[found].all(1)                                                   # (n, 720)
+        if h % 2:  # the second row of its boxes
+            fits &= boxed[found[:, -1]]
+        grid, row = fits.nonzero(as_tuple=True)
+        found = torch.cat((found[grid], row[:, None]), dim=1)                        # (n', h + 1)
+    return rows[found].flatten(1).to(torch.uint8)
+
+
+def texts(n, generator):
+    """n grids drawn uniformly, as texts of 36 digits. With EOS, each fills a row of L = 39."""
+    which = torch.randint(len(canonical()), (n,), generator=generator)               # (n,)
+    digits = torch.rand(n, 6, generator=generator).argsort(-1)                       # (n, 6)
+    cells = digits.gather(1, canonical()[which].long()) + 1                          # (n, 36)
+    return ["".join(map(str, row)) for row in cells.tolist()]
+
+
+def puzzles(x, given, mask_id, generators):
+    """Grids x (n, 39) with all but `given` random cells masked. generators: one per grid."""
+    x = x.clone()                                                                    # (n, 39)
+    for row, generator in zip(x, generators):
+        order = torch.randperm(36, generator=generator)                              # (36,)
+        row[1 + order[given:]] = mask_id
+    return x
+
+
+def mistake(cells):
+    """The first broken rule, in words, or "". cells: 36 digits, with dots for empty cells."""
+    if not re.fullmatch("[1-6.]{36}", cells):
+        return "not 36 digits"
+    seen = set()
+    for i, digit in enumerate(cells):
+        row, column = divmod(i, 6)
+        box = row // 2 * 2 + column // 3  # boxes have two rows and three columns
+        for place in f"row {row + 1}", f"column {column + 1}", f"box {box + 1}":
+            if digit != "." and (digit, place) in seen:
+                return f"{digit} twice in {place}"
+            seen.add((digit, place))
+    return ""
+
+
+def ids_of(cells, mask_id):
+    """Ids (n, 39) of n texts of 36 cells: BOS, the cells, two EOS. A dot becomes a mask."""
+    x = torch.tensor([[256, *text.encode(), 257, 257] for text in cells])            # (n, 39)
+    return x.masked_fill(x == ord("."), mask_id)
+
+
+def cells_of(x, mask_id):
+    """The reverse of `ids_of`, for x (n, 39). A ? is neither a digit nor a mask."""
+    cells = {mask_id: "."} | {ord(digit): digit for digit in "123456"}
+    return ["".join(cells.get(i, "?") for i in row) for row in x[:, 1:37].tolist()]
+
+
+# ---- data and training ---------------------------------------------------------------------------
+HELD_OUT = 2000  # grids
+
+# ω starts as in the paper. Eight heads, because with four, some seeds stay on a plateau for
+# thousands of updates, having learned only digit frequencies.
+SETTINGS = dict(
+    data="data/sudoku", out_dir="out/sudoku", show=True,
+    n_layer=2, n_head=8, n_embd=128, n_cond=32, length=39, dropout=0.0,
+    steps=3500, batch_size=32, micro_batch=32, eta_bb=1e-3, warmup=200, ema=0.995,
+    log_every=50, eval_every=0, eval_rows=2000, save_every=500, keep_every=0)
+
+
+@dataclass
+class Data:
+    out: str = "data/sudoku"
+    grids: Size = 200_000  # to train on
+
+
+def prepare(cfg):
+    """Write grids as a corpus of bytes, like data.py's. Under 1 % of those held out are trained on.
+    """
+    grids = texts(cfg.grids, rng("sudoku", "train")) + texts(HELD_OUT, rng("sudoku", "val"))
+    data.prepare(grids, cfg.out, data.tokenizer("bytes"), HELD_OUT, "sudoku")
+
+
+def train_model(cfg):
+    """train.py, after the grids are written. With --data, they are those of another folder."""
+    if "data" not in cfg.flags and not os.path.exists(f"{cfg.data}/meta.json"):
+        here = launch.machine(cfg.device, cfg.dtype)
+        launch.join(here)
+        launch.first_rank(here, lambda: prepare(Data()))
+    train(cfg)
+    if launch.machine(cfg.device, cfg.dtype).rank == 0:
+        print(f"Its puzzles: python examples/sudoku.py --checkpoint={cfg.out_dir}/last.pt")
+
+
+# ---- the demonstration ---------------------------------------------------------------------------
+SHIPPED = os.path.join(os.path.dirname(launch.__file__), "results", "sudoku.safetensors")
+SHOWN = "entropy", 2  # the way of decoding that is drawn, and that fills --given
+# Ways of decoding: (order of sample.py, cells per call)
+WAYS = {("entropy", 1): "surest cell first, one per call",
+        SHOWN: "surest cells first, two per call",
+        ("entropy", 3): "surest cells first, three per call",
+        ("random", 1): "random order, one per call"}
+
+
+def sides_of(model):
+    """{title: whether with feedback}, the columns of the table. A binary model has only one."""
+    return {"with feedback": True, "without": False} if model.sm else {"without": False}
+
+
+def fill(model, x, order, cells):
+    """Fill puzzles x (n, 39) with the likeliest digits, `cells` per call.
+
+    All puzzles must have the same number of masks.
+    Returns {title: [(cells, λ, guesses) after each call]}: n texts, n lists of 36 λ, n texts.
+    """
+    mask, n_masks = model.mask_id, int((x[0] == model.mask_id).sum())
+    steps, sides = math.ceil(n_masks / cells), {title: [] for title in sides_of(model)}
+    with progress(total=len(sides) * steps, desc=WAYS[order, cells], leave=False) as bar:
+        for title, soft in sides_of(model).items():
+
+            def on_step(now, lam, guess, *_, states=sides[title]):
+                states.append((cells_of(now, mask), lam[:, 1:37].tolist(), cells_of(guess, mask)))
+                bar.update()
+            generators = [rng("fill", i) for i in range(len(x))]
+            generate_in_order(model, len(x), steps, order, top_p=1e-12, generator=generators,
+                              on_step=on_step, x=x, soft=soft)
+    return sides
+
+
+def solved(sides):
+    """For each side of `fill`'s result: a list that says which puzzles are solved."""
+    return [[not mistake(cells) for cells in states[-1][0]] for states in sides.values()]
+
+
+def picture(title, cells, lam, guesses):
+    """A grid in lines of 21 characters, and its mistake. Guesses are darker for larger λ."""
+    parts, lines = [], [f"{title:21}"]
+    for cell, strength, guess in zip(cells, lam, guesses):
+        parts.append(painted(f" {guess} ", strength) if cell == "." else f" {cell} ")
+    for i in range(0, 36, 6):
+        lines.append("{}{}{}│{}{}{}  ".format(*parts[i:i + 6]))
+        if i in (6, 18):
+            lines.append("─────────┼─────────  ")
+    wrong = mistake(cells)
+    verdict = f"✗ {wrong}" if wrong else "✓ no rule broken"
+    return [*lines, f"{verdict:21}"]
+
+
+def compare(sides, i):
+    """Draw puzzle i of `fill`'s result, side by side: every call on a terminal, else the last."""
+    drawn, calls = 0, list(zip(*sides.values()))
+    if sys.stdout.isatty():
+        print("Empty cells are green, darker for larger λ. The next call sees the guesses in them.")
+    else:
+        calls = calls[-1:]
+    for call in calls:
+        columns = [picture(title, cells[i], lam[i], guesses[i])
+                   for title, (cells, lam, guesses) in zip(sides, call)]
+        lines = ["     ".join(parts) for parts in zip(*columns)]
+        drawn = draw(lines, drawn, pause=0.4)
+
+
+def print_bound(model):
+    """Print the bound on held-out grids in nats a grid, and their entropy.                 Eq. 2"""
+    rows, bounds = ids_of(texts(HELD_OUT, rng("sudoku", "val")), model.mask_id), []  # (n, 39)
+    for title, soft in sides_of(model).items():
+        nats, _ = val_ppl(model, rows, soft, seed=1, batch_size=100, floor=0.0)
+        bounds.append(f"{nats / HELD_OUT:.1f} {title}")
+    print(f"Bound on {HELD_OUT:,} held-out grids, in nats a grid: {', '.join(bounds)}\n"
+          f"(their entropy is {NATS:.1f})\n")
+
+
+def demonstrate(model, count=100):
+    """Print how many puzzles a model trained on data/sudoku solves, and show one of them."""
+    held_out = ids_of(texts(HELD_OUT, rng("sudoku", "val"))[:count], model.mask_id)  # (count, 39)
+    draws = [rng("puzzle", i) for i in range(count)]
+    x = puzzles(held_out, 12, model.mask_id, draws)                                  # (count, 39)
+    filled = {way: fill(model, x, *way) for way in WAYS}
+    title = f"Solved of {count} puzzles, 12 of 36 cells given"
+    print(f"{title:44}" + "".join(f"{side:>16}" for side in filled[SHOWN]))
+    for way, name in WAYS.items():
+        print(f"  {name:42}" + "".join(f"{sum(side):16}" for side in solved(filled[way])))
+    print(f"  Standard error over puzzles, for one model: at most ±{math.sqrt(count) / 2:.0f}\n")
+    differ = [i for i, each in enumerate(zip(*solved(filled[SHOWN]))) if len(set(each)) > 1]
+    shown = differ[0] if differ else 0
+    if differ:
+        print(f"Two cells filled in one call do not see each other. With feedback, each has at\n"
+              f"least seen the previous call's guess for the other. At two per call, {len(differ)} "
+              f"puzzles are\nsolved by one side only. The first is puzzle {shown + 1}:\n")
+    elif model.sm:
+        print("At two per call, both sides agree on every puzzle. Puzzle 1:\n")
+    else:
+        print("Puzzle 1, two cells per call:\n")
+    compare(filled[SHOWN], shown)
+
+
+@dataclass
+class Config:
+    given: str = ""       # your own puzzle: 36 characters, row by row, with dots for empty cells
+    checkpoint: str = ""  # a model of yours (default: the shipped one)
+
+
+def main(cfg):
+    model = MDLM.load(cfg.checkpoint or SHIPPED)
+    if model.cfg.length != 39:
+        raise Refused(f"{cfg.checkpoint} is no model of Sudokus: its rows have {model.cfg.length} "
+                      f"tokens, not 39")
+    if cfg.given:
+        wrong = mistake(cfg.given) or ("" if "." in cfg.given else "no cell is empty")
+        if wrong:
+            raise Refused(f"--given={cfg.given} cannot be filled, {wrong}: give 36 digits from 1 "
+                          f"to 6, row by row, with dots for empty cells")
+        return compare(fill(model, ids_of([cfg.given], model.mask_id), *SHOWN), 0)
+    if cfg.checkpoint:
+        print_bound(model)
+    demonstrate(model)
+
+
+# What the first word can be: its function, its flags, and their defaults, as launch.run takes them.
+COMMANDS = {"train": (train_model, TrainConfig, {"train": SETTINGS}),
+            "data": (prepare, Data, {"data": {}})}
+
+if __name__ == "__main__":
+    run(*COMMANDS.get("".join(sys.argv[1:2]), (main, Config)))
