@@ -13,12 +13,13 @@ A checkpoint is one dict of tensors and plain values, so `torch.load(weights_onl
     format     "soft-masked-mdlm/1"                  kind     "mdlm" or "dream-adapter"
     config     {field: value}                        step, seed
     model      {name: tensor}                        ema      {name: tensor}, backbone only [code]
-    optimizer  {...}, only to resume the run         data     {path, n_tokens, sha256}
+    optimizer  {...}, only to resume the run         data     {path, n_tokens, sha256, val, keys}
     tokenizer  {name, vocab_size, mask_id, bos, eos}
-    keys       version of the draws, data.KEYS       git, versions, metrics
+    git, versions, metrics
 
-A dream-adapter has no ema and no tokenizer, and its data are {dialogues, base, keys}. Every random
-draw is keyed by seed and step (data.rng), so no other random state is saved.
+keys is the version of the draws, data.KEYS. A dream-adapter has no ema and no tokenizer, and its
+data are {dialogues, base, keys}. Every random draw is keyed by seed and step (data.rng), so no
+other random state is saved.
 """
 
 import dataclasses
@@ -32,7 +33,7 @@ import types
 import numpy as np
 import torch
 
-from launch import Refused, atomic, in_short, read_json, run
+from launch import Refused, atomic, check_same, in_short, read_json, run
 from softmask import SoftMask
 
 # ---- any file ------------------------------------------------------------------------------------
@@ -103,6 +104,17 @@ def weights(path, ema=True):
     check_numbers(state, path)
     ckpt.pop("optimizer", None)
     return state, ckpt
+
+
+def load_last(path, kind, cfg, facts, may_differ, remedy=""):
+    """A run's last.pt. Raises Refused unless its settings, and the facts in its `data`, are these.
+
+    may_differ: names of settings.   remedy: the end of the message.
+    """
+    ckpt = load(path, kind)
+    now = dataclasses.asdict(cfg) | facts
+    check_same(path, ckpt["config"] | ckpt["data"], now, now.keys() - may_differ, remedy)
+    return ckpt
 
 
 def check_numbers(state, path):

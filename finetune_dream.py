@@ -18,12 +18,10 @@ nor the number of GPUs changes it.
 Not here: the two passes (mdlm.py), decoding (sample_dream.py), DoRA (dora.py), full finetuning.
 """
 
-import contextlib
 import hashlib
 import json
 import math
 import os
-import shutil
 from collections import Counter
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -153,7 +151,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
             # DDP averages gradients over the ranks. Times `world`, they are summed.
             (objective(nll, t, cfg.loss, M) * here.world).backward()
         nll = nll.detach()
-        log.add(loss=objective(nll, t, cfg.loss, 1), dialogues=1, nll=nll.sum(), masks=len(nll),
+        log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
     if model.sm and not any(softs):
         # ω has a gradient of 0, for DDP (mdlm.with_omega_in_graph). Adam's momentum would still
@@ -229,8 +227,7 @@ def finetune(cfg):
     launch.join(here)
     special = DreamConfig.read(cfg.model)
     check(cfg, special.vocab_size, here.world)
-    # Only rank 0 writes, so only rank 0 locks. The others wait for it in launch.goes_on.
-    with launch.lock(cfg.out) if here.rank == 0 else contextlib.nullcontext():
+    with launch.lock(cfg.out, here.rank == 0):
         return loop(cfg, here, special.mask_token_id)
 
 
@@ -251,7 +248,9 @@ def loop(cfg, here, mask_id):
               "keys": data.KEYS}
     done, metrics = 0, {}  # updates so far; the last evaluation
     if going_on:
-        ckpt = load_last(last, cfg, source)
+        ckpt = checkpoint.load_last(
+            last, "dream-adapter", cfg, source, MAY_DIFFER_ON_RESUME,
+            ". --steps must stay, too: the cosine of the learning rate depends on it")
         for name, p in trained(model).items():
             p.data.copy_(ckpt["model"][name])
         optimizer.load_state_dict(ckpt["optimizer"])
@@ -269,7 +268,7 @@ def loop(cfg, here, mask_id):
     with launch.signals() as caught:
         log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
         if master and cfg.overwrite:
-            remove_run(cfg.out)
+            launch.remove_run(cfg.out)  # also its ω, which must not end up beside a binary adapter
         if master:
             sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
             print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
@@ -290,7 +289,8 @@ def loop(cfg, here, mask_id):
             evaluated = val and due(cfg.eval_every, done, cfg.steps) and not stop
             saved = due(cfg.save_every, done, cfg.steps) or stop
             if evaluated or saved or due(cfg.log_every, done, cfg.steps) or done == 1:
-                line = log_line(done, cfg, model, log.collect(norm))  # refuses NaN before a save
+                # Raises on NaN, before a save
+                line = log.line(done, lr_at(step, cfg) * cfg.eta_bb, model.sm, norm)
                 if evaluated:
                     metrics = measure()
                     line |= metrics
@@ -301,8 +301,7 @@ def loop(cfg, here, mask_id):
                 break
 
     if stop:
-        launch.leave(here, f"stopped after update {done:,}, saved in {last}: to continue, run "
-                           f"the same command with --resume", 128 + stop)
+        launch.stopped(here, done, last, stop)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
     command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
     launch.leave(here, f"{model.warning(line)}\n{command}".strip(), 0)
@@ -458,16 +457,6 @@ def optimizer_of(model):
     return torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
 
 
-def load_last(path, cfg, source):
-    """last.pt of this run. Raises Refused if its dialogues, model or settings differ."""
-    ckpt = checkpoint.load(path, "dream-adapter")
-    before = ckpt["config"] | ckpt["data"]
-    now = asdict(cfg) | source
-    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME,
-                      ". --steps must stay, too: the cosine of the learning rate depends on it")
-    return ckpt
-
-
 @torch.no_grad()
 def evaluate(model, val, cfg, here):
     """{name: mean loss over the held-out dialogues}, with feedback and without."""
@@ -488,22 +477,6 @@ def evaluate(model, val, cfg, here):
         total = torch.stack(found).cpu().double().cumsum(0)[-1]  # the only host sync
         losses["val_soft" if soft else "val_plain"] = launch.over_ranks(total).item() / len(val)
     return losses
-
-
-def log_line(done, cfg, model, sums):
-    """The line of log.jsonl for the updates since the last line.   sums: from Log.collect."""
-    line = {"step": done, "loss": sums["loss"] / sums["dialogues"],
-            "ce_per_mask": sums["nll"] / sums["masks"],
-            "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
-            "tokens_per_s": sums["tokens"] / sums["seconds"]}
-    if sums["soft"]:
-        line["lam"] = sums["lam"] / sums["soft"]
-    if model.sm:
-        omega = torch.stack(model.sm.omega).tolist()  # one host sync for all three
-        line |= {"omega_" + name: value for name, value in zip("sab", omega)}
-        if model.sm.k is None:
-            line["tau"] = model.sm.tau.item()
-    return line
 
 
 def keep_best(metrics, cfg, asked, model, here):
@@ -545,13 +518,6 @@ def save_adapter(folder, dream, sm, cfg):
     checkpoint.write_safetensors(weights, dora.adapter_state(dream), {"format": "pt"})
     for name, values in files.items():
         write_text(os.path.join(folder, name), json.dumps(values, indent=1))
-
-
-def remove_run(out):
-    """Delete an earlier run, so that its ω does not end up beside a new binary adapter."""
-    for name in "best", "last":
-        shutil.rmtree(os.path.join(out, name), ignore_errors=True)
-    Path(out, "last.pt").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

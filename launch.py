@@ -10,6 +10,7 @@ import itertools
 import json
 import math
 import os
+import shutil
 import signal
 import sys
 import time
@@ -247,8 +248,14 @@ def unused(cfg, why, *names):
 
 
 @contextlib.contextmanager
-def lock(folder):
-    """A context that one process at a time may enter per folder. A kill releases the lock, too."""
+def lock(folder, master=True):
+    """A context that one process at a time may enter per folder. A kill releases the lock, too.
+
+    Only rank 0, the master, writes, so only rank 0 locks. The others wait for it in `goes_on`.
+    """
+    if not master:
+        yield
+        return
     os.makedirs(folder, exist_ok=True)
     with open(f"{folder}/.lock", "a") as f:
         try:
@@ -260,6 +267,14 @@ def lock(folder):
         except (ImportError, OSError):
             pass  # Windows and some network disks have no locks: do without
         yield
+
+
+def remove_run(folder):
+    """Delete the checkpoints and adapters of an earlier run, for --overwrite."""
+    for path in Path(folder).glob("*/adapter_config.json"):
+        shutil.rmtree(path.parent)
+    for path in *Path(folder).glob("last.pt*"), *Path(folder).glob("step-*.pt*"):
+        path.unlink()
 
 
 def due(every, done, steps):
@@ -282,6 +297,12 @@ def signals():
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def stopped(here, done, last, number):
+    """End a run that signal `number` stopped."""
+    leave(here, f"stopped after update {done:,}, saved in {last}: to continue, run the same "
+                f"command with --resume", 128 + number)
 
 
 def leave(here, message, status):
@@ -349,6 +370,24 @@ class Log:
             raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
         self.sums = {}
         return found | {"seconds": time.time() - self.last}
+
+    def line(self, done, eta_bb, sm, norm):
+        """The line for the updates since the last, up to number `done`. Raises Refused on NaN.
+
+        It needs sums of loss, ce, masks, tokens, soft, lam, and n, what the loss is a mean over.
+        """
+        sums = self.collect(norm)
+        line = {"step": done, "loss": sums["loss"] / sums["n"],
+                "ce_per_mask": sums["ce"] / max(1, sums["masks"]), "eta_bb": eta_bb,
+                "grad_norm": sums["grad_norm"], "tokens_per_s": sums["tokens"] / sums["seconds"]}
+        if sums["soft"]:
+            line["lam"] = sums["lam"] / sums["soft"]
+        if sm:
+            omega = torch.stack(sm.omega).tolist()  # one host sync for all three
+            line |= {"omega_" + name: value for name, value in zip("sab", omega)}
+            if sm.k is None:
+                line["tau"] = sm.tau.item()
+        return line
 
     def amend(self, values):
         """Write the last line again, with more values: an evaluation that a stop had cut off."""

@@ -20,12 +20,10 @@ saving: a run that was stopped or killed resumes from its last save as if nothin
 its log can differ: a stop writes a line of its own, and the next line starts to sum after it.
 """
 
-import contextlib
 import copy
 import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
-from pathlib import Path
 from typing import Literal
 
 import torch
@@ -98,8 +96,8 @@ EVAL_SEED = 1
 
 # What may change when a run is resumed. All other settings must stay as they were.
 MAY_DIFFER_ON_RESUME = {
-    "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows", "save_every",
-    "keep_every", "show", "device", "dtype", "compile"}
+    "data", "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows",
+    "save_every", "keep_every", "show", "device", "dtype", "compile"}
 
 
 def update(step, cfg, tokens, model, parallel, optimizer, here, log):
@@ -131,8 +129,8 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
             (loss.sum() / (x0.numel() * M // here.world)).backward()
         loss = loss.detach()
         # loss @ t is the cross-entropy without its weight 1/t.
-        log.add(loss=loss.sum(), ce=loss @ t, masks=len(masks[0]), tokens=x0.numel(), soft=soft,
-                lam=model.lam if soft else 0)
+        log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(masks[0]),
+                tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
         # For DDP's sake, ω has a gradient of 0 (mdlm.with_omega_in_graph). Adam would still move ω
         # by its momentum, but it skips parameters without a gradient [ours].
@@ -185,8 +183,7 @@ def train(cfg):
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
-    # Only rank 0 writes, so only rank 0 locks. The others wait for it in launch.goes_on.
-    with launch.lock(cfg.out_dir) if here.rank == 0 else contextlib.nullcontext():
+    with launch.lock(cfg.out_dir, here.rank == 0):
         return loop(cfg, here, tokens, meta, flags)
 
 
@@ -196,7 +193,7 @@ def loop(cfg, here, tokens, meta, flags):
     # All of train.bin is too long to hash at every start: if it is overwritten under its old
     # meta.json, nobody notices.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
-              "val": meta["val"]["sha256"]}
+              "val": meta["val"]["sha256"], "keys": data.KEYS}
     held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
     model, ema, optimizer, done, metrics, omega_from = beginning(cfg, here, meta, source, flags)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
@@ -215,7 +212,7 @@ def loop(cfg, here, tokens, meta, flags):
     with launch.signals() as caught:
         log = launch.Log(path("log.jsonl"), start, cfg.steps, master)
         if master and cfg.overwrite:
-            remove_run(cfg.out_dir)
+            launch.remove_run(cfg.out_dir)
         if master:
             feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
             wait = ", the first after a minute or more of compiling" if compiled else ""
@@ -251,7 +248,8 @@ def loop(cfg, here, tokens, meta, flags):
             saved = due(cfg.save_every, done, cfg.steps) or stop
             kept = is_kept(done, cfg)
             if evaluated or saved or kept or due(cfg.log_every, done, cfg.steps) or done == 1:
-                line = log_line(done, cfg, model, log.collect(norm))  # raises on NaN, before a save
+                # Raises on NaN, before a save
+                line = log.line(done, lr_at(step, cfg) * cfg.eta_bb, model.sm, norm)
                 if evaluated:
                     metrics = {"step": done, **evaluate(ema, held_out, here)}
                     line |= metrics
@@ -264,8 +262,7 @@ def loop(cfg, here, tokens, meta, flags):
                 break
 
     if stop:
-        launch.leave(here, f"stopped after update {done:,}, saved in {path('last.pt')}: to "
-                           f"continue, run the same command with --resume", 128 + stop)
+        launch.stopped(here, done, path("last.pt"), stop)
     if cfg.show and done == cfg.steps:
         bounds = evaluate(ema, held_out, here)
         if master:
@@ -362,16 +359,14 @@ def optimizer_of(model):
 
 def load_last(path, cfg, source):
     """last.pt of this run. Raises Refused if its data or settings differ."""
-    ckpt = checkpoint.load(path, "mdlm")
     remedy = f". --init_from={path} with another --out_dir starts from these weights"
+    facts = {"keys": data.KEYS}
+    ckpt = checkpoint.load_last(path, "mdlm", cfg, facts, MAY_DIFFER_ON_RESUME, remedy)
     # Data are compared by content, because their folder may have moved.
     theirs = {"val": source["val"]} | ckpt["data"]
     if any(theirs[name] != source[name] for name in ("sha256", "val")):
         raise Refused(f"{path} was trained on the text that was in {theirs['path']}, but "
                       f"{cfg.data} now holds another{remedy}")
-    before = ckpt["config"] | {"keys": ckpt["keys"]}
-    now = asdict(cfg) | {"keys": data.KEYS}
-    launch.check_same(path, before, now, now.keys() - MAY_DIFFER_ON_RESUME - {"data"}, remedy)
     if ckpt["step"] > cfg.steps:
         raise Refused(f"{path} is already at update {ckpt['step']:,}: --steps={cfg.steps} is over")
     return ckpt
@@ -417,22 +412,6 @@ def evaluate(ema, held_out, here):
     return bounds
 
 
-def log_line(done, cfg, model, sums):
-    """The next line of log.jsonl, for the updates since the last.   sums: from launch.Log."""
-    line = {"step": done, "loss": sums["loss"] / sums["tokens"],
-            "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
-            "eta_bb": lr_at(done - 1, cfg) * cfg.eta_bb, "grad_norm": sums["grad_norm"],
-            "tokens_per_s": sums["tokens"] / sums["seconds"]}
-    if sums["soft"]:
-        line["lam"] = sums["lam"] / sums["soft"]
-    if model.sm:
-        omega = torch.stack(model.sm.omega).tolist()  # one host sync for all three
-        line |= {"omega_" + name: value for name, value in zip("sab", omega)}
-        if model.sm.k is None:
-            line["tau"] = model.sm.tau.item()
-    return line
-
-
 def save(path, cfg, model, ema, **facts):
     """Write last.pt, with the optimizer, or a step-N.pt, with the EMA in place of the weights."""
     weights = model.state_dict()
@@ -441,15 +420,7 @@ def save(path, cfg, model, ema, **facts):
         facts["ema"] = average
     else:
         weights |= average
-    checkpoint.save(path, kind="mdlm", config=asdict(cfg), seed=cfg.seed, keys=data.KEYS,
-                    model=weights, **facts)
-
-
-def remove_run(out_dir):
-    """Delete the checkpoints of an earlier run, for --overwrite."""
-    for pattern in "last.pt*", "step-*.pt*":
-        for path in Path(out_dir).glob(pattern):
-            path.unlink()
+    checkpoint.save(path, kind="mdlm", config=asdict(cfg), seed=cfg.seed, model=weights, **facts)
 
 
 def summarize(cfg, bounds, meta):
