@@ -5,6 +5,7 @@
     in_pieces        SM of one chunk, in pieces that fit a CPU's caches
     compile_parts    compiles the trunk of a TwoPass, and its work on a chunk
     likeliest        the largest probabilities of each row, without sorting all of V
+    categorical      a draw from each row
 
 One (B, L, V) tensor of the paper's micro-batch takes 6.6 GB in fp32. So only masked positions get
 logits, and these exist only inside `in_chunks`.
@@ -14,6 +15,8 @@ from functools import partial
 
 import torch
 from torch.utils.checkpoint import checkpoint as recomputed
+
+from launch import to_device
 
 BUDGET = 1e9        # bytes of (n, V) tensors in use; as many may be kept for the backward pass
 SM_IN_USE = 7       # fp32 (n, V) tensors that SM with k = |V| holds at once, the worst case
@@ -110,3 +113,20 @@ def likeliest(probs, p):
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():
             return top, ids
+
+
+def categorical(probs, u):
+    """Draw one token per row, (n,): the first where the cumulative sum exceeds u
+
+    probs: (n, V), with any positive sum per row.   u: (n,) float64, uniform in [0, 1).
+    One number per row [ours] gives the same distribution as V exponentials [code]. With fp32 noise,
+    tokens rarer than 6e-8 would never be drawn. Entropy and generative perplexity would both
+    fall, although the text would be no better. torch.multinomial would cost two host syncs.
+    Checked against tests/oracles.py draw.
+    """
+    device = "cpu" if probs.device.type == "mps" else probs.device  # MPS has no float64
+    cdf = probs.to(device, torch.float64).cumsum(-1)                           # (n, V)
+    if u.device != cdf.device:
+        u = to_device(u, cdf.device)
+    drawn = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)  # never one with p = 0
+    return drawn[:, 0].to(probs.device)                                        # (n,)

@@ -4,7 +4,7 @@
     whether a token appears or vanishes    step_probs, coins              without the model
     Alg. 2                                 generate
     Alg. 2, equally many tokens a step     generate_in_order
-    which token appears                    nucleus, sample_categorical
+    which token appears                    nucleus, chunks.categorical
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
@@ -28,7 +28,7 @@ import torch.nn.functional as F
 
 import launch
 from checkpoint import with_omega
-from chunks import compile_parts, in_chunks, likeliest
+from chunks import categorical, compile_parts, in_chunks, likeliest
 from data import rng, tokenizer
 from launch import Refused, Share, Size, append_jsonl, progress, read_samples, to_device
 from mdlm import MDLM
@@ -89,8 +89,8 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
     sampler, eta: for `step_probs`.   every: see `generate`.
     Returns [(t, appear, stay, vanish, u)]. At time t, the masks in `appear` (L,) become tokens,
         those in `stay` (L,) remain, and the tokens in `vanish` (L,) become masks. u (m,): a float64
-        in [0, 1) for each of the m tokens that appear. `sample_categorical` draws the token with
-        it. Masks left after the last step appear in one more turn [code]. There u is NaN.
+        in [0, 1) for each of the m tokens that appear. chunks.categorical draws the token with it.
+        Masks left after the last step appear in one more turn [code]. There u is NaN.
     """
     turns, masked = [], free
     dt = (1 - T_END) / steps
@@ -195,7 +195,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     def draw(h, u):
         logits = net.head(h)                                                   # (m, V)
-        drawn = sample_categorical(nucleus(logits.softmax(-1), top_p), u)      # (m,)
+        drawn = categorical(nucleus(logits.softmax(-1), top_p), u)      # (m,)
         last = to_device(u.isnan(), device)  # in the last turn u is NaN: argmax [code]
         return torch.where(last, logits.argmax(-1), drawn)                     # (m,)
 
@@ -243,7 +243,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     def predict(h, u):
         logits = net.head(h)                                                   # (m, V)
         logp = logits.log_softmax(-1)                                          # (m, V)
-        drawn = sample_categorical(nucleus(logp.exp(), top_p), u)              # (m,)
+        drawn = categorical(nucleus(logp.exp(), top_p), u)              # (m,)
         feedback = model.feedback_chunk(h, logits) if soft else ()
         return drawn, neg_entropy(logp), logp.amax(-1).exp(), *feedback
 
@@ -310,22 +310,6 @@ def nucleus(probs, p):
     return torch.zeros_like(probs).scatter(1, ids, top / top.sum(-1, keepdim=True))  # (n, V)
 
 
-def sample_categorical(probs, u):
-    """Draw one token per row, (n,): the first where the cumulative sum exceeds u
-
-    probs: (n, V), with any positive sum per row.   u: (n,) float64, uniform in [0, 1).
-    One number per row [ours] gives the same distribution as V exponentials [code]. With fp32 noise,
-    tokens rarer than 6e-8 would never be drawn. Entropy and generative perplexity would both
-    fall, although the text would be no better.
-    Checked against tests/oracles.py draw.
-    """
-    device = "cpu" if probs.device.type == "mps" else probs.device  # MPS has no float64
-    cdf = probs.to(device, torch.float64).cumsum(-1)                           # (n, V)
-    u = to_device(u, cdf.device)[:, None] * cdf[:, -1:]                        # (n, 1)
-    drawn = torch.searchsorted(cdf, u, right=True)  # right: never a token with p = 0
-    return drawn[:, 0].to(probs.device)                                        # (n,)
-
-
 @dataclass
 class Config:
     checkpoint: str = ""        # any file or folder that `python checkpoint.py` can describe
@@ -357,7 +341,7 @@ class Config:
     trace: str = ""             # a file for the steps of one sample, JSON lines for lab/plot.py
     tokenizer_dir: str = ""     # folder with GPT-2's vocabulary, for machines without a network
     device: str = "auto"        # cuda, else mps, else cpu
-    compile: bool | None = None  # CUDA graphs (default: as in --out, or where they pay)
+    compile: bool | None = None  # CUDA graphs (default: where they pay)
 
 
 def starting_ids(cfg, tok, special):
@@ -414,8 +398,8 @@ def file_and_lines(cfg, here):
     return paths[here.rank], [line for path in paths for line in read_samples(path)]
 
 
-def resolved(cfg, n_masks, here, lines):
-    """cfg with its defaults filled in.   n_masks: masks at the start.   lines: those in --out."""
+def resolved(cfg, n_masks, here):
+    """cfg with its defaults filled in.   n_masks: masks at the start."""
     if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
         raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
     if cfg.threshold is not None and (cfg.steps or cfg.sampler not in ORDERS):
@@ -424,8 +408,6 @@ def resolved(cfg, n_masks, here, lines):
     steps, compiled = cfg.steps, cfg.compile
     if steps is None:
         steps = n_masks if cfg.sampler in ORDERS else cfg.length
-    if compiled is None and lines:  # as before: CUDA graphs change the last bits of logits
-        compiled = lines[0].get("settings", {}).get("compile")
     if compiled is None:
         calls = steps * math.ceil(cfg.count / cfg.batch_size / here.world)
         compiled = here.device.type == "cuda" and calls >= GRAPHS_PAY
@@ -435,8 +417,6 @@ def resolved(cfg, n_masks, here, lines):
 def settings_of(cfg, model, tok, here):
     """All that a sample depends on, besides its seed and index. Every line of --out holds it."""
     settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    if cfg.sampler == "entropy":
-        settings["surest"] = "by the whole prediction"  # its nucleus would give another order
     weights = model.net.table.double().sum().item()  # still on the CPU: MPS has no float64
     return settings | {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
                        "dtype": str(here.dtype or torch.float32)}
@@ -459,9 +439,13 @@ def main(cfg):
     # ---- the model, and the samples that exist already
     model, tok, cfg = load(cfg)
     x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
-    cfg = resolved(cfg, x.tolist().count(model.mask_id), here, lines)
+    cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
-    if any((line.get("settings"), line.get("seed")) != (settings, cfg.seed) for line in lines):
+    made = [(line["settings"], line["seed"]) for line in lines]
+    if made and made == len(made) * [(settings | {"compile": not cfg.compile}, cfg.seed)]:
+        # Their logits differ in the last bits. The default depends on --count.
+        raise Refused(f"{path} holds samples made with --compile={not cfg.compile}: give it, too")
+    if made != len(made) * [(settings, cfg.seed)]:
         raise Refused(f"{path} holds samples made with other settings: choose another --out")
     texts = {line["index"]: line["text"] for line in lines}
 

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 import dora
 import launch
 from checkpoint import with_omega
-from chunks import in_chunks, likeliest
+from chunks import categorical, in_chunks, likeliest
 from data import seed_of
 from dream import Dream, Tokenizer, load_adapter
 from launch import Count, Negative, Positive, Refused, Share, Size, machine, progress, to_device
@@ -145,7 +145,9 @@ def propose(model, h, b, pick, forced=False):
     def of_rows(h, b):
         logits = model.net.head(h)                                      # (m, V)
         p = filtered(logits, pick.temperature, pick.top_p)              # (m, V)
-        x0 = p.argmax(-1) if pick.temperature == 0 else draw(p, b, pick.generator)   # (m,)
+        x0 = p.argmax(-1)                                               # (m,)
+        if pick.temperature > 0:
+            x0 = categorical(p, uniform(b, pick.generator))             # (m,)
         if forced:  # before conf, because a threshold must test the token that is written
             first, second = logits.topk(2).indices.unbind(-1)           # 2 × (m,)
             best = torch.where(first == model.mask_id, second, first)   # (m,)
@@ -186,23 +188,15 @@ def filtered(logits, temperature=0.0, top_p=1.0):
     return p / p.sum(-1, keepdim=True)
 
 
-def draw(p, b, generator):
-    """One token (n,) per row of p (n, V). In float64, because fp32 noise would cut off the tail.
-
-    b: (n,) on the host, the sequence of each row, ascending.   generator: see `Pick`.
+def uniform(b, generator):
+    """A number in [0, 1) per row, (n,) float64.   b: (n,) the sequence of each, on the host,
+    ascending.   generator: see `Pick`.
     """
-    generators, rows = [generator], [len(p)]
+    generators, rows = [generator], [len(b)]
     if isinstance(generator, list):
         generators, rows = generator, b.bincount(minlength=len(generator)).tolist()
-    u = torch.cat([torch.rand(n, 1, generator=g, device=g.device if g else "cpu",
-                              dtype=torch.float64) for g, n in zip(generators, rows)])  # (n, 1)
-    # torch.multinomial would cost two host syncs. MPS has no float64.
-    device = "cpu" if p.device.type == "mps" else p.device
-    cdf = p.to(device, torch.float64).cumsum(-1)                        # (n, V)
-    if u.device != cdf.device:
-        u = to_device(u, cdf.device)
-    drawn = torch.searchsorted(cdf, u * cdf[:, -1:], right=True)        # (n, 1)
-    return drawn[:, 0].to(p.device)
+    return torch.cat([torch.rand(n, generator=g, device=g.device if g else "cpu",
+                                 dtype=torch.float64) for g, n in zip(generators, rows)])
 
 
 def reveal(x, masks, x0, conf, share=1.0, threshold=None):

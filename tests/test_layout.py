@@ -11,8 +11,8 @@ from conftest import ROOT
 
 # A file imports only files in the lines above its own.
 LAYERS = [
-    {"softmask", "chunks", "launch"},
-    {"checkpoint", "data", "show"},
+    {"softmask", "launch"},
+    {"chunks", "checkpoint", "data", "show"},
     {"mdlm"},
     {"sample"},
     {"eval"},
