@@ -101,9 +101,8 @@ def compiled_rows(fn):
 def likeliest(probs, p):
     """The m largest of each row of probs (n, V), descending: values and ids (n, m).
 
-    m is V, or large enough for the m values of every row to add up to more than p. Sorting all of V
-    in every call would cost as much as the network. To see whether m is large enough, the host must
-    wait for the GPU: nothing smaller than V always is, because a flat row needs p V tokens.
+    m is V, or large enough for the m values of every row to add up to more than p. To see that, the
+    host waits for the GPU: a flat row needs p V tokens, and sorting all of V costs too much.
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)

@@ -360,7 +360,6 @@ class Log:
 
     def collect(self, norm):
         """{name: sum over all ranks since the last line, "grad_norm", "seconds"}. Raises on NaN."""
-        # `full` does not wait for the host, as copying a number would.
         values = [v.float() if torch.is_tensor(v) else norm.new_full((), v, dtype=torch.float32)
                   for v in self.sums.values()]
         values = torch.stack([*values, norm.float()]).cpu().double()  # the only host sync here

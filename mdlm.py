@@ -193,8 +193,7 @@ class DiT(nn.Module):
         V = self.cfg.vocab_size
         weight = self.output_layer.linear.weight                               # (V, D)
         bias = self.output_layer.linear.bias.clone()                           # (V,)
-        # p = 0, without another pass over an (n, V) tensor. `bias[i] = -1e6` would copy the number
-        # from the host, which is a host sync.
+        # p = 0, without another pass over an (n, V) tensor. `bias[i] = …` would be a host sync.
         bias[self.cfg.mask_id].fill_(-1e6)
         if torch.compiler.is_compiling():
             # Unless 64 divides V, CUDA uses an old, slow kernel for the weight's gradient. So V is

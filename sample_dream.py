@@ -106,9 +106,8 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
 
     model: TwoPass, of a backbone that ignores t.   x: (B, L) ids on the CPU.   schedule, switch:
     see `time_gain`.   on_step(x): called after every step.
-    Returns (B, L) ids without any mask, on the model's device. At temperature 0, or with a list of
-    generators, a sequence does not depend on the rest of its batch.
-    Checked against tests/oracles.py slow_decode.
+    Returns (B, L) ids without any mask, on the device. At temperature 0, or with a list of
+    generators, a sequence does not depend on its batch. Checked against oracles.py slow_decode.
     """
     net, mask_id = model.net, model.mask_id
     plain = net.table[mask_id]                                          # (D,)

@@ -99,20 +99,17 @@ def timed(fn, device):
 
 
 def host_syncs(fn):
-    """How often the host waits for the GPU in one call of fn. torch warns each time."""
+    """Host syncs in a call of fn, or in a turn, if it returns their number. torch warns of each."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        fn()
+        turns = fn() or 1
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA operation" in str(warning.message) for warning in caught)
+    return sum("synchronizing CUDA" in str(w.message) for w in caught) / turns
 
 
 def interleaved(cases, repeats, device, tokens):
-    """{name: {column: median}} of functions that take turns. The first turn does not count.
-
-    On CUDA, one more turn counts the host syncs of a call.
-    """
+    """{name: {column: median}} of functions that take turns. The first turn does not count."""
     turns = [{name: timed(fn, device) for name, fn in cases.items()}
              for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
     first, found = next(iter(cases)), {}
@@ -192,11 +189,8 @@ def train_rows(cfg, device, dtype):
 
 
 def sample_rows(cfg, device, dtype, n, steps, graphs):
-    """n samples, binary and with SM.                                                   App. C.4
-
-    s/call: seconds per network call of a sequence.   syncs: per turn, a call for all sequences.
-    """
-    model, calls, turns = build(cfg, device).eval(), {}, {}
+    """n samples, binary and with SM. s/call: seconds per network call of a sequence.   App. C.4"""
+    model, calls = build(cfg, device).eval(), {}
     if dtype:
         model.net.cast_linears_(dtype)
     if graphs:
@@ -207,13 +201,12 @@ def sample_rows(cfg, device, dtype, n, steps, graphs):
         generators = [rng("bench", i) for i in range(n)]
         with torch.autocast(device.type, dtype, enabled=bool(dtype)):
             _, nfe = generate(model, n, steps, "mdlm", cfg.top_p, generators, soft=name == "SM")
-        calls[name], turns[name] = nfe.double().mean().item(), nfe.max().item()
+        calls[name] = nfe.double().mean().item()
+        return nfe.max().item()
     cases = {name: partial(run, name) for name in ("binary", "SM")}
     rows = interleaved(cases, max(2, cfg.repeats // 2), device, n * cfg.length)
     for name, row in rows.items():
         row["s/call"] = row["seconds"] / calls[name]
-        if "syncs" in row:
-            row["syncs"] /= turns[name]
     return rows
 
 
