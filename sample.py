@@ -16,7 +16,6 @@ its own file, samples.RANK.jsonl.
 """
 
 import math
-import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -32,14 +31,14 @@ from chunks import categorical, compile_parts, in_chunks, likeliest
 from data import rng, tokenizer
 from launch import Refused, Share, Size, append_jsonl, progress, read_samples, to_device
 from mdlm import MDLM
-from show import show, trace
+from show import show
 from softmask import neg_entropy
 
 T_END = 1e-5  # the time at which the last step ends, not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
 ORDERS = "entropy", "random"
-NOT_IN_SETTINGS = "count", "batch_size", "seed", "out", "show", "trace", "tokenizer_dir", "device"
+NOT_IN_SETTINGS = "count", "batch_size", "seed", "out", "show", "tokenizer_dir", "device"
 GRAPHS_PAY = 5000  # network calls: CUDA graphs take a minute to build, and save 12 ms a call
 
 
@@ -227,7 +226,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
     threshold: where a token has at least this share of the whole prediction, reveal all such
         positions instead [ours]. Give as many steps as masks: then all others appear one by one.
-    All else is as in `generate`, but on_step gets the masks from before the step.
+    All else is as in `generate`.
     Checked against tests/oracles.py in_order.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
@@ -275,7 +274,8 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
             emb[masks], lam[masks], guess[masks] = feedback                    #                 l.6
         emb = torch.where(chosen[..., None], F.embedding(x, table), emb)       # (n, L, D)
         if on_step:
-            on_step(x, lam, guess, masks, h)
+            left = x[masks] == mask_id                                         # (N,)
+            on_step(x, lam, guess, tuple(place[left] for place in masks), h[left])
     model.train(was_training)
     return x.cpu(), nfe.cpu()  # host syncs
 
@@ -326,7 +326,6 @@ class Config:
     threshold: Annotated[float, 1e-6, 1] | None = None
     top_p: Annotated[float, 1e-12, 1] = 0.9  # nucleus
     soft: bool = True           # False: decode an SM model without feedback
-    every: bool = False         # also make the steps that change nothing, as --trace always does
     # These replace the model's ω. With --omega_s, a binary model decodes with feedback too (k = 3).
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None
     omega_a: launch.Positive | None = None  # (default for a binary model: the paper's start)
@@ -334,11 +333,9 @@ class Config:
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""            # text that the sample starts with
     infill: str = ""            # text with ___ where some is missing; it follows the prompt
-    given: str = ""             # a puzzle: one character per token, a dot for each token to fill in
     seed: int = 1
     out: str = ""               # file to append to; no sample in it is made again (default: print)
     show: bool = False          # watch the first sequence of every batch
-    trace: str = ""             # a file for the steps of one sample, JSON lines for lab/plot.py
     tokenizer_dir: str = ""     # folder with GPT-2's vocabulary, for machines without a network
     device: str = "auto"        # cuda, else mps, else cpu
     compile: bool | None = None  # CUDA graphs (default: where they pay)
@@ -349,10 +346,7 @@ def starting_ids(cfg, tok, special):
     encode, L = tok.encode_ordinary, cfg.length
     bos, eos, mask = special["bos"], special["eos"], special["mask_id"]
     text = (cfg.prompt + cfg.infill).replace("\\n", "\n")
-    if cfg.given:
-        cells = [mask if c == "." else encode(c)[0] for c in cfg.given]
-        ids = [bos, *cells, eos, eos]  # EOS of the document, then EOS of the row
-    elif cfg.infill:
+    if cfg.infill:
         first, *parts = [encode(part) for part in text.split("___")]
         ids = [bos, *first]
         room = L - len(ids) - sum(map(len, parts)) - 1  # masks to distribute
@@ -366,8 +360,7 @@ def starting_ids(cfg, tok, special):
         ids += (L - len(ids)) * [mask]
     if len(ids) != L or mask not in ids:
         raise Refused(f"{len(ids)} tokens with BOS and EOS, {ids.count(mask)} of them masks, for "
-                      f"length {L}: shorten the text, put ___ into --infill, or give --given "
-                      f"{L - 3} characters, some of them dots")
+                      f"length {L}: shorten the text, or put ___ into --infill")
     return torch.tensor(ids)
 
 
@@ -393,8 +386,6 @@ def file_and_lines(cfg, here):
     paths = [cfg.out]
     if here.world > 1:
         paths = [f"{cfg.out.removesuffix('.jsonl')}.{r}.jsonl" for r in range(here.world)]
-    if cfg.trace and os.path.realpath(cfg.trace) in map(os.path.realpath, [cfg.out, *paths]):
-        raise Refused(f"--trace={cfg.trace} is a file of samples: give another --trace")
     return paths[here.rank], [line for path in paths for line in read_samples(path)]
 
 
@@ -411,7 +402,7 @@ def resolved(cfg, n_masks, here):
     if compiled is None:
         calls = steps * math.ceil(cfg.count / cfg.batch_size / here.world)
         compiled = here.device.type == "cuda" and calls >= GRAPHS_PAY
-    return replace(cfg, steps=steps, compile=compiled, every=cfg.every or cfg.trace != "")
+    return replace(cfg, steps=steps, compile=compiled)
 
 
 def settings_of(cfg, model, tok, here):
@@ -457,14 +448,11 @@ def main(cfg):
         compile_parts(model, "reduce-overhead")
 
     # ---- the samples
-    decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta, every=cfg.every)
+    decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta)
     if cfg.sampler in ORDERS:
         decode = partial(generate_in_order, order=cfg.sampler, threshold=cfg.threshold)
     watch, watched = None, []  # watched: made again even if --out holds them
-    if here.rank == 0 and cfg.trace:
-        launch.write_text(cfg.trace, "")
-        watch, watched = trace(tok, model, cfg.trace), [0]
-    elif here.rank == 0 and cfg.show:
+    if here.rank == 0 and cfg.show:
         watch, watched = show(tok, model.mask_id), range(cfg.count)
     todo = [i for i in range(here.rank, cfg.count, here.world) if i not in texts or i in watched]
     title = "samples, the first after a minute of compiling" if cfg.compile else "samples"
@@ -474,8 +462,6 @@ def main(cfg):
         with here.autocast():
             ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
                               on_step=watch, x=x, soft=cfg.soft)
-        if cfg.trace:
-            watch = None  # the file is for one sample
         for i, row, calls in zip(batch, ids.tolist(), nfe.tolist()):
             if i in texts:  # made only to be watched, or to pad the batch
                 continue

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
-"""Watch a sample being decoded, on a terminal or in a file.                                App. C.5
+"""Watch a sample being decoded on a terminal.                                              App. C.5
 
     generate(model, 1, steps, on_step=show(tok, mask_id))           # drawn in place, λ in green
-    generate(model, 1, steps, on_step=trace(tok, model, path))      # JSON lines, for lab/plot.py
 
 sample.generate describes what an `on_step` gets. Only the first sequence of a batch is shown.
 """
@@ -10,11 +9,6 @@ sample.generate describes what an `on_step` gets. Only the first sequence of a b
 import shutil
 import sys
 import time
-
-import torch
-
-from launch import append_jsonl
-from softmask import neg_entropy
 
 
 def cell_text(tok, token):
@@ -60,36 +54,4 @@ def show(tok, mask_id):
             lines[-1] += painted(text, strength if masked else None)
             used += len(text)
         drawn = draw(lines, drawn, pause=0.05)
-    return on_step
-
-
-def trace(tok, model, path):
-    """An `on_step` that appends the cells of the first sequence to a file, as a JSON line.
-
-    The cell of a token is [text, None]. The cell of a mask is [guess, λ, −H in nats, [[text, π],
-    …]] with the k tokens that SM mixes. Three are listed without SM, and five for k = |V|.
-    """
-    k = model.sm.k if model.sm else 3
-    dense = k is None  # k = |V|
-    k = k or 5
-
-    def prediction(h):
-        logits = model.net.head(h)                                                 # (m, V)
-        logp = (logits / model.sm.tau if dense else logits).log_softmax(-1)        # (m, V)
-        shares, ids = logp.exp().topk(k)                                           # (m, k)
-        shares = shares if dense else shares / shares.sum(-1, keepdim=True)
-        return neg_entropy(logp).tolist(), ids.tolist(), shares.tolist()
-
-    @torch.no_grad()
-    def on_step(x, lam, guess, masks, h):
-        b, l = masks                                                               # 2 × (m,)
-        mine = b == 0                                                              # (m,)
-        predicted = dict(zip(l[mine].tolist(), zip(*prediction(h[mine]))))
-        cells = [[cell_text(tok, token), None] for token in x[0].tolist()]
-        for i in (x[0] == model.mask_id).nonzero()[:, 0].tolist():
-            certain = 0.0, [guess[0, i].item()], [1.0]  # just re-masked
-            minus_H, ids, shares = predicted.get(i, certain)
-            mixed = [[cell_text(tok, j), round(share, 4)] for j, share in zip(ids, shares)]
-            cells[i] = [mixed[0][0], round(lam[0, i].item(), 4), round(minus_H, 4), mixed]
-        append_jsonl(path, cells)
     return on_step

@@ -1,27 +1,14 @@
 # SPDX-License-Identifier: MIT
-"""The paper's figures and markdown tables, from logs and results.    Tables 1-12, Fig. 3-5, 7-9
+"""The paper's figures and markdown tables, from logs and results.    Tables 1-12, Fig. 3-5, 8-9
 
     python lab/plot.py --table="out/*/*.json"                   # eval.py's results, as in Table 1
     python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # loss and bounds, as in Fig. 3
 
 The number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
 figures show means over seeds, and ± and bands are standard deviations over seeds.
-
-These commands make README's picture, and the page that steps through it. Both show puzzle 2 of
-`python sudoku.py`:
-
-    model="--checkpoint=results/sudoku.safetensors --sampler=entropy --steps=12 --top_p=1e-12"
-    puzzle="$model --given=2.....65..3....6...65......256..6.1."
-    python sample.py $puzzle --trace=with-feedback.jsonl --out=on.jsonl
-    python sample.py $puzzle --trace=without.jsonl --out=off.jsonl --soft=False
-    python lab/plot.py --sudoku="with*.jsonl" --out=results/figures/sudoku.svg
-    note="Puzzle 2 of python sudoku.py, two cells per call: the first that only one side solves."
-    python lab/plot.py --page="with*.jsonl" --note="$note" --out=results/trajectory.html
 """
 
 import glob
-import html
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -48,11 +35,6 @@ class Config:
     ablation: str = ""       # pattern of results of `eval.py ppl`: Fig. 5
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py: Fig. 8
     frontier: str = ""       # pattern of eval.py's results: Fig. 9
-    # files of sample.py --trace
-    trajectory: str = ""     # .svg, a row for each network call: Fig. 7
-    sudoku: str = ""         # .svg of a pattern: grids that fill, a frame for each network call
-    page: str = ""           # .html of a pattern: a page to step through
-    note: str = ""           # a sentence at the top of that page
     out: str = ""            # (default: plot.png of a figure, else the screen)
 
 
@@ -268,77 +250,11 @@ def throughput(folder):
     return named_points(series, "tokens/s", "score (%)")
 
 
-def drawn_cell(x, y, width, text, lam, *_):
-    """A cell of a trace (show.py): a token in bold (lam None), or a guess, greener with λ."""
-    fill, color, weight = "#fff", "#000", "bold"
-    if lam is not None:
-        pale = int(220 * (1 - lam))
-        fill, weight = f"rgb({pale},{100 + pale * 2 // 3},{pale})", "normal"
-        color = "#fff" if lam > 0.6 else "#000"
-    return (f'<rect x="{x}" y="{y}" width="{width}" height="32" rx="4" fill="{fill}"/>'
-            f'<text x="{x + width / 2:g}" y="{y + 22}" font-weight="{weight}" fill="{color}">'
-            f'{html.escape(text)}</text>')
-
-
-def drawing(width, height, parts):
-    """An SVG with a gray background."""
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="monospace" font-size="18" text-anchor="middle">',
-        f'<rect width="{width}" height="{height}" rx="8" fill="#999"/>', *parts, "</svg>"])
-
-
-def trajectory(path):
-    """A sample as it appears, a row for each network call.                      App. C.5, Fig. 7"""
-    steps = read_jsonl(path)
-    width = 10 + 11 * max(len(text) for step in steps for text, *_ in step)
-    parts = [drawn_cell(8 + (width + 2) * column, 8 + 34 * row, width, *cell)
-             for row, step in enumerate(steps) for column, cell in enumerate(step)]
-    return drawing(14 + (width + 2) * len(steps[0]), 14 + 34 * len(steps), parts)
-
-
-def sudoku(patterns):
-    """6×6 grids that fill side by side, a frame for each network call, and a legend for λ.
-
-    It moves in a browser. Viewers without animation show the frame in the middle.
-    """
-    traces = {Path(path).stem: read_jsonl(path) for path in files(patterns)}
-    names = [f'<text x="{120 + 232 * column}" y="26">{html.escape(name.replace("-", " "))}</text>'
-             for column, name in enumerate(traces)]
-    legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
-              for i, lam in enumerate((0, 0.2, 0.4, 0.6))]
-    calls, parts = max(map(len, traces.values())), []
-    seconds = 0.7 * calls + 4  # the last frame stays for four more
-    for i in range(calls):
-        cells = [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
-                            36 + 34 * (j // 6) + 6 * (j // 12), 32, *cell)
-                 for column, steps in enumerate(traces.values())
-                 for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
-        # Each frame covers the ones before it.
-        parts.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
-                     f'<animate attributeName="visibility" calcMode="discrete" '
-                     f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
-                     f'dur="{seconds:.2f}s" repeatCount="indefinite"/>{"".join(cells)}</g>')
-    parts += [*names, '<text x="28" y="280">λ</text>', *legend]
-    return drawing(8 + 232 * len(traces), 298, parts)
-
-
-def page(patterns, note=""):
-    """A page that steps through traces side by side, in HTML that needs no network."""
-    traces = [{"name": Path(path).stem, "steps": read_jsonl(path)} for path in files(patterns)]
-    columns = 6 if len(traces[0]["steps"][0]) == 39 else 0  # of a Sudoku
-    values = json.dumps({"columns": columns, "note": note, "traces": traces})
-    template = Path(__file__).with_name("trajectory_template.html").read_text("utf-8").strip()
-    # A token may be </script>: without any <, it cannot end the element that holds it.
-    return template.replace(">TRACES<", f">{values.replace('<', chr(92) + 'u003c')}<")
-
-
 MAKERS = {
     "table": table, "benchmarks": benchmarks, "throughput": throughput,
     "runs": partial(over_updates, quantities=("loss", "bound", "omega_s")),  # Fig. 3
     "learned": partial(over_updates, quantities=(*OMEGA, "tau")),             # App. C.10, Fig. 8
-    "ablation": ablation, "frontier": frontier, "trajectory": trajectory, "sudoku": sudoku,
-    "page": page}
+    "ablation": ablation, "frontier": frontier}
 
 
 def main(cfg):
@@ -346,7 +262,7 @@ def main(cfg):
     if len(wanted) != 1:
         raise Refused(f"give one of --{', --'.join(MAKERS)}")
     source = getattr(cfg, wanted[0])
-    made = page(source, cfg.note) if cfg.page else MAKERS[wanted[0]](source)
+    made = MAKERS[wanted[0]](source)
     if not isinstance(made, str):
         out = cfg.out or "plot.png"
         with atomic(out) as tmp:

@@ -22,7 +22,7 @@ LAYERS = [
     {"sample_dream", "finetune_dream"},
 ]
 ROOT_FILES = sorted(set().union(*LAYERS))
-LAB = {"bench", "plot", "eval_dream", "feedback"}  # scripts for those who measure
+LAB = {"bench", "plot", "eval_dream", "feedback", "trajectory"}  # scripts for those who measure
 EXAMPLES = {"sudoku", "tiny_dream"}  # the root never imports them
 FILES = sorted({*ROOT_FILES, *LAB, *EXAMPLES})
 FOLDERS = {"lab/": LAB, "examples/": EXAMPLES, "": ROOT_FILES}

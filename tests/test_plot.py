@@ -1,18 +1,11 @@
-"""plot.py: tables, figures, and the trace of a sample."""
+"""plot.py: tables and figures."""
 
 import json
-import math
-import re
-from xml.etree import ElementTree
 
 import pytest
 
 import data
 import plot
-import sample
-from conftest import random_mdlm, save_mdlm
-from launch import read_jsonl
-from show import cell_text
 
 BYTES = data.tokenizer("bytes")
 
@@ -117,38 +110,3 @@ def test_figures_over_updates_are_means_over_seeds(tmp_path):
     *omega, tau = plot.MAKERS["learned"](f"{tmp_path}/*/log.jsonl").axes
     assert not tau.lines and [panel.lines[0].get_xydata().tolist() for panel in omega] == [
         [[5, pytest.approx(y)], [10, pytest.approx(y)]] for y in (0.2, 6.0, -0.5)]
-
-
-def test_trace_follows_the_sample(tmp_path):
-    """Cells are masks with 0 < λ < ω_s, or tokens without λ. Nothing revealed changes."""
-    model = random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5, omega_a=1.0,
-                        omega_b=-5.0)
-    save_mdlm(tmp_path / "sm.pt", model)
-    cfg = sample.Config(checkpoint=str(tmp_path / "sm.pt"), out=str(tmp_path / "s.jsonl"), steps=6,
-                        device="cpu", trace=str(tmp_path / "trace.jsonl"), count=2, batch_size=1)
-    sample.main(cfg)
-    steps, (line, _) = read_jsonl(cfg.trace), read_jsonl(cfg.out)
-    assert [cell for cell, _ in steps[-1]] == [cell_text(BYTES, token) for token in line["ids"]]
-    masks = [cell for step in steps for cell in step if cell[1] is not None]
-    assert len(masks) > 12
-    for guess, lam, neg_entropy, mixed in masks:
-        gate = 0.5 / (1 + math.exp(-(neg_entropy + 5)))
-        assert lam == pytest.approx(gate, abs=1e-4) and guess == mixed[0][0]
-        shares = [share for _, share in mixed]
-        assert len(shares) == 3 and sum(shares) == pytest.approx(1, abs=2e-4)
-    for before, after in zip(steps, steps[1:]):
-        assert all(new == old for old, new in zip(before, after) if old[1] is None)
-    picture = ElementTree.fromstring(plot.trajectory(cfg.trace))  # Fig. 7: a row per call
-    assert len(picture.findall("{*}text")) == 12 * len(steps)
-    calls = ElementTree.fromstring(plot.sudoku(cfg.trace)).findall("{*}g")  # a group per call
-    assert [len(call.findall("{*}text")) for call in calls] == [11] * len(steps)
-
-
-def test_no_token_of_a_page_is_taken_for_html(tmp_path):
-    evil = "</script><b>&"
-    log(tmp_path / "on.jsonl", [["x", None], ["a", 0.5, -0.5, [["a", 0.75], [evil, 0.25]]]])
-    plot.main(plot.Config(page=f"{tmp_path}/*.jsonl", note=evil, out=f"{tmp_path}/t.html"))
-    text = (tmp_path / "t.html").read_text()
-    assert evil not in text and text.count("</script>") == 2
-    held = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])
-    assert held["note"] == evil and held["traces"][0]["steps"] == read_jsonl(tmp_path / "on.jsonl")

@@ -243,7 +243,6 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     file.write_text(text)
     for other in dict(sampler="mdlm"), dict(sampler="entropy", steps=8):
         refused("--threshold needs", run, **{"steps": None, "threshold": 0.9} | other)
-    refused("is a file of samples", run, count=5, trace=str(file))
     assert run(count=5) == whole
     assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
 
@@ -256,8 +255,6 @@ def test_ranks_write_their_own_shards(run, tmp_path, monkeypatch):
         monkeypatch.setenv("RANK", str(rank))
         shards = run("two", count=5)
     assert shards == [whole[i] for i in (0, 2, 4, 1, 3)]
-    other = str(tmp_path / "two" / "samples.0.jsonl")
-    refused("is a file of samples", run, "two", count=5, trace=other)
 
 
 def test_prompt_and_infill_stay_as_given(run):
@@ -270,15 +267,6 @@ def test_prompt_and_infill_stay_as_given(run):
     [line] = run("both", prompt="a\\n=", infill=" ___; b = ___!", length=20)
     assert line["ids"] == ids
     refused("^32 tokens with BOS and EOS, 0 of them masks", run, prompt="x" * 31)
-
-
-def test_a_puzzle_is_filled_in_order_one_token_a_step(run):
-    given = "12..3.......................5"
-    [line] = run(given=given, sampler="entropy", steps=None)
-    ids = line["ids"]
-    assert [ids[0], *ids[-2:]] == [256, 257, 257] and len(ids) == 32
-    assert all(c == "." or ids[1 + i] == ord(c) for i, c in enumerate(given))
-    assert line["nfe"] == 25 and line["settings"]["steps"] == 25
 
 
 def test_decoding_takes_another_omega_also_for_a_binary_model(run, saved, tmp_path):

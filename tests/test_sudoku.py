@@ -9,8 +9,8 @@ import pytest
 import torch
 
 import data
-import plot
 import sudoku
+import trajectory
 from conftest import ROOT, gen
 from data import rng
 from eval import bound
@@ -61,7 +61,7 @@ def test_the_demonstration_shows_the_first_puzzle_on_which_the_sides_differ(monk
 
 
 def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
-    """The row of two cells per call. plot.py draws the same puzzle."""
+    """The row of two cells per call. lab/trajectory.py draws the same puzzle."""
     row = r"surest cells first, two per call +(\d+) +(\d+)"
     monkeypatch.setattr(sudoku, "WAYS", {sudoku.SHOWN: sudoku.WAYS[sudoku.SHOWN]})
     sudoku.main(sudoku.Config())
@@ -70,7 +70,7 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
                           for text in (out, Path(ROOT, "README.md").read_text("utf-8")))
     assert [*map(int, printed)] == pytest.approx([*map(int, in_readme)], abs=3)  # rounding differs
     assert "puzzle 2:" in out and "✓ no rule broken          ✗ 2 twice in box 1" in out
-    [given] = re.findall(r"--given=(\S+)\"", plot.__doc__)
+    [given] = re.findall(r"--given=(\S+)\"", trajectory.__doc__)
     sudoku.main(sudoku.Config(given=given))
     assert out.endswith("\n\n" + capsys.readouterr().out)
 

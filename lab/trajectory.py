@@ -1,0 +1,190 @@
+# SPDX-License-Identifier: MIT
+"""A sample or a puzzle as it appears, with feedback and without: every step of decoding.  App. C.5
+
+    python lab/trajectory.py --checkpoint=out/stdlib/last.pt --prompt="def main(" --steps=16
+    model="--checkpoint=results/sudoku.safetensors --sampler=entropy --steps=12 --top_p=1e-12"
+    puzzle="$model --given=2.....65..3....6...65......256..6.1."
+    python lab/trajectory.py $puzzle --out=results/figures/sudoku.svg            # README's picture
+    note="Puzzle 2 of python examples/sudoku.py, two cells per call: the first that only one side"
+    note="$note solves."
+    python lab/trajectory.py $puzzle --note="$note" --out=results/trajectory.html
+
+An .svg has a row for each network call (Fig. 7). For a puzzle of 36 cells, it has grids that fill.
+An .html is a page to step through, which needs no network.
+"""
+
+import html
+import json
+import os
+import sys
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import launch
+import sample
+from data import rng
+from launch import Refused, write_text
+from show import cell_text
+from softmask import neg_entropy
+
+
+@dataclass
+class Config(sample.Config):
+    """The flags of sample.py that decide what one sample is, and two more."""
+    given: str = ""  # a puzzle: one character per token, with a dot for each token to fill in
+    note: str = ""   # a sentence at the top of the page
+    out: str = "trajectory.html"
+
+
+def trace(tok, model, steps):
+    """An `on_step` (sample.generate) that appends the cells of the first sequence to `steps`.
+
+    The cell of a token is [text, None]. The cell of a mask is [guess, λ, −H in nats, [[text, π],
+    …]] with the k tokens that SM mixes. Three are listed without SM, and five for k = |V|.
+    """
+    k = model.sm.k if model.sm else 3
+    dense = k is None  # k = |V|
+    k = k or 5
+
+    def prediction(h):
+        logits = model.net.head(h)                                                 # (m, V)
+        logp = (logits / model.sm.tau if dense else logits).log_softmax(-1)        # (m, V)
+        shares, ids = logp.exp().topk(k)                                           # (m, k)
+        shares = shares if dense else shares / shares.sum(-1, keepdim=True)
+        return neg_entropy(logp).tolist(), ids.tolist(), shares.tolist()
+
+    @torch.no_grad()
+    def on_step(x, lam, guess, masks, h):
+        b, l = masks                                                               # 2 × (m,)
+        mine = b == 0                                                              # (m,)
+        predicted = dict(zip(l[mine].tolist(), zip(*prediction(h[mine]))))
+        cells = [[cell_text(tok, token), None] for token in x[0].tolist()]
+        for i in (x[0] == model.mask_id).nonzero()[:, 0].tolist():
+            certain = 0.0, [guess[0, i].item()], [1.0]  # just re-masked
+            minus_H, ids, shares = predicted.get(i, certain)
+            mixed = [[cell_text(tok, j), round(share, 4)] for j, share in zip(ids, shares)]
+            cells[i] = [mixed[0][0], round(lam[0, i].item(), 4), round(minus_H, 4), mixed]
+        steps.append(cells)
+    return on_step
+
+
+def puzzle(given, tok, special):
+    """Ids (L,) of a puzzle as a row: BOS, its cells, EOS of the document, EOS of the row."""
+    cells = [special["mask_id"] if c == "." else tok.encode_ordinary(c)[0] for c in given]
+    return torch.tensor([special["bos"], *cells, special["eos"], special["eos"]])
+
+
+def traces(cfg):
+    """{name: the cells of every step}, with feedback and without."""
+    here = launch.machine(cfg.device)
+    model, tok, cfg = sample.load(cfg)
+    if cfg.given:
+        x = puzzle(cfg.given, tok, model.info["tokenizer"])                        # (L,)
+    else:
+        x = sample.starting_ids(cfg, tok, model.info["tokenizer"])                 # (L,)
+    cfg = sample.resolved(cfg, x.tolist().count(model.mask_id), here)
+    if len(x) > model.cfg.length or model.mask_id not in x:
+        raise Refused(f"--given has {len(cfg.given)} characters, {cfg.given.count('.')} of them "
+                      f"dots: give up to {model.cfg.length - 3}, some of them dots")
+    model.to(here.device)
+    decode = partial(sample.generate, sampler=cfg.sampler, eta=cfg.eta, every=True)
+    if cfg.sampler in sample.ORDERS:
+        decode = partial(sample.generate_in_order, order=cfg.sampler, threshold=cfg.threshold)
+    found = {"with-feedback": [], "without": []} if model.sm else {"without": []}
+    for name, steps in found.items():
+        generators = [rng("sample", cfg.seed, 0)]
+        with here.autocast():
+            decode(model, 1, cfg.steps, top_p=cfg.top_p, generator=generators, x=x,
+                   soft=name != "without", on_step=trace(tok, model, steps))
+    return found
+
+
+def drawn_cell(x, y, width, text, lam, *_):
+    """A cell: a token in bold (lam None), or a guess, greener with λ."""
+    fill, color, weight = "#fff", "#000", "bold"
+    if lam is not None:
+        pale = int(220 * (1 - lam))
+        fill, weight = f"rgb({pale},{100 + pale * 2 // 3},{pale})", "normal"
+        color = "#fff" if lam > 0.6 else "#000"
+    return (f'<rect x="{x}" y="{y}" width="{width}" height="32" rx="4" fill="{fill}"/>'
+            f'<text x="{x + width / 2:g}" y="{y + 22}" font-weight="{weight}" fill="{color}">'
+            f'{html.escape(text)}</text>')
+
+
+def drawing(width, height, parts):
+    """An SVG with a gray background."""
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
+        'font-family="monospace" font-size="18" text-anchor="middle">',
+        f'<rect width="{width}" height="{height}" rx="8" fill="#999"/>', *parts, "</svg>"])
+
+
+def rows(found):
+    """Samples as they appear, one below the other, a row for each network call.           Fig. 7"""
+    parts, y = [], 8
+    width = 10 + 11 * max(len(text) for steps in found.values() for step in steps
+                          for text, *_ in step)
+    for name, steps in found.items():
+        parts.append(f'<text x="80" y="{y + 22}">{name.replace("-", " ")}</text>')
+        for step in steps:
+            y += 34
+            parts += [drawn_cell(8 + (width + 2) * column, y, width, *cell)
+                      for column, cell in enumerate(step)]
+        y += 34
+    return drawing(14 + (width + 2) * len(steps[0]), y + 6, parts)
+
+
+def grids(found):
+    """6×6 grids that fill side by side, a frame for each network call, and a legend for λ.
+
+    It moves in a browser. Viewers without animation show the frame in the middle.
+    """
+    names = [f'<text x="{120 + 232 * column}" y="26">{name.replace("-", " ")}</text>'
+             for column, name in enumerate(found)]
+    legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
+              for i, lam in enumerate((0, 0.2, 0.4, 0.6))]
+    calls, parts = max(map(len, found.values())), []
+    seconds = 0.7 * calls + 4  # the last frame stays for four more
+    for i in range(calls):
+        cells = [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
+                            36 + 34 * (j // 6) + 6 * (j // 12), 32, *cell)
+                 for column, steps in enumerate(found.values())
+                 for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
+        # Each frame covers the ones before it.
+        parts.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
+                     f'<animate attributeName="visibility" calcMode="discrete" '
+                     f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
+                     f'dur="{seconds:.2f}s" repeatCount="indefinite"/>{"".join(cells)}</g>')
+    parts += [*names, '<text x="28" y="280">λ</text>', *legend]
+    return drawing(8 + 232 * len(found), 298, parts)
+
+
+def page(found, columns, note=""):
+    """A page that steps through the traces side by side.   columns: of a grid, or 0."""
+    values = json.dumps({"columns": columns, "note": note, "traces": [
+        {"name": name, "steps": steps} for name, steps in found.items()]})
+    template = Path(__file__).with_name("trajectory_template.html").read_text("utf-8").strip()
+    # A token may be </script>: without any <, it cannot end the element that holds it.
+    return template.replace(">TRACES<", f">{values.replace('<', chr(92) + 'u003c')}<")
+
+
+def main(cfg):
+    launch.unused(cfg, "here: one sample is shown, with feedback and without", "count",
+                  "batch_size", "soft", "show", "compile")
+    if not cfg.out.endswith((".svg", ".html")):
+        raise Refused(f"--out={cfg.out} must end in .svg or .html")
+    found, grid = traces(replace(cfg, count=1)), len(cfg.given) == 36
+    if cfg.out.endswith(".html"):
+        made = page(found, 6 if grid else 0, cfg.note)
+    else:
+        made = grids(found) if grid else rows(found)
+    write_text(cfg.out, made + "\n")
+    print(f"written to {cfg.out}")
+
+
+if __name__ == "__main__":
+    launch.run(main, Config)

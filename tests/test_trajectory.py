@@ -1,0 +1,94 @@
+"""lab/trajectory.py: the cells of every step, Fig. 7, and the page and picture of the Sudoku."""
+
+import json
+import math
+import os
+import re
+import xml.etree.ElementTree as ElementTree
+
+import pytest
+
+import data
+import sample
+import trajectory
+from conftest import ROOT, random_mdlm, refused, save_mdlm, start
+from launch import read_jsonl
+from show import cell_text
+
+BYTES = data.tokenizer("bytes")
+
+
+@pytest.fixture
+def saved(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_mdlm("sm.pt", random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5,
+                                   omega_a=1.0, omega_b=-5.0))
+
+
+@pytest.mark.parametrize("sampler", ["mdlm", "entropy"])
+def test_the_steps_are_those_of_the_sample(saved, sampler):
+    """Cells are masks with 0 < λ < ω_s, or tokens without λ. Nothing revealed changes."""
+    words = dict(checkpoint="sm.pt", steps=6, device="cpu", sampler=sampler)
+    sample.main(sample.Config(**words, out="s.jsonl"))
+    [line], found = read_jsonl("s.jsonl"), trajectory.traces(trajectory.Config(**words))
+    steps, plain = found["with-feedback"], found["without"]
+    assert [cell for cell, _ in steps[-1]] == [cell_text(BYTES, token) for token in line["ids"]]
+    assert len(steps) in (6, 7) and plain != steps
+    assert all(cell[1] in (None, 0) for step in plain for cell in step)
+    masks = [cell for step in steps for cell in step if cell[1] is not None]
+    assert len(masks) > 12
+    for guess, lam, neg_entropy, mixed in masks:
+        gate = 0.5 / (1 + math.exp(-(neg_entropy + 5)))
+        assert lam == pytest.approx(gate, abs=1e-4) and guess == mixed[0][0]
+        shares = [share for _, share in mixed]
+        assert len(shares) == 3 and sum(shares) == pytest.approx(1, abs=2e-4)
+    for before, after in zip(steps, steps[1:]):
+        assert all(new == old for old, new in zip(before, after) if old[1] is None)
+    picture = ElementTree.fromstring(trajectory.rows(found))  # Fig. 7: a row per call, two titles
+    assert len(picture.findall("{*}text")) == 12 * len(steps + plain) + 2
+
+
+def test_what_is_no_puzzle_or_no_picture_is_refused(saved):
+    for words, message in ((f"--given={14 * '.'}", "has 14 characters, 14 of them dots: give up"),
+                           ("--given=abc", "has 3 characters, 0 of them dots"),
+                           ("--count=2", "--count does nothing here"),
+                           ("--out=x.png", "must end")):
+        refused(message, start, "trajectory", "--checkpoint=sm.pt", words)
+    start("trajectory", "--checkpoint=sm.pt", "--given=a.b......", "--steps=3", "--note=N")
+    assert '"columns": 0, "note": "N"' in open("trajectory.html").read()
+
+
+def held(path):
+    return json.loads(re.search(r'application/json">(.*?)</script>', open(path).read())[1])
+
+
+def test_the_page_and_the_picture_of_the_sudoku_are_those_that_it_makes(tmp_path):
+    """λ and shares up to the rounding of another machine."""
+    with open(os.path.join(ROOT, "lab", "trajectory.py")) as f:
+        [given] = re.findall(r"--given=(\S+)\"", f.read())
+    words = ["--checkpoint=" + os.path.join(ROOT, "results", "sudoku.safetensors"),
+             "--sampler=entropy", "--steps=12", "--top_p=1e-12", f"--given={given}"]
+    for name in "trajectory.html", "figures/sudoku.svg":
+        start("trajectory", *words, f"--out={tmp_path}/{name}")
+    ours, theirs = (held(os.path.join(folder, "trajectory.html"))
+                    for folder in (tmp_path, os.path.join(ROOT, "results")))
+    assert "examples/sudoku.py" in theirs["note"] and theirs["columns"] == ours["columns"] == 6
+    for a, b in zip(ours["traces"], theirs["traces"], strict=True):
+        assert a["name"] == b["name"] and len(a["steps"]) == 12
+        for one, other in zip(a["steps"], b["steps"], strict=True):
+            assert [cell[0] for cell in one] == [cell[0] for cell in other]
+            assert [cell[1] for cell in one] == pytest.approx([cell[1] for cell in other], abs=2e-3)
+    pictures = [ElementTree.parse(os.path.join(folder, "figures", "sudoku.svg")).getroot()
+                for folder in (tmp_path, os.path.join(ROOT, "results"))]
+    texts = [[text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+             for picture in pictures]
+    assert texts[0] == texts[1] and len(pictures[0].findall("{*}g")) == 12
+
+
+def test_no_token_of_a_page_is_taken_for_html():
+    evil = "</script><b>&"
+    steps = [[["x", None], ["a", 0.5, -0.5, [["a", 0.75], [evil, 0.25]]]]]
+    text = trajectory.page({"on": steps}, 0, evil)
+    assert evil not in text and text.count("</script>") == 2
+    held = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])
+    assert held["note"] == evil and held["traces"] == [{"name": "on", "steps": steps}]
