@@ -76,10 +76,7 @@ def compile_parts(model, mode=None):
     torch._dynamo.config.optimize_ddp = False
     model.net.trunk = torch.compile(model.net.trunk, mode=mode)
     model.score = compiled_rows(model.score)
-    if model.sm is None or model.sm.k is not None:
-        model.weigh = compiled_rows(model.weigh)
-    else:
-        model.feedback_chunk = compiled_rows(model.feedback_chunk)
+    model.weigh = compiled_rows(model.weigh)
 
 
 def compiled_rows(fn):

@@ -271,7 +271,8 @@ class TwoPass(nn.Module):
             masks = (xt == self.mask_id).nonzero(as_tuple=True)                # 2 × (N,)
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
-            with self.detached():                                              #                 l.5
+            # l.5: θ~ gets no gradient, except with two_updates (App. C.3).
+            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
                 # p~ is never stored: `weigh` computes it from h, in chunks. Dropout is on [code].
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
@@ -282,36 +283,36 @@ class TwoPass(nn.Module):
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
         return with_omega_in_graph(nll, self.sm), masks
 
-    def feedback(self, h):
+    def feedback(self, h=None, weighed=None):
         """The input of the next pass at masked positions                   Alg. 1 l.6-7, Alg. 2 l.6
 
-        h: (n, D) hidden states that predict these positions.
+        h: (n, D) hidden states that predict these positions.   weighed: `weigh` of all their
+        chunks, if it is known.
         Returns their mixed embeddings (n, D), λ (n,), and their likeliest tokens (n,).
         """
-        V = len(self.net.table)
-        if self.sm.k is None:  # π is (n, V): mix it inside its chunk
-            return in_chunks(self.feedback_chunk, h, V=V, keeps=SM_KEEPS)
-        keeps = SM_KEEPS if self.two_updates else 0
-        lam, ids, pi = in_chunks(self.weigh, h, V=V, keeps=keeps, whole=self.training)
+        dense = self.sm.k is None
+        if weighed is None:
+            keeps = SM_KEEPS if dense or self.two_updates else 0
+            weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
+                                whole=self.training and not dense)
+        lam, ids, pi = weighed
+        if dense:
+            return pi, lam, ids
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
         return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
 
     def weigh(self, h, logits=None):
-        """λ, ids and π of a chunk, from SoftMask.forward.   logits: head(h) (n, V), if known."""
+        """λ (n,), ids and π (n, k) of a chunk. For k = |V|: λ, the likeliest tokens (n,), the mix.
+
+        h: (n, D).   logits: head(h) (n, V), if they are known.
+        """
         if logits is None:
-            with self.detached():
+            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
                 logits = self.net.head(h)                                      # (n, V)       l.6 p~
-        return in_pieces(self.sm, logits)
-
-    def detached(self):
-        """A context without gradients, for θ~. With two_updates, gradients stay on (App. C.3)."""
-        return torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled())
-
-    def feedback_chunk(self, h, logits=None):
-        """`feedback` for one chunk, where π may be (n, V)."""
-        lam, ids, pi = self.weigh(h, logits)
-        best = pi.argmax(-1) if ids is None else ids[:, 0]                     # (n,)
-        return self.sm.mix(self.net.table, lam, ids, pi), lam, best
+        lam, ids, pi = in_pieces(self.sm, logits)
+        if ids is None:  # π is (n, V): mix it here
+            return lam, pi.argmax(-1), self.sm.mix(self.net.table, lam, None, pi)
+        return lam, ids, pi
 
     def feedback_of_certain(self, ids):
         """`feedback` for tokens ids (m,) that have just been re-masked: H = 0, so λ is largest.

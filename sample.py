@@ -194,7 +194,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     def draw(h, u):
         logits = net.head(h)                                                   # (m, V)
-        drawn = categorical(nucleus(logits.softmax(-1), top_p), u)      # (m,)
+        drawn = categorical(nucleus(logits.softmax(-1), top_p), u)             # (m,)
         last = to_device(u.isnan(), device)  # in the last turn u is NaN: argmax [code]
         return torch.where(last, logits.argmax(-1), drawn)                     # (m,)
 
@@ -242,9 +242,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     def predict(h, u):
         logits = net.head(h)                                                   # (m, V)
         logp = logits.log_softmax(-1)                                          # (m, V)
-        drawn = categorical(nucleus(logp.exp(), top_p), u)              # (m,)
-        feedback = model.feedback_chunk(h, logits) if soft else ()
-        return drawn, neg_entropy(logp), logp.amax(-1).exp(), *feedback
+        drawn = categorical(nucleus(logp.exp(), top_p), u)                     # (m,)
+        weighed = model.weigh(h, logits) if soft else ()
+        return drawn, neg_entropy(logp), logp.amax(-1).exp(), *weighed
 
     for steps_left in range(steps, 0, -1):
         masked = x == mask_id                                                  # (n, L)
@@ -256,7 +256,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
         h = net.hidden(emb, masks, masked.float().mean(-1))                    # (N, D)          l.3
         found = in_chunks(predict, h, u[on_host], V=len(table))                #                 l.4
-        drawn, minus_H, p, *feedback = found                                   # (N,) each
+        drawn, minus_H, p, *weighed = found                                    # (N,) each
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
             # From masks alone, a DiT predicts the same at every position. Break these ties at
@@ -271,7 +271,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         nfe += masked.any(-1)
         lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
         if soft:
-            emb[masks], lam[masks], guess[masks] = feedback                    #                 l.6
+            emb[masks], lam[masks], guess[masks] = model.feedback(weighed=weighed)  #            l.6
         emb = torch.where(chosen[..., None], F.embedding(x, table), emb)       # (n, L, D)
         if on_step:
             left = x[masks] == mask_id                                         # (N,)

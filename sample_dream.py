@@ -161,13 +161,16 @@ def propose(model, h, b, pick, forced=False):
             raise ValueError(f"no algorithm is called {pick.algorithm!r}")
         if model.sm is None:
             return x0, conf
-        return x0, conf, model.feedback_chunk(h, logits)[0]             # 2 × (m,), (m, D)
+        return x0, conf, *model.weigh(h, logits)                        # (m,), (m,), …
 
     n = len(b)
-    x0, conf, *mixed = in_chunks(of_rows, h[:n], b, V=len(model.net.table))
-    if model.sm and n < len(h):
-        mixed.append(model.feedback(h[n:])[0])                          # (N − n, D)
-    return x0, conf, torch.cat(mixed) if mixed else None
+    x0, conf, *weighed = in_chunks(of_rows, h[:n], b, V=len(model.net.table))
+    if not model.sm:
+        return x0, conf, None
+    mixed = model.feedback(weighed=weighed)[0]                          # (n, D)
+    if n < len(h):
+        mixed = torch.cat((mixed, model.feedback(h[n:])[0]))            # (N, D)
+    return x0, conf, mixed
 
 
 def filtered(logits, temperature=0.0, top_p=1.0):
