@@ -2,7 +2,7 @@
 """Text from masks: the reverse process of an MDLM with soft-masking.             §2.1, §2.2, App. A
 
     whether a token appears or vanishes    step_probs, coins              without the model
-    Alg. 2                                 generate
+    Alg. 2                                 generate, in turns (Turn)
     Alg. 2, equally many tokens a step     generate_in_order
     which token appears                    nucleus, chunks.categorical
 
@@ -19,7 +19,7 @@ import math
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
 import torch
@@ -81,71 +81,6 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     return min(1.0, reveal), sigma
 
 
-def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
-    """The turns of one sequence: the steps that need the network                         Alg. 2 l.5
-
-    free: (L,) bool, the masks at the start. Other positions never change.
-    sampler, eta: for `step_probs`.   every: see `generate`.
-    Returns [(t, appear, stay, vanish, u)]. At time t, the masks in `appear` (L,) become tokens,
-        those in `stay` (L,) remain, and the tokens in `vanish` (L,) become masks. u (m,): a float64
-        in [0, 1) for each of the m tokens that appear. chunks.categorical draws the token with it.
-        Masks left after the last step appear in one more turn [code]. There u is NaN.
-    """
-    turns, masked = [], free
-    dt = (1 - T_END) / steps
-    for i in range(steps):
-        t = 1 - i * dt
-        reveal, remask = step_probs(t, t - dt, sampler, eta)
-        # Always 2 L numbers, so that the draws of a step do not depend on earlier steps.
-        draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
-        coin, u = draws.numpy()                                                # 2 × (L,)
-        appear = masked & (coin < reveal)                                      # (L,)
-        stay = masked & ~appear                                                # (L,)
-        vanish = free & ~masked & (coin < remask)                              # (L,)
-        # A last step that starts with masks calls the network even if nothing changes [code].
-        needed = i == steps - 1 and masked.any()
-        if appear.any() or vanish.any() or every or needed:
-            turns.append((t, appear, stay, vanish, u[appear]))
-        masked = stay | vanish
-    if masked.any():  # usually few, but L / 10 for remdm-loop with too few steps to pass T_OFF
-        none = np.zeros_like(free)
-        turns.append((T_END, masked, none, none, np.full(masked.sum(), np.nan)))
-    return turns
-
-
-def side_by_side(plans, L, device):
-    """Turn 1 of every sequence, then turn 2 of every sequence, …                             [ours]
-
-    Each sequence skips steps of its own, so in one turn they are at different times. A finished
-    sequence stays in the batch, at T_END, because CUDA graphs need static shapes.
-
-    plans: the turns of n sequences of length L, from `coins`.
-    Yields t (n,), three index pairs (b, l) of where tokens appear, masks stay and tokens vanish,
-        and u (m,) for the m tokens that appear. All but u are moved to `device`.
-    """
-    none = np.zeros(L, bool)
-    for turn in zip_longest(*plans, fillvalue=(T_END, none, none, none, np.zeros(0))):
-        t, *sets, u = zip(*turn)
-        t, u = torch.tensor(t), torch.from_numpy(np.concatenate(u))            # (n,), (m,)
-        sets = [indices(torch.from_numpy(np.stack(rows)), device) for rows in sets]
-        yield to_device(t, device), *sets, u
-
-
-def indices(where, device):
-    """Index pair (b, l) on the device, from `where` (n, L) bool on the CPU: no host sync."""
-    return tuple(to_device(part, device) for part in where.nonzero(as_tuple=True))
-
-
-def beginning(model, n, x, generator):
-    """Ids (n, L) to start from, and n generators: the given list, or n seeded by the given one."""
-    if x is None:
-        x = torch.full((n, model.cfg.length), model.mask_id)
-    if not isinstance(generator, list):
-        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
-        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
-    return x.expand(n, -1), generator
-
-
 @torch.no_grad()
 def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
              soft=True, every=False, eta=None):
@@ -198,22 +133,96 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         last = to_device(u.isnan(), device)  # in the last turn u is NaN: argmax [code]
         return torch.where(last, logits.argmax(-1), drawn)                     # (m,)
 
-    for t, appear, stay, vanish, u in turns:
+    for t, appear, stay, vanish, u in turns:  # see Turn
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
-        x[appear] = in_chunks(draw, h[appear], u, V=len(table))                #               l.4-5
-        emb[appear] = F.embedding(x[appear], table)
+        drawn = in_chunks(draw, h[appear], u, V=len(table))                    # (m,)  only x~   l.4
+        lost = x[vanish]                                                       # (r,)  with ReMDM
+        x = x.index_put(appear, drawn).index_put(vanish, mask)                 # (n, L)       x^ l.5
+        emb[appear] = F.embedding(drawn, table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-        if len(vanish[0]):  # ReMDM only
-            guess[vanish] = x[vanish]
-            x[vanish] = mask
-            emb[vanish] = table[mask_id]
+        if len(lost):
+            emb[vanish], guess[vanish] = table[mask_id], lost
             if soft:
-                emb[vanish], lam[vanish], _ = model.feedback_of_certain(guess[vanish])
+                emb[vanish], lam[vanish], _ = model.feedback_of_certain(lost)
         if on_step:
             on_step(x, lam, guess, stay, h[stay])
     model.train(was_training)
     return x.cpu(), nfe
+
+
+class Turn(NamedTuple):
+    """What one call of the network is for: of one sequence (L,), or of n side by side    Alg. 2 l.5
+
+    The coins say it before the network has run: the masks in `appear` become tokens, those in
+    `stay` remain, and the tokens in `vanish` become masks.
+    """
+    t: float             # or (n,): the time of each sequence
+    appear: np.ndarray   # (L,) bool. Of n: an index pair (b, l), 2 × (m,), and so are the next two
+    stay: np.ndarray
+    vanish: np.ndarray
+    u: np.ndarray        # (m,) float64 in [0, 1): chunks.categorical draws a token with each
+
+
+def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
+    """The turns of one sequence: the steps that need the network                         Alg. 2 l.5
+
+    free: (L,) bool, the masks at the start. Other positions never change.
+    sampler, eta: for `step_probs`.   every: see `generate`.
+    Returns [Turn]. Masks left after the last step appear in one more turn [code], where u is NaN.
+    """
+    turns, masked = [], free
+    dt = (1 - T_END) / steps
+    for i in range(steps):
+        t = 1 - i * dt
+        reveal, remask = step_probs(t, t - dt, sampler, eta)
+        # Always 2 L numbers, so that the draws of a step do not depend on earlier steps.
+        draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
+        coin, u = draws.numpy()                                                # 2 × (L,)
+        appear = masked & (coin < reveal)                                      # (L,)
+        stay = masked & ~appear                                                # (L,)
+        vanish = free & ~masked & (coin < remask)                              # (L,)
+        # A last step that starts with masks calls the network even if nothing changes [code].
+        needed = i == steps - 1 and masked.any()
+        if appear.any() or vanish.any() or every or needed:
+            turns.append(Turn(t, appear, stay, vanish, u[appear]))
+        masked = stay | vanish
+    if masked.any():  # usually few, but L / 10 for remdm-loop with too few steps to pass T_OFF
+        none = np.zeros_like(free)
+        turns.append(Turn(T_END, masked, none, none, np.full(masked.sum(), np.nan)))
+    return turns
+
+
+def side_by_side(plans, L, device):
+    """Turn 1 of every sequence, then turn 2 of every sequence, …                             [ours]
+
+    Each sequence skips steps of its own, so in one turn they are at different times. A finished
+    sequence stays in the batch, at T_END, because CUDA graphs need static shapes.
+
+    plans: the turns of n sequences of length L, from `coins`.
+    Yields a Turn of n sequences, with all but u on the device.
+    """
+    none = np.zeros(L, bool)
+    for turn in zip_longest(*plans, fillvalue=Turn(T_END, none, none, none, np.zeros(0))):
+        t, *sets, u = zip(*turn)
+        t, u = torch.tensor(t), torch.from_numpy(np.concatenate(u))            # (n,), (m,)
+        sets = [indices(torch.from_numpy(np.stack(rows)), device) for rows in sets]
+        yield Turn(to_device(t, device), *sets, u)
+
+
+def indices(where, device):
+    """Index pair (b, l) on the device, from `where` (n, L) bool on the CPU: no host sync."""
+    return tuple(to_device(part, device) for part in where.nonzero(as_tuple=True))
+
+
+def beginning(model, n, x, generator):
+    """Ids (n, L) to start from, and n generators: the given list, or n seeded by the given one."""
+    if x is None:
+        x = torch.full((n, model.cfg.length), model.mask_id)
+    if not isinstance(generator, list):
+        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
+        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
+    return x.expand(n, -1), generator
 
 
 @torch.no_grad()
