@@ -244,9 +244,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     model.eval()
     soft = soft and model.sm is not None
     x, generators = beginning(model, n, x, generator)                          # (n, L)
-    L, x = x.shape[1], to_device(x, device)                                    # (n, L)
+    on_host, x = x == mask_id, to_device(x, device)                            # 2 × (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
-    nfe = torch.zeros(n, dtype=torch.long, device=device)                      # (n,)
+    nfe = torch.zeros(n, dtype=torch.long)                                     # (n,)
 
     def predict(h, u):
         logits = net.head(h)                                                   # (m, V)
@@ -256,12 +256,10 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         return drawn, neg_entropy(logp), logp.amax(-1).exp(), *weighed
 
     for steps_left in range(steps, 0, -1):
-        masked = x == mask_id                                                  # (n, L)
-        on_host = masked.cpu()  # the host sync of the step
         if not on_host.any():
             break
-        masks = indices(on_host, device)                                       # 2 × (N,)
-        draws = [torch.rand(L, 2, dtype=torch.float64, generator=g) for g in generators]
+        masked, masks = to_device(on_host, device), indices(on_host, device)   # (n, L), 2 × (N,)
+        draws = [torch.rand(x.shape[1], 2, dtype=torch.float64, generator=g) for g in generators]
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
         h = net.hidden(emb, masks, masked.float().mean(-1))                    # (N, D)          l.3
         found = in_chunks(predict, h, u[on_host], V=len(table))                #                 l.4
@@ -277,16 +275,19 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
             sure = torch.zeros_like(masked).index_put(masks, p >= threshold)   # (n, L)
             chosen = torch.where(sure.any(-1, keepdim=True), sure, chosen)     # (n, L)
         x = torch.where(chosen, x.index_put(masks, drawn), x)                  # (n, L)          l.5
-        nfe += masked.any(-1)
-        lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
+        emb = F.embedding(x, table)                                            # (n, L, D)
+        nfe += on_host.any(-1)
+        before, on_host = on_host, (x == mask_id).cpu()  # the host sync of the step
+        stay = indices(on_host, device)                                        # 2 × (m,)
+        [row] = indices(on_host[before], device)           # of the N, those that stay   (m,)
+        lam, guess = torch.zeros_like(score), x.clone()    # only for on_step
         if soft:
-            emb[masks], lam[masks], guess[masks] = model.feedback(weighed=weighed)  #            l.6
-        emb = torch.where(chosen[..., None], F.embedding(x, table), emb)       # (n, L, D)
+            weighed = [each[row] for each in weighed]
+            emb[stay], lam[stay], guess[stay] = model.feedback(weighed=weighed)  #               l.6
         if on_step:
-            left = x[masks] == mask_id                                         # (N,)
-            on_step(x, lam, guess, tuple(place[left] for place in masks), h[left])
+            on_step(x, lam, guess, stay, h[row])
     model.train(was_training)
-    return x.cpu(), nfe.cpu()  # host syncs
+    return x.cpu(), nfe
 
 
 def next_masks(score, masked, steps_left):

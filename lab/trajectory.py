@@ -86,10 +86,10 @@ def traces(cfg):
         x = puzzle(cfg.given, tok, model.info["tokenizer"])                        # (L,)
     else:
         x = sample.starting_ids(cfg, tok, model.info["tokenizer"])                 # (L,)
-    cfg = sample.resolved(cfg, x.tolist().count(model.mask_id), here)
-    if len(x) > model.cfg.length or model.mask_id not in x:
+    if cfg.given and (len(x) != model.cfg.length or model.mask_id not in x):
         raise Refused(f"--given has {len(cfg.given)} characters, {cfg.given.count('.')} of them "
-                      f"dots: give up to {model.cfg.length - 3}, some of them dots")
+                      f"dots: give {model.cfg.length - 3}, some of them dots")
+    cfg = sample.resolved(cfg, x.tolist().count(model.mask_id), here)
     model.to(here.device)
     decode = partial(sample.generate, sampler=cfg.sampler, eta=cfg.eta, every=True)
     if cfg.sampler in sample.ORDERS:
