@@ -15,8 +15,9 @@ output of `head` into the embeddings.
     head(h)                   (n, D) → (n, V)                     logits, fp32 always
 
 N is the number of masked positions in the batch. `masks` is their index pair (b, l), each (N,), so
-x0[masks] are their true tokens. Only these positions get logits, and only a chunk of them at a time
-(chunks.py). Submodules have the same names and order as in the released checkpoints.
+x0[masks] are their true tokens. Only these positions get logits. An (N, V) tensor would still be
+large, so `head` gets n of the N at a time (chunks.py). Submodules have the names and the order that
+they have in the released checkpoints.
 """
 
 import math
@@ -101,18 +102,18 @@ def zero_linear(n_in, n_out):
 
 
 def rotation(L, d):
-    """cos and sin of the rotary angles of L positions, for `rotate`: 2 × (L, 1, 1, d), fp32"""
+    """cos and sin of the rotary angles of L positions: 2 × (L, 1, d), fp32"""
     i = torch.arange(0, d, 2).float()                                          # (d/2,)
     # In fp32, because bf16 would lose the phase of far positions.
     angles = torch.arange(L).float()[:, None] * 10000 ** (-i / d)              # (L, d/2)
-    # (a, b) turns into (a cos − b sin, b cos + a sin). Negated angles give −sin and the same cos.
-    angles = torch.cat((-angles, angles), dim=-1)[:, None, None]               # (L, 1, 1, d)
+    angles = angles.repeat(1, 2)[:, None]                                      # (L, 1, d)
     return angles.cos(), angles.sin()
 
 
 def rotate(x, cos, sin):
-    """Rotary embedding of queries and keys. It pairs i and i + d/2, not neighbours [code]."""
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)           # (B, L, 2, H, d)
+    """Rotary embedding of queries or keys. It pairs i and i + d/2, not neighbours [code]."""
+    x1, x2 = x.chunk(2, dim=-1)                                                # 2 × (B, L, H, d/2)
+    return torch.addcmul(x * cos, torch.cat((-x2, x1), dim=-1), sin)           # (B, L, H, d)
 
 
 class Block(nn.Module):
@@ -131,14 +132,15 @@ class Block(nn.Module):
         self.adaLN_modulation = zero_linear(cfg.n_cond, 6 * D)
 
     def forward(self, x, c, cos, sin):
-        B, L, D = x.shape  # c: (B or 1, cond), the time embedding.   cos, sin: (L, 1, 1, d)
+        # x: (B, L, D).   c: (B or 1, cond), the time embedding.   cos, sin: (L, 1, d)
         modulation = self.adaLN_modulation(c)[:, None].chunk(6, dim=-1)        # 6 × (B or 1, 1, D)
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
         qkv = self.attn_qkv(self.norm1(x, shift1, scale1))                     # (B, L, 3D)
-        qk, v = qkv.view(B, L, 3, self.n_head, -1).split((2, 1), dim=2)        # (B, L, 2, H, d)
-        q, k = rotate(qk, cos, sin).permute(2, 0, 3, 1, 4)                     # 2 × (B, H, L, d)
-        y = F.scaled_dot_product_attention(q, k, v.squeeze(2).transpose(1, 2))  # (B, H, L, d)
-        y = self.attn_out(y.transpose(1, 2).reshape(B, L, D))                  # (B, L, D)
+        q, k, v = qkv.unflatten(-1, (3, self.n_head, -1)).unbind(2)            # 3 × (B, L, H, d)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)                        # 2 × (B, L, H, d)
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))                 # 3 × (B, H, L, d)
+        y = F.scaled_dot_product_attention(q, k, v)                            # (B, H, L, d)
+        y = self.attn_out(y.transpose(1, 2).flatten(2))                        # (B, L, D)
         # Dropout before the gate [code]
         x = x + gate1 * F.dropout(y, self.dropout, self.training)              # (B, L, D)
         y = self.mlp(self.norm2(x, shift2, scale2))                            # (B, L, D)
@@ -163,7 +165,7 @@ class DiT(nn.Module):
             "adaLN_modulation": zero_linear(cond, 2 * D)})
         # Not buffers, because DDP would broadcast those in every update.
         with torch.device("cpu"):  # a meta tensor would have no values
-            self.cos, self.sin = rotation(cfg.length, D // cfg.n_head)         # 2 × (L, 1, 1, d)
+            self.cos, self.sin = rotation(cfg.length, D // cfg.n_head)         # 2 × (L, 1, d)
         # load_state_dict(assign=True) can bring the weights to another device, too.
         self.register_load_state_dict_post_hook(lambda net, _: net.move_rotation())
 
@@ -180,7 +182,7 @@ class DiT(nn.Module):
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)
         L = emb.shape[1]
-        cos, sin = self.cos[:L].to(dtype), self.sin[:L].to(dtype)              # 2 × (L, 1, 1, d)
+        cos, sin = self.cos[:L].to(dtype), self.sin[:L].to(dtype)              # 2 × (L, 1, d)
         c = self.time_embedding(t)                                             # (B or 1, cond)
         for block in self.blocks:
             emb = block(emb, c, cos, sin)                                      # (B, L, D)
@@ -271,9 +273,8 @@ class TwoPass(nn.Module):
             masks = (xt == self.mask_id).nonzero(as_tuple=True)                # 2 × (N,)
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
-            # l.5: θ~ gets no gradient, except with two_updates (App. C.3).
-            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
-                # p~ is never stored: `weigh` computes it from h, in chunks. Dropout is on [code].
+            with torch.set_grad_enabled(self.pass_1_learns()):  # θ~                             l.5
+                # Its head runs later, in `weigh`, because p~ is never stored. Dropout is on [code].
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
@@ -282,6 +283,10 @@ class TwoPass(nn.Module):
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
         return with_omega_in_graph(nll, self.sm), masks
+
+    def pass_1_learns(self):
+        """Whether θ~ gets gradients: only with two_updates (App. C.3)                  Alg. 1 l.5"""
+        return self.two_updates and torch.is_grad_enabled()
 
     def feedback(self, h=None, weighed=None):
         """The input of the next pass at masked positions                   Alg. 1 l.6-7, Alg. 2 l.6
@@ -307,7 +312,7 @@ class TwoPass(nn.Module):
         h: (n, D).   logits: head(h) (n, V), if they are known.
         """
         if logits is None:
-            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
+            with torch.set_grad_enabled(self.pass_1_learns()):
                 logits = self.net.head(h)                                      # (n, V)       l.6 p~
         lam, ids, pi = in_pieces(self.sm, logits)
         if ids is None:  # π is (n, V): mix it here
@@ -343,10 +348,10 @@ class TwoPass(nn.Module):
 
 
 def with_omega_in_graph(nll, sm):
-    """Add 0 · ω, so that ω gets a gradient of 0 in updates without feedback.
+    """nll + 0 · ω: without feedback, ω gets a gradient of 0 instead of none.
 
-    Without it, DDP would not average the bucket that holds ω, which also holds some gradients of θ.
-    The ranks would diverge, and DDP would raise an error only in the next forward pass.
+    DDP averages gradients in buckets. It would skip the one that ω's missing gradients are in, and
+    with it some of θ's: ranks would diverge, and an error would come only in the next forward pass.
     """
     if sm is None:
         return nll
@@ -373,8 +378,8 @@ class MDLM(TwoPass):
 
         The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor. Because
         of ALPHA_FLOOR and T_MIN, L is 0.1 to 0.3 % too small, except in `eval.py ppl --floor=0`.
-        With feedback, L bounds the likelihood of a sampler that runs both passes in every step.
-        Alg. 2 has no pass 1: instead, it feeds back the prediction of the step before (§3.2).
+        Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
+        is cheaper than this network: in place of pass 1, it takes the last step's prediction.
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)  # see TwoPass       (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t

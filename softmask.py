@@ -33,9 +33,9 @@ What can go wrong:
    weights that it cast under no_grad. These casts have no graph, so the weights get no gradient.
 7. If the model can predict [MASK], the k tokens may include [MASK] [code]. To prevent that, first
    set its logit to −inf.
-8. Under DDP, ω needs a gradient in every backward pass, or the next forward pass fails: add
-   sum((0 * p).sum() for p in sm.parameters()) to every loss. If an update had no feedback, set
-   ω's gradients from 0 to None before the optimizer step. Otherwise Adam's momentum would move ω.
+8. DDP wants a gradient for every parameter in every backward pass, but without feedback ω has
+   none. Add 0 · ω to the loss: sum((0 * p).sum() for p in sm.parameters()). And if a whole update
+   had no feedback, set ω's gradients to None before the optimizer step, or Adam's momentum moves ω.
 
 Comments follow the paper unless they are tagged. [code]: the released code does this, and the paper
 is silent or differs. [ours]: our choice.
@@ -85,7 +85,8 @@ class SoftMask(nn.Module):
         """
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
-            # τ changes λ, too [code]. Without the clamp, a logit of −inf makes τ's gradient NaN.
+            # τ changes λ, too [code]. Its gradient is a sum over p · logit: for a logit of −inf,
+            # this would be 0 · −inf = NaN. Hence the clamp.
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
         logp = logits.log_softmax(-1)                                              # (N, V)
         lam = self.strength(neg_entropy(logp))                                     # (N,)
@@ -120,7 +121,8 @@ class SoftMask(nn.Module):
             with torch.autocast(table.device.type, enabled=False):
                 guess = pi.to(table.dtype) @ table                                 # (N, D)
             return ((1 - share) * table[self.mask_id] + share * guess).to(table.dtype)
-        # One lookup for the k tokens and [MASK]: a second would cost another dense (V, D) gradient.
+        # [MASK] is looked up along with the k tokens. In the backward pass, every lookup fills a
+        # (V, D) gradient of the table, so a second one would cost as much as the first.
         mask_ids = torch.full_like(ids[:, :1], self.mask_id)                       # (N, 1)
         vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)                # (N, k+1, D)
         shares = torch.cat((share * pi, 1 - share), 1)                             # (N, k+1)  fp32
@@ -163,16 +165,14 @@ class SoftMask(nn.Module):
         return F.softplus(self.raw_tau) + EPS
 
     def _apply(self, fn, recurse=True):
-        """Move ω along with the model, but keep it in fp32, even under `.to(bfloat16)`.
+        """What .to(), .cuda() and .bfloat16() call for every tensor. Here, only the device changes.
 
         raw_s starts near −14, where bf16 numbers are 1/16 apart. Adam's steps of 1e-2 would all be
         rounded away: ω_s would never move, and SM would silently stay off.
         """
         def move(tensor):
             new = fn(tensor)
-            if new.dtype == torch.float32:
-                return new
-            return tensor.to(new.device, torch.float32)
+            return new if new.dtype == torch.float32 else tensor.to(new.device, torch.float32)
         return super()._apply(move, recurse)
 
     def extra_repr(self):
@@ -213,11 +213,12 @@ def softplus_inverse(y):
 def largest(logits, k):
     """logits.topk(k) for logits (N, V), but faster. Ties may be broken differently [ours].
 
-    `topk` reads its input several times. So one pass finds the largest logit of each group of 128,
-    and `topk` searches only the k groups with the largest maxima: they hold the k largest logits.
+    `topk` reads its input several times. So one pass finds the maximum of each group of 128 logits,
+    and `topk` reads only the k groups with the largest maxima. A logit outside of these groups is
+    below k maxima, so it is not among the k largest.
     """
     width, V = 128, logits.shape[1]
-    if V < 8 * k * width:  # the k groups would hold a large part of V
+    if V < 8 * k * width:  # the k groups would be a large part of V
         return logits.topk(k)
     whole = V // width * width
     groups = logits.detach()[:, :whole].unflatten(1, (-1, width))              # (N, V/128, 128)

@@ -8,7 +8,7 @@ In each held-out row, one span at a random place is masked. Each call fills its 
 with their likeliest tokens (§2.2). The first lines are the share of spans that come out exactly
 right, with feedback (soft) and without feedback (plain), and the gain, each with its standard
 error. Choose a width at which some spans come out right and some do not. Expect a gain where a call
-fills several tokens, because they do not see each other.
+fills several tokens, because they do not see each other. A binary model has plain alone.
 
 The last lines are, for ten ranges of t, the bound without feedback and what feedback gains.   Eq. 2
 """
@@ -68,20 +68,20 @@ def bound_by_t(model, rows, cfg):
     for _, *batch in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
                                floor=cfg.floor):
         x0, xt, t = (part.to(model.net.table.device) for part in batch)
-        draws.append(torch.stack((t, model(x0, xt, t, True), model(x0, xt, t, False))))
+        plain = model(x0, xt, t, False)
+        draws.append(torch.stack((t, plain, model(x0, xt, t, True) if model.sm else plain)))
     draws = torch.cat(draws, dim=1).cpu().double()                                   # (3, m)
-    for t, soft, plain in draws[:, draws[0].argsort()].chunk(10, dim=1):             # (m/10,) each
+    for t, plain, soft in draws[:, draws[0].argsort()].chunk(10, dim=1):             # (m/10,) each
         # The errors assume independent draws. They are too small for many --repeats of few rows.
         title = f"nats a token, t from {t[0]:.2f} to {t[-1]:.2f}"
-        values[title] = means(plain=plain / L, gain=(plain - soft) / L)
+        gain = {"gain": (plain - soft) / L} if model.sm else {}
+        values[title] = means(plain=plain / L, **gain)
     return values
 
 
 def main(cfg):
     device, dtype = machine(cfg.device, cfg.dtype)[2:]
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
-    if model.sm is None:
-        raise Refused(f"{cfg.checkpoint} is a binary model: there is no feedback to leave out")
     L = model.cfg.length
     calls = [int(n) if n.isdecimal() else 0 for n in cfg.calls.split(",")]
     if not 1 <= min(calls) <= max(calls) <= cfg.width <= L - 2:
@@ -92,8 +92,11 @@ def main(cfg):
     span, values = spans(len(rows), L, cfg.width, cfg.seed), {}                      # (n, L)
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
         for n in calls:
-            soft, plain = (right(model, rows, span, n, on, cfg.batch_size) for on in (True, False))
-            values[f"spans right, calls {n}"] = means(soft=soft, plain=plain, gain=soft - plain)
+            found = {"plain": right(model, rows, span, n, False, cfg.batch_size)}    # (n,)
+            if model.sm:
+                found["soft"] = right(model, rows, span, n, True, cfg.batch_size)
+                found["gain"] = found["soft"] - found["plain"]
+            values[f"spans right, calls {n}"] = means(**found)
         values |= bound_by_t(model, rows, cfg)
     stem = f"{cfg.checkpoint.rstrip('/')}.{cfg.width}-in-{cfg.calls.replace(',', '-')}"
     write_result(replace(cfg, metric="feedback"), stem, values,

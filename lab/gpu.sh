@@ -1,7 +1,9 @@
 #!/usr/bin/env bash
-# What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes:
-#     bash lab/gpu.sh              # all blocks
+# What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes, but
+# text three calls of that length:
+#     bash lab/gpu.sh              # all blocks (text only if TEXT is given)
 #     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
+#     TEXT=FOLDER bash lab/gpu.sh text   # does feedback pay on these texts, such as 100 novels?
 #     SIZE=toy bash lab/gpu.sh     # the same commands with tiny models, also on a CPU: 3 minutes
 # $OUT (default: results/bench) gets all output, in gpu.log, and the numbers, in gpu-*.json.
 # What is already there is not measured again, so a block that was stopped can go on.
@@ -13,15 +15,18 @@ python=${PYTHON:-python3} size=${SIZE:-gpu}
 if [ "$size" = toy ]; then
     out=${OUT:-out/gpu-toy} work=${WORK:-out/gpu-toy-work} bench=quick
     model="--n_layer=1 --n_head=2 --n_embd=32 --n_cond=16 --length=64"
+    text="$model --batch_size=8 --micro_batch=8" long=15 short=10 rows=20 samples=2
 else
     out=${OUT:-results/bench} work=${WORK:-out/gpu} bench=gpu
     model="--n_layer=12 --n_head=12 --n_embd=768 --n_cond=128 --device=cuda"
+    text="--n_layer=10 --n_head=8 --n_embd=512 --n_cond=128 --length=512 --batch_size=64"
+    text="$text --micro_batch=64" long=300 short=120 rows=1000 samples=64
 fi
 mkdir -p "$out" "$work"
 
 if [ $# != 1 ]; then
     status=0
-    for block in ${*:-tests train sample dream ddp}; do
+    for block in ${*:-tests train sample dream ddp ${TEXT:+text}}; do
         bash lab/gpu.sh "$block" || status=$?  # if a block fails, the others still run
     done
     exit $status
@@ -29,7 +34,7 @@ fi
 
 run() {  # show a command, and run it
     echo "+ $*"
-    "$python" "$@" 2>&1
+    ${limit:-} "$python" "$@" 2>&1
 }
 
 tests() {  # all tests that need CUDA. Without it most of them are skipped, and say so
@@ -126,12 +131,61 @@ PY
     run "$work/rows.py" $bench --parts=train --repeats=9 --json="$out/gpu-train-4096.json"
 }
 
+last() {  # a field of the last line in a run's log, or 0
+    local lines="[{'$2': 0}] + launch.read_jsonl('$work/$1/log.jsonl')"
+    "$python" -c "import launch; print(int(($lines)[-1]['$2']))"
+}
+
+train_text() {
+    run train.py --data="$work/text" $text --eta_bb=5e-4 --warmup=200 --dropout=0 --ema=0.999 \
+        --save_every=200 --eval_every=0 --keep_every=0 --resume=auto "$@"
+}
+
+timed() {  # train for so many seconds in all, even if this block is stopped and called again
+    local left name=$2
+    left=$(($1 - $(last "$name" seconds)))
+    shift 2
+    [ ! -e "$work/$name.timed" ] || return 0
+    [ "$left" -le 0 ] ||
+        limit="timeout -s TERM $left" train_text --out_dir="$work/$name" "$@" ||
+        [ $? = 124 ]  # SIGTERM makes it save last.pt
+    touch "$work/$name.timed"
+}
+
+measured() {  # spans of 8 tokens in 8, 4, 2 and 1 calls, Eq. 2 in ten ranges of t, and entropy
+    local checkpoint="--checkpoint=$work/$1/last.pt" name=$1-$2
+    [ -e "$out/text-$name.json" ] || run lab/feedback.py $checkpoint --data="$work/text" \
+        --width=8 --calls=8,4,2,1 --rows=$rows --out="$out/text-$name.json"
+    run sample.py $checkpoint --count=$samples --steps=128 --out="$work/$name.jsonl"
+    # The entropy is written first. Without GPT-2, the rest fails.
+    [ -e "$out/text-$name-entropy.json" ] || HF_HUB_OFFLINE=1 run eval.py samples --data= \
+        --samples="$work/$name.jsonl" --out="$out/text-$name-entropy.json" || true
+}
+
+text() {  # one binary model of bytes, continued without SM and with it: two seeds each
+    [ -e "$work/text/meta.json" ] ||
+        run data.py "${TEXT:?names a folder of texts}" --tokenizer=bytes --out="$work/text"
+    timed $long base --p_sm=0
+    local seed from="--init_from=$work/base/last.pt"
+    for seed in 1 2; do
+        timed $short "binary-$seed" $from --seed=$seed --p_sm=0
+        timed $short "sm-$seed" $from --seed=$seed --omega_s=0.5 --omega_a=1 --omega_b=-2.8
+        measured "binary-$seed" time
+        [ -e "$out/text-sm-$seed-time-entropy.json" ] || measured "sm-$seed" time
+        # In this time SM has made fewer updates. Now it makes as many.
+        [ "$(last "sm-$seed" step)" -ge "$(last "binary-$seed" step)" ] ||
+            train_text --out_dir="$work/sm-$seed" $from --seed=$seed --omega_s=0.5 --omega_a=1 \
+                --omega_b=-2.8 --steps="$(last "binary-$seed" step)"
+        measured "sm-$seed" updates
+    done
+}
+
 block=$1
 case $block in
-    tests | train | ddp) $block ;;
+    tests | train | ddp | text) $block ;;
     dream) run lab/bench.py $bench --parts=dream --repeats=9 --json="$out/gpu-dream.json" ;;
     sample)  # fewer turns: without compiling, one sample takes 20 seconds
         run lab/bench.py $bench --parts=sample --repeats=5 --json="$out/gpu-sample.json" ;;
-    *) echo "no block of this name: $block (tests, train, sample, dream, ddp)" >&2; exit 2 ;;
+    *) echo "no block of this name: $block (tests, train, sample, dream, ddp, text)" >&2; exit 2 ;;
 esac | tee -a "$out/gpu.log"
 echo "$block: $SECONDS s" | tee -a "$out/gpu.log"

@@ -80,15 +80,15 @@ def test_an_update_moves_all_parameters():
 def test_gpu_sh_gives_flags_that_exist(tmp_path):
     """A stand-in for Python records the commands."""
     stand_in, kept = tmp_path / "python", tmp_path / "commands"
-    stand_in.write_text(f"#!/bin/sh\nprintf '%s\\n' \"$*\" >> {kept}\n")
+    stand_in.write_text(f"#!/bin/sh\n[ \"$1\" != -c ] || echo 9\nprintf '%s\\n' \"$*\" >> {kept}\n")
     stand_in.chmod(0o755)
     for size in "toy", "gpu":
         env = os.environ | {"PYTHON": str(stand_in), "WORK": str(tmp_path / "work"),
-                            "OUT": str(tmp_path / size), "SIZE": size}
+                            "OUT": str(tmp_path / size), "SIZE": size, "TEXT": str(tmp_path)}
         subprocess.run(["bash", f"{ROOT}/lab/gpu.sh"], capture_output=True, env=env)
     commands = [line.split() for line in kept.read_text().splitlines()]
-    assert len(commands) == 20
-    for script, *words in commands:
-        if script.endswith(".py"):
-            measures = "bench" in script or "rows" in script
-            configure("bench" if measures else "train", words)
+    scripts = [words for words in commands if words[0].endswith(".py")]
+    for script, *words in scripts:
+        name = os.path.basename(script).removesuffix(".py")
+        configure({"rows": "bench", "ddp": "train"}.get(name, name), words)
+    assert len(scripts) == 53

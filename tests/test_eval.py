@@ -106,6 +106,9 @@ def test_feedback_pays_where_several_cells_are_filled_in_a_call(tmp_path, monkey
                for soft in (True, False))
     means = [np.mean([tenth[name] for tenth in tenths]) for name in ("plain", "gain")]
     assert len(tenths) == 10 and means == pytest.approx([off, off - on], rel=1e-5)
+    save_mdlm("b.pt", random_mdlm(vocab_size=259, mask_id=258, length=39, soft_mask=False))
+    ask("--checkpoint=b.pt", "--rows=9")  # a binary model
+    assert {*map(tuple, read_json("r.json")["values"].values())} == {("plain", "plain_se")}
 
 
 def test_entropy_is_the_recorded_one():

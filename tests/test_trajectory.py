@@ -49,7 +49,7 @@ def test_the_steps_are_those_of_the_sample(saved, sampler):
 
 
 def test_what_is_no_puzzle_or_no_picture_is_refused(saved):
-    for words, message in ((f"--given={14 * '.'}", "has 14 characters, 14 of them dots: give 9, some"),
+    for words, message in ((f"--given={14 * '.'}", "14 characters, 14 of them dots: give 9, some"),
                            ("--given=a.b.", "has 4 characters, 2 of them dots"),
                            ("--given=abcdefghi", "9 characters, 0 of them dots"),
                            ("--count=2", "--count does nothing here"),
