@@ -35,6 +35,7 @@ from show import show
 from softmask import neg_entropy
 
 T_END = 1e-5  # the time at which the last step ends, not quite 0 [code]
+ARGMAX = -1.0  # in place of a u in [0, 1): take the likeliest token
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
 ORDERS = "entropy", "random"
@@ -50,8 +51,9 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     decides *whether* a token appears, and the network decides *which*. Samplers differ only in
     these two probabilities.
 
-    Here α_t = 1 − t, without the floor used in training [code], so t is the share of masks. ReMDM
-    also turns tokens back into masks, with probability σ. The share must still go from t to s:
+    At time t, a share 1 − α_t = t of the positions is masked (without the floor used in training
+    [code]). ReMDM also turns tokens back into masks, with probability σ, and then has to reveal
+    more, because the share must still fall to s:
 
         t (1 − reveal) + (1 − t) σ = s,    so    reveal = (t − s + σ (1 − t)) / t
 
@@ -76,8 +78,8 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         speed = (1 - ALPHA_ON) / T_OFF
         share_t, share_s = t * speed, s * speed
     reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
-    # In remdm-loop, `reveal` can exceed 1, and then the share after the step is not share_s. This
-    # happens in a long step across T_ON, and if η > 1/9 on the plateau (nine tokens to a mask).
+    # remdm-loop asks for more than 1 in a long step across T_ON, and on the plateau if η > 1/9, as
+    # there are nine tokens to a mask. Then more masks than share_s are left.
     return min(1.0, reveal), sigma
 
 
@@ -130,8 +132,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     def draw(h, u):
         logits = net.head(h)                                                   # (m, V)
         drawn = categorical(nucleus(logits.softmax(-1), top_p), u)             # (m,)
-        last = to_device(u.isnan(), device)  # in the last turn u is NaN: argmax [code]
-        return torch.where(last, logits.argmax(-1), drawn)                     # (m,)
+        best = to_device(u == ARGMAX, device)                                  # (m,)
+        return torch.where(best, logits.argmax(-1), drawn)                     # (m,)
 
     for t, appear, stay, vanish, u in turns:  # see Turn
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
@@ -161,7 +163,7 @@ class Turn(NamedTuple):
     appear: np.ndarray   # (L,) bool. Of n: an index pair (b, l), 2 × (m,), and so are the next two
     stay: np.ndarray
     vanish: np.ndarray
-    u: np.ndarray        # (m,) float64 in [0, 1): chunks.categorical draws a token with each
+    u: np.ndarray        # (m,) float64 in [0, 1), for chunks.categorical; or ARGMAX
 
 
 def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
@@ -169,7 +171,7 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
 
     free: (L,) bool, the masks at the start. Other positions never change.
     sampler, eta: for `step_probs`.   every: see `generate`.
-    Returns [Turn]. Masks left after the last step appear in one more turn [code], where u is NaN.
+    Returns [Turn]. Masks left after the last step appear in one more turn, by argmax [code].
     """
     turns, masked = [], free
     dt = (1 - T_END) / steps
@@ -189,22 +191,22 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
         masked = stay | vanish
     if masked.any():  # usually few, but L / 10 for remdm-loop with too few steps to pass T_OFF
         none = np.zeros_like(free)
-        turns.append(Turn(T_END, masked, none, none, np.full(masked.sum(), np.nan)))
+        turns.append(Turn(T_END, masked, none, none, np.full(masked.sum(), ARGMAX)))
     return turns
 
 
 def side_by_side(plans, L, device):
-    """Turn 1 of every sequence, then turn 2 of every sequence, …                             [ours]
+    """Turn 1 of all sequences as one Turn, then turn 2, …, with all but u on the device      [ours]
 
-    Each sequence skips steps of its own, so in one turn they are at different times. A finished
-    sequence stays in the batch, at T_END, because CUDA graphs need static shapes.
+    Each sequence skips steps of its own, so its i-th turn has a time of its own. A sequence that is
+    finished stays in the batch, and nothing happens to it, because CUDA graphs need static shapes.
 
     plans: the turns of n sequences of length L, from `coins`.
-    Yields a Turn of n sequences, with all but u on the device.
     """
     none = np.zeros(L, bool)
-    for turn in zip_longest(*plans, fillvalue=Turn(T_END, none, none, none, np.zeros(0))):
-        t, *sets, u = zip(*turn)
+    nothing = Turn(T_END, none, none, none, np.zeros(0))
+    for turns in zip_longest(*plans, fillvalue=nothing):
+        t, *sets, u = zip(*turns)  # n of each
         t, u = torch.tensor(t), torch.from_numpy(np.concatenate(u))            # (n,), (m,)
         sets = [indices(torch.from_numpy(np.stack(rows)), device) for rows in sets]
         yield Turn(to_device(t, device), *sets, u)
@@ -262,14 +264,15 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         draws = [torch.rand(x.shape[1], 2, dtype=torch.float64, generator=g) for g in generators]
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
         h = net.hidden(emb, masks, masked.float().mean(-1))                    # (N, D)          l.3
+        # Row-major, like h: the draws of the masked positions.
         found = in_chunks(predict, h, u[on_host], V=len(table))                #                 l.4
         drawn, minus_H, p, *weighed = found                                    # (N,) each
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
-            # From masks alone, a DiT predicts the same at every position. Break these ties at
-            # random: rounding errors would break them differently in every batch [ours].
-            blank = masked.all(-1, keepdim=True)                               # (n, 1)
-            score = torch.where(blank, score, score.index_put(masks, minus_H))
+            # From masks alone, a DiT predicts the same at every position. Rounding errors would
+            # break these ties, differently in every batch. So keep the random order there [ours].
+            only_masks = masked.all(-1, keepdim=True)                          # (n, 1)
+            score = torch.where(only_masks, score, score.index_put(masks, minus_H))
         chosen = next_masks(score, masked, steps_left)                         # (n, L)
         if threshold is not None:
             sure = torch.zeros_like(masked).index_put(masks, p >= threshold)   # (n, L)
@@ -418,7 +421,8 @@ def resolved(cfg, n_masks, here):
 def settings_of(cfg, model, tok, here):
     """All that a sample depends on, besides its seed and index. Every line of --out holds it."""
     settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    weights = model.net.table.double().sum().item()  # still on the CPU: MPS has no float64
+    # Still on the CPU: MPS has no float64.
+    weights = sum(p.double().sum().item() for p in model.parameters())
     return settings | {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
                        "dtype": str(here.dtype or torch.float32)}
 
@@ -461,17 +465,16 @@ def main(cfg):
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta)
     if cfg.sampler in ORDERS:
         decode = partial(generate_in_order, order=cfg.sampler, threshold=cfg.threshold)
-    watch, watched = None, []  # watched: made again even if --out holds them
-    if here.rank == 0 and cfg.show:
-        watch, watched = show(tok, model.mask_id), range(cfg.count)
-    todo = [i for i in range(here.rank, cfg.count, here.world) if i not in texts or i in watched]
+    # To be watched, samples are made again, even if --out holds them.
+    on_step = show(tok, model.mask_id) if here.rank == 0 and cfg.show else None
+    todo = [i for i in range(here.rank, cfg.count, here.world) if i not in texts or on_step]
     title = "samples, the first after a minute of compiling" if cfg.compile else "samples"
     bar = progress(total=len(todo), desc=title, disable=here.rank > 0 or cfg.show or not todo)
     for batch in batches(todo, cfg):
         generators = [rng("sample", cfg.seed, i) for i in batch]
         with here.autocast():
             ids, nfe = decode(model, len(batch), cfg.steps, top_p=cfg.top_p, generator=generators,
-                              on_step=watch, x=x, soft=cfg.soft)
+                              on_step=on_step, x=x, soft=cfg.soft)
         for i, row, calls in zip(batch, ids.tolist(), nfe.tolist()):
             if i in texts:  # made only to be watched, or to pad the batch
                 continue

@@ -13,14 +13,16 @@ The first word is a preset, defined below.
     train              the data, the model, and the loop around `update`
     the rest           what `train` starts from, measures and saves
 
-Every random number depends only on what it is for: times on (seed, "t", step), masks on (seed, "q",
-step, j), with step = 0 for the update that the log calls 1. Micro-batches j are counted over all
-ranks, so one process with 4 of them makes the same run as two with 2 each. No random state needs
-saving: a run that was stopped or killed resumes from its last save as if nothing had happened. Only
-its log can differ: a stop writes a line of its own, and the next line starts to sum after it.
+Every draw has a generator of its own (data.rng), keyed by what it is for: (seed, "t", step) for the
+times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are counted
+over all ranks, so one process with 4 of them makes the same run as two with 2 each. And a run that
+was stopped or killed resumes from its last save as if nothing had happened. Only its log can
+differ: a stop writes a line of its own, and the next line starts to sum after it. (The first update
+is step 0 in the keys, and update 1 in the log.)
 """
 
 import copy
+import math
 import os
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -105,7 +107,8 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
 
     parallel: the model, or DDP around it.   here: launch.machine().   log: launch.Log.
     """
-    M = cfg.batch_size // cfg.micro_batch  # micro-batches j, counted over all ranks
+    M = cfg.batch_size // cfg.micro_batch    # micro-batches, over all ranks
+    n_tokens = cfg.batch_size * cfg.length   # masked or not
     # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
     coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
     soft = model.sm is not None and coin < cfg.p_sm
@@ -114,7 +117,7 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
         x0 = batch(tokens, cfg, step, j, M)                                    # (b, L)          l.2
-        t = times[j::M]                                                        # (b,)            l.3
+        t = times[j::M]  # see `batch`                                         # (b,)            l.3
         xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))          # (b, L)          l.4
         # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
@@ -124,16 +127,16 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         with launch.accumulate(parallel, last=j + here.world >= M):
             with here.autocast():
                 loss = parallel(x0, xt, t, soft, tuple(masks))  # MDLM.forward   (b,)          l.5-8
-            # DDP averages over ranks, so each rank divides by its share of the tokens. Any split
-            # gives the gradient of Σ loss / (all tokens, masked or not) [code].
-            (loss.sum() / (x0.numel() * M // here.world)).backward()
+            # Gradients add up over micro-batches, but DDP averages them over ranks. Times `world`,
+            # any split gives the gradient of Σ loss / n_tokens [code].
+            (loss.sum() * here.world / n_tokens).backward()
         loss = loss.detach()
         # loss @ t is the cross-entropy without its weight 1/t.
         log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(masks[0]),
                 tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
-        # For DDP's sake, ω has a gradient of 0 (mdlm.with_omega_in_graph). Adam would still move ω
-        # by its momentum, but it skips parameters without a gradient [ours].
+        # For DDP, ω has a gradient of 0 (mdlm.with_omega_in_graph), and Adam's momentum would move
+        # it. Adam skips parameters without a gradient [ours].
         for p in model.sm.parameters():
             p.grad = None
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
@@ -145,10 +148,9 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
 def batch(tokens, cfg, step, j, M):
     """x0 (b, L): micro-batch j of M                                                     Alg. 1 l.2
 
-    Every epoch has its own permutation of the rows, drawn from a key. So an epoch never repeats a
-    row, even across restarts. Micro-batch j takes every M-th sequence and every M-th time [ours].
-    So each one is stratified in t, and about half of its tokens are masked. If each took a slice
-    of the sorted times instead, the last one would have up to twice as many masks.
+    Every epoch has a permutation of its own, and no row comes twice in it. Times are sorted, so
+    micro-batch j takes every M-th sequence and every M-th time [ours]: about half of its tokens are
+    masked. In a slice of the sorted times, it could be nearly all.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -194,7 +196,10 @@ def loop(cfg, here, tokens, meta, flags):
     # meta.json, nobody notices.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
-    held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
+    if cfg.eval_every or cfg.show:
+        val, _ = data.open_split(cfg.data, "val")
+        index = data.evenly(data.n_rows(val, cfg.length), cfg.eval_rows)       # (m,)
+        held_out = data.rows(val, index, cfg.length)                           # (m, L)
     model, ema, optimizer, done, metrics, omega_from = beginning(cfg, here, meta, source, flags)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
     if compiled:  # after average_of: in a copy, compiled methods would use this model's weights
@@ -244,19 +249,20 @@ def loop(cfg, here, tokens, meta, flags):
             update_ema(ema.net, model.net, done, cfg.ema)
             # A signal to one rank stops all of them after this update.
             stop = launch.any_rank(max(caught, default=0))
-            evaluated = due(cfg.eval_every, done, cfg.steps) and not stop
-            saved = due(cfg.save_every, done, cfg.steps) or stop
-            kept = is_kept(done, cfg)
-            if evaluated or saved or kept or due(cfg.log_every, done, cfg.steps) or done == 1:
+            to_evaluate = due(cfg.eval_every, done, cfg.steps) and not stop
+            to_save = due(cfg.save_every, done, cfg.steps) or stop
+            to_keep = is_kept(done, cfg)
+            to_log = due(cfg.log_every, done, cfg.steps) or done == 1
+            if to_evaluate or to_save or to_keep or to_log:
                 # Raises on NaN, before a save
                 line = log.line(done, lr_at(step, cfg) * cfg.eta_bb, model.sm, norm)
-                if evaluated:
+                if to_evaluate:
                     metrics = {"step": done, **evaluate(ema, held_out, here)}
                     line |= metrics
                 log.write(line)
-            if saved:
+            if to_save:
                 write("last.pt", optimizer=optimizer.state_dict())
-            if kept:
+            if to_keep:
                 write(f"step-{done}.pt")
             if stop:
                 break
@@ -285,9 +291,13 @@ def beginning(cfg, here, meta, source, flags):
     elif cfg.init_from:
         omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
     model.to(here.device)
-    ema, optimizer = average_of(model), optimizer_of(model)
+    ema = average_of(model)
+    parts = [model.net, model.sm] if model.sm else [model.net]  # θ, and ω: two groups  App. B.1
+    optimizer = torch.optim.AdamW([{"params": list(part.parameters())} for part in parts],
+                                  betas=(0.9, 0.999), weight_decay=0.0,  # [code]
+                                  fused=model.net.table.device.type in ("cuda", "cpu"))
     if ckpt:
-        ema.load_state_dict(model.state_dict() | ckpt["ema"])
+        ema.load_state_dict(model.state_dict() | ckpt["ema"])  # ω is the model's
         optimizer.load_state_dict(ckpt["optimizer"])
     return model, ema, optimizer, done, metrics, omega_from
 
@@ -295,13 +305,13 @@ def beginning(cfg, here, meta, source, flags):
 def memory_warning(cfg, n_params):
     """A line for the user if a CPU has too little memory for this run, else "".
 
-    The factors are measured. A parameter takes 20 bytes: itself, its average, its gradient and two
-    moments. Each block keeps some 120 for every entry of a micro-batch's (B, L, D).
+    A parameter takes 20 bytes: itself, its average, its gradient and two moments. Each block keeps
+    some 120 for every entry of a micro-batch's (B, L, D). Both factors are measured.
     """
     need = 20 * n_params + 120 * cfg.micro_batch * cfg.length * cfg.n_layer * cfg.n_embd
-    if not hasattr(os, "sysconf"):  # Windows
-        return ""
-    have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    have = math.inf
+    if hasattr(os, "sysconf"):  # not on Windows
+        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need < have:
         return ""
     return (f"this run needs about {need / 1e9:.0f} GB of memory, and this machine has "
@@ -315,6 +325,7 @@ def is_kept(done, cfg):
 
 def resolved(cfg, special, world):
     """cfg, checked, with the vocabulary of the data.   special: the tokenizer in meta.json."""
+    # These are fields of ModelConfig, but not flags of this script.
     launch.unused(cfg, "in train.py: --p_sm=0 trains without SM", "soft_mask")
     launch.unused(cfg, "in train.py: the data say which it is", "vocab_size", "mask_id")
     if cfg.p_sm == 0:
@@ -331,13 +342,6 @@ def resolved(cfg, special, world):
                    soft_mask=cfg.p_sm > 0)
 
 
-def held_out_rows(cfg):
-    """cfg.eval_rows rows of val.bin (m, L), evenly spaced"""
-    val, _ = data.open_split(cfg.data, "val")
-    index = data.evenly(data.n_rows(val, cfg.length), cfg.eval_rows)           # (m,)
-    return data.rows(val, index, cfg.length)                                   # (m, L)
-
-
 def average_of(model):
     """The EMA: a second backbone. It shares ω with the model, because ω is not averaged [code].
 
@@ -347,14 +351,6 @@ def average_of(model):
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
     return ema
-
-
-def optimizer_of(model):
-    """AdamW with two groups of parameters: θ, and ω if there is one                     App. B.1"""
-    parts = [model.net, model.sm] if model.sm else [model.net]
-    return torch.optim.AdamW([{"params": list(part.parameters())} for part in parts],
-                             betas=(0.9, 0.999), weight_decay=0.0,  # [code]
-                             fused=model.net.table.device.type in ("cuda", "cpu"))
 
 
 def load_last(path, cfg, source):
@@ -391,14 +387,14 @@ def load_initial(model, cfg, special, flags):
         names += ["k"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
-    # A model without SM ignores the file's ω. If the file has no ω, the model keeps its own.
-    omega = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
-    state = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
-    kept = {name: p for name, p in omega.items() if name.replace("sm.raw", "omega") in flags}
-    model.load_state_dict(omega | state | kept)
-    if not omega.keys() & state.keys():
+    # Without SM, the file's ω is ignored.
+    theirs = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
+    ours = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
+    of_flags = {name: p for name, p in ours.items() if name.replace("sm.raw", "omega") in flags}
+    model.load_state_dict(ours | theirs | of_flags)  # the last that has a name wins
+    if not ours.keys() & theirs.keys():
         return "the settings"
-    return ", ".join([cfg.init_from, *(name.replace("sm.raw", "--omega") for name in kept)])
+    return ", ".join([cfg.init_from, *(name.replace("sm.raw", "--omega") for name in of_flags)])
 
 
 def evaluate(ema, held_out, here):
@@ -414,8 +410,8 @@ def evaluate(ema, held_out, here):
 
 def save(path, cfg, model, ema, **facts):
     """Write last.pt, with the optimizer, or a step-N.pt, with the EMA in place of the weights."""
-    weights = model.state_dict()
-    average = {"net." + name: t for name, t in ema.net.state_dict().items()}  # no copy
+    weights = model.state_dict()                                      # of θ and ω
+    average = {"net." + name: t for name, t in ema.net.state_dict().items()}  # of θ
     if "optimizer" in facts:
         facts["ema"] = average
     else:
