@@ -31,21 +31,21 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
 
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: how many fp32 (n, V) tensors fn keeps for its backward pass. If those of all chunks would
-        exceed BUDGET, none is kept, and the backward pass recomputes them. A compiled fn is never
-        recomputed: it keeps only its logits, in the dtype of the product.
+        exceed BUDGET, the backward pass recomputes them. For a compiled fn it does not matter: it
+        keeps only its logits, in the dtype of the product.
     whole: if fn is compiled, pass all rows at once, because each chunk pads and casts the whole
         (V, D) weight and makes a dense gradient for it.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
-    compiled = getattr(fn, "compiled", False)
-    room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
-    size = max(1, int(room / one_row))
-    if compiled:  # always split, into views: torch would compile again for the whole tensors
+    if getattr(fn, "compiled", False):
         size = max(1, N) if whole else COMPILED_ROWS
-    elif N <= size:
-        return fn(*rows)
-    if torch.is_grad_enabled() and keeps * N * one_row > BUDGET and not compiled:
-        fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
+    else:
+        room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
+        size = max(1, int(room / one_row))
+        if N <= size:  # not for a compiled fn, which would compile again for tensors not split
+            return fn(*rows)
+        if torch.is_grad_enabled() and keeps * N * one_row > BUDGET:
+            fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
     return joined([fn(*chunk) for chunk in zip(*(r.split(size) for r in rows))])
 
 
@@ -67,9 +67,9 @@ def in_pieces(sm, logits):
 def compile_parts(model, mode=None):
     """Compile the slow parts of a TwoPass: its trunk and its work on a chunk.
 
-    mode: for the trunk. "reduce-overhead" uses CUDA graphs. Chunks cannot: their length varies.
-    This compiles methods, because compiled modules would change the names in the state_dict. Make
-    copies of the model first: a deepcopy of compiled methods would use the original's weights.
+    mode: of the trunk; "reduce-overhead" uses CUDA graphs. Chunks cannot: their length varies.
+    Methods are compiled, because compiled modules have other names in the state_dict. Copy a model
+    before: methods in a deepcopy would use the original's weights.
     """
     # DDP would split the trunk every 25 MB, even in the first pass, to send gradients while the
     # backward pass runs. The splits would break fused kernels and change the dropout masks.
@@ -115,9 +115,9 @@ def categorical(probs, u):
     """Draw one token per row, (n,): the first where the cumulative sum exceeds u
 
     probs: (n, V), with any positive sum per row.   u: (n,) float64, uniform in [0, 1).
-    One number per row [ours] gives the same distribution as V exponentials [code]. With fp32 noise,
-    tokens rarer than 6e-8 would never be drawn. Entropy and generative perplexity would both
-    fall, although the text would be no better. torch.multinomial would cost two host syncs.
+    One number per row [ours] gives the same distribution as V exponentials [code]. In fp32, tokens
+    rarer than 6e-8 would never be drawn: entropy and generative perplexity would fall, although the
+    text would be no better. torch.multinomial would cost two host syncs.
     Checked against tests/oracles.py draw.
     """
     device = "cpu" if probs.device.type == "mps" else probs.device  # MPS has no float64

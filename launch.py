@@ -66,9 +66,10 @@ def run(main, Config, presets=None, paths=None):
 
 
 def from_cli(Config, argv, presets=None, paths=None):
-    """A Config from `[preset] --key=value --key value --flag …`. Flags override the preset.
+    """A Config from the words of a command line: `[first words] --key=value --key value --flag …`
 
-    paths: the field that takes the first words if they are no preset.
+    presets: {name: fields}. The first word may be such a name, and flags override its fields.
+    paths: the name of a field. First words that are no preset become its value.
     The attribute `flags` has the names of the flags given. A Config built in Python lacks it.
     """
     if {"-h", "--help"} & set(argv):
@@ -78,11 +79,11 @@ def from_cli(Config, argv, presets=None, paths=None):
             print(f"preset {name}: {fields}")
         raise SystemExit(0)
     values = {}
-    words = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    if presets and words and words[0] in presets:
-        values, argv = presets[words[0]], argv[1:]
-    elif paths and words:  # PATH…, for the field of this name
-        values, argv = {paths: os.pathsep.join(words)}, argv[len(words):]
+    first = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
+    if presets and first and first[0] in presets:
+        values, argv = presets[first[0]], argv[1:]
+    elif paths and first:
+        values, argv = {paths: os.pathsep.join(first)}, argv[len(first):]
     kinds = typing.get_type_hints(Config)
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
                                      argument_default=argparse.SUPPRESS)
@@ -107,8 +108,9 @@ def from_cli(Config, argv, presets=None, paths=None):
 def parse_value(text, kind):
     """The value of a flag. kind: int, float, str, bool or Literal, alone or in a union."""
     parts = typing.get_args(kind) or (kind,)
+    # Types and names: [int, NoneType] of Size | None, [bool, "auto"] of bool | Literal["auto"]
     options = [option for part in parts for option in typing.get_args(part) or (part,)]
-    # "none" is None, unless it is one of the names in a Literal.
+    # The text "none" is None, unless it is one of the names.
     value = text if text in options else WORDS.get(text.lower(), text)
     if value in options or type(value) in options:
         return value
@@ -217,7 +219,12 @@ def any_rank(number):
 def goes_on(last, resume, overwrite):
     """Whether to resume from the checkpoint `last`. Every rank must call this, after rank 0 locked.
 
-    A kill before the first save can leave a step-N.pt alone. Then "auto" starts afresh, or a job
+    the folder holds       (no flag)    --resume     --resume=auto    --overwrite
+    last.pt                refused      resumes      resumes          starts afresh
+    only what was kept     refused      refused      starts afresh    starts afresh
+    nothing                starts       no such file starts           starts
+
+    A kill before the first save can leave a step-N.pt or best/ alone. If "auto" refused that, a job
     that is queued again after every kill would never start.
     """
     exists = any_rank(os.path.exists(last))
@@ -358,27 +365,23 @@ class Log:
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
-    def collect(self, norm):
-        """{name: sum over all ranks since the last line, "grad_norm", "seconds"}. Raises on NaN."""
-        values = [v.float() if torch.is_tensor(v) else norm.new_full((), v, dtype=torch.float32)
-                  for v in self.sums.values()]
-        values = torch.stack([*values, norm.float()]).cpu().double()  # the only host sync here
-        totals = over_ranks(values[:-1]).tolist()
-        found = dict(zip(self.sums, totals), grad_norm=values[-1].item())
-        if not math.isfinite(sum(found.values())):
-            raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
-        self.sums = {}
-        return found | {"seconds": time.time() - self.last}
-
     def line(self, done, eta_bb, sm, norm):
         """The line for the updates since the last, up to number `done`. Raises Refused on NaN.
 
         It needs sums of loss, ce, masks, tokens, soft, lam, and n, what the loss is a mean over.
+        norm: the gradient norm of the last update, 0-d.
         """
-        sums = self.collect(norm)
+        values = [v.float() if torch.is_tensor(v) else norm.new_full((), v, dtype=torch.float32)
+                  for v in self.sums.values()]
+        values = torch.stack([*values, norm.float()]).cpu().double()  # a host sync
+        sums = dict(zip(self.sums, over_ranks(values[:-1]).tolist()), norm=values[-1].item())
+        if not math.isfinite(sum(sums.values())):
+            raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
+        self.sums = {}
         line = {"step": done, "loss": sums["loss"] / sums["n"],
                 "ce_per_mask": sums["ce"] / max(1, sums["masks"]), "eta_bb": eta_bb,
-                "grad_norm": sums["grad_norm"], "tokens_per_s": sums["tokens"] / sums["seconds"]}
+                "grad_norm": sums["norm"],
+                "tokens_per_s": sums["tokens"] / (time.time() - self.last)}
         if sums["soft"]:
             line["lam"] = sums["lam"] / sums["soft"]
         if sm:
@@ -397,7 +400,7 @@ class Log:
 
     def write(self, line):
         """Append the dict `line` to log.jsonl, with the seconds since the start, and print it."""
-        self.last = time.time()  # an evaluation after `collect` must not lower tokens/s
+        self.last = time.time()  # an evaluation after `line` must not lower tokens/s
         if not self.master:
             return
         done = line["step"]

@@ -274,7 +274,7 @@ class TwoPass(nn.Module):
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
             with torch.set_grad_enabled(self.pass_1_learns()):  # θ~                             l.5
-                # Its head runs later, in `weigh`, because p~ is never stored. Dropout is on [code].
+                # Its head runs in `weigh`, because p~ is never stored. Dropout is on [code].
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
@@ -285,7 +285,7 @@ class TwoPass(nn.Module):
         return with_omega_in_graph(nll, self.sm), masks
 
     def pass_1_learns(self):
-        """Whether θ~ gets gradients: only with two_updates (App. C.3)                  Alg. 1 l.5"""
+        """Whether θ~ gets gradients: only with two_updates (App. C.3)                 Alg. 1 l.5"""
         return self.two_updates and torch.is_grad_enabled()
 
     def feedback(self, h=None, weighed=None):
