@@ -93,7 +93,11 @@ def read(path):
 
 
 def weights(path, ema=True):
-    """A model's state_dict and the rest of its dict.   ema: use the average. ω has none [code]."""
+    """A model's state_dict and the rest of its dict.
+
+    ema: the averaged θ, where a file has both, as a last.pt does. Else θ as it was trained. A file
+    with one θ, such as a step-N.pt, does not say which it is. ω is not averaged [code].
+    """
     ckpt = load(path, "mdlm")
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)
     if ema:
@@ -197,7 +201,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     inv_freq = net.pop("net.rotary_emb.inv_freq")                              # (head width / 2,)
     n_head = D // (2 * len(inv_freq))
     expected = 10000 ** (-torch.arange(len(inv_freq)) / len(inv_freq))
-    # rtol: bf16 rounds by up to 0.4 %, and base 11000 would differ by over 1 % (heads ≥ 4 wide).
+    # A file in bf16 is off by up to 0.4 %, base 11000 by more than 1 %.
     same_base = torch.allclose(inv_freq.float(), expected, rtol=0.01)
     n_heads = settings.get("n_heads", n_head)
     if not same_base or n_heads != n_head:

@@ -184,14 +184,14 @@ def prepare(docs, out, tok, val_docs=None, source=""):
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
-        lengths, sizes = array.array("q"), array.array("q")  # tokens and bytes of each document
+        tokens, n_bytes = array.array("q"), array.array("q")  # of each document
         with open(train, "wb") as f:
             for ids, size in encode(docs, tok):
                 f.write(ids.tobytes())
-                lengths.append(len(ids))
-                sizes.append(size)
-        n, n_tokens = len(lengths), sum(lengths)
-        n_val, val_tokens = held_out(lengths, val_docs)
+                tokens.append(len(ids))
+                n_bytes.append(size)
+        n, n_tokens = len(tokens), sum(tokens)
+        n_val, val_tokens = held_out(tokens, val_docs)
         start = n_tokens - val_tokens  # of val.bin in the stream
         if not start:
             raise Refused(f"holding out {n_val} of {n} documents leaves nothing to train on: give "
@@ -199,36 +199,38 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         ids = np.memmap(train, np.uint16, "r")
         ids[start:].tofile(val)
         # The end of a document that was cut, without its EOS.
-        cut = ids[start:n_tokens - sum(lengths[n - n_val:])][:-1].tolist()
-        val_bytes = sum(sizes[n - n_val:]) + len(tok.decode_bytes(cut))
+        cut = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
+        val_bytes = sum(n_bytes[n - n_val:]) + len(tok.decode_bytes(cut))
         os.truncate(train, 2 * start)
+        train_bytes = sum(n_bytes) - val_bytes
         meta = {"tokenizer": describe(tok), "source": source,
-                "train": {"documents": n - n_val, "tokens": start, "bytes": sum(sizes) - val_bytes},
+                "train": {"documents": n - n_val, "tokens": start, "bytes": train_bytes},
                 "val": {"documents": n_val, "tokens": val_tokens, "bytes": val_bytes}}
         for split, path in ("train", train), ("val", val):
             digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
             meta[split]["sha256"] = digest
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
-        # The three files get their names when this block ends, meta.json last. Remove the old one
-        # now: after a kill in between, old and new files must not look like one corpus.
+        # When this block ends, train.bin gets its name, then val.bin, then meta.json. A kill in
+        # between must not leave new files under the old meta.json, so that goes now.
         Path(out, "meta.json").unlink(missing_ok=True)
     return meta
 
 
-def held_out(lengths, val_docs=None):
+def held_out(tokens, val_docs=None):
     """(whole documents, tokens) that are held out, at the end of the text
 
     Without val_docs, 1 % of the documents, at most 10,000, or more, for MIN_HELD_OUT tokens: fewer
     would say little. But at most a tenth of the text, even if a document must be cut [ours].
-    lengths: tokens of each document.
+    tokens: of each document.
     """
-    ends = np.concatenate(([0], np.cumsum(lengths[::-1])))  # tokens of the last 0, 1, … documents
-    n = len(lengths)
-    tokens = ends[min(val_docs or min(10_000, n // 100), n)]
-    if not val_docs:
-        tokens = ends[min(np.searchsorted(ends, max(tokens, MIN_HELD_OUT)), n)]
-        tokens = min(tokens, ends[-1] // 10)
-    return int(np.searchsorted(ends, tokens, "right")) - 1, int(tokens)
+    n = len(tokens)
+    last = np.concatenate(([0], np.cumsum(tokens[::-1])))  # tokens of the last 0, 1, … documents
+    if val_docs:
+        held = last[min(val_docs, n)]
+    else:
+        enough = max(last[min(10_000, n // 100)], MIN_HELD_OUT)
+        held = min(last[min(np.searchsorted(last, enough), n)], last[n] // 10)
+    return int(np.searchsorted(last, held, "right")) - 1, int(held)
 
 
 def encode(docs, tok):

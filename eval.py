@@ -89,12 +89,14 @@ def mean_and_se(total, count):
 def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
     """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` times each.
 
-    The arguments are those of `bound`. Times are stratified over all rows together, and over the
-    repeats of each row. Masks are keyed by row, so they do not depend on batch_size or world.
+    The arguments are those of `bound`. Masks are keyed by row and repeat, so they do not depend on
+    batch_size or world. The times of all rows and repeats are stratified together. They ascend, so
+    the first repeat takes the n smallest, and so on: the times of each row are stratified, too. In
+    each repeat, a permutation deals the n times to the rows.
     """
     n = len(rows)
-    deal = torch.randperm(n, generator=rng("deal", seed))
     times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))       # (repeats·n,)
+    deal = torch.randperm(n, generator=rng("deal", seed))
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
     for index in launch.announced(mine, f"{n:,} held-out rows"):
@@ -222,8 +224,9 @@ def read_samples(path):
 def held_out_samples(cfg, L, n=None, name=None):
     """(samples, settings), as from `read_samples`: random held-out rows of cfg.data.
 
-    n: take the first n rows of a permutation, as references for MAUVE. Without n, take its last
-        --rows, for the row "Data": at most half of all rows, to stay apart from the references.
+    n: how many references for MAUVE: the first of a permutation. Without n, the last --rows of it,
+        for the row "Data". These are at most half of all rows, because MAUVE then compares them
+        with as many references, and the two must share none.
     name: the tokenizer of the samples to compare with.
     """
     tokens, _ = data.open_split(cfg.data, "val")
@@ -243,7 +246,7 @@ def held_out_samples(cfg, L, n=None, name=None):
 
 
 def entropy(ids):
-    """Entropy of the tokens in one sample, ids (L,), in nats: log L if all differ.      App. B.1"""
+    """Entropy of the tokens of a sample, ids (L,), in nats [code]: log L if all differ.    App. B.1"""
     counts = torch.unique(torch.as_tensor(ids), return_counts=True)[1]
     return torch.special.entr(counts.double() / counts.sum()).sum().item()
 
@@ -262,7 +265,7 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
     lm = AutoModelForCausalLM.from_pretrained(scorer).to(device).float().eval()
     nats, tokens, features = [], [], []
     for start in progress(range(0, len(texts), batch_size), f"scoring {len(texts)} texts"):
-        # Replace the special tokens of our tokenizers by the scorer's EOS.
+        # GPT-2's, and those of `data.tokenizer("bytes")`, become the scorer's EOS.
         batch = [re.sub(r"<\|(endoftext|bos|eos)\|>", tok.eos_token, text)
                  for text in texts[start:start + batch_size]]
         ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids)
