@@ -246,7 +246,10 @@ def held_out_samples(cfg, L, n=None, name=None):
 
 
 def entropy(ids):
-    """Entropy of the tokens of a sample, ids (L,), in nats [code]: log L if all differ.    App. B.1"""
+    """Entropy of the tokens in one sample, ids (L,), in nats [code]                        App. B.1
+
+    log L if all of them differ.
+    """
     counts = torch.unique(torch.as_tensor(ids), return_counts=True)[1]
     return torch.special.entr(counts.double() / counts.sum()).sum().item()
 

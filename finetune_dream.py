@@ -67,7 +67,8 @@ class Config:
     # dialogues
     n_train: Size = 300_000     # before filtering, which leaves 270k
     n_val: Size = 500           # held out; at most a tenth of a .jsonl
-    max_length: Size = 2048     # tokens, prompt and response; longer dialogues are dropped, not cut
+    # Tokens of prompt and response together [ours]. Longer dialogues are dropped, not cut.
+    max_length: Size = 2048
     min_response: Size = 5      # tokens, including the two that end the turn [code]
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
@@ -236,9 +237,9 @@ def loop(cfg, here, mask_id):
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id, master)
-    # For finetune.json. The number of updates computed here depends on the seed: if it were saved,
-    # lab/eval_dream.py would take runs that differ in their seed alone for different settings.
-    asked = cfg
+    # finetune.json gets the settings as they were given. There, steps is 0 if epochs decide: how
+    # many updates that is depends on the seed, and seeds of one setting are to be averaged.
+    given = cfg
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
     # ---- the model, the optimizer
@@ -261,7 +262,7 @@ def loop(cfg, here, mask_id):
 
     def measure():  # and keep the adapter, if it is the best so far
         found = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
-        return keep_best(found, cfg, asked, model, here)
+        return keep_best(found, cfg, given, model, here)
 
     # ---- the loop
     start, stop, line = done, 0, {}  # stop: a signal's number, or 0.   line: the last in the log
@@ -280,23 +281,23 @@ def loop(cfg, here, mask_id):
             metrics = measure()
             log.amend(metrics)
         if master and start:  # a kill right after last.pt was saved may have left an older last/
-            save(last, cfg, asked, model, optimizer, step=start, metrics=metrics, data=source)
+            save(last, cfg, given, model, optimizer, step=start, metrics=metrics, data=source)
         for step in range(start, cfg.steps):
             norm = update(step, cfg, train, model, parallel, optimizer, here, log)
             done = step + 1
             # A signal to any rank stops all of them after the same update.
             stop = launch.any_rank(max(caught, default=0))
-            evaluated = val and due(cfg.eval_every, done, cfg.steps) and not stop
-            saved = due(cfg.save_every, done, cfg.steps) or stop
-            if evaluated or saved or due(cfg.log_every, done, cfg.steps) or done == 1:
+            to_evaluate = val and due(cfg.eval_every, done, cfg.steps) and not stop
+            to_save = due(cfg.save_every, done, cfg.steps) or stop
+            if to_evaluate or to_save or due(cfg.log_every, done, cfg.steps) or done == 1:
                 # Raises on NaN, before a save
                 line = log.line(done, lr_at(step, cfg) * cfg.eta_bb, model.sm, norm)
-                if evaluated:
+                if to_evaluate:
                     metrics = measure()
                     line |= metrics
                 log.write(line)
-            if saved and master:
-                save(last, cfg, asked, model, optimizer, step=done, metrics=metrics, data=source)
+            if to_save and master:
+                save(last, cfg, given, model, optimizer, step=done, metrics=metrics, data=source)
             if stop:
                 break
 
@@ -479,7 +480,7 @@ def evaluate(model, val, cfg, here):
     return losses
 
 
-def keep_best(metrics, cfg, asked, model, here):
+def keep_best(metrics, cfg, given, model, here):
     """Save best/ if this evaluation is the best so far. Returns `metrics` with the best loss.
 
     All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
@@ -488,16 +489,16 @@ def keep_best(metrics, cfg, asked, model, here):
     if loss < metrics.get("best", math.inf):
         metrics["best"] = loss
         if here.rank == 0:
-            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, asked)
+            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, given)
     return metrics
 
 
-def save(path, cfg, asked, model, optimizer, **facts):
-    """Write last.pt and the adapter last/.   asked: the settings as given, for finetune.json."""
+def save(path, cfg, given, model, optimizer, **facts):
+    """Write last.pt and the adapter last/.   given: the settings for finetune.json."""
     weights = {name: p.detach() for name, p in trained(model).items()}
     checkpoint.save(path, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, model=weights,
                     optimizer=optimizer.state_dict(), **facts)
-    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, asked)
+    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, given)
 
 
 def save_adapter(folder, dream, sm, cfg):

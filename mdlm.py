@@ -247,6 +247,7 @@ class TwoPass(nn.Module):
         p  = g_θ(x')           a forward pass with gradients for θ, and for ω via x' l.7
         L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
 
+    The paper's l.8 has no minus sign, and indices i where its sum has l [ours].
     To follow the calls down to Eq. 3, read MDLM.forward (at the end of this file), token_nll,
     feedback, weigh, SoftMask.forward, SoftMask.strength. in_chunks and in_pieces only split rows.
 

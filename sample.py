@@ -95,6 +95,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             x^ = unmask(x~)     a coin for every position: this token, or [MASK]?    l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
+    In l.6, p is this step's prediction, from l.3. The paper's index is that of the step before
+    [ours].
     Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
     the first l.3, and l.4 draws only the tokens that appear. Steps that change nothing are skipped
     (App. C.4) [code]. With SM this matters: in such a step, the feedback alone would change the

@@ -54,8 +54,9 @@ class Decoding:
     switch: Share = 0.5             # t', share of masks left when a stepwise schedule switches
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # With block: whatever the algorithm, reveal all tokens with at least this probability after
-    # temperature and top_p. At 0.1 and 0.9, a token with a small lead reaches 1 (REPRODUCE.md, 5).
+    # With block: whatever the algorithm, reveal all tokens with at least this probability. It is
+    # that after temperature and top_p, which is often 1 for a token that leads by little, at 0.1
+    # and 0.9 (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Replace the adapter's ω. If there is none, omega_s turns SM on, with k = 3 and the paper's
     # values for the other two.
@@ -134,12 +135,12 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
 def propose(model, h, b, pick, forced=False):
     """A token for each mask, how sure the model is of it, and its soft mask         Alg. 2 l.4, l.6
 
-    h: (N, D) hidden states that predict N masks. Only the first n may be revealed. The others only
-    get feedback, because choosing a token costs more than its logits.   b: (n,) on the host, the
-    sequence of each of these n.   forced: where the model predicts [MASK], take the best real token
-    [ours]. The authors' code leaves masks in its answers.
+    h: (N, D) hidden states that predict N masks. Only the first n of them may be revealed, and get
+    a token. All N get feedback.   b: (n,) on the host, the sequence of each of these n.
+    forced: this is the last chance to fill these masks. So where the model predicts [MASK] itself,
+    take the best real token [ours]. The authors' code leaves masks in its answers.
     Returns x0 (n,), conf (n,), the highest to be revealed first, and soft masks (N, D) or None.
-    Temperature and top-p change tokens and their order, but not the soft masks [code].
+    Temperature and top-p change tokens and conf [code], but not the soft masks [code].
     """
     def of_rows(h, b):
         logits = model.net.head(h)                                      # (m, V)
@@ -152,8 +153,8 @@ def propose(model, h, b, pick, forced=False):
             best = torch.where(first == model.mask_id, second, first)   # (m,)
             x0 = torch.where(x0 == model.mask_id, best, x0)             # (m,)
         if pick.algorithm == "entropy":
-            # −H, guarded against log 0 [code]. It is 0 where the filter leaves a single token, as
-            # it often does at App. B.2's settings.
+            # −H of what the filter leaves [code], guarded against log 0. It often leaves a single
+            # token at App. B.2's settings, with H = 0.
             conf = (p * (p + 1e-10).log()).sum(-1)                      # (m,)
         elif pick.algorithm == "maskgit_plus":
             conf = p.gather(-1, x0[:, None])[:, 0]                      # (m,)
@@ -234,18 +235,19 @@ def reveal_shares(steps):
 
 
 def faded(mixed, plain, b, schedule, switch, left, start):
-    """Soft masks (N, D) with λ scaled down by the schedule                                 App. C.9
+    """Soft masks (N, D) with the schedule's factor on λ                                    App. C.9
+
+    The mix is linear in λ, so a factor on λ moves it towards [MASK] by as much.
 
     mixed: (N, D) with the full λ.   plain: (D,) the embedding of [MASK].   b: (N,) the sequence of
     each.   left, start: (B,) masks now and at the start: each sequence has its own time [ours].
     """
     if schedule == "none":
         return mixed
-    # Not in fp32, where 3/15 > 0.2 would pass the strict switch. A sequence may have no masks.
+    # In Python's numbers, because in fp32 3/15 > 0.2 would pass the strict switch.
     shares = [now / max(of, 1) for now, of in zip(left.tolist(), start.tolist())]
     gain = torch.tensor([time_gain(schedule, share, switch) for share in shares])        # (B,)
     gain = to_device(gain[b], mixed.device)[:, None]                    # (N, 1)
-    # The mix is linear in λ, so this interpolates between [MASK] and the full mix.
     return torch.lerp(plain.float(), mixed.float(), gain).to(mixed.dtype)
 
 
@@ -257,13 +259,13 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     x: from `pad_prompts`.   steps: passes, divided among the blocks. With a threshold (see
     `reveal`), their number depends on the text.   Other arguments, and the result: see `decode`.
 
-    What the first pass of a block computes, and what the later ones compute with each cache:
+    The first pass of a block computes all positions. What later ones compute (=), and where they
+    reuse the first one's keys and values (·), depends on the cache:
 
-                prompt  before  block  after        x  revealed      =  computed
-        first   ======  ======  x===   =====        ·  keys and values of the first pass are reused
-        none    ======  ======  =x=x   =====
-        prefix  ······  ······  =x=x   =====
-        dual    ······  ······  =x=x   ·····        (after: these go stale)
+                     prompt and blocks before    block    blocks after
+        none         ========================    =====    ============
+        prefix       ························    =====    ============
+        dual         ························    =====    ············  out of date by then
 
     The first pass reveals the block's first token, however unsure the model is [code]. Later passes
     may start at this token, and could not predict it without the state to its left. A block with

@@ -199,7 +199,8 @@ def time_gain(schedule, t, switch=0.5):
     linear-late   1 − t                   binary → SM
     stepwise-late 1 if t <= switch        binary → SM
 
-    t: time left, from 1 to 0: the share of the initial masks that are still masked [code].
+    t: time left, from 1 to 0: the share of the initial masks that are still masked [code], not t/T.
+        It is taken after the reveal, so a linear schedule's first feedback is below full [code].
     """
     gains = {"none": 1.0, "linear": t, "stepwise": float(t > switch),
              "linear-late": 1 - t, "stepwise-late": float(t <= switch)}
