@@ -84,7 +84,7 @@ def draw(p, u):
 
 
 def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False):
-    """Alg. 2 for one sequence: ids (L,), network calls, and how many masks the argmax filled.
+    """Alg. 2 for one sequence: ids (L,), and network calls.
 
     predict: (emb (L, D), t) → logits (L, V).   x: (L,) ids.   times: [(t, s)] of all T steps.
     probs: (t, s) → (P[reveal], P[re-mask]).   soft: as in `dense_nll`.
@@ -116,7 +116,8 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     left, logits = (x == mask_id).nonzero()[:, 0], call(times[-1][1])
     for l in left:  # no nucleus at the end [code]
         x[l] = logits[l].argmax()
-    return x, calls + bool(len(left)), len(left)
+    useless = not (always or stale or len(left))  # a call after the last change, with no mask left
+    return x, calls + bool(len(left)) - useless
 
 
 def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=None, threshold=2.0):
