@@ -30,12 +30,17 @@ def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0):
     logits: (V,).   table: (V, D).   k: None is all of |V|.
     """
     p = softmax(logits, tau)
-    minus_H = sum(v * math.log(v) for v in p if v > 0)
-    lam = omega_s / (1 + math.exp(-omega_a * (minus_H - omega_b)))
+    lam = strength(p, omega_s, omega_a, omega_b)
     top = sorted(range(len(p)), key=lambda i: -p[i])[:k]
     total = sum(p[i] for i in top)
     guess = sum(p[i] / total * table[i].double() for i in top)
     return (1 - lam) * table[mask_id].double() + lam * guess
+
+
+def strength(p, omega_s, omega_a, omega_b, **others):
+    """λ of one prediction, a list of V probabilities                                       Eq. 3"""
+    minus_H = sum(v * math.log(v) for v in p if v > 0)
+    return omega_s / (1 + math.exp(-omega_a * (minus_H - omega_b)))
 
 
 def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
@@ -79,7 +84,7 @@ def draw(p, u):
 
 
 def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False):
-    """Alg. 2 for one sequence: ids (L,), network calls, and how many masks the argmax filled.
+    """Alg. 2 for one sequence: ids (L,), and network calls.
 
     predict: (emb (L, D), t) → logits (L, V).   x: (L,) ids.   times: [(t, s)] of all T steps.
     probs: (t, s) → (P[reveal], P[re-mask]).   soft: as in `dense_nll`.
@@ -111,7 +116,8 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     left, logits = (x == mask_id).nonzero()[:, 0], call(times[-1][1])
     for l in left:  # no nucleus at the end [code]
         x[l] = logits[l].argmax()
-    return x, calls + bool(len(left)), len(left)
+    useless = not (always or stale or len(left))  # a call after the last change, with no mask left
+    return x, calls + bool(len(left)) - useless
 
 
 def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=None, threshold=2.0):
@@ -167,7 +173,7 @@ def micro_batches(rows, step, *, mask_id, seed, batch_size, micro_batch, p_sm, b
         yield x, torch.where(u < (1 - 1e-3) * times[:, None], mask_id, x), times, soft     # l.4
 
 
-def held_out(rows, mask_id, seed, repeats=1):
+def held_out(rows, mask_id, seed, repeats=1, floor=1e-3):
     """Yields x0, xt and t of every row, `repeats` times.                              App. C.1
 
     One time is drawn from each of n · repeats equal slices. Repeat r deals the r-th n to the rows.
@@ -178,9 +184,10 @@ def held_out(rows, mask_id, seed, repeats=1):
     for r in range(repeats):
         for i, x in enumerate(rows):
             place = r * n + deal[i]
-            t = 1e-3 + (1 - 1e-3) * ((place + u[place]) / (n * repeats))
+            t_min = max(floor, 1e-6)
+            t = t_min + (1 - t_min) * ((place + u[place]) / (n * repeats))
             u_mask = torch.rand(x.shape, generator=rng("masks", seed, r, i))
-            yield x, torch.where(u_mask < (1 - 1e-3) * t, mask_id, x), t
+            yield x, torch.where(u_mask < (1 - floor) * t, mask_id, x), t
 
 
 def split(dialogues, n_val, seed):

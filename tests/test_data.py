@@ -6,13 +6,16 @@ import itertools
 import json
 import lzma
 import os
+import sys
+import types
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
 import data
-from conftest import GOLDEN, dying, refused
+from conftest import GOLDEN, configure, dying, refused
 from data import Config, main, open_split, prepare
 from launch import Refused, append_jsonl, read_json
 
@@ -76,7 +79,7 @@ def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
 
 @pytest.mark.parametrize("sizes, whole, tokens", [
     ([1000], 0, 100), ([9] * 464, 46, 464), ([9, 9_000, 9], 1, 902),  # a tenth: one is cut
-    ([2999] * 464, 22, 66_000), ([99_999] * 464, 4, 400_000),         # 65,536 tokens; 1 %
+    ([3] * 170_000, 16_384, 65_536), ([99_999] * 464, 4, 400_000),    # 65,536 tokens; 1 %
     ([9] * 1_010_000, 10_000, 100_000)])                              # at most 10,000 documents
 def test_enough_is_held_out_but_at_most_a_tenth(tmp_path, sizes, whole, tokens):
     """sizes: bytes of the documents. Each has an EOS, too."""
@@ -89,7 +92,21 @@ def test_enough_is_held_out_but_at_most_a_tenth(tmp_path, sizes, whole, tokens):
             assert meta[split]["bytes"] == (ids < 256).sum()
 
 
-def test_every_format_gives_the_same_tokens(tmp_path, capsys):
+class Parquet:
+    """pyarrow, as far as it is used. The batches here are of one row."""
+
+    def __init__(self, path):
+        self.rows = map(json.loads, path.read_text().splitlines())
+
+    def iter_batches(self, size, columns):
+        for row in self.rows:
+            found = {name: row[name] for name in columns}
+            yield types.SimpleNamespace(to_pylist=lambda found=found: [found])
+
+
+def test_every_format_gives_the_same_tokens(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pyarrow", types.ModuleType("pyarrow"))
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", types.SimpleNamespace(ParquetFile=Parquet))
     lines = jsonl(TEXTS).encode()
     (tmp_path / "a.jsonl").write_bytes(lines)
     (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
@@ -102,10 +119,11 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys):
     (tmp_path / "e").mkdir()
     (tmp_path / "e" / "A.NDJSON.GZ").write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines))
     out = str(tmp_path / "out")
-    append_jsonl(tmp_path / "f.jsonl", *[{"id": "x", "content": text} for text in TEXTS])
-    for name in "a.jsonl", "b.jsonl.gz", "d", "e", "f.jsonl":
+    for name in "f.jsonl", "g.parquet":
+        append_jsonl(tmp_path / name, *[{"id": "x", "content": text} for text in TEXTS])
+    for name in "a.jsonl", "b.jsonl.gz", "d", "e", "f.jsonl", "g.parquet":
         main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2,
-                    overwrite=True, field="content" if name == "f.jsonl" else "text"))
+                    overwrite=True, field="content" if name[0] in "fg" else "text"))
         train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
     assert "skipped: 2 .py, 1 .md\n" in capsys.readouterr().out
@@ -130,11 +148,30 @@ def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
 
 def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
     tokens, meta = open_split(prepared(tmp_path, val_docs=1), "train")
-    rows, counts = data.text_rows(TEXTS[:-1], BYTES, 12)
-    refused("0 tokens do not fill one row", data.text_rows, ["", ""], BYTES, 12)
-    assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 12)), 12))
+    ids = ids_of(TEXTS[:-1])
+    assert len(ids) % 8 == 0  # the last row is full
+    rows, counts = data.text_rows(TEXTS[:-1], BYTES, 10)
+    assert rows.tolist() == [[256, *ids[i:i + 8], 257] for i in range(0, len(ids), 8)]
+    assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 10)), 10))
     assert counts.items() <= meta["train"].items() and counts["documents"] == 3
-    refused("tokens do not fill one row", data.text_rows, ["short"], BYTES, 12)
+    for texts, n in ([""], 0), (["x" * 6], 7):
+        refused(f"{n} tokens do not fill one row", data.text_rows, texts, BYTES, 10)
+    assert len(data.text_rows(["x" * 7], BYTES, 10)[0]) == 1
+
+
+def test_held_out_rows_are_evenly_spaced():
+    for n, m, expected in (7, 3, [0, 2, 4]), (5, 2, [0, 2]), (3, 9, [0, 1, 2]), (3, 0, [0, 1, 2]):
+        assert data.evenly(n, m).tolist() == expected
+
+
+def test_the_published_split_and_the_library_in_the_order_of_a_hash():
+    owt, library = (configure("data", [name])[1] for name in ("openwebtext", "stdlib"))
+    assert (owt.val_docs, library.val_docs, library.tokenizer) == (100_000, 40, "bytes")
+    root = Path(os.__file__).parent
+    names = [path.relative_to(root).as_posix() for path in data.stdlib_files()]
+    assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
+    assert {"os.py", "json/decoder.py"} <= {*names}
+    assert not {"test", "site-packages"} & {part for name in names for part in name.split("/")}
 
 
 def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path):
@@ -146,5 +183,8 @@ def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path):
         for split in "train", "val":
             refused("no data in", open_split, tmp_path, split)
     prepared(tmp_path)
+    refused("leaves nothing to train on", prepared, tmp_path, val_docs=4)
     assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
+    os.truncate(tmp_path / "val.bin", 20)
+    refused("val.bin is incomplete", open_split, tmp_path, "val")
     assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]

@@ -243,9 +243,16 @@ def test_answers(tiny, drawn):
 
 def test_references(corpus, drawn):
     folder, _, val = corpus
-    found, _ = evaluation.held_out_samples(evaluation.Config(data=folder, seed=5), 22, 4)
-    shuffled = torch.randperm(len(val), generator=oracles.rng("reference", 5))
-    assert [row["ids"] for row in found] == val[shuffled[:4]].tolist()
+    shuffled = val[torch.randperm(len(val), generator=oracles.rng("reference", 5))].tolist()
+    half = len(val) // 2
+    for n, rows, expected in ((4, 0, shuffled[:4]), (half, 3, shuffled[:half]),
+                              (None, 3, shuffled[-3:]), (None, 0, shuffled[-half:]),
+                              (None, 99, shuffled[-half:])):  # the row "Data"
+        cfg = evaluation.Config(data=folder, seed=5, rows=rows)
+        found, _ = evaluation.held_out_samples(cfg, 22, n)
+        assert [row["ids"] for row in found] == expected
+        assert [row["text"] for row in found] == [data.tokenizer("bytes").decode(row)
+                                                  for row in expected]
     assert drawn == keys("references", seed=[5])
 
 

@@ -17,8 +17,9 @@ import data
 import eval as evaluation
 import feedback
 import launch
+import oracles
 import sudoku
-from conftest import GOLDEN, ROOT, gen, random_mdlm, refused, save_mdlm
+from conftest import GOLDEN, ROOT, gen, plain_omega, random_mdlm, refused, save_mdlm
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
 from launch import append_jsonl, from_cli, read_json, write_text
 from mdlm import ALPHA_FLOOR, MDLM
@@ -33,6 +34,21 @@ def model_of(seed=0, **changes):
 
 def rows_of(n, V=258, seed=0):
     return torch.randint(V, (n, 16), generator=gen(seed))
+
+
+@pytest.mark.parametrize("soft, floor", [(True, 1e-3), (False, 1e-3), (True, 0.0)])
+def test_bound_is_eq_2_at_fixed_times_and_masks(soft, floor):
+    """Of each row, means over the repeats: the loss, its cross-entropy, the number of masks"""
+    model, rows = model_of(omega_s=0.5, omega_a=1.0, omega_b=-5.0), rows_of(5)
+    found = bound(model, rows, soft, 5, repeats=2, batch_size=3, floor=floor)
+    net, expected = model.eval().net, torch.zeros(3, 5, dtype=torch.float64)
+    predict = lambda emb, t: net.head(net.trunk(emb, t)[0])[None]
+    drawn = oracles.held_out(rows, 258, 5, repeats=2, floor=floor)
+    for i, (x0, xt, t) in enumerate(drawn):
+        nll = oracles.dense_nll(predict, net.table, x0[None], xt[None], t[None], 258,
+                                plain_omega(model.sm) if soft else None)
+        expected[:, i % 5] += torch.tensor([nll, nll * t, (xt == 258).sum()]) / 2
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_bound_does_not_depend_on_batches_or_ranks():
@@ -129,7 +145,7 @@ class Tok:
 
 
 class LM(nn.Module):
-    """A simple causal model: a running mean of embeddings, then a linear layer."""
+    """A simple causal model, in half precision: a running mean of embeddings, a linear layer."""
 
     def __init__(self):
         super().__init__()
@@ -137,14 +153,14 @@ class LM(nn.Module):
         self.out = nn.Parameter(2 * torch.randn(5, 28, generator=gen(1)))
 
     def forward(self, input_ids, attention_mask, output_hidden_states):
-        assert output_hidden_states
+        assert output_hidden_states and not self.training
         h = self.table[input_ids].cumsum(1) / torch.arange(1, input_ids.shape[1] + 1)[:, None]
         return types.SimpleNamespace(logits=h @ self.out, hidden_states=(None, h))
 
 
 @pytest.fixture
 def lm(monkeypatch):
-    lm = LM()
+    lm = LM().bfloat16()
     auto = lambda thing: types.SimpleNamespace(from_pretrained=lambda name: thing)
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(
         AutoTokenizer=auto(Tok()), AutoModelForCausalLM=auto(lm)))
@@ -164,7 +180,7 @@ def slow(lm, text):
             mean = lm.table[ids[:i]].double().mean(0)
             nats -= F.log_softmax(mean @ lm.out.double(), 0)[ids[i]].item()
             n += 1
-        return nats, n, lm.table[ids].mean(0)
+        return nats, n, lm.table[ids].float().mean(0)
 
 
 def test_scores_follow_the_rule_token_by_token(lm):
@@ -183,6 +199,7 @@ def test_scores_follow_the_rule_token_by_token(lm):
 def test_scores_are_exact_for_a_large_vocabulary(lm):
     """With V in the middle of the logits, the CPU's log-softmax is off by 4e-5 nats a token."""
     lm.out = nn.Parameter(torch.randn(5, 50_000, generator=gen(1)))
+    lm.float()
     for text, nats, n in zip(TEXTS, *score(TEXTS)[:2]):
         assert nats == pytest.approx(slow(lm, text)[0], abs=1e-5 * n)
 
@@ -191,10 +208,24 @@ SETTINGS = {"checkpoint": "last.pt", "step": 9, "sampler": "mdlm", "steps": 4, "
             "soft": True, "tokenizer": "bytes"}
 
 
-def samples_file(path, texts):
+def samples_file(path, texts, start=0, **settings):
     append_jsonl(path, *[
         {"ids": list(text.encode()), "text": f"<|bos|>{text}<|eos|><|eos|>", "nfe": 3 + i,
-         "seed": 1, "index": i, "settings": SETTINGS} for i, text in enumerate(texts)])
+         "seed": 1, "index": i, "settings": SETTINGS | settings}
+        for i, text in enumerate(texts, start)])
+
+
+def test_samples_of_all_ranks_count_once(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, texts, start in ("s", "ab", 0), ("s.0", "cd", 2), ("s.1", "bc", 1), ("s.x", "e", 4):
+        samples_file(f"{name}.jsonl", texts, start)
+    append_jsonl("s.1.jsonl", launch.read_jsonl("s.jsonl")[0] | {"seed": 2, "text": "f"})
+    samples, settings = evaluation.read_samples("s.jsonl")
+    assert settings == SETTINGS
+    texts = [sample["text"].removeprefix("<|bos|>")[0] for sample in samples]
+    assert texts == [*"abcd", "f"]
+    samples_file("s.2.jsonl", "e", 4, top_p=0.8)
+    refused("mixes samples made with different", evaluation.read_samples, "s.jsonl")
 
 
 @pytest.fixture
@@ -249,23 +280,43 @@ def test_ppl_of_a_checkpoint(world):
     found = read_json("last.pt.ppl.data-data.rows-5.repeats-2.json")
     tokens, meta = data.open_split("data", "val")
     text, n = meta["val"], data.n_rows(tokens, 16)
-    rows = data.rows(tokens, [i * n // 5 for i in range(5)], 16)
+    rows, nats = data.rows(tokens, [i * n // 5 for i in range(5)], 16), {}
     for name in "soft", "plain":
-        nll, count = val_ppl(MDLM.load("last.pt"), rows, name == "soft", seed=1, repeats=2)
+        nll, ce, masks = bound(MDLM.load("last.pt", ema=True), rows, name == "soft", 1, repeats=2)
+        nats[name] = nll / 16
+        mean, se = nats[name].mean().item(), nats[name].std().item() / 5**0.5
         # the loss is over L positions, the text in L − 2 of them
-        bits = nll / count / math.log(2) * 16 / 14 / (text["bytes"] / text["tokens"])
-        expected = {"nats_per_token": nll / count, "ppl": math.exp(nll / count),
-                    "bits_per_byte": bits}
-        assert {key: found["values"][name][key] for key in expected} == pytest.approx(expected)
-    soft, plain, gain = (found["values"][k]["nats_per_token"] for k in ("soft", "plain", "gain"))
-    assert gain == pytest.approx(plain - soft, abs=1e-9)
+        bits = mean / math.log(2) * 16 / 14 / (text["bytes"] / text["tokens"])
+        assert found["values"][name] == pytest.approx({
+            "nats_per_token": mean, "nats_per_token_se": se, "ppl": math.exp(mean),
+            "ppl_se": math.exp(mean) * se, "bits_per_byte": bits,
+            "ce_per_masked_token": ce.sum().item() / masks.sum().item()})
+    gain = nats["plain"] - nats["soft"]
+    assert found["values"]["gain"] == pytest.approx({
+        "nats_per_token": gain.mean().item(), "nats_per_token_se": gain.std().item() / 5**0.5})
     assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5,
                                  "text": text | {"path": "data"}, "dtype": "float32"}
     for other in "--ema=False", "--seed=2", "--floor=0":
         assert result(*ppl, "--rows=5", other)["values"] != found["values"]
+    refused("--text does nothing with ppl", main, *ppl, "--text=other.txt")
+    save_mdlm("gpt2.pt", model_of(), tokenizer={"name": "gpt2"})
+    refused("was prepared with .* trained with", main, "ppl", "--checkpoint=gpt2.pt", "--data=data")
+
+
+def test_another_text_is_measured_like_prepared_data_also_without_sm(world):
+    model, words = model_of(soft_mask=False), ("--checkpoint=binary.pt", "--rows=5")
+    save_mdlm("binary.pt", model)
     write_text("other.txt", "some other text\n" * 30)
-    zero_shot = result("zero_shot", "--checkpoint=last.pt", "--text=other.txt")["settings"]
-    assert zero_shot["n"] == (16 * 30 + 1) // 14 and zero_shot["text"]["bytes"] == 480
+    data.prepare(["-", "some other text\n" * 30], "other", BYTES, val_docs=1)
+    zero_shot, ppl = result("zero_shot", "--text=other.txt", *words), result(
+        "ppl", "--data=other", *words)
+    assert zero_shot["values"] == ppl["values"] and [*ppl["values"]] == ["binary"]
+    assert zero_shot["settings"]["text"] == {"documents": 1, "tokens": 481, "bytes": 480,
+                                             "path": "other.txt"}
+    tokens, _ = data.open_split("other", "val")
+    rows = data.rows(tokens, torch.arange(5) * (481 // 14) // 5, 16)
+    total, count = val_ppl(model, rows, False, seed=1)
+    assert ppl["values"]["binary"]["nats_per_token"] == pytest.approx(total / count)
 
 
 def test_three_opinions_on_samples(world, lm, monkeypatch):
@@ -283,10 +334,30 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     assert found["settings"].items() >= (SETTINGS | {"n": 4, "seeds": [1]}).items()
     assert (mauve["mauve_scaling_factor"], mauve["seed"]) == (3, 7)
     np.testing.assert_array_equal(mauve["p_features"], features)
+    references, _ = evaluation.held_out_samples(Config(data="letters", seed=7), 6, 4)
+    theirs = score([row["text"] for row in references])[2]
+    np.testing.assert_array_equal(mauve["q_features"], theirs)
+    assert found["values"]["gen_ppl_se"] == pytest.approx(gen_ppl(nats, tokens)[1])
+    own = result("samples", "--samples=", "--data=letters", "--length=16", "--rows=3", "--seed=7")
+    assert own["values"]["n"] == own["values"]["references"] == 3 and own["settings"]["L"] == 16
+    assert own["settings"]["sampler"] == "data" and own["values"]["nfe"] == 0
+    samples_file("gpt2.jsonl", ["abcdef"], tokenizer="gpt2")
+    refused("uses the tokenizer gpt2", main, "samples", "--samples=gpt2.jsonl", "--data=letters")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
         result(*samples)
     assert "entropy" in read_json("r.json")["values"]  # which needs no package
+
+
+def test_flags_that_affect_the_numbers_are_in_the_name_of_the_result(tmp_path):
+    changes = dict(data="x", text="x", scorer="gpt2", seed=2, rows=3, repeats=2, floor=0.0,
+                   ema=False, dtype="float32", length=9, scale=1.0)
+    others = {"metric", "out", "label", "device", "batch_size", "tokenizer_dir", "checkpoint",
+              "samples"}  # the first is in the name, the last two before it
+    assert {*changes} | others == {*vars(Config())}
+    for name, value in changes.items():
+        evaluation.write_result(Config(**{name: value}), str(tmp_path / "x"), {"ppl": {}}, {})
+    assert len([*tmp_path.iterdir()]) == len(changes)
 
 
 def test_results_of_the_shipped_model_do_not_land_among_the_files_that_git_tracks(

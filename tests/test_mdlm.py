@@ -53,20 +53,23 @@ def test_loss_is_eq_2_and_alg_1_token_by_token(changes):
     x0, xt, t = example(model)
     net, last = model.net, model.net.output_layer.linear
     predict = lambda emb, t: (net.trunk(emb, t) @ last.weight.T + last.bias)[..., :61]
-    nll = {}
+    nll, omega = {}, plain_omega(model.sm)
     for soft in (False, True):
         nll[soft] = model(x0, xt, t, soft=soft).double()
         by_hand = oracles.dense_nll(predict, net.table, x0, xt, t, 61,
-                                    plain_omega(model.sm) if soft else None)
+                                    omega if soft else None)
         torch.testing.assert_close(nll[soft], by_hand, rtol=1e-5, atol=0)
     assert (nll[True] - nll[False]).abs().max() > 1e-2  # SM is on in this comparison
+    lam = [oracles.strength(oracles.softmax(z, omega["tau"]), **omega)
+           for z in predict(F.embedding(xt, net.table), t)[xt == 61]]
+    assert model.lam.item() == pytest.approx(sum(lam) / len(lam)) and not model.lam.requires_grad
 
 
 @pytest.mark.parametrize("k", [3, None])
 def test_chunks_equal_whole_and_two_updates_are_others(k, monkeypatch):
     """The loss and all gradients. App. C.3: with two_updates, pass 1 has a gradient."""
     attention = []
-    for two_updates, size in itertools.product((False, True), (4096, 7)):
+    for two_updates, size in itertools.product((False, True), (4096, 4)):
         monkeypatch.setattr(chunks, "CPU_LOGITS", 4 * 62 * size)
         monkeypatch.setattr(chunks, "BUDGET", 4 * 62 * size)
         model = recorded_model(k=k, two_updates=two_updates)
@@ -75,7 +78,7 @@ def test_chunks_equal_whole_and_two_updates_are_others(k, monkeypatch):
         whole_passes = len(heads)  # two, in as many chunks each
         assert max(len(h) for h, in heads) <= size  # so there is no (B, L, V) tensor
         nll.sum().backward()
-        again = whole_passes // 2 * (1 + (two_updates or k is None)) if size == 7 else 0
+        again = whole_passes // 2 * (1 + (two_updates or k is None)) if size == 4 else 0
         assert len(heads) - whole_passes == again
         results = [nll.detach(), *(p.grad for p in model.parameters())]
         if size == 4096:
@@ -121,12 +124,14 @@ def test_omega_is_in_the_graph_of_a_binary_step_and_no_masks_cost_nothing():
     assert all(p.grad is not None and p.grad == 0 for p in model.sm.parameters())
 
 
-def test_dropout_is_on_in_training():
-    """In both passes: λ comes from the first [code], the loss from the second."""
-    model = recorded_model(dropout=0.5)
-    (nll, lam), (other, of_other) = ((model(*example(model), soft=True), model.lam)
-                                     for _ in range(2))
-    assert not torch.equal(nll, other) and lam != of_other
+def test_dropout_is_on_in_training(monkeypatch):
+    """Twice in each of two blocks, in both passes [code]"""
+    model, calls = recorded_model(dropout=0.3), spy(monkeypatch, F, "dropout")
+    for training in True, False:
+        nll, other = (model.train(training)(*example(model), soft=True) for _ in range(2))
+        assert [call[1:] for call in calls] == [(0.3, training)] * 16
+        assert torch.equal(nll, other) != training
+        calls.clear()
 
 
 def test_weights_in_bf16_give_the_bits_of_autocast_and_positions_stay_fp32():
@@ -138,13 +143,23 @@ def test_weights_in_bf16_give_the_bits_of_autocast_and_positions_stay_fp32():
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         hidden = [one.net.trunk(emb, t) for one in (model, fast)]
         assert torch.equal(*hidden)
-        assert torch.equal(*(one.net.head(hidden[0][0]) for one in (model, fast)))
+        logits = [one.net.head(hidden[0][0]) for one in (model, fast)]
+        assert torch.equal(*logits) and logits[0].dtype == hidden[0].dtype == torch.float32
+        time = model.net.time_embedding(t)
+    assert torch.equal(time, model.net.time_embedding(t))
     cos = model.net.cos
     assert torch.equal(model.bfloat16().net.cos, cos) and cos.dtype == torch.float32
     assert not any("cos" in name for name in model.state_dict())
 
 
-def test_parameter_count_of_the_paper():
+def test_sizes_of_the_paper_and_a_fresh_model():
+    cfg = ModelConfig()
+    assert (cfg.length, cfg.dropout, cfg.k, cfg.mask_id) == (1024, 0.1, 3, 50257)
+    assert (cfg.omega_s, cfg.omega_a, cfg.omega_b) == (1e-6, 10 / 1.5, -0.75)
+    fresh = MDLM(TINY)
+    x0, xt, t = example(fresh)
+    nll = fresh(x0, xt, t, soft=True)  # all tokens are equally likely
+    torch.testing.assert_close(nll, (xt == 61).sum(1) * math.log(61) / t)
     with torch.device("meta"):
         assert sum(p.numel() for p in MDLM(ModelConfig()).net.parameters()) == 169_627_218
 
