@@ -168,9 +168,9 @@ def recorded():
     return recording("dream_recorded")
 
 
-def recorded_adapter(dream):
+def recorded_adapter(dream, alpha=16):
     """Attach the DoRA adapter of the recordings. It was drawn from one seed: nothing is stored."""
-    dora.attach(dream, ["q_proj", "k_proj", "v_proj", "o_proj"], 16, 16, torch.Generator())
+    dora.attach(dream, ["q_proj", "k_proj", "v_proj", "o_proj"], 16, alpha, torch.Generator())
     g = torch.Generator().manual_seed(99)
     with torch.no_grad():
         for layer in dora.layers(dream).values():

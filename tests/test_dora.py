@@ -7,7 +7,7 @@ import torch.nn.functional as F
 
 import launch
 from conftest import digest, gen, recorded_adapter
-from dora import DoRALinear, adapter_state, merge_
+from dora import DoRALinear, adapter_state, layers, merge_
 from dream import Dream, load_adapter
 
 
@@ -26,6 +26,10 @@ def test_layer_is_the_equation(bias):
     y = x.double() @ V.T * layer.lora_magnitude_vector / n
     y = y + layer.base.bias if bias else y
     torch.testing.assert_close(layer(x).double(), y, rtol=1e-5, atol=1e-5)
+    model = nn.Sequential(layer)
+    merge_(model)
+    assert type(model[0]) is nn.Linear
+    torch.testing.assert_close(model(x).double(), y, rtol=1e-5, atol=1e-5)
 
 
 def test_fresh_adapter_is_exactly_the_layer():
@@ -66,8 +70,8 @@ def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
     peft = pytest.importorskip("peft", reason=needs)
     transformers = pytest.importorskip("transformers", reason=needs)
     from finetune_dream import TARGETS, Config, save_adapter
-    dream = recorded_adapter(Dream.load(tiny_dream))
-    save_adapter(str(tmp_path / "ours"), dream, None, Config(model=tiny_dream))
+    dream = recorded_adapter(Dream.load(tiny_dream), alpha=40)
+    save_adapter(str(tmp_path / "ours"), dream, None, Config(model=tiny_dream, alpha=40))
 
     # Dream's weights in Qwen2, which differs by its causal mask alone.
     raw = launch.read_json(f"{tiny_dream}/config.json") | {"model_type": "qwen2"}
@@ -89,3 +93,4 @@ def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
     assert load_adapter(back, tmp_path / "theirs") is None
     want = {n: p * 1.1 for n, p in adapter_state(dream).items()}
     torch.testing.assert_close(adapter_state(back), want)
+    assert {layer.s for layer in layers(back).values()} == {40 / 16}

@@ -154,22 +154,27 @@ def test_adapters_of_others(tiny_dream, tmp_path):
     state = dora.adapter_state(recorded_adapter(Dream.load(tiny_dream)))
 
     def read(omega=None, **changes):
+        dream = Dream.load(tiny_dream)
         folder = tmp_path / f"adapter{len(list(tmp_path.iterdir()))}"
         write_safetensors(folder / "adapter_model.safetensors", state, {"format": "pt"})
-        config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=16, lora_alpha=16, bias="none",
+        config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=16, lora_alpha=40, bias="none",
                       use_dora=True, rank_pattern={},
                       target_modules=["q_proj", "v_proj", "o_proj", "k_proj"]) | changes
         (folder / "adapter_config.json").write_text(json.dumps(config))
         if omega is not None:
             (folder / "transparency_config.json").write_text(json.dumps(omega))
-        return load_adapter(Dream.load(tiny_dream), folder)
+        found = load_adapter(dream, folder)
+        assert {layer.s for layer in dora.layers(dream).values()} == {40 / 16}
+        return found
     assert read() is None and read({"transparency_alg": "none", "mixture_temp": 1.0}) is None
-    assert read(THEIRS) == {"mask_id": 194, "k": 1, "omega_s": 0.4, "omega_a": 2.0,
-                            "omega_b": -2.5, "tau": 1.0}
+    assert read(THEIRS | {"mixinputs_k": 2}) == {"mask_id": 194, "k": 2, "omega_s": 0.4,
+                                                 "omega_a": 2.0, "omega_b": -2.5, "tau": 1.0}
     # bf16 has no number between 0.998 and 1
     assert 0.99 < read(THEIRS | {"transparency_scale": 1.0})["omega_s"] < 1
     refused("transparency_scheduling", read, THEIRS | {"transparency_scheduling": "linear"})
-    refused("use_dora = False, only True", read, use_dora=False)
+    for field, value in (("use_dora", False), ("use_rslora", True), ("bias", "all"),
+                         ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8})):
+        refused(f"{field} = .*, only", read, **{field: value})
     for error, omega, changes in ((KeyError, {"transparency_alg": "slerp_sm"}, {}),
                                   (ValueError, {}, {"r": 8})):
         with pytest.raises(error, match="slerp_sm|lora_A"):

@@ -28,8 +28,8 @@ HEAD = dict(omega_s=0.4, omega_a=2.0, omega_b=-2.5)  # of the recordings
 @pytest.fixture
 def cfg(tiny, tmp_path):
     return Config(model=tiny[0], data=tiny[1], out=str(tmp_path / "out"), steps=4, eta_bb=1e-2,
-                  warmup=0.25, omega_s=0.3, omega_b=-2.5, n_val=3, log_every=1, save_every=2,
-                  eval_every=4, device="cpu")
+                  warmup=0.25, omega_s=0.3, omega_a=2.0, omega_b=-4.5, n_val=3, log_every=1,
+                  save_every=2, eval_every=4, r=4, alpha=6, device="cpu")
 
 
 @pytest.fixture
@@ -184,35 +184,52 @@ def test_the_filters_and_the_held_out_dialogues(tiny):
 @pytest.mark.parametrize("kind, k, coin", [
     ("authors", 1, "update"), ("paper", 3, "update"), ("authors", None, "dialogue")])
 def test_four_updates_are_adam_by_hand(cfg, kind, k, coin):
-    cfg = replace(cfg, loss=kind, k=k, coin=coin, clip=0.7, p_sm=0.4, warmup=0.2)
+    """Of 5 dialogues each, over three epochs, and an evaluation at the end."""
+    cfg = replace(cfg, loss=kind, k=k, coin=coin, clip=0.7, p_sm=0.4, warmup=0.2, batch_size=5,
+                  n_train=9, b_l=0.1, b_h=0.7)
     model = finetune(cfg)
 
     tok = Tokenizer(cfg.model)
     with open(cfg.data) as f:
         dialogues = [ft.encode_chat(json.loads(line), tok) for line in f]
-    dialogues, _ = oracles.split(dialogues, cfg.n_val, cfg.seed)
+    dialogues, val = oracles.split(dialogues, cfg.n_val, cfg.seed)
+    loss = lambda nll, t, n: nll.mean() / t if kind == "authors" else nll.sum() / t / n
     dream = Dream.load(cfg.model)
-    sm = SoftMask(261, k, 0.3, 10 / 1.5, -2.5)
-    dora.attach(dream, ft.TARGETS, 16, 16, oracles.rng(cfg.seed, "adapter"))
+    sm = SoftMask(261, k, 0.3, 2.0, -4.5)
+    dora.attach(dream, ft.TARGETS, 4, 6, oracles.rng(cfg.seed, "adapter"))
     reference = TwoPassDream(dream, sm, 261)
     etas = {p: cfg.eta_bb for p in trained(dream)} | {p: cfg.eta_sm for p in sm.parameters()}
     moments, tossed = {}, set()
     for step, lr in enumerate([0, 1, 0.75, 0.25]):  # warm-up of ceil(0.2 · 4), cosine over three
-        softs = []
-        for x0, xt, t, soft in oracles.dialogues_of_update(dialogues, step, mask_id=261, eos=256,
-                                                           **asdict(cfg)):
+        softs, losses, nlls, lams, line = [], [], [], [], logged(cfg.out)[step]
+        for x0, xt, t, soft in oracles.dialogues_of_update(dialogues[:9], step, mask_id=261,
+                                                           eos=256, **asdict(cfg)):
             softs.append(soft)
             nll = reference(x0, xt, soft)
-            (nll.mean() / t if kind == "authors" else nll.sum() / t / 8).backward()
+            loss(nll, t, 5).backward()
+            losses.append(loss(nll, t, 1).item() / 5)
+            nlls += nll.tolist()
+            lams += [reference.lam.item()] * soft
         tossed.add(sum(softs))
         have = list(etas) if any(softs) else trained(dream)  # ω stays as it is in a binary update
-        norm = sum(p.grad.square().sum() for p in have).sqrt()
+        norm = sum(p.grad.square().sum() for p in have).sqrt().item()
         assert norm > 0.7
         for p in have:
             oracles.adam(p, p.grad * 0.7 / (norm + 1e-6), etas[p] * lr, moments)
             p.grad = None
-        assert ("lam" in logged(cfg.out)[step]) == any(softs)
-    assert tossed == {0, 8} if coin == "update" else tossed - {0, 8}
+        expected = {"loss": sum(losses), "ce_per_mask": sum(nlls) / len(nlls), "grad_norm": norm,
+                    "eta_bb": lr * cfg.eta_bb} | ({"lam": sum(lams) / len(lams)} if lams else {})
+        assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-4)
+        assert ("lam" in line) == any(softs)
+    assert tossed == {0, 5} if coin == "update" else tossed - {0, 5}
+    for name, soft in ("val_soft", True), ("val_plain", False):
+        total = 0
+        for i, (ids, prompt_len) in enumerate(val):
+            t, keys = 0.1 + 0.6 * i / 2, [(cfg.seed, word, i) for word in ("val n_end", "val q")]
+            x0, xt = oracles.masked_dialogue(ids, prompt_len, t, 261, 256,
+                                             *(oracles.rng(*key) for key in keys))
+            total += loss(reference(x0[None], xt[None], soft), t, 1).item()
+        assert line[name] == pytest.approx(total / 3, rel=1e-4)
     for ours, theirs in zip(trained(model), etas, strict=True):
         # Steps are up to 1e-2. The rounding of tiny gradients moves a weight by 2.6e-6.
         torch.testing.assert_close(ours, theirs, rtol=0, atol=5e-6)
@@ -260,6 +277,36 @@ def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follo
     assert logged(cfg.out) == logged(whole.out)
 
 
+@pytest.mark.parametrize("p_sm", [0.5, 0.0])
+def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, monkeypatch, p_sm):
+    """Also over a resume. Without feedback, the worst of these would be the best."""
+    cfg = replace(cfg, p_sm=p_sm, steps=5, warmup=0.0, eval_every=1, save_every=9)
+    losses, seen, best = [3.0, 4.0, 2.0, 2.5, 2.2], [], cfg.out + "/best/"
+
+    def best_is_the_best():
+        if seen:
+            state, omega = seen[losses.index(min(losses[:len(seen)]))]
+            saved = checkpoint.read_safetensors(best + "adapter_model.safetensors")
+            torch.testing.assert_close(saved, state, rtol=0, atol=0)
+            path = best + "transparency_config.json"
+            assert os.path.exists(path) == bool(p_sm)
+            assert not p_sm or launch.read_json(path)["transparency_scale"] == omega
+
+    def evaluate(model, *_):
+        best_is_the_best()
+        state = {name: p.clone() for name, p in dora.adapter_state(model.net).items()}
+        seen.append((state, model.sm and model.sm.omega[0].item()))
+        loss = losses[len(seen) - 1]
+        return {"val_soft": loss, "val_plain": 9 - loss} if p_sm else {"val_plain": loss}
+    monkeypatch.setattr(ft, "evaluate", evaluate)
+    with dying(torch.optim.AdamW, "step", 4, sigterm):
+        finetune(cfg)
+    finetune(replace(cfg, resume=True))
+    best_is_the_best()
+    assert len(seen) == 5 and checkpoint.load(cfg.out)["metrics"]["best"] == 2.0
+    assert [line["best"] for line in logged(cfg.out)] == [3.0, 3.0, 2.0, 2.0, 2.0]
+
+
 def test_an_evaluation_that_a_stop_cut_off_is_made_up_on_resume(cfg, monkeypatch):
     cfg = replace(cfg, log_every=1)
     whole = replace(cfg, out=cfg.out + "-whole")
@@ -292,7 +339,8 @@ def test_two_ranks_are_one(cfg):
 def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, tmp_path):
     cfg = replace(cfg, steps=0, epochs=0.14)
     finetune(cfg)  # two updates, but the file must not say so: their number depends on the filters
-    assert launch.read_json(cfg.out + "/last/finetune.json")["steps"] == 0
+    for name in "last", "best":
+        assert launch.read_json(f"{cfg.out}/{name}/finetune.json")["steps"] == 0
     moved, data = str(tmp_path / "moved"), str(tmp_path / "moved.jsonl")
     shutil.copytree(cfg.model, moved)
     shutil.copy(cfg.data, data)
@@ -311,17 +359,19 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
 
 def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
     """A saturated ω, and the dense head."""
-    dream, full = recorded_adapter(Dream.load(tiny_dream)), SoftMask(194, 1, **HEAD)
+    dream = recorded_adapter(Dream.load(tiny_dream), alpha=40)
+    full = SoftMask(194, 2, **HEAD)
     full.raw_s.data.fill_(20.0)
     assert full.omega[0] == 1  # in fp32
     for sm in (full, SoftMask(194, None, **HEAD, tau=1.3)):
-        ft.save_adapter(str(tmp_path), dream, sm, Config())
+        ft.save_adapter(str(tmp_path), dream, sm, Config(alpha=40))
         back = Dream.load(tiny_dream)
         omega = SoftMask(**load_adapter(back, tmp_path))
         torch.testing.assert_close(omega.omega, sm.omega, rtol=0, atol=1e-4)
         assert omega.k == sm.k and (sm.k or abs(omega.tau - sm.tau) < 1e-5)
         os.remove(tmp_path / "transparency_config.json")
     torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)
+    assert {layer.s for layer in dora.layers(back).values()} == {40 / 16}
     assert load_adapter(Dream.load(tiny_dream), tmp_path) is None  # no ω is left
 
 

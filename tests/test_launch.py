@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import checkpoint
 import data
@@ -156,6 +157,22 @@ launch.run(main, train.Config)"""
     process.stdout = None
     assert process.communicate(timeout=100)[1] == b"? end\n" and process.returncode == 0
     assert len(read_jsonl(tmp_path / "log.jsonl")) == 10_000
+
+
+def test_a_line_is_of_the_updates_since_the_last(tmp_path):
+    log, norm = launch.Log(tmp_path / "log.jsonl", 0, 4, True), torch.tensor(0.5)
+    found = []
+    for done in (2, 4):
+        log.add(loss=done * 6.0, n=3, ce=torch.tensor(9.0), masks=2, tokens=40, soft=True, lam=0.4)
+        log.add(loss=6.0, n=5, ce=torch.tensor(1.0), masks=3, tokens=60, soft=True, lam=0.2)
+        log.add(loss=done * 1.0, n=1, ce=torch.tensor(0.0), masks=0, tokens=9, soft=False, lam=0)
+        log.last -= 1000
+        found.append(log.line(done, 0.1, None, norm))
+        assert 0.1 < found[-1].pop("tokens_per_s") < 0.109
+        log.write(found[-1])
+    assert found == [pytest.approx({"step": done, "loss": (7 * done + 6) / 9, "ce_per_mask": 2.0,
+                                    "eta_bb": 0.1, "grad_norm": 0.5, "lam": 0.3}, rel=1e-6)
+                     for done in (2, 4)]
 
 
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):

@@ -279,11 +279,14 @@ def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
     assert S.answer(x, tok, None, prompt, cfg, ["y", "xx"])[0] == ""
 
 
+OMEGA = dict(omega_s=0.9, omega_a=2.0, omega_b=-4.5)
+
+
 @pytest.fixture
 def adapter(tiny, tmp_path):
-    sm = SoftMask(261, 3, omega_s=0.9, omega_a=2.0, omega_b=-4.5)
-    model = recorded_adapter(Dream.load(tiny[0]))
-    finetune_dream.save_adapter(str(tmp_path), model, sm, finetune_dream.Config())
+    sm = SoftMask(261, 3, **OMEGA)
+    model = recorded_adapter(Dream.load(tiny[0]), alpha=40)
+    finetune_dream.save_adapter(str(tmp_path), model, sm, finetune_dream.Config(alpha=40))
     return str(tmp_path)
 
 
@@ -293,6 +296,8 @@ def test_merged_and_unmerged_adapter_decode_alike(tiny, adapter):
         return len(dora.layers(model)), decode(model, PROMPT, 16, 16, sm=sm)
     (none, merged), (eight, beside) = run(), run(merge=False)
     assert (none, eight) == (0, 8) and torch.equal(merged, beside)
+    scaled, sm = recorded_adapter(Dream.load(tiny[0]), alpha=40), SoftMask(261, 3, **OMEGA)
+    assert torch.equal(merged, decode(scaled, PROMPT, 16, 16, sm=sm))
     for other in ({"soft": False}, {"omega_b": -1.5}):
         assert not torch.equal(merged, run(**other)[1])
 
