@@ -61,7 +61,8 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             only(ckpt, path, kind=kind)
-        only(ckpt.get("config", {}), path, arm="", variant="")  # of studies, with another λ or mix
+        # Models of our studies (results/README.md) name another λ or mix here.
+        only(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)
     if not any(name.endswith("vocab_embed.embedding") for name in state):

@@ -20,7 +20,7 @@ from launch import to_device
 
 BUDGET = 1e9        # bytes of (n, V) tensors in use; as many may be kept for the backward pass
 SM_IN_USE = 7       # fp32 (n, V) tensors that SM with k = |V| holds at once, the worst case
-SM_KEEPS = 6        # those it keeps for the backward pass: logits, clamped, logp, clamped, exp, π
+SM_KEEPS = 6        # those it keeps for the backward pass: logits, clamped; logp, clamped; exp, π
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
 CPU_CACHE = 1.6e6   # bytes of logits that fit a CPU's caches: SM reads them several times
 COMPILED_ROWS = 4096  # rows of a compiled chunk, for large matrix products; 0.4 GB of bf16 logits
@@ -99,12 +99,12 @@ def likeliest(probs, p):
     """The m largest of each row of probs (n, V), descending: values and ids (n, m).
 
     m is V, or large enough for the m values of every row to add up to more than p. To see that, the
-    host waits for the GPU: a flat row needs p V tokens, and sorting all of V costs too much.
+    host waits for the GPU: a uniform row needs p V tokens, but sorting all of V costs too much.
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
     if probs.is_cuda and probs.numel() < 1e6:
-        sizes = (V,)  # a small sort costs less than to wait; 1e6 is a guess, not measured
+        sizes = (V,)  # a small sort costs less than waiting; 1e6 is a guess, not measured
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
         if m == V or (top.cumsum(-1)[:, -1] > p).all():

@@ -87,7 +87,7 @@ def n_rows(tokens, L):
 def rows(tokens, index, L):
     """Rows (n, L) int64: BOS, L − 2 tokens, EOS.                                   App. B.1, [code]
 
-    tokens: Tokens.   index: (n,) row numbers, below n_rows(tokens, L).   L: in tokens.
+    tokens: Tokens.   index: (n,) row numbers, below n_rows(tokens, L).   L: with BOS and EOS.
     """
     x = torch.empty(len(index), L, dtype=torch.int64)                    # (n, L)
     x[:, 0] = tokens.tokenizer["bos"]
@@ -98,8 +98,7 @@ def rows(tokens, index, L):
 
 
 def evenly(n, m):
-    """Numbers of m of n held-out rows, or of all if m is 0, evenly spaced. Says so if they are few.
-    """
+    """m of the numbers 0 to n − 1, evenly spaced, or all if m is 0. Says so if they are few."""
     m = min(m or n, n)
     if m < 100 and os.environ.get("RANK", "0") == "0":
         print(f"only {m} held-out rows: another choice could give quite another result")
@@ -219,8 +218,9 @@ def prepare(docs, out, tok, val_docs=None, source=""):
 def held_out(tokens, val_docs=None):
     """(whole documents, tokens) that are held out, at the end of the text
 
-    Without val_docs, 1 % of the documents, at most 10,000, or more, for MIN_HELD_OUT tokens: fewer
-    would say little. But at most a tenth of the text, even if a document must be cut [ours].
+    Without val_docs: 1 % of the documents, but no more than 10,000. If they have fewer than
+    MIN_HELD_OUT tokens, which would say little, as many documents as have these. In any case at
+    most a tenth of the text, even if a document must be cut [ours].
     tokens: of each document.
     """
     n = len(tokens)
@@ -236,7 +236,7 @@ def held_out(tokens, val_docs=None):
 def encode(docs, tok):
     """Yields (uint16 ids, number of bytes) for each text. The last id is EOS [code].
 
-    Empty texts are dropped: a row of nothing but EOS would be their only trace [ours].
+    Empty texts are dropped: a lone EOS would be their only trace [ours].
     """
     docs, eos = filter(None, docs), describe(tok)["eos"]
     while texts := list(itertools.islice(docs, 100)):  # few at a time: lists of ids take memory

@@ -118,7 +118,7 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(cfg.hidden_size, groups)
         self.o_proj = nn.Linear(heads, cfg.hidden_size, bias=False)
 
-    def forward(self, x, cos, sin, past, place):
+    def forward(self, x, cos, sin, past, place):  # past, place: see Dream.trunk
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
         q = rotate(split(self.q_proj(x)), cos, sin)                     # (B, L, heads, head_dim)
         k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, groups, head_dim)

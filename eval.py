@@ -63,7 +63,7 @@ class Config:
     # samples with it (default: data/owt; "": skip).
     data: str | None = None
     text: str = ""                  # files that zero_shot measures, in any format of data.py
-    rows: Count = 0                 # how many, evenly spaced (default: all; "Data": half, random)
+    rows: Count = 0                 # how many (default: all; for "Data", half of them, at random)
     repeats: Size = 1               # draws of times and masks per row
     # Smallest t and α. With 0, Eq. 2 itself: 0.1 to 0.3 % higher.
     floor: Annotated[float, 0, 0.01] = ALPHA_FLOOR
@@ -91,8 +91,8 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
 
     The arguments are those of `bound`. Masks are keyed by row and repeat, so they do not depend on
     batch_size or world. The times of all rows and repeats are stratified together. They ascend, so
-    the first repeat takes the n smallest, and so on: the times of each row are stratified, too. In
-    each repeat, a permutation deals the n times to the rows.
+    the first repeat takes the n smallest, and so on: the times of each row are stratified, too. One
+    permutation, the same in every repeat, deals them to the rows.
     """
     n = len(rows)
     times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))       # (repeats·n,)
@@ -140,7 +140,7 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     return total[:, mine]                                                            # (3, m)
 
 
-def val_ppl(model, rows, soft, seed=0, **options):
+def val_nats(model, rows, soft, seed=0, **options):
     """(nats, tokens): the perplexity is exp(Σ nats / Σ tokens), over all ranks.         App. C.1"""
     nll = bound(model, rows, soft, seed, **options)[0]                               # (m,)
     # All L positions count, even BOS, EOS and those that were never masked [code].
@@ -225,8 +225,8 @@ def held_out_samples(cfg, L, n=None, name=None):
     """(samples, settings), as from `read_samples`: random held-out rows of cfg.data.
 
     n: how many references for MAUVE: the first of a permutation. Without n, the last --rows of it,
-        for the row "Data". These are at most half of all rows, because MAUVE then compares them
-        with as many references, and the two must share none.
+        to be scored as the row "Data": at most half of all rows, because MAUVE compares them with
+        as many references, and the two must share none.
     name: the tokenizer of the samples to compare with.
     """
     tokens, _ = data.open_split(cfg.data, "val")

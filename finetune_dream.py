@@ -80,7 +80,7 @@ class Config:
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
-    r: Size = 16                # rank of DoRA
+    r: Size = 16                # rank of DoRA (torchrun needs -- before the script, or takes --r)
     alpha: Size = 16            # DoRA's update is scaled by alpha / r
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
     b_h: Share = 0.8
@@ -152,6 +152,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
             # DDP averages gradients over the ranks. Times `world`, they are summed.
             (objective(nll, t, cfg.loss, M) * here.world).backward()
         nll = nll.detach()
+        # The log has the loss of a dialogue: its mean, also where an update sums.
         log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
     if model.sm and not any(softs):
@@ -167,7 +168,8 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
 
 def pad_with_eos(ids, eos, generator):
     """ids (L,), then 0 to 49 end tokens, then up to 7 more to reach a multiple of 8 [code]"""
-    # They are masked and predicted like the response, so the model learns where to stop.
+    # They are masked and predicted like the response, so the model learns where to stop. In Dream's
+    # files, pad_token_id is the end token <|endoftext|>.
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     n_end += -(len(ids) + n_end) % 8
     return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=eos)               # (L',)
@@ -275,7 +277,7 @@ def loop(cfg, here, mask_id):
             print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
                   f"{sizes[0]:,} parameters of DoRA, {sizes[1]} of SM, {here.device} × "
                   f"{here.world}; updates {start:,} to {cfg.steps:,}")
-        # An evaluation that a stop cut off is made up.
+        # Catch up on an evaluation that a stop prevented.
         due_at_start = start and val and due(cfg.eval_every, start, cfg.steps)
         if due_at_start and metrics.get("step") != start:
             metrics = measure()

@@ -217,15 +217,15 @@ def any_rank(number):
 
 # ---- stopping and resuming -----------------------------------------------------------------------
 def goes_on(last, resume, overwrite):
-    """Whether to resume from the checkpoint `last`. Every rank must call this, after rank 0 locked.
+    """Whether to resume from the checkpoint `last`. Every rank must call this.
 
-    the folder holds       (no flag)    --resume     --resume=auto    --overwrite
-    last.pt                refused      resumes      resumes          starts afresh
-    only what was kept     refused      refused      starts afresh    starts afresh
-    nothing                starts       no such file starts           starts
+    the folder holds        (no flag)    --resume           --resume=auto    --overwrite
+    last.pt                 refused      resumes            resumes          starts afresh
+    only step-N.pt, best/   refused      refused            starts afresh    starts afresh
+    nothing                 starts       fails: no file     starts           starts
 
-    A kill before the first save can leave a step-N.pt or best/ alone. If "auto" refused that, a job
-    that is queued again after every kill would never start.
+    Rank 0 must have locked the folder. If "auto" refused what a kill before the first save leaves,
+    a job that is queued again after every kill would never start.
     """
     exists = any_rank(os.path.exists(last))
     folder = Path(last).parent

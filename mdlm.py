@@ -5,13 +5,15 @@
     Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t
     §2.1 g_θ, App. B.1       DiT             a bidirectional transformer, 169M in the paper
     Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
+    Alg. 1 l.7, Alg. 2 l.6   its `feedback`  what a position that stays masked sees next
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
 A backbone has three parts. SM sits between `table` and `hidden`: at the masks, it mixes the last
 output of `head` into the embeddings.
 
     table                     (V, D)                              the embeddings
-    hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks
+    hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks;
+                                                                  a DiT's `trunk`, at the masks
     head(h)                   (n, D) → (n, V)                     logits, fp32 always
 
 N is the number of masked positions in the batch. `masks` is their index pair (b, l), each (N,), so
@@ -275,7 +277,7 @@ class TwoPass(nn.Module):
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
             with torch.set_grad_enabled(self.pass_1_learns()):  # θ~                             l.5
-                # Its head runs in `weigh`, because p~ is never stored. Dropout is on [code].
+                # Pass 1's head runs in `weigh`: p~ is never stored. Dropout is on [code].
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
@@ -298,12 +300,14 @@ class TwoPass(nn.Module):
         """
         dense = self.sm.k is None
         if weighed is None:
+            # With top-k, and no gradient in pass 1, nothing (n, V) is kept for the backward pass.
             keeps = SM_KEEPS if dense or self.two_updates else 0
             weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
                                 whole=self.training and not dense)
+        if dense:  # mixed already
+            lam, likeliest, mixed = weighed
+            return mixed, lam, likeliest
         lam, ids, pi = weighed
-        if dense:
-            return pi, lam, ids
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
         return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
 
@@ -387,9 +391,9 @@ class MDLM(TwoPass):
 
     @classmethod
     def load(cls, path, ema=True):
-        """A model in eval mode, from any file that checkpoint.load reads.
+        """A model in eval mode, from any file that checkpoint.load reads. Its `info` is the rest.
 
-        ema: use the averaged backbone, as all published numbers do.   .info: the rest of the file.
+        ema: use the averaged backbone, as all published numbers do.
         """
         weights, info = checkpoint.weights(path, ema)
         config = {name: value for name, value in info["config"].items()

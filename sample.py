@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: MIT
 """Text from masks: the reverse process of an MDLM with soft-masking.             §2.1, §2.2, App. A
 
-    whether a token appears or vanishes    step_probs, coins              without the model
-    Alg. 2                                 generate, in turns (Turn)
-    Alg. 2, equally many tokens a step     generate_in_order
-    which token appears                    nucleus, chunks.categorical
+    Alg. 2        generate, where each position changes by chance; generate_in_order
+           l.1    beginning
+           l.3    DiT.trunk, a call of the network (mdlm.py)
+           l.4    nucleus, chunks.categorical    which token
+           l.5    step_probs, coins, Turn        whether it appears: known before any call
+           l.6    TwoPass.feedback (mdlm.py)
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
@@ -95,8 +97,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             x^ = unmask(x~)     a coin for every position: this token, or [MASK]?    l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    In l.6, p is this step's prediction, from l.3. The paper's index is that of the step before
-    [ours].
+    The paper's l.6 has x^ and p of the step before. Here both are those of this step [ours].
     Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
     the first l.3, and l.4 draws only the tokens that appear. Steps that change nothing are skipped
     (App. C.4) [code]. With SM this matters: in such a step, the feedback alone would change the
@@ -105,10 +106,10 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
         on the others in its batch.
-    on_step(x, lam, guess, masks, h): called after every turn. x (n, L): ids. Where x is [MASK],
-        lam (n, L) is λ and guess (n, L) the likeliest token (without feedback: 0, and [MASK] or the
-        token that was re-masked). masks: the index pair (b, l) of the masks that stay. h (m, D):
-        the hidden states that predict them.
+    on_step(x, lam, guess, masks, h): called after every call of the network. x (n, L): ids. Where x
+        is [MASK], lam (n, L) is λ and guess (n, L) the likeliest token. (Without feedback, lam is
+        0, and guess [MASK], or the old token where one was just re-masked.) masks: the index pair
+        (b, l) of the masks that stay. h (m, D): the hidden states that predict them.
     x: (L,) or (n, L) ids on the CPU to start from (default: all [MASK]). Tokens in it never change.
     soft: False decodes without feedback.
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
@@ -120,24 +121,25 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     model.eval()
     soft = soft and model.sm is not None
     every = every or model.cfg.time_conditioning  # a network that sees t predicts anew each time
-    x, generators = beginning(model, n, x, generator)                          # (n, L)
+    x, generators = beginning(model, n, x, generator)                          # (n, L)          l.1
+    # The coins of l.5 decide which calls each sequence needs, and which positions change in them.
     plans = [coins(row, steps, g, sampler, eta, every)
              for row, g in zip((x == mask_id).numpy(), generators, strict=True)]
     nfe = torch.tensor([len(plan) for plan in plans])                          # (n,)
     turns = progress(side_by_side(plans, x.shape[1], device), "calls", int(nfe.max()),
-                     leave=False, disable=bool(on_step) or None)
-    x = to_device(x, device).clone()                                           # (n, L)
+                     leave=False, disable=bool(on_step) or None)  # None: only on a terminal
+    x = to_device(x, device)                                                   # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     lam, guess = torch.zeros(x.shape, device=device), x.clone()  # only for on_step
     mask = torch.full((), mask_id, device=device)  # copying a number would be a host sync
 
-    def draw(h, u):
+    def draw(h, u):  # u stays on the CPU until it is needed: MPS has no float64
         logits = net.head(h)                                                   # (m, V)
         drawn = categorical(nucleus(logits.softmax(-1), top_p), u)             # (m,)
-        best = to_device(u == ARGMAX, device)                                  # (m,)
-        return torch.where(best, logits.argmax(-1), drawn)                     # (m,)
+        by_argmax = to_device(u == ARGMAX, device)  # here, `drawn` means nothing
+        return torch.where(by_argmax, logits.argmax(-1), drawn)                # (m,)
 
-    for t, appear, stay, vanish, u in turns:  # see Turn
+    for t, appear, stay, vanish, u in turns:  # see side_by_side
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
         drawn = in_chunks(draw, h[appear], u, V=len(table))                    # (m,)  only x~   l.4
         lost = x[vanish]                                                       # (r,)  with ReMDM
@@ -145,10 +147,11 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         emb[appear] = F.embedding(drawn, table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-        if len(lost):
-            emb[vanish], guess[vanish] = table[mask_id], lost
+        if len(lost):  # re-masked just now. The network still sees them in l.3: p is 1 [code]
+            guess[vanish] = lost
+            emb[vanish] = table[mask_id]
             if soft:
-                emb[vanish], lam[vanish], _ = model.feedback_of_certain(lost)
+                emb[vanish], lam[vanish], _ = model.feedback_of_certain(lost)  #                 l.6
         if on_step:
             on_step(x, lam, guess, stay, h[stay])
     model.train(was_training)
@@ -156,15 +159,15 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
 
 class Turn(NamedTuple):
-    """What one call of the network is for: of one sequence (L,), or of n side by side    Alg. 2 l.5
+    """What one call of the network is for, in one sequence                               Alg. 2 l.5
 
     The coins say it before the network has run: the masks in `appear` become tokens, those in
     `stay` remain, and the tokens in `vanish` become masks.
     """
-    t: float             # or (n,): the time of each sequence
-    appear: np.ndarray   # (L,) bool. Of n: an index pair (b, l), 2 × (m,), and so are the next two
-    stay: np.ndarray
-    vanish: np.ndarray
+    t: float             # the time
+    appear: np.ndarray   # (L,) bool
+    stay: np.ndarray     # (L,) bool
+    vanish: np.ndarray   # (L,) bool
     u: np.ndarray        # (m,) float64 in [0, 1), for chunks.categorical; or ARGMAX
 
 
@@ -180,7 +183,7 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
     for i in range(steps):
         t = 1 - i * dt
         reveal, remask = step_probs(t, t - dt, sampler, eta)
-        # Always 2 L numbers, so that the draws of a step do not depend on earlier steps.
+        # Always 2 L numbers, so that they do not depend on how many masks earlier steps left.
         draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
         coin, u = draws.numpy()                                                # 2 × (L,)
         appear = masked & (coin < reveal)                                      # (L,)
@@ -198,12 +201,13 @@ def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
 
 
 def side_by_side(plans, L, device):
-    """Turn 1 of all sequences as one Turn, then turn 2, …, with all but u on the device      [ours]
+    """The first turns of all sequences together, then the second ones, and so on            [ours]
 
     Each sequence skips steps of its own, so its i-th turn has a time of its own. A sequence that is
     finished stays in the batch, and nothing happens to it, because CUDA graphs need static shapes.
 
     plans: the turns of n sequences of length L, from `coins`.
+    Yields t (n,); appear, stay and vanish, as index pairs (b, l); and u (m,), which is on the CPU.
     """
     none = np.zeros(L, bool)
     nothing = Turn(T_END, none, none, none, np.zeros(0))
@@ -211,16 +215,16 @@ def side_by_side(plans, L, device):
         t, *sets, u = zip(*turns)  # n of each
         t, u = torch.tensor(t), torch.from_numpy(np.concatenate(u))            # (n,), (m,)
         sets = [indices(torch.from_numpy(np.stack(rows)), device) for rows in sets]
-        yield Turn(to_device(t, device), *sets, u)
+        yield to_device(t, device), *sets, u
 
 
 def indices(where, device):
-    """Index pair (b, l) on the device, from `where` (n, L) bool on the CPU: no host sync."""
+    """Where a bool tensor on the CPU is True: an index for each dimension, without a host sync."""
     return tuple(to_device(part, device) for part in where.nonzero(as_tuple=True))
 
 
 def beginning(model, n, x, generator):
-    """Ids (n, L) to start from, and n generators: the given list, or n seeded by the given one."""
+    """Ids (n, L) to start from, and n generators: as given, or seeded by one         Alg. 2 l.1"""
     if x is None:
         x = torch.full((n, model.cfg.length), model.mask_id)
     if not isinstance(generator, list):
@@ -248,7 +252,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     model.eval()
     soft = soft and model.sm is not None
     x, generators = beginning(model, n, x, generator)                          # (n, L)
-    on_host, x = x == mask_id, to_device(x, device)                            # 2 × (n, L)
+    masked_cpu, x = x == mask_id, to_device(x, device)                            # 2 × (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     nfe = torch.zeros(n, dtype=torch.long)                                     # (n,)
 
@@ -260,14 +264,16 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         return drawn, neg_entropy(logp), logp.amax(-1).exp(), *weighed
 
     for steps_left in range(steps, 0, -1):
-        if not on_host.any():
+        if not masked_cpu.any():
             break
-        masked, masks = to_device(on_host, device), indices(on_host, device)   # (n, L), 2 × (N,)
+        masked = to_device(masked_cpu, device)                                 # (n, L)
+        masks = indices(masked_cpu, device)                                    # 2 × (N,)
         draws = [torch.rand(x.shape[1], 2, dtype=torch.float64, generator=g) for g in generators]
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
-        h = net.hidden(emb, masks, masked.float().mean(-1))                    # (N, D)          l.3
+        t = masked.float().mean(-1)  # the share of masks, as if α_t = 1 − t      (n,)  [ours]
+        h = net.hidden(emb, masks, t)                                          # (N, D)          l.3
         # Row-major, like h: the draws of the masked positions.
-        found = in_chunks(predict, h, u[on_host], V=len(table))                #                 l.4
+        found = in_chunks(predict, h, u[masked_cpu], V=len(table))             #                 l.4
         drawn, minus_H, p, *weighed = found                                    # (N,) each
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
@@ -281,11 +287,11 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
             chosen = torch.where(sure.any(-1, keepdim=True), sure, chosen)     # (n, L)
         x = torch.where(chosen, x.index_put(masks, drawn), x)                  # (n, L)          l.5
         emb = F.embedding(x, table)                                            # (n, L, D)
-        nfe += on_host.any(-1)
-        before, on_host = on_host, (x == mask_id).cpu()  # the host sync of the step
-        stay = indices(on_host, device)                                        # 2 × (m,)
-        [row] = indices(on_host[before], device)           # of the N, those that stay   (m,)
-        lam, guess = torch.zeros_like(score), x.clone()    # only for on_step
+        nfe += masked_cpu.any(-1)
+        before, masked_cpu = masked_cpu, (x == mask_id).cpu()  # the host sync of the step
+        stay = indices(masked_cpu, device)                                        # 2 × (m,)
+        row, = indices(masked_cpu[before], device)  # of the N masks, those that stay   (m,)
+        lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
         if soft:
             weighed = [each[row] for each in weighed]
             emb[stay], lam[stay], guess[stay] = model.feedback(weighed=weighed)  #               l.6
@@ -311,7 +317,7 @@ def next_masks(score, masked, steps_left):
 def nucleus(probs, p):
     """Keep the likeliest tokens while their sum is at most p, and renormalise              App. B.1
 
-    probs: (n, V).   Returns (n, V).
+    probs: (n, V).   Returns (n, V).   Below, m is the number of tokens that `likeliest` takes.
     The likeliest token is always kept. The token that crosses p is dropped [code]. The usual rule
     keeps it, and so does Dream (sample_dream.filtered).
     Checked against tests/oracles.py nucleus.
@@ -450,7 +456,7 @@ def main(cfg):
     settings = settings_of(cfg, model, tok, here)
     made = [(line["settings"], line["seed"]) for line in lines]
     if made and made == len(made) * [(settings | {"compile": not cfg.compile}, cfg.seed)]:
-        # Their logits differ in the last bits. The default depends on --count.
+        # CUDA graphs round differently, and --count decides whether they are the default.
         raise Refused(f"{path} holds samples made with --compile={not cfg.compile}: give it, too")
     if made != len(made) * [(settings, cfg.seed)]:
         raise Refused(f"{path} holds samples made with other settings: choose another --out")

@@ -294,6 +294,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
         for i, share in enumerate(shares):
             lo, hi = later if i else (0, L)                             # what the pass computes
             end = first + block if i or len(shares) == 1 else first + 1  # of what may be revealed
+            # lo = 0 computes all afresh. With a cache, lo ≥ 1: position 0 is never masked.
             h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (B, hi − lo, D)
             opened = masked & (place >= first) & (place < end)          # (B, L)  may be revealed
             b, l = opened.nonzero(as_tuple=True)                        # 2 × (n,)  on the host
@@ -317,7 +318,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     return x
 
 
-def check(gen_len, steps, block, threshold, **others):
+def check(gen_len, steps, block, threshold):
     if threshold is not None and not block:
         raise Refused(f"threshold {threshold} works on blocks: add --block=32")
     if block and (gen_len % block or threshold is None and steps % (gen_len // block)):
@@ -372,12 +373,13 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
                 "schedule": cfg.schedule, "switch": cfg.switch, "on_step": count}
     x = pad_prompts(model.cfg, [ids], cfg.gen_len)                      # (1, L)
     gaps = x == mask_id                                                 # (1, L)  on the host
-    two, steps = TwoPass(model, sm, mask_id), cfg.steps or cfg.gen_len + ids.count(mask_id)
+    two_pass = TwoPass(model, sm, mask_id)
+    steps = cfg.steps or cfg.gen_len + ids.count(mask_id)
     if cfg.block:
-        x = decode_blocks(two, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
+        x = decode_blocks(two_pass, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
                           **settings)
     else:
-        x = decode(two, x, steps, **settings)
+        x = decode(two_pass, x, steps, **settings)
     new = x.cpu()[gaps].tolist()
     kept = new[:new.index(eos)] if eos in new else new
     text = tok.decode(kept)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Soft-masking (SM): the layer that the paper adds to a model, ready to copy.           §3.1, Eq. 3
+"""Soft-masking (SM), sm_ω in Alg. 1 l.7 and Alg. 2 l.6: one layer, ready to copy.       §3.1, Eq. 3
 
 At every decoding step, a masked diffusion model predicts all masked positions, but unmasks only
 some. Binary masking throws the other predictions away. Soft-masking feeds them back: at a position
@@ -12,7 +12,7 @@ Here p is the last prediction at this position, and H(p) is its entropy in nats.
 embeddings of [MASK] and of token i. Three scalars are learned: ω_s, ω_a and ω_b.
 `python softmask.py` prints an example. To use SM with any model that takes embeddings:
 
-    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)  # authors: ω_s = 1e-6 [code]
+    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)  # learns sooner than from 1e-6
     table = model.get_input_embeddings().weight           # (V, D)
     with torch.no_grad():
         logits = model(input_ids=x).logits                # (B, L, V)  what it predicts at the masks
@@ -37,8 +37,8 @@ What can go wrong:
    none. Add 0 · ω to the loss: sum((0 * p).sum() for p in sm.parameters()). And if a whole update
    had no feedback, set ω's gradients to None before the optimizer step, or Adam's momentum moves ω.
 
-Comments follow the paper unless they are tagged. [code]: the released code does this, and the paper
-is silent or differs. [ours]: our choice.
+Comments follow the paper unless they are tagged. [code]: as in the authors' code, because the paper
+is silent or differs; or what their code does, beside what we do. [ours]: our choice.
 """
 
 import sys
@@ -56,7 +56,7 @@ class SoftMask(nn.Module):
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because ω_s = 0 could not learn.
-    omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
+    omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.   (defaults: App. B.2)
     The parameters are raw_s, raw_a and raw_b. ω is a sigmoid or softplus of them, so its
     constraints always hold. Checked against tests/oracles.py soft_mask.
     """
@@ -115,18 +115,18 @@ class SoftMask(nn.Module):
         table: (V, D), the embeddings.   lam (N,), ids, pi: from `forward`.
         Returns (N, D) in the table's dtype.
         """
-        share = lam[:, None]                                                       # (N, 1)
+        lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
             # Autocast would round this product to bf16, and with it the gradient of ω.
             with torch.autocast(table.device.type, enabled=False):
                 guess = pi.to(table.dtype) @ table                                 # (N, D)
-            return ((1 - share) * table[self.mask_id] + share * guess).to(table.dtype)
+            return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)
         # [MASK] is looked up along with the k tokens. In the backward pass, every lookup fills a
         # (V, D) gradient of the table, so a second one would cost as much as the first.
         mask_ids = torch.full_like(ids[:, :1], self.mask_id)                       # (N, 1)
         vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)                # (N, k+1, D)
-        shares = torch.cat((share * pi, 1 - share), 1)                             # (N, k+1)  fp32
-        return (shares[..., None] * vectors).sum(1).to(table.dtype)                # (N, D)
+        weights = torch.cat((lam * pi, 1 - lam), 1)                                # (N, k+1)  fp32
+        return (weights[..., None] * vectors).sum(1).to(table.dtype)               # (N, D)
 
     def embed(self, table, x, logits):
         """sm(x̂, p) for a whole batch: mixed where x is [MASK], plain elsewhere    §3.1, both cases
@@ -200,7 +200,8 @@ def time_gain(schedule, t, switch=0.5):
     stepwise-late 1 if t <= switch        binary → SM
 
     t: time left, from 1 to 0: the share of the initial masks that are still masked [code], not t/T.
-        It is taken after the reveal, so a linear schedule's first feedback is below full [code].
+        It is taken after a reveal, so the first feedback of "linear" is less than full [code].
+    switch: t' of App. C.9.
     """
     gains = {"none": 1.0, "linear": t, "stepwise": float(t > switch),
              "linear-late": 1 - t, "stepwise-late": float(t <= switch)}

@@ -4,12 +4,12 @@
     python train.py stdlib          # the source code of Python itself: minutes on two CPU cores
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
-    torchrun --nproc_per_node=8 train.py continue         # 100k updates more, from mdlm.ckpt
+    torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.ckpt
     python train.py owt --data=data/yours --n_layer=6 --length=256 --resume   # any field of Config
 
 The first word is a preset, defined below.
 
-    update, batch      one update of θ and ω                                          Alg. 1 l.2-9
+    update, batch      one update of θ and ω; l.3 to l.8 are in mdlm.py               Alg. 1 l.2-9
     train              the data, the model, and the loop around `update`
     the rest           what `train` starts from, measures and saves
 
@@ -36,7 +36,7 @@ import data
 import launch
 from chunks import compile_parts
 from data import rng
-from eval import bits_per_byte, val_ppl
+from eval import bits_per_byte, val_nats
 from launch import Count, Positive, Rate, Refused, Share, Size, due
 from mdlm import MDLM, T_MIN, ModelConfig, corrupt, sample_times
 
@@ -127,11 +127,11 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         with launch.accumulate(parallel, last=j + here.world >= M):
             with here.autocast():
                 loss = parallel(x0, xt, t, soft, tuple(masks))  # MDLM.forward   (b,)          l.5-8
-            # Gradients add up over micro-batches, but DDP averages them over ranks. Times `world`,
-            # any split gives the gradient of Σ loss / n_tokens [code].
+            # Alg. 1 l.8 sums over a sequence. Here it is the mean over all tokens, masked or not
+            # [code]. DDP averages gradients over ranks, and `world` undoes that.
             (loss.sum() * here.world / n_tokens).backward()
         loss = loss.detach()
-        # loss @ t is the cross-entropy without its weight 1/t.
+        # loss @ t is the cross-entropy without its weight 1/t. n: what the loss is a mean over.
         log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(masks[0]),
                 tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
@@ -233,7 +233,7 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        if start:  # what a stop or a kill cut off after this update is made up
+        if start:  # catch up on what a stop or a kill prevented after this update
             late = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
             if late:
                 metrics = {"step": start, **evaluate(ema, held_out, here)}
@@ -338,7 +338,7 @@ def resolved(cfg, special, world):
     if cfg.batch_size % (cfg.micro_batch * world):
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch="
                       f"{cfg.micro_batch} times {world} processes: change one of them")
-    return replace(cfg, vocab_size=special["mask_id"] + 1, mask_id=special["mask_id"],
+    return replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
                    soft_mask=cfg.p_sm > 0)
 
 
@@ -390,8 +390,9 @@ def load_initial(model, cfg, special, flags):
     # Without SM, the file's ω is ignored.
     theirs = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
     ours = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
+    # Of sm.raw_s, the flag is --omega_s.
     of_flags = {name: p for name, p in ours.items() if name.replace("sm.raw", "omega") in flags}
-    model.load_state_dict(ours | theirs | of_flags)  # the last that has a name wins
+    model.load_state_dict(ours | theirs | of_flags)  # for each name, the rightmost counts
     if not ours.keys() & theirs.keys():
         return "the settings"
     return ", ".join([cfg.init_from, *(name.replace("sm.raw", "--omega") for name in of_flags)])
@@ -402,9 +403,9 @@ def evaluate(ema, held_out, here):
     bounds = {}
     for soft in [True, False] if ema.sm else [False]:
         with here.autocast():
-            total = val_ppl(ema, held_out, soft, EVAL_SEED, rank=here.rank, world=here.world)
-        nll, count = launch.over_ranks(torch.tensor(total, dtype=torch.float64)).tolist()
-        bounds["val_soft" if soft else "val_plain"] = nll / count
+            found = val_nats(ema, held_out, soft, EVAL_SEED, rank=here.rank, world=here.world)
+        nats, count = launch.over_ranks(torch.tensor(found, dtype=torch.float64)).tolist()
+        bounds["val_soft" if soft else "val_plain"] = nats / count
     return bounds
 
 

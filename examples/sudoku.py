@@ -26,7 +26,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import launch
 from data import rng
-from eval import val_ppl
+from eval import val_nats
 from launch import Refused, Size, progress, run
 from mdlm import MDLM
 from sample import generate_in_order
@@ -209,7 +209,7 @@ def print_bound(model):
     """Print the bound on held-out grids in nats a grid, and their entropy.                 Eq. 2"""
     rows, bounds = ids_of(texts(HELD_OUT, rng("sudoku", "val")), model.mask_id), []  # (n, 39)
     for title, soft in sides_of(model).items():
-        nats, _ = val_ppl(model, rows, soft, seed=1, batch_size=100, floor=0.0)
+        nats, _ = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)
         bounds.append(f"{nats / HELD_OUT:.1f} {title}")
     print(f"Bound on {HELD_OUT:,} held-out grids, in nats a grid: {', '.join(bounds)}\n"
           f"(their entropy is {NATS:.1f})\n")

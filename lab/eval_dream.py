@@ -83,7 +83,7 @@ def cells(cfg, length):
         if steps < 1 or steps.denominator > 1:
             raise Refused(f"--nfe={budget} of {L} tokens is no number of steps")
         cell = replace(cfg, gen_len=L, steps=int(steps), block=int(block))
-        check(**asdict(cell))
+        check(cell.gen_len, cell.steps, cell.block, cell.threshold)
         grid.append((f"{budget.numerator}/{budget.denominator}", cell))
     return grid
 

@@ -20,7 +20,7 @@ import launch
 import oracles
 import sudoku
 from conftest import GOLDEN, ROOT, gen, plain_omega, random_mdlm, refused, save_mdlm
-from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_ppl
+from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_nats
 from launch import append_jsonl, from_cli, read_json, write_text
 from mdlm import ALPHA_FLOOR, MDLM
 from sample import generate_in_order
@@ -58,7 +58,7 @@ def test_bound_does_not_depend_on_batches_or_ranks():
     assert model.training and not whole[0].requires_grad  # as before
     other = bound(model, rows, True, **options | {"seed": 6})
     assert not torch.equal(other[2], whole[2])  # other masks
-    shards = [val_ppl(model, rows, True, batch_size=4, rank=rank, world=3, **options)
+    shards = [val_nats(model, rows, True, batch_size=4, rank=rank, world=3, **options)
               for rank in range(3)]
     total, tokens = map(sum, zip(*shards))
     assert tokens == 21 * 16 and total == pytest.approx(whole[0].sum().item(), rel=1e-5)
@@ -315,7 +315,7 @@ def test_another_text_is_measured_like_prepared_data_also_without_sm(world):
                                              "path": "other.txt"}
     tokens, _ = data.open_split("other", "val")
     rows = data.rows(tokens, torch.arange(5) * (481 // 14) // 5, 16)
-    total, count = val_ppl(model, rows, False, seed=1)
+    total, count = val_nats(model, rows, False, seed=1)
     assert ppl["values"]["binary"]["nats_per_token"] == pytest.approx(total / count)
 
 

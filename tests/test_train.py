@@ -20,7 +20,7 @@ import launch
 import oracles
 import train as script
 from conftest import ROOT, dying, kill, refused, sigterm, spy, torchrun
-from eval import val_ppl
+from eval import val_nats
 from mdlm import MDLM
 from train import Config, train
 
@@ -134,7 +134,7 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
         soft, bits = name == "val_soft", line[name] / math.log(2) * 32 / in_a_row
         assert re.search(rf"^  {title} +{bits:.4f}$", shown, re.M)
         averaged, raw = (nll / count for nll, count in (
-            val_ppl(m, rows, soft, script.EVAL_SEED) for m in (ema, model)))
+            val_nats(m, rows, soft, script.EVAL_SEED) for m in (ema, model)))
         assert line[name] == pytest.approx(averaged, rel=1e-5) != pytest.approx(raw, rel=1e-5)
     assert list(bounds(cfg)) == [2, 4]
     assert log(cfg)[0]["step"] == 1  # the bound at a fresh start is ln V, and not measured
