@@ -4,7 +4,7 @@
     any file             load, weights, save: all use the dict below
     another ω            with_omega, for decoding
     MDLM's family        from_mdlm_family: the weights of MDLM and of the authors, in our dict
-    training files       load_inert: Lightning's files, without Lightning, and without running code
+    training files       InertUnpickler: Lightning's, without Lightning, and without running code
     safetensors          read_safetensors, write_safetensors
     what is in a file    python checkpoint.py mdlm.ckpt
 
@@ -86,8 +86,10 @@ def read(path):
         return tensors
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:
-        ckpt = load_inert(path)
+    except pickle.UnpicklingError:  # a training framework's, which need not be installed
+        reader = types.SimpleNamespace(__name__="inert", Unpickler=InertUnpickler,
+                                       load=lambda f, **kw: InertUnpickler(f, **kw).load())
+        ckpt = torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
     if not isinstance(ckpt, dict):
         raise TypeError(f"it holds a {type(ckpt).__name__}")
     return ckpt
@@ -239,13 +241,6 @@ def only(settings, where, **wanted):
 
 
 # ---- training files ------------------------------------------------------------------------------
-def load_inert(path):
-    """torch.load for a training framework's checkpoint. The framework need not be installed."""
-    reader = types.SimpleNamespace(__name__="inert", Unpickler=InertUnpickler,
-                                   load=lambda f, **kw: InertUnpickler(f, **kw).load())
-    return torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
-
-
 HARMLESS = {"collections OrderedDict", "torch._utils _rebuild_tensor_v2",
             "torch._utils _rebuild_parameter"}
 

@@ -99,7 +99,7 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     deal = torch.randperm(n, generator=rng("deal", seed))
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
-    for index in launch.announced(mine, f"{n:,} held-out rows"):
+    for index in progress(mine, f"{n:,} held-out rows", leave=False):
         for r, t in enumerate(times[:, index]):                                      # (b,)
             xt = torch.cat([
                 corrupt(x[None], s[None], mask_id, rng("masks", seed, r, int(i)), floor)

@@ -121,12 +121,6 @@ def dialogue(dialogues, cfg, step, j, eos):
     return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
 
-def is_soft(cfg, step, j):
-    """The coin toss with p_sm: whether dialogue j of the update gets feedback               §3.2"""
-    key = (step, j) if cfg.coin == "dialogue" else (step,)
-    return torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() < cfg.p_sm
-
-
 def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     """One update of DoRA and ω. Returns the gradient norm, 0-d.                       Alg. 1 l.2-9
 
@@ -135,8 +129,10 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     """
     M = cfg.batch_size  # dialogues, over all ranks
     special = model.net.cfg  # has the ids of [MASK] and of the end token
-    # The tosses of all ranks: if no dialogue of the update has feedback, ω must stay as it is.
-    softs = [is_soft(cfg, step, j) for j in range(M)]
+    # The coin for each dialogue, also those of other ranks: if none has feedback, ω must not move.
+    keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
+    coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
+    softs = [coin < cfg.p_sm for coin in coins]                                #               §3.2
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
@@ -156,7 +152,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
         log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
     if model.sm and not any(softs):
-        # ω has a gradient of 0, for DDP (mdlm.with_omega_in_graph). Adam's momentum would still
+        # ω has a gradient of 0, for DDP (mdlm.token_nll). Adam's momentum would still
         # move ω, so the gradient is removed [ours].
         for p in model.sm.parameters():
             p.grad = None
@@ -246,8 +242,13 @@ def loop(cfg, here, mask_id):
 
     # ---- the model, the optimizer
     model = model_of(cfg, here)
-    optimizer = optimizer_of(model)
-    source = {"dialogues": digest_of(train + val), "base": model.net.fingerprint(),
+    omega = list(model.sm.parameters()) if model.sm else []
+    groups = [{"params": list(trained(model.net).values())}, {"params": omega}]  # DoRA, ω  App. B.2
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
+    digest = hashlib.sha256()
+    for ids, prompt_len in train + val:
+        digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
+    source = {"dialogues": digest.hexdigest()[:16], "base": model.net.fingerprint(),
               "keys": data.KEYS}
     done, metrics = 0, {}  # updates so far; the last evaluation
     if going_on:
@@ -262,9 +263,18 @@ def loop(cfg, here, mask_id):
     if here.world > 1:  # gradients are views of DDP's buckets, not copies: this saves memory
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def measure():  # and keep the adapter, if it is the best so far
+    def measure():
+        """Evaluate, and save best/ if the loss is the lowest so far. Returns metrics.
+
+        All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
+        """
         found = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
-        return keep_best(found, cfg, given, model, here)
+        loss = found["val_soft" if model.sm else "val_plain"]
+        if loss < found.get("best", math.inf):
+            found["best"] = loss
+            if master:
+                save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, given)
+        return found
 
     # ---- the loop
     start, stop, line = done, 0, {}  # stop: a signal's number, or 0.   line: the last in the log
@@ -428,14 +438,6 @@ def why_dropped(ids, prompt_len, cfg, tok, mask_id):
     return "[MASK] in the text" if mask_id in ids else ""  # it would count as masked
 
 
-def digest_of(dialogues):
-    """A hash of [(ids, prompt length)], 16 hex digits."""
-    digest = hashlib.sha256()
-    for ids, prompt_len in dialogues:
-        digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
-    return digest.hexdigest()[:16]
-
-
 def model_of(cfg, here):
     """A frozen Dream with a new DoRA and, if p_sm > 0, a soft mask                      App. B.2"""
     dtype = None if cfg.dtype == "auto" else here.dtype or torch.float32
@@ -451,13 +453,6 @@ def model_of(cfg, here):
 def trained(model):
     """{name: parameter} of all that is trained, in the optimizer's order: DoRA, then ω."""
     return {name: p for name, p in model.named_parameters() if p.requires_grad}
-
-
-def optimizer_of(model):
-    """AdamW over DoRA and ω, as two groups. The second is empty without SM.             App. B.2"""
-    omega = list(model.sm.parameters()) if model.sm else []
-    groups = [{"params": list(trained(model.net).values())}, {"params": omega}]
-    return torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
 
 
 @torch.no_grad()
@@ -480,19 +475,6 @@ def evaluate(model, val, cfg, here):
         total = torch.stack(found).cpu().double().cumsum(0)[-1]  # the only host sync
         losses["val_soft" if soft else "val_plain"] = launch.over_ranks(total).item() / len(val)
     return losses
-
-
-def keep_best(metrics, cfg, given, model, here):
-    """Save best/ if this evaluation is the best so far. Returns `metrics` with the best loss.
-
-    All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
-    """
-    loss = metrics["val_soft" if model.sm else "val_plain"]
-    if loss < metrics.get("best", math.inf):
-        metrics["best"] = loss
-        if here.rank == 0:
-            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, given)
-    return metrics
 
 
 def save(path, cfg, given, model, optimizer, **facts):

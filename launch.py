@@ -326,22 +326,11 @@ def leave(here, message, status):
 
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
-    """tqdm, on rank 0 only, at most once a second, because a log file keeps every drawing."""
+    """tqdm, on rank 0 only. A file keeps every drawing, so there it draws every half a minute."""
     if os.environ.get("RANK", "0") != "0":
         options["disable"] = True
-    return tqdm(*args, mininterval=1, dynamic_ncols=True, **options)
-
-
-def announced(items, what):
-    """`items` with a bar, on a terminal. Elsewhere, the first tells how long all will take."""
-    begin = time.time()
-    quiet = sys.stderr.isatty() or os.environ.get("RANK", "0") != "0"
-    for item in progress(items, what, leave=False, disable=None):
-        yield item
-        seconds = (time.time() - begin) * (len(items) - 1)
-        if not quiet and seconds > 10:
-            print(f"{what}: about {tqdm.format_interval(seconds)} to go")
-        quiet = True
+    seconds = 1 if sys.stderr.isatty() else 30
+    return tqdm(*args, mininterval=seconds, dynamic_ncols=True, **options)
 
 
 class Log:

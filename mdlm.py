@@ -285,7 +285,12 @@ class TwoPass(nn.Module):
             self.lam = lam.detach().sum() / max(1, len(lam))
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
-        return with_omega_in_graph(nll, self.sm), masks
+        if self.sm:
+            # 0 · ω, so that without feedback ω's gradient is 0, not missing. DDP averages gradients
+            # in buckets, and would skip the one with ω in it: ranks would diverge, and an error
+            # come only in the next forward pass. Not 0 · Σp: the three would share their gradient.
+            nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
+        return nll, masks
 
     def pass_1_learns(self):
         """Whether θ~ gets gradients: only with two_updates (App. C.3)                 Alg. 1 l.5"""
@@ -350,18 +355,6 @@ class TwoPass(nn.Module):
             return ""
         return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
                 f"--omega_s=0.5 --omega_a=1 --omega_b={-max(0.01, line['ce_per_mask']):.2g}")
-
-
-def with_omega_in_graph(nll, sm):
-    """nll + 0 · ω: without feedback, ω gets a gradient of 0 instead of none.
-
-    DDP averages gradients in buckets. It would skip the one that ω's missing gradients are in, and
-    with it some of θ's: ranks would diverge, and an error would come only in the next forward pass.
-    """
-    if sm is None:
-        return nll
-    # Not 0 · Σp: ω's three gradients would share memory, and accumulation would mix them up.
-    return nll + sum((0 * p).sum() for p in sm.parameters())
 
 
 class MDLM(TwoPass):

@@ -135,7 +135,7 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(masks[0]),
                 tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
-        # For DDP, ω has a gradient of 0 (mdlm.with_omega_in_graph), and Adam's momentum would move
+        # For DDP, ω has a gradient of 0 (mdlm.token_nll), and Adam's momentum would move
         # it. Adam skips parameters without a gradient [ours].
         for p in model.sm.parameters():
             p.grad = None
@@ -202,7 +202,7 @@ def loop(cfg, here, tokens, meta, flags):
         held_out = data.rows(val, index, cfg.length)                           # (m, L)
     model, ema, optimizer, done, metrics, omega_from = beginning(cfg, here, meta, source, flags)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
-    if compiled:  # after average_of: in a copy, compiled methods would use this model's weights
+    if compiled:  # after the EMA was copied: compiled methods of a copy use the first's weights
         compile_parts(model)
     parallel = model
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
@@ -291,7 +291,11 @@ def beginning(cfg, here, meta, source, flags):
     elif cfg.init_from:
         omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
     model.to(here.device)
-    ema = average_of(model)
+    # The EMA: a second backbone. ω is not averaged [code], so it is the model's. In a continuation
+    # it starts from the file's weights [ours]. The authors' starts from random weights, which it
+    # forgets within twenty updates.
+    ema = copy.deepcopy(model).eval().requires_grad_(False)
+    ema.sm = model.sm
     parts = [model.net, model.sm] if model.sm else [model.net]  # θ, and ω: two groups  App. B.1
     optimizer = torch.optim.AdamW([{"params": list(part.parameters())} for part in parts],
                                   betas=(0.9, 0.999), weight_decay=0.0,  # [code]
@@ -340,17 +344,6 @@ def resolved(cfg, special, world):
                       f"{cfg.micro_batch} times {world} processes: change one of them")
     return replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
                    soft_mask=cfg.p_sm > 0)
-
-
-def average_of(model):
-    """The EMA: a second backbone. It shares ω with the model, because ω is not averaged [code].
-
-    It is copied after weights are loaded, so a continuation's EMA starts from them [ours]. The
-    authors' EMA starts from random weights, which it forgets within twenty updates.
-    """
-    ema = copy.deepcopy(model).eval().requires_grad_(False)
-    ema.sm = model.sm
-    return ema
 
 
 def load_last(path, cfg, source):

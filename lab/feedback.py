@@ -24,7 +24,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from data import rng
 from eval import Config as EvalConfig
 from eval import corrupted, held_out_rows, mean_and_se, write_result
-from launch import Count, Refused, Size, announced, machine, run
+from launch import Count, Refused, Size, machine, progress, run
 from mdlm import MDLM
 from sample import generate_in_order
 
@@ -57,7 +57,7 @@ def right(model, rows, span, calls, soft, batch_size):
     """(n,): 1 where all of a row's span comes back right, else 0. rows, span: (n, L)"""
     batches = rows.masked_fill(span, model.mask_id).split(batch_size)                # of (b, L)
     found = [generate_in_order(model, len(x), calls, "entropy", top_p=1e-12, x=x, soft=soft)[0]
-             for x in announced(batches, f"{len(rows):,} spans in {calls} calls")]
+             for x in progress(batches, f"{len(rows):,} spans in {calls} calls", leave=False)]
     return (torch.cat(found) == rows).all(1).double()
 
 

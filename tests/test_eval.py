@@ -266,11 +266,11 @@ def test_the_text_of_the_training_is_measured_unless_it_has_changed(world, capsy
     refused("there is no folder elsewhere", main, "ppl", "--checkpoint=own.pt", "--data=elsewhere")
 
 
-def test_what_takes_long_is_announced_where_no_bar_is_seen(monkeypatch, capsys):
-    now = iter(range(0, 900, 30))
-    monkeypatch.setattr("time.time", lambda: next(now))
-    assert list(launch.announced([5, 6, 7], "3 things")) == [5, 6, 7]
-    assert capsys.readouterr().out == "3 things: about 01:00 to go\n"
+def test_a_bar_tells_the_count_and_the_time_left_also_in_a_file(monkeypatch, capsys):
+    now = iter(range(0, 10_000, 20))
+    monkeypatch.setattr("tqdm.std.time", lambda: next(now))
+    assert list(launch.progress([5, 6, 7], "3 things")) == [5, 6, 7]
+    assert re.search(r"3 things:.* 2/3 \[\d\d:\d\d<\d\d:\d\d", capsys.readouterr().err)
 
 
 def test_ppl_of_a_checkpoint(world):
