@@ -37,9 +37,8 @@ def refused(message, function, *args, **kwargs):
 def torchrun(*words, ranks=2, cwd=ROOT, **options):
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    command += [f"--nproc_per_node={ranks}", "--", *map(str, words)]  # else --r would be torchrun's
-    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=200,
-                          **options)
+    return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=cwd,
+                          env=env, capture_output=True, text=True, timeout=200, **options)
 
 
 def random_mdlm(scale=0.3, seed=0, **fields):

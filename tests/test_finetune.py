@@ -327,7 +327,7 @@ def test_two_ranks_are_one(cfg):
     finetune(cfg)
     two = replace(cfg, out=cfg.out + "-two")
     flags = [f"--{name}={v}" for name, v in vars(two).items() if v != getattr(Config, name)]
-    conftest.torchrun("finetune_dream.py", *flags, check=True)
+    conftest.torchrun("--", "finetune_dream.py", *flags, check=True)  # else --r would be torchrun's
     (step, one), (step_two, two) = parts(cfg.out), parts(cfg.out + "-two")
     assert step == step_two == 4
     for a, b in zip(one, two, strict=True):
