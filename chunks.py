@@ -68,9 +68,9 @@ def compile_parts(model, mode=None):
     """Compile the slow parts of a TwoPass: its trunk and its work on a chunk.
 
     mode: of the trunk; "reduce-overhead" uses CUDA graphs. Chunks cannot: their length varies.
-    Methods are compiled, because compiled modules have other names in the state_dict. Copy a model
-    before: methods in a deepcopy would use the original's weights.
     """
+    # Methods, because compiled modules have other names in the state_dict. Copy a model before:
+    # methods in a deepcopy would use the original's weights.
     # DDP would split the trunk every 25 MB, even in the first pass, to send gradients while the
     # backward pass runs. The splits would break fused kernels and change the dropout masks.
     torch._dynamo.config.optimize_ddp = False

@@ -90,11 +90,9 @@ def added_mask(folder):
 
 
 def rope(pos, cfg):
-    """Rotary cos and sin of positions pos (B, L), each (B, L, 1, head_dim), fp32.
-
-    Frequencies are not stored, because a bf16 model would round them: at position 500, angles would
-    be off by over half a radian. The released evaluation of finetuned models has this error.
-    """
+    """Rotary cos and sin of positions pos (B, L), each (B, L, 1, head_dim), fp32."""
+    # Frequencies are not stored: in a bf16 model, angles at position 500 would be off by over half
+    # a radian. The released evaluation of finetuned models has this error.
     even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
     inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)            # (head_dim/2,)
     angle = (pos[..., None].float() * inv_freq).repeat(1, 1, 2)         # (B, L, head_dim)
@@ -199,11 +197,9 @@ class Dream(nn.Module):
         return self.model["norm"](h), kv
 
     def before(self, h, masks):
-        """h (B, L, D) → (N, D), the hidden states that predict the masked positions (b, l).
-
-        Dream grew out of a next-token model and kept its shift: hidden state i − 1 predicts
-        position i. So position 0 must never be masked. `sample_dream.pad_prompts` checks this.
-        """
+        """h (B, L, D) → (N, D), the hidden states that predict the masked positions (b, l)."""
+        # Dream grew out of a next-token model and kept its shift: hidden state i − 1 predicts
+        # position i. So position 0 must never be masked: `sample_dream.pad_prompts` checks this.
         b, l = masks
         return h[b, l - 1]                                              # (N, D)  the shift
 
@@ -217,11 +213,7 @@ class Dream(nn.Module):
         return y.float()  # a loss in bf16 would round its gradients
 
     def compile_trunk(self):
-        """Compile the trunk in place, which takes a minute.
-
-        Whole sequences get one graph, cached parts another. It pays if the host launches kernels
-        more slowly than the GPU runs them.
-        """
+        """Compile the trunk in place: one graph for whole sequences, another for cached parts."""
         self.trunk = torch.compile(self.trunk, dynamic=True)
 
     def fingerprint(self):
@@ -329,11 +321,8 @@ class Tokenizer:
         self.ids = {*ranks.values(), *self.special.values()}
 
     def encode(self, text, special=False):
-        """The token ids of a text, a list.
-
-        special: <|im_end|> and the like become one token each (default: they are ordinary text). A
-            whole chat is encoded with special=True, including what its users typed [code].
-        """
+        """The token ids of a text, a list.   special: <|im_end|> and others are one token each."""
+        # A whole chat is encoded with special=True, including what its users typed [code].
         text = unicodedata.normalize("NFC", text)  # a letter and its accent become one [code]
         allowed = "all" if special else set()
         return self.bpe.encode(text, allowed_special=allowed, disallowed_special=())

@@ -296,11 +296,8 @@ def gen_ppl(nats, tokens):
 
 
 def mauve(features, references, scale, seed, **scorer):
-    """MAUVE of samples against texts, in (0, 1]                                    §4.1, App. B.1
-
-    features: (n, D) of the samples, from `score`.   references: texts.
-    It depends on the seed and both counts. The authors take 5,000 samples, 5,000 references [code].
-    """
+    """MAUVE of samples, from their features (n, D) in `score`, against texts      §4.1, App. B.1"""
+    # It depends on the seed and both counts. The authors compare 5,000 with 5,000 [code].
     from mauve import compute_mauve
     theirs = score(references, **scorer)[2]                                          # (m, D)
     return float(compute_mauve(p_features=features, q_features=theirs, seed=seed,

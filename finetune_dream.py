@@ -193,10 +193,7 @@ class TwoPassDream(TwoPass):
     """Both passes of Dream in one forward, for DDP. Checked against tests/oracles.py dense_nll."""
 
     def forward(self, x0, xt, soft, masks=None):
-        """−log p(x0) of every masked token, nll (N,) in nats                          Alg. 1 l.5-8
-
-        x0, xt: (B, L) ids.   soft, masks: see TwoPass.token_nll.
-        """
+        """−log p(x0) of every masked token, (N,): see TwoPass.token_nll             Alg. 1 l.5-8"""
         return self.token_nll(x0, xt, None, soft, masks)[0]  # None: Dream does not take t
 
 

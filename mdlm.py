@@ -61,10 +61,9 @@ class ModelConfig:
 
 
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
-    """n times in [b_l, b_h], one from each of n equal slices                       Alg. 1 l.3, §3.2
+    """n times (n,) in [b_l, b_h], ascending, one from each of n equal slices       Alg. 1 l.3, §3.2
 
-    Returns t: (n,) fp32, ascending. Alg. 1 draws them independently. Stratified draws [code] give
-    the loss a far smaller variance.
+    Alg. 1 draws them independently. Slices [code] give the loss a far smaller variance.
     """
     u = (torch.arange(n) + torch.rand(n, generator=generator)) / n             # (n,)
     return b_l + (b_h - b_l) * u                                               # (n,)
@@ -219,11 +218,7 @@ class DiT(nn.Module):
             return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
     def cast_linears_(self, dtype):
-        """Store the weights of blocks and head in the dtype that autocast casts them to.
-
-        Autocast then has nothing left to cast, and the results are the same bit for bit. For
-        decoding only: training needs fp32 weights. sigma_map and the norms run in fp32 anyway.
-        """
+        """For decoding: store the weights that autocast casts, already cast. Equal bit for bit."""
         for part in (self.blocks, self.output_layer):
             for module in part.modules():
                 if isinstance(module, nn.Linear):
@@ -346,13 +341,10 @@ class TwoPass(nn.Module):
         return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk
 
     def warning(self, line):
-        """A sentence for the user if training has left feedback off, else "".
-
-        line: the last of log.jsonl. Its cross-entropy per mask estimates the mean entropy H, and
-        with ω_b = −H, λ would be ω_s / 2 at this entropy (Eq. 3).
-        """
+        """A sentence for the user if the last line of the log shows no feedback, else ""."""
         if line.get("lam", 1.0) >= 1e-3:  # a line without feedback has no λ
             return ""
+        # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
         return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
                 f"--omega_s=0.5 --omega_a=1 --omega_b={-max(0.01, line['ce_per_mask']):.2g}")
 

@@ -302,10 +302,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
 
 def next_masks(score, masked, steps_left):
-    """Which masks to reveal, (n, L) bool: in each row, those with the highest scores         [ours]
+    """The masks with the highest scores (n, L), in each row 1 / steps_left, rounded up: (n, L) bool
 
-    Each row reveals 1 / steps_left of its masks, rounded up. Ties are broken from left to right.
-    score, masked: (n, L).
+    Ties are broken from left to right [ours].
     """
     score = score.masked_fill(~masked, -torch.inf)
     ranking = score.argsort(dim=-1, descending=True, stable=True)              # (n, L)  positions

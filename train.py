@@ -165,11 +165,8 @@ def lr_at(step, cfg):
 
 @torch.no_grad()
 def update_ema(ema, model, step, decay):
-    """ema ← d ema + (1 − d) model, in place, with d = min(decay, (1 + step)/(10 + step)) [code]
-
-    step: updates made. Without this warm-up of d, the random start would stay in the average for
-    about 1/(1 − decay) updates.
-    """
+    """ema ← d ema + (1 − d) model, in place, after `step` updates [code]"""
+    # Without its warm-up, the average would keep the random start for 1 / (1 − decay) updates.
     d = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - d)
 
