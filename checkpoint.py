@@ -98,8 +98,8 @@ def read(path):
 def weights(path, ema=True):
     """A model's state_dict and the rest of its dict.
 
-    ema: the averaged θ, where a file has both, as a last.pt does. Else θ as it was trained. A file
-    with one θ, such as a step-N.pt, does not say which it is. ω is not averaged [code].
+    ema: take the averaged θ if the file has two, as a last.pt has. False: θ as it was trained. A
+    file with one θ, such as a step-N.pt, does not say which it is. ω is not averaged [code].
     """
     ckpt = load(path, "mdlm")
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)

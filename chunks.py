@@ -42,7 +42,7 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
     else:
         room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
         size = max(1, int(room / one_row))
-        if N <= size:  # not for a compiled fn, which would compile again for tensors not split
+        if N <= size:  # only a compiled fn must see views: it would compile again for whole tensors
             return fn(*rows)
         if torch.is_grad_enabled() and keeps * N * one_row > BUDGET:
             fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)

@@ -218,9 +218,9 @@ def prepare(docs, out, tok, val_docs=None, source=""):
 def held_out(tokens, val_docs=None):
     """(whole documents, tokens) that are held out, at the end of the text
 
-    Without val_docs: 1 % of the documents, but no more than 10,000. If they have fewer than
-    MIN_HELD_OUT tokens, which would say little, as many documents as have these. In any case at
-    most a tenth of the text, even if a document must be cut [ours].
+    Without val_docs: 1 % of the documents, but no more than 10,000. If these have fewer than
+    MIN_HELD_OUT tokens, which would say little, as many documents as reach it. Either way at most a
+    tenth of the text, even if a document must be cut [ours].
     tokens: of each document.
     """
     n = len(tokens)

@@ -128,7 +128,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     here: launch.machine().   log: launch.Log.
     """
     M = cfg.batch_size  # dialogues, over all ranks
-    special = model.net.cfg  # has the ids of [MASK] and of the end token
+    ids = model.net.cfg  # pad_token_id, the end token, and mask_token_id
     # The coin for each dialogue, also those of other ranks: if none has feedback, ω must not move.
     keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
     coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
@@ -136,19 +136,19 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
-        x0, prompt_len = dialogue(dialogues, cfg, step, j, special.pad_token_id)  # (1, L)       l.2
+        x0, prompt_len = dialogue(dialogues, cfg, step, j, ids.pad_token_id)  # (1, L)           l.2
         t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()  #             l.3
         q = rng(cfg.seed, "q", step, j)
-        xt = mask_response(x0, prompt_len, t, special.mask_token_id, q)        # (1, L)          l.4
+        xt = mask_response(x0, prompt_len, t, ids.mask_token_id, q)            # (1, L)          l.4
         # Found on the CPU: N depends on the data, so on a GPU this would be a host sync.
-        masks = (xt == special.mask_token_id).nonzero(as_tuple=True)           # 2 × (N,)
+        masks = (xt == ids.mask_token_id).nonzero(as_tuple=True)               # 2 × (N,)
         x0, xt, *masks = (launch.to_device(x, here.device) for x in (x0, xt, *masks))
         with launch.accumulate(parallel, last=j + here.world >= M):
             nll = parallel(x0, xt, softs[j], tuple(masks))                     # (N,)          l.5-8
             # DDP averages gradients over the ranks. Times `world`, they are summed.
             (objective(nll, t, cfg.loss, M) * here.world).backward()
         nll = nll.detach()
-        # The log has the loss of a dialogue: its mean, also where an update sums.
+        # The log has the mean over dialogues, also where the update sums over them.
         log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
     if model.sm and not any(softs):
@@ -221,10 +221,10 @@ def finetune(cfg):
     """The whole run. Returns the TwoPassDream."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    special = DreamConfig.read(cfg.model)
-    check(cfg, special.vocab_size, here.world)
+    dream_cfg = DreamConfig.read(cfg.model)
+    check(cfg, dream_cfg.vocab_size, here.world)
     with launch.lock(cfg.out, here.rank == 0):
-        return loop(cfg, here, special.mask_token_id)
+        return loop(cfg, here, dream_cfg.mask_token_id)
 
 
 def loop(cfg, here, mask_id):
@@ -232,8 +232,8 @@ def loop(cfg, here, mask_id):
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id, master)
-    # finetune.json gets the settings as they were given. There, steps is 0 if epochs decide: how
-    # many updates that is depends on the seed, and seeds of one setting are to be averaged.
+    # finetune.json gets the settings as they were given. How many updates `epochs` is depends on
+    # the seed, so with their number two seeds would look like two settings, never averaged.
     given = cfg
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
@@ -455,17 +455,17 @@ def trained(model):
 @torch.no_grad()
 def evaluate(model, val, cfg, here):
     """{name: mean loss over the held-out dialogues}, with feedback and without."""
-    losses, special = {}, model.net.cfg
+    losses, net_cfg = {}, model.net.cfg
     for soft in [True, False] if model.sm else [False]:
         found = [torch.zeros((), device=here.device)]
         for i in range(here.rank, len(val), here.world):
             ids, prompt_len = val[i]
-            x0 = pad_with_eos(ids, special.pad_token_id, rng(cfg.seed, "val n_end", i))[None]
+            x0 = pad_with_eos(ids, net_cfg.pad_token_id, rng(cfg.seed, "val n_end", i))[None]
             # Evenly spaced times, for less noise [code].
             t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)
             q = rng(cfg.seed, "val q", i)
-            xt = mask_response(x0, prompt_len, t, special.mask_token_id, q)    # (1, L)
-            inputs = x0, xt, *(xt == special.mask_token_id).nonzero(as_tuple=True)
+            xt = mask_response(x0, prompt_len, t, net_cfg.mask_token_id, q)    # (1, L)
+            inputs = x0, xt, *(xt == net_cfg.mask_token_id).nonzero(as_tuple=True)
             x0, xt, *masks = (launch.to_device(x, here.device) for x in inputs)
             nll = model(x0, xt, soft, tuple(masks))                            # (N,)
             found.append(objective(nll, t, cfg.loss, 1))

@@ -4,8 +4,9 @@
     Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
     Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t
     §2.1 g_θ, App. B.1       DiT             a bidirectional transformer, 169M in the paper
-    Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone
-    Alg. 1 l.7, Alg. 2 l.6   its `feedback`  what a position that stays masked sees next
+    Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone:
+                                             its token_nll; 1/t is in MDLM.forward
+    Alg. 1 l.6-7, Alg. 2 l.6   its feedback, weigh    what a position that stays masked sees next
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
 A backbone has three parts. SM sits between `table` and `hidden`: at the masks, it mixes the last
@@ -244,7 +245,7 @@ class TwoPass(nn.Module):
         p  = g_θ(x')           a forward pass with gradients for θ, and for ω via x' l.7
         L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
 
-    The paper's l.8 has no minus sign, and indices i where its sum has l [ours].
+    The paper's l.8 lacks the minus sign, and has indices i in a sum over l: mended here [ours].
     To follow the calls down to Eq. 3, read MDLM.forward (at the end of this file), token_nll,
     feedback, weigh, SoftMask.forward, SoftMask.strength. in_chunks and in_pieces only split rows.
 
@@ -283,7 +284,8 @@ class TwoPass(nn.Module):
         if self.sm:
             # 0 · ω, so that without feedback ω's gradient is 0, not missing. DDP averages gradients
             # in buckets, and would skip the one with ω in it: ranks would diverge, and an error
-            # come only in the next forward pass. Not 0 · Σp: the three would share their gradient.
+            # come only in the next forward pass. Not 0 · Σp: ω's three gradients would then be one
+            # tensor, and each micro-batch would add all three sums to it.
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, masks
 
@@ -294,8 +296,8 @@ class TwoPass(nn.Module):
     def feedback(self, h=None, weighed=None):
         """The input of the next pass at masked positions                   Alg. 1 l.6-7, Alg. 2 l.6
 
-        h: (n, D) hidden states that predict these positions.   weighed: `weigh` of all their
-        chunks, if it is known.
+        Give h, (n, D) hidden states that predict these positions, or `weighed`, what `weigh`
+        returned for them.
         Returns their mixed embeddings (n, D), λ (n,), and their likeliest tokens (n,).
         """
         dense = self.sm.k is None
@@ -303,7 +305,7 @@ class TwoPass(nn.Module):
             # With top-k, and no gradient in pass 1, nothing (n, V) is kept for the backward pass.
             keeps = SM_KEEPS if dense or self.two_updates else 0
             weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
-                                whole=self.training and not dense)
+                                whole=self.training and not dense)  # see in_chunks
         if dense:  # mixed already
             lam, likeliest, mixed = weighed
             return mixed, lam, likeliest

@@ -101,7 +101,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
     the first l.3, and l.4 draws only the tokens that appear. Steps that change nothing are skipped
     (App. C.4) [code]. With SM this matters: in such a step, the feedback alone would change the
-    prediction. `every` makes those steps too (App. C.5).
+    prediction. `every` makes those steps too (App. C.5). If masks are left after the last step, one
+    more call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
@@ -139,7 +140,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         by_argmax = to_device(u == ARGMAX, device)  # here, `drawn` means nothing
         return torch.where(by_argmax, logits.argmax(-1), drawn)                # (m,)
 
-    for t, appear, stay, vanish, u in turns:  # see side_by_side
+    # appear, stay and vanish are index pairs (b, l), and u has a number for each in `appear`.
+    for t, appear, stay, vanish, u in turns:
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
         drawn = in_chunks(draw, h[appear], u, V=len(table))                    # (m,)  only x~   l.4
         lost = x[vanish]                                                       # (r,)  with ReMDM
@@ -147,7 +149,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         emb[appear] = F.embedding(drawn, table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-        if len(lost):  # re-masked just now. The network still sees them in l.3: p is 1 [code]
+        if len(lost):  # re-masked in this step. In its l.3 they were tokens: their p is 1 [code]
             guess[vanish] = lost
             emb[vanish] = table[mask_id]
             if soft:
@@ -212,10 +214,11 @@ def side_by_side(plans, L, device):
     none = np.zeros(L, bool)
     nothing = Turn(T_END, none, none, none, np.zeros(0))
     for turns in zip_longest(*plans, fillvalue=nothing):
-        t, *sets, u = zip(*turns)  # n of each
+        t, appear, stay, vanish, u = zip(*turns)  # n of each
         t, u = torch.tensor(t), torch.from_numpy(np.concatenate(u))            # (n,), (m,)
-        sets = [indices(torch.from_numpy(np.stack(rows)), device) for rows in sets]
-        yield to_device(t, device), *sets, u
+        pairs = [indices(torch.from_numpy(np.stack(rows)), device)
+                 for rows in (appear, stay, vanish)]
+        yield to_device(t, device), *pairs, u
 
 
 def indices(where, device):
@@ -241,8 +244,8 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     steps: network calls, at most. With as many steps as masks, each reveals one token.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
         is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
-    threshold: where a token has at least this share of the whole prediction, reveal all such
-        positions instead [ours]. Give as many steps as masks: then all others appear one by one.
+    threshold: reveal all positions whose likeliest token has at least this probability, before the
+        nucleus, instead [ours]. Give as many steps as masks: then all others appear one by one.
     All else is as in `generate`.
     Checked against tests/oracles.py in_order.
     """
@@ -252,7 +255,8 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     model.eval()
     soft = soft and model.sm is not None
     x, generators = beginning(model, n, x, generator)                          # (n, L)
-    masked_cpu, x = x == mask_id, to_device(x, device)                            # 2 × (n, L)
+    masked_cpu = x == mask_id                                                  # (n, L)
+    x = to_device(x, device)                                                   # (n, L)          l.1
     emb = F.embedding(x, table)                                                # (n, L, D)
     nfe = torch.zeros(n, dtype=torch.long)                                     # (n,)
 
@@ -274,11 +278,12 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         h = net.hidden(emb, masks, t)                                          # (N, D)          l.3
         # Row-major, like h: the draws of the masked positions.
         found = in_chunks(predict, h, u[masked_cpu], V=len(table))             #                 l.4
-        drawn, minus_H, p, *weighed = found                                    # (N,) each
+        drawn, minus_H, p, *weighed = found    # (N,) each; weighed: see TwoPass.weigh
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
-            # From masks alone, a DiT predicts the same at every position. Rounding errors would
-            # break these ties, differently in every batch. So keep the random order there [ours].
+            # From masks alone, a DiT predicts the same at every position: attention averages equal
+            # values. Rounding errors would break these ties, differently in every batch. So the
+            # order stays random there [ours].
             only_masks = masked.all(-1, keepdim=True)                          # (n, 1)
             score = torch.where(only_masks, score, score.index_put(masks, minus_H))
         chosen = next_masks(score, masked, steps_left)                         # (n, L)
@@ -288,9 +293,10 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         x = torch.where(chosen, x.index_put(masks, drawn), x)                  # (n, L)          l.5
         emb = F.embedding(x, table)                                            # (n, L, D)
         nfe += masked_cpu.any(-1)
-        before, masked_cpu = masked_cpu, (x == mask_id).cpu()  # the host sync of the step
+        before = masked_cpu                                                    # (n, L)
+        masked_cpu = (x == mask_id).cpu()  # the host sync of the step         # (n, L)
         stay = indices(masked_cpu, device)                                        # 2 × (m,)
-        row, = indices(masked_cpu[before], device)  # of the N masks, those that stay   (m,)
+        (row,) = indices(masked_cpu[before], device)  # of the N rows, those of `stay`   (m,)
         lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
         if soft:
             weighed = [each[row] for each in weighed]
@@ -341,8 +347,8 @@ class Config:
     # random reveal equally many in every step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
-    # For entropy and random: instead of equally many tokens, reveal all that have at least this
-    # probability, or else the first in order.
+    # For entropy and random: reveal every position whose likeliest token has at least this
+    # probability, or if there is none, the first in order.
     threshold: Annotated[float, 1e-6, 1] | None = None
     top_p: Annotated[float, 1e-12, 1] = 0.9  # nucleus
     soft: bool = True           # False: decode an SM model without feedback
@@ -454,10 +460,11 @@ def main(cfg):
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
     made = [(line["settings"], line["seed"]) for line in lines]
-    if made and made == len(made) * [(settings | {"compile": not cfg.compile}, cfg.seed)]:
+    other = settings | {"compile": not cfg.compile}
+    if made and all(each == (other, cfg.seed) for each in made):
         # CUDA graphs round differently, and --count decides whether they are the default.
         raise Refused(f"{path} holds samples made with --compile={not cfg.compile}: give it, too")
-    if made != len(made) * [(settings, cfg.seed)]:
+    if any(each != (settings, cfg.seed) for each in made):
         raise Refused(f"{path} holds samples made with other settings: choose another --out")
     texts = {line["index"]: line["text"] for line in lines}
 

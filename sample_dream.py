@@ -54,9 +54,9 @@ class Decoding:
     switch: Share = 0.5             # t', share of masks left when a stepwise schedule switches
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # With block: whatever the algorithm, reveal all tokens with at least this probability. It is
-    # that after temperature and top_p, which is often 1 for a token that leads by little, at 0.1
-    # and 0.9 (REPRODUCE.md, 5).
+    # With block: whatever the algorithm, reveal all tokens with at least this probability, after
+    # temperature and top_p. At 0.1 and 0.9, it is often 1, even for a token that leads by little
+    # (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Replace the adapter's ω. If there is none, omega_s turns SM on, with k = 3 and the paper's
     # values for the other two.
@@ -293,7 +293,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, first + block)}[cache]
         for i, share in enumerate(shares):
             lo, hi = later if i else (0, L)                             # what the pass computes
-            end = first + block if i or len(shares) == 1 else first + 1  # of what may be revealed
+            only_first = i == 0 and len(shares) > 1
+            end = first + 1 if only_first else first + block            # of what may be revealed
             # lo = 0 computes all afresh. With a cache, lo ≥ 1: position 0 is never masked.
             h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (B, hi − lo, D)
             opened = masked & (place >= first) & (place < end)          # (B, L)  may be revealed

@@ -200,7 +200,7 @@ def time_gain(schedule, t, switch=0.5):
     stepwise-late 1 if t <= switch        binary → SM
 
     t: time left, from 1 to 0: the share of the initial masks that are still masked [code], not t/T.
-        It is taken after a reveal, so the first feedback of "linear" is less than full [code].
+        This share is taken after a reveal, so the first feedback of "linear" is not full [code].
     switch: t' of App. C.9.
     """
     gains = {"none": 1.0, "linear": t, "stepwise": float(t > switch),

@@ -9,8 +9,8 @@
 
 The first word is a preset, defined below.
 
-    update, batch      one update of θ and ω; l.3 to l.8 are in mdlm.py               Alg. 1 l.2-9
-    train              the data, the model, and the loop around `update`
+    update, batch      one update of θ and ω; it calls mdlm.py for l.3 to l.8         Alg. 1 l.2-9
+    train, loop        the data, the model, and the loop around `update`
     the rest           what `train` starts from, measures and saves
 
 Every draw has a generator of its own (data.rng), keyed by what it is for: (seed, "t", step) for the
@@ -288,9 +288,9 @@ def beginning(cfg, here, meta, source, flags):
     elif cfg.init_from:
         omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
     model.to(here.device)
-    # The EMA: a second backbone. ω is not averaged [code], so it is the model's. In a continuation
-    # it starts from the file's weights [ours]. The authors' starts from random weights, which it
-    # forgets within twenty updates.
+    # The EMA: a second backbone. ω is not averaged [code], so it is the model's. A continuation's
+    # average starts from the file's weights [ours]. That of the authors starts from random ones,
+    # and forgets them within twenty updates.
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
     parts = [model.net, model.sm] if model.sm else [model.net]  # θ, and ω: two groups  App. B.1
@@ -324,8 +324,8 @@ def is_kept(done, cfg):
     return due(cfg.keep_every, done, cfg.steps) or done == cfg.steps
 
 
-def resolved(cfg, special, world):
-    """cfg, checked, with the vocabulary of the data.   special: the tokenizer in meta.json."""
+def resolved(cfg, vocabulary, world):
+    """cfg, checked, with the vocabulary of the data.   vocabulary: `tokenizer` in meta.json."""
     # These are fields of ModelConfig, but not flags of this script.
     launch.unused(cfg, "in train.py: --p_sm=0 trains without SM", "soft_mask")
     launch.unused(cfg, "in train.py: the data say which it is", "vocab_size", "mask_id")
@@ -334,13 +334,14 @@ def resolved(cfg, special, world):
                       "k", "two_updates", "eta_sm")
     if not cfg.b_l < cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    if cfg.k is not None and cfg.k >= special["vocab_size"]:
-        raise Refused(f"--k={cfg.k} must be below the {special['vocab_size']} tokens of {cfg.data}")
+    if cfg.k is not None and cfg.k >= vocabulary["vocab_size"]:
+        raise Refused(f"--k={cfg.k} must be below the {vocabulary['vocab_size']} tokens of "
+                      f"{cfg.data}")
     if cfg.batch_size % (cfg.micro_batch * world):
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch="
                       f"{cfg.micro_batch} times {world} processes: change one of them")
-    return replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
-                   soft_mask=cfg.p_sm > 0)
+    return replace(cfg, vocab_size=vocabulary["vocab_size"],
+                   mask_id=vocabulary["mask_id"], soft_mask=cfg.p_sm > 0)
 
 
 def load_last(path, cfg, source):
@@ -358,7 +359,7 @@ def load_last(path, cfg, source):
     return ckpt
 
 
-def load_initial(model, cfg, special, flags):
+def load_initial(model, cfg, vocabulary, flags):
     """Load θ from a file, and ω if it has one. Returns where ω comes from.
 
     θ gets the raw weights [code], or their average from a step-N.pt, which has only that.
@@ -370,7 +371,7 @@ def load_initial(model, cfg, special, flags):
                       f"replaces files: give another --out_dir")
     ckpt = checkpoint.load(cfg.init_from, "mdlm")
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
-    now = asdict(cfg) | {"tokenizer": special["name"]}
+    now = asdict(cfg) | {"tokenizer": vocabulary["name"]}
     # Some of these can differ without a mismatch in shapes.
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
