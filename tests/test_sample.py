@@ -123,7 +123,7 @@ def oracle_of(model, soft):
 
 @pytest.mark.parametrize("sampler, soft", [*itertools.product(SAMPLERS, (True, False))])
 @pytest.mark.parametrize("changes, t_end, every", [
-    ({}, 1e-5, False), (dict(k=None), 1e-5, False), ({}, 0.1, False), ({}, 1e-5, True),
+    ({}, 1e-5, False), (dict(k=None), 1e-5, False), ({}, 0.2, False), ({}, 1e-5, True),
     (dict(time_conditioning=True), 0.1, False)])
 def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
     """A sequence has the same ids and calls alone and among others."""
@@ -313,6 +313,7 @@ def test_flags_decide_how_the_average_decodes(run, saved, flags, decode):
     ids, nfe = decode(MDLM.load(saved, ema=True), 3, generator=own, x=x)
     assert [line["ids"] for line in lines] == ids.tolist()
     assert [line["nfe"] for line in lines] == nfe.tolist()
+    assert {line["settings"]["steps"] for line in lines} == {decode.keywords["steps"]}
 
 
 def test_a_model_of_another_tokenizer_and_an_eta_without_use_are_refused(run, tmp_path):
@@ -374,7 +375,7 @@ def test_decoding_takes_another_omega_also_for_a_binary_model(run, saved, tmp_pa
     [own], [soft] = run("own"), run("soft", **omega)
     [plain], [given] = run("plain", checkpoint=binary), run("given", checkpoint=binary, **omega)
     assert own["ids"] != soft["ids"] == given["ids"] != plain["ids"]
-    assert given["settings"].items() >= omega.items()
+    assert given["settings"].items() >= omega.items() and not plain["settings"]["soft"]
 
 
 def test_an_order_that_does_not_exist_is_an_error():
