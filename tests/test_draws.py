@@ -12,6 +12,7 @@ of MAUVE. Not here: what is tried out in lab/.
 import json
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -212,20 +213,35 @@ def test_perplexity(corpus, tmp_path, drawn, passes, batch_size):
     assert sorted(rows_of(passes)) == with_and_without(oracles.held_out(val, 258, 5, repeats=2))
 
 
-@pytest.mark.parametrize("batch_size, world", [(2, 1), (3, 2)])
-def test_samples(tmp_path, drawn, as_rank, batch_size, world):
-    path = str(tmp_path / "last.pt")
-    save_mdlm(path, random_mdlm(vocab_size=259, mask_id=258, length=22, omega_s=0.7))
+@pytest.mark.parametrize("batch_size, world, words, decode", [
+    (2, 1, "--steps=9 --sampler=remdm-loop --eta=0.1 --top_p=0.5",
+     partial(sample.generate, steps=9, sampler="remdm-loop", eta=0.1, top_p=0.5)),
+    (3, 2, "--soft=False --prompt=ab", partial(sample.generate, steps=22, soft=False)),
+    (2, 2, "--sampler=entropy --top_p=0.5 --prompt=ab",
+     partial(sample.generate_in_order, steps=19, order="entropy", top_p=0.5)),
+    (3, 1, "--sampler=random --threshold=0.1",
+     partial(sample.generate_in_order, steps=22, order="random", threshold=0.1))])
+def test_samples(tmp_path, drawn, as_rank, batch_size, world, words, decode):
+    """Of the average of the weights, as the flags say"""
+    path, x = str(tmp_path / "last.pt"), torch.full((22,), 258)
+    model, average = (random_mdlm(seed=seed, vocab_size=259, mask_id=258, length=22, omega_s=0.7,
+                                  omega_a=1.0, omega_b=-5.0) for seed in (0, 3))
+    ema = {f"net.{name}": w for name, w in average.net.state_dict().items()}
+    save_mdlm(path, model, ema=ema)
+    words = [*words.split(), "--count=5", "--seed=5", "--device=cpu", f"--checkpoint={path}"]
+    if "--prompt=ab" in words:
+        x[:3] = torch.tensor([256, 97, 98])
     for rank in range(world):
         as_rank(rank, world)
-        conftest.start("sample", f"--checkpoint={path}", "--count=5", f"--batch_size={batch_size}",
-                       "--steps=9", "--seed=5", "--device=cpu", f"--out={tmp_path}/samples.jsonl")
+        conftest.start("sample", *words, f"--batch_size={batch_size}", f"--out={tmp_path}/s.jsonl")
     assert drawn == keys("a sample", seed=[5], i=range(5))
-    lines = [line for path in tmp_path.glob("samples*") for line in read_jsonl(path)]
-    found = {line["index"]: line["ids"] for line in lines}
-    alone = [sample.generate(MDLM.load(path), 1, 9, generator=[oracles.rng("sample", 5, i)])[0]
-             for i in range(5)]
-    assert [found[i] for i in range(5)] == torch.cat(alone).tolist()
+    lines = [line for path in tmp_path.glob("s*.jsonl") for line in read_jsonl(path)]
+    assert sorted(line["index"] for line in lines) == [*range(5)]
+    for line in lines:
+        own = oracles.rng("sample", 5, line["index"])
+        ids, nfe = decode(average, 1, generator=[own], x=x)
+        assert line["ids"] == ids[0].tolist() and line["nfe"] == nfe.item()
+        assert line["settings"]["steps"] == decode.keywords["steps"]
 
 
 def test_answers(tiny, drawn):
@@ -244,15 +260,12 @@ def test_answers(tiny, drawn):
 def test_references(corpus, drawn):
     folder, _, val = corpus
     shuffled = val[torch.randperm(len(val), generator=oracles.rng("reference", 5))].tolist()
-    half = len(val) // 2
-    for n, rows, expected in ((4, 0, shuffled[:4]), (half, 3, shuffled[:half]),
-                              (None, 3, shuffled[-3:]), (None, 0, shuffled[-half:]),
-                              (None, 99, shuffled[-half:])):  # the row "Data"
+    half, decode = len(val) // 2, data.tokenizer("bytes").decode
+    for n, rows, expected in ((half, 3, shuffled[:half]), (None, 3, shuffled[-3:]),
+                              (None, 0, shuffled[-half:]), (None, 99, shuffled[-half:])):
         cfg = evaluation.Config(data=folder, seed=5, rows=rows)
-        found, _ = evaluation.held_out_samples(cfg, 22, n)
-        assert [row["ids"] for row in found] == expected
-        assert [row["text"] for row in found] == [data.tokenizer("bytes").decode(row)
-                                                  for row in expected]
+        found, _ = evaluation.held_out_samples(cfg, 22, n)  # without n, the row "Data"
+        assert [(row["ids"], row["text"]) for row in found] == [(r, decode(r)) for r in expected]
     assert drawn == keys("references", seed=[5])
 
 

@@ -1,5 +1,6 @@
 """eval.py and lab/feedback.py: how bounds and samples are measured."""
 
+import functools
 import math
 import os
 import re
@@ -18,14 +19,14 @@ import eval as evaluation
 import feedback
 import launch
 import oracles
-import sudoku
 from conftest import GOLDEN, ROOT, gen, plain_omega, random_mdlm, refused, save_mdlm
 from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_nats
 from launch import append_jsonl, from_cli, read_json, write_text
-from mdlm import ALPHA_FLOOR, MDLM
+from mdlm import MDLM
 from sample import generate_in_order
 
 BYTES = data.tokenizer("bytes")
+OPEN = dict(omega_s=0.5, omega_a=1.0, omega_b=-5.0)  # ω at which SM does something
 
 
 def model_of(seed=0, **changes):
@@ -38,9 +39,12 @@ def rows_of(n, V=258, seed=0):
 
 @pytest.mark.parametrize("soft, floor", [(True, 1e-3), (False, 1e-3), (True, 0.0)])
 def test_bound_is_eq_2_at_fixed_times_and_masks(soft, floor):
-    """Of each row, means over the repeats: the loss, its cross-entropy, the number of masks"""
-    model, rows = model_of(omega_s=0.5, omega_a=1.0, omega_b=-5.0), rows_of(5)
-    found = bound(model, rows, soft, 5, repeats=2, batch_size=3, floor=floor)
+    """Of each row, means over the repeats: the loss, its cross-entropy, the number of masks. Two
+    ranks take rows 0, 1 and 4, and rows 2 and 3."""
+    model, rows = model_of(**OPEN), rows_of(5)
+    measure = functools.partial(bound, model, rows, soft, 5, repeats=2, floor=floor)
+    found = measure(batch_size=3)
+    assert model.training and not found.requires_grad  # as before
     net, expected = model.eval().net, torch.zeros(3, 5, dtype=torch.float64)
     predict = lambda emb, t: net.head(net.trunk(emb, t)[0])[None]
     drawn = oracles.held_out(rows, 258, 5, repeats=2, floor=floor)
@@ -49,40 +53,10 @@ def test_bound_is_eq_2_at_fixed_times_and_masks(soft, floor):
                                 plain_omega(model.sm) if soft else None)
         expected[:, i % 5] += torch.tensor([nll, nll * t, (xt == 258).sum()]) / 2
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-
-
-def test_bound_does_not_depend_on_batches_or_ranks():
-    model, rows, options = model_of(omega_s=0.5), rows_of(21), dict(seed=5, repeats=2)
-    whole, parts = (bound(model, rows, True, batch_size=size, **options) for size in (21, 4))
-    torch.testing.assert_close(parts, whole, rtol=1e-5, atol=1e-6)
-    assert model.training and not whole[0].requires_grad  # as before
-    other = bound(model, rows, True, **options | {"seed": 6})
-    assert not torch.equal(other[2], whole[2])  # other masks
-    shards = [val_nats(model, rows, True, batch_size=4, rank=rank, world=3, **options)
-              for rank in range(3)]
-    total, tokens = map(sum, zip(*shards))
-    assert tokens == 21 * 16 and total == pytest.approx(whole[0].sum().item(), rel=1e-5)
-
-
-def test_times_are_stratified_over_rows_and_within_each():
-    n, repeats = 10, 4
-    seen = [pair for index, _, _, t in evaluation.corrupted(rows_of(n), 258, repeats=repeats)
-            for pair in zip(index.tolist(), t.tolist())]
-    u = [sorted((t - ALPHA_FLOOR) / (1 - ALPHA_FLOOR) for row, t in seen if row == i)
-         for i in range(n)]
-    assert all([int(t * repeats) for t in row] == list(range(repeats)) for row in u)
-    assert sorted(int(t * n * repeats) for row in u for t in row) == list(range(n * repeats))
-
-
-def test_masks_follow_the_floor_and_differ_between_repeats(monkeypatch):
-    def masked_at(t, **options):
-        monkeypatch.setattr(evaluation, "sample_times", lambda n, *_, **__: torch.full((n,), t))
-        found = evaluation.corrupted(rows_of(999), 258, batch_size=999, **options)
-        return [xt == 258 for _, _, xt, _ in found]
-
-    assert masked_at(1.0, floor=0.0)[0].all() and not masked_at(1.0)[0].all()
-    first, second = masked_at(0.5, repeats=2)
-    assert 0.4 < (first == second).float().mean() < 0.6
+    ranks = [measure(batch_size=2, rank=rank, world=2) for rank in (0, 1)]
+    torch.testing.assert_close(torch.cat(ranks, 1), found[:, [0, 1, 4, 2, 3]], rtol=1e-5, atol=1e-6)
+    total, tokens = val_nats(model, rows, soft, 5, repeats=2, floor=floor)
+    assert total == pytest.approx(found[0].sum().item()) and tokens == 5 * 16
 
 
 def test_standard_error_of_a_ratio():
@@ -103,28 +77,6 @@ def test_a_span_is_right_where_the_model_writes_it_itself():
     rows[7, span[7].nonzero()[2]] += 1  # one token of five
     on, off = (feedback.right(model, rows, span, 3, soft, batch_size=64) for soft in (True, False))
     assert on.sum() == 199 and not on[7] and off.sum() < 180
-
-
-def test_feedback_pays_where_several_cells_are_filled_in_a_call(tmp_path, monkeypatch):
-    """Spans of 12 of 36 cells. The mean of its bound by t is the bound of eval.py."""
-    monkeypatch.chdir(tmp_path)
-    path = os.path.join(ROOT, "results", "sudoku.safetensors")
-    held_out = sudoku.texts(2000, data.rng("sudoku", "val"))
-    data.prepare(["123456", *held_out], "data", BYTES, val_docs=2000)
-    words = f"--checkpoint={path} --data=data --width=12 --calls=6,3 --rows=500 --out=r.json"
-    ask = lambda *more: feedback.main(from_cli(feedback.Config, [*words.split(), *more]))
-    refused("give calls from 1 to the width", ask, "--width=5")  # the last call would be empty
-    ask("--batch_size=50", "--device=cpu")
-    two, four, *tenths = read_json("r.json")["values"].values()  # cells a call
-    assert two["gain"] > 4 * two["gain_se"] and four["gain"] > 4 * four["gain_se"]
-    rows = sudoku.ids_of(held_out[::4], 258)
-    on, off = (bound(MDLM.load(path), rows, soft, seed=1, floor=0.0)[0].mean().item() / 39
-               for soft in (True, False))
-    means = [np.mean([tenth[name] for tenth in tenths]) for name in ("plain", "gain")]
-    assert len(tenths) == 10 and means == pytest.approx([off, off - on], rel=1e-5)
-    save_mdlm("b.pt", random_mdlm(vocab_size=259, mask_id=258, length=39, soft_mask=False))
-    ask("--checkpoint=b.pt", "--rows=9")  # a binary model
-    assert {*map(tuple, read_json("r.json")["values"].values())} == {("plain", "plain_se")}
 
 
 def test_entropy_is_the_recorded_one():
@@ -196,14 +148,6 @@ def test_scores_follow_the_rule_token_by_token(lm):
     assert ours == gpt2 == own  # our ends of a document become the scorer's
 
 
-def test_scores_are_exact_for_a_large_vocabulary(lm):
-    """With V in the middle of the logits, the CPU's log-softmax is off by 4e-5 nats a token."""
-    lm.out = nn.Parameter(torch.randn(5, 50_000, generator=gen(1)))
-    lm.float()
-    for text, nats, n in zip(TEXTS, *score(TEXTS)[:2]):
-        assert nats == pytest.approx(slow(lm, text)[0], abs=1e-5 * n)
-
-
 SETTINGS = {"checkpoint": "last.pt", "step": 9, "sampler": "mdlm", "steps": 4, "top_p": 0.9,
             "soft": True, "tokenizer": "bytes"}
 
@@ -233,7 +177,7 @@ def world(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = (" ".join(str(i * j * j) for j in range(9, 25)) for i in range(20))
     data.prepare(texts, "data", BYTES, val_docs=9)
-    model = model_of(omega_s=0.5)
+    model = model_of(**OPEN)
     ema = {k: v + 0.01 for k, v in model.state_dict().items() if k.startswith("net.")}
     save_mdlm("last.pt", model, ema=ema, step=9)
     samples_file("samples.jsonl", ["abcdef", "bcdefg", "cdefgh", "defgh"])
@@ -248,29 +192,16 @@ def result(*argv):
     return read_json("r.json")
 
 
-def test_the_text_of_the_training_is_measured_unless_it_has_changed(world, capsys):
+def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
     tokens, meta = data.open_split("data", "train")
     trained = {"path": "data", "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
     save_mdlm("own.pt", model_of(omega_s=0.5), data=trained)
     found = result("ppl", "--checkpoint=own.pt")
     assert found["settings"]["text"]["path"] == "data"
-    out = capsys.readouterr().out
-    assert f"only {found['settings']['n']} held-out rows" in out
-    assert re.search("^with feedback: .*\n^without feedback: .*\n^gain: ", out, re.M)
     assert found == result("ppl", "--checkpoint=own.pt", "--data=data") | {
         "evaluation": found["evaluation"]}
     data.prepare(["another text"] * 99, "data", BYTES)
     refused("data has changed since own.pt was trained", main, "ppl", "--checkpoint=own.pt")
-    os.remove("data/meta.json")
-    refused("no data in data, .*data.py data --out", main, "ppl", "--checkpoint=own.pt")
-    refused("there is no folder elsewhere", main, "ppl", "--checkpoint=own.pt", "--data=elsewhere")
-
-
-def test_a_bar_tells_the_count_and_the_time_left_also_in_a_file(monkeypatch, capsys):
-    now = iter(range(0, 10_000, 20))
-    monkeypatch.setattr("tqdm.std.time", lambda: next(now))
-    assert list(launch.progress([5, 6, 7], "3 things")) == [5, 6, 7]
-    assert re.search(r"3 things:.* 2/3 \[\d\d:\d\d<\d\d:\d\d", capsys.readouterr().err)
 
 
 def test_ppl_of_a_checkpoint(world):
@@ -303,20 +234,51 @@ def test_ppl_of_a_checkpoint(world):
     refused("was prepared with .* trained with", main, "ppl", "--checkpoint=gpt2.pt", "--data=data")
 
 
-def test_another_text_is_measured_like_prepared_data_also_without_sm(world):
-    model, words = model_of(soft_mask=False), ("--checkpoint=binary.pt", "--rows=5")
-    save_mdlm("binary.pt", model)
-    write_text("other.txt", "some other text\n" * 30)
-    data.prepare(["-", "some other text\n" * 30], "other", BYTES, val_docs=1)
-    zero_shot, ppl = result("zero_shot", "--text=other.txt", *words), result(
-        "ppl", "--data=other", *words)
-    assert zero_shot["values"] == ppl["values"] and [*ppl["values"]] == ["binary"]
-    assert zero_shot["settings"]["text"] == {"documents": 1, "tokens": 481, "bytes": 480,
-                                             "path": "other.txt"}
-    tokens, _ = data.open_split("other", "val")
-    rows = data.rows(tokens, torch.arange(5) * (481 // 14) // 5, 16)
-    total, count = val_nats(model, rows, False, seed=1)
-    assert ppl["values"]["binary"]["nats_per_token"] == pytest.approx(total / count)
+def test_the_mean_of_the_bound_by_t_is_the_bound(world):
+    words = "--checkpoint=last.pt --data=data --width=4 --calls=4,2 --rows=20 --out=r.json".split()
+    ask = lambda *more: feedback.main(from_cli(feedback.Config, [*words, *more]))
+    refused("give calls from 1 to the width", ask, "--width=3")  # the last call would be empty
+    ask()
+    found, ppl = read_json("r.json")["values"], result("ppl", *words[:2], "--rows=20", "--floor=0")
+    tenths = [row for title, row in found.items() if title.startswith("nats")]
+    assert len(tenths) == 10
+    for name in "plain", "gain":
+        mean = np.mean([tenth[name] for tenth in tenths])
+        assert mean == pytest.approx(ppl["values"][name]["nats_per_token"], rel=1e-4)
+    save_mdlm("binary.pt", model_of(soft_mask=False))
+    ask("--checkpoint=binary.pt")
+    assert {*map(tuple, read_json("r.json")["values"].values())} == {("plain", "plain_se")}
+
+
+def test_a_bar_tells_the_count_and_the_time_left_also_in_a_file(monkeypatch, capsys):
+    now = iter(range(0, 10_000, 20))
+    monkeypatch.setattr("tqdm.std.time", lambda: next(now))
+    assert list(launch.progress([5, 6, 7], "3 things")) == [5, 6, 7]
+    assert re.search(r"3 things:.* 2/3 \[\d\d:\d\d<\d\d:\d\d", capsys.readouterr().err)
+
+
+def test_a_text_is_measured_like_prepared_data_also_without_sm(world):
+    text, words = "some other text\n" * 30, ("--checkpoint=binary.pt", "--rows=5")
+    save_mdlm("binary.pt", model_of(soft_mask=False))
+    write_text("other.txt", text)
+    data.prepare(["-", text], "other", BYTES, val_docs=1)
+    found = [result(*what, *words) for what in (("zero_shot", "--text=other.txt"),
+                                                ("ppl", "--data=other"))]
+    assert found[0]["values"] == found[1]["values"] and [*found[0]["values"]] == ["binary"]
+    assert [one["settings"]["text"]["bytes"] for one in found] == [480, 480]
+
+
+def test_results_have_names_of_their_own_and_do_not_land_in_a_folder_of_git(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    affects = dict(data="x", text="x", scorer="gpt2", seed=2, rows=3, repeats=2, floor=0.0,
+                   ema=False, dtype="float32", length=9, scale=1.0)
+    others = "metric out label device batch_size tokenizer_dir checkpoint samples".split()
+    assert {*affects, *others} == {*vars(Config())}
+    for name, value in affects.items():
+        evaluation.write_result(Config(**{name: value}), "own/last.pt", {}, {})
+    assert len([*Path("own").iterdir()]) == len(affects)
+    evaluation.write_result(Config(), f"{ROOT}/results/sudoku.safetensors", {}, {})
+    assert os.path.exists("out/sudoku.safetensors.ppl.json")
 
 
 def test_three_opinions_on_samples(world, lm, monkeypatch):
@@ -347,23 +309,3 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     with pytest.raises(ImportError):
         result(*samples)
     assert "entropy" in read_json("r.json")["values"]  # which needs no package
-
-
-def test_flags_that_affect_the_numbers_are_in_the_name_of_the_result(tmp_path):
-    changes = dict(data="x", text="x", scorer="gpt2", seed=2, rows=3, repeats=2, floor=0.0,
-                   ema=False, dtype="float32", length=9, scale=1.0)
-    others = {"metric", "out", "label", "device", "batch_size", "tokenizer_dir", "checkpoint",
-              "samples"}  # the first is in the name, the last two before it
-    assert {*changes} | others == {*vars(Config())}
-    for name, value in changes.items():
-        evaluation.write_result(Config(**{name: value}), str(tmp_path / "x"), {"ppl": {}}, {})
-    assert len([*tmp_path.iterdir()]) == len(changes)
-
-
-def test_results_of_the_shipped_model_do_not_land_among_the_files_that_git_tracks(
-        tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for stem in f"{ROOT}/results/sudoku.safetensors", "own/last.pt":
-        evaluation.write_result(evaluation.Config(metric="samples"), stem, {"n": 1}, {})
-    assert sorted(map(str, Path().rglob("*.json"))) == [
-        "out/sudoku.safetensors.samples.json", "own/last.pt.samples.json"]
