@@ -1,6 +1,7 @@
 """launch.py: flags, the machine, signals, files that survive, the log. Ranks: test_train.py."""
 
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -160,6 +161,14 @@ launch.run(main, train.Config)"""
     assert len(read_jsonl(tmp_path / "log.jsonl")) == 10_000
 
 
+def test_the_first_signal_is_collected_and_a_second_ctrl_c_ends_the_process():
+    before = signal.getsignal(signal.SIGINT)
+    with launch.signals() as caught:
+        os.kill(os.getpid(), signal.SIGINT)
+        assert caught == [signal.SIGINT] and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_a_line_is_of_the_updates_since_the_last(tmp_path):
     log, norm = launch.Log(tmp_path / "log.jsonl", 0, 4, True), torch.tensor(0.5)
     found = []
@@ -179,11 +188,11 @@ def test_a_line_is_of_the_updates_since_the_last(tmp_path):
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):
     path = tmp_path / "deep" / "f"
     write_text(path, "old ω")
-    with pytest.raises(ZeroDivisionError):
+    with pytest.raises(KeyboardInterrupt):
         with atomic(path) as tmp:
             with open(tmp, "w") as f:
                 f.write("half")
-            raise ZeroDivisionError
+            raise KeyboardInterrupt
     assert path.read_text(encoding="utf-8") == "old ω" and os.listdir(path.parent) == ["f"]
     calls, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda file: calls.append("fsync"))
