@@ -330,8 +330,3 @@ def test_cuda_or_cpu_decodes_in_bf16_with_feedback(tiny, flags):
     ask = lambda: S.answer(model, tok, soft(3, 261).to(model.table.device), tok.encode("abc"), cfg)
     (text, stats), (text_too, _) = ask(), ask()
     assert stats["tokens"] == 16 and text == text_too
-
-
-def test_an_algorithm_that_does_not_exist_is_an_error(model):
-    with pytest.raises(ValueError, match="entropie"):
-        decode(model, PROMPT, 4, 2, algorithm="entropie")

@@ -281,11 +281,18 @@ def test_auto_starts_afresh_where_only_a_step_file_is_left(tiny):
         train(cfg)
     assert sorted(os.listdir(cfg.out_dir)) == [".lock", "log.jsonl", "step-2.pt"]
     for resume in False, True:
-        refused("already holds a run without last.pt", train, replace(cfg, resume=resume))
+        refused("already holds a run without last.pt: --overwrite", train,
+                replace(cfg, resume=resume))
     train(cfg)
-    assert checkpoint.load(file(cfg))["step"] == 6
+    refused("already holds a run: --resume", train, replace(cfg, resume=False))
     refused("give one of them", train, replace(cfg, overwrite=True))
     refused("already at update 6: --steps=5 is over", train, replace(cfg, steps=5))
+    for name in "last.pt.ppl.json", "step-2.pt.ppl.json", "mine.txt":
+        open(file(tiny, name), "w").close()
+    train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
+    assert sorted(os.listdir(tiny.out_dir)) == [
+        ".lock", "last.pt", "log.jsonl", "mine.txt", "step-1.pt"]
+    assert [line["step"] for line in log(tiny)] == [1]
 
 
 def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
@@ -340,20 +347,6 @@ def test_a_wrong_flag_never_starts_a_run(tiny):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)
     refused("times 3 processes", script.resolved, tiny, {"mask_id": 258, "vocab_size": 259}, 3)
-
-
-def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny):
-    train(replace(tiny, steps=2))
-    refused("already holds a run: --resume", train, tiny)
-    assert checkpoint.load(file(tiny))["step"] == 2
-    for name in "last.pt.ppl.json", "step-2.pt.ppl.json", "mine.txt":
-        open(file(tiny, name), "w").close()
-    train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
-    assert sorted(os.listdir(tiny.out_dir)) == [
-        ".lock", "last.pt", "log.jsonl", "mine.txt", "step-1.pt"]
-    assert [line["step"] for line in log(tiny)] == [1]
-    os.remove(file(tiny))  # step-1.pt alone is a run, too
-    refused("already holds a run without last.pt: --overwrite", train, replace(tiny, resume=True))
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(),
