@@ -306,7 +306,7 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     train(replace(cfg, resume=True, steps=7))
     first = log(cfg)[0]
     assert first["step"] == 0 and first["val_plain"] == pytest.approx(nats / n, rel=1e-6)
-    assert list(bounds(cfg)) == [0, 3, 6, 7]
+    assert list(bounds(cfg)) == [0, 3, 6, 7] and [x["step"] for x in log(cfg)] == [*range(8)]
     other = beside(tiny, "other", init_from=file(cfg), omega_s=0.3, steps=1)
     assert train(other)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)  # the file's stays
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
