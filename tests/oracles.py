@@ -321,7 +321,7 @@ def slow_decode(predict, table, x, mask_id, steps, soft=None, schedule="none", s
 
 
 def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, threshold, soft,
-                schedule):
+                schedule, switch):
     """Fast-dLLM with feedback, greedy, for one sequence.
 
     predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, the first row
@@ -359,7 +359,7 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
             x = x.clone()
             for l in chosen:
                 x[l] = p[l].index(max(p[l]))
-            gain = fading(schedule, int((x == mask_id).sum()) / gen_len, 0.5)
+            gain = fading(schedule, int((x == mask_id).sum()) / gen_len, switch)
             latest |= {l: (logits[l - lo], gain) for l in range(lo + 1, hi)}
             states.append(x)
             i += 1

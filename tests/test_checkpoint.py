@@ -159,6 +159,7 @@ def test_training_checkpoint_without_its_framework(tmp_path):
     cfg = averaged.cfg
     assert (cfg.k, cfg.n_head, cfg.length, averaged.info["step"]) == (2, 4, 8, 9)
     assert same(raw, model) and same(averaged.sm, model.sm)  # ω has no average
+    assert averaged.info["tokenizer"] == SPECIAL | {"name": "gpt2", "bos": 28}
     pairs = zip(averaged.net.parameters(), model.net.parameters())
     assert all(torch.equal(a, b + 1) for a, b in pairs)
     dense = MDLM.load(training_file(path, model, {"transparency_alg": "mixinputs_with_temp"}))
@@ -206,6 +207,10 @@ def test_hub_layouts(tmp_path):
 @pytest.mark.parametrize("change", [
     {"data": {"tokenizer_name_or_path": "bert"}},  # its mask is in the middle
     {"model": {"n_heads": 2}},  # the shapes would fit
+    {"algo": {"parameterization": "ar"}},
+    {"algo": {"causal_attention": True}},
+    {"optim": {"sm_t_min": 0.2}},
+    {"optim": {"sm_t_max": 0.8}},
     {"head": {"transparency_alg": "mixinputs_with_temp", "fixed_lambda": 0.3}},
     {"tensors": {"initial_nll": torch.tensor(7.0)}},
     {"tensors": {"backbone.rotary_emb.inv_freq": 11000 ** (-torch.arange(0, 8, 2) / 8)}},

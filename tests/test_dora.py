@@ -40,6 +40,8 @@ def test_fresh_adapter_is_exactly_the_layer():
         layer = DoRALinear(linear, generator=gen())
         assert torch.equal(layer(x), want) and layer(x).dtype == dtype
         assert torch.equal(layer.lora_magnitude_vector / layer.norm(), torch.ones(48))
+        torch.testing.assert_close(layer.norm(), linear.weight.float().norm(dim=1))
+        assert torch.equal(layer.lora_A, (2 * torch.rand(16, 64, generator=gen()) - 1) / 64 ** 0.5)
         assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
 

@@ -100,9 +100,10 @@ def test_another_variant_and_broken_weights_are_refused(folder, dream):
     """Both would silently give other logits."""
     file = folder / "config.json"
     whole = file.read_text()
-    for changes in dict(use_sliding_window=True), dict(rope_parameters={"rope_type": "yarn"}):
+    for changes in (dict(use_sliding_window=True), dict(rope_parameters={"rope_type": "yarn"}),
+                    dict(hidden_act="gelu"), dict(rope_scaling={"type": "linear"})):
         file.write_text(json.dumps(json.loads(whole) | changes))
-        refused("use_sliding_window = True|rope_type = 'yarn'", Dream.load, folder)
+        refused("has (use_sliding_window|rope_type|hidden_act|rope_scaling) = ", Dream.load, folder)
     file.write_text(whole)
     state = {name: t.clone() for name, t in dream.state_dict().items()}
     state["model.norm.weight"][7] = -math.inf
@@ -160,6 +161,7 @@ def test_adapters_of_others(tiny_dream, tmp_path):
         config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=16, lora_alpha=40, bias="none",
                       use_dora=True, rank_pattern={},
                       target_modules=["q_proj", "v_proj", "o_proj", "k_proj"]) | changes
+        config = {name: value for name, value in config.items() if value is not None}
         (folder / "adapter_config.json").write_text(json.dumps(config))
         if omega is not None:
             (folder / "transparency_config.json").write_text(json.dumps(omega))
@@ -172,6 +174,7 @@ def test_adapters_of_others(tiny_dream, tmp_path):
     # bf16 has no number between 0.998 and 1
     assert 0.99 < read(THEIRS | {"transparency_scale": 1.0})["omega_s"] < 1
     refused("transparency_scheduling", read, THEIRS | {"transparency_scheduling": "linear"})
+    refused("use_dora = False, only True", read, use_dora=None)  # peft's default
     for field, value in (("use_dora", False), ("use_rslora", True), ("bias", "all"),
                          ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8})):
         refused(f"{field} = .*, only", read, **{field: value})
@@ -179,6 +182,8 @@ def test_adapters_of_others(tiny_dream, tmp_path):
                                   (ValueError, {}, {"r": 8})):
         with pytest.raises(error, match="slerp_sm|lora_A"):
             read(THEIRS | omega, **changes)
+    next(iter(state.values()))[0] = math.nan
+    refused("not finite", read)
 
 
 @pytest.fixture

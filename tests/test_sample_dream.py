@@ -17,7 +17,7 @@ import dora
 import finetune_dream
 import pretend
 import sample_dream as S
-from conftest import gen, plain_omega, recorded_adapter, recording, spy
+from conftest import gen, plain_omega, recorded_adapter, recording, refused, spy
 from dream import Dream
 from mdlm import TwoPass
 from oracles import slow_blocks, slow_decode
@@ -45,7 +45,11 @@ def decode(model, prompt, gen_len, steps, sm=None, **settings):
     seen, x = [], S.pad_prompts(model.cfg, prompt, gen_len)
     two = TwoPass(model, sm, model.cfg.mask_token_id)
     pick = S.Pick(**{name: settings.pop(name) for name in S.Pick._fields if name in settings})
-    settings |= {"pick": pick, "on_step": seen.append}
+
+    def on_step(x):
+        assert not torch.is_grad_enabled()
+        seen.append(x)
+    settings |= {"pick": pick, "on_step": on_step}
     if "block" in settings:
         last = S.decode_blocks(two, x, gen_len, steps, **settings)
     else:
@@ -194,6 +198,26 @@ def test_a_threshold_is_about_the_token_that_is_written():
     assert x0.tolist() == [0, 0] and conf.tolist() == pytest.approx([0.99, 0.02])
 
 
+def test_a_mask_that_was_drawn_becomes_the_best_real_token_and_others_stay():
+    logits, draws = torch.randn(99, 6, generator=gen(1)), dict(temperature=1.0)
+    drawn, forced = (propose(logits, f, **draws, generator=gen(2))[0] for f in (False, True))
+    best = logits[:, :5].argmax(-1)
+    assert torch.equal(forced, torch.where(drawn == 5, best, drawn))
+    assert {5, *best.tolist()} == {*drawn[drawn != best].tolist(), *logits.argmax(-1).tolist()}
+
+
+def test_ties_go_left_to_right_and_a_threshold_can_be_reached():
+    x, ids = torch.full((1, 40), MASK), torch.zeros(40, dtype=torch.long)
+    masks = (x == MASK).nonzero(as_tuple=True)
+    assert S.reveal(x, masks, ids, torch.zeros(40), 0.25)[0].tolist() == 10 * [0] + 30 * [MASK]
+    assert not S.reveal(x, masks, ids, torch.ones(40), threshold=1.0).any()
+
+
+def test_gaps_that_cannot_be_filled_are_refused(model):
+    refused("position 0 is masked", S.pad_prompts, model.cfg, [[1, 2], [MASK, 2]], 4)
+    refused("use --block=0 to infill", decode, model, [[1, MASK, 2]], 4, 4, block=2)
+
+
 def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
     calls = spy(monkeypatch, model, "trunk")
     for name in BLOCKS:
@@ -215,13 +239,13 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
 def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     """At this ω, no two proposals are so close that rounding decides between them."""
     [x] = S.pad_prompts(model.cfg, PROMPT, 16)
-    heads, differs = itertools.cycle([(1, "none"), (3, "none"), (None, "linear")]), []
+    heads, differs = itertools.cycle([(1, "none"), (3, "stepwise"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
         (k, schedule), blocks = next(heads), dict(block=block, cache=cache, threshold=threshold)
         sm = SoftMask(MASK, k, omega_s=0.9, omega_a=2.0, omega_b=-5.0)
         want = slow_blocks(predict_of(model), model.table, x, MASK, 16, 16, soft=plain_omega(sm),
-                           schedule=schedule, **blocks)
-        got = decode(model, PROMPT, 16, 16, sm=sm, schedule=schedule, **blocks)
+                           schedule=schedule, switch=0.7, **blocks)
+        got = decode(model, PROMPT, 16, 16, sm=sm, schedule=schedule, switch=0.7, **blocks)
         assert torch.equal(got[:, 0], want), (k, blocks)
         binary = decode(model, PROMPT, 16, 16, **blocks)
         differs.append(not torch.equal(got[-1], binary[-1]))
@@ -322,6 +346,22 @@ def test_command_line_prompts_chats_and_infills(tiny, adapter, capsys, monkeypat
     assert seen[1] == seen[0] + more
 
 
+@pytest.mark.parametrize("blocks", [{}, dict(block=4, cache="dual", threshold=0.4)])
+def test_an_answer_is_decoded_as_asked(tiny, monkeypatch, blocks):
+    how = dict(schedule="stepwise", switch=0.3)
+    cfg = S.Decoding(tiny[0], gen_len=8, steps=6, algorithm="maskgit_plus", temperature=0.7,
+                     top_p=0.6, **how, **blocks)
+    (dream, tok, _), sm, seen = S.load_for_decoding(cfg), soft(3, 261), []
+
+    def decode(model, x, *words, pick, on_step, **given):
+        seen.append((model.sm, words, pick[:3], given))
+        return x
+    monkeypatch.setattr(S, "decode_blocks" if blocks else "decode", decode)
+    S.answer(dream, tok, sm, [1, 2], cfg)
+    words = (8, 6, 4, "dual", 0.4) if blocks else (6,)
+    assert seen == [(sm, words, ("maskgit_plus", 0.7, 0.6), how)]
+
+
 @pytest.mark.parametrize("flags", [{}, {"block": 8, "cache": "dual"}])
 def test_cuda_or_cpu_decodes_in_bf16_with_feedback(tiny, flags):
     """Neither devices nor dtypes are mixed."""
@@ -330,8 +370,3 @@ def test_cuda_or_cpu_decodes_in_bf16_with_feedback(tiny, flags):
     ask = lambda: S.answer(model, tok, soft(3, 261).to(model.table.device), tok.encode("abc"), cfg)
     (text, stats), (text_too, _) = ask(), ask()
     assert stats["tokens"] == 16 and text == text_too
-
-
-def test_an_algorithm_that_does_not_exist_is_an_error(model):
-    with pytest.raises(ValueError, match="entropie"):
-        decode(model, PROMPT, 4, 2, algorithm="entropie")

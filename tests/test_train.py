@@ -74,7 +74,7 @@ def at_start(cfg, seed):
 
 def test_six_updates_are_alg1_with_adamw(tiny):
     """All lines of Alg. 1 at once. An epoch ends inside an update."""
-    cfg = replace(tiny, dropout=0.0, p_sm=0.25, b_l=0.1, b_h=0.9, clip=0.3, ema=0.35, eta_bb=2e-3,
+    cfg = replace(tiny, dropout=0.0, p_sm=0.25, b_l=0.1, b_h=0.9, clip=0.3, ema=0.6, eta_bb=4e-3,
                   eta_sm=3e-2, length=350, batch_size=12)
     model, ema = train(cfg)
     tokens = data.open_split(cfg.data, "train")[0]
@@ -121,7 +121,7 @@ def test_everything_learns_also_in_the_ablations(tiny):
 def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
     """The bounds are those of `eval.py ppl --rows=6`, whatever the seed of the run."""
     cfg = replace(tiny, steps=4, eval_every=2, eval_rows=6, keep_every=2, ema=0.5, eta_bb=3e-3,
-                  seed=5, show=True)
+                  seed=5, show=True, dtype="bfloat16")
     model, ema = train(cfg)
     shown, lines = capsys.readouterr().out, log(cfg)
     of_lam = [line["step"] for line in lines if "lam" in line]
@@ -133,8 +133,9 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
     for name, title in (("val_soft", "with feedback"), ("val_plain", "without feedback")):
         soft, bits = name == "val_soft", line[name] / math.log(2) * 32 / in_a_row
         assert re.search(rf"^  {title} +{bits:.4f}$", shown, re.M)
-        averaged, raw = (nll / count for nll, count in (
-            val_nats(m, rows, soft, script.EVAL_SEED) for m in (ema, model)))
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            averaged, raw = (nll / count for nll, count in (
+                val_nats(m, rows, soft, 1) for m in (ema, model)))
         assert line[name] == pytest.approx(averaged, rel=1e-5) != pytest.approx(raw, rel=1e-5)
     assert list(bounds(cfg)) == [2, 4]
     assert log(cfg)[0]["step"] == 1  # the bound at a fresh start is ln V, and not measured
@@ -146,6 +147,7 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
         assert torch.equal(loaded.net.table, ema.net.table)
         assert torch.equal(loaded.sm.raw_s, model.sm.raw_s)
         assert loaded.info["tokenizer"]["name"] == "bytes" and loaded.info["step"] == 4
+        assert loaded.info["seed"] == 5
     assert torch.equal(MDLM.load(file(cfg), ema=False).net.table, model.net.table)
 
 
@@ -246,8 +248,6 @@ def test_a_run_killed_in_a_save_and_stopped_is_the_uninterrupted_one_bit_for_bit
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
     assert sorted(os.listdir(cut.out_dir)) == [".lock", "last.pt", "log.jsonl", "step-8.pt"]
     assert [line["step"] for line in log(cut)] == list(range(1, 9))
-    seconds = [line["seconds"] for line in log(cut)]
-    assert seconds == sorted(seconds)
     assert [line["loss"] for line in log(whole)] == [line["loss"] for line in log(cut)]
 
 
@@ -260,13 +260,15 @@ def test_what_a_stop_cut_off_is_made_up_on_resume(tiny, monkeypatch):
         with dying(script, name, at, then):
             train(cut)
     assert checkpoint.load(file(cut))["step"] == 6 and list(bounds(cut)) == [2, 4]
-    train(replace(cut, eval_every=0))  # the new value decides
+    train(replace(cut, eval_every=0, show=True))  # the new value decides
     assert list(bounds(cut)) == [2, 4]
     train(cut)
     calls = spy(monkeypatch, script, "evaluate")
     train(cut)
     assert not calls and log(cut)[-1]["step"] == 6
     assert bounds(cut) == bounds(whole) and [line["step"] for line in log(cut)] == [*range(1, 7)]
+    seconds = [line["seconds"] for line in log(cut)]
+    assert seconds == sorted(seconds) and seconds[0] > 0
     for name in "step-2.pt", "step-4.pt", "step-6.pt":
         a, b = (checkpoint.load(file(cfg, name)) for cfg in (whole, cut))
         assert a["metrics"] == b["metrics"] and a["metrics"]["step"] == a["step"]
@@ -279,27 +281,38 @@ def test_auto_starts_afresh_where_only_a_step_file_is_left(tiny):
         train(cfg)
     assert sorted(os.listdir(cfg.out_dir)) == [".lock", "log.jsonl", "step-2.pt"]
     for resume in False, True:
-        refused("already holds a run without last.pt", train, replace(cfg, resume=resume))
+        refused("already holds a run without last.pt: --overwrite", train,
+                replace(cfg, resume=resume))
     train(cfg)
-    assert checkpoint.load(file(cfg))["step"] == 6
+    refused("already holds a run: --resume", train, replace(cfg, resume=False))
     refused("give one of them", train, replace(cfg, overwrite=True))
     refused("already at update 6: --steps=5 is over", train, replace(cfg, steps=5))
+    for name in "last.pt.ppl.json", "step-2.pt.ppl.json", "mine.txt":
+        open(file(tiny, name), "w").close()
+    train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
+    assert sorted(os.listdir(tiny.out_dir)) == [
+        ".lock", "last.pt", "log.jsonl", "mine.txt", "step-1.pt"]
+    assert [line["step"] for line in log(tiny)] == [1]
 
 
 def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     """The bound at update 0 shows whether the weights were read correctly (Fig. 3)."""
-    binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, ema=0.0, k=5))
+    binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, k=5))
     assert binary.sm is None and not any(name.startswith("sm.") for name in weights(tiny))
-    end = log(tiny)[-1]["val_plain"]  # EMA 0 is the raw weights, where continuations start
     cfg = beside(tiny, "sm", init_from=file(tiny), eval_every=3, eval_rows=4)
+    nats, n = val_nats(binary, script.held_out_rows(cfg), False, 1)  # of the raw weights
+    assert log(tiny)[-1]["val_plain"] != pytest.approx(nats / n, rel=1e-6)
     train(cfg)
+    train(replace(cfg, resume=True, steps=7))
     first = log(cfg)[0]
-    assert first["step"] == 0 and first["val_plain"] == pytest.approx(end, rel=1e-6)
-    assert list(bounds(cfg)) == [0, 3, 6]
+    assert first["step"] == 0 and first["val_plain"] == pytest.approx(nats / n, rel=1e-6)
+    assert list(bounds(cfg)) == [0, 3, 6, 7] and [x["step"] for x in log(cfg)] == [*range(8)]
     other = beside(tiny, "other", init_from=file(cfg), omega_s=0.3, steps=1)
     assert train(other)[0].sm.omega[0].item() != pytest.approx(0.3, rel=1e-2)  # the file's stays
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
+    assert [line["step"] for line in log(cfg)] == [1]
+    assert train(replace(other, p_sm=0.0, overwrite=True))[0].sm is None
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
     assert "feedback is off" not in capsys.readouterr().out
     train(replace(cfg, overwrite=True, steps=1, eval_every=0, p_sm=1.0, omega_s=1e-6))
@@ -307,12 +320,6 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     assert "feedback is off: λ is 2e-07 on average" in out and f"--omega_b={-ce:.2g}\n" in out
     refused("is in --out_dir=.*replaces files", train,
             replace(other, out_dir=cfg.out_dir, overwrite=True))
-    ckpt = checkpoint.load(file(cfg))
-    path = tiny.out_dir + "-broken.pt"
-    checkpoint.save(path, **ckpt | {"model": {k: t * math.nan for k, t in ckpt["model"].items()}})
-    refused("not finite: restart", train, replace(cfg, overwrite=True, init_from=path))
-    # Neither the NaNs, nor the old run: --resume would silently take it.
-    assert "last.pt" not in os.listdir(cfg.out_dir)
 
 
 @pytest.mark.parametrize("flags, omega, origin", [
@@ -339,20 +346,7 @@ def test_a_wrong_flag_never_starts_a_run(tiny):
             (dict(batch_size=6), "is not a multiple of")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)
-
-
-def test_a_run_is_not_overwritten_by_accident_nor_mixed_with_another(tiny):
-    train(replace(tiny, steps=2))
-    refused("already holds a run: --resume", train, tiny)
-    assert checkpoint.load(file(tiny))["step"] == 2
-    for name in "last.pt.ppl.json", "step-2.pt.ppl.json", "mine.txt":
-        open(file(tiny, name), "w").close()
-    train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
-    assert sorted(os.listdir(tiny.out_dir)) == [
-        ".lock", "last.pt", "log.jsonl", "mine.txt", "step-1.pt"]
-    assert [line["step"] for line in log(tiny)] == [1]
-    os.remove(file(tiny))  # step-1.pt alone is a run, too
-    refused("already holds a run without last.pt: --overwrite", train, replace(tiny, resume=True))
+    refused("times 3 processes", script.resolved, tiny, {"mask_id": 258, "vocab_size": 259}, 3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(),
@@ -369,14 +363,8 @@ def test_compiled_bf16_step_on_the_gpu(tiny):
 @pytest.mark.parametrize("gigabytes, micro_batch, warned", [(16, 32, True), (16, 8, False),
                                                             (64, 32, False)])
 def test_a_run_that_memory_cannot_hold_is_warned_of(monkeypatch, gigabytes, micro_batch, warned):
-    """The paper's model on a laptop. Measured peaks of smaller runs: 0.7, 2.1 and 2.0 GB."""
+    """The paper's model on a laptop."""
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 10**9 // 4096}
     monkeypatch.setattr(os, "sysconf", pages.get)
     text = script.memory_warning(Config(micro_batch=micro_batch), 169_000_000)
     assert text.startswith("this run needs about 40 GB") == warned == bool(text)
-    for sizes, n_params, peak in (((4, 256, 256, 16), 4.2e6, 0.7), ((8, 256, 512, 16), 8.1e6, 2.1),
-                                  ((6, 768, 256, 8), 46.7e6, 2.0)):
-        pages["SC_PHYS_PAGES"] = int(0.5 * peak * 1e9 / 4096)
-        fields = dict(zip(("n_layer", "n_embd", "length", "micro_batch"), sizes))
-        text = script.memory_warning(Config(**fields), n_params)
-        assert float(text.split()[4]) == pytest.approx(peak, abs=0.6)
