@@ -242,10 +242,7 @@ def loop(cfg, here, mask_id):
     omega = list(model.sm.parameters()) if model.sm else []
     groups = [{"params": list(trained(model.net).values())}, {"params": omega}]  # DoRA, ω  App. B.2
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
-    digest = hashlib.sha256()
-    for ids, prompt_len in train + val:
-        digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
-    source = {"dialogues": digest.hexdigest()[:16], "base": model.net.fingerprint(),
+    source = {"dialogues": digest_of(train + val), "base": model.net.fingerprint(),
               "keys": data.KEYS}
     done, metrics = 0, {}  # updates so far; the last evaluation
     if going_on:
@@ -433,6 +430,14 @@ def why_dropped(ids, prompt_len, cfg, tok, mask_id):
     if {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & set(ids):
         return "tool calls"
     return "[MASK] in the text" if mask_id in ids else ""  # it would count as masked
+
+
+def digest_of(dialogues):
+    """A hash of [(ids, prompt length)], 16 hex digits."""
+    digest = hashlib.sha256()
+    for ids, prompt_len in dialogues:
+        digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
+    return digest.hexdigest()[:16]
 
 
 def model_of(cfg, here):

@@ -300,7 +300,9 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, k=5))
     assert binary.sm is None and not any(name.startswith("sm.") for name in weights(tiny))
     cfg = beside(tiny, "sm", init_from=file(tiny), eval_every=3, eval_rows=4)
-    nats, n = val_nats(binary, script.held_out_rows(cfg), False, 1)  # of the raw weights
+    val, _ = data.open_split(cfg.data, "val")
+    held_out = data.rows(val, data.evenly(data.n_rows(val, cfg.length), cfg.eval_rows), cfg.length)
+    nats, n = val_nats(binary, held_out, False, 1)  # of the raw weights
     assert log(tiny)[-1]["val_plain"] != pytest.approx(nats / n, rel=1e-6)
     train(cfg)
     train(replace(cfg, resume=True, steps=7))
