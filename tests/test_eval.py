@@ -40,7 +40,7 @@ def rows_of(n, V=258, seed=0):
 def test_bound_is_eq_2_at_fixed_times_and_masks(soft, floor):
     """Of each row, means over the repeats: the loss, its cross-entropy, the number of masks. Two
     ranks take rows 0, 1 and 4, and rows 2 and 3."""
-    model, rows = model_of(**OPEN), rows_of(5)
+    model, rows = model_of(two_updates=True, **OPEN), rows_of(5)
     measure = functools.partial(bound, model, rows, soft, 5, repeats=2, floor=floor)
     found = measure(batch_size=3)
     assert model.training and not found.requires_grad  # as before
