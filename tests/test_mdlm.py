@@ -155,10 +155,13 @@ def test_weights_in_bf16_give_the_bits_of_autocast_and_positions_stay_fp32():
 def test_sizes_of_the_paper_and_a_fresh_model():
     cfg = ModelConfig()
     assert (cfg.length, cfg.dropout, cfg.k, cfg.mask_id) == (1024, 0.1, 3, 50257)
+    [t], u = sample_times(1, gen()), torch.rand((), generator=gen())
+    assert t.item() == pytest.approx(1e-3 + (1 - 1e-3) * u.item())
     assert (cfg.omega_s, cfg.omega_a, cfg.omega_b) == (1e-6, 10 / 1.5, -0.75)
     fresh = MDLM(TINY)
     x0, xt, t = example(fresh)
-    nll = fresh(x0, xt, t, soft=True)  # all tokens are equally likely
+    nll = fresh(x0, xt, t, soft=True)  # all tokens are equally likely, and [MASK] impossible
+    assert (fresh.net.head(torch.zeros(1, 64)).softmax(-1)[:, 61] == 0).all()
     torch.testing.assert_close(nll, (xt == 61).sum(1) * math.log(61) / t)
     with torch.device("meta"):
         assert sum(p.numel() for p in MDLM(ModelConfig()).net.parameters()) == 169_627_218
