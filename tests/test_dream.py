@@ -182,7 +182,11 @@ def test_adapters_of_others(tiny_dream, tmp_path):
                                   (ValueError, {}, {"r": 8})):
         with pytest.raises(error, match="slerp_sm|lora_A"):
             read(THEIRS | omega, **changes)
-    next(iter(state.values()))[0] = math.nan
+    name, tensor = next(iter(state.items()))
+    for wrong in state | {"more": tensor}, {n: p for n, p in state.items() if n != name}:
+        with pytest.raises(ValueError, match="in only one of model and adapter"):
+            dora.load_adapter_state(recorded_adapter(Dream.load(tiny_dream)), wrong)
+    tensor[0] = math.nan
     refused("not finite", read)
 
 

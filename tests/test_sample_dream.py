@@ -300,7 +300,7 @@ def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
     assert text == "" and stats.pop("seconds") > 0
     assert stats == {"nfe": 4, "tokens": 16, "kept": 0}
     assert S.answer(x, tok, None, prompt, cfg)[0] == 16 * "x"
-    assert S.answer(x, tok, None, prompt, cfg, ["y", "xx"])[0] == ""
+    assert S.answer(x, tok, None, prompt, cfg, ["y", "xxxxx"])[0] == ""
 
 
 OMEGA = dict(omega_s=0.9, omega_a=2.0, omega_b=-4.5)

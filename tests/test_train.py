@@ -99,6 +99,14 @@ def test_six_updates_are_alg1_with_adamw(tiny):
     assert (True, False) in zip(soft, soft[1:])  # ω rests, whatever its momentum
 
 
+def test_defaults_are_the_papers():
+    """App. B.1. ema and clip are those of the released code."""
+    cfg = Config()
+    assert (cfg.p_sm, cfg.eta_bb, cfg.eta_sm, cfg.warmup) == (0.8, 3e-4, 1e-2, 2500)
+    assert (cfg.steps, cfg.batch_size, cfg.k) == (10**6, 512, 3)
+    assert (cfg.ema, cfg.clip) == (0.9999, 1.0)
+
+
 def test_everything_learns_also_in_the_ablations(tiny):
     """App. C.3. In bf16, older torch gave pass 2 the casts of pass 1, which have no graph."""
     for i, change in enumerate((dict(k=None, two_updates=True, warmup=0),
