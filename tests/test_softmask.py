@@ -81,12 +81,13 @@ def test_what_would_be_silently_wrong_is_refused():
 
 
 def test_omega_never_becomes_bf16():
-    """Near raw_s = −14, bf16 would round all of Adam's steps of 1e-2 away."""
+    """Near raw_s = −14, bf16 would round all of Adam's steps of 1e-2 away. Nor is ω rounded once."""
     assert "SoftMask(k=3)" in str(SoftMask(MASK).to("meta"))  # it has no values to print
     host = torch.nn.ModuleDict({"sm": SoftMask(MASK), "layer": torch.nn.Linear(2, 2)}).bfloat16()
     sm, moved = host["sm"], SoftMask(MASK).to("meta").to_empty(device="cpu")
     assert host["layer"].weight.dtype == torch.bfloat16
     assert all(p.dtype == torch.float32 for p in (*sm.parameters(), *moved.parameters()))
+    assert all(map(torch.equal, sm.parameters(), SoftMask(MASK).parameters()))
     sm.load_state_dict({k: v.bfloat16() for k, v in sm.state_dict().items()}, assign=True)
     with pytest.raises(ValueError, match="bfloat16, not float32"):
         sm.strength(torch.tensor(0.0))
