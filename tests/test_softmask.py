@@ -81,7 +81,7 @@ def test_what_would_be_silently_wrong_is_refused():
 
 
 def test_omega_never_becomes_bf16():
-    """Near raw_s = −14, bf16 would round all of Adam's steps of 1e-2 away. Nor is ω rounded once."""
+    """Near raw_s = −14, bf16 would round all of Adam's steps of 1e-2 away, and ω at once."""
     assert "SoftMask(k=3)" in str(SoftMask(MASK).to("meta"))  # it has no values to print
     host = torch.nn.ModuleDict({"sm": SoftMask(MASK), "layer": torch.nn.Linear(2, 2)}).bfloat16()
     sm, moved = host["sm"], SoftMask(MASK).to("meta").to_empty(device="cpu")
