@@ -184,8 +184,7 @@ def held_out(rows, mask_id, seed, repeats=1, floor=1e-3):
     for r in range(repeats):
         for i, x in enumerate(rows):
             place = r * n + deal[i]
-            t_min = max(floor, 1e-6)
-            t = t_min + (1 - t_min) * ((place + u[place]) / (n * repeats))
+            t = floor + (1 - floor) * ((place + u[place]) / (n * repeats))
             u_mask = torch.rand(x.shape, generator=rng("masks", seed, r, i))
             yield x, torch.where(u_mask < (1 - floor) * t, mask_id, x), t
 

@@ -73,8 +73,9 @@ def test_chunks_equal_whole_and_two_updates_are_others(k, monkeypatch):
         monkeypatch.setattr(chunks, "CPU_LOGITS", 4 * 62 * size)
         monkeypatch.setattr(chunks, "BUDGET", 4 * 62 * size)
         model = recorded_model(k=k, two_updates=two_updates)
-        heads = spy(monkeypatch, model.net, "head")
+        heads, fed = spy(monkeypatch, model.net, "head"), spy(monkeypatch, model, "feedback")
         nll = model(*example(model), soft=True)
+        assert fed[0][0].requires_grad == two_updates
         whole_passes = len(heads)  # two, in as many chunks each
         assert max(len(h) for h, in heads) <= size  # so there is no (B, L, V) tensor
         nll.sum().backward()
@@ -119,7 +120,7 @@ def test_omega_is_in_the_graph_of_a_binary_step_and_no_masks_cost_nothing():
     """Otherwise DDP waits for ω's gradient, or applies a wrong one."""
     model = recorded_model()
     x0, xt, t = example(model)
-    assert torch.equal(model(x0, x0, t, soft=True), torch.zeros(3))
+    assert torch.equal(model(x0, x0, t, soft=True), torch.zeros(3)) and model.lam == 0
     model(x0, xt, t, soft=False).sum().backward()
     assert all(p.grad is not None and p.grad == 0 for p in model.sm.parameters())
 

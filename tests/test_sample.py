@@ -96,14 +96,9 @@ def test_nucleus_is_its_definition():
         torch.testing.assert_close(nucleus(probs, p), torch.tensor(expected, dtype=torch.float64))
 
 
-def test_draw_has_the_given_probabilities():
-    """A token is drawn where u falls in its part of the cumulative sum."""
-    probs = torch.tensor([0.5, 0.0, 0.3, 0.15, 0.05, 0.0])
-    u = torch.rand(2000, dtype=torch.float64, generator=data.rng(2))
-    drawn = chunks.categorical(3 * probs.expand(2000, -1), u)  # any positive sum
-    assert drawn.tolist() == [oracles.draw(probs.tolist(), v) for v in u.tolist()]
-    for probs, u, tokens in (  # edges, and tokens that fp32 noise cannot reach
-            ([0, 0.5, 0, 0.5], [0, 0.5], [1, 3]),
+def test_a_token_is_drawn_where_u_falls_in_its_part_of_the_cumulative_sum():
+    for probs, u, tokens in (  # any sum, edges, and tokens that fp32 noise cannot reach
+            ([0, 1.5, 0, 1.5], [0, 0.4, 0.5, 0.9], [1, 1, 3, 3]),
             ([1e-12, 1, 1e-12], [0, 0.9e-12, 1.1e-12, 1 - 1.1e-12, 1 - 2**-53], [0, 0, 1, 1, 2])):
         u = torch.tensor(u, dtype=torch.float64)
         drawn = chunks.categorical(torch.tensor(probs).expand(len(u), -1), u)
