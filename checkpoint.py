@@ -61,7 +61,7 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             only(ckpt, path, kind=kind)
-        # Models of our studies (results/README.md) name another λ or mix here.
+        # Models of our studies with another λ or mix, which SoftMask does not compute, say so here.
         only(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)

@@ -42,7 +42,7 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
     else:
         room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
         size = max(1, int(room / one_row))
-        if N <= size:  # only a compiled fn must see views: it would compile again for whole tensors
+        if N <= size:  # a compiled fn always gets slices: it would compile again for whole tensors
             return fn(*rows)
         if torch.is_grad_enabled() and keeps * N * one_row > BUDGET:
             fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
@@ -69,8 +69,8 @@ def compile_parts(model, mode=None):
 
     mode: of the trunk; "reduce-overhead" uses CUDA graphs. Chunks cannot: their length varies.
     """
-    # Methods, because compiled modules have other names in the state_dict. Copy a model before:
-    # methods in a deepcopy would use the original's weights.
+    # Methods are compiled, because compiled modules have other names in the state_dict. Copy the
+    # model before this call: methods in a deepcopy would use the original's weights.
     # DDP would split the trunk every 25 MB, even in the first pass, to send gradients while the
     # backward pass runs. The splits would break fused kernels and change the dropout masks.
     torch._dynamo.config.optimize_ddp = False
@@ -98,8 +98,8 @@ def compiled_rows(fn):
 def likeliest(probs, p):
     """The m largest of each row of probs (n, V), descending: values and ids (n, m).
 
-    m is V, or large enough for the m values of every row to add up to more than p. To see that, the
-    host waits for the GPU: a uniform row needs p V tokens, but sorting all of V costs too much.
+    m is V, or large enough for the m values of every row to add up to more than p. Sorting all of V
+    costs too much, so m grows until that is so. To see it, the host waits for the GPU.
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)

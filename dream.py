@@ -289,7 +289,7 @@ def read_omega(cfg, folder):
     only(raw, path, transparency_scheduling="none")  # a schedule is set by --schedule instead
     k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
     return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
-                k=k[raw["transparency_alg"]],  # KeyError: their other mixes are not in the paper
+                k=k[raw["transparency_alg"]],  # KeyError for their other mixes, not in the paper
                 # the authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects
                 omega_s=min(raw["transparency_scale"], 1 - 1e-6),
                 omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])

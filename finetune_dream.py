@@ -80,7 +80,7 @@ class Config:
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
-    r: Size = 16                # rank of DoRA (torchrun needs -- before the script, or takes --r)
+    r: Size = 16                # rank of DoRA (under torchrun, put -- before the script)
     alpha: Size = 16            # DoRA's update is scaled by alpha / r
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
     b_h: Share = 0.8
@@ -128,20 +128,20 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     here: launch.machine().   log: launch.Log.
     """
     M = cfg.batch_size  # dialogues, over all ranks
-    ids = model.net.cfg  # pad_token_id, the end token, and mask_token_id
-    # The coin for each dialogue, also those of other ranks: if none has feedback, ω must not move.
+    net_cfg = model.net.cfg
+    # The coins of all dialogues, also of other ranks: ω must not move if none has feedback.
     keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
     coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
     softs = [coin < cfg.p_sm for coin in coins]                                #               §3.2
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
-        x0, prompt_len = dialogue(dialogues, cfg, step, j, ids.pad_token_id)  # (1, L)           l.2
+        x0, prompt_len = dialogue(dialogues, cfg, step, j, net_cfg.pad_token_id)  # (1, L)       l.2
         t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()  #             l.3
         q = rng(cfg.seed, "q", step, j)
-        xt = mask_response(x0, prompt_len, t, ids.mask_token_id, q)            # (1, L)          l.4
+        xt = mask_response(x0, prompt_len, t, net_cfg.mask_token_id, q)        # (1, L)          l.4
         # Found on the CPU: N depends on the data, so on a GPU this would be a host sync.
-        masks = (xt == ids.mask_token_id).nonzero(as_tuple=True)               # 2 × (N,)
+        masks = (xt == net_cfg.mask_token_id).nonzero(as_tuple=True)           # 2 × (N,)
         x0, xt, *masks = (launch.to_device(x, here.device) for x in (x0, xt, *masks))
         with launch.accumulate(parallel, last=j + here.world >= M):
             nll = parallel(x0, xt, softs[j], tuple(masks))                     # (N,)          l.5-8
@@ -152,7 +152,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
         log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
     if model.sm and not any(softs):
-        # ω has a gradient of 0, for DDP (mdlm.token_nll). Adam's momentum would still
+        # ω has a gradient of 0, for DDP (TwoPass.token_nll). Adam's momentum would still
         # move ω, so the gradient is removed [ours].
         for p in model.sm.parameters():
             p.grad = None
@@ -232,8 +232,8 @@ def loop(cfg, here, mask_id):
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id, master)
-    # finetune.json gets the settings as they were given. How many updates `epochs` is depends on
-    # the seed, so with their number two seeds would look like two settings, never averaged.
+    # finetune.json gets the settings as they were given. The number of updates in `epochs` depends
+    # on the seed. With it, runs of two seeds would seem to have two settings.
     given = cfg
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
@@ -355,8 +355,9 @@ def read_lines(cfg):
             line += 1
             if record.strip():
                 records.append(as_messages(json.loads(record)))
-    except (ValueError, LookupError, TypeError):
-        raise Refused(f"{cfg.data}, line {line}: not a dialogue such as {FORMAT}")
+    except (ValueError, LookupError, TypeError) as e:
+        where = f", line {line}" if line else ""
+        raise Refused(f"{cfg.data}{where}: not a dialogue such as {FORMAT} ({launch.in_short(e)})")
     n_val = min(cfg.n_val, len(records) // 10)
     records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
     return [records[n_val:][:cfg.n_train], records[:n_val]]

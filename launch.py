@@ -224,8 +224,8 @@ def goes_on(last, resume, overwrite):
     only step-N.pt, best/   refused      refused            starts afresh    starts afresh
     nothing                 starts       fails: no file     starts           starts
 
-    Rank 0 must have locked the folder. If "auto" refused what a kill before the first save leaves,
-    a job that is queued again after every kill would never start.
+    Rank 0 must have locked the folder. A kill before the first last.pt leaves row 2. If "auto"
+    refused it, a job that is queued again after every kill would never start.
     """
     exists = any_rank(os.path.exists(last))
     folder = Path(last).parent
@@ -326,11 +326,13 @@ def leave(here, message, status):
 
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
-    """tqdm, on rank 0 only. A file keeps every drawing, so there it draws every half a minute."""
+    """tqdm, on rank 0 only. A file keeps every drawing, so there it draws twice a minute, or never,
+    if it takes less than ten seconds."""
     if os.environ.get("RANK", "0") != "0":
         options["disable"] = True
-    seconds = 1 if sys.stderr.isatty() else 30
-    return tqdm(*args, mininterval=seconds, dynamic_ncols=True, **options)
+    if not sys.stderr.isatty():
+        options |= {"mininterval": 30, "maxinterval": 60, "delay": 10}
+    return tqdm(*args, **{"mininterval": 1, "dynamic_ncols": True} | options)
 
 
 class Log:

@@ -4,9 +4,8 @@
     Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
     Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t
     §2.1 g_θ, App. B.1       DiT             a bidirectional transformer, 169M in the paper
-    Alg. 1 l.5-8             TwoPass         predict, feed back, predict again, for any backbone:
-                                             its token_nll; 1/t is in MDLM.forward
-    Alg. 1 l.6-7, Alg. 2 l.6   its feedback, weigh    what a position that stays masked sees next
+    Alg. 1 l.5-8             TwoPass.token_nll    predict, feed back, predict again (1/t: see Eq. 2)
+    Alg. 1 l.6-7, Alg. 2 l.6    TwoPass.feedback, .weigh    what a [MASK] that stays sees next
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
 A backbone has three parts. SM sits between `table` and `hidden`: at the masks, it mixes the last
@@ -284,8 +283,8 @@ class TwoPass(nn.Module):
         if self.sm:
             # 0 · ω, so that without feedback ω's gradient is 0, not missing. DDP averages gradients
             # in buckets, and would skip the one with ω in it: ranks would diverge, and an error
-            # come only in the next forward pass. Not 0 · Σp: ω's three gradients would then be one
-            # tensor, and each micro-batch would add all three sums to it.
+            # come only in the next forward pass. Not 0 · Σp: all three would then get the same
+            # gradient tensor, and what a micro-batch adds to one of them would be added to all.
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, masks
 
@@ -371,7 +370,7 @@ class MDLM(TwoPass):
         The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor. Because
         of ALPHA_FLOOR and T_MIN, L is 0.1 to 0.3 % too small, except in `eval.py ppl --floor=0`.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
-        is cheaper than this network: in place of pass 1, it takes the last step's prediction.
+        samples from another: it has one pass a step, with the last prediction in place of pass 1.
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)  # see TwoPass       (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t

@@ -5,7 +5,8 @@
            l.1    beginning
            l.3    DiT.trunk, a call of the network (mdlm.py)
            l.4    nucleus, chunks.categorical    which token
-           l.5    step_probs, coins, Turn        whether it appears: known before any call
+           l.5    step_probs, coins, Turn        whether it appears, known before any call;
+                  next_masks in order
            l.6    TwoPass.feedback (mdlm.py)
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
@@ -101,7 +102,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
     the first l.3, and l.4 draws only the tokens that appear. Steps that change nothing are skipped
     (App. C.4) [code]. With SM this matters: in such a step, the feedback alone would change the
-    prediction. `every` makes those steps too (App. C.5). If masks are left after the last step, one
+    prediction. (App. C.4 explains SM's additional calls by its inputs. This rule only looks at
+    tokens.) `every` makes those steps too (App. C.5). If masks are left after the last step, one
     more call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
@@ -109,7 +111,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         on the others in its batch.
     on_step(x, lam, guess, masks, h): called after every call of the network. x (n, L): ids. Where x
         is [MASK], lam (n, L) is λ and guess (n, L) the likeliest token. (Without feedback, lam is
-        0, and guess [MASK], or the old token where one was just re-masked.) masks: the index pair
+        0, and guess [MASK] or, where a token was re-masked, this token.) masks: the index pair
         (b, l) of the masks that stay. h (m, D): the hidden states that predict them.
     x: (L,) or (n, L) ids on the CPU to start from (default: all [MASK]). Tokens in it never change.
     soft: False decodes without feedback.
@@ -137,10 +139,12 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     def draw(h, u):  # u stays on the CPU until it is needed: MPS has no float64
         logits = net.head(h)                                                   # (m, V)
         drawn = categorical(nucleus(logits.softmax(-1), top_p), u)             # (m,)
-        by_argmax = to_device(u == ARGMAX, device)  # here, `drawn` means nothing
+        by_argmax = to_device(u == ARGMAX, device)  # if True, `drawn` means nothing
         return torch.where(by_argmax, logits.argmax(-1), drawn)                # (m,)
 
-    # appear, stay and vanish are index pairs (b, l), and u has a number for each in `appear`.
+    # t: (n,), a time for each sequence. appear, stay and vanish are index pairs (b, l), and u has a
+    # number for each in `appear`. p is never stored: the head runs in `draw` and in `feedback`. x
+    # never changes in place, because it may be the caller's.
     for t, appear, stay, vanish, u in turns:
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
         drawn = in_chunks(draw, h[appear], u, V=len(table))                    # (m,)  only x~   l.4
@@ -244,8 +248,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     steps: network calls, at most. With as many steps as masks, each reveals one token.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
         is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
-    threshold: reveal all positions whose likeliest token has at least this probability, before the
-        nucleus, instead [ours]. Give as many steps as masks: then all others appear one by one.
+    threshold: instead of equally many, reveal every position whose likeliest token has at least
+        this probability before the nucleus, or if there is none, the next in order [ours]. Give as
+        many steps as masks: then these appear one at a time.
     All else is as in `generate`.
     Checked against tests/oracles.py in_order.
     """
@@ -294,7 +299,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         emb = F.embedding(x, table)                                            # (n, L, D)
         nfe += masked_cpu.any(-1)
         before = masked_cpu                                                    # (n, L)
-        masked_cpu = (x == mask_id).cpu()  # the host sync of the step         # (n, L)
+        masked_cpu = (x == mask_id).cpu()  # the host sync of the step           (n, L)
         stay = indices(masked_cpu, device)                                        # 2 × (m,)
         (row,) = indices(masked_cpu[before], device)  # of the N rows, those of `stay`   (m,)
         lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
@@ -308,9 +313,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
 
 def next_masks(score, masked, steps_left):
-    """The masks with the highest scores (n, L), in each row 1 / steps_left, rounded up: (n, L) bool
+    """Which masks to reveal, (n, L) bool: in each row 1 / steps_left of them, with highest scores
 
-    Ties are broken from left to right [ours].
+    The number is rounded up. Ties are broken from left to right [ours].
     """
     score = score.masked_fill(~masked, -torch.inf)
     ranking = score.argsort(dim=-1, descending=True, stable=True)              # (n, L)  positions

@@ -5,6 +5,7 @@
     App. A, Alg. 2; App. C.9      decode           the whole response at once
     Alg. 2 l.4, App. B.2          propose          a token for each mask, and how sure the model is
     Alg. 2 l.5, §2.2 unmasking    reveal           the surest of these tokens, written into x
+    Alg. 2 l.6, App. C.9          propose, faded   soft masks for the others, written into `emb`
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
 Logits are (n, V), a row per masked position, and exist only inside `in_chunks`. Each pass copies x
@@ -300,7 +301,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             opened = masked & (place >= first) & (place < end)          # (B, L)  may be revealed
             b, l = opened.nonzero(as_tuple=True)                        # 2 × (n,)  on the host
             n = len(b)
-            if model.sm:  # feedback for the other masks too, except where the block is full already
+            if model.sm:  # for the other masks too, except in sequences whose block is full already
                 others = masked & ~opened & opened.any(1, keepdim=True) & (place < hi)   # (B, L)
                 b, l = map(torch.cat, zip((b, l), others.nonzero(as_tuple=True)))        # 2 × (N,)
             masks = to_device(b, x.device), to_device(l, x.device)      # 2 × (N,)

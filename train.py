@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
     torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.ckpt
-    python train.py owt --data=data/yours --n_layer=6 --length=256 --resume   # any field of Config
+    python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6     # any field of Config
 
 The first word is a preset, defined below.
 
@@ -135,7 +135,7 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(masks[0]),
                 tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
-        # For DDP, ω has a gradient of 0 (mdlm.token_nll), and Adam's momentum would move
+        # For DDP, ω has a gradient of 0 (TwoPass.token_nll), and Adam's momentum would move
         # it. Adam skips parameters without a gradient [ours].
         for p in model.sm.parameters():
             p.grad = None
@@ -150,7 +150,7 @@ def batch(tokens, cfg, step, j, M):
 
     Every epoch has a permutation of its own, and no row comes twice in it. Times are sorted, so
     micro-batch j takes every M-th sequence and every M-th time [ours]: about half of its tokens are
-    masked. In a slice of the sorted times, it could be nearly all.
+    masked. If it took a slice of the times instead, it could be nearly all.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -381,7 +381,7 @@ def load_initial(model, cfg, vocabulary, flags):
     # Without SM, the file's ω is ignored.
     theirs = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
     ours = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
-    # Of sm.raw_s, the flag is --omega_s.
+    # Those with a flag on the command line, such as --omega_s for sm.raw_s, stay ours.
     of_flags = {name: p for name, p in ours.items() if name.replace("sm.raw", "omega") in flags}
     model.load_state_dict(ours | theirs | of_flags)  # for each name, the rightmost counts
     if not ours.keys() & theirs.keys():

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes, but
-# text three calls of that length:
+# What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes,
+# but text three calls of that length:
 #     bash lab/gpu.sh              # all blocks (text only if TEXT is given)
 #     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
 #     TEXT=FOLDER bash lab/gpu.sh text   # does feedback pay on these texts, such as 100 novels?
@@ -131,13 +131,19 @@ PY
     run "$work/rows.py" $bench --parts=train --repeats=9 --json="$out/gpu-train-4096.json"
 }
 
-last() {  # a field of the last line in a run's log, or 0
-    local lines="[{'$2': 0}] + launch.read_jsonl('$work/$1/log.jsonl')"
-    "$python" -c "import launch; print(int(($lines)[-1]['$2']))"
+last() {  # a field in the log's line of the update that last.pt holds, or 0
+    "$python" - "$work/$1" "$2" <<'PY'
+import os, sys
+from checkpoint import load
+from launch import read_jsonl
+step = load(sys.argv[1])["step"] if os.path.exists(f"{sys.argv[1]}/last.pt") else 0
+lines = [line for line in read_jsonl(f"{sys.argv[1]}/log.jsonl") if line["step"] <= step]
+print(int(lines[-1][sys.argv[2]]) if lines else 0)
+PY
 }
 
-train_text() {
-    run train.py --data="$work/text" $text --eta_bb=5e-4 --warmup=200 --dropout=0 --ema=0.999 \
+train_text() {  # without compiling, which would take a part of the time, and a larger one with SM
+    run train.py --data="$work/text" $text --compile=False --eta_bb=5e-4 --warmup=200 --dropout=0 --ema=0.999 \
         --save_every=200 --eval_every=0 --keep_every=0 --resume=auto "$@"
 }
 
@@ -149,7 +155,7 @@ timed() {  # train for so many seconds in all, even if this block is stopped and
     [ "$left" -le 0 ] ||
         limit="timeout -s TERM $left" train_text --out_dir="$work/$name" "$@" ||
         [ $? = 124 ]  # SIGTERM makes it save last.pt
-    touch "$work/$name.timed"
+    [ ! -e "$work/$name/last.pt" ] || touch "$work/$name.timed"
 }
 
 measured() {  # spans of 8 tokens in 8, 4, 2 and 1 calls, Eq. 2 in ten ranges of t, and entropy
@@ -159,7 +165,8 @@ measured() {  # spans of 8 tokens in 8, 4, 2 and 1 calls, Eq. 2 in ten ranges of
     run sample.py $checkpoint --count=$samples --steps=128 --out="$work/$name.jsonl"
     # The entropy is written first. Without GPT-2, the rest fails.
     [ -e "$out/text-$name-entropy.json" ] || HF_HUB_OFFLINE=1 run eval.py samples --data= \
-        --samples="$work/$name.jsonl" --out="$out/text-$name-entropy.json" || true
+        --samples="$work/$name.jsonl" --out="$out/text-$name-entropy.json" ||
+        [ -e "$out/text-$name-entropy.json" ]
 }
 
 text() {  # one binary model of bytes, continued without SM and with it: two seeds each
