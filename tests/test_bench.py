@@ -80,7 +80,7 @@ def test_an_update_moves_all_parameters():
 def test_gpu_sh_gives_flags_that_exist(tmp_path):
     """A stand-in for Python records the commands."""
     stand_in, kept = tmp_path / "python", tmp_path / "commands"
-    stand_in.write_text(f"#!/bin/sh\n[ \"$1\" != -c ] || echo 9\nprintf '%s\\n' \"$*\" >> {kept}\n")
+    stand_in.write_text(f"#!/bin/sh\n[ \"$1\" != - ] || echo 9\nprintf '%s\\n' \"$*\" >> {kept}\n")
     stand_in.chmod(0o755)
     for size in "toy", "gpu":
         env = os.environ | {"PYTHON": str(stand_in), "WORK": str(tmp_path / "work"),
@@ -91,4 +91,4 @@ def test_gpu_sh_gives_flags_that_exist(tmp_path):
     for script, *words in scripts:
         name = os.path.basename(script).removesuffix(".py")
         configure({"rows": "bench", "ddp": "train"}.get(name, name), words)
-    assert len(scripts) == 53
+    assert len(scripts) == 58
