@@ -4,7 +4,7 @@
 #     bash lab/gpu.sh              # all blocks (text only if TEXT is given)
 #     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
 #     TEXT=FOLDER bash lab/gpu.sh text   # does feedback pay on these texts, such as 100 novels?
-#     SIZE=toy bash lab/gpu.sh     # the same commands with tiny models, also on a CPU: 3 minutes
+#     SIZE=toy bash lab/gpu.sh     # the same commands with tiny models, also on a CPU: minutes
 # $OUT (default: results/bench) gets all output, in gpu.log, and the numbers, in gpu-*.json.
 # What is already there is not measured again, so a block that was stopped can go on.
 # As they stand here, these blocks have not run on a GPU. For an older commit, see results/bench.
@@ -15,7 +15,7 @@ python=${PYTHON:-python3} size=${SIZE:-gpu}
 if [ "$size" = toy ]; then
     out=${OUT:-out/gpu-toy} work=${WORK:-out/gpu-toy-work} bench=quick
     model="--n_layer=1 --n_head=2 --n_embd=32 --n_cond=16 --length=64"
-    text="$model --batch_size=8 --micro_batch=8" long=15 short=10 rows=20 samples=2
+    text="$model --batch_size=8 --micro_batch=8" long=25 short=20 rows=20 samples=2
 else
     out=${OUT:-results/bench} work=${WORK:-out/gpu} bench=gpu
     model="--n_layer=12 --n_head=12 --n_embd=768 --n_cond=128 --device=cuda"
