@@ -152,8 +152,8 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
         log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
     if model.sm and not any(softs):
-        # ω has a gradient of 0, for DDP (TwoPass.token_nll). Adam's momentum would still
-        # move ω, so the gradient is removed [ours].
+        # ω has a gradient of 0, for DDP (TwoPass.token_nll). Adam's momentum would still move ω, so
+        # the gradient is removed [ours].
         for p in model.sm.parameters():
             p.grad = None
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
@@ -257,18 +257,9 @@ def loop(cfg, here, mask_id):
     if here.world > 1:  # gradients are views of DDP's buckets, not copies: this saves memory
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def measure():
-        """Evaluate, and save best/ if the loss is the lowest so far. Returns metrics.
-
-        All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
-        """
+    def measure():  # and keep the adapter, if it is the best so far
         found = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
-        loss = found["val_soft" if model.sm else "val_plain"]
-        if loss < found.get("best", math.inf):
-            found["best"] = loss
-            if master:
-                save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, given)
-        return found
+        return keep_best(found, cfg, given, model, here)
 
     # ---- the loop
     start, stop, line = done, 0, {}  # stop: a signal's number, or 0.   line: the last in the log
@@ -478,6 +469,17 @@ def evaluate(model, val, cfg, here):
         total = torch.stack(found).cpu().double().cumsum(0)[-1]  # the only host sync
         losses["val_soft" if soft else "val_plain"] = launch.over_ranks(total).item() / len(val)
     return losses
+
+
+def keep_best(metrics, cfg, given, model, here):
+    """Save best/ if this evaluation is the best so far. Returns `metrics` with the best loss."""
+    # All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
+    loss = metrics["val_soft" if model.sm else "val_plain"]
+    if loss < metrics.get("best", math.inf):
+        metrics["best"] = loss
+        if here.rank == 0:
+            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, given)
+    return metrics
 
 
 def save(path, cfg, given, model, optimizer, **facts):

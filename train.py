@@ -193,10 +193,7 @@ def loop(cfg, here, tokens, meta, flags):
     # meta.json, nobody notices.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
-    if cfg.eval_every or cfg.show:
-        val, _ = data.open_split(cfg.data, "val")
-        index = data.evenly(data.n_rows(val, cfg.length), cfg.eval_rows)       # (m,)
-        held_out = data.rows(val, index, cfg.length)                           # (m, L)
+    held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
     model, ema, optimizer, done, metrics, omega_from = beginning(cfg, here, meta, source, flags)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
     if compiled:  # after the EMA was copied: compiled methods of a copy use the first's weights
@@ -342,6 +339,13 @@ def resolved(cfg, vocabulary, world):
                       f"{cfg.micro_batch} times {world} processes: change one of them")
     return replace(cfg, vocab_size=vocabulary["vocab_size"],
                    mask_id=vocabulary["mask_id"], soft_mask=cfg.p_sm > 0)
+
+
+def held_out_rows(cfg):
+    """cfg.eval_rows rows of val.bin (m, L), evenly spaced"""
+    val, _ = data.open_split(cfg.data, "val")
+    index = data.evenly(data.n_rows(val, cfg.length), cfg.eval_rows)           # (m,)
+    return data.rows(val, index, cfg.length)                                   # (m, L)
 
 
 def load_last(path, cfg, source):
