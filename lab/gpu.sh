@@ -143,8 +143,8 @@ PY
 }
 
 train_text() {  # without compiling, which would take a part of the time, and a larger one with SM
-    run train.py --data="$work/text" $text --compile=False --eta_bb=5e-4 --warmup=200 --dropout=0 --ema=0.999 \
-        --save_every=200 --eval_every=0 --keep_every=0 --resume=auto "$@"
+    run train.py --data="$work/text" $text --compile=False --eta_bb=5e-4 --warmup=200 --dropout=0 \
+        --ema=0.999 --save_every=200 --eval_every=0 --keep_every=0 --resume=auto "$@"
 }
 
 timed() {  # train for so many seconds in all, even if this block is stopped and called again
