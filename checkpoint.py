@@ -22,6 +22,7 @@ data are {dialogues, base, keys}. Every random draw is keyed by seed and step (d
 other random state is saved.
 """
 
+import contextlib
 import dataclasses
 import json
 import os
@@ -139,12 +140,8 @@ def save(path, **parts):
     try:
         with atomic(path) as tmp, open(tmp, "wb") as f:
             torch.save(ckpt, f)
-    except (OSError, RuntimeError) as e:
-        # torch.save hides the disk's error behind its own, "unexpected pos".
-        reason = e if isinstance(e, OSError) else e.__context__
-        if not isinstance(reason, OSError):
-            raise
-        raise OSError(reason.errno, reason.strerror, path)
+    except RuntimeError as e:  # torch.save hides the disk's error behind its own
+        raise OSError(f"{path}: {e.__context__ or e}")
 
 
 def git_version():
@@ -318,16 +315,14 @@ def write_safetensors(path, tensors, metadata=None):
 def read_header(path):
     """({name: dtype, shape, offsets}, metadata, bytes before the tensors) of a safetensors file"""
     with open(path, "rb") as f:
-        offset = 8 + int.from_bytes(f.read(8), "little")
-        try:
-            header = json.loads(f.read(min(offset - 8, os.path.getsize(path))))
-        except ValueError:
-            raise Refused(f"{path} is no safetensors file, or cut short: download it again")
-    metadata = header.pop("__metadata__", {})
-    end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-    if os.path.getsize(path) < offset + end:
-        raise Refused(f"{path} is cut short: download it again")
-    return header, metadata, offset
+        offset, size = 8 + int.from_bytes(f.read(8), "little"), os.path.getsize(path)
+        with contextlib.suppress(ValueError):  # not JSON
+            header = json.loads(f.read(min(offset - 8, size)))
+            metadata = header.pop("__metadata__", {})
+            end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
+            if offset + end <= size:
+                return header, metadata, offset
+    raise Refused(f"{path} is no safetensors file, or cut short: download it again")
 
 
 # ---- what is in a file ---------------------------------------------------------------------------

@@ -170,9 +170,7 @@ def held_out_rows(cfg, info, L):
     tokens, meta = data.open_split(path, "val")
     if cfg.data is None and trained_on.get("sha256") not in (None, meta["train"]["sha256"]):
         raise Refused(f"{path} has changed since {cfg.checkpoint} was trained on it: give --data")
-    if tokens.tokenizer != special:
-        raise Refused(f"{path} was prepared with {tokens.tokenizer}, but {cfg.checkpoint} was "
-                      f"trained with {special}: prepare the text again")
+    launch.check_same(path, tokens.tokenizer, special, special, ": prepare the text again")
     index = data.evenly(data.n_rows(tokens, L), cfg.rows)                            # (n,)
     return data.rows(tokens, index, L), meta["val"] | {"path": path}
 
@@ -231,9 +229,8 @@ def held_out_samples(cfg, L, n=None, name=None):
     """
     tokens, _ = data.open_split(cfg.data, "val")
     theirs = tokens.tokenizer["name"]
-    if name not in (None, theirs):
-        raise Refused(f"{cfg.samples} uses the tokenizer {name}, but {cfg.data} uses {theirs}: "
-                      f"give the data that the model was trained on")
+    launch.check_same(cfg.data, {"tokenizer": theirs}, {"tokenizer": name or theirs}, ["tokenizer"],
+                      ": give the data that the model was trained on")
     tok = data.tokenizer(theirs, cfg.tokenizer_dir)
     shuffled = torch.randperm(data.n_rows(tokens, L), generator=rng("reference", cfg.seed))
     index = shuffled[:n]

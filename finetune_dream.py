@@ -222,7 +222,9 @@ def finetune(cfg):
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     dream_cfg = DreamConfig.read(cfg.model)
-    check(cfg, dream_cfg.vocab_size, here.world)
+    if cfg.steps:
+        launch.unused(cfg, "with --steps", "epochs")
+    launch.check_training(cfg, dream_cfg.vocab_size, here.world)
     with launch.lock(cfg.out, here.rank == 0):
         return loop(cfg, here, dream_cfg.mask_token_id)
 
@@ -304,21 +306,6 @@ def loop(cfg, here, mask_id):
     command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
     launch.leave(here, f"{model.warning(line)}\n{command}".strip(), 0)
     return model
-
-
-def check(cfg, V, world):
-    """Raises Refused for settings that cannot be trained.   V: size of the vocabulary."""
-    if cfg.steps:
-        launch.unused(cfg, "with --steps", "epochs")
-    if cfg.p_sm == 0:
-        launch.unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b",
-                      "k", "eta_sm", "coin")
-    if not cfg.b_l < cfg.b_h:
-        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    if (cfg.k or 1) >= V:
-        raise Refused(f"--k={cfg.k} must be below the {V} tokens of {cfg.model}, or none for all")
-    if cfg.batch_size % world:
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {world} processes")
 
 
 def load_dialogues(cfg, tok, mask_id, show):

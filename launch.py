@@ -38,7 +38,6 @@ DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a Gr
 
 WORDS = {"true": True, "false": False, "none": None}
 WORD_FOR = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
-OTHER_NAMES = {"lr": "eta_bb", "epochs": "steps", "top_k": "k"}  # names in other programs
 PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # where pip's name is not the import's
 
 
@@ -62,7 +61,7 @@ def run(main, Config, presets=None, paths=None):
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(5)  # rank 0 usually says the same first, and torchrun then ends this rank
     print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
-    raise SystemExit(status)
+    sys.exit(status)
 
 
 def from_cli(Config, argv, presets=None, paths=None):
@@ -77,7 +76,7 @@ def from_cli(Config, argv, presets=None, paths=None):
             print(inspect.getsource(cls))
         for name, fields in (presets or {}).items():
             print(f"preset {name}: {fields}")
-        raise SystemExit(0)
+        sys.exit(0)
     values = {}
     first = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
     if presets and first and first[0] in presets:
@@ -94,8 +93,8 @@ def from_cli(Config, argv, presets=None, paths=None):
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         word = unknown[0].strip("-").partition("=")[0]
-        near = difflib.get_close_matches(OTHER_NAMES.get(word, word), kinds, 1) or ["help"]
-        remedy = f"did you mean --{near[0]}?"
+        near = difflib.get_close_matches(word, kinds, 1)
+        remedy = f"did you mean --{near[0]}?" if near else "--help shows all flags"
         if presets and not unknown[0].startswith("-"):
             remedy = f"the first word may be {', '.join(presets)}"
         raise Refused(f"unknown argument {unknown[0]!r}: {remedy}")
@@ -254,6 +253,23 @@ def unused(cfg, why, *names):
             raise Refused(f"--{name} does nothing {why}")
 
 
+def check_training(cfg, V, batch):
+    """Raises Refused for settings that no training can use.
+
+    V: size of the vocabulary.   batch: sequences in a pass of all ranks together.
+    """
+    if cfg.p_sm == 0:
+        unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b", "k",
+               "two_updates", "coin", "eta_sm")
+    if not cfg.b_l < cfg.b_h:
+        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
+    if (cfg.k or 1) >= V:
+        raise Refused(f"--k={cfg.k} must be below the {V} tokens of the vocabulary")
+    if cfg.batch_size % batch:
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {batch} sequences "
+                      f"in a pass of all processes")
+
+
 @contextlib.contextmanager
 def lock(folder, master=True):
     """A context that one process at a time may enter per folder. A kill releases the lock, too.
@@ -321,7 +337,7 @@ def leave(here, message, status):
     if message and here.rank == 0:
         print(message)
     if status:
-        raise SystemExit(status)
+        sys.exit(status)
 
 
 # ---- the log -------------------------------------------------------------------------------------

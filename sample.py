@@ -19,6 +19,7 @@ its own file, samples.RANK.jsonl.
 """
 
 import math
+import re
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from itertools import zip_longest
@@ -377,9 +378,9 @@ def starting_ids(cfg, tok, special):
     encode, L = tok.encode_ordinary, cfg.length
     bos, eos, mask = special["bos"], special["eos"], special["mask_id"]
     text = (cfg.prompt + cfg.infill).replace("\\n", "\n")
-    if cfg.infill:
-        first, *parts = [encode(part) for part in text.split("___")]
-        ids = [bos, *first]
+    first, *parts = [encode(part) for part in re.split("_{3,}", text)]
+    ids = [bos, *first] if text else []
+    if parts:
         room = L - len(ids) - sum(map(len, parts)) - 1  # masks to distribute
         for i, part in enumerate(parts):
             width = math.ceil(room / (len(parts) - i))  # an even share
@@ -387,11 +388,9 @@ def starting_ids(cfg, tok, special):
             ids += width * [mask] + part
         ids.append(eos)
     else:
-        ids = [bos, *encode(text)] if text else []
         ids += (L - len(ids)) * [mask]
     if len(ids) != L or mask not in ids:
-        raise Refused(f"{len(ids)} tokens with BOS and EOS, {ids.count(mask)} of them masks, for "
-                      f"length {L}: shorten the text, or put ___ into --infill")
+        raise Refused(f"the text fills length {L} and leaves no masks: shorten it")
     return torch.tensor(ids)
 
 
@@ -464,13 +463,10 @@ def main(cfg):
     x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
-    made = [(line["settings"], line["seed"]) for line in lines]
-    other = settings | {"compile": not cfg.compile}
-    if made and all(each == (other, cfg.seed) for each in made):
-        # CUDA graphs round differently, and --count decides whether they are the default.
-        raise Refused(f"{path} holds samples made with --compile={not cfg.compile}: give it, too")
-    if any(each != (settings, cfg.seed) for each in made):
-        raise Refused(f"{path} holds samples made with other settings: choose another --out")
+    here_made = settings | {"seed": cfg.seed}
+    for line in lines:  # a larger --count can change the default of --compile, too
+        launch.check_same(path, line["settings"] | {"seed": line["seed"]}, here_made, here_made,
+                          ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
 
     # ---- the device
@@ -506,7 +502,7 @@ def main(cfg):
         bar.update(len({*batch}))
     bar.close()
     if path and here.rank == 0:
-        print(f"{texts[0]}\nwritten to {path}")
+        print(f"{texts[0]}\n{len(todo)} new samples in {path}")
 
 
 if __name__ == "__main__":

@@ -71,7 +71,7 @@ class Config(ModelConfig):
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
     keep_every: Count = 100_000      # step-N.pt, with EMA and ω only; 0: only at the end
-    show: bool = False               # at the end, print the bound, and how ω changed
+    show: bool = False               # at the end, print the bound in bits per byte
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
@@ -215,13 +215,12 @@ def loop(cfg, here, tokens, meta, flags):
         if master:
             feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
             wait = ", the first after a minute or more of compiling" if compiled else ""
-            print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {here.device} × "
-                  f"{here.world}, {here.dtype or 'float32'}; "
-                  f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length}, "
-                  f"{cfg.batch_size} an update, {cfg.micro_batch} at a time; "
-                  f"updates {start:,} to {cfg.steps:,}{wait}; {feedback}")
+            n_params = sum(p.numel() for p in model.parameters())
+            print(f"{n_params:,} parameters, {here.device} × {here.world}, "
+                  f"{here.dtype or 'float32'}; {data.n_rows(tokens, cfg.length):,} rows of "
+                  f"{cfg.length}; updates {start:,} to {cfg.steps:,}{wait}; {feedback}")
             if here.device.type == "cpu":
-                print(memory_warning(cfg, sum(p.numel() for p in model.parameters())), end="")
+                warn_of_memory(cfg, n_params)
         # A continuation measures the bound before its first update (Fig. 3). There is no better
         # check that the weights were read correctly.
         if cfg.eval_every and cfg.init_from and not start:
@@ -300,8 +299,8 @@ def beginning(cfg, here, meta, source, flags):
     return model, ema, optimizer, done, metrics, omega_from
 
 
-def memory_warning(cfg, n_params):
-    """A line for the user if a CPU has too little memory for this run, else "".
+def warn_of_memory(cfg, n_params):
+    """Print a line if this machine has too little memory for the run.
 
     A parameter takes 20 bytes: itself, its average, its gradient and two moments. Each block keeps
     some 120 for every entry of a micro-batch's (B, L, D). Both factors are measured.
@@ -310,10 +309,9 @@ def memory_warning(cfg, n_params):
     have = math.inf
     if hasattr(os, "sysconf"):  # not on Windows
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need < have:
-        return ""
-    return (f"this run needs about {need / 1e9:.0f} GB of memory, and this machine has "
-            f"{have / 1e9:.0f}: a smaller --micro_batch needs less\n")
+    if need > have:
+        print(f"this run needs about {need / 1e9:.0f} GB of memory, and this machine has "
+              f"{have / 1e9:.0f}: a smaller --micro_batch needs less")
 
 
 def is_kept(done, cfg):
@@ -326,17 +324,7 @@ def resolved(cfg, vocabulary, world):
     # These are fields of ModelConfig, but not flags of this script.
     launch.unused(cfg, "in train.py: --p_sm=0 trains without SM", "soft_mask")
     launch.unused(cfg, "in train.py: the data say which it is", "vocab_size", "mask_id")
-    if cfg.p_sm == 0:
-        launch.unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b",
-                      "k", "two_updates", "eta_sm")
-    if not cfg.b_l < cfg.b_h:
-        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    if cfg.k is not None and cfg.k >= vocabulary["vocab_size"]:
-        raise Refused(f"--k={cfg.k} must be below the {vocabulary['vocab_size']} tokens of "
-                      f"{cfg.data}")
-    if cfg.batch_size % (cfg.micro_batch * world):
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch="
-                      f"{cfg.micro_batch} times {world} processes: change one of them")
+    launch.check_training(cfg, vocabulary["vocab_size"], cfg.micro_batch * world)
     return replace(cfg, vocab_size=vocabulary["vocab_size"],
                    mask_id=vocabulary["mask_id"], soft_mask=cfg.p_sm > 0)
 
@@ -416,22 +404,11 @@ def save(path, cfg, model, ema, **facts):
 
 
 def summarize(cfg, bounds, meta):
-    """Print what --show asks for: the bound, ω at five points of the run, and the next command.
-
-    bounds: {name: nats per token}.   meta: the data's meta.json.
-    """
+    """Print the bounds, {name: nats per token}, and what to do next.   meta: that of the data."""
     print("\nheld-out bound in bits per byte (same model, same masks)")
-    log_names = launch.Log.on_screen
     for name, nats in bounds.items():
         bits = bits_per_byte(nats, cfg.length, meta["val"])
-        print(f"  {log_names[name]:18}{bits:.4f}")
-    lines = launch.read_jsonl(os.path.join(cfg.out_dir, "log.jsonl"))
-    lines = [line for line in lines if "lam" in line]  # some have no update with feedback
-    if lines:
-        print(f"\n  update{'ω_s':>8}{'ω_a':>8}{'ω_b':>8}{'mean λ':>9}")
-        for i in sorted({quarter * (len(lines) - 1) // 4 for quarter in range(5)}):
-            row = "  {step:6,}{omega_s:8.3f}{omega_a:8.3f}{omega_b:8.3f}{lam:9.3f}"
-            print(row.format(**lines[i]))
+        print(f"  {launch.Log.on_screen[name]:18}{bits:.4f}")
     last = os.path.join(cfg.out_dir, "last.pt")
     print(f"\nMore: python sample.py --checkpoint={last} --show"
           f"\n      python eval.py ppl --checkpoint={last}")

@@ -232,7 +232,7 @@ def test_ppl_of_a_checkpoint(world):
         assert result(*ppl, "--rows=5", other)["values"] != found["values"]
     refused("--text does nothing with ppl", main, *ppl, "--text=other.txt")
     save_mdlm("gpt2.pt", model_of(), tokenizer={"name": "gpt2"})
-    refused("was prepared with .* trained with", main, "ppl", "--checkpoint=gpt2.pt", "--data=data")
+    refused("has other settings: name", main, "ppl", "--checkpoint=gpt2.pt", "--data=data")
 
 
 def test_the_mean_of_the_bound_by_t_is_the_bound(world):
@@ -305,7 +305,7 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     assert own["values"]["n"] == own["values"]["references"] == 3 and own["settings"]["L"] == 16
     assert own["settings"]["sampler"] == "data" and own["values"]["nfe"] == 0
     samples_file("gpt2.jsonl", ["abcdef"], tokenizer="gpt2")
-    refused("uses the tokenizer gpt2", main, "samples", "--samples=gpt2.jsonl", "--data=letters")
+    refused("has other settings: tokenizer", main, "samples", "--samples=gpt2.jsonl", "--data=letters")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
         result(*samples)

@@ -93,7 +93,7 @@ def cut(path, share=0.7):
     (lambda: change("adapter/adapter_config.json", '"r": 4', '"r": 5'),
      "sample_dream --model=dream --adapter=adapter", "adapter: .* has another shape in the model"),
     (lambda: cut("dream/model.safetensors"), "sample_dream --model=dream",
-     "dream/model.safetensors is cut short: download it again"),
+     "dream/model.safetensors is no safetensors file, or cut short"),
     (lambda: Path("x.jsonl").write_text("42"), "sample --checkpoint=mdlm.pt --out=x.jsonl",
      "x.jsonl has lines that are not from sample.py"),
     (lambda: Path("x.jsonl").touch(), "eval zero_shot --checkpoint=mdlm.pt --text=x.jsonl",

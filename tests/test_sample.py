@@ -242,7 +242,7 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     refused("--length=99 is over the 32 that", run, length=99)
     text = file.read_text()
     file.write_text(text.replace('"compile": false', '"compile": true'))
-    refused("made with --compile=True: give it, too", run, count=5)
+    refused(r"compile \(True there, False here\)", run, count=5)
     file.write_text(text)
     for other in dict(sampler="mdlm"), dict(sampler="entropy", steps=8):
         refused("--threshold needs", run, **{"steps": None, "threshold": 0.9} | other)
@@ -257,7 +257,7 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     anything = {"count", "batch_size", "seed", "out", "show", "tokenizer_dir", "device"}
     facts = {"step", "weights", "tokenizer", "dtype"}
     assert line["settings"].keys() == vars(sample.Config()).keys() - anything | facts
-    other = "made with other settings"
+    other = "has other settings"
     for change in (dict(seed=2), dict(top_p=0.8), dict(prompt="a"), dict(soft=False),
                    dict(omega_b=-2.0), dict(checkpoint=saved)):
         refused(other, run, **made | change)
@@ -297,7 +297,7 @@ def test_prompt_and_infill_stay_as_given(run):
     assert bytes(ids[9:15]) == b"; b = "  # gaps of 4 and 3
     [line] = run("both", prompt="a\\n=", infill=" ___; b = ___!", length=20)
     assert line["ids"] == ids
-    refused("^32 tokens with BOS and EOS, 0 of them masks", run, prompt="x" * 31)
+    refused("fills length 32", run, prompt="x" * 31)
 
 
 def test_decoding_takes_another_omega_also_for_a_binary_model(run, saved, tmp_path):

@@ -372,9 +372,10 @@ def test_compiled_bf16_step_on_the_gpu(tiny):
 
 @pytest.mark.parametrize("gigabytes, micro_batch, warned", [(16, 32, True), (16, 8, False),
                                                             (64, 32, False)])
-def test_a_run_that_memory_cannot_hold_is_warned_of(monkeypatch, gigabytes, micro_batch, warned):
+def test_a_run_that_memory_cannot_hold_is_warned_of(monkeypatch, capsys, gigabytes, micro_batch, warned):
     """The paper's model on a laptop."""
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 10**9 // 4096}
     monkeypatch.setattr(os, "sysconf", pages.get)
-    text = script.memory_warning(Config(micro_batch=micro_batch), 169_000_000)
+    script.warn_of_memory(Config(micro_batch=micro_batch), 169_000_000)
+    text = capsys.readouterr().out
     assert text.startswith("this run needs about 40 GB") == warned == bool(text)
