@@ -305,7 +305,7 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     assert own["values"]["n"] == own["values"]["references"] == 3 and own["settings"]["L"] == 16
     assert own["settings"]["sampler"] == "data" and own["values"]["nfe"] == 0
     samples_file("gpt2.jsonl", ["abcdef"], tokenizer="gpt2")
-    refused("has other settings: tokenizer", main, "samples", "--samples=gpt2.jsonl", "--data=letters")
+    refused("other settings: tokenizer", main, "samples", "--samples=gpt2.jsonl", "--data=letters")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
         result(*samples)

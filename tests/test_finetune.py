@@ -363,8 +363,8 @@ def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(c
 
 
 def test_a_batch_is_shared_by_all_ranks_and_k_is_below_the_vocabulary(cfg):
-    for message, wrong in ("the 3 processes", cfg), ("below the 264", replace(cfg, k=264)):
-        refused(message, ft.check, wrong, 264, 3)
+    for message, wrong in ("multiple of the 3", cfg), ("below the 264", replace(cfg, k=264)):
+        refused(message, launch.check_training, wrong, 264, 3)
 
 
 def test_a_binary_run_takes_the_place_of_another_only_when_asked(cfg):

@@ -132,9 +132,6 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
                   seed=5, show=True, dtype="bfloat16")
     model, ema = train(cfg)
     shown, lines = capsys.readouterr().out, log(cfg)
-    of_lam = [line["step"] for line in lines if "lam" in line]
-    rows = re.findall(r"^ +(\d+)(?: +-?\d+\.\d+){4}$", shown, re.M)  # of ω and λ
-    assert of_lam == [int(step) for step in rows]
     val, meta = data.open_split(cfg.data, "val")
     rows = data.rows(val, torch.arange(6) * data.n_rows(val, 32) // 6, 32)
     line, in_a_row = lines[-1], 30 * meta["val"]["bytes"] / meta["val"]["tokens"]
@@ -356,7 +353,7 @@ def test_a_wrong_flag_never_starts_a_run(tiny):
             (dict(batch_size=6), "is not a multiple of")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)
-    refused("times 3 processes", script.resolved, tiny, {"mask_id": 258, "vocab_size": 259}, 3)
+    refused("multiple of the 12", script.resolved, tiny, {"mask_id": 258, "vocab_size": 259}, 3)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(),
@@ -372,7 +369,8 @@ def test_compiled_bf16_step_on_the_gpu(tiny):
 
 @pytest.mark.parametrize("gigabytes, micro_batch, warned", [(16, 32, True), (16, 8, False),
                                                             (64, 32, False)])
-def test_a_run_that_memory_cannot_hold_is_warned_of(monkeypatch, capsys, gigabytes, micro_batch, warned):
+def test_a_run_that_memory_cannot_hold_is_warned_of(monkeypatch, capsys, gigabytes, micro_batch,
+                                                    warned):
     """The paper's model on a laptop."""
     pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 10**9 // 4096}
     monkeypatch.setattr(os, "sysconf", pages.get)
