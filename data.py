@@ -37,7 +37,7 @@ import tiktoken
 import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-from launch import Refused, Size, atomic, lock, progress, read_json, run
+from launch import Refused, Size, atomic, in_short, lock, progress, read_json, run
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -78,7 +78,7 @@ def n_rows(tokens, L):
     """
     n = len(tokens.ids)
     if n < L - 2:
-        shorter = f", or train with --length={max(3, n // 100)}" if n else ""
+        shorter = f", or train with --length={n // 100}" if n >= 3200 else ""  # some 100 rows
         raise Refused(f"{tokens.name}: {n:,} tokens do not fill one row of length {L:,}: give "
                       f"more text{shorter}")
     return n // (L - 2)
@@ -247,15 +247,12 @@ def encode(docs, tok):
 
 
 def documents(paths, field="text"):
-    """Yields the texts of all files. Raises Refused for a broken file or a line without text."""
+    """Yields the texts of all files. Raises Refused for a broken file or a record without text."""
     for path in paths:
         try:
-            for n, text in read_file(path, field):
-                if not isinstance(text, str):
-                    raise ValueError(f'line {n} has no text, such as {{"{field}": "…"}}. If the '
-                                     f"text is in another field, data.py takes --field=NAME")
-                yield text
-        except (ValueError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
+            yield from read_file(path, field)
+        except (ValueError, KeyError, EOFError, gzip.BadGzipFile, lzma.LZMAError,
+                zlib.error) as e:
             raise Refused(f"{path}: {e}")
 
 
@@ -278,23 +275,21 @@ def find_files(source):
 
 
 def read_file(path, field):
-    """Yields (line number, text) from one file. The text is None if a record has no `field`."""
+    """Yields the texts of one file. Raises ValueError where there is none."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
-        batches = ParquetFile(path).iter_batches(1000, columns=[field])
-        records = (record for batch in batches for record in batch.to_pylist())
-        for n, record in enumerate(records, 1):
-            yield n, record.get(field)
+        for batch in ParquetFile(path).iter_batches(1000, columns=[field]):
+            yield from batch.column(field).to_pylist()
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
     # utf-8-sig skips a byte-order mark. With newline="", line ends stay the bytes that they are.
     with unpack(path, "rt", encoding="utf-8-sig", newline="") as f:
         try:
             if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
-                yield from read_lines(f, field)
+                yield from texts_in(f, field)
             else:
-                yield 1, f.read()
+                yield f.read()
         except UnicodeDecodeError as e:  # e.object: the bytes read last
             byte = f.buffer.tell() - len(e.object) + e.start
             plain = path if unpack is open else path.with_suffix("")
@@ -302,15 +297,15 @@ def read_file(path, field):
                              f"-f latin1 -t utf-8 {plain} > utf8{plain.suffix}")
 
 
-def read_lines(f, field):
-    """Yields (line number, text) from JSON lines, as `read_file` does."""
+def texts_in(f, field):
+    """Yields the text in each line of a .jsonl."""
     for n, line in enumerate(f, 1):
-        if not line.strip():
-            continue
         try:
-            yield n, json.loads(line)[field]
-        except (ValueError, LookupError, TypeError):
-            yield n, None
+            if line.strip():
+                yield json.loads(line)[field] + ""  # fails for what is no text
+        except (ValueError, LookupError, TypeError) as e:
+            raise ValueError(f'line {n} is not like {{"{field}": "…"}} ({in_short(e)}). If the '
+                             f"text is in another field, data.py takes --field=NAME")
 
 
 def stdlib_files():
@@ -366,11 +361,7 @@ def main(cfg):
     for split in "train", "val":
         print("{}/{}.bin: {documents:,} documents, {tokens:,} tokens, sha256 {sha256}".format(
             out, split, **meta[split]))
-    n = meta["val"]["tokens"]
-    print(f"held out in val.bin: the last {n:,} tokens")
-    if n < 1022:
-        print("That fills no row of length 1,024: give more text or a larger --val_docs, or train "
-              f"on shorter rows, such as --length={max(3, n // 100)}")
+    print("held out in val.bin: the end of the text, whose files are in the order of their names")
 
 
 if __name__ == "__main__":

@@ -103,7 +103,7 @@ def cut(path, share=0.7):
      "run is the folder of a run: give its adapter, run/best"),
     (None, "train --data=dta", "there is no folder dta: give --data"),
     (None, "train --data=dream", "no data in dream, .*`python data.py dream --out=data/NAME`"),
-    (None, "train --data=data --length=300", "217 tokens .* or train with --length=3"),
+    (None, "train --data=data --length=300", "217 tokens do not fill one row"),
     (None, "train --data=data --length=20 --init_from=mdlm.pt", "n_cond .*`train.py stdlib --init"),
     (None, "eval ppl --checkpoint=mdlm.pt --data=data --text=x", "--text does nothing with ppl"),
     (None, "eval ppl --floor=0.5", "--floor=0.5 must be a number from 0 to 0.01"),
