@@ -234,8 +234,8 @@ def loop(cfg, here, mask_id):
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id, master)
-    # finetune.json gets the settings as they were given. The number of updates in `epochs` depends
-    # on the seed. With it, runs of two seeds would seem to have two settings.
+    # For finetune.json. The number of updates in `epochs` depends on the seed, and would make runs
+    # of two seeds look like two settings.
     given = cfg
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
@@ -323,27 +323,25 @@ def read_lines(cfg):
     """[train, val] of a .jsonl or a JSON list: its records, shuffled by the seed"""
     if not cfg.data:
         raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
-    records, line = [], 0
+    records, n = [], 1  # the number of a line, or of a record in a list
     try:
         text = Path(cfg.data).read_text(encoding="utf-8-sig")
         lines = text.split("\n")
         if text.lstrip().startswith("["):
             lines = map(json.dumps, json.loads(text))
-        for record in lines:
-            line += 1
-            if record.strip():
-                records.append(as_messages(json.loads(record)))
+        for n, line in enumerate(lines, 1):
+            if line.strip():
+                records.append(as_messages(json.loads(line)))
     except (ValueError, LookupError, TypeError) as e:
-        where = f", line {line}" if line else ""
-        raise Refused(f"{cfg.data}{where}: not a dialogue such as {FORMAT} ({launch.in_short(e)})")
+        raise Refused(f"{cfg.data}, line {n}: not a dialogue such as {FORMAT} "
+                      f"({launch.in_short(e)})")
     n_val = min(cfg.n_val, len(records) // 10)
     records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
     return [records[n_val:][:cfg.n_train], records[:n_val]]
 
 
 def as_messages(record):
-    """{"messages": …} from a record in one of the formats that Config names. Raises if it is none.
-    """
+    """{"messages": …} from a record in one of the formats that Config names, or an exception"""
     if "messages" in record:
         turns = [(m["role"], m["content"]) for m in record["messages"]]
     elif "conversations" in record:  # ShareGPT
@@ -401,7 +399,7 @@ def why_dropped(ids, prompt_len, cfg, tok, mask_id):
     """Why a dialogue is dropped, or "". The first and the last reason are [ours], the others are
     the paper's."""
     if not ids:
-        return "no turn of the assistant as text"
+        return "no text by a role named assistant or gpt"
     if len(ids) > cfg.max_length:
         return f"over {cfg.max_length} tokens"
     if len(ids) - prompt_len < cfg.min_response:

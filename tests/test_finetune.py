@@ -139,8 +139,8 @@ def test_dialogues_in_the_formats_that_people_have(tmp_path):
     assert record == said(("user", "a\n\nc"), ("assistant", "b"))
     for wrong in '{"text": "a"}', lines[:20], "[1", "3", '{"messages": [{"role": "user"}]}':
         path.write_text(wrong if wrong == "[1" else f"{json.dumps(pair)}\n{wrong}")
-        where = "" if wrong == "[1" else ", line 2"
-        refused(f'own.json{where}: .*"messages"', ft.read_lines, Config(data=str(path)))
+        where = 1 if wrong == "[1" else 2
+        refused(f'own.json, line {where}: .*"messages"', ft.read_lines, Config(data=str(path)))
 
 
 def test_the_filters_and_the_held_out_dialogues(tiny):
@@ -149,8 +149,8 @@ def test_the_filters_and_the_held_out_dialogues(tiny):
     overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
     kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
     dropped = {"response under 5 tokens": (talk("a", "ab"),),
-               "no turn of the assistant as text": (said(("user", "a")), talk("a", None),
-                                                    said(("user", "a"), ("bot", "b"))),
+               "no text by a role named assistant or gpt": (
+                   said(("user", "a")), talk("a", None), said(("user", "a"), ("bot", "b"))),
                "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
                "tool calls": (talk("a", "abc</tool_call>"),),
                "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
