@@ -329,9 +329,10 @@ def read_lines(cfg):
         lines = text.split("\n")
         if text.lstrip().startswith("["):
             lines = map(json.dumps, json.loads(text))
-        for n, line in enumerate(lines, 1):
+        for line in lines:
             if line.strip():
                 records.append(as_messages(json.loads(line)))
+            n += 1
     except (ValueError, LookupError, TypeError) as e:
         raise Refused(f"{cfg.data}, line {n}: not a dialogue such as {FORMAT} "
                       f"({launch.in_short(e)})")
