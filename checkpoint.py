@@ -34,7 +34,7 @@ import types
 import numpy as np
 import torch
 
-from launch import Refused, atomic, check_same, in_short, read_json, run
+from launch import Refused, atomic, check_same, in_short, read_json, run, unused
 from softmask import SoftMask
 
 # ---- any file ------------------------------------------------------------------------------------
@@ -158,13 +158,15 @@ def git_version():
 
 
 # ---- another ω -----------------------------------------------------------------------------------
-def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
-    """sm with another ω for decoding. None: unchanged. A binary model gets k = 3 [ours]."""
-    given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
-    given = {name: value for name, value in given.items() if value is not None}
+def with_omega(sm, mask_id, cfg):
+    """sm with the ω in cfg, for decoding. None: unchanged. A binary model gets k = 3 [ours]."""
+    names = "omega_s", "omega_a", "omega_b"
+    if not cfg.soft:
+        unused(cfg, "with --soft=False", *names)
+    given = {name: getattr(cfg, name) for name in names if getattr(cfg, name) is not None}
     if not given:
         return sm
-    if sm is None and omega_s is None:  # the default ω_s is almost 0
+    if sm is None and "omega_s" not in given:  # the default ω_s is almost 0
         raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
     start = SoftMask(mask_id, **given)
     if sm is None:
@@ -339,12 +341,12 @@ def main(cfg):
           f"{ema} EMA, {optimizer} optimizer")
     for part in ("config", "tokenizer", "data", "git", "versions", "metrics"):
         print(f"  {part}: {ckpt.get(part)}")
-    raw = {name.removeprefix("sm."): t for name, t in ckpt["model"].items()
-           if name.startswith("sm.")}
-    if raw:
-        sm = SoftMask(0, k=None if "raw_tau" in raw else 1)
-        sm.load_state_dict(raw)
-        print("  ω_s {:.4g}, ω_a {:.4g}, ω_b {:.4g}".format(*sm.omega))
+    omega = {name.removeprefix("sm."): t for name, t in ckpt["model"].items()
+             if name.startswith("sm.")}
+    if omega:
+        sm = SoftMask(0, ckpt["config"]["k"])
+        sm.load_state_dict(omega)
+        print(f"  {sm}")
 
 
 if __name__ == "__main__":

@@ -71,10 +71,11 @@ class DreamConfig:
 
 def read_part(folder, name):
     """A JSON file of a model folder, as a dict."""
-    if not os.path.isdir(folder):
-        raise Refused(f"--model={folder} is no folder: give that of a Dream model as published, "
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        raise Refused(f"there is no {path}: --model is the folder of a Dream model as published, "
                       f"from `hf download Dream-org/Dream-v0-Instruct-7B --local-dir FOLDER`")
-    return read_json(os.path.join(folder, name))
+    return read_json(path)
 
 
 def added_mask(folder):

@@ -37,7 +37,6 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import launch
-from data import rng
 from launch import Count, Refused, Size, machine, progress, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
@@ -95,14 +94,15 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     permutation, the same in every repeat, deals them to the rows.
     """
     n = len(rows)
-    times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))       # (repeats·n,)
-    deal = torch.randperm(n, generator=rng("deal", seed))
+    rng = data.rng("times", seed)
+    times = sample_times(n * repeats, rng, b_l=max(floor, 1e-6))                     # (repeats·n,)
+    deal = torch.randperm(n, generator=data.rng("deal", seed))
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
     for index in progress(mine, f"{n:,} held-out rows", leave=False):
         for r, t in enumerate(times[:, index]):                                      # (b,)
             xt = torch.cat([
-                corrupt(x[None], s[None], mask_id, rng("masks", seed, r, int(i)), floor)
+                corrupt(x[None], s[None], mask_id, data.rng("masks", seed, r, int(i)), floor)
                 for i, x, s in zip(index, rows[index], t)])                          # (b, L)
             yield index, rows[index], xt, t
 
@@ -232,7 +232,7 @@ def held_out_samples(cfg, L, n=None, name=None):
     launch.check_same(cfg.data, {"tokenizer": theirs}, {"tokenizer": name or theirs}, ["tokenizer"],
                       ": give the data that the model was trained on")
     tok = data.tokenizer(theirs, cfg.tokenizer_dir)
-    shuffled = torch.randperm(data.n_rows(tokens, L), generator=rng("reference", cfg.seed))
+    shuffled = torch.randperm(data.n_rows(tokens, L), generator=data.rng("reference", cfg.seed))
     index = shuffled[:n]
     if n is None:
         half = len(shuffled) // 2

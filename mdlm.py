@@ -346,8 +346,9 @@ class TwoPass(nn.Module):
         if line.get("lam", 1.0) >= 1e-3:  # a line without feedback has no λ
             return ""
         # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
+        H = min(max(0.01, line["ce_per_mask"]), math.log(len(self.net.table)))
         return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
-                f"--omega_s=0.5 --omega_a=1 --omega_b={-max(0.01, line['ce_per_mask']):.2g}")
+                f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}")
 
 
 class MDLM(TwoPass):

@@ -397,7 +397,7 @@ def starting_ids(cfg, tok, special):
 def load(cfg):
     """The MDLM with ω from cfg, on the CPU; its tokenizer; cfg with defaults from the model."""
     model = MDLM.load(cfg.checkpoint)
-    model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+    model.sm = with_omega(model.sm, model.mask_id, cfg)
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
     if tok.n_vocab != model.mask_id:

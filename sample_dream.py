@@ -75,8 +75,8 @@ class Config(Decoding):
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one per line
-    # A text in which the model replaces the first ___. No chat template is added, so a base model
-    # can complete a text, too: --infill="def f(x):\n___"
+    # A text in which the model replaces the first ___ (default: at the end). No chat template is
+    # added, so a base model can complete a text, too: --infill="def f(x):\n"
     infill: str = ""
 
 
@@ -336,7 +336,7 @@ def load_for_decoding(cfg):
     tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
     omega = load_adapter(model, cfg.adapter) if cfg.adapter else None
     sm = SoftMask(**omega) if omega else None
-    sm = with_omega(sm, model.cfg.mask_token_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+    sm = with_omega(sm, model.cfg.mask_token_id, cfg)
     if cfg.merge:
         dora.merge_(model)
     if cfg.compile:
@@ -396,6 +396,8 @@ def main(cfg):
         launch.unused(cfg, "without --block", "cache")
     if cfg.infill:
         launch.unused(cfg, "with --infill", "prompt", "chat")
+    if cfg.chat:
+        launch.unused(cfg, "with --chat", "prompt")
     model, tok, sm = load_for_decoding(cfg)
     if sm is None:
         launch.unused(cfg, "without feedback", "schedule", "switch")

@@ -35,7 +35,6 @@ import checkpoint
 import data
 import launch
 from chunks import compile_parts
-from data import rng
 from eval import bits_per_byte, val_nats
 from launch import Count, Positive, Rate, Refused, Share, Size, due
 from mdlm import MDLM, T_MIN, ModelConfig, corrupt, sample_times
@@ -110,15 +109,15 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
     M = cfg.batch_size // cfg.micro_batch    # micro-batches, over all ranks
     n_tokens = cfg.batch_size * cfg.length   # masked or not
     # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
-    coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
+    coin = torch.rand((), generator=data.rng(cfg.seed, "p_sm", step)).item()
     soft = model.sm is not None and coin < cfg.p_sm
-    times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)
+    times = sample_times(cfg.batch_size, data.rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
         x0 = batch(tokens, cfg, step, j, M)                                    # (b, L)          l.2
         t = times[j::M]  # see `batch`                                         # (b,)            l.3
-        xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))          # (b, L)          l.4
+        xt = corrupt(x0, t, cfg.mask_id, data.rng(cfg.seed, "q", step, j))     # (b, L)          l.4
         # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
         x0, xt, t, *masks = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
