@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Checkpoints: one format of our own, and readers for others.
 
-    any file             load, weights, save: all use the dict below
-    another ω            with_omega, for decoding
-    MDLM's family        from_mdlm_family: the weights of MDLM and of the authors, in our dict
-    training files       InertUnpickler: Lightning's, without Lightning, and without running code
-    safetensors          read_safetensors, write_safetensors
-    what is in a file    python checkpoint.py mdlm.ckpt
+    python checkpoint.py mdlm.ckpt          # what is in a file: ours, MDLM's or the authors'
 
 A checkpoint is one dict of tensors and plain values, so `torch.load(weights_only=True)` opens it:
 
@@ -69,9 +64,9 @@ def load(path, kind=None):
     if not any(name.endswith("vocab_embed.embedding") for name in state):
         raise Refused(f"{path} is no model of MDLM's family: it has no vocab_embed.embedding")
     if state is ckpt:
-        settings = os.path.join(os.path.dirname(path), "config.json")
-        hub = os.path.basename(path) in HUB_FILES and os.path.exists(settings)
-        return from_mdlm_family(state, settings=read_json(settings) if hub else None)
+        beside = os.path.join(os.path.dirname(path), "config.json")
+        hub = os.path.basename(path) in HUB_FILES and os.path.exists(beside)
+        return from_mdlm_family(state, settings=read_json(beside) if hub else None)
     shadow = (ckpt.get("ema") or {}).get("shadow_params")
     settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))
     return from_mdlm_family(state, shadow, settings, ckpt["global_step"])
@@ -88,6 +83,7 @@ def read(path):
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # a training framework's, which need not be installed
+        # In place of the module pickle:
         reader = types.SimpleNamespace(__name__="inert", Unpickler=InertUnpickler,
                                        load=lambda f, **kw: InertUnpickler(f, **kw).load())
         ckpt = torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
@@ -117,7 +113,7 @@ def weights(path, ema=True):
 def load_last(path, kind, cfg, facts, may_differ, remedy=""):
     """A run's last.pt. Raises Refused unless its settings, and the facts in its `data`, are these.
 
-    may_differ: names of settings.   remedy: the end of the message.
+    facts: {name: value}.   may_differ: names of settings.   remedy: the end of the message.
     """
     ckpt = load(path, kind)
     now = dataclasses.asdict(cfg) | facts
@@ -185,7 +181,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     shadow: the EMA, a bare list in the order of the parameters [code].
     settings: a hub model's config.json, or the configuration of a run (default: as released).
     """
-    settings = settings or {}
+    settings = settings or {}  # a run's are nested, a hub model's are not
     for section in ("algo", "model", "data", "optim"):
         settings = settings | settings.get(section, {})
     # sm_t_min, sm_t_max: the authors' code can limit SM to some times t.
@@ -215,13 +211,13 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
               "time_conditioning": settings.get("time_conditioning", False)}
     omega = {}
     if config["soft_mask"]:
-        config["k"], omega = read_omega(settings.get("tran_head") or {}, state)
+        config["k"], omega = omega_of_authors(settings.get("tran_head") or {}, state)
     special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
     return {"format": FORMAT, "kind": "mdlm", "config": config, "step": step, "model": net | omega,
             "ema": dict(zip(net, shadow, strict=True)) if shadow else None, "tokenizer": special}
 
 
-def read_omega(settings, state):
+def omega_of_authors(settings, state):
     """(k, tensors of ω) of the authors' soft mask, from its settings and the file's tensors"""
     only(settings, "the soft mask", fixed_lambda=None)
     names = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}

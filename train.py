@@ -198,6 +198,7 @@ def loop(cfg, here, tokens, meta, flags):
             save(path(name), cfg, model, ema, step=done, metrics=metrics, data=source,
                  tokenizer=meta["tokenizer"], **more)
 
+    keep_every = cfg.keep_every or cfg.steps
     start, stop, line = done, 0, {}  # stop: number of a signal. line: last line of the log
     with launch.signals() as caught:
         log = launch.Log(path("log.jsonl"), start, cfg.steps, master)
@@ -223,7 +224,7 @@ def loop(cfg, here, tokens, meta, flags):
                 log.amend(metrics)
                 write("last.pt", optimizer=optimizer.state_dict())
             name = f"step-{start}.pt"
-            if is_kept(start, cfg) and (late or not os.path.exists(path(name))):
+            if due(keep_every, start, cfg.steps) and (late or not os.path.exists(path(name))):
                 write(name)
         model.train()
         for step in range(start, cfg.steps):
@@ -234,7 +235,7 @@ def loop(cfg, here, tokens, meta, flags):
             stop = launch.any_rank(max(caught, default=0))
             to_evaluate = due(cfg.eval_every, done, cfg.steps) and not stop
             to_save = due(cfg.save_every, done, cfg.steps) or stop
-            to_keep = is_kept(done, cfg)
+            to_keep = due(keep_every, done, cfg.steps)
             to_log = due(cfg.log_every, done, cfg.steps) or done == 1
             if to_evaluate or to_save or to_keep or to_log:
                 # Raises on NaN, before a save
@@ -301,11 +302,6 @@ def warn_of_memory(cfg, n_params):
     if need > have:
         print(f"this run needs about {need / 1e9:.0f} GB of memory, and this machine has "
               f"{have / 1e9:.0f}: a smaller --micro_batch needs less")
-
-
-def is_kept(done, cfg):
-    """Whether there is a step-N.pt of update N = done."""
-    return due(cfg.keep_every, done, cfg.steps) or done == cfg.steps
 
 
 def resolved(cfg, vocabulary, world):

@@ -249,7 +249,7 @@ def decoding_rows(cfg, device, dtype, compiling):
     dream, sm = build_dream(cfg, device, dtype)
     if compiling:
         torch.compiler.reset()
-        dream.compile_trunk()
+        dream.trunk = torch.compile(dream.trunk, dynamic=True)
     n = cfg.dream_answer
     x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench"))      # on the CPU
     x[:, n:] = sm.mask_id
