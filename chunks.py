@@ -31,10 +31,9 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
 
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: how many fp32 (n, V) tensors fn keeps for its backward pass. If those of all chunks would
-        exceed BUDGET, the backward pass recomputes them. For a compiled fn it does not matter: it
-        keeps only its logits, in the dtype of the product.
-    whole: if fn is compiled, pass all rows at once, because each chunk pads and casts the whole
-        (V, D) weight and makes a dense gradient for it.
+        exceed BUDGET, the backward pass recomputes them. (A compiled fn keeps only its logits.)
+    whole: if fn is compiled, pass all rows at once, because each chunk casts the whole (V, D)
+        weight and makes a dense gradient for it.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
     if getattr(fn, "compiled", False):  # always gets slices: whole tensors would compile again
@@ -71,8 +70,8 @@ def compile_parts(model, mode=None):
     """
     # Methods are compiled, because compiled modules have other names in the state_dict. Copy the
     # model before this call: methods in a deepcopy would use the original's weights.
-    # DDP would split the trunk every 25 MB, even in the first pass, to send gradients while the
-    # backward pass runs. The splits would break fused kernels and change the dropout masks.
+    # DDP would split the trunk every 25 MB, to send gradients while the backward pass runs. The
+    # splits would break fused kernels and change the dropout masks.
     torch._dynamo.config.optimize_ddp = False
     model.net.trunk = torch.compile(model.net.trunk, mode=mode)
     model.score = compiled_rows(model.score)

@@ -42,7 +42,7 @@ from launch import Refused, Size, atomic, in_short, lock, progress, read_json, r
 
 # ---- rows ----------------------------------------------------------------------------------------
 def prepare_preset(out):
-    """Prepare data/stdlib if `out` is this folder and is missing. No downloads."""
+    """Prepare data/stdlib if `out` is this folder and is missing."""
     if out == PRESETS["stdlib"]["out"] and not os.path.exists(f"{out}/meta.json"):
         main(Config(**PRESETS["stdlib"]))
 
@@ -52,7 +52,7 @@ class Tokens:
     """A split as one stream of token ids, its documents joined."""
     ids: np.ndarray  # (n_tokens,) uint16
     tokenizer: dict  # see `describe`; `rows` needs BOS and EOS
-    name: str        # of the file, for messages
+    name: str        # for messages
 
 
 def open_split(dir, split):
@@ -139,7 +139,6 @@ WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 def tokenizer(name="gpt2", dir=None):
     """A tiktoken.Encoding: "gpt2", the paper's, or "bytes", with 256 bytes, BOS and EOS.
 
-    Neither has a [MASK]: the mask id is the first free id, tok.n_vocab.
     dir: folder of GPT-2's vocab.bpe and encoder.json (default: tiktoken's cache, or a download).
     """
     if name == "bytes":
@@ -175,8 +174,8 @@ MIN_HELD_OUT = 65_536  # tokens, unless --val_docs is given
 def prepare(docs, out, tok, val_docs=None, source=""):
     """Write train.bin, val.bin and meta.json into the folder `out`: all of them or none.
 
-    docs: a stream of texts.   source: where they come from.   Returns the content of meta.json.
-    val_docs: how many documents to hold out, the last ones (default: see `held_out`).
+    docs: a stream of texts.   source: where they come from.   val_docs: see Config.
+    Returns the content of meta.json.
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
@@ -205,8 +204,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         for split, path in ("train", train), ("val", val):
             meta[split]["sha256"] = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
-        # When this block ends, train.bin gets its name, then val.bin, then meta.json. A kill in
-        # between must not leave new files under the old meta.json, so that goes now.
+        # When this block ends, train.bin gets its name first. A kill right after that must not
+        # leave it under the old meta.json.
         Path(out, "meta.json").unlink(missing_ok=True)
     return meta
 
@@ -246,6 +245,8 @@ def documents(paths, field="text"):
     for path in paths:
         try:
             yield from read_file(path, field)
+        except UnicodeDecodeError:
+            raise Refused(f"{path} is not UTF-8: convert it, as with `iconv -f latin1 -t utf-8`")
         except (ValueError, KeyError, EOFError, gzip.BadGzipFile, lzma.LZMAError,
                 zlib.error) as e:
             raise Refused(f"{path}: {e}")

@@ -14,8 +14,6 @@ GPT-2 large finds them, and how close they are to held-out text (MAUVE):
 
 Each result is a JSON file with all settings, versions, n and seed. GPT-2 large and MAUVE need
 `pip install transformers mauve-text`, because published numbers depend on exactly these tools.
-
-Not here: generation (sample.py), tables and figures (lab/plot.py).
 """
 
 import contextlib
@@ -193,7 +191,7 @@ def measure_bound(cfg):
                         "bits_per_byte": bits_per_byte(nats, L, text),
                         "ce_per_masked_token": float(ce.sum() / masked.sum())}
     if model.sm:
-        # Both bounds use the same masks, so their difference has a smaller standard error.
+        # On the same masks, so the difference has a smaller standard error.
         gain, se = mean_and_se(nll["plain"] - nll["soft"], tokens)
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
     settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),
@@ -205,8 +203,7 @@ def measure_bound(cfg):
 def read_samples(path):
     """(samples, settings): the lines of a file from sample.py, and what they were made with.
 
-    NAME.jsonl includes NAME.RANK.jsonl, the shards that torchrun leaves. Lines with the same seed
-    and index count once.
+    NAME.jsonl includes NAME.RANK.jsonl. Lines with the same seed and index count once.
     """
     shards = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
     lines = [line for file in (path, *shards) for line in launch.read_samples(file)]
@@ -214,8 +211,7 @@ def read_samples(path):
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
     if any(line["settings"] != settings for line in lines):
-        raise Refused(f"{path} mixes samples made with different settings: evaluate them "
-                      f"separately")
+        raise Refused(f"{path} mixes samples of different settings: evaluate them separately")
     samples = {(line["seed"], line["index"]): line for line in lines}
     return [samples[key] for key in sorted(samples)], settings
 
@@ -334,9 +330,7 @@ def measure_samples(cfg):
 
 def write_result(cfg, stem, values, settings):
     """Print the values, and write them as JSON with the settings and versions they depend on.
-
-    stem: start of the file's name.   settings: how the samples or the model were made.
-    """
+    stem: start of the file's name.   settings: how the samples or the model were made."""
     versions = {"python": platform.python_version(), "git": checkpoint.git_version()}
     for package in "torch", "transformers", "mauve-text":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):

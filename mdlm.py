@@ -17,9 +17,8 @@ output of `head` into the embeddings.
     head(h)                   (n, D) → (n, V)                     logits, fp32 always
 
 N is the number of masked positions in the batch. `masks` is their index pair (b, l), each (N,), so
-x0[masks] are their true tokens. Only these positions get logits. An (N, V) tensor would still be
-large, so `head` gets n of the N at a time (chunks.py). Submodules have the names and the order that
-they have in the released checkpoints.
+x0[masks] are their true tokens. Only these positions get logits, and `head` gets n of the N at a
+time (chunks.py). Submodules have the names and the order of the released checkpoints.
 """
 
 import math
@@ -357,8 +356,7 @@ class MDLM(TwoPass):
 
         L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor. Because
-        of ALPHA_FLOOR and T_MIN, L is 0.1 to 0.3 % too small, except in `eval.py ppl --floor=0`.
+        The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
         samples from another: it has one pass a step, with the last prediction in place of pass 1.
         """

@@ -203,9 +203,8 @@ def side_by_side(plans, L, device):
     Each sequence skips steps of its own, so its i-th turn has a time of its own. A sequence that is
     finished stays in the batch, and nothing happens to it, because CUDA graphs need static shapes.
 
-    plans: the turns of n sequences of length L, from `plan`.
-    Yields the fields of Turn, for all n: t (n,); appear, stay and vanish as index pairs (b, l); and
-    u (m,), which is on the CPU.
+    plans: the turns of n sequences of length L, from `plan`.   Yields the fields of Turn for all n:
+    t (n,); appear, stay and vanish as index pairs (b, l); and u (m,), which is on the CPU.
     """
     none = np.zeros(L, bool)
     nothing = Turn(T_END, none, none, none, np.zeros(0))
@@ -277,9 +276,8 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         drawn, minus_H, p, *weighed = found    # (N,) each; if soft, what TwoPass.weigh returns
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
-            # From masks alone, a DiT predicts the same at every position: attention averages equal
-            # values. Rounding errors would break these ties, differently in every batch. So the
-            # order stays random there [ours].
+            # From masks alone, a DiT predicts the same at every position. Rounding errors would
+            # break these ties, differently in every batch. So the order stays random there [ours].
             only_masks = masked.all(-1, keepdim=True)                          # (n, 1)
             score = torch.where(only_masks, score, score.index_put(masks, minus_H))
         chosen = next_masks(score, masked, steps_left)                         # (n, L)
@@ -318,7 +316,7 @@ def next_masks(score, masked, steps_left):
 def nucleus(probs, p):
     """Keep the likeliest tokens while their sum is at most p, and renormalise              App. B.1
 
-    probs: (n, V).   Returns (n, V).   Below, m is the number of tokens that `likeliest` takes.
+    probs: (n, V).   Returns (n, V).
     The likeliest token is always kept. The token that crosses p is dropped [code]. The usual rule
     keeps it, and so does Dream (sample_dream.filtered).
     """

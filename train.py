@@ -290,11 +290,9 @@ def state_of(cfg, here, meta, source, flags):
 
 
 def warn_of_memory(cfg, n_params):
-    """Print a line if this machine has too little memory for the run.
-
-    A parameter takes 20 bytes: itself, its average, its gradient and two moments. Each block keeps
-    some 120 for every entry of a micro-batch's (B, L, D). Both factors are measured.
-    """
+    """Print a line if this machine has too little memory for the run."""
+    # 20 bytes a parameter: itself, its average, its gradient, two moments. In each block, some 120
+    # for every entry of a micro-batch's (B, L, D). Both are measured.
     need = 20 * n_params + 120 * cfg.micro_batch * cfg.length * cfg.n_layer * cfg.n_embd
     have = math.inf
     if hasattr(os, "sysconf"):  # not on Windows
