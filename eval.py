@@ -163,6 +163,7 @@ def held_out_rows(cfg, info, L):
         tok = data.tokenizer(special["name"], cfg.tokenizer_dir)
         rows, counts = data.text_rows(data.documents(data.find_files(cfg.text)), tok, L)
         return rows[data.evenly(len(rows), cfg.rows)], counts | {"path": cfg.text}
+    launch.unused(cfg, "with ppl: zero_shot measures it", "text")
     trained_on = info.get("data") or {"path": "data/owt"}
     path = trained_on["path"] if cfg.data is None else cfg.data
     tokens, meta = data.open_split(path, "val")
@@ -355,8 +356,6 @@ def write_result(cfg, stem, values, settings):
 
 
 def main(cfg):
-    if cfg.metric == "ppl":
-        launch.unused(cfg, "with ppl: zero_shot measures it", "text")
     if cfg.metric in ("ppl", "zero_shot"):
         measure_bound(cfg)
     else:

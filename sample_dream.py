@@ -384,9 +384,6 @@ def main(cfg):
     model, tok, sm = load_for_decoding(cfg)
     if sm is None:
         launch.unused(cfg, "without feedback", "schedule", "switch")
-    label = feedback_label(cfg, sm)
-    if sm:
-        label += f", ω_s = {sm.omega[0].item():.3g}"
     before, _, after = cfg.infill.replace("\\n", "\n").partition("___")
     messages, settings, until = [], cfg, ["<|im_end|>"]
     for prompt in sys.stdin if cfg.chat else [cfg.prompt.replace("\\n", "\n")]:
@@ -400,9 +397,8 @@ def main(cfg):
             text, stats = answer(model, tok, sm, ids, settings, until, lambda _: bar.update())
         messages.append({"role": "assistant", "content": text})
         print(before + text + after)
-        cost = "{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s, "
-        rate = stats["tokens"] / stats["seconds"]
-        print(cost.format(**stats) + f"{rate:.1f} tokens/s; {label}", file=sys.stderr)
+        cost = "{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s; "
+        print(cost.format(**stats) + str(sm or "without feedback"), file=sys.stderr)
 
 
 if __name__ == "__main__":
