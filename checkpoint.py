@@ -1,12 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Checkpoints: one format of our own, and readers for others.
 
-    any file             load, weights, save: all use the dict below
-    another ω            with_omega, for decoding
-    MDLM's family        from_mdlm_family: the weights of MDLM and of the authors, in our dict
-    training files       InertUnpickler: Lightning's, without Lightning, and without running code
-    safetensors          read_safetensors, write_safetensors
-    what is in a file    python checkpoint.py mdlm.ckpt
+    python checkpoint.py mdlm.ckpt          # what is in a file: ours, MDLM's or the authors'
 
 A checkpoint is one dict of tensors and plain values, so `torch.load(weights_only=True)` opens it:
 
@@ -34,7 +29,7 @@ import types
 import numpy as np
 import torch
 
-from launch import Refused, atomic, check_same, in_short, read_json, run
+from launch import Refused, atomic, check_same, in_short, read_json, run, unused
 from softmask import SoftMask
 
 # ---- any file ------------------------------------------------------------------------------------
@@ -69,9 +64,9 @@ def load(path, kind=None):
     if not any(name.endswith("vocab_embed.embedding") for name in state):
         raise Refused(f"{path} is no model of MDLM's family: it has no vocab_embed.embedding")
     if state is ckpt:
-        settings = os.path.join(os.path.dirname(path), "config.json")
-        hub = os.path.basename(path) in HUB_FILES and os.path.exists(settings)
-        return from_mdlm_family(state, settings=read_json(settings) if hub else None)
+        beside = os.path.join(os.path.dirname(path), "config.json")
+        hub = os.path.basename(path) in HUB_FILES and os.path.exists(beside)
+        return from_mdlm_family(state, settings=read_json(beside) if hub else None)
     shadow = (ckpt.get("ema") or {}).get("shadow_params")
     settings = plain_values((ckpt.get("hyper_parameters") or {}).get("config", {}))
     return from_mdlm_family(state, shadow, settings, ckpt["global_step"])
@@ -88,6 +83,7 @@ def read(path):
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError:  # a training framework's, which need not be installed
+        # In place of the module pickle:
         reader = types.SimpleNamespace(__name__="inert", Unpickler=InertUnpickler,
                                        load=lambda f, **kw: InertUnpickler(f, **kw).load())
         ckpt = torch.load(path, map_location="cpu", weights_only=False, pickle_module=reader)
@@ -117,7 +113,7 @@ def weights(path, ema=True):
 def load_last(path, kind, cfg, facts, may_differ, remedy=""):
     """A run's last.pt. Raises Refused unless its settings, and the facts in its `data`, are these.
 
-    may_differ: names of settings.   remedy: the end of the message.
+    facts: {name: value}.   may_differ: names of settings.   remedy: the end of the message.
     """
     ckpt = load(path, kind)
     now = dataclasses.asdict(cfg) | facts
@@ -158,13 +154,15 @@ def git_version():
 
 
 # ---- another ω -----------------------------------------------------------------------------------
-def with_omega(sm, mask_id, omega_s=None, omega_a=None, omega_b=None):
-    """sm with another ω for decoding. None: unchanged. A binary model gets k = 3 [ours]."""
-    given = {"omega_s": omega_s, "omega_a": omega_a, "omega_b": omega_b}
-    given = {name: value for name, value in given.items() if value is not None}
+def with_omega(sm, mask_id, cfg):
+    """sm with the ω in cfg, for decoding. None: unchanged. A binary model gets k = 3 [ours]."""
+    names = "omega_s", "omega_a", "omega_b"
+    if not cfg.soft:
+        unused(cfg, "with --soft=False", *names)
+    given = {name: getattr(cfg, name) for name in names if getattr(cfg, name) is not None}
     if not given:
         return sm
-    if sm is None and omega_s is None:  # the default ω_s is almost 0
+    if sm is None and "omega_s" not in given:  # the default ω_s is almost 0
         raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
     start = SoftMask(mask_id, **given)
     if sm is None:
@@ -183,7 +181,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     shadow: the EMA, a bare list in the order of the parameters [code].
     settings: a hub model's config.json, or the configuration of a run (default: as released).
     """
-    settings = settings or {}
+    settings = settings or {}  # a run's are nested, a hub model's are not
     for section in ("algo", "model", "data", "optim"):
         settings = settings | settings.get(section, {})
     # sm_t_min, sm_t_max: the authors' code can limit SM to some times t.
@@ -213,13 +211,13 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
               "time_conditioning": settings.get("time_conditioning", False)}
     omega = {}
     if config["soft_mask"]:
-        config["k"], omega = read_omega(settings.get("tran_head") or {}, state)
+        config["k"], omega = omega_of_authors(settings.get("tran_head") or {}, state)
     special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
     return {"format": FORMAT, "kind": "mdlm", "config": config, "step": step, "model": net | omega,
             "ema": dict(zip(net, shadow, strict=True)) if shadow else None, "tokenizer": special}
 
 
-def read_omega(settings, state):
+def omega_of_authors(settings, state):
     """(k, tensors of ω) of the authors' soft mask, from its settings and the file's tensors"""
     only(settings, "the soft mask", fixed_lambda=None)
     names = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
@@ -339,12 +337,12 @@ def main(cfg):
           f"{ema} EMA, {optimizer} optimizer")
     for part in ("config", "tokenizer", "data", "git", "versions", "metrics"):
         print(f"  {part}: {ckpt.get(part)}")
-    raw = {name.removeprefix("sm."): t for name, t in ckpt["model"].items()
-           if name.startswith("sm.")}
-    if raw:
-        sm = SoftMask(0, k=None if "raw_tau" in raw else 1)
-        sm.load_state_dict(raw)
-        print("  ω_s {:.4g}, ω_a {:.4g}, ω_b {:.4g}".format(*sm.omega))
+    omega = {name.removeprefix("sm."): t for name, t in ckpt["model"].items()
+             if name.startswith("sm.")}
+    if omega:
+        sm = SoftMask(0, ckpt["config"]["k"])
+        sm.load_state_dict(omega)
+        print(f"  {sm}")
 
 
 if __name__ == "__main__":

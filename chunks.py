@@ -7,8 +7,8 @@
     likeliest        the largest probabilities of each row, without sorting all of V
     categorical      a draw from each row
 
-One (B, L, V) tensor of the paper's micro-batch takes 6.6 GB in fp32. So only masked positions get
-logits, and these exist only inside `in_chunks`.
+One (B, L, V) tensor of the paper's micro-batch takes 6.6 GB in fp32. So (n, V) tensors exist only
+inside `in_chunks`.
 """
 
 from functools import partial
@@ -31,18 +31,17 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
 
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: how many fp32 (n, V) tensors fn keeps for its backward pass. If those of all chunks would
-        exceed BUDGET, the backward pass recomputes them. For a compiled fn it does not matter: it
-        keeps only its logits, in the dtype of the product.
-    whole: if fn is compiled, pass all rows at once, because each chunk pads and casts the whole
-        (V, D) weight and makes a dense gradient for it.
+        exceed BUDGET, the backward pass recomputes them. (A compiled fn keeps only its logits.)
+    whole: if fn is compiled, pass all rows at once, because each chunk casts the whole (V, D)
+        weight and makes a dense gradient for it.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
-    if getattr(fn, "compiled", False):
+    if getattr(fn, "compiled", False):  # always gets slices: whole tensors would compile again
         size = max(1, N) if whole else COMPILED_ROWS
     else:
         room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
         size = max(1, int(room / one_row))
-        if N <= size:  # a compiled fn always gets slices: it would compile again for whole tensors
+        if N <= size:
             return fn(*rows)
         if torch.is_grad_enabled() and keeps * N * one_row > BUDGET:
             fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
@@ -50,7 +49,7 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
 
 
 def joined(parts):
-    """The outputs of all chunks, concatenated: tensors, or tuples of tensors and None."""
+    """The outputs of all chunks, concatenated: tensors, or tuples of tensors (ids can be None)."""
     if isinstance(parts[0], tuple):
         return tuple(None if part[0] is None else torch.cat(part) for part in zip(*parts))
     return torch.cat(parts)
@@ -71,8 +70,8 @@ def compile_parts(model, mode=None):
     """
     # Methods are compiled, because compiled modules have other names in the state_dict. Copy the
     # model before this call: methods in a deepcopy would use the original's weights.
-    # DDP would split the trunk every 25 MB, even in the first pass, to send gradients while the
-    # backward pass runs. The splits would break fused kernels and change the dropout masks.
+    # DDP would split the trunk every 25 MB, to send gradients while the backward pass runs. The
+    # splits would break fused kernels and change the dropout masks.
     torch._dynamo.config.optimize_ddp = False
     model.net.trunk = torch.compile(model.net.trunk, mode=mode)
     model.score = compiled_rows(model.score)
@@ -99,7 +98,7 @@ def likeliest(probs, p):
     """The m largest of each row of probs (n, V), descending: values and ids (n, m).
 
     m is V, or large enough for the m values of every row to add up to more than p. Sorting all of V
-    costs too much, so m grows until that is so. To see it, the host waits for the GPU.
+    costs too much, so m grows until that is so.
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
@@ -107,7 +106,7 @@ def likeliest(probs, p):
         sizes = (V,)  # a small sort costs less than waiting; 1e6 is a guess, not measured
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
-        if m == V or (top.cumsum(-1)[:, -1] > p).all():
+        if m == V or (top.cumsum(-1)[:, -1] > p).all():  # a host sync
             return top, ids
 
 
@@ -115,10 +114,9 @@ def categorical(probs, u):
     """Draw one token per row, (n,): the first where the cumulative sum exceeds u
 
     probs: (n, V), with any positive sum per row.   u: (n,) float64, uniform in [0, 1).
-    One number per row [ours] gives the same distribution as V exponentials [code]. In fp32, tokens
-    rarer than 6e-8 would never be drawn: entropy and generative perplexity would fall, although the
-    text would be no better. torch.multinomial would cost two host syncs.
-    Checked against tests/oracles.py draw.
+    One number per row [ours] gives the same distribution as V exponentials [code]. With an fp32 u,
+    tokens rarer than 6e-8 would never be drawn: entropy and generative perplexity would fall, and
+    the text would be no better. torch.multinomial would cost two host syncs.
     """
     device = "cpu" if probs.device.type == "mps" else probs.device  # MPS has no float64
     cdf = probs.to(device, torch.float64).cumsum(-1)                           # (n, V)

@@ -42,7 +42,7 @@ from launch import Refused, Size, atomic, in_short, lock, progress, read_json, r
 
 # ---- rows ----------------------------------------------------------------------------------------
 def prepare_preset(out):
-    """Prepare data/stdlib if `out` is this folder and is missing. No downloads."""
+    """Prepare data/stdlib if `out` is this folder and is missing."""
     if out == PRESETS["stdlib"]["out"] and not os.path.exists(f"{out}/meta.json"):
         main(Config(**PRESETS["stdlib"]))
 
@@ -52,7 +52,7 @@ class Tokens:
     """A split as one stream of token ids, its documents joined."""
     ids: np.ndarray  # (n_tokens,) uint16
     tokenizer: dict  # see `describe`; `rows` needs BOS and EOS
-    name: str        # of the file, for messages
+    name: str        # for messages
 
 
 def open_split(dir, split):
@@ -72,10 +72,7 @@ def open_split(dir, split):
 
 
 def n_rows(tokens, L):
-    """How many rows the stream fills. Only its end is dropped [ours].
-
-    The authors drop the remainder of every 1,000 texts [code].
-    """
+    """How many rows the stream fills. Only its end is dropped [ours]."""
     n = len(tokens.ids)
     if n < L - 2:
         shorter = f", or train with --length={n // 100}" if n >= 3200 else ""  # some 100 rows
@@ -142,7 +139,6 @@ WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 def tokenizer(name="gpt2", dir=None):
     """A tiktoken.Encoding: "gpt2", the paper's, or "bytes", with 256 bytes, BOS and EOS.
 
-    Neither has a [MASK]: the mask id is the first free id, tok.n_vocab.
     dir: folder of GPT-2's vocab.bpe and encoder.json (default: tiktoken's cache, or a download).
     """
     if name == "bytes":
@@ -178,8 +174,8 @@ MIN_HELD_OUT = 65_536  # tokens, unless --val_docs is given
 def prepare(docs, out, tok, val_docs=None, source=""):
     """Write train.bin, val.bin and meta.json into the folder `out`: all of them or none.
 
-    docs: a stream of texts.   source: where they come from.   Returns the content of meta.json.
-    val_docs: how many documents to hold out, the last ones (default: see `held_out`).
+    docs: a stream of texts.   source: where they come from.   val_docs: see Config.
+    Returns the content of meta.json.
     """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
@@ -197,7 +193,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
                           f"more text or a smaller --val_docs")
         ids = np.memmap(train, np.uint16, "r")
         ids[start:].tofile(val)
-        # The end of a document that was cut, without its EOS.
+        # val.bin may begin inside a document: this piece, without its EOS.
         cut = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
         val_bytes = sum(n_bytes[n - n_val:]) + len(tok.decode_bytes(cut))
         os.truncate(train, 2 * start)
@@ -206,11 +202,10 @@ def prepare(docs, out, tok, val_docs=None, source=""):
                 "train": {"documents": n - n_val, "tokens": start, "bytes": train_bytes},
                 "val": {"documents": n_val, "tokens": val_tokens, "bytes": val_bytes}}
         for split, path in ("train", train), ("val", val):
-            digest = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
-            meta[split]["sha256"] = digest
+            meta[split]["sha256"] = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
-        # When this block ends, train.bin gets its name, then val.bin, then meta.json. A kill in
-        # between must not leave new files under the old meta.json, so that goes now.
+        # When this block ends, train.bin gets its name first. A kill right after that must not
+        # leave it under the old meta.json.
         Path(out, "meta.json").unlink(missing_ok=True)
     return meta
 
@@ -219,9 +214,8 @@ def held_out(tokens, val_docs=None):
     """(whole documents, tokens) that are held out, at the end of the text
 
     Without val_docs: 1 % of the documents, but no more than 10,000. If these have fewer than
-    MIN_HELD_OUT tokens, which would say little, as many documents as reach it. Either way at most a
-    tenth of the text, even if a document must be cut [ours].
-    tokens: of each document.
+    MIN_HELD_OUT tokens, which would say little, as many documents as reach it. But at most a tenth
+    of the text, for which a document may be cut [ours].   tokens: of each document.
     """
     n = len(tokens)
     last = np.concatenate(([0], np.cumsum(tokens[::-1])))  # tokens of the last 0, 1, … documents
@@ -242,7 +236,7 @@ def encode(docs, tok):
     while texts := list(itertools.islice(docs, 100)):  # few at a time: lists of ids take memory
         batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         for ids, text in zip(batch, texts):
-            size = len(text.encode(errors="replace"))
+            size = len(text.encode(errors="replace"))  # JSON can hold what UTF-8 cannot
             yield np.array([*ids, eos], np.uint16), size
 
 
@@ -251,6 +245,8 @@ def documents(paths, field="text"):
     for path in paths:
         try:
             yield from read_file(path, field)
+        except UnicodeDecodeError:
+            raise Refused(f"{path} is not UTF-8: convert it, as with `iconv -f latin1 -t utf-8`")
         except (ValueError, KeyError, EOFError, gzip.BadGzipFile, lzma.LZMAError,
                 zlib.error) as e:
             raise Refused(f"{path}: {e}")
@@ -285,16 +281,10 @@ def read_file(path, field):
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
     # utf-8-sig skips a byte-order mark. With newline="", line ends stay the bytes that they are.
     with unpack(path, "rt", encoding="utf-8-sig", newline="") as f:
-        try:
-            if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
-                yield from texts_in(f, field)
-            else:
-                yield f.read()
-        except UnicodeDecodeError as e:  # e.object: the bytes read last
-            byte = f.buffer.tell() - len(e.object) + e.start
-            plain = path if unpack is open else path.with_suffix("")
-            raise ValueError(f"not UTF-8 at byte {byte}. If it is text in another encoding: iconv "
-                             f"-f latin1 -t utf-8 {plain} > utf8{plain.suffix}")
+        if re.search(r"\.(jsonl|ndjson|json)(\.gz|\.xz)?$", name):
+            yield from texts_in(f, field)
+        else:
+            yield f.read()
 
 
 def texts_in(f, field):
@@ -361,7 +351,6 @@ def main(cfg):
     for split in "train", "val":
         print("{}/{}.bin: {documents:,} documents, {tokens:,} tokens, sha256 {sha256}".format(
             out, split, **meta[split]))
-    print("held out in val.bin: the end of the text, whose files are in the order of their names")
 
 
 if __name__ == "__main__":

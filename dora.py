@@ -56,6 +56,7 @@ class DoRALinear(nn.Module):
         u = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
         gain = self.lora_magnitude_vector / self.norm()                          # (out,)
         Wx = y if self.base.bias is None else y - self.base.bias
+        # b + gain (W x + s B A x), but exactly y if gain = 1 and u = 0
         return (y + ((gain - 1) * Wx + gain * self.s * u)).to(x.dtype)
 
     @torch.no_grad()

@@ -71,10 +71,11 @@ class DreamConfig:
 
 def read_part(folder, name):
     """A JSON file of a model folder, as a dict."""
-    if not os.path.isdir(folder):
-        raise Refused(f"--model={folder} is no folder: give that of a Dream model as published, "
+    path = os.path.join(folder, name)
+    if not os.path.exists(path):
+        raise Refused(f"there is no {path}: --model is the folder of a Dream model as published, "
                       f"from `hf download Dream-org/Dream-v0-Instruct-7B --local-dir FOLDER`")
-    return read_json(os.path.join(folder, name))
+    return read_json(path)
 
 
 def added_mask(folder):
@@ -185,7 +186,7 @@ class Dream(nn.Module):
         already rotated. While checkpointing, kv is empty.
         """
         place = torch.arange(emb.shape[1], device=emb.device) + start   # (L,)
-        cos, sin = (turn.to(emb.dtype) for turn in rope(place[None], self.cfg))
+        cos, sin = (x.to(emb.dtype) for x in rope(place[None], self.cfg))
         h, kv = emb, []
         for i, layer in enumerate(self.model["layers"]):
             context = (cos, sin, None if past is None else past[i], place)
@@ -211,10 +212,6 @@ class Dream(nn.Module):
         """Hidden states (n, D) → logits (n, V). The product is in the weights' dtype [code]."""
         y = F.linear(h, self.table) if self.cfg.tie_word_embeddings else self.lm_head(h)  # (n, V)
         return y.float()  # a loss in bf16 would round its gradients
-
-    def compile_trunk(self):
-        """Compile the trunk in place: one graph for whole sequences, another for cached parts."""
-        self.trunk = torch.compile(self.trunk, dynamic=True)
 
     def fingerprint(self):
         """A hash of 64 numbers per tensor. Neither the dtype nor an attached adapter changes it."""

@@ -14,8 +14,6 @@ GPT-2 large finds them, and how close they are to held-out text (MAUVE):
 
 Each result is a JSON file with all settings, versions, n and seed. GPT-2 large and MAUVE need
 `pip install transformers mauve-text`, because published numbers depend on exactly these tools.
-
-Not here: generation (sample.py), tables and figures (lab/plot.py).
 """
 
 import contextlib
@@ -37,7 +35,6 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import launch
-from data import rng
 from launch import Count, Refused, Size, machine, progress, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
@@ -59,13 +56,14 @@ class Config:
     # ppl, zero_shot
     checkpoint: str = ""            # any file or folder that `python checkpoint.py` can describe
     ema: bool = True                # use the averaged backbone
-    # ppl measures its val.bin (default: of the text that the model was trained on). MAUVE compares
-    # samples with it (default: data/owt; "": skip).
+    # Folder of data.py, of which ppl measures val.bin (default: that of the model's training), and
+    # with which MAUVE compares samples (default: data/owt; "": skip).
     data: str | None = None
     text: str = ""                  # files that zero_shot measures, in any format of data.py
     rows: Count = 0                 # how many (default: all; for "Data", half of them, at random)
     repeats: Size = 1               # draws of times and masks per row
-    # Smallest t and α. With 0, Eq. 2 itself: 0.1 to 0.3 % higher.
+    # Smallest t and α (default: as in published numbers). With 0, the bound is Eq. 2 itself, which
+    # is 0.1 to 0.3 % higher.
     floor: Annotated[float, 0, 0.01] = ALPHA_FLOOR
     dtype: launch.DType = "auto"    # bfloat16 where the GPU has it [code], else float32
     # samples
@@ -95,14 +93,15 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     permutation, the same in every repeat, deals them to the rows.
     """
     n = len(rows)
-    times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))       # (repeats·n,)
-    deal = torch.randperm(n, generator=rng("deal", seed))
+    rng = data.rng("times", seed)
+    times = sample_times(n * repeats, rng, b_l=max(floor, 1e-6))                     # (repeats·n,)
+    deal = torch.randperm(n, generator=data.rng("deal", seed))
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
     for index in progress(mine, f"{n:,} held-out rows", leave=False):
         for r, t in enumerate(times[:, index]):                                      # (b,)
             xt = torch.cat([
-                corrupt(x[None], s[None], mask_id, rng("masks", seed, r, int(i)), floor)
+                corrupt(x[None], s[None], mask_id, data.rng("masks", seed, r, int(i)), floor)
                 for i, x, s in zip(index, rows[index], t)])                          # (b, L)
             yield index, rows[index], xt, t
 
@@ -115,13 +114,12 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     model: MDLM, in eval mode during the call.   rows: (n, L) ids, on the CPU.
     soft: with feedback, in two passes.   repeats: draws of t and x_t per row.
     rank, world: this process takes every world-th batch, m of the n rows.
-    floor: smallest t and α. With the default, as in published numbers, the bound is 0.1 to 0.3 %
-        too small. With 0, its expectation is Eq. 2 itself.
+    floor: smallest t and α, see Config.
     Returns (3, m) float64, means over the repeats: the bound in nats, the cross-entropy in nats
     without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
     """
     device, was_training = next(model.parameters()).device, model.training
-    batches, nlls = [], [torch.zeros(0, device=device)]
+    batches, nlls = [], [torch.zeros(0, device=device)]  # a rank may have no batch
     model.eval()
     for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, repeats, batch_size, rank,
                                       world, floor):
@@ -170,7 +168,8 @@ def held_out_rows(cfg, info, L):
     tokens, meta = data.open_split(path, "val")
     if cfg.data is None and trained_on.get("sha256") not in (None, meta["train"]["sha256"]):
         raise Refused(f"{path} has changed since {cfg.checkpoint} was trained on it: give --data")
-    launch.check_same(path, tokens.tokenizer, special, special, ": prepare the text again")
+    launch.check_same(path, tokens.tokenizer, special, special.keys(),
+                      ": give the data that the model was trained on")
     index = data.evenly(data.n_rows(tokens, L), cfg.rows)                            # (n,)
     return data.rows(tokens, index, L), meta["val"] | {"path": path}
 
@@ -192,7 +191,7 @@ def measure_bound(cfg):
                         "bits_per_byte": bits_per_byte(nats, L, text),
                         "ce_per_masked_token": float(ce.sum() / masked.sum())}
     if model.sm:
-        # Both bounds use the same masks, so their difference has a smaller standard error.
+        # On the same masks, so the difference has a smaller standard error.
         gain, se = mean_and_se(nll["plain"] - nll["soft"], tokens)
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
     settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),
@@ -204,8 +203,7 @@ def measure_bound(cfg):
 def read_samples(path):
     """(samples, settings): the lines of a file from sample.py, and what they were made with.
 
-    NAME.jsonl includes NAME.RANK.jsonl, the shards that torchrun leaves. Lines with the same seed
-    and index count once.
+    NAME.jsonl includes NAME.RANK.jsonl. Lines with the same seed and index count once.
     """
     shards = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
     lines = [line for file in (path, *shards) for line in launch.read_samples(file)]
@@ -213,40 +211,31 @@ def read_samples(path):
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
     if any(line["settings"] != settings for line in lines):
-        raise Refused(f"{path} mixes samples made with different settings: evaluate them "
-                      f"separately")
+        raise Refused(f"{path} mixes samples of different settings: evaluate them separately")
     samples = {(line["seed"], line["index"]): line for line in lines}
     return [samples[key] for key in sorted(samples)], settings
 
 
-def held_out_samples(cfg, L, n=None, name=None):
+def held_out_samples(cfg, L, n=None):
     """(samples, settings), as from `read_samples`: random held-out rows of cfg.data.
 
-    n: how many references for MAUVE: the first of a permutation. Without n, the last --rows of it,
+    n: how many references for MAUVE, the first of a permutation. Without n, the last --rows of it,
         to be scored as the row "Data": at most half of all rows, because MAUVE compares them with
         as many references, and the two must share none.
-    name: the tokenizer of the samples to compare with.
     """
     tokens, _ = data.open_split(cfg.data, "val")
-    theirs = tokens.tokenizer["name"]
-    launch.check_same(cfg.data, {"tokenizer": theirs}, {"tokenizer": name or theirs}, ["tokenizer"],
-                      ": give the data that the model was trained on")
-    tok = data.tokenizer(theirs, cfg.tokenizer_dir)
-    shuffled = torch.randperm(data.n_rows(tokens, L), generator=rng("reference", cfg.seed))
-    index = shuffled[:n]
-    if n is None:
-        half = len(shuffled) // 2
-        index = shuffled[-min(cfg.rows or half, half):]
+    name = tokens.tokenizer["name"]
+    tok = data.tokenizer(name, cfg.tokenizer_dir)
+    shuffled = torch.randperm(data.n_rows(tokens, L), generator=data.rng("reference", cfg.seed))
+    half = len(shuffled) // 2
+    index = shuffled[:n] if n else shuffled[-min(cfg.rows or half, half):]
     samples = [{"ids": row, "text": tok.decode(row), "nfe": 0, "seed": cfg.seed}
                for row in data.rows(tokens, index, L).tolist()]
-    return samples, {"sampler": "data", "checkpoint": cfg.data, "tokenizer": theirs}
+    return samples, {"sampler": "data", "checkpoint": cfg.data, "tokenizer": name}
 
 
 def entropy(ids):
-    """Entropy of the tokens in one sample, ids (L,), in nats [code]                        App. B.1
-
-    log L if all of them differ.
-    """
+    """Entropy of the tokens in one sample, ids (L,), in nats [code]; at most log L      App. B.1"""
     counts = torch.unique(torch.as_tensor(ids), return_counts=True)[1]
     return torch.special.entr(counts.double() / counts.sum()).sum().item()
 
@@ -330,7 +319,9 @@ def measure_samples(cfg):
     values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(nats, tokens)
     write_result(cfg, stem, values, settings)
     if cfg.data:
-        rows, _ = held_out_samples(cfg, L, len(samples), settings["tokenizer"])
+        rows, theirs = held_out_samples(cfg, L, len(samples))
+        launch.check_same(cfg.data, theirs, settings, ["tokenizer"],
+                          ": give the data that the model was trained on")
         references = [row["text"] for row in rows]
         values["mauve"] = mauve(features, references, cfg.scale, cfg.seed, **scorer)
         values |= {"references": len(references), "seed": cfg.seed, "scale": cfg.scale}
@@ -339,9 +330,7 @@ def measure_samples(cfg):
 
 def write_result(cfg, stem, values, settings):
     """Print the values, and write them as JSON with the settings and versions they depend on.
-
-    stem: start of the file's name.   settings: how the samples or the model were made.
-    """
+    stem: start of the file's name.   settings: how the samples or the model were made."""
     versions = {"python": platform.python_version(), "git": checkpoint.git_version()}
     for package in "torch", "transformers", "mauve-text":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
@@ -351,11 +340,10 @@ def write_result(cfg, stem, values, settings):
              for name in ("data", "text", "scorer", "seed", "rows", "repeats", "floor", "ema",
                           "dtype", "length", "scale")
              if getattr(cfg, name) != getattr(Config, name)]
-    stem = stem.rstrip("/")
     ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "")
     if os.path.abspath(stem).startswith(ours):  # the shipped model's: git tracks this folder
         stem = os.path.join("out", os.path.basename(stem))
-    path = cfg.out or ".".join([stem, cfg.metric, *flags, "json"])
+    path = cfg.out or ".".join([stem.rstrip("/"), cfg.metric, *flags, "json"])
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
     rows = {cfg.metric: values} if cfg.metric == "samples" else values

@@ -12,7 +12,7 @@ authors' code can read. Every random draw is keyed by what it is for (data.rng),
 nor the number of GPUs changes it.
 
     dialogue, update    one update of DoRA and ω, step by step as in train.py         Alg. 1 l.2-9
-    finetune            the whole run: data, model, and the loop around `update`
+    finetune, loop      the whole run: data, model, and the loop around `update`
     the rest            what `finetune` loads, measures and saves
 
 Not here: the two passes (mdlm.py), decoding (sample_dream.py), DoRA (dora.py), full finetuning.
@@ -107,7 +107,6 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
 
-
 # Settings that may change when a run is resumed. Model and data are compared by content instead.
 MAY_DIFFER_ON_RESUME = {
     "model", "data", "out", "resume", "overwrite", "checkpointing", "device", "log_every",
@@ -148,12 +147,10 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
             # DDP averages gradients over the ranks. Times `world`, they are summed.
             (objective(nll, t, cfg.loss, M) * here.world).backward()
         nll = nll.detach()
-        # The log has the mean over dialogues, also where the update sums over them.
         log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
     if model.sm and not any(softs):
-        # ω has a gradient of 0, for DDP (TwoPass.token_nll). Adam's momentum would still move ω, so
-        # the gradient is removed [ours].
+        # ω has a gradient of 0 (TwoPass.token_nll), and Adam's momentum would move it [ours].
         for p in model.sm.parameters():
             p.grad = None
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
@@ -164,8 +161,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
 
 def pad_with_eos(ids, eos, generator):
     """ids (L,), then 0 to 49 end tokens, then up to 7 more to reach a multiple of 8 [code]"""
-    # They are masked and predicted like the response, so the model learns where to stop. In Dream's
-    # files, pad_token_id is the end token <|endoftext|>.
+    # Masked and predicted like the response, so that the model learns where to stop.
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     n_end += -(len(ids) + n_end) % 8
     return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=eos)               # (L',)
@@ -190,7 +186,7 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
 
 
 class TwoPassDream(TwoPass):
-    """Both passes of Dream in one forward, for DDP. Checked against tests/oracles.py dense_nll."""
+    """Both passes of Dream in one forward, for DDP."""
 
     def forward(self, x0, xt, soft, masks=None):
         """−log p(x0) of every masked token, (N,): see TwoPass.token_nll             Alg. 1 l.5-8"""
@@ -233,10 +229,8 @@ def loop(cfg, here, mask_id):
     """`finetune`, once the settings are checked and the folder is locked."""
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
-    train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id, master)
-    # For finetune.json. The number of updates in `epochs` depends on the seed, and would make runs
-    # of two seeds look like two settings.
-    given = cfg
+    train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
+    given = cfg  # for finetune.json, where the steps of two seeds would look like two settings
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
     # ---- the model, the optimizer
@@ -284,12 +278,10 @@ def loop(cfg, here, mask_id):
         for step in range(start, cfg.steps):
             norm = update(step, cfg, train, model, parallel, optimizer, here, log)
             done = step + 1
-            # A signal to any rank stops all of them after the same update.
             stop = launch.any_rank(max(caught, default=0))
             to_evaluate = val and due(cfg.eval_every, done, cfg.steps) and not stop
             to_save = due(cfg.save_every, done, cfg.steps) or stop
             if to_evaluate or to_save or due(cfg.log_every, done, cfg.steps) or done == 1:
-                # Raises on NaN, before a save
                 line = log.line(done, lr_at(step, cfg) * cfg.eta_bb, model.sm, norm)
                 if to_evaluate:
                     metrics = measure()
@@ -308,11 +300,11 @@ def loop(cfg, here, mask_id):
     return model
 
 
-def load_dialogues(cfg, tok, mask_id, show):
+def load_dialogues(cfg, tok, mask_id):
     """train and val as `encode_all` returns them, and a text that says what was dropped"""
     train, val = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
-    train, dropped = encode_all(train, cfg, tok, mask_id, show)
-    val, _ = encode_all(val, cfg, tok, mask_id, show)
+    train, dropped = encode_all(train, cfg, tok, mask_id)
+    val, _ = encode_all(val, cfg, tok, mask_id)
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
     if not train:  # refused before --overwrite removes a run
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
@@ -328,7 +320,7 @@ def read_lines(cfg):
         text = Path(cfg.data).read_text(encoding="utf-8-sig")
         lines = text.split("\n")
         if text.lstrip().startswith("["):
-            lines = map(json.dumps, json.loads(text))
+            lines = map(json.dumps, json.loads(text))  # so that one loop reads both
         for line in lines:
             if line.strip():
                 records.append(as_messages(json.loads(line)))
@@ -369,10 +361,10 @@ def read_hub(cfg):
     return drawn
 
 
-def encode_all(records, cfg, tok, mask_id, show):
+def encode_all(records, cfg, tok, mask_id):
     """[(ids, prompt length)] of the dialogues kept, and {reason: count} of those dropped"""
     kept, dropped = [], Counter()
-    for record in progress(records, desc="dialogues", disable=not show, delay=5):
+    for record in progress(records, desc="dialogues", delay=5):
         ids, prompt_len = encode_chat(record, tok)
         reason = why_dropped(ids, prompt_len, cfg, tok, mask_id)
         if reason:
@@ -389,16 +381,14 @@ def encode_chat(record, tok):
         messages.pop()
     if not messages or not all(isinstance(m["content"], str) for m in messages):  # tool calls
         return [], 0
-    # Encoded apart, because decoding sees the prompt alone. In one text, the line breaks where
-    # prompt and response meet could become one token.
+    # Encoded apart: in one text, the line breaks where they meet could become one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
     return prompt + response, len(prompt)
 
 
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
-    """Why a dialogue is dropped, or "". The first and the last reason are [ours], the others are
-    the paper's."""
+    """Why a dialogue is dropped, or "". The first and the last reason are [ours]."""
     if not ids:
         return "no text by a role named assistant or gpt"
     if len(ids) > cfg.max_length:
@@ -440,7 +430,7 @@ def evaluate(model, val, cfg, here):
     """{name: mean loss over the held-out dialogues}, with feedback and without."""
     losses, net_cfg = {}, model.net.cfg
     for soft in [True, False] if model.sm else [False]:
-        found = [torch.zeros((), device=here.device)]
+        found = [torch.zeros((), device=here.device)]  # a rank may have no dialogue
         for i in range(here.rank, len(val), here.world):
             ids, prompt_len = val[i]
             x0 = pad_with_eos(ids, net_cfg.pad_token_id, rng(cfg.seed, "val n_end", i))[None]

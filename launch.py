@@ -38,7 +38,7 @@ DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a Gr
 
 WORDS = {"true": True, "false": False, "none": None}
 WORD_FOR = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
-PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}  # where pip's name is not the import's
+PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}
 
 
 def run(main, Config, presets=None, paths=None):
@@ -109,8 +109,7 @@ def parse_value(text, kind):
     parts = typing.get_args(kind) or (kind,)
     # Types and names: [int, NoneType] of Size | None, [bool, "auto"] of bool | Literal["auto"]
     options = [option for part in parts for option in typing.get_args(part) or (part,)]
-    # The text "none" is None, unless it is one of the names.
-    value = text if text in options else WORDS.get(text.lower(), text)
+    value = text if text in options else WORDS.get(text.lower(), text)  # "none" may be a name
     if value in options or type(value) in options:
         return value
     with contextlib.suppress(ValueError):
@@ -146,15 +145,14 @@ class Machine(typing.NamedTuple):
     dtype: torch.dtype | None   # for autocast; None: float32 throughout
 
     def autocast(self):
-        # No cache: older torch (2.6 and 2.9, not 2.13) would reuse pass 1's bf16 weights in pass 2.
-        # They have no graph, so the weights would silently get no gradient.
+        # No cache: pass 2 would get pass 1's bf16 weights, which have no graph (softmask.py, 6).
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None,
                               cache_enabled=False)
 
 
 def machine(device="auto", dtype="auto"):
     """The Machine this process runs on.   device: a name for torch, or auto.   dtype: see DType."""
-    if device == "auto":
+    if device == "auto":  # cuda, else mps, else cpu
         device = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.device_count() else device
     if device == "cuda":
@@ -223,15 +221,15 @@ def goes_on(last, resume, overwrite):
     only step-N.pt, best/   refused      refused            starts afresh    starts afresh
     nothing                 starts       fails: no file     starts           starts
 
-    Rank 0 must have locked the folder. A kill before the first last.pt leaves row 2. If "auto"
-    refused it, a job that is queued again after every kill would never start.
+    Rank 0 must have locked the folder. A kill before the first last.pt leaves row 2, and a job that
+    is queued again after every kill must start there.
     """
     exists = any_rank(os.path.exists(last))
     folder = Path(last).parent
     kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
     if overwrite and resume:
         raise Refused("--overwrite starts afresh, --resume goes on: give one of them")
-    if not overwrite and (exists and not resume or kept and not exists and resume != "auto"):
+    if not overwrite and ((exists and not resume) or (kept and not exists and resume != "auto")):
         how = ": --resume continues it from last.pt, " if exists else " without last.pt: "
         raise Refused(f"{folder} already holds a run{how}--overwrite replaces it, another folder "
                       f"starts a new one")
@@ -254,10 +252,7 @@ def unused(cfg, why, *names):
 
 
 def check_training(cfg, V, batch):
-    """Raises Refused for settings that no training can use.
-
-    V: size of the vocabulary.   batch: sequences in a pass of all ranks together.
-    """
+    """Raises Refused for settings that no training can use.   batch: sequences in a pass."""
     if cfg.p_sm == 0:
         unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b", "k",
                "two_updates", "coin", "eta_sm")
@@ -273,9 +268,7 @@ def check_training(cfg, V, batch):
 @contextlib.contextmanager
 def lock(folder, master=True):
     """A context that one process at a time may enter per folder. A kill releases the lock, too.
-
-    Only rank 0, the master, writes, so only rank 0 locks. The others wait for it in `goes_on`.
-    """
+    Only rank 0, the master, writes, so only rank 0 locks. The others wait for it in `goes_on`."""
     if not master:
         yield
         return
@@ -376,7 +369,6 @@ class Log:
         """The line for the updates since the last, up to number `done`. Raises Refused on NaN.
 
         It needs sums of loss, ce, masks, tokens, soft, lam, and n, what the loss is a mean over.
-        norm: the gradient norm of the last update, 0-d.
         """
         values = [v.float() if torch.is_tensor(v) else norm.new_full((), v, dtype=torch.float32)
                   for v in self.sums.values()]
@@ -392,14 +384,14 @@ class Log:
         if sums["soft"]:
             line["lam"] = sums["lam"] / sums["soft"]
         if sm:
-            omega = torch.stack(sm.omega).tolist()  # one host sync for all three
+            omega = torch.stack(sm.omega).tolist()
             line |= {"omega_" + name: value for name, value in zip("sab", omega)}
             if sm.k is None:
                 line["tau"] = sm.tau.item()
         return line
 
     def amend(self, values):
-        """Write the last line again, with more values: an evaluation that a stop had cut off."""
+        """Write the last line again, with an evaluation that was due when a stop came."""
         *lines, line = read_jsonl(self.path) or [{}]
         if self.master:
             write_jsonl(self.path, lines)
@@ -450,10 +442,7 @@ def write_jsonl(path, values):
 
 class Fields(dict):
     """A JSON object. A missing field raises Refused with the name of the file."""
-
-    def __init__(self, path, values):
-        super().__init__(values)
-        self.path = path
+    path = ""
 
     def __missing__(self, name):
         raise Refused(f"{self.path} has no field {name!r}")
@@ -462,9 +451,11 @@ class Fields(dict):
 def read_json(path):
     """The JSON object in a file, as Fields."""
     try:
-        return Fields(path, json.loads(Path(path).read_text(encoding="utf-8")))
+        fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")))
     except (ValueError, TypeError) as e:
         raise Refused(f"{path} is not a complete JSON object ({in_short(e)})")
+    fields.path = path
+    return fields
 
 
 def append_jsonl(path, *values):

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Masked diffusion language model: the corruption, the network, and the two-pass soft-masked loss.
+"""Masked diffusion language model: corruption (Alg. 1 l.3-4), network, two-pass loss (l.5-8).
 
     Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
     Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t
@@ -17,9 +17,8 @@ output of `head` into the embeddings.
     head(h)                   (n, D) → (n, V)                     logits, fp32 always
 
 N is the number of masked positions in the batch. `masks` is their index pair (b, l), each (N,), so
-x0[masks] are their true tokens. Only these positions get logits. An (N, V) tensor would still be
-large, so `head` gets n of the N at a time (chunks.py). Submodules have the names and the order that
-they have in the released checkpoints.
+x0[masks] are their true tokens. Only these positions get logits, and `head` gets n of the N at a
+time (chunks.py). Submodules have the names and the order of the released checkpoints.
 """
 
 import math
@@ -41,7 +40,8 @@ T_MIN = 1e-3        # the smallest time, because the loss divides by t [code]
 
 @dataclass
 class ModelConfig:
-    # The backbone, App. B.1. Annotated[int, 1, 1000] is an int from 1 to 1000 (launch.check_ranges)
+    # The backbone, App. B.1. Size: an int from 1. Count: an int from 0. Annotated[int, 1, 1000]: an
+    # int from 1 to 1000. launch.py checks these ranges.
     n_layer: Annotated[int, 1, 1000] = 12
     n_head: Size = 12
     n_embd: Size = 768
@@ -167,8 +167,6 @@ class DiT(nn.Module):
         # Not buffers, because DDP would broadcast those in every update.
         with torch.device("cpu"):  # a meta tensor would have no values
             self.cos, self.sin = rotation(cfg.length, D // cfg.n_head)         # 2 × (L, 1, d)
-        # load_state_dict(assign=True) can bring the weights to another device, too.
-        self.register_load_state_dict_post_hook(lambda net, _: net.move_rotation())
 
     @property
     def table(self):
@@ -179,11 +177,10 @@ class DiT(nn.Module):
 
     def trunk(self, emb, t):
         """emb (B, L, D) → last hidden states (B, L, D), both fp32 even under autocast [code]"""
-        kind, dtype = emb.device.type, emb.dtype  # dtype of queries and keys
+        dtype, kind, L = emb.dtype, emb.device.type, emb.shape[1]
         if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)
-        L = emb.shape[1]
-        cos, sin = self.cos[:L].to(dtype), self.sin[:L].to(dtype)              # 2 × (L, 1, d)
+            dtype = torch.get_autocast_dtype(kind)  # that of queries and keys
+        cos, sin = (x[:L].to(emb.device, dtype) for x in (self.cos, self.sin))  # 2 × (L, 1, d)
         c = self.time_embedding(t)                                             # (B or 1, cond)
         for block in self.blocks:
             emb = block(emb, c, cos, sin)                                      # (B, L, D)
@@ -196,7 +193,7 @@ class DiT(nn.Module):
         V = self.cfg.vocab_size
         weight = self.output_layer.linear.weight                               # (V, D)
         bias = self.output_layer.linear.bias.clone()                           # (V,)
-        # p = 0, without another pass over an (n, V) tensor. `bias[i] = …` would be a host sync.
+        # So p([MASK]) = 0, without another pass over an (n, V) tensor. `bias[i] = …` would sync.
         bias[self.cfg.mask_id].fill_(-1e6)
         if torch.compiler.is_compiling():
             # Unless 64 divides V, CUDA uses an old, slow kernel for the weight's gradient. So V is
@@ -227,12 +224,8 @@ class DiT(nn.Module):
     def _apply(self, fn, recurse=True):
         """Move the rotation along with the model, but keep it in fp32."""
         super()._apply(fn, recurse)
-        self.move_rotation()
+        self.cos, self.sin = self.cos.to(self.table.device), self.sin.to(self.table.device)
         return self
-
-    def move_rotation(self):
-        if not self.table.is_meta:
-            self.cos, self.sin = self.cos.to(self.table.device), self.sin.to(self.table.device)
 
 
 class TwoPass(nn.Module):
@@ -271,8 +264,9 @@ class TwoPass(nn.Module):
             masks = (xt == self.mask_id).nonzero(as_tuple=True)                # 2 × (N,)
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
-            with torch.set_grad_enabled(self.pass_1_learns()):  # θ~                             l.5
-                # Pass 1's head runs in `weigh`: p~ is never stored. Dropout is on [code].
+            # No gradients, except for two_updates (App. C.3). Dropout is on [code].             l.5
+            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
+                # Head and softmax of l.6 run in `feedback`: p~ is never stored.
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
@@ -281,16 +275,11 @@ class TwoPass(nn.Module):
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
         if self.sm:
-            # 0 · ω, so that without feedback ω's gradient is 0, not missing. DDP averages gradients
-            # in buckets, and would skip the one with ω in it: ranks would diverge, and an error
-            # come only in the next forward pass. Not 0 · Σp: all three would then get the same
-            # gradient tensor, and what a micro-batch adds to one of them would be added to all.
+            # 0 · ω, so that without feedback ω's gradient is 0, not missing. Were it missing, DDP
+            # would skip its whole bucket, and ranks would diverge. Each p has a term of its own:
+            # from 0 · Σp, all would get the same gradient tensor, and add to it three times.
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, masks
-
-    def pass_1_learns(self):
-        """Whether θ~ gets gradients: only with two_updates (App. C.3)                 Alg. 1 l.5"""
-        return self.two_updates and torch.is_grad_enabled()
 
     def feedback(self, h=None, weighed=None):
         """The input of the next pass at masked positions                   Alg. 1 l.6-7, Alg. 2 l.6
@@ -304,26 +293,32 @@ class TwoPass(nn.Module):
             # With top-k, and no gradient in pass 1, nothing (n, V) is kept for the backward pass.
             keeps = SM_KEEPS if dense or self.two_updates else 0
             weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
-                                whole=self.training and not dense)  # see in_chunks
+                                whole=self.training and not dense)  # speed and memory only
         if dense:  # mixed already
-            lam, likeliest, mixed = weighed
-            return mixed, lam, likeliest
+            return weighed
         lam, ids, pi = weighed
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
         return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
 
     def weigh(self, h, logits=None):
-        """λ (n,), ids and π (n, k) of a chunk. For k = |V|: λ, the likeliest tokens (n,), the mix.
+        """λ (n,), ids and π (n, k) of a chunk. For k = |V|: what `feedback` returns.
 
         h: (n, D).   logits: head(h) (n, V), if they are known.
         """
         if logits is None:
-            with torch.set_grad_enabled(self.pass_1_learns()):
+            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):  #       l.5
                 logits = self.net.head(h)                                      # (n, V)       l.6 p~
         lam, ids, pi = in_pieces(self.sm, logits)
         if ids is None:  # π is (n, V): mix it here
-            return lam, pi.argmax(-1), self.sm.mix(self.net.table, lam, None, pi)
+            return self.sm.mix(self.net.table, lam, None, pi), lam, pi.argmax(-1)
         return lam, ids, pi
+
+    def cross_entropy(self, h, x0):
+        """−log p(x0) in nats, (N,) fp32, for tokens x0 (N,) and h (N, D)              Alg. 1 l.8"""
+        return in_chunks(self.score, h, x0, V=len(self.net.table), keeps=1, whole=self.training)
+
+    def score(self, h, x0):
+        return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk
 
     def feedback_of_certain(self, ids):
         """`feedback` for tokens ids (m,) that have just been re-masked: H = 0, so λ is largest.
@@ -334,20 +329,14 @@ class TwoPass(nn.Module):
         pi = torch.ones_like(lam)[:, None]                                     # (m, 1)
         return self.sm.mix(self.net.table, lam, ids[:, None], pi), lam, ids
 
-    def cross_entropy(self, h, x0):
-        """−log p(x0) in nats, (N,) fp32, for tokens x0 (N,) and h (N, D)              Alg. 1 l.8"""
-        return in_chunks(self.score, h, x0, V=len(self.net.table), keeps=1, whole=self.training)
-
-    def score(self, h, x0):
-        return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk
-
     def warning(self, line):
-        """A sentence for the user if the last line of the log shows no feedback, else ""."""
+        """A sentence for the user if `line`, the log's last, shows no feedback, else ""."""
         if line.get("lam", 1.0) >= 1e-3:  # a line without feedback has no λ
             return ""
         # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
+        H = min(max(0.01, line["ce_per_mask"]), math.log(len(self.net.table)))
         return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
-                f"--omega_s=0.5 --omega_a=1 --omega_b={-max(0.01, line['ce_per_mask']):.2g}")
+                f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}")
 
 
 class MDLM(TwoPass):
@@ -367,8 +356,7 @@ class MDLM(TwoPass):
 
         L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor. Because
-        of ALPHA_FLOOR and T_MIN, L is 0.1 to 0.3 % too small, except in `eval.py ppl --floor=0`.
+        The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
         samples from another: it has one pass a step, with the last prediction in place of pass 1.
         """
@@ -377,7 +365,7 @@ class MDLM(TwoPass):
 
     @classmethod
     def load(cls, path, ema=True):
-        """A model in eval mode, from any file that checkpoint.load reads. Its `info` is the rest.
+        """A model in eval mode, from any file that checkpoint.load reads; the rest is its `info`.
 
         ema: use the averaged backbone, as all published numbers do.
         """

@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: MIT
-"""Text from masks: the reverse process of an MDLM with soft-masking.             §2.1, §2.2, App. A
+"""Text from masks: Alg. 2, the reverse process of an MDLM with soft-masking.             §2.1, §2.2
 
     Alg. 2        generate, where each position changes by chance; generate_in_order
-           l.1    beginning
+           l.1    rows_and_generators
            l.3    DiT.trunk, a call of the network (mdlm.py)
            l.4    nucleus, chunks.categorical    which token
-           l.5    step_probs, coins, Turn        whether it appears, known before any call;
+           l.5    step_probs, plan, Turn         whether it appears, known before any call;
                   next_masks in order
            l.6    TwoPass.feedback (mdlm.py)
 
@@ -82,8 +82,8 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         speed = (1 - ALPHA_ON) / T_OFF
         share_t, share_s = t * speed, s * speed
     reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
-    # remdm-loop asks for more than 1 in a long step across T_ON, and on the plateau if η > 1/9, as
-    # there are nine tokens to a mask. Then more masks than share_s are left.
+    # remdm-loop asks for more than 1 in a long step across T_ON. It also does on the plateau if η >
+    # 1/9, as there are nine tokens to a mask. Then more masks than share_s are left.
     return min(1.0, reveal), sigma
 
 
@@ -101,56 +101,51 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     The paper's l.6 has x^ and p of the step before. Here both are those of this step [ours].
     Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
-    the first l.3, and l.4 draws only the tokens that appear. Steps that change nothing are skipped
+    the first l.3, and l.4 draws only the tokens that appear. Steps that change no token are skipped
     (App. C.4) [code]. With SM this matters: in such a step, the feedback alone would change the
-    prediction. (App. C.4 explains SM's additional calls by its inputs. This rule only looks at
-    tokens.) `every` makes those steps too (App. C.5). If masks are left after the last step, one
+    prediction. `every` makes those steps too (App. C.5). If masks are left after the last step, one
     more call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
         on the others in its batch.
-    on_step(x, lam, guess, masks, h): called after every call of the network. x (n, L): ids. Where x
-        is [MASK], lam (n, L) is λ and guess (n, L) the likeliest token. (Without feedback, lam is
-        0, and guess [MASK] or, where a token was re-masked, this token.) masks: the index pair
-        (b, l) of the masks that stay. h (m, D): the hidden states that predict them.
+    on_step(x, lam, guess, masks, h): called after every call of the network. x (n, L): ids. With
+        feedback, where x is [MASK], lam (n, L) is λ and guess (n, L) the likeliest token. masks:
+        the index pair (b, l) of the masks that stay. h (m, D): the hidden states that predict them.
     x: (L,) or (n, L) ids on the CPU to start from (default: all [MASK]). Tokens in it never change.
     soft: False decodes without feedback.
     Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
-    In the loop, only `likeliest` can cause a host sync.
-    Checked against tests/oracles.py alg2.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
     device, was_training = table.device, model.training
     model.eval()
     soft = soft and model.sm is not None
     every = every or model.cfg.time_conditioning  # a network that sees t predicts anew each time
-    x, generators = beginning(model, n, x, generator)                          # (n, L)          l.1
+    x, generators = rows_and_generators(model, n, x, generator)                # (n, L)          l.1
     # The coins of l.5 decide which calls each sequence needs, and which positions change in them.
-    plans = [coins(row, steps, g, sampler, eta, every)
+    plans = [plan(row, steps, g, sampler, eta, every)
              for row, g in zip((x == mask_id).numpy(), generators, strict=True)]
-    nfe = torch.tensor([len(plan) for plan in plans])                          # (n,)
+    nfe = torch.tensor([len(turns) for turns in plans])                        # (n,)
     turns = progress(side_by_side(plans, x.shape[1], device), "calls", int(nfe.max()),
                      leave=False, disable=bool(on_step) or None)  # None: only on a terminal
     x = to_device(x, device)                                                   # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     lam, guess = torch.zeros(x.shape, device=device), x.clone()  # only for on_step
-    mask = torch.full((), mask_id, device=device)  # copying a number would be a host sync
+    as_mask = torch.full((), mask_id, device=device)  # copying a number would be a host sync
 
     def draw(h, u):  # u stays on the CPU until it is needed: MPS has no float64
         logits = net.head(h)                                                   # (m, V)
         drawn = categorical(nucleus(logits.softmax(-1), top_p), u)             # (m,)
-        by_argmax = to_device(u == ARGMAX, device)  # if True, `drawn` means nothing
+        by_argmax = to_device(u == ARGMAX, device)  # where `drawn` is nonsense  (m,)
         return torch.where(by_argmax, logits.argmax(-1), drawn)                # (m,)
 
-    # t: (n,), a time for each sequence. appear, stay and vanish are index pairs (b, l), and u has a
-    # number for each in `appear`. p is never stored: the head runs in `draw` and in `feedback`. x
-    # never changes in place, because it may be the caller's.
+    # See `side_by_side`. p is never stored: the head runs in `draw` and in `feedback`. x never
+    # changes in place, because it may be the caller's.
     for t, appear, stay, vanish, u in turns:
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
         drawn = in_chunks(draw, h[appear], u, V=len(table))                    # (m,)  only x~   l.4
         lost = x[vanish]                                                       # (r,)  with ReMDM
-        x = x.index_put(appear, drawn).index_put(vanish, mask)                 # (n, L)       x^ l.5
+        x = x.index_put(appear, drawn).index_put(vanish, as_mask)              # (n, L)       x^ l.5
         emb[appear] = F.embedding(drawn, table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
@@ -166,23 +161,18 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
 
 class Turn(NamedTuple):
-    """What one call of the network is for, in one sequence                               Alg. 2 l.5
-
-    The coins say it before the network has run: the masks in `appear` become tokens, those in
-    `stay` remain, and the tokens in `vanish` become masks.
-    """
+    """What one call of the network is for, in one sequence                            Alg. 2 l.5"""
     t: float             # the time
-    appear: np.ndarray   # (L,) bool
-    stay: np.ndarray     # (L,) bool
-    vanish: np.ndarray   # (L,) bool
-    u: np.ndarray        # (m,) float64 in [0, 1), for chunks.categorical; or ARGMAX
+    appear: np.ndarray   # (L,) bool: masks that become tokens
+    stay: np.ndarray     # (L,) bool: masks that remain
+    vanish: np.ndarray   # (L,) bool: tokens that become masks
+    u: np.ndarray        # (m,) float64 in [0, 1) for the m tokens that appear; or ARGMAX
 
 
-def coins(free, steps, generator, sampler="mdlm", eta=None, every=False):
+def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
     """The turns of one sequence: the steps that need the network                         Alg. 2 l.5
 
     free: (L,) bool, the masks at the start. Other positions never change.
-    sampler, eta: for `step_probs`.   every: see `generate`.
     Returns [Turn]. Masks left after the last step appear in one more turn, by argmax [code].
     """
     turns, masked = [], free
@@ -213,8 +203,8 @@ def side_by_side(plans, L, device):
     Each sequence skips steps of its own, so its i-th turn has a time of its own. A sequence that is
     finished stays in the batch, and nothing happens to it, because CUDA graphs need static shapes.
 
-    plans: the turns of n sequences of length L, from `coins`.
-    Yields t (n,); appear, stay and vanish, as index pairs (b, l); and u (m,), which is on the CPU.
+    plans: the turns of n sequences of length L, from `plan`.   Yields the fields of Turn for all n:
+    t (n,); appear, stay and vanish as index pairs (b, l); and u (m,), which is on the CPU.
     """
     none = np.zeros(L, bool)
     nothing = Turn(T_END, none, none, none, np.zeros(0))
@@ -231,7 +221,7 @@ def indices(where, device):
     return tuple(to_device(part, device) for part in where.nonzero(as_tuple=True))
 
 
-def beginning(model, n, x, generator):
+def rows_and_generators(model, n, x, generator):
     """Ids (n, L) to start from, and n generators: as given, or seeded by one         Alg. 2 l.1"""
     if x is None:
         x = torch.full((n, model.cfg.length), model.mask_id)
@@ -253,14 +243,13 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         this probability before the nucleus, or if there is none, the next in order [ours]. Give as
         many steps as masks: then these appear one at a time.
     All else is as in `generate`.
-    Checked against tests/oracles.py in_order.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
     device, was_training = table.device, model.training
     by_entropy = {"entropy": True, "random": False}[order]
     model.eval()
     soft = soft and model.sm is not None
-    x, generators = beginning(model, n, x, generator)                          # (n, L)
+    x, generators = rows_and_generators(model, n, x, generator)                # (n, L)
     masked_cpu = x == mask_id                                                  # (n, L)
     x = to_device(x, device)                                                   # (n, L)          l.1
     emb = F.embedding(x, table)                                                # (n, L, D)
@@ -282,14 +271,13 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
         t = masked.float().mean(-1)  # the share of masks, as if α_t = 1 − t      (n,)  [ours]
         h = net.hidden(emb, masks, t)                                          # (N, D)          l.3
-        # Row-major, like h: the draws of the masked positions.
+        # u[masked_cpu] has the draws of the masked positions, in the order of h.
         found = in_chunks(predict, h, u[masked_cpu], V=len(table))             #                 l.4
-        drawn, minus_H, p, *weighed = found    # (N,) each; weighed: see TwoPass.weigh
+        drawn, minus_H, p, *weighed = found    # (N,) each; if soft, what TwoPass.weigh returns
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
-            # From masks alone, a DiT predicts the same at every position: attention averages equal
-            # values. Rounding errors would break these ties, differently in every batch. So the
-            # order stays random there [ours].
+            # From masks alone, a DiT predicts the same at every position. Rounding errors would
+            # break these ties, differently in every batch. So the order stays random there [ours].
             only_masks = masked.all(-1, keepdim=True)                          # (n, 1)
             score = torch.where(only_masks, score, score.index_put(masks, minus_H))
         chosen = next_masks(score, masked, steps_left)                         # (n, L)
@@ -301,14 +289,14 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         nfe += masked_cpu.any(-1)
         before = masked_cpu                                                    # (n, L)
         masked_cpu = (x == mask_id).cpu()  # the host sync of the step           (n, L)
-        stay = indices(masked_cpu, device)                                        # 2 × (m,)
-        (row,) = indices(masked_cpu[before], device)  # of the N rows, those of `stay`   (m,)
+        stay = indices(masked_cpu, device)                                     # 2 × (r,)
+        (still,) = indices(masked_cpu[before], device)  # which of the N are still masks  (r,)
         lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
         if soft:
-            weighed = [each[row] for each in weighed]
+            weighed = [each[still] for each in weighed]
             emb[stay], lam[stay], guess[stay] = model.feedback(weighed=weighed)  #               l.6
         if on_step:
-            on_step(x, lam, guess, stay, h[row])
+            on_step(x, lam, guess, stay, h[still])
     model.train(was_training)
     return x.cpu(), nfe
 
@@ -328,10 +316,9 @@ def next_masks(score, masked, steps_left):
 def nucleus(probs, p):
     """Keep the likeliest tokens while their sum is at most p, and renormalise              App. B.1
 
-    probs: (n, V).   Returns (n, V).   Below, m is the number of tokens that `likeliest` takes.
+    probs: (n, V).   Returns (n, V).
     The likeliest token is always kept. The token that crosses p is dropped [code]. The usual rule
     keeps it, and so does Dream (sample_dream.filtered).
-    Checked against tests/oracles.py nucleus.
     """
     if p == 1:
         return probs
@@ -397,12 +384,11 @@ def starting_ids(cfg, tok, special):
 def load(cfg):
     """The MDLM with ω from cfg, on the CPU; its tokenizer; cfg with defaults from the model."""
     model = MDLM.load(cfg.checkpoint)
-    model.sm = with_omega(model.sm, model.mask_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+    model.sm = with_omega(model.sm, model.mask_id, cfg)
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
-    if tok.n_vocab != model.mask_id:
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, but {tok.name} has "
-                      f"{tok.n_vocab}")
+    tokens = {"tokens": tok.n_vocab}
+    launch.check_same(cfg.checkpoint, {"tokens": model.mask_id}, tokens, tokens)
     if cfg.length > model.cfg.length:
         raise Refused(f"--length={cfg.length} is over the {model.cfg.length} that {cfg.checkpoint} "
                       f"was trained on")
@@ -464,7 +450,7 @@ def main(cfg):
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
     here_made = settings | {"seed": cfg.seed}
-    for line in lines:  # a larger --count can change the default of --compile, too
+    for line in lines:  # also refused if a larger --count switched --compile on
         launch.check_same(path, line["settings"] | {"seed": line["seed"]}, here_made, here_made,
                           ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
@@ -499,7 +485,7 @@ def main(cfg):
                                     "index": i, "settings": settings})
             else:
                 bar.write("\n---\n" * (len(texts) > 1) + texts[i])
-        bar.update(len({*batch}))
+        bar.update(len({*batch}))  # a set: without the padding
     bar.close()
     if path and here.rank == 0:
         print(f"{texts[0]}\n{len(todo)} new samples in {path}")

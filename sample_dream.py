@@ -8,8 +8,7 @@
     Alg. 2 l.6, App. C.9          propose, faded   soft masks for the others, written into `emb`
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
-Logits are (n, V), a row per masked position, and exist only inside `in_chunks`. Each pass copies x
-to the host to find its masks, which is a host sync. The only other host sync is in `likeliest`.
+Each pass copies x to the host to find its masks. The only other host sync is in `likeliest`.
 Not here: benchmarks (lab/eval_dream.py), re-masking.
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
@@ -75,8 +74,8 @@ class Config(Decoding):
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one per line
-    # A text in which the model replaces the first ___. No chat template is added, so a base model
-    # can complete a text, too: --infill="def f(x):\n___"
+    # A text in which the model replaces the first ___ (default: at the end). No chat template is
+    # added, so a base model can complete a text, too: --infill="def f(x):\n"
     infill: str = ""
 
 
@@ -85,9 +84,7 @@ class Pick(NamedTuple):
     algorithm: Algorithm = "entropy"
     temperature: float = 0.0
     top_p: float = 1.0
-    # For the draws at a temperature above 0. With a list of one generator per sequence, on the CPU,
-    # a sequence does not depend on the rest of its batch.
-    generator: torch.Generator | list | None = None
+    generator: torch.Generator | None = None  # for the draws at a temperature above 0
 
 
 GREEDY = Pick()
@@ -108,8 +105,7 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
 
     model: TwoPass, of a backbone that ignores t.   x: (B, L) ids on the CPU.   schedule, switch:
     see `time_gain`.   on_step(x): called after every step.
-    Returns (B, L) ids without any mask, on the device. At temperature 0, or with a list of
-    generators, a sequence does not depend on its batch. Checked against oracles.py slow_decode.
+    Returns (B, L) ids without any mask, on the device.
     """
     net, mask_id = model.net, model.mask_id
     plain = net.table[mask_id]                                          # (D,)
@@ -120,7 +116,7 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
         b, l = masked.nonzero(as_tuple=True)                            # 2 × (N,)  on the host
         masks = to_device(b, x.device), to_device(l, x.device)          # 2 × (N,)
         h = net.hidden(emb, masks, None)                                # (N, D)                l.3
-        x0, conf, mixed = propose(model, h, b, pick, forced=share == 1)  #                      l.4
+        x0, conf, mixed = propose(model, h, len(h), pick, forced=share == 1)  #                 l.4
         x = reveal(x, masks, x0, conf, share)                           # (B, L)                l.5
         masked = x.cpu() == mask_id                                     # (B, L)  on the host
         # The next step sees the revealed tokens, and soft masks where [MASK] is left.
@@ -133,22 +129,25 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
     return x
 
 
-def propose(model, h, b, pick, forced=False):
+def propose(model, h, n, pick, forced=False):
     """A token for each mask, how sure the model is of it, and its soft mask         Alg. 2 l.4, l.6
 
-    h: (N, D) hidden states that predict N masks. Only the first n of them may be revealed, and get
-    a token. All N get feedback.   b: (n,) on the host, the sequence of each of these n.
+    h: (N, D) hidden states that predict N masks. The first n of these masks may be revealed, and
+    get a token and a soft mask, the others a soft mask alone.
     forced: this is the last chance to fill these masks. So where the model predicts [MASK] itself,
     take the best real token [ours]. The authors' code leaves masks in its answers.
     Returns x0 (n,), conf (n,), the highest to be revealed first, and soft masks (N, D) or None.
     Temperature and top-p change tokens and conf [code], but not the soft masks [code].
     """
-    def of_rows(h, b):
+    def of_rows(h):
         logits = model.net.head(h)                                      # (m, V)
         p = filtered(logits, pick.temperature, pick.top_p)              # (m, V)
         x0 = p.argmax(-1)                                               # (m,)
         if pick.temperature > 0:
-            x0 = categorical(p, uniform(b, pick.generator))             # (m,)
+            source = pick.generator
+            u = torch.rand(len(p), generator=source, device=source.device if source else "cpu",
+                           dtype=torch.float64)                         # (m,)
+            x0 = categorical(p, u)                                      # (m,)
         if forced:  # before conf, because a threshold must test the token that is written
             first, second = logits.topk(2).indices.unbind(-1)           # 2 × (m,)
             best = torch.where(first == model.mask_id, second, first)   # (m,)
@@ -165,8 +164,7 @@ def propose(model, h, b, pick, forced=False):
             return x0, conf
         return x0, conf, *model.weigh(h, logits)                        # (m,), (m,), …
 
-    n = len(b)
-    x0, conf, *weighed = in_chunks(of_rows, h[:n], b, V=len(model.net.table))
+    x0, conf, *weighed = in_chunks(of_rows, h[:n], V=len(model.net.table))
     if not model.sm:
         return x0, conf, None
     mixed = model.feedback(weighed=weighed)[0]                          # (n, D)
@@ -176,10 +174,7 @@ def propose(model, h, b, pick, forced=False):
 
 
 def filtered(logits, temperature=0.0, top_p=1.0):
-    """Probabilities (n, V) of logits after temperature and top-p, in this order [code]     App. B.2
-
-    Checked against tests/oracles.py dream_filter.
-    """
+    """Probabilities (n, V) of logits after temperature and top-p, in this order [code]  App. B.2"""
     if temperature > 0:
         logits = logits / temperature
     p = logits.softmax(-1)                                              # (n, V)
@@ -190,17 +185,6 @@ def filtered(logits, temperature=0.0, top_p=1.0):
     before = F.pad(top.cumsum(-1)[:, :-1], (1, 0))                      # (n, m)  total before each
     p = torch.zeros_like(p).scatter(-1, ids, top.masked_fill(before > top_p, 0))
     return p / p.sum(-1, keepdim=True)
-
-
-def uniform(b, generator):
-    """A number in [0, 1) per row, (n,) float64.   b: (n,) the sequence of each, on the host,
-    ascending.   generator: see `Pick`.
-    """
-    generators, rows = [generator], [len(b)]
-    if isinstance(generator, list):
-        generators, rows = generator, b.bincount(minlength=len(generator)).tolist()
-    return torch.cat([torch.rand(n, generator=g, device=g.device if g else "cpu",
-                                 dtype=torch.float64) for g, n in zip(generators, rows)])
 
 
 def reveal(x, masks, x0, conf, share=1.0, threshold=None):
@@ -239,7 +223,6 @@ def faded(mixed, plain, b, schedule, switch, left, start):
     """Soft masks (N, D) with the schedule's factor on λ                                    App. C.9
 
     The mix is linear in λ, so a factor on λ moves it towards [MASK] by as much.
-
     mixed: (N, D) with the full λ.   plain: (D,) the embedding of [MASK].   b: (N,) the sequence of
     each.   left, start: (B,) masks now and at the start: each sequence has its own time [ours].
     """
@@ -272,7 +255,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     may start at this token, and could not predict it without the state to its left. A block with
     one step is filled by this step [ours]. Fast-dLLM would leave all but one of its masks.
     Each mask has the feedback of the last pass that predicted it [ours]. So feedback crosses block
-    boundaries. Checked against tests/oracles.py slow_blocks.
+    boundaries.
     """
     net, mask_id, L = model.net, model.mask_id, x.shape[1]
     plain = net.table[mask_id]                                          # (D,)
@@ -306,7 +289,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
                 b, l = map(torch.cat, zip((b, l), others.nonzero(as_tuple=True)))        # 2 × (N,)
             masks = to_device(b, x.device), to_device(l, x.device)      # 2 × (N,)
             h = net.before(h, (masks[0], masks[1] - lo))                # (N, D)
-            x0, conf, mixed = propose(model, h, b[:n], pick, forced=share == 1)
+            x0, conf, mixed = propose(model, h, n, pick, forced=share == 1)
             x = reveal(x, (masks[0][:n], masks[1][:n]), x0, conf, share, threshold)      # (B, L)
             masked = x.cpu() == mask_id                                 # (B, L)  on the host
             emb[masks] = F.embedding(x[masks], net.table)               # (N, D)
@@ -323,7 +306,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
 def check(gen_len, steps, block, threshold):
     if threshold is not None and not block:
         raise Refused(f"threshold {threshold} works on blocks: add --block=32")
-    if block and (gen_len % block or threshold is None and steps % (gen_len // block)):
+    if block and (gen_len % block or (threshold is None and steps % (gen_len // block))):
         raise Refused(f"gen_len {gen_len} and steps {steps} cannot be shared evenly by blocks of "
                       f"{block}: change one of them")
 
@@ -332,16 +315,16 @@ def load_for_decoding(cfg):
     """The model that cfg names: Dream, Tokenizer, and SoftMask or None."""
     check(cfg.gen_len, cfg.steps or cfg.gen_len, cfg.block, cfg.threshold)
     *_, device, dtype = machine(cfg.device, cfg.dtype)
-    dtype = None if cfg.dtype == "auto" else dtype or torch.float32
+    dtype = None if cfg.dtype == "auto" else dtype or torch.float32  # None: as stored
     tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
     omega = load_adapter(model, cfg.adapter) if cfg.adapter else None
     sm = SoftMask(**omega) if omega else None
-    sm = with_omega(sm, model.cfg.mask_token_id, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+    sm = with_omega(sm, model.cfg.mask_token_id, cfg)
     if cfg.merge:
         dora.merge_(model)
-    if cfg.compile:
-        model.compile_trunk()
-    return model, tok, sm.to(device) if sm and cfg.soft else None
+    if cfg.compile:  # one graph for whole sequences, another for cached parts
+        model.trunk = torch.compile(model.trunk, dynamic=True)
+    return model, tok, (sm.to(device) if sm and cfg.soft else None)
 
 
 def feedback_label(cfg, sm):
@@ -376,7 +359,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     x = pad_prompts(model.cfg, [ids], cfg.gen_len)                      # (1, L)
     gaps = x == mask_id                                                 # (1, L)  on the host
     two_pass = TwoPass(model, sm, mask_id)
-    steps = cfg.steps or cfg.gen_len + ids.count(mask_id)
+    steps = cfg.steps or cfg.gen_len + ids.count(mask_id)  # gen_len is 0 when infilling
     if cfg.block:
         x = decode_blocks(two_pass, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
                           **settings)
@@ -396,6 +379,8 @@ def main(cfg):
         launch.unused(cfg, "without --block", "cache")
     if cfg.infill:
         launch.unused(cfg, "with --infill", "prompt", "chat")
+    if cfg.chat:
+        launch.unused(cfg, "with --chat", "prompt")
     model, tok, sm = load_for_decoding(cfg)
     if sm is None:
         launch.unused(cfg, "without feedback", "schedule", "switch")

@@ -29,7 +29,7 @@ def painted(text, lam):
 
 def draw(lines, drawn, pause):
     """Print lines in place of the last `drawn`, then wait `pause` s. Returns their number."""
-    lines = lines[1 - max(2, shutil.get_terminal_size().lines):]  # the last ones, if not all fit
+    lines = lines[1 - max(2, shutil.get_terminal_size().lines):]  # the last ones that fit
     back = f"\x1b[{drawn}F\x1b[J" if drawn else ""
     print(back + "\n".join(lines), flush=True)
     time.sleep(pause)

@@ -55,7 +55,7 @@ class SoftMask(nn.Module):
     `embed` turn these into embeddings.
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
-    omega_s in [0, 1): amplitude. 0 becomes EPS, because ω_s = 0 could not learn.
+    omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
     omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.   (defaults: App. B.2)
     The parameters are raw_s, raw_a and raw_b. ω is a sigmoid or softplus of them, so its
     constraints always hold. Checked against tests/oracles.py soft_mask.
@@ -65,10 +65,11 @@ class SoftMask(nn.Module):
         super().__init__()
         fits = {"mask_id": mask_id is not None, "k": k is None or k >= 1, "tau": tau > 0,
                 "omega_s": 0 <= omega_s < 1, "omega_a": omega_a > 0, "omega_b": omega_b < 0}
-        if not all(fits.values()):
-            wrong = ", ".join(name for name in fits if not fits[name])
-            raise ValueError(f"SoftMask: {wrong} out of range. 0 <= omega_s < 1, omega_a > 0, "
-                             f"omega_b < 0, tau > 0, k >= 1 or None, and a mask_id are needed")
+        wrong = [name for name in fits if not fits[name]]
+        if wrong:
+            raise ValueError(f"SoftMask: {', '.join(wrong)} out of range. 0 <= omega_s < 1, "
+                             f"omega_a > 0, omega_b < 0, tau > 0, k >= 1 or None, and a mask_id "
+                             f"are needed")
         self.mask_id, self.k = mask_id, k
         s, a, minus_b, tau = torch.tensor([omega_s, omega_a, -omega_b, tau], dtype=torch.float32)
         self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))
@@ -85,8 +86,8 @@ class SoftMask(nn.Module):
         """
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
-            # τ changes λ, too [code]. Its gradient is a sum over p · logit: for a logit of −inf,
-            # this would be 0 · −inf = NaN. Hence the clamp.
+            # τ changes λ, too [code]. The gradient of τ is a sum over p · logit: for a logit of
+            # −inf, this would be 0 · −inf = NaN. Hence the clamp.
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
         logp = logits.log_softmax(-1)                                              # (N, V)
         lam = self.strength(neg_entropy(logp))                                     # (N,)
@@ -95,16 +96,14 @@ class SoftMask(nn.Module):
         if self.k > logits.shape[1]:
             raise ValueError(f"k = {self.k} for logits of {logits.shape[1]} tokens")
         top, ids = largest(logits, self.k)                                         # (N, k)
-        return lam, ids, top.softmax(-1)             # p renormalised over the top k: Σ π = 1
+        return lam, ids, top.softmax(-1)             # π_i = p_i / Σ p, over the top k
 
     def strength(self, minus_h):
         """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), how much of the mix is predicted tokens         Eq. 3
 
-        minus_h: (…) −H(p) in nats, at most 0.   Returns λ: (…) in [0, ω_s].
-
-        λ is near ω_s where the model is confident (−H near 0), and near 0 where it is not (−H far
-        below ω_b). ω_s = 0 is binary masking (§3.3). Training starts with ω_s near 0 (App. B.2). It
-        cannot start at 0: raw_s would be −∞, and its gradient 0.
+        minus_h: (…) −H(p) in nats, at most 0.
+        Returns λ: (…) in [0, ω_s], near ω_s where the model is confident. ω_s = 0 would be binary
+        masking (§3.3).
         """
         omega_s, omega_a, omega_b = self.omega
         return omega_s * torch.sigmoid(omega_a * (minus_h - omega_b))              # (…)
@@ -171,7 +170,7 @@ class SoftMask(nn.Module):
         rounded away: ω_s would never move, and SM would silently stay off.
         """
         def move(tensor):
-            new = fn(tensor)
+            new = fn(tensor)  # if it has another dtype, it is rounded already
             return new if new.dtype == torch.float32 else tensor.to(new.device, torch.float32)
         return super()._apply(move, recurse)
 
@@ -192,19 +191,15 @@ def time_gain(schedule, t, switch=0.5):
 
     Scale λ before the mix: sm.mix(table, time_gain("linear", t) * lam, ids, pi).
 
-    schedule      gain                    feedback
-    none          1                       always
-    linear        t                       SM → binary, fading
-    stepwise      1 if t > switch         SM → binary, at the switch (strict inequality [code])
-    linear-late   1 − t                   binary → SM
-    stepwise-late 1 if t <= switch        binary → SM
-
     t: time left, from 1 to 0: the share of the initial masks that are still masked [code], not t/T.
         This share is taken after a reveal, so the first feedback of "linear" is not full [code].
     switch: t' of App. C.9.
     """
-    gains = {"none": 1.0, "linear": t, "stepwise": float(t > switch),
-             "linear-late": 1 - t, "stepwise-late": float(t <= switch)}
+    gains = {"none": 1.0,
+             "linear": t,                          # SM → binary, fading
+             "stepwise": float(t > switch),        # SM → binary, at once (strictly above [code])
+             "linear-late": 1 - t,                 # binary → SM, fading in
+             "stepwise-late": float(t <= switch)}  # binary → SM, at once
     return gains[schedule]
 
 
@@ -216,8 +211,8 @@ def largest(logits, k):
     """logits.topk(k) for logits (N, V), but faster. Ties may be broken differently [ours].
 
     `topk` reads its input several times. So one pass finds the maximum of each group of 128 logits,
-    and `topk` reads only the k groups with the largest maxima. A logit outside of these groups is
-    below k maxima, so it is not among the k largest.
+    and `topk` reads only the k groups with the largest maxima, and the rest, which fills no group.
+    A logit outside of these groups is not above any of k maxima, so none of the k largest is lost.
     """
     width, V = 128, logits.shape[1]
     if V < 8 * k * width:  # the k groups would be a large part of V

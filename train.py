@@ -9,16 +9,15 @@
 
 The first word is a preset, defined below.
 
-    update, batch      one update of θ and ω; it calls mdlm.py for l.3 to l.8         Alg. 1 l.2-9
+    update, batch      one update of θ and ω, l.2 to l.9; it calls mdlm.py for l.3 to l.8
     train, loop        the data, the model, and the loop around `update`
     the rest           what `train` starts from, measures and saves
 
 Every draw has a generator of its own (data.rng), keyed by what it is for: (seed, "t", step) for the
 times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are counted
 over all ranks, so one process with 4 of them makes the same run as two with 2 each. And a run that
-was stopped or killed resumes from its last save as if nothing had happened. Only its log can
-differ: a stop writes a line of its own, and the next line starts to sum after it. (The first update
-is step 0 in the keys, and update 1 in the log.)
+was stopped or killed resumes from its last save as if nothing had happened, except that a stop
+writes a line of the log. (The first update is step 0 in the keys, and update 1 in the log.)
 """
 
 import copy
@@ -35,7 +34,6 @@ import checkpoint
 import data
 import launch
 from chunks import compile_parts
-from data import rng
 from eval import bits_per_byte, val_nats
 from launch import Count, Positive, Rate, Refused, Share, Size, due
 from mdlm import MDLM, T_MIN, ModelConfig, corrupt, sample_times
@@ -93,9 +91,6 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# On equally many rows, all runs and `eval.py ppl` measure the bound with the same times and masks.
-EVAL_SEED = 1
-
 # What may change when a run is resumed. All other settings must stay as they were.
 MAY_DIFFER_ON_RESUME = {
     "data", "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows",
@@ -110,33 +105,32 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
     M = cfg.batch_size // cfg.micro_batch    # micro-batches, over all ranks
     n_tokens = cfg.batch_size * cfg.length   # masked or not
     # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
-    coin = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item()
-    soft = model.sm is not None and coin < cfg.p_sm
-    times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)
+    coin = torch.rand((), generator=data.rng(cfg.seed, "p_sm", step)).item()
+    soft = coin < cfg.p_sm
+    times = sample_times(cfg.batch_size, data.rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
         x0 = batch(tokens, cfg, step, j, M)                                    # (b, L)          l.2
-        t = times[j::M]  # see `batch`                                         # (b,)            l.3
-        xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))          # (b, L)          l.4
+        t = times[j::M]  # of all sizes, see `batch`                           # (b,)            l.3
+        xt = corrupt(x0, t, cfg.mask_id, data.rng(cfg.seed, "q", step, j))     # (b, L)          l.4
         # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
-        x0, xt, t, *masks = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
+        x0, xt, t, b, l = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
         if cfg.dropout:  # keyed by step and j, like the masks
             torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
         with launch.accumulate(parallel, last=j + here.world >= M):
             with here.autocast():
-                loss = parallel(x0, xt, t, soft, tuple(masks))  # MDLM.forward   (b,)          l.5-8
+                loss = parallel(x0, xt, t, soft, (b, l))  # MDLM.forward         (b,)          l.5-8
             # Alg. 1 l.8 sums over a sequence. Here it is the mean over all tokens, masked or not
             # [code]. DDP averages gradients over ranks, and `world` undoes that.
             (loss.sum() * here.world / n_tokens).backward()
         loss = loss.detach()
         # loss @ t is the cross-entropy without its weight 1/t. n: what the loss is a mean over.
-        log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(masks[0]),
+        log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(b),
                 tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
-        # For DDP, ω has a gradient of 0 (TwoPass.token_nll), and Adam's momentum would move
-        # it. Adam skips parameters without a gradient [ours].
+        # ω has a gradient of 0 (TwoPass.token_nll), and Adam's momentum would move it [ours].
         for p in model.sm.parameters():
             p.grad = None
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
@@ -172,13 +166,10 @@ def update_ema(ema, model, step, decay):
 
 
 def train(cfg):
-    """The data, the model, and Alg. 1. Returns the MDLM and its EMA.
-
-    Checked against tests/oracles.py alg1.
-    """
+    """The data, the model, and Alg. 1. Returns the MDLM and its EMA."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    flags = getattr(cfg, "flags", ())  # names of the flags on the command line
+    flags = getattr(cfg, "flags", ())  # on the command line; `resolved` makes a cfg without them
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
@@ -194,7 +185,7 @@ def loop(cfg, here, tokens, meta, flags):
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
     held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
-    model, ema, optimizer, done, metrics, omega_from = beginning(cfg, here, meta, source, flags)
+    model, ema, optimizer, done, metrics, omega_from = state_of(cfg, here, meta, source, flags)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
     if compiled:  # after the EMA was copied: compiled methods of a copy use the first's weights
         compile_parts(model)
@@ -202,11 +193,12 @@ def loop(cfg, here, tokens, meta, flags):
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def write(name, **more):
+    def write(name, **more):  # with `done` and `metrics` as they are then
         if master:
             save(path(name), cfg, model, ema, step=done, metrics=metrics, data=source,
                  tokenizer=meta["tokenizer"], **more)
 
+    keep_every = cfg.keep_every or cfg.steps
     start, stop, line = done, 0, {}  # stop: number of a signal. line: last line of the log
     with launch.signals() as caught:
         log = launch.Log(path("log.jsonl"), start, cfg.steps, master)
@@ -221,8 +213,7 @@ def loop(cfg, here, tokens, meta, flags):
                   f"{cfg.length}; updates {start:,} to {cfg.steps:,}{wait}; {feedback}")
             if here.device.type == "cpu":
                 warn_of_memory(cfg, n_params)
-        # A continuation measures the bound before its first update (Fig. 3). There is no better
-        # check that the weights were read correctly.
+        # A continuation measures the bound before its first update (Fig. 3): a check of the weights
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
@@ -233,7 +224,7 @@ def loop(cfg, here, tokens, meta, flags):
                 log.amend(metrics)
                 write("last.pt", optimizer=optimizer.state_dict())
             name = f"step-{start}.pt"
-            if is_kept(start, cfg) and (late or not os.path.exists(path(name))):
+            if due(keep_every, start, cfg.steps) and (late or not os.path.exists(path(name))):
                 write(name)
         model.train()
         for step in range(start, cfg.steps):
@@ -244,7 +235,7 @@ def loop(cfg, here, tokens, meta, flags):
             stop = launch.any_rank(max(caught, default=0))
             to_evaluate = due(cfg.eval_every, done, cfg.steps) and not stop
             to_save = due(cfg.save_every, done, cfg.steps) or stop
-            to_keep = is_kept(done, cfg)
+            to_keep = due(keep_every, done, cfg.steps)
             to_log = due(cfg.log_every, done, cfg.steps) or done == 1
             if to_evaluate or to_save or to_keep or to_log:
                 # Raises on NaN, before a save
@@ -270,10 +261,10 @@ def loop(cfg, here, tokens, meta, flags):
     return model, ema
 
 
-def beginning(cfg, here, meta, source, flags):
+def state_of(cfg, here, meta, source, flags):
     """(model, EMA, optimizer, updates made, last evaluation, where ω comes from) to start from"""
     last, ckpt, done, metrics = os.path.join(cfg.out_dir, "last.pt"), None, 0, {}
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]):  # torch's own generator stays as it was
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model = MDLM(cfg)
     omega_from = "the settings"
@@ -285,8 +276,7 @@ def beginning(cfg, here, meta, source, flags):
         omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
     model.to(here.device)
     # The EMA: a second backbone. ω is not averaged [code], so it is the model's. A continuation's
-    # average starts from the file's weights [ours]. That of the authors starts from random ones,
-    # and forgets them within twenty updates.
+    # average starts from the file's weights [ours], that of the authors from random ones.
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
     parts = [model.net, model.sm] if model.sm else [model.net]  # θ, and ω: two groups  App. B.1
@@ -300,11 +290,9 @@ def beginning(cfg, here, meta, source, flags):
 
 
 def warn_of_memory(cfg, n_params):
-    """Print a line if this machine has too little memory for the run.
-
-    A parameter takes 20 bytes: itself, its average, its gradient and two moments. Each block keeps
-    some 120 for every entry of a micro-batch's (B, L, D). Both factors are measured.
-    """
+    """Print a line if this machine has too little memory for the run."""
+    # 20 bytes a parameter: itself, its average, its gradient, two moments. In each block, some 120
+    # for every entry of a micro-batch's (B, L, D). Both are measured.
     need = 20 * n_params + 120 * cfg.micro_batch * cfg.length * cfg.n_layer * cfg.n_embd
     have = math.inf
     if hasattr(os, "sysconf"):  # not on Windows
@@ -312,11 +300,6 @@ def warn_of_memory(cfg, n_params):
     if need > have:
         print(f"this run needs about {need / 1e9:.0f} GB of memory, and this machine has "
               f"{have / 1e9:.0f}: a smaller --micro_batch needs less")
-
-
-def is_kept(done, cfg):
-    """Whether there is a step-N.pt of update N = done."""
-    return due(cfg.keep_every, done, cfg.steps) or done == cfg.steps
 
 
 def resolved(cfg, vocabulary, world):
@@ -373,12 +356,12 @@ def load_initial(model, cfg, vocabulary, flags):
     # Without SM, the file's ω is ignored.
     theirs = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
     ours = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
-    # Those with a flag on the command line, such as --omega_s for sm.raw_s, stay ours.
-    of_flags = {name: p for name, p in ours.items() if name.replace("sm.raw", "omega") in flags}
-    model.load_state_dict(ours | theirs | of_flags)  # for each name, the rightmost counts
+    by_flag = {name: p for name, p in ours.items() if name.replace("sm.raw", "omega") in flags}
+    # The file's weights replace ours, except an ω that has a flag, as --omega_s is for sm.raw_s.
+    model.load_state_dict(ours | theirs | by_flag)
     if not ours.keys() & theirs.keys():
         return "the settings"
-    return ", ".join([cfg.init_from, *(name.replace("sm.raw", "--omega") for name in of_flags)])
+    return ", ".join([cfg.init_from, *(name.replace("sm.raw", "--omega") for name in by_flag)])
 
 
 def evaluate(ema, held_out, here):
@@ -386,7 +369,8 @@ def evaluate(ema, held_out, here):
     bounds = {}
     for soft in [True, False] if ema.sm else [False]:
         with here.autocast():
-            found = val_nats(ema, held_out, soft, EVAL_SEED, rank=here.rank, world=here.world)
+            # seed=1, as in `eval.py ppl`: all runs are measured with the same times and masks.
+            found = val_nats(ema, held_out, soft, seed=1, rank=here.rank, world=here.world)
         nats, count = launch.over_ranks(torch.tensor(found, dtype=torch.float64)).tolist()
         bounds["val_soft" if soft else "val_plain"] = nats / count
     return bounds
@@ -396,7 +380,7 @@ def save(path, cfg, model, ema, **facts):
     """Write last.pt, with the optimizer, or a step-N.pt, with the EMA in place of the weights."""
     weights = model.state_dict()                                      # of θ and ω
     average = {"net." + name: t for name, t in ema.net.state_dict().items()}  # of θ
-    if "optimizer" in facts:
+    if "optimizer" in facts:  # last.pt
         facts["ema"] = average
     else:
         weights |= average

@@ -242,7 +242,7 @@ def decoding_rows(cfg, device, dtype, compiling):
     """An answer as long as its prompt, in half as many steps as it has tokens."""
     dream, sm = build_dream(cfg, device, dtype)
     if compiling:
-        dream.compile_trunk()
+        dream.trunk = torch.compile(dream.trunk, dynamic=True)
     n = cfg.dream_answer
     x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench"))      # on the CPU
     x[:, n:] = sm.mask_id

@@ -16,6 +16,7 @@ import checkpoint
 from checkpoint import FORMAT, load, read_safetensors, save, with_omega, write_safetensors
 from conftest import random_mdlm, refused, save_mdlm
 from mdlm import MDLM
+from sample import Config
 from softmask import SoftMask
 
 TINY = dict(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29, length=8,
@@ -115,13 +116,13 @@ def test_shared_weights_are_read_unless_they_need_another_mix(tmp_path, k, soft)
 def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():
     for k in 2, None:
         sm = SoftMask(5, k, omega_s=0.3, omega_a=2.0, omega_b=-1.0, tau=1.7)
-        assert with_omega(sm, 5) is sm
-        assert with_omega(sm, 5, omega_s=0.9) is sm and (k or abs(sm.tau - 1.7) < 1e-5)
+        assert with_omega(sm, 5, Config()) is sm
+        assert with_omega(sm, 5, Config(omega_s=0.9)) is sm and (k or abs(sm.tau - 1.7) < 1e-5)
         torch.testing.assert_close(torch.stack(sm.omega), torch.tensor([0.9, 2.0, -1.0]))
-    of_binary = with_omega(None, 5, omega_s=0.5, omega_b=-2.0)
+    of_binary = with_omega(None, 5, Config(omega_s=0.5, omega_b=-2.0))
     torch.testing.assert_close(torch.stack(of_binary.omega), torch.tensor([0.5, 10 / 1.5, -2.0]))
-    assert with_omega(None, 5) is None and of_binary.k == 3
-    refused("without SM: give it --omega_s, too", with_omega, None, 5, omega_a=2.0)
+    assert with_omega(None, 5, Config()) is None and of_binary.k == 3
+    refused("without SM: give it --omega_s, too", with_omega, None, 5, Config(omega_a=2.0))
 
 
 def test_safetensors_round_trip_with_every_dtype(tmp_path):

@@ -133,7 +133,7 @@ def test_a_tied_head_is_the_table_whichever_of_the_two_is_in_the_file(folder, dr
 
 def test_mask_and_pad_that_config_does_not_name(folder):
     """No id is guessed: a wrong [MASK] would be an ordinary token to the model."""
-    refused("--model= is no folder: give that of a Dream model", DreamConfig.read, "")
+    refused("there is no config.json: --model is the folder of a Dream", DreamConfig.read, "")
     rewrite(folder, "config.json", mask_token_id=None, pad_token_id=None)
     rewrite(folder, "added_tokens.json", **{"<M>": 193, "[MASK]": 194})
     refused("has <M> and .MASK", DreamConfig.read, folder)

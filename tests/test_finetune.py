@@ -154,7 +154,7 @@ def test_the_filters_and_the_held_out_dialogues(tiny):
                "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
                "tool calls": (talk("a", "abc</tool_call>"),),
                "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
-    found, why = ft.encode_all([*kept, *sum(dropped.values(), ())], cfg, tok, 261, False)
+    found, why = ft.encode_all([*kept, *sum(dropped.values(), ())], cfg, tok, 261)
     assert [tok.decode(ids) for ids, _ in found] == [
         tok.decode(ft.encode_chat(record, tok)[0]) for record in kept]
     assert why == {reason: len(records) for reason, records in dropped.items()}

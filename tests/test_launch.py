@@ -98,7 +98,7 @@ def cut(path, share=0.7):
      "x.jsonl has lines that are not from sample.py"),
     (lambda: Path("x.jsonl").touch(), "eval zero_shot --checkpoint=mdlm.pt --text=x.jsonl",
      "the text: 0 tokens do not fill one row"),
-    (None, "sample_dream --model=nowhere", "--model=nowhere is no folder: .* `hf download"),
+    (None, "sample_dream --model=nowhere", "there is no nowhere/vocab.json: .* `hf download"),
     (lambda: os.renames("adapter", "run/best"), "sample_dream --model=dream --adapter=run",
      "run is the folder of a run: give its adapter, run/best"),
     (None, "train --data=dta", "there is no folder dta: give --data"),
