@@ -285,7 +285,7 @@ def main(cfg):
     for name, measure, *args in cases:
         if name not in found and cfg.parts in ("all", name.split(",")[0]):
             torch.manual_seed(0)
-            torch.compiler.reset()  # a function keeps at most eight graphs, and shares them
+            torch.compiler.reset()  # else cases would share graphs, or run out of eight
             found[name] = measure(cfg, device, dtype, *args)
             if cfg.json:
                 launch.write_text(cfg.json, json.dumps(found, indent=1))
