@@ -120,8 +120,7 @@ class Data:
 
 
 def prepare(cfg):
-    """Write grids as a corpus of bytes, like data.py's. Under 1 % of those held out are trained on.
-    """
+    """Write grids as data.py would. Under 1 % of those held out are trained on, too."""
     grids = texts(cfg.grids, rng("sudoku", "train")) + texts(HELD_OUT, rng("sudoku", "val"))
     data.prepare(grids, cfg.out, data.tokenizer("bytes"), HELD_OUT, "sudoku")
 
@@ -196,9 +195,7 @@ def compare(sides, i):
     drawn, calls = 0, list(zip(*sides.values()))
     if sys.stdout.isatty():
         print("Empty cells are green, darker for larger λ. The next call sees the guesses in them.")
-    else:
-        calls = calls[-1:]
-    for call in calls:
+    for call in calls if sys.stdout.isatty() else calls[-1:]:
         columns = [picture(title, cells[i], lam[i], guesses[i])
                    for title, (cells, lam, guesses) in zip(sides, call)]
         lines = ["     ".join(parts) for parts in zip(*columns)]

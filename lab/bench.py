@@ -20,7 +20,6 @@ from functools import partial
 from typing import Literal
 
 import torch
-import torch.nn as nn
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import checkpoint
@@ -60,13 +59,12 @@ class Config(ModelConfig):
 
 PRESETS = {
     "gpu": {},
-    "cpu": dict(
-        n_layer=8, n_head=8, n_embd=256, length=256, batch=4, steps=64, many=8, many_steps=64,
-        dream_layers=4, dream_width=256, dream_vocab=20000, dream_length=128, dream_answer=64),
-    "quick": dict(
-        n_layer=2, n_head=2, n_embd=32, vocab_size=500, length=32, batch=2, steps=8, many=2,
-        many_steps=8, repeats=2, dream_layers=2, dream_width=32, dream_vocab=300, dream_length=32,
-        dream_answer=16),
+    "cpu": dict(n_layer=8, n_head=8, n_embd=256, length=256, batch=4, steps=64, many=8,
+                many_steps=64, dream_layers=4, dream_width=256, dream_vocab=20000,
+                dream_length=128, dream_answer=64),
+    "quick": dict(n_layer=2, n_head=2, n_embd=32, length=32, vocab_size=500, batch=2, steps=8,
+                  many=2, many_steps=8, repeats=2, dream_layers=2, dream_width=32,
+                  dream_vocab=300, dream_length=32, dream_answer=16),
 }
 
 # Dense bf16 FLOP/s by a part of the device's name. Slower H100s (PCIe, NVL) have no "80GB HBM3".
@@ -87,14 +85,13 @@ def timed(fn, device):
     """The cost of one call: {"seconds", "cpu"} and, on CUDA, "peak GB" of device memory."""
     synchronize = getattr(torch, device.type).synchronize  # torch.cuda, torch.mps, torch.cpu
     synchronize()
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats()  # the peak leaves out what CUDA graphs hold
     wall, cpu = time.perf_counter(), time.process_time()
     fn()
     synchronize()
     found = {"seconds": time.perf_counter() - wall, "cpu": time.process_time() - cpu}
     if device.type == "cuda":
-        found["peak GB"] = torch.cuda.max_memory_allocated() / 1e9
+        found["peak GB"] = torch.cuda.max_memory_allocated() / 1e9  # without what CUDA graphs hold
+        torch.cuda.reset_peak_memory_stats()  # for the next call
     return found
 
 
@@ -137,7 +134,7 @@ def build(cfg, device):
     """A random MDLM with feedback about as strong as after training."""
     model = MDLM(replace(cfg, mask_id=cfg.vocab_size - 1, omega_s=0.5, omega_a=1.0, omega_b=-5.0))
     std = SHARPNESS / cfg.n_embd ** 0.5  # hidden states have |h|² = D
-    nn.init.normal_(model.net.output_layer.linear.weight, std=std)
+    torch.nn.init.normal_(model.net.output_layer.linear.weight, std=std)
     return model.to(device)
 
 
@@ -148,7 +145,6 @@ def training(cfg, device, dtype):
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
                                   fused=device.type in ("cuda", "cpu"))
     if cfg.compile:
-        torch.compiler.reset()  # a function keeps at most eight graphs: drop the older ones
         compile_parts(model)
     generator, mask_id = rng("bench"), model.mask_id
     x0 = torch.randint(mask_id, (cfg.batch, cfg.length), generator=generator)
@@ -162,7 +158,7 @@ def training(cfg, device, dtype):
         with torch.autocast(device.type, dtype, enabled=bool(dtype), cache_enabled=False):
             nll = model(x0, xt, t, soft, tuple(masks))                         # (B,)
         (nll.sum() / x0.numel()).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         update_ema(ema, model.net, 1, 0.9999)
@@ -194,7 +190,6 @@ def sample_rows(cfg, device, dtype, n, steps, graphs):
     if dtype:
         model.net.cast_linears_(dtype)
     if graphs:
-        torch.compiler.reset()  # else two batch sizes would share one slower graph
         compile_parts(model, "reduce-overhead")
 
     def run(name):
@@ -214,14 +209,13 @@ def build_dream(cfg, device, dtype):
     """A random Dream and its SoftMask. The defaults give the sizes of Dream-7B."""
     D, V = cfg.dream_width, cfg.dream_vocab
     heads = max(2, D // 128)
-    size = DreamConfig(
-        vocab_size=V, hidden_size=D, intermediate_size=D * 37 // 7, rms_norm_eps=1e-6,
-        num_hidden_layers=cfg.dream_layers, num_attention_heads=heads, rope_theta=1e6,
-        num_key_value_heads=max(1, heads // 7),
-        mask_token_id=V - 1, pad_token_id=V - 2, eos_token_id=V - 2)
+    size = DreamConfig(vocab_size=V, hidden_size=D, intermediate_size=D * 37 // 7,
+                       num_hidden_layers=cfg.dream_layers, num_attention_heads=heads,
+                       num_key_value_heads=max(1, heads // 7), rms_norm_eps=1e-6, rope_theta=1e6,
+                       mask_token_id=V - 1, pad_token_id=V - 2, eos_token_id=V - 2)
     with torch.device(device):  # in fp32, Dream-7B briefly takes 30 GB
         dream = Dream(size).to(dtype or torch.float32).requires_grad_(False).eval()
-    nn.init.normal_(dream.lm_head.weight, std=SHARPNESS / D ** 0.5)
+    torch.nn.init.normal_(dream.lm_head.weight, std=SHARPNESS / D ** 0.5)
     return dream, SoftMask(V - 1, 1, omega_s=0.5).to(device)
 
 
@@ -248,7 +242,6 @@ def decoding_rows(cfg, device, dtype, compiling):
     """An answer as long as its prompt, in half as many steps as it has tokens."""
     dream, sm = build_dream(cfg, device, dtype)
     if compiling:
-        torch.compiler.reset()
         dream.trunk = torch.compile(dream.trunk, dynamic=True)
     n = cfg.dream_answer
     x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench"))      # on the CPU
@@ -261,10 +254,9 @@ def decoding_rows(cfg, device, dtype, compiling):
             decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, pick=pick)
         else:
             decode(model, x, n // 2, pick)
-    cases = {}
-    for way, cache in ("at once", ""), ("prefix cache", "prefix"), ("dual cache", "dual"):
-        cases[f"binary, {way}"] = partial(run, None, cache)
-        cases[f"SM, {way}"] = partial(run, sm, cache)
+    ways = {"at once": "", "prefix cache": "prefix", "dual cache": "dual"}
+    cases = {f"{name}, {way}": partial(run, feedback, cache) for way, cache in ways.items()
+             for name, feedback in (("binary", None), ("SM", sm))}
     return interleaved(cases, max(2, cfg.repeats // 2), device, n)
 
 
@@ -282,23 +274,23 @@ def main(cfg):
             raise Refused(f"{cfg.json} is of another machine, commit or setting: give another name")
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
 
-    def case(name, measure, *args):
-        """Measure a case, unless the file has it. Its name begins with the part it belongs to."""
+    # A case's name begins with the part that it belongs to.
+    cases = [("train", train_rows),
+             ("sample, batch 1", sample_rows, 1, cfg.steps, False),
+             (f"sample, batch {cfg.many}", sample_rows, cfg.many, cfg.many_steps, cfg.compile),
+             ("dream, finetuning", finetuning_rows), ("dream, decoding", decoding_rows, False)]
+    if cfg.compile:
+        cases += [("sample, batch 1, CUDA graphs", sample_rows, 1, cfg.steps, True),
+                  ("dream, decoding, compiled", decoding_rows, True)]
+    for name, measure, *args in cases:
         if name not in found and cfg.parts in ("all", name.split(",")[0]):
             torch.manual_seed(0)
+            torch.compiler.reset()  # else cases would share graphs, or run out of eight
             found[name] = measure(cfg, device, dtype, *args)
             if cfg.json:
                 launch.write_text(cfg.json, json.dumps(found, indent=1))
         if name in found:
             print_table(name, found[name])
-    case("train", train_rows)
-    case("sample, batch 1", sample_rows, 1, cfg.steps, False)
-    case(f"sample, batch {cfg.many}", sample_rows, cfg.many, cfg.many_steps, cfg.compile)
-    case("dream, finetuning", finetuning_rows)
-    case("dream, decoding", decoding_rows, False)
-    if cfg.compile:
-        case("sample, batch 1, CUDA graphs", sample_rows, 1, cfg.steps, True)
-        case("dream, decoding, compiled", decoding_rows, True)
     return found
 
 

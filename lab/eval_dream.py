@@ -5,15 +5,8 @@
     python lab/eval_dream.py --model=DIR --data=F --blocks=16,32,48,96 --threshold=0.9
 
 The harness asks and scores. This file is the model that it asks. One command covers several NFE
-budgets and block lengths, and a killed run keeps its answers. The paper's tasks are in tasks/:
-
-    task                      length  --data, a .json or .jsonl(.gz) file    what counts as right
-    humaneval_instruct           768  openai/openai_humaneval                passes the tests
-    humaneval_plus_instruct      768  evalplus/humanevalplus                 passes the plus tests
-    mbpp_instruct                512  google-research-datasets/mbpp, test    passes three asserts
-    mbpp_plus_instruct           512  evalplus/mbppplus                      passes the plus tests
-    gsm8k_cot                    256  openai/gsm8k, test                     ends with the number
-    math500                      512  HuggingFaceH4/MATH-500                 answer in the last box
+budgets and block lengths, and a killed run keeps its answers. The paper's tasks, their prompts and
+lengths are in tasks/. REPRODUCE.md downloads their problems.
 """
 
 import itertools
@@ -34,9 +27,6 @@ from launch import Count, Positive, Refused
 from plot import benchmarks, run_name
 from sample_dream import Decoding, answer, check, feedback_label, load_for_decoding
 
-TASKS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tasks")
-Task = Literal["humaneval_instruct", "humaneval_plus_instruct", "mbpp_instruct",
-               "mbpp_plus_instruct", "gsm8k_cot", "math500"]
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 
 # Fields that do not change an answer. Files are named after all the others.
@@ -48,8 +38,9 @@ SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "a
 
 @dataclass
 class Config(Decoding):
-    task: Task = "humaneval_instruct"
-    data: str = ""                    # the file with the task's problems
+    task: Literal["humaneval_instruct", "humaneval_plus_instruct", "mbpp_instruct",
+                  "mbpp_plus_instruct", "gsm8k_cot", "math500"] = "humaneval_instruct"
+    data: str = ""                    # the task's problems, a .json or .jsonl(.gz) file
     nfe: str = "1/1"                  # NFE budgets, Eq. 4, comma-separated: steps / gen_len
     blocks: str = ""                  # Fast-dLLM block lengths, comma-separated (default: block)
     gen_len: Count = 0                # (default: the task's, App. B.2)
@@ -66,9 +57,9 @@ def load_task(cfg):
     from lm_eval.tasks import TaskManager
     logging.getLogger("lm_eval").setLevel(logging.ERROR)  # its warnings are about what we intend
     # Without its own 14,000 tasks, the harness starts ten seconds sooner.
-    manager = TaskManager(include_path=TASKS, include_defaults=False,
-                          metadata={"data": cfg.data, "timeout": cfg.timeout})
-    return manager.load([cfg.task])
+    tasks = TaskManager(include_path=f"{os.path.dirname(__file__)}/tasks", include_defaults=False,
+                        metadata={"data": cfg.data, "timeout": cfg.timeout})
+    return tasks.load([cfg.task])
 
 
 def cells(cfg, length):
@@ -77,8 +68,7 @@ def cells(cfg, length):
         raise Refused(f"--steps={cfg.steps}: here steps follow from --nfe, a share of the tokens")
     grid, L = [], cfg.gen_len or length
     blocks = (cfg.blocks or str(cfg.block)).split(",")
-    for budget, block in itertools.product(cfg.nfe.split(","), blocks):
-        budget = Fraction(budget)
+    for budget, block in itertools.product(map(Fraction, cfg.nfe.split(",")), blocks):
         steps = budget * L
         if steps < 1 or steps.denominator > 1:
             raise Refused(f"--nfe={budget} of {L} tokens is no number of steps")
@@ -90,16 +80,9 @@ def cells(cfg, length):
 
 def cell_path(cell):
     """Path of a cell's files, without suffix. It names all settings that are not the default."""
-    default = asdict(Config())
     given = [f"{name}={value}" for name, value in asdict(cell).items()
-             if name not in SHAPE_NOTHING and value != default[name]]
+             if name not in SHAPE_NOTHING and value != getattr(Config, name)]
     return os.path.join(cell.out, "_".join([cell.task, *given]).replace("/", "-"))
-
-
-def newest_file(*folders):
-    """Time of the newest file in these folders. It tells whether the model was trained further."""
-    files = [entry for folder in folders if folder for entry in os.scandir(folder)]
-    return max(entry.stat().st_mtime for entry in files)
 
 
 class DreamInHarness:
@@ -117,7 +100,9 @@ class DreamInHarness:
         return self.tok.chat(messages[:-1]) + messages[-1]["content"]
 
     def generate_until(self, requests):
-        weights = newest_file(self.cell.model, self.cell.adapter)
+        folders = [folder for folder in (self.cell.model, self.cell.adapter) if folder]
+        # The time of the newest file tells whether the model was trained further.
+        weights = max(file.stat().st_mtime for folder in folders for file in os.scandir(folder))
         lines = launch.read_jsonl(self.path)
         for line, request in zip(lines, requests):
             if (line["prompt"], line["weights"]) != (request.args[0], weights):
@@ -125,9 +110,8 @@ class DreamInHarness:
                               f"remove it, or give another --out")
         rest = requests[len(lines):]
         for request in launch.progress(rest, "answers", len(requests), initial=len(lines)):
-            prompt, until = request.args[0], request.args[1].get("until", [])
+            prompt, until = request.args[0], request.args[1]["until"]
             ids = self.tok.encode(prompt, special=True)[-PROMPT_TOKENS:]
-            until = [until] if isinstance(until, str) else until
             if self.compiled and request is rest[0]:  # compiles: not timed
                 answer(self.model, self.tok, self.sm, ids, self.cell, until)
             text, stats = answer(self.model, self.tok, self.sm, ids, self.cell, until)
@@ -153,13 +137,12 @@ def group(cfg, budget, feedback):
     shared = {name: getattr(cfg, name) for name in SHARED}
     shared |= {"budget": budget, "feedback": feedback, "FT": "-"}
     if cfg.adapter:
-        run = run_name(cfg.adapter)  # dream-sm of out/dream-sm-1231/best
-        shared |= {"FT": "yes", "FT run": run, "FT folder": os.path.basename(cfg.adapter)}
+        shared |= {"FT": "yes", "FT run": run_name(cfg.adapter),  # such as dream-sm
+                   "FT folder": os.path.basename(cfg.adapter)}    # and best
         path = os.path.join(cfg.adapter, "finetune.json")
         if os.path.exists(path):  # adapters from other trainers have none
-            training = launch.read_json(path)
-            steps, epochs = training["steps"], training["epochs"]
-            shared["FT"] = f"{steps} updates" if steps else f"{epochs} epochs"
+            run = launch.read_json(path)
+            shared["FT"] = f"{run['steps']} updates" if run["steps"] else f"{run['epochs']} epochs"
     return shared
 
 
@@ -177,10 +160,8 @@ def evaluate(cfg):
     feedback, results = feedback_label(cfg, sm), []
     for budget, cell in grid:
         lm = DreamInHarness(model, tok, sm, cell, compiled)
-        out = ask(lm, loaded, cfg.limit, scored)
-        found = out.get("results", {}).get(cfg.task, {})
-        scores = [100 * value for name, value in found.items()
-                  if isinstance(value, float) and "stderr" not in name]
+        found = ask(lm, loaded, cfg.limit, scored).get("results", {}).get(cfg.task, {})
+        scores = [100 * value for value in found.values() if isinstance(value, float)]
         lines = launch.read_jsonl(lm.path)
         result = {
             "git": git_version(), "lm_eval": lm_eval.__version__, "n": len(lines),
@@ -192,14 +173,14 @@ def evaluate(cfg):
         for name in "nfe", "tokens", "kept", "seconds":
             result[name] = sum(line[name] for line in lines)
         launch.write_text(cell_path(cell) + ".json", json.dumps(result, indent=1))
+        print("{column}: score {score}, {feedback}, NFE {nfe}, {tokens} tokens ({kept} before the "
+              "end) in {seconds:.1f} s".format(**result))
         results.append(result)
     return results
 
 
 def main(cfg):
-    for result in evaluate(cfg):
-        print("{column}: score {score}, {feedback}, NFE {nfe}, {tokens} tokens ({kept} before the "
-              "end) in {seconds:.1f} s".format(**result))
+    evaluate(cfg)
     print(benchmarks(cfg.out))
 
 

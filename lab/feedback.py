@@ -6,11 +6,10 @@
 
 In each held-out row, one span at a random place is masked. Each call fills its surest positions
 with their likeliest tokens (§2.2). The first lines are the share of spans that come out exactly
-right, with feedback (soft) and without feedback (plain), and the gain, each with its standard
-error. Choose a width at which some spans come out right and some do not. Expect a gain where a call
-fills several tokens, because they do not see each other. A binary model has plain alone.
-
-The last lines are, for ten ranges of t, the bound without feedback and what feedback gains.   Eq. 2
+right, with feedback (soft) and without (plain), and the gain, each with its standard error. A
+binary model has plain alone. Choose a width at which some spans come out right and some do not.
+Expect a gain where a call fills several tokens, because they do not see each other. The last lines
+are, for ten ranges of t, the bound without feedback and what feedback gains.                  Eq. 2
 """
 
 import os

@@ -9,7 +9,7 @@ figures show means over seeds, and ± and bands are standard deviations over see
 """
 
 import glob
-import os
+import re
 import sys
 from dataclasses import dataclass
 from fractions import Fraction
@@ -19,17 +19,15 @@ from statistics import mean, stdev
 
 import numpy as np
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from launch import Refused, atomic, read_json, read_jsonl, run, write_text
 
 
 @dataclass
 class Config:
     """Give one source. Where it is a pattern, several may be given with commas between them."""
-    # markdown tables
     table: str = ""          # pattern of eval.py's results, a row per --label: Tables 1, 2, 4-7
     benchmarks: str = ""     # folder of eval_dream.py's results: Tables 3, 8-12
-    # figures
     runs: str = ""           # pattern of train.py's logs: Fig. 3
     throughput: str = ""     # folder of results of eval_dream.py --blocks=16,32,48: Fig. 4
     ablation: str = ""       # pattern of results of `eval.py ppl`: Fig. 5
@@ -48,9 +46,7 @@ def files(patterns):
 
 def run_name(path):
     """"sm" of out/sm-1/log.jsonl and of out/sm-2/step-9.pt: the number at the end is a seed."""
-    run = Path(path).parent.name
-    name, _, seed = run.rpartition("-")
-    return name if seed.isdigit() else run
+    return re.sub(r"-\d+$", "", Path(path).parent.name)
 
 
 def markdown(rows, columns):
@@ -58,13 +54,6 @@ def markdown(rows, columns):
     lines = [columns, ["---"] * len(columns)]
     lines += [[row.get(column, "") for column in columns] for row in rows]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-
-
-def mean_sd(values, spec):
-    """Mean ± standard deviation, or a single value.   spec: their format, such as ".2f"."""
-    if len(values) == 1:
-        return f"{mean(values):{spec}}"
-    return f"{mean(values):{spec}} ± {stdev(values):{spec}}"
 
 
 # What eval.py measures, and the order of the columns
@@ -82,14 +71,14 @@ def read_cells(pattern):
         unmasking, feedback, budget = "data", "", ""  # held-out rows can be scored like samples
         if result["metric"] in ("ppl", "zero_shot"):
             unmasking, feedback = "", "soft" if "soft" in values else "binary"
-            budget = os.path.basename(settings["text"]["path"])
+            budget = Path(settings["text"]["path"]).name
             values = {"ppl": values[feedback]["ppl"]}
         elif settings["sampler"] != "data":
             unmasking = settings["sampler"].partition("-")[0]  # remdm-cap and -loop share a row
             feedback = "soft" if settings["soft"] else "binary"
             budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
-        checkpoint = settings.get("checkpoint") or evaluation["checkpoint"]
-        row = cells.setdefault((unmasking, feedback, evaluation["label"] or checkpoint), {})
+        label = evaluation["label"] or settings.get("checkpoint") or evaluation["checkpoint"]
+        row = cells.setdefault((unmasking, feedback, label), {})
         for metric in METRICS.keys() & values.keys():
             row.setdefault((metric, budget), []).append(values[metric])
     return dict(sorted(cells.items()))
@@ -100,10 +89,15 @@ def with_gain(words, values, base, spec):
 
     words: {heading: cell}.   values, base: {heading: [value]}.   spec: {heading: format}.
     """
-    rows = [words | {heading: mean_sd(each, spec[heading]) for heading, each in values.items()}]
-    gains = {heading: f"{mean(values[heading]) - mean(base[heading]):+{spec[heading]}}"
-             for heading in values if heading in base}
-    return [*rows, {"feedback": "gain"} | gains] if gains else rows
+    row, gain = dict(words), {}
+    for heading, seeds in values.items():
+        form = spec[heading]
+        row[heading] = f"{mean(seeds):{form}}"
+        if len(seeds) > 1:
+            row[heading] += f" ± {stdev(seeds):{form}}"
+        if heading in base:
+            gain[heading] = f"{mean(seeds) - mean(base[heading]):+{form}}"
+    return [row, {"feedback": "gain"} | gain] if gain else [row]
 
 
 def table(pattern):
@@ -145,27 +139,23 @@ def dream_results(folder):
 
 
 def benchmarks(folder):
-    """Results of eval_dream.py.                                                   Tables 3, 8-12
-
-    Gains are over the binary model that was finetuned for as long, or else over the last one.
-    """
+    """Results of eval_dream.py.                                                   Tables 3, 8-12"""
     rows, bases, lines = dream_results(folder), {}, []
-    tasks = sorted({task for row in rows.values() for task in row})
+    spec = dict.fromkeys(sorted({task for row in rows.values() for task in row}), ".1f")
     for (block, _, budget, model, soft, FT, feedback, _), row in rows.items():
         budget += f", block {block}" if block else ""
         scores = {task: [result["score"] for result in results] for task, results in row.items()}
         if feedback == "binary" and FT != "-":
             bases[budget, model] = bases[budget, model, FT] = scores
+        # Gains are over the binary model that was finetuned for as long, or else the last one.
         base = bases.get((budget, model, FT)) or bases.get((budget, model), {})
         words = {"NFE budget": budget, "model": model, "FT": FT, "feedback": feedback}
-        lines += with_gain(words, scores, base if soft and FT != "-" else {},
-                           dict.fromkeys(tasks, ".1f"))
-    return markdown(lines, ["NFE budget", "model", "FT", "feedback", *tasks])
+        lines += with_gain(words, scores, base if soft and FT != "-" else {}, spec)
+    return markdown(lines, ["NFE budget", "model", "FT", "feedback", *spec])
 
 
-OMEGA = {"omega_s": "ω_s", "omega_a": "ω_a (1/nat)", "omega_b": "ω_b (nats)"}
 AXES = {"loss": "training loss (nats per token)", "bound": "held-out bound (nats per token)",
-        **OMEGA, "tau": "τ"}
+        "omega_s": "ω_s", "omega_a": "ω_a (1/nat)", "omega_b": "ω_b (nats)", "tau": "τ"}
 
 
 def figure(panels, width=4, height=3.6):
@@ -175,22 +165,17 @@ def figure(panels, width=4, height=3.6):
     return fig, fig.subplots(1, panels, squeeze=False)[0]
 
 
-def logged(path, quantity):
-    """{update: value} of a quantity of AXES, in a log of either trainer.             §4.1, Eq. 3"""
-    names = ("val_plain", "val_soft") if quantity == "bound" else (quantity,)  # val_soft wins
-    return {line["step"]: line[name]
-            for line in read_jsonl(path) for name in names if name in line}
-
-
 def over_updates(patterns, quantities):
-    """A panel for each quantity. A line ends where the first of its seeds ends."""
+    """A panel for each quantity. A line ends where the first of its seeds ends.     §4.1, Eq. 3"""
     runs = {}
     for path in files(patterns):
-        runs.setdefault(run_name(path), []).append(path)
+        runs.setdefault(run_name(path), []).append(read_jsonl(path))
     fig, axes = figure(len(quantities))
     for ax, quantity in zip(axes, quantities):
-        for i, (name, paths) in enumerate(runs.items()):
-            seeds = [logged(path, quantity) for path in paths]                   # {update: value}
+        keys = ("val_plain", "val_soft") if quantity == "bound" else (quantity,)  # val_soft wins
+        for i, (name, logs) in enumerate(runs.items()):
+            seeds = [{line["step"]: line[key] for line in log for key in keys if key in line}
+                     for log in logs]                                            # {update: value}
             steps = sorted(set.intersection(*map(set, seeds)))
             values = np.array([[seed[step] for seed in seeds] for step in steps])  # (steps, seeds)
             if steps:
@@ -252,8 +237,8 @@ def throughput(folder):
 
 MAKERS = {
     "table": table, "benchmarks": benchmarks, "throughput": throughput,
-    "runs": partial(over_updates, quantities=("loss", "bound", "omega_s")),  # Fig. 3
-    "learned": partial(over_updates, quantities=(*OMEGA, "tau")),             # App. C.10, Fig. 8
+    "runs": partial(over_updates, quantities=("loss", "bound", "omega_s")),
+    "learned": partial(over_updates, quantities=("omega_s", "omega_a", "omega_b", "tau")),
     "ablation": ablation, "frontier": frontier}
 
 
@@ -261,8 +246,7 @@ def main(cfg):
     wanted = [name for name in MAKERS if getattr(cfg, name)]
     if len(wanted) != 1:
         raise Refused(f"give one of --{', --'.join(MAKERS)}")
-    source = getattr(cfg, wanted[0])
-    made = MAKERS[wanted[0]](source)
+    made = MAKERS[wanted[0]](getattr(cfg, wanted[0]))
     if not isinstance(made, str):
         out = cfg.out or "plot.png"
         with atomic(out) as tmp:

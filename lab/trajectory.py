@@ -6,8 +6,7 @@
     puzzle="$model --given=2.....65..3....6...65......256..6.1."
     python lab/trajectory.py $puzzle --out=results/figures/sudoku.svg            # README's picture
     note="Puzzle 2 of python examples/sudoku.py, two cells per call: the first that only one side"
-    note="$note solves."
-    python lab/trajectory.py $puzzle --note="$note" --out=results/trajectory.html
+    python lab/trajectory.py $puzzle --note="$note solves." --out=results/trajectory.html
 
 An .svg has a row for each network call (Fig. 7). For a puzzle of 36 cells, it has grids that fill.
 An .html is a page to step through, which needs no network.
@@ -15,15 +14,14 @@ An .html is a page to step through, which needs no network.
 
 import html
 import json
-import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
 import torch
 
-sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import launch
 import sample
 from data import rng
@@ -41,65 +39,53 @@ class Config(sample.Config):
 
 
 def trace(tok, model, steps):
-    """An `on_step` (sample.generate) that appends the cells of the first sequence to `steps`.
+    """An `on_step` (sample.generate) that appends the cells of one sequence to `steps`.
 
     The cell of a token is [text, None]. The cell of a mask is [guess, λ, −H in nats, [[text, π],
     …]] with the k tokens that SM mixes. Three are listed without SM, and five for k = |V|.
     """
-    k = model.sm.k if model.sm else 3
-    dense = k is None  # k = |V|
-    k = k or 5
-
-    def prediction(h):
-        logits = model.net.head(h)                                                 # (m, V)
-        logp = (logits / model.sm.tau if dense else logits).log_softmax(-1)        # (m, V)
-        shares, ids = logp.exp().topk(k)                                           # (m, k)
-        shares = shares if dense else shares / shares.sum(-1, keepdim=True)
-        return neg_entropy(logp).tolist(), ids.tolist(), shares.tolist()
+    k = model.sm.k if model.sm else 3  # None: |V|
 
     @torch.no_grad()
     def on_step(x, lam, guess, masks, h):
-        b, l = masks                                                               # 2 × (m,)
-        mine = b == 0                                                              # (m,)
-        predicted = dict(zip(l[mine].tolist(), zip(*prediction(h[mine]))))
+        logits = model.net.head(h)                                                 # (m, V)
+        logp = (logits if k else logits / model.sm.tau).log_softmax(-1)            # (m, V)
+        pi, ids = logp.exp().topk(k or 5)                                          # (m, k)
+        pi = pi / pi.sum(-1, keepdim=True) if k else pi                            # (m, k)
+        predictions = zip(neg_entropy(logp).tolist(), ids.tolist(), pi.tolist())
+        predicted = dict(zip(masks[1].tolist(), predictions))
         cells = [[cell_text(tok, token), None] for token in x[0].tolist()]
         for i in (x[0] == model.mask_id).nonzero()[:, 0].tolist():
             certain = 0.0, [guess[0, i].item()], [1.0]  # just re-masked
-            minus_H, ids, shares = predicted.get(i, certain)
-            mixed = [[cell_text(tok, j), round(share, 4)] for j, share in zip(ids, shares)]
+            minus_H, tokens, shares = predicted.get(i, certain)
+            mixed = [[cell_text(tok, j), round(share, 4)] for j, share in zip(tokens, shares)]
             cells[i] = [mixed[0][0], round(lam[0, i].item(), 4), round(minus_H, 4), mixed]
         steps.append(cells)
     return on_step
-
-
-def puzzle(given, tok, special):
-    """Ids (L,) of a puzzle as a row: BOS, its cells, EOS of the document, EOS of the row."""
-    cells = [special["mask_id"] if c == "." else tok.encode_ordinary(c)[0] for c in given]
-    return torch.tensor([special["bos"], *cells, special["eos"], special["eos"]])
 
 
 def traces(cfg):
     """{name: the cells of every step}, with feedback and without."""
     here = launch.machine(cfg.device)
     model, tok, cfg = sample.load(cfg)
-    if cfg.given:
-        x = puzzle(cfg.given, tok, model.info["tokenizer"])                        # (L,)
-    else:
-        x = sample.starting_ids(cfg, tok, model.info["tokenizer"])                 # (L,)
-    if cfg.given and (len(x) != model.cfg.length or model.mask_id not in x):
-        raise Refused(f"--given has {len(cfg.given)} characters, {cfg.given.count('.')} of them "
-                      f"dots: give {model.cfg.length - 3}, some of them dots")
-    cfg = sample.resolved(cfg, x.tolist().count(model.mask_id), here)
+    special, mask_id = model.info["tokenizer"], model.mask_id
+    x = sample.starting_ids(cfg, tok, special)                                     # (L,)
+    if cfg.given:  # BOS, the cells, EOS of the document, EOS of the row
+        cells = [mask_id if c == "." else tok.encode_ordinary(c)[0] for c in cfg.given]
+        x = torch.tensor([special["bos"], *cells, special["eos"], special["eos"]])  # (L,)
+        if len(x) != model.cfg.length or mask_id not in x:
+            raise Refused(f"--given has {len(cfg.given)} characters, {cfg.given.count('.')} of "
+                          f"them dots: give {model.cfg.length - 3}, some of them dots")
+    cfg = sample.resolved(cfg, x.tolist().count(mask_id), here)
     model.to(here.device)
     decode = partial(sample.generate, sampler=cfg.sampler, eta=cfg.eta, every=True)
     if cfg.sampler in sample.ORDERS:
         decode = partial(sample.generate_in_order, order=cfg.sampler, threshold=cfg.threshold)
     found = {"with-feedback": [], "without": []} if model.sm else {"without": []}
     for name, steps in found.items():
-        generators = [rng("sample", cfg.seed, 0)]
         with here.autocast():
-            decode(model, 1, cfg.steps, top_p=cfg.top_p, generator=generators, x=x,
-                   soft=name != "without", on_step=trace(tok, model, steps))
+            decode(model, 1, cfg.steps, top_p=cfg.top_p, generator=[rng("sample", cfg.seed, 0)],
+                   x=x, soft=name != "without", on_step=trace(tok, model, steps))
     return found
 
 
@@ -126,8 +112,7 @@ def drawing(width, height, parts):
 def rows(found):
     """Samples as they appear, one below the other, a row for each network call.           Fig. 7"""
     parts, y = [], 8
-    width = 10 + 11 * max(len(text) for steps in found.values() for step in steps
-                          for text, *_ in step)
+    width = 10 + 11 * max(len(cell[0]) for side in found.values() for row in side for cell in row)
     for name, steps in found.items():
         parts.append(f'<text x="80" y="{y + 22}">{name.replace("-", " ")}</text>')
         for step in steps:
@@ -139,10 +124,7 @@ def rows(found):
 
 
 def grids(found):
-    """6×6 grids that fill side by side, a frame for each network call, and a legend for λ.
-
-    It moves in a browser. Viewers without animation show the frame in the middle.
-    """
+    """6×6 grids that fill side by side, a frame for each network call, and a legend for λ."""
     names = [f'<text x="{120 + 232 * column}" y="26">{name.replace("-", " ")}</text>'
              for column, name in enumerate(found)]
     legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
@@ -154,7 +136,7 @@ def grids(found):
                             36 + 34 * (j // 6) + 6 * (j // 12), 32, *cell)
                  for column, steps in enumerate(found.values())
                  for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
-        # Each frame covers the ones before it.
+        # Each frame covers those before it. Viewers without animation show the one in the middle.
         parts.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
                      f'<animate attributeName="visibility" calcMode="discrete" '
                      f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
@@ -177,7 +159,7 @@ def main(cfg):
                   "batch_size", "soft", "show", "compile")
     if not cfg.out.endswith((".svg", ".html")):
         raise Refused(f"--out={cfg.out} must end in .svg or .html")
-    found, grid = traces(replace(cfg, count=1)), len(cfg.given) == 36
+    found, grid = traces(cfg), len(cfg.given) == 36
     if cfg.out.endswith(".html"):
         made = page(found, 6 if grid else 0, cfg.note)
     else:

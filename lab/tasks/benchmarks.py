@@ -1,9 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The Python behind the task files: read data, extract answers, run code.     App. B.2, C.6
 
-Prompts, stop strings and lengths are in the .yaml files: zero-shot, as in the authors' harness
-[code]. A model's code is run only with --confirm_run_unsafe_code. The process has limits, but it is
-no sandbox: use a container. Other models can take these tasks, too:
+Prompts, stop strings and lengths are in the .yaml files. Other models can take these tasks, too:
 
     python -m lm_eval --include_path lab/tasks --tasks math500 --metadata '{"data": "math.jsonl"}'
 """
@@ -19,36 +17,29 @@ import signal
 import subprocess
 import sys
 import tempfile
+from collections import UserList
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 
 from launch import Refused
 
 
-class Documents(list):
-    """Rows as a data set for the harness, which also asks for the names of the fields."""
-
-    @property
-    def features(self):
-        return self[0]
-
-
 def documents(data="", timeout=30.0, column="", plus="none", **_):
-    """{"test": rows} of a .json or .jsonl(.gz) file, each with its column in Table 3.
-
-    timeout: seconds for one program.
-    plus: whether the rows' plus tests are wanted or ignored. none: the rows must have none.
-    """
+    """{"test": rows} of a .json or .jsonl(.gz) file, each with its column in Table 3."""
     with (gzip.open if data.endswith(".gz") else open)(data, "rt", encoding="utf-8") as f:
         text = f.read().strip()
     rows = json.loads(text) if text[0] == "[" else list(map(json.loads, text.split("\n")))
     holds = {bool(re.search("^ *inputs = ", str(row.get("test")), re.M)) for row in rows}
+    # plus: whether the rows' plus tests are wanted or ignored. none: the rows must have none.
     if len(holds) > 1 or (plus != "ignored" and holds != {plus == "wanted"}):
         raise Refused(f"{data}: rows with plus tests, and only these, are for a task with plus in "
                       f"its name")
     if holds == {True}:
         column += "+" if plus == "wanted" else "+ (base tests)"
     scoring = {"column": column, "plus": plus == "wanted", "timeout": timeout}
-    return {"test": Documents(row | {"scoring": scoring} for row in rows)}
+    docs = UserList(row | {"scoring": scoring} for row in rows)
+    docs.features = docs[0]  # the harness also asks for the names of the fields
+    return {"test": docs}
 
 
 def longest_code(text):
@@ -68,10 +59,9 @@ def sanitize(text, *wanted):
     for node in longest_code(text.replace("\t", "    ").strip()).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             imports.append(node)
-        elif isinstance(node, ast.ClassDef):
-            found[node.name] = node
-        elif isinstance(node, ast.FunctionDef):
-            if any(isinstance(n, ast.Return) for n in ast.walk(node)):  # else dropped [code]
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+            returns = any(isinstance(n, ast.Return) for n in ast.walk(node))
+            if returns or isinstance(node, ast.ClassDef):  # other functions are dropped [code]
                 found[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found[node.targets[0].id] = node
@@ -89,7 +79,7 @@ def boxed(text):
     _, box, rest = text.rpartition("\\boxed{")
     depth = 1
     for end, c in enumerate(rest if box else ""):
-        depth += (c == "{") - (c == "}")
+        depth += {"{": 1, "}": -1}.get(c, 0)
         if not depth:
             return rest[:end]
 
@@ -129,7 +119,7 @@ def passes(program, timeout):
     """Whether the program runs to its end within `timeout` seconds.
 
     It runs in another process, in a folder of its own, without our environment variables. The
-    processes that it starts are killed with it, if they stay in its group.
+    processes that it starts are killed with it, if they stay in its group. This is no sandbox.
     """
     with (tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder,
           tempfile.TemporaryFile() as out):
@@ -141,47 +131,40 @@ def passes(program, timeout):
         child = subprocess.Popen(
             [sys.executable, "-I", "-c", RUNNER], cwd=folder, env=env,
             stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.DEVNULL, start_new_session=True)
-        try:
+        with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(timeout)
-        except subprocess.TimeoutExpired:
-            return False
-        finally:
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(child.pid, signal.SIGKILL)
-            child.wait()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, signal.SIGKILL)
+        child.wait()
         out.seek(0)
         return child.returncode == 0 and out.read().rstrip().endswith(WORD.encode())
 
 
-def run_all(programs, docs):
-    """[[passed]] for every program, one process per core at a time."""
+def run_all(program_of, responses, docs):
+    """Whether the program of each answer passes. One process per core runs at a time."""
+    programs = [program_of(response, doc) for [response], doc in zip(responses, docs)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        done = pool.map(passes, programs, [doc["scoring"]["timeout"] for doc in docs])
-        return [[passed] for passed in done]
+        return list(pool.map(passes, programs, [doc["scoring"]["timeout"] for doc in docs]))
 
 
-def run_humaneval(responses, docs):
-    programs = []
-    for [response], doc in zip(responses, docs):
-        code = response.split("```python\n", 1)[-1].split("```")[0]
-        # Names in the tests are wanted, too [ours]. The test of HumanEval/50 calls encode_shift,
-        # which is in its prompt. The authors drop that function, so no answer can pass [code].
-        named = [n.id for n in ast.walk(ast.parse(doc["test"])) if isinstance(n, ast.Name)]
-        code = sanitize(doc["prompt"] + "\n" + code, doc["entry_point"], *named)
-        programs.append(f"{code}\n{doc['test']}\ncheck({doc['entry_point']})\n")
-    return run_all(programs, docs)
+def humaneval_program(response, doc):
+    code = response.split("```python\n", 1)[-1].split("```")[0]
+    # Names in the tests are wanted, too [ours]. The test of HumanEval/50 calls encode_shift, which
+    # is in its prompt. The authors drop that function, so no answer can pass [code].
+    named = [n.id for n in ast.walk(ast.parse(doc["test"])) if isinstance(n, ast.Name)]
+    code = sanitize(doc["prompt"] + "\n" + code, doc["entry_point"], *named)
+    return f"{code}\n{doc['test']}\ncheck({doc['entry_point']})\n"
 
 
-def run_mbpp(responses, docs):
-    programs = []
-    for [response], doc in zip(responses, docs):
-        tests = doc.get("test")  # the plus tests, or, in some copies of MBPP, the three asserts
-        if not doc["scoring"]["plus"]:
-            tests = "\n".join(doc.get("test_list", tests))
-        setup = doc.get("test_setup_code") or ""
-        programs.append("\n".join([response.split("```")[0], setup, tests]))
-    return run_all(programs, docs)
+def mbpp_program(response, doc):
+    tests = doc.get("test")  # the plus tests, or, in some copies of MBPP, the three asserts
+    if not doc["scoring"]["plus"]:
+        tests = "\n".join(doc.get("test_list", tests))
+    return "\n".join([response.split("```")[0], doc.get("test_setup_code") or "", tests])
+
+
+run_humaneval, run_mbpp = partial(run_all, humaneval_program), partial(run_all, mbpp_program)
 
 
 def pass_at_1(doc, results):
-    return {"pass_at_1": float(results[0][0])}
+    return {"pass_at_1": float(results[0])}
