@@ -12,7 +12,6 @@ it has a `table`, `hidden` and `head`. SM goes in between the first two (mdlm.Tw
 
 Modules have the published names, so weights load without renaming. Dream can predict [MASK] itself,
 and the few hundred unused ids above it. Nothing here suppresses them [code].
-Not here: decoding (sample_dream.py), training (finetune_dream.py), the adapter's maths (dora.py).
 """
 
 import hashlib
@@ -224,10 +223,7 @@ class Dream(nn.Module):
 
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
-        """A model from its published folder, frozen, in eval mode.   dtype: (default: as stored).
-
-        On a CPU, weights in their stored dtype are memory-mapped, and shared between processes.
-        """
+        """A model from its published folder, frozen, in eval mode.   dtype: None for the stored one."""
         files, state = {"model.safetensors"}, {}
         index = os.path.join(folder, "model.safetensors.index.json")
         if os.path.exists(index):

@@ -87,10 +87,9 @@ def mean_and_se(total, count):
 def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
     """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` times each.
 
-    The arguments are those of `bound`. Masks are keyed by row and repeat, so they do not depend on
-    batch_size or world. The times of all rows and repeats are stratified together. They ascend, so
-    the first repeat takes the n smallest, and so on: the times of each row are stratified, too. One
-    permutation, the same in every repeat, deals them to the rows.
+    The arguments are those of `bound`. Masks are keyed by row and repeat, so they depend on neither
+    batch_size nor world. All times are stratified together and ascend: the first repeat takes the n
+    smallest, and so on. One permutation, the same in every repeat, deals them to the rows.
     """
     n = len(rows)
     rng = data.rng("times", seed)

@@ -8,8 +8,7 @@
 
 The model learns to fill in the last answer of each dialogue. The folder `out` gets log.jsonl,
 last.pt to resume from, and two adapters, best/ and last/, which sample_dream.py, peft and the
-authors' code can read. Every random draw is keyed by what it is for (data.rng), so neither a resume
-nor the number of GPUs changes it.
+authors' code can read. As in train.py, neither a resume nor the number of GPUs changes a draw.
 
     dialogue, update    one update of DoRA and ω, step by step as in train.py         Alg. 1 l.2-9
     finetune, loop      the whole run: data, model, and the loop around `update`

@@ -169,8 +169,8 @@ def machine(device="auto", dtype="auto"):
         torch.cuda.set_device(device)  # CUDA captures graphs on the current device
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
-    autocast = {"float32": None, "bfloat16": torch.bfloat16}
-    return Machine(rank, world, torch.device(device), autocast[dtype])
+    dtype = torch.bfloat16 if dtype == "bfloat16" else None
+    return Machine(rank, world, torch.device(device), dtype)
 
 
 def join(here):
@@ -278,8 +278,7 @@ def lock(folder, master=True):
             import fcntl
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"another process is writing into {folder} (another run, or a rank that "
-                          f"outlived its torchrun): wait, kill it, or give another folder")
+            raise Refused(f"another process is writing into {folder}: wait, or use another")
         except (ImportError, OSError):
             pass  # Windows and some network disks have no locks: do without
         yield
@@ -442,7 +441,6 @@ def write_jsonl(path, values):
 
 class Fields(dict):
     """A JSON object. A missing field raises Refused with the name of the file."""
-    path = ""
 
     def __missing__(self, name):
         raise Refused(f"{self.path} has no field {name!r}")

@@ -13,9 +13,8 @@
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --out=samples.jsonl
 
-Samples are printed, or appended to --out as JSON lines. The last command makes the samples behind
-one cell of Tables 1 and 2. If it is stopped, the same command makes the rest. Each rank writes
-its own file, samples.RANK.jsonl.
+The last command makes the samples behind one cell of Tables 1 and 2. If it is stopped, the same
+command makes the rest. Each rank writes its own file, samples.RANK.jsonl.
 """
 
 import math

@@ -327,17 +327,6 @@ def load_for_decoding(cfg):
     return model, tok, (sm.to(device) if sm and cfg.soft else None)
 
 
-def feedback_label(cfg, sm):
-    """A run's feedback in words, so that results with different feedback are not mixed."""
-    if sm is None:
-        return "binary" if cfg.soft else "without feedback"
-    label = f"SM k={sm.k or '|V|'}"
-    for name in ("omega_s", "omega_a", "omega_b", "schedule", "switch"):
-        if getattr(cfg, name) != getattr(Decoding, name):
-            label += f", {name}={getattr(cfg, name)}"
-    return label
-
-
 def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     """The text that fills the masks of a prompt, and {"nfe", "tokens", "kept", "seconds"}.
 

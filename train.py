@@ -7,8 +7,6 @@
     torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.ckpt
     python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6     # any field of Config
 
-The first word is a preset, defined below.
-
     update, batch      one update of θ and ω, l.2 to l.9; it calls mdlm.py for l.3 to l.8
     train, loop        the data, the model, and the loop around `update`
     the rest           what `train` starts from, measures and saves
@@ -76,7 +74,7 @@ class Config(ModelConfig):
     compile: bool | None = None      # trunk, loss and feedback (default: on CUDA)
 
 
-PRESETS = {
+PRESETS = {  # the first word of a command
     # Text that every machine has. A small model is so unsure of a byte that the paper's ω_b keeps λ
     # near 0, and ω_s would hardly grow in time. So ω starts near where small runs end [ours].
     "stdlib": dict(
@@ -321,14 +319,13 @@ def held_out_rows(cfg):
 
 def load_last(path, cfg, source):
     """last.pt of this run. Raises Refused if its data or settings differ."""
-    remedy = f". --init_from={path} with another --out_dir starts from these weights"
-    facts = {"keys": data.KEYS}
-    ckpt = checkpoint.load_last(path, "mdlm", cfg, facts, MAY_DIFFER_ON_RESUME, remedy)
+    hint = f". --init_from={path} with another --out_dir starts from these weights"
+    ckpt = checkpoint.load_last(path, "mdlm", cfg, {"keys": data.KEYS}, MAY_DIFFER_ON_RESUME, hint)
     # Data are compared by content, because their folder may have moved.
     theirs = {"val": source["val"]} | ckpt["data"]
     if any(theirs[name] != source[name] for name in ("sha256", "val")):
         raise Refused(f"{path} was trained on the text that was in {theirs['path']}, but "
-                      f"{cfg.data} now holds another{remedy}")
+                      f"{cfg.data} now holds another{hint}")
     if ckpt["step"] > cfg.steps:
         raise Refused(f"{path} is already at update {ckpt['step']:,}: --steps={cfg.steps} is over")
     return ckpt

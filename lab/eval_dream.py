@@ -25,7 +25,7 @@ import launch
 from checkpoint import git_version
 from launch import Count, Positive, Refused
 from plot import benchmarks, run_name
-from sample_dream import Decoding, answer, check, feedback_label, load_for_decoding
+from sample_dream import Decoding, answer, check, load_for_decoding
 
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 
@@ -157,7 +157,11 @@ def evaluate(cfg):
     gpu = launch.machine(cfg.device)[2].type == "cuda"
     compiled = gpu if cfg.compile is None else cfg.compile
     model, tok, sm = load_for_decoding(replace(grid[0][1], compile=compiled))
-    feedback, results = feedback_label(cfg, sm), []
+    feedback = f"SM k={sm.k or '|V|'}" if sm else "binary" if cfg.soft else "without feedback"
+    for name in ("omega_s", "omega_a", "omega_b", "schedule", "switch") if sm else ():
+        if getattr(cfg, name) != getattr(Config, name):
+            feedback += f", {name}={getattr(cfg, name)}"
+    results = []
     for budget, cell in grid:
         lm = DreamInHarness(model, tok, sm, cell, compiled)
         found = ask(lm, loaded, cfg.limit, scored).get("results", {}).get(cfg.task, {})
