@@ -12,9 +12,8 @@ A checkpoint is one dict of tensors and plain values, so `torch.load(weights_onl
     tokenizer  {name, vocab_size, mask_id, bos, eos}
     git, versions, metrics
 
-keys is the version of the draws, data.KEYS. A dream-adapter has no ema and no tokenizer, and its
-data are {dialogues, base, keys}. Every random draw is keyed by seed and step (data.rng), so no
-other random state is saved.
+keys: see data.KEYS. A dream-adapter has no ema and no tokenizer, and its data are {dialogues, base,
+keys}. Every random draw is keyed by seed and step (data.rng), so no other random state is saved.
 """
 
 import contextlib

@@ -7,8 +7,7 @@
     likeliest        the largest probabilities of each row, without sorting all of V
     categorical      a draw from each row
 
-One (B, L, V) tensor of the paper's micro-batch takes 6.6 GB in fp32. So (n, V) tensors exist only
-inside `in_chunks`.
+A (B, L, V) tensor of the paper's micro-batch would take 6.6 GB in fp32.
 """
 
 from functools import partial

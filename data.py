@@ -323,8 +323,7 @@ class Config:
 
 PRESETS = {
     "stdlib": dict(source="stdlib", out="data/stdlib", tokenizer="bytes", val_docs=40),
-    # the published split
-    "openwebtext": dict(source="openwebtext", out="data/owt", val_docs=100_000),
+    "openwebtext": dict(source="openwebtext", out="data/owt", val_docs=100_000),  # as published
 }
 
 
