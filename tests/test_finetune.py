@@ -212,7 +212,7 @@ def adapter_is_of_the_checkpoint(folder):
 
 
 def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follows(cfg):
-    """Killed before a save, by SIGTERM, and between last.pt and last/. Bit for bit."""
+    """Killed before a save, by torchrun's two SIGTERMs, and between last.pt and last/."""
     cfg = replace(cfg, log_every=3)
     whole = replace(cfg, out=cfg.out + "-whole")
     finetune(whole)
@@ -220,8 +220,7 @@ def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follo
         finetune(cfg)
     assert parts(cfg.out)[0] == 2 and adapter_is_of_the_checkpoint(cfg.out)
     cfg = replace(cfg, resume="auto")
-    twice = lambda: (sigterm(), sigterm())  # as torchrun sends it
-    with dying(torch.optim.AdamW, "step", 1, twice) as stopped:
+    with dying(torch.optim.AdamW, "step", 1, lambda: (sigterm(), sigterm())) as stopped:
         finetune(cfg)
     assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == 3
     with dying(ft, "save_adapter", 3):  # after last/ at its start, and best/
@@ -248,8 +247,7 @@ def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, tmp_path, mon
     monkeypatch.setattr(ft, "evaluate", evaluate)
     with dying(torch.optim.AdamW, "step", 4, sigterm):
         finetune(cfg)
-    # The fourth evaluation would delay the stop, and is made up.
-    assert len(seen) == 3 and files(f"{cfg.out}/best") == seen[2]
+    assert len(seen) == 3 and files(f"{cfg.out}/best") == seen[2]  # no evaluation delays the stop
     for _ in range(2):
         finetune(replace(cfg, resume=True))
     assert len(seen) == 5 and files(f"{cfg.out}/best") == seen[2]

@@ -14,8 +14,7 @@ from pretend import gpu
 from sample import ORDERS, SAMPLERS, generate, generate_in_order
 from tiny_dream import make
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(),
-                                reason="a GPU is there: tests named cuda use it")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests named cuda use the GPU")
 TINY = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=39 --batch_size=4 --micro_batch=2 "
         "--steps=4 --eval_rows=4 --eval_every=2 --p_sm=1 --omega_s=0.5 --data=data").split()
 
@@ -36,7 +35,6 @@ def test_a_mix_of_devices_is_refused_and_what_the_host_waits_for_is_counted():
 
 @pytest.mark.parametrize("rank, device", [("1", "auto"), ("1", "cuda"), ("0", "cuda:1")])
 def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
-    """CUDA captures its graphs on the current device, wherever the tensors are."""
     monkeypatch.setenv("LOCAL_RANK", rank)
     with gpu():
         assert launch.machine(device, "float32").device == torch.device("cuda:1")

@@ -105,10 +105,9 @@ def test_reveal_counts_equal_the_recorded():
         masked, steps = map(int, key[7:].split("_"))
         x, counts = torch.full((1, masked), MASK), []
         for share in S.reveal_shares(steps):
-            masks = (x == MASK).nonzero(as_tuple=True)
-            ids = torch.zeros_like(masks[0])
-            x = S.reveal(x, masks, ids, ids.float(), share)
-            counts.append(len(ids) - int((x == MASK).sum()))
+            b, l = (x == MASK).nonzero(as_tuple=True)
+            x = S.reveal(x, (b, l), 0 * l, l.float(), share)
+            counts.append(len(l) - int((x == MASK).sum()))
         assert counts == RECORDED[key].tolist() and sum(counts) == masked, key
 
 
@@ -265,32 +264,27 @@ def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
     assert S.answer(x, tok, None, prompt, cfg, ["y", "xxxxx"])[0] == ""
 
 
-@pytest.fixture
-def adapter(tiny, tmp_path):
-    """Its folder, and the model and SM that are in it"""
-    model = recorded_adapter(Dream.load(tiny[0]), alpha=40)
-    sm = SoftMask(261, 3, omega_s=0.9, omega_a=2.0, omega_b=-4.5)
-    finetune_dream.save_adapter(str(tmp_path), model, sm, finetune_dream.Config(alpha=40))
-    return str(tmp_path), model, sm
+def test_merged_and_unmerged_adapter_decode_alike(tiny, tmp_path):
+    scaled = recorded_adapter(Dream.load(tiny[0]), alpha=40)
+    head = SoftMask(261, 3, omega_s=0.9, omega_a=2.0, omega_b=-4.5)
+    finetune_dream.save_adapter(str(tmp_path), scaled, head, finetune_dream.Config(alpha=40))
 
-
-def test_merged_and_unmerged_adapter_decode_alike(tiny, adapter):
     def run(**flags):
-        model, _, sm = S.load_for_decoding(S.Decoding(tiny[0], adapter[0], **flags))
+        model, _, sm = S.load_for_decoding(S.Decoding(tiny[0], str(tmp_path), **flags))
         return len(dora.layers(model)), decode(model, PROMPT, 16, 16, sm=sm)
     (none, merged), (eight, beside) = run(), run(merge=False)
     assert (none, eight) == (0, 8) and torch.equal(merged, beside)
-    assert torch.equal(merged, decode(adapter[1], PROMPT, 16, 16, sm=adapter[2]))
+    assert torch.equal(merged, decode(scaled, PROMPT, 16, 16, sm=head))
     for other in ({"soft": False}, {"omega_b": -1.5}):
         assert not torch.equal(merged, run(**other)[1])
 
 
-def test_command_line_prompts_chats_and_infills(tiny, adapter, capsys, monkeypatch):
+def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     def go(**flags):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
-    err = go(prompt="hello", adapter=adapter[0], block=4, threshold=1e-9, schedule="linear").err
-    assert "NFE 4" in err and "SM k=3, schedule=linear" in err
+    err = go(prompt="hello", omega_s=0.9, block=4, threshold=1e-9, schedule="linear").err
+    assert "NFE 4" in err and "SM k=3, omega_s=0.9, schedule=linear" in err
     filled = go(infill="def f():\\n    ___ # end").out
     assert filled.startswith("def f():\n    ") and filled.endswith(" # end\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
