@@ -25,23 +25,21 @@ def tensors(nested):
 class Operations(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name, inputs = func._schema.name.removeprefix("aten::"), tensors((args, kwargs))
-        values = ()
         if name == "index_put":  # its backward pass makes values that nothing is known of
-            args, values = args[:2], args[2:]
-            inputs = tensors(args)
+            inputs = tensors(args[:2])
         result_on_gpu = any(map(on_gpu, inputs)) and name != "copy_"
         if name in INDEXING and on_gpu(args[0]):
             # An index or a number (x[i] = 7) from the CPU is a wait. So is the size of a mask.
-            if not all(map(on_gpu, inputs)) or any(i.dtype == torch.bool for i in tensors(args[1])):
+            indices = tensors(args[1])
+            if not all(map(on_gpu, inputs)) or any(i.dtype == torch.bool for i in indices):
                 waits.append(name)
-            inputs = [args[0], *tensors(args[2:])]
-        elif name in WAITING and result_on_gpu:
-            waits.append(name)
-        elif name == "copy_" and on_gpu(args[0]) != on_gpu(args[1]):  # x[7] = 1.0 is one, too
+            inputs = [args[0], *inputs[1 + len(indices):]]
+        elif (name in WAITING and result_on_gpu
+              or name == "copy_" and on_gpu(args[0]) != on_gpu(args[1])):  # x[7] = 1.0 is one, too
             waits.append(name)
         mixed = [x for x in inputs if x.dim() and not on_gpu(x)]  # a number may be on the CPU
         assert not (result_on_gpu and mixed), f"{name} mixes CPU and GPU"
-        out = func(*args, *values, **kwargs or {})
+        out = func(*args, **kwargs or {})
         for x in tensors(out):
             x.untyped_storage().on_gpu = result_on_gpu or on_gpu(x)
         return out
@@ -62,8 +60,7 @@ class Calls(TorchFunctionMode):
         out = func(*args, **kwargs | ({"device": "cpu"} if "device" in kwargs else {}))
         if name == "to" and on_gpu(x) != (kind == "cuda"):
             out = out.clone()
-            pinned = getattr(x.untyped_storage(), "pinned", False)
-            if on_gpu(x) or not (pinned and kwargs.get("non_blocking")):
+            if not (getattr(x.untyped_storage(), "pinned", False) and kwargs.get("non_blocking")):
                 waits.append(name)
         elif name in ("tensor", "as_tensor") and kind == "cuda" and not on_gpu(x):
             waits.append(name)

@@ -14,11 +14,9 @@ from pretend import gpu
 from sample import ORDERS, SAMPLERS, generate, generate_in_order
 from tiny_dream import make
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(),
-                                reason="a GPU is there: tests named cuda use it")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests named cuda use the GPU")
 TINY = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=39 --batch_size=4 --micro_batch=2 "
-        "--steps=4 --eval_rows=4 --eval_every=2 --p_sm=1 --omega_s=0.5 "
-        "--data=data").split()
+        "--steps=4 --eval_rows=4 --eval_every=2 --p_sm=1 --omega_s=0.5 --data=data").split()
 
 
 def test_a_mix_of_devices_is_refused_and_what_the_host_waits_for_is_counted():
@@ -37,12 +35,10 @@ def test_a_mix_of_devices_is_refused_and_what_the_host_waits_for_is_counted():
 
 @pytest.mark.parametrize("rank, device", [("1", "auto"), ("1", "cuda"), ("0", "cuda:1")])
 def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
-    """CUDA captures its graphs on the current device, wherever the tensors are."""
     monkeypatch.setenv("LOCAL_RANK", rank)
     with gpu():
-        here = launch.machine(device, "float32")
+        assert launch.machine(device, "float32").device == torch.device("cuda:1")
         torch.cuda.set_device.assert_called_once_with("cuda:1")
-    assert here.device == torch.device("cuda:1")
 
 
 @pytest.mark.parametrize("soft", [True, False])
@@ -50,17 +46,16 @@ def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
 def test_sampling_waits_only_for_what_it_returns(sampler, soft):
     """In order, every step also waits for the masks that are left."""
     model = random_mdlm(vocab_size=1100, mask_id=1099, length=10, omega_s=0.7)  # nucleus: 1,024
-    turns = []
+    turns, make = [], generate_in_order if sampler in ORDERS else generate
     with gpu() as waits:
         model.to("cuda")
         waits.clear()
-        if sampler in ORDERS:
-            generate_in_order(model, 3, 8, sampler, generator=data.rng(9), top_p=0.9, soft=soft)
-            assert waits == (8 + 1) * ["to"]
-        else:
-            generate(model, 3, 8, sampler, generator=data.rng(9), top_p=0.9, soft=soft,
-                     on_step=lambda *args: turns.append(len(waits)))
-            assert turns == len(turns) * [0] and len(turns) > 2 and waits == ["to"]
+        make(model, 3, 8, sampler, generator=data.rng(9), top_p=0.9, soft=soft,
+             on_step=lambda *args: turns.append(len(waits)))
+    if sampler in ORDERS:
+        assert waits == (8 + 1) * ["to"]
+    else:
+        assert turns == len(turns) * [0] and len(turns) > 2 and waits == ["to"]
 
 
 def test_a_large_nucleus_waits_once_for_each_size_that_it_tries():
@@ -93,8 +88,7 @@ def test_an_evaluation_waits_once(tiny_dream):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    texts = [" ".join(str(i * j) for i in range(90)) for j in range(30)]
-    data.prepare(texts, "data", data.tokenizer("bytes"), val_docs=9)
+    data.prepare(30 * ["0 1 2 3 " * 40], "data", data.tokenizer("bytes"), val_docs=9)
     make("dream", "dialogues.jsonl")
 
 
@@ -117,12 +111,9 @@ def test_mdlm_keeps_to_one_device(folder):
             model, ema = start("train", *TINY, k, "--out_dir=run", "--overwrite")
             start("train", *TINY, k, "--out_dir=run", "--resume", "--steps=6")
             assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
-            for i, words in enumerate((
-                    "--sampler=remdm-loop --count=2", "--sampler=remdm-cap --soft=False",
-                    "--show", "--sampler=entropy", "--sampler=random --soft=False --count=2")):
-                start("sample", "--checkpoint=run/last.pt", "--steps=8", f"--out={k}{i}.jsonl",
-                      *words.split())
-            for words in (["eval", "ppl"], ["feedback"]):
-                start(*words, "--checkpoint=run/last.pt", "--data=data", "--rows=4")
-            for sampler in "mdlm", "entropy":
-                start("trajectory", "--checkpoint=run/last.pt", "--steps=8", f"--sampler={sampler}")
+            for words in ("sample --sampler=remdm-loop --show --count=2", "trajectory",
+                          "sample --sampler=remdm-cap --soft=False", "trajectory --sampler=entropy",
+                          "sample --sampler=random --soft=False --count=2"):
+                start(*words.split(), "--steps=8", "--checkpoint=run/last.pt")
+            for words in "eval ppl", "feedback":
+                start(*words.split(), "--data=data", "--rows=4", "--checkpoint=run/last.pt")

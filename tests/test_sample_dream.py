@@ -5,9 +5,8 @@ import functools
 import io
 import itertools
 import sys
-import types
+from unittest import mock
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -20,7 +19,7 @@ import sample_dream as S
 from conftest import gen, plain_omega, recorded_adapter, recording, refused, spy
 from dream import Dream
 from mdlm import TwoPass
-from oracles import slow_blocks, slow_decode
+from oracles import draw, slow_blocks, slow_decode
 from softmask import SoftMask
 
 MASK = 194
@@ -28,7 +27,6 @@ RECORDED = recording("decode_recorded")
 PROMPT = RECORDED["prompt"].long()  # (1, 8)
 TEXT = PROMPT[0].tolist()
 CACHES = "none", "prefix", "dual"
-BLOCKS = sorted(key[7:-2] for key in RECORDED if key.startswith("blocks/") and key.endswith("_x"))
 
 
 @pytest.fixture(scope="module")
@@ -45,17 +43,12 @@ def decode(model, prompt, gen_len, steps, sm=None, **settings):
     seen, x = [], S.pad_prompts(model.cfg, prompt, gen_len)
     two = TwoPass(model, sm, model.cfg.mask_token_id)
     pick = S.Pick(**{name: settings.pop(name) for name in S.Pick._fields if name in settings})
-
-    def on_step(x):
-        assert not torch.is_grad_enabled()
-        seen.append(x)
-    settings |= {"pick": pick, "on_step": on_step}
-    if "block" in settings:
-        last = S.decode_blocks(two, x, gen_len, steps, **settings)
-    else:
-        last = S.decode(two, x, steps, **settings)
-    assert torch.equal(last, seen[-1])
-    return torch.stack(seen)
+    settings |= {"pick": pick, "on_step": lambda x: seen.append((x, torch.is_grad_enabled()))}
+    run = functools.partial(S.decode_blocks, gen_len=gen_len) if "block" in settings else S.decode
+    last = run(two, x, steps=steps, **settings)
+    states, grads = zip(*seen)
+    assert torch.equal(last, states[-1]) and not any(grads)
+    return torch.stack(states)
 
 
 def loving(model, token):
@@ -67,59 +60,40 @@ def loving(model, token):
 
 def propose(logits, forced=False, **pick):
     """x0 and conf for rows of logits (n, V). The last token is [MASK]."""
-    net = types.SimpleNamespace(head=lambda h: h, table=logits.T)
-    model = types.SimpleNamespace(net=net, sm=None, mask_id=logits.shape[1] - 1)
-    b = torch.zeros(len(logits), dtype=torch.long)
-    return S.propose(model, logits, b, S.Pick(**pick), forced)[:2]
+    net = mock.Mock(head=lambda h: h, table=logits.T)
+    model = mock.Mock(net=net, sm=None, mask_id=logits.shape[1] - 1)
+    return S.propose(model, logits, len(logits), S.Pick(**pick), forced)[:2]
 
 
-def predict_of(model):
-    """The network as an oracle calls it: (emb (n, D), lo, past) → logits (n, V), past."""
-    def predict(emb, lo=0, past=None):
-        h, past = model.trunk(emb[None], past, lo)
-        return model.head(h[0]).roll(1, 0), past                               # shifted
-    return predict
+def shifted(model, emb, lo=0, past=None):
+    """The network as an oracle calls it: logits (n, V) from emb (n, D), and past."""
+    h, past = model.trunk(emb[None], past, lo)
+    return model.head(h[0]).roll(1, 0), past
 
 
 def test_probabilities_and_confidences_equal_the_recorded():
+    """But for tokens that were drawn: versions of torch draw others."""
     logits = RECORDED["filter/logits"]
-    keys = {"entropy": "negent", "maskgit_plus": "prob"}
     for name, temperature, top_p in (("t0.0_pNone_kNone", 0, 1), ("t0.1_p0.9_kNone", 0.1, 0.9)):
-        probs = RECORDED[f"filter/{name}_filtered_probs"]
-        torch.testing.assert_close(S.filtered(logits, temperature, top_p), probs, atol=1e-6, rtol=0)
-        for algorithm, key in keys.items():
-            x0, conf = propose(logits, algorithm=algorithm, temperature=temperature, top_p=top_p,
-                               generator=gen())
-            want = RECORDED[f"filter/{name}_{key}_conf"]
-            if temperature and key == "prob":  # versions of torch draw other tokens
-                want = probs.gather(-1, x0[:, None])[:, 0]
-            torch.testing.assert_close(conf, want, atol=1e-6, rtol=0)
-            assert temperature or torch.equal(x0, RECORDED[f"filter/{name}_x0_seed0"])
-
-
-def test_draws_follow_the_filtered_probabilities():
-    logits = torch.tensor([2.0, 1.0, 0.0, -1.0]).repeat(20_000, 1)
-    draw = lambda: propose(logits, temperature=0.8, top_p=0.9, generator=gen())[0]
-    x0, want = draw(), S.filtered(logits[:1], 0.8, 0.9)[0]
-    torch.testing.assert_close(x0.bincount(minlength=4) / 20_000, want, atol=0.012, rtol=0)
-    assert want[3] == 0 and 3 not in x0
-    assert torch.equal(x0, draw())
+        how = dict(temperature=temperature, top_p=top_p)
+        probs = S.filtered(logits, **how)
+        x0, minus_H = propose(logits, generator=gen(), **how)
+        _, p = propose(logits, algorithm="maskgit_plus", generator=gen(), **how)
+        for found, key in (probs, "filtered_probs"), (minus_H, "negent_conf"):
+            torch.testing.assert_close(found, RECORDED[f"filter/{name}_{key}"], atol=1e-6, rtol=0)
+        assert torch.equal(p, probs.gather(-1, x0[:, None])[:, 0])
+        assert temperature or torch.equal(x0, RECORDED[f"filter/{name}_x0_seed0"])
 
 
 def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
     """No vocabulary-sized tensor has more rows than a chunk."""
     h, two = torch.randn(30, 64, generator=gen()), TwoPass(model, soft(3), MASK)
-    b = torch.arange(30) // 15
-
-    def ask(n):
-        pick = S.Pick("maskgit_plus", 1.0, 1.0, [gen(0), gen(1)])
-        return S.propose(two, h, b[:n], pick, forced=True)
+    ask = lambda n: S.propose(two, h, n, S.Pick("maskgit_plus", 1.0, 1.0, gen()), forced=True)
     x0, conf, mixed = ask(30)
     monkeypatch.setattr(chunks, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
     calls = spy(monkeypatch, model, "head")
-    close = lambda got, want: torch.testing.assert_close(got, want, rtol=1e-6, atol=1e-6)
-    close(ask(30), (x0, conf, mixed))
-    close(ask(9), (x0[:9], conf[:9], mixed))  # no proposal for the others, but feedback
+    for n in 30, 9:  # no proposal for the others, but feedback
+        torch.testing.assert_close(ask(n), (x0[:n], conf[:n], mixed), rtol=1e-6, atol=1e-6)
     assert [len(rows) for rows, in calls] == [7, 7, 7, 7, 2] + [7, 2] + [7, 7, 7]
 
 
@@ -128,12 +102,12 @@ def test_reveal_counts_equal_the_recorded():
     assert len(keys) == 13
     for key in keys:
         masked, steps = map(int, key[7:].split("_"))
-        x, left = torch.full((1, masked), MASK), [masked]
+        x, counts = torch.full((1, masked), MASK), []
         for share in S.reveal_shares(steps):
-            ids = torch.zeros(left[-1], dtype=torch.long)
-            x = S.reveal(x, (x == MASK).nonzero(as_tuple=True), ids, ids.float(), share)
-            left.append(int((x == MASK).sum()))
-        assert (-np.diff(left)).tolist() == RECORDED[key].tolist() and left[-1] == 0, key
+            b, l = (x == MASK).nonzero(as_tuple=True)
+            x = S.reveal(x, (b, l), 0 * l, l.float(), share)
+            counts.append(len(l) - int((x == MASK).sum()))
+        assert counts == RECORDED[key].tolist() and sum(counts) == masked, key
 
 
 def test_trajectories_equal_the_recorded(model):
@@ -148,35 +122,28 @@ def test_trajectories_equal_the_recorded(model):
 def test_decode_is_algorithm_2(model):
     """Feedback comes from the raw logits: top-p changes tokens and order, not λ and π."""
     [x] = S.pad_prompts(model.cfg, PROMPT, 16)
-    predict = lambda emb: predict_of(model)(emb)[0]
-    for k, schedule, switch in (
-            (0, "none", 0.5), (1, "none", 0.5), (3, "none", 0.5), (None, "none", 0.5),
-            (1, "linear", 0.5), (3, "linear-late", 0.5), (None, "stepwise", 0.2),
-            (1, "stepwise", 0.5), (3, "stepwise-late", 0.8)):
-        sm = None if k == 0 else soft(k)
-        omega = sm and plain_omega(sm)
-        want = slow_decode(predict, model.table, x, MASK, 10, omega, schedule, switch, top_p=0.3)
-        got = decode(model, PROMPT, 16, 10, sm=sm, schedule=schedule, switch=switch, top_p=0.3)
+    predict = lambda emb: shifted(model, emb)[0]
+    for k, schedule in ((0, "none"), (1, "none"), (3, "none"), (None, "none"), (1, "linear"),
+                        (3, "linear-late"), (None, "stepwise"), (3, "stepwise-late")):
+        sm, how = None if k == 0 else soft(k), dict(schedule=schedule, switch=0.4, top_p=0.3)
+        want = slow_decode(predict, model.table, x, MASK, 10, sm and plain_omega(sm), **how)
+        got = decode(model, PROMPT, 16, 10, sm=sm, **how)
         assert torch.equal(got[:, 0], want), (k, schedule)
         assert len(got.flatten(1).unique(dim=0)) > 5 and not (got[-1] == MASK).any()
 
 
 def test_a_batch_equals_single_runs(model):
-    """Unequal gaps, and a prompt with nothing to fill."""
     prompts = [TEXT, TEXT[::-1], TEXT[3:] + TEXT[:3]]
     gaps = [TEXT + 12 * [MASK], TEXT + 4 * [MASK] + TEXT[:8], TEXT + TEXT + TEXT[:4]]
-    blocks = [(prompts, 16, dict(block=8, cache=cache, threshold=threshold))
+    blocks = [dict(block=8, cache=cache, threshold=threshold)
               for cache, threshold in itertools.product(CACHES, (None, 0.15))]
-    for texts, gen_len, settings in [
-            (prompts, 16, {}), (prompts, 16, dict(schedule="linear")), (gaps, 0, {}),
-            (gaps, 0, dict(schedule="linear")), (gaps, 0, dict(schedule="stepwise-late")), *blocks]:
-        for temperature in (0.0, 1.0):
-            run = functools.partial(decode, model, gen_len=gen_len, steps=8, sm=soft(1),
-                                    temperature=temperature, **settings)
-            together = run(texts, generator=[gen(b) for b in range(3)])
-            for b, prompt in enumerate(texts):
-                alone = run([prompt], generator=gen(b))
-                assert torch.equal(together[-1, b], alone[-1, 0]), settings
+    fading = [{"schedule": schedule} for schedule in ("none", "linear", "stepwise-late")]
+    cases = [(prompts, 16, how) for how in fading + blocks] + [(gaps, 0, how) for how in fading]
+    for texts, gen_len, how in cases:
+        run = functools.partial(decode, model, gen_len=gen_len, steps=8, sm=soft(1), **how)
+        together = run(texts)
+        for b, prompt in enumerate(texts):
+            assert torch.equal(together[-1, b], run([prompt])[-1, 0]), how
 
 
 def test_no_mask_is_left_though_the_model_predicts_masks(model):
@@ -191,19 +158,16 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
         assert not any((run[-1] == MASK).any() for run in [history, *runs])
 
 
-def test_a_threshold_is_about_the_token_that_is_written():
-    """In the second row Dream is sure of [MASK], and unsure of the token that replaces it."""
-    p = torch.tensor([[0.99, 0.004, 0.003, 0.003], [0.02, 0.015, 0.015, 0.95]])
-    x0, conf = propose(p.log(), forced=True, algorithm="maskgit_plus")
-    assert x0.tolist() == [0, 0] and conf.tolist() == pytest.approx([0.99, 0.02])
-
-
-def test_a_mask_that_was_drawn_becomes_the_best_real_token_and_others_stay():
-    logits, draws = torch.randn(99, 6, generator=gen(1)), dict(temperature=1.0)
-    drawn, forced = (propose(logits, f, **draws, generator=gen(2))[0] for f in (False, True))
+def test_draws_follow_the_filtered_probabilities_and_a_mask_becomes_the_best_real_token():
+    """A threshold is about the token that is written, even if Dream is surer of [MASK]."""
+    logits, how = torch.randn(99, 6, generator=gen(1)), dict(temperature=0.8, top_p=0.9)
+    (drawn, _), (x0, conf) = (propose(logits, forced, algorithm="maskgit_plus", generator=gen(2),
+                                      **how) for forced in (False, True))
+    p, u = S.filtered(logits, **how), torch.rand(99, dtype=torch.float64, generator=gen(2))
+    assert drawn.tolist() == list(map(draw, p.tolist(), u.tolist()))
     best = logits[:, :5].argmax(-1)
-    assert torch.equal(forced, torch.where(drawn == 5, best, drawn))
-    assert {5, *best.tolist()} == {*drawn[drawn != best].tolist(), *logits.argmax(-1).tolist()}
+    assert torch.equal(x0, torch.where(drawn == 5, best, drawn)) and 5 in drawn
+    assert torch.equal(conf, p.gather(-1, x0[:, None])[:, 0])
 
 
 def test_ties_go_left_to_right_and_a_threshold_can_be_reached():
@@ -220,7 +184,9 @@ def test_gaps_that_cannot_be_filled_are_refused(model):
 
 def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
     calls = spy(monkeypatch, model, "trunk")
-    for name in BLOCKS:
+    names = [key[7:-2] for key in RECORDED if key.startswith("blocks/") and key.endswith("_x")]
+    assert len(names) == 15
+    for name in names:
         kind, block, rule = name.split("_", 2)
         cache = {"nocache": "none"}.get(kind, kind)
         threshold = float(rule[3:]) if rule.startswith("thr") else None
@@ -233,21 +199,19 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
         want = RECORDED[f"blocks/{name}_call"].tolist()
         # Without a cache, the recording has the slices that were used, of all 24 positions.
         assert seen == (want if cache != "none" else [[0, 24]] * len(want)), name
-    assert len(BLOCKS) == 15
 
 
 def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     """At this ω, no two proposals are so close that rounding decides between them."""
-    [x] = S.pad_prompts(model.cfg, PROMPT, 16)
+    [x], predict = S.pad_prompts(model.cfg, PROMPT, 16), functools.partial(shifted, model)
     heads, differs = itertools.cycle([(1, "none"), (3, "stepwise"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
-        (k, schedule), blocks = next(heads), dict(block=block, cache=cache, threshold=threshold)
+        k, schedule = next(heads)
+        how = dict(block=block, cache=cache, threshold=threshold, schedule=schedule, switch=0.7)
         sm = SoftMask(MASK, k, omega_s=0.9, omega_a=2.0, omega_b=-5.0)
-        want = slow_blocks(predict_of(model), model.table, x, MASK, 16, 16, soft=plain_omega(sm),
-                           schedule=schedule, switch=0.7, **blocks)
-        got = decode(model, PROMPT, 16, 16, sm=sm, schedule=schedule, switch=0.7, **blocks)
-        assert torch.equal(got[:, 0], want), (k, blocks)
-        binary = decode(model, PROMPT, 16, 16, **blocks)
+        want = slow_blocks(predict, model.table, x, MASK, 16, 16, soft=plain_omega(sm), **how)
+        got, binary = (decode(model, PROMPT, 16, 16, sm=head, **how) for head in (sm, None))
+        assert torch.equal(got[:, 0], want), (k, how)
         differs.append(not torch.equal(got[-1], binary[-1]))
     assert sum(differs) > 6
 
@@ -265,8 +229,7 @@ def test_cuda_is_waited_for_once_in_a_pass(model):
             waits.clear()
             generator = torch.Generator("cuda").manual_seed(0)
             got = decode(two.net, [TEXT, TEXT[::-1]], 8, 4, sm=two.sm, generator=generator, **words)
-        once = ["to"] * len(got) + ["equal"]  # the last is of `decode` above
-        assert waits == once, words
+        assert waits == ["to"] * len(got) + ["equal"], words  # the last is of `decode` above
         assert torch.equal(got, want), words
 
 
@@ -281,12 +244,8 @@ def test_cuda_and_cpu_compile_the_trunk_once(tiny_dream, monkeypatch, device, ba
     eager.model["layers"] = eager.model["layers"][:1]
     compiled = copy.deepcopy(eager)
     compiled.trunk = torch.compile(compiled.trunk, dynamic=True)
-    assert compiled.state_dict().keys() == eager.state_dict().keys()
-
-    def same(prompt, **blocks):
-        sm = soft(3).to(device)
-        runs = (decode(model, [prompt], 16, 8, sm=sm, **blocks) for model in (eager, compiled))
-        return torch.equal(*runs)
+    run = lambda model, x, how: decode(model, [x], 16, 8, sm=soft(3).to(device), **how)
+    same = lambda x, **how: torch.equal(run(eager, x, how), run(compiled, x, how))
     assert same(TEXT, block=4, cache="dual") and same(TEXT)
     with torch.compiler.set_stance("fail_on_recompile"):
         assert same(TEXT[:5]) and all(same(TEXT[:5], block=8, cache=cache) for cache in CACHES)
@@ -303,70 +262,48 @@ def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
     assert S.answer(x, tok, None, prompt, cfg, ["y", "xxxxx"])[0] == ""
 
 
-OMEGA = dict(omega_s=0.9, omega_a=2.0, omega_b=-4.5)
+def test_merged_and_unmerged_adapter_decode_alike(tiny, tmp_path):
+    scaled = recorded_adapter(Dream.load(tiny[0]), alpha=40)
+    head = SoftMask(261, 3, omega_s=0.9, omega_a=2.0, omega_b=-4.5)
+    finetune_dream.save_adapter(str(tmp_path), scaled, head, finetune_dream.Config(alpha=40))
 
-
-@pytest.fixture
-def adapter(tiny, tmp_path):
-    sm = SoftMask(261, 3, **OMEGA)
-    model = recorded_adapter(Dream.load(tiny[0]), alpha=40)
-    finetune_dream.save_adapter(str(tmp_path), model, sm, finetune_dream.Config(alpha=40))
-    return str(tmp_path)
-
-
-def test_merged_and_unmerged_adapter_decode_alike(tiny, adapter):
     def run(**flags):
-        model, _, sm = S.load_for_decoding(S.Decoding(tiny[0], adapter, **flags))
+        model, _, sm = S.load_for_decoding(S.Decoding(tiny[0], str(tmp_path), **flags))
         return len(dora.layers(model)), decode(model, PROMPT, 16, 16, sm=sm)
     (none, merged), (eight, beside) = run(), run(merge=False)
     assert (none, eight) == (0, 8) and torch.equal(merged, beside)
-    scaled, sm = recorded_adapter(Dream.load(tiny[0]), alpha=40), SoftMask(261, 3, **OMEGA)
-    assert torch.equal(merged, decode(scaled, PROMPT, 16, 16, sm=sm))
+    assert torch.equal(merged, decode(scaled, PROMPT, 16, 16, sm=head))
     for other in ({"soft": False}, {"omega_b": -1.5}):
         assert not torch.equal(merged, run(**other)[1])
 
 
-def test_command_line_prompts_chats_and_infills(tiny, adapter, capsys, monkeypatch):
+def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     def go(**flags):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
-    err = go(prompt="hello", adapter=adapter, block=4, threshold=1e-9, schedule="linear").err
-    assert "NFE 4" in err and "SM k=3, schedule=linear" in err
+    err = go(prompt="hello", omega_s=0.9, block=4, threshold=1e-9, schedule="linear").err
+    assert "NFE 4" in err and "SM k=3, omega_s=0.9, schedule=linear" in err
     filled = go(infill="def f():\\n    ___ # end").out
     assert filled.startswith("def f():\n    ") and filled.endswith(" # end\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
-    seen, stats = [], {"nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}
-
-    def said(model, tok, sm, ids, *rest):
-        seen.append(tok.decode(ids))
-        return "hi", stats
-    monkeypatch.setattr(S, "answer", said)
+    answer = mock.Mock(return_value=("hi", {"nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}))
+    monkeypatch.setattr(S, "answer", answer)
     assert go(chat=True).out == "hi\nhi\n"
+    first, second = (call.args[1].decode(call.args[3]) for call in answer.call_args_list)
     more = "hi<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
-    assert seen[1] == seen[0] + more
+    assert second == first + more
 
 
 @pytest.mark.parametrize("blocks", [{}, dict(block=4, cache="dual", threshold=0.4)])
-def test_an_answer_is_decoded_as_asked(tiny, monkeypatch, blocks):
-    how = dict(schedule="stepwise", switch=0.3)
+def test_cuda_or_cpu_decodes_in_bf16_and_as_asked(tiny, monkeypatch, blocks):
+    how, name = dict(schedule="stepwise", switch=0.3), "decode_blocks" if blocks else "decode"
     cfg = S.Decoding(tiny[0], gen_len=8, steps=6, algorithm="maskgit_plus", temperature=0.7,
-                     top_p=0.6, **how, **blocks)
-    (dream, tok, _), sm, seen = S.load_for_decoding(cfg), soft(3, 261), []
-
-    def decode(model, x, *words, pick, on_step, **given):
-        seen.append((model.sm, words, pick[:3], given))
-        return x
-    monkeypatch.setattr(S, "decode_blocks" if blocks else "decode", decode)
-    S.answer(dream, tok, sm, [1, 2], cfg)
-    words = (8, 6, 4, "dual", 0.4) if blocks else (6,)
-    assert seen == [(sm, words, ("maskgit_plus", 0.7, 0.6), how)]
-
-
-@pytest.mark.parametrize("flags", [{}, {"block": 8, "cache": "dual"}])
-def test_cuda_or_cpu_decodes_in_bf16_with_feedback(tiny, flags):
-    """Neither devices nor dtypes are mixed."""
-    cfg = S.Decoding(tiny[0], dtype="bfloat16", gen_len=16, schedule="linear", **flags)
-    model, tok, _ = S.load_for_decoding(cfg)
-    ask = lambda: S.answer(model, tok, soft(3, 261).to(model.table.device), tok.encode("abc"), cfg)
-    (text, stats), (text_too, _) = ask(), ask()
-    assert stats["tokens"] == 16 and text == text_too
+                     top_p=0.6, dtype="bfloat16", **how, **blocks)
+    dream, tok, _ = S.load_for_decoding(cfg)
+    sm, decoding = soft(3, 261).to(dream.table.device), mock.Mock(wraps=getattr(S, name))
+    monkeypatch.setattr(S, name, decoding)
+    _, stats = S.answer(dream, tok, sm, [1, 2], cfg)
+    (two, _, *words), given = decoding.call_args
+    assert stats["tokens"] == 8 and two.sm is sm
+    assert words == ([8, 6, 4, "dual", 0.4] if blocks else [6])
+    assert given["pick"][:3] == ("maskgit_plus", 0.7, 0.6) and given.items() >= how.items()
