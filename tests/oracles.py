@@ -4,6 +4,7 @@ Nothing is imported from the code under test. Networks are functions of embeddin
 here, from keys that are written out: test_draws.py says what is in them.
 """
 
+import functools
 import hashlib
 import math
 
@@ -24,13 +25,13 @@ def softmax(logits, tau=1.0):
     return [v / sum(z) for v in z]
 
 
-def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0):
+def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0, gain=1.0):
     """What one masked position looks like: (D,) float64                         §3.1 sm(·,·), Eq. 3
 
-    logits: (V,).   table: (V, D).   k: None is all of |V|.
+    logits: (V,).   table: (V, D).   k: None is all of |V|.   gain: a factor on λ, see `fading`.
     """
     p = softmax(logits, tau)
-    lam = strength(p, omega_s, omega_a, omega_b)
+    lam = gain * strength(p, omega_s, omega_a, omega_b)
     top = sorted(range(len(p)), key=lambda i: -p[i])[:k]
     total = sum(p[i] for i in top)
     guess = sum(p[i] / total * table[i].double() for i in top)
@@ -60,18 +61,20 @@ def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
     return nll
 
 
-def nucleus(p, top_p):
-    """A list of V probabilities without its tail. The token that crosses top_p is dropped."""
+def nucleus(p, top_p, keeps_crossing=False):
+    """A list of V probabilities without its tail. The token across top_p is dropped, or kept."""
     if top_p == 1:
         return p
     total, kept = 0.0, {}
     for i in sorted(range(len(p)), key=lambda i: -p[i]):
-        total += p[i]
-        if total > top_p and kept:
+        if kept and (total if keeps_crossing else total + p[i]) > top_p:
             break
-        kept[i] = p[i]
-    total = sum(kept.values())
+        total, kept[i] = total + p[i], p[i]
     return [kept.get(i, 0.0) / total for i in range(len(p))]
+
+
+minus_entropy = lambda p: sum(v * math.log(v + 1e-10) for v in p)  # −H(p), guarded [code]
+dream_filter = functools.partial(nucleus, keeps_crossing=True)
 
 
 def draw(p, u):
@@ -266,31 +269,10 @@ def alg1(nll, theta, omega, rows, *, steps, eta_bb, eta_sm, warmup, clip, ema, *
                "eta_bb": warm * eta_bb}, average
 
 
-def dream_filter(p, top_p):
-    """A list of V probabilities without its tail. The token that crosses top_p is kept."""
-    total, kept = 0.0, {}
-    for i in sorted(range(len(p)), key=lambda i: -p[i]):
-        if total > top_p:
-            break
-        total, kept[i] = total + p[i], p[i]
-    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(p))]
-
-
-def minus_entropy(p):
-    """−H of a list of probabilities in nats, guarded as in the released code."""
-    return sum(v * math.log(v + 1e-10) for v in p)
-
-
 def fading(schedule, t, switch):
     """App. C.9: the factor on λ when the share t of the masks is left."""
     return {"none": 1, "linear": t, "linear-late": 1 - t, "stepwise": int(t > switch),
             "stepwise-late": int(t <= switch)}[schedule]
-
-
-def faded_mask(logits, table, mask_id, soft, gain):
-    """A soft mask (D,) with its λ times gain: the mix is linear in λ."""
-    mixed = soft_mask(logits, table, mask_id, **soft)
-    return ((1 - gain) * table[mask_id].double() + gain * mixed).float()
 
 
 def slow_decode(predict, table, x, mask_id, steps, soft=None, schedule="none", switch=0.5,
@@ -314,7 +296,7 @@ def slow_decode(predict, table, x, mask_id, steps, soft=None, schedule="none", s
         for l in p:
             if soft and x[l] == mask_id:                                                   # l.6
                 gain = fading(schedule, masks / start, switch)
-                emb[l] = faded_mask(logits[l], table, mask_id, soft, gain)
+                emb[l] = soft_mask(logits[l], table, mask_id, **soft, gain=gain)
         states.append(x)
     return torch.stack(states)
 
@@ -333,7 +315,7 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
 
     def looks(l):
         if x[l] == mask_id and l in latest:
-            return faded_mask(latest[l][0], table, mask_id, soft, latest[l][1])
+            return soft_mask(latest[l][0], table, mask_id, **soft, gain=latest[l][1]).float()
         return table[x[l]]
 
     for b in range(L - gen_len, L, block):
