@@ -114,7 +114,6 @@ def configure(script, words):
 
 
 def start(script, *words):
-    """Runs a script, and returns what its main function returns."""
     main, cfg = configure(script, words)
     return main(cfg)
 

@@ -245,8 +245,7 @@ def alg1(nll, theta, omega, rows, *, steps, eta_bb, eta_sm, warmup, clip, ema, *
     theta, omega: lists of tensors, trained in place.
     Yields the log's numbers after each update, and the average of θ in float64.
     """
-    average = [p.detach().double() for p in theta]
-    moments = {}
+    average, moments = [p.detach().double() for p in theta], {}
     for step in range(steps):
         loss, ce, masks, tokens = 0, 0, 0, 0
         for x0, xt, t, soft in micro_batches(rows, step, **draws):                         # l.2-4
@@ -307,24 +306,17 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
 
     predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, the first row
     unused, and the past of a later call.   Others: as in `slow_decode`.
-    Each input is made anew from the latest logits of each position. Returns x after each pass.
+    A mask looks as its latest logits say. Returns x after each pass.
     """
     L, per_block = len(x), steps * block // gen_len
-    latest, states, past = {}, [], None
+    looks, states, past = [table[token] for token in x], [], None
     times = torch.linspace(1, 1e-3, per_block + 1)
-
-    def looks(l):
-        if x[l] == mask_id and l in latest:
-            return soft_mask(latest[l][0], table, mask_id, **soft, gain=latest[l][1]).float()
-        return table[x[l]]
-
     for b in range(L - gen_len, L, block):
         i = 0
         while i == 0 or (x[b:b + block] == mask_id).any():
             lo, hi = (0, L) if i == 0 or cache == "none" else (b, L)
             hi = b + block if cache == "dual" and i else hi
-            emb = torch.stack([looks(l) for l in range(lo, hi)])
-            logits, kv = predict(emb, lo, past if lo else None)
+            logits, kv = predict(torch.stack(looks[lo:hi]), lo, past if lo else None)
             past = kv if i == 0 else past
             inside = [l for l in range(b, b + block) if x[l] == mask_id]
             p = {l: softmax(logits[l - lo]) for l in inside}
@@ -341,7 +333,10 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
             for l in chosen:
                 x[l] = p[l].index(max(p[l]))
             gain = fading(schedule, int((x == mask_id).sum()) / gen_len, switch)
-            latest |= {l: (logits[l - lo], gain) for l in range(lo + 1, hi)}
+            for l in range(lo + 1, hi):
+                looks[l] = table[x[l]]
+                if x[l] == mask_id:
+                    looks[l] = soft_mask(logits[l - lo], table, mask_id, **soft, gain=gain).float()
             states.append(x)
             i += 1
     return torch.stack(states)

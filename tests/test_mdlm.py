@@ -81,9 +81,10 @@ def test_chunks_equal_whole_and_two_updates_are_others(k, monkeypatch):
     assert not torch.allclose(*attention, rtol=1e-3)
 
 
-@pytest.mark.parametrize("changes", [{}, dict(k=None, two_updates=True)])
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(
-    not torch.cuda.is_available(), reason="needs CUDA: would check its gradients in bf16"))])
+@pytest.mark.parametrize("device, changes", [
+    ("cpu", {}), ("cpu", dict(k=None, two_updates=True)),
+    pytest.param("cuda", {}, marks=pytest.mark.skipif(
+        not torch.cuda.is_available(), reason="needs CUDA: would check its gradients in bf16"))])
 def test_compiled_gradients_in_bf16_are_as_near_to_those_in_fp32(device, changes, monkeypatch):
     """As near as eager ones, for each parameter."""
     if device == "cpu":
@@ -183,8 +184,8 @@ def test_recorded_two_pass_loss_and_gradients(name, changes):
     norm = torch.cat([p.grad.flatten() for p in model.net.parameters()]).norm().item()
     assert norm == pytest.approx(golden[f"{name}/norm"].item(), rel=2e-5)
     if f"{name}/grad" in golden:  # every tensor of θ, in five numbers each
-        for p, expected in zip(model.net.parameters(), golden[f"{name}/grad"].numpy(), strict=True):
-            np.testing.assert_allclose(digest(p.grad), expected, rtol=0, atol=1e-5 * expected[0])
+        for p, theirs in zip(model.net.parameters(), golden[f"{name}/grad"].numpy(), strict=True):
+            np.testing.assert_allclose(digest(p.grad), theirs, rtol=0, atol=1e-5 * theirs[0])
 
 
 def test_a_model_without_values_gets_all_of_them_from_a_file():

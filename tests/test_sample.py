@@ -131,8 +131,8 @@ def test_decoding_in_order_is_its_loop(order, changes, soft):
     for x, steps, top_p, p in ((BLANK, 10, 1.0, None), (ROWS, 10, 0.7, None), (ROWS, 3, 1, None),
                                (BLANK, 10, 1.0, 0.8), (ROWS, 10, 0.3, 0.8)):
         seen, own = [], generators(3, steps)
-        decode = partial(generate_in_order, model, steps=steps, order=order, top_p=top_p, soft=soft,
-                         threshold=p)
+        decode = partial(generate_in_order, model, steps=steps, order=order, top_p=top_p,
+                         soft=soft, threshold=p)
         ids, nfe = decode(3, generator=own, x=x, on_step=lambda x, *_: seen.append(x))  # noqa: B023
         x = x.expand(3, -1)
         for i, g in enumerate(generators(3, steps)):

@@ -129,8 +129,6 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
         assert line[name] == averaged and line[name] != raw
     assert list(bounds(cfg)) == [2, 4]  # at a fresh start it is ln V, and not measured
     assert checkpoint.load(file(cfg))["metrics"]["val_soft"] == line["val_soft"]
-    assert sorted(os.listdir(cfg.out_dir)) == [
-        ".lock", "last.pt", "log.jsonl", "step-2.pt", "step-4.pt"]
     for name in "step-4.pt", "last.pt":
         loaded = MDLM.load(file(cfg, name))
         assert torch.equal(loaded.net.table, ema.net.table)
@@ -179,7 +177,6 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
                     start_new_session=True)
     for text in "updates 0 to 6", "updates 2 to 6", "stopped after update 4, saved in":
         assert done.stdout.count(text) == 1, done.stdout + done.stderr
-    assert "FutureWarning" not in done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}", weights_only=True) for rank in (0, 1)]
     assert len(ranks[0]) and all(map(torch.equal, *ranks))
     assert sorted(os.listdir(two.out_dir)) == [".lock", "last.pt", "log.jsonl"]
