@@ -28,6 +28,11 @@ from tiny_dream import make  # noqa: E402
 GOLDEN = os.path.join(ROOT, "tests", "golden")
 torch.set_num_threads(1)  # models here are too small for more threads
 
+gen = lambda seed=0: torch.Generator().manual_seed(seed)
+sigterm = lambda: os.kill(os.getpid(), signal.SIGTERM)
+# ω of a SoftMask in plain numbers, as the oracles take it
+plain_omega = lambda sm: oracles.omega(sm.k, *(raw.item() for raw in sm.parameters()))
+
 
 def refused(message, function, *args, **kwargs):
     with pytest.raises(Refused, match=message):
@@ -44,8 +49,7 @@ def torchrun(*words, ranks=2, cwd=ROOT, **options):
 def random_mdlm(scale=0.3, seed=0, **fields):
     """A small MDLM with noise on its network: a fresh one predicts the same everywhere."""
     torch.manual_seed(seed)
-    sizes = dict(n_layer=1, n_head=2, n_embd=16, n_cond=8)
-    model = MDLM(ModelConfig(**sizes | fields))
+    model = MDLM(ModelConfig(**dict(n_layer=1, n_head=2, n_embd=16, n_cond=8) | fields))
     with torch.no_grad():
         for p in model.net.parameters():
             p.add_(scale * torch.randn_like(p))
@@ -59,11 +63,6 @@ def save_mdlm(path, model, **others):
     checkpoint.save(path, kind="mdlm", **fields | {"tokenizer": tokenizer} | others)
 
 
-def plain_omega(sm):
-    """ω of a SoftMask in plain numbers, as the oracles take it."""
-    return oracles.omega(sm.k, *(raw.item() for raw in sm.parameters()))
-
-
 def recording(name):
     """A file of tests/golden: its tensors by name, and lists of its words."""
     values = {}
@@ -73,20 +72,12 @@ def recording(name):
     return values
 
 
-def gen(seed=0):
-    return torch.Generator().manual_seed(seed)
-
-
 class Killed(BaseException):
     """No `except Exception` catches it, as if the process were gone."""
 
 
 def kill():
     raise Killed
-
-
-def sigterm():
-    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def spy(monkeypatch, module, name, at=None, then=None):
@@ -123,7 +114,6 @@ def configure(script, words):
 
 
 def start(script, *words):
-    """Runs a script, and returns what its main function returns."""
     main, cfg = configure(script, words)
     return main(cfg)
 
@@ -157,8 +147,7 @@ def tiny(tmp_path_factory):
 def digest(tensor):
     """A tensor in five numbers: its norm, and four projections on fixed noise"""
     x = torch.as_tensor(tensor).detach().double().flatten()
-    noise = torch.Generator().manual_seed(x.numel())
-    probes = torch.randn(4, x.numel(), generator=noise, dtype=torch.float64)
+    probes = torch.randn(4, x.numel(), generator=gen(x.numel()), dtype=torch.float64)
     return torch.cat((x.norm()[None], probes @ x)).numpy()
 
 
@@ -170,8 +159,8 @@ def recorded():
 
 def recorded_adapter(dream, alpha=16):
     """Attach the DoRA adapter of the recordings. It was drawn from one seed: nothing is stored."""
+    g = gen(99)
     dora.attach(dream, ["q_proj", "k_proj", "v_proj", "o_proj"], 16, alpha, torch.Generator())
-    g = torch.Generator().manual_seed(99)
     with torch.no_grad():
         for layer in dora.layers(dream).values():
             layer.lora_A.copy_(0.15 * torch.randn(layer.lora_A.shape, generator=g))

@@ -4,6 +4,7 @@ Nothing is imported from the code under test. Networks are functions of embeddin
 here, from keys that are written out: test_draws.py says what is in them.
 """
 
+import functools
 import hashlib
 import math
 
@@ -24,13 +25,13 @@ def softmax(logits, tau=1.0):
     return [v / sum(z) for v in z]
 
 
-def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0):
+def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0, gain=1.0):
     """What one masked position looks like: (D,) float64                         §3.1 sm(·,·), Eq. 3
 
-    logits: (V,).   table: (V, D).   k: None is all of |V|.
+    logits: (V,).   table: (V, D).   k: None is all of |V|.   gain: a factor on λ, see `fading`.
     """
     p = softmax(logits, tau)
-    lam = strength(p, omega_s, omega_a, omega_b)
+    lam = gain * strength(p, omega_s, omega_a, omega_b)
     top = sorted(range(len(p)), key=lambda i: -p[i])[:k]
     total = sum(p[i] for i in top)
     guess = sum(p[i] / total * table[i].double() for i in top)
@@ -60,18 +61,20 @@ def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
     return nll
 
 
-def nucleus(p, top_p):
-    """A list of V probabilities without its tail. The token that crosses top_p is dropped."""
+def nucleus(p, top_p, keeps_crossing=False):
+    """A list of V probabilities without its tail. The token across top_p is dropped, or kept."""
     if top_p == 1:
         return p
     total, kept = 0.0, {}
     for i in sorted(range(len(p)), key=lambda i: -p[i]):
-        total += p[i]
-        if total > top_p and kept:
+        if kept and (total if keeps_crossing else total + p[i]) > top_p:
             break
-        kept[i] = p[i]
-    total = sum(kept.values())
+        total, kept[i] = total + p[i], p[i]
     return [kept.get(i, 0.0) / total for i in range(len(p))]
+
+
+minus_entropy = lambda p: sum(v * math.log(v + 1e-10) for v in p)  # −H(p), guarded [code]
+dream_filter = functools.partial(nucleus, keeps_crossing=True)
 
 
 def draw(p, u):
@@ -242,8 +245,7 @@ def alg1(nll, theta, omega, rows, *, steps, eta_bb, eta_sm, warmup, clip, ema, *
     theta, omega: lists of tensors, trained in place.
     Yields the log's numbers after each update, and the average of θ in float64.
     """
-    average = [p.detach().double() for p in theta]
-    moments = {}
+    average, moments = [p.detach().double() for p in theta], {}
     for step in range(steps):
         loss, ce, masks, tokens = 0, 0, 0, 0
         for x0, xt, t, soft in micro_batches(rows, step, **draws):                         # l.2-4
@@ -266,31 +268,10 @@ def alg1(nll, theta, omega, rows, *, steps, eta_bb, eta_sm, warmup, clip, ema, *
                "eta_bb": warm * eta_bb}, average
 
 
-def dream_filter(p, top_p):
-    """A list of V probabilities without its tail. The token that crosses top_p is kept."""
-    total, kept = 0.0, {}
-    for i in sorted(range(len(p)), key=lambda i: -p[i]):
-        if total > top_p:
-            break
-        total, kept[i] = total + p[i], p[i]
-    return [kept.get(i, 0.0) / sum(kept.values()) for i in range(len(p))]
-
-
-def minus_entropy(p):
-    """−H of a list of probabilities in nats, guarded as in the released code."""
-    return sum(v * math.log(v + 1e-10) for v in p)
-
-
 def fading(schedule, t, switch):
     """App. C.9: the factor on λ when the share t of the masks is left."""
     return {"none": 1, "linear": t, "linear-late": 1 - t, "stepwise": int(t > switch),
             "stepwise-late": int(t <= switch)}[schedule]
-
-
-def faded_mask(logits, table, mask_id, soft, gain):
-    """A soft mask (D,) with its λ times gain: the mix is linear in λ."""
-    mixed = soft_mask(logits, table, mask_id, **soft)
-    return ((1 - gain) * table[mask_id].double() + gain * mixed).float()
 
 
 def slow_decode(predict, table, x, mask_id, steps, soft=None, schedule="none", switch=0.5,
@@ -314,7 +295,7 @@ def slow_decode(predict, table, x, mask_id, steps, soft=None, schedule="none", s
         for l in p:
             if soft and x[l] == mask_id:                                                   # l.6
                 gain = fading(schedule, masks / start, switch)
-                emb[l] = faded_mask(logits[l], table, mask_id, soft, gain)
+                emb[l] = soft_mask(logits[l], table, mask_id, **soft, gain=gain)
         states.append(x)
     return torch.stack(states)
 
@@ -325,24 +306,17 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
 
     predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, the first row
     unused, and the past of a later call.   Others: as in `slow_decode`.
-    Each input is made anew from the latest logits of each position. Returns x after each pass.
+    A mask looks as its latest logits say. Returns x after each pass.
     """
     L, per_block = len(x), steps * block // gen_len
-    latest, states, past = {}, [], None
+    looks, states, past = [table[token] for token in x], [], None
     times = torch.linspace(1, 1e-3, per_block + 1)
-
-    def looks(l):
-        if x[l] == mask_id and l in latest:
-            return faded_mask(latest[l][0], table, mask_id, soft, latest[l][1])
-        return table[x[l]]
-
     for b in range(L - gen_len, L, block):
         i = 0
         while i == 0 or (x[b:b + block] == mask_id).any():
             lo, hi = (0, L) if i == 0 or cache == "none" else (b, L)
             hi = b + block if cache == "dual" and i else hi
-            emb = torch.stack([looks(l) for l in range(lo, hi)])
-            logits, kv = predict(emb, lo, past if lo else None)
+            logits, kv = predict(torch.stack(looks[lo:hi]), lo, past if lo else None)
             past = kv if i == 0 else past
             inside = [l for l in range(b, b + block) if x[l] == mask_id]
             p = {l: softmax(logits[l - lo]) for l in inside}
@@ -359,7 +333,10 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
             for l in chosen:
                 x[l] = p[l].index(max(p[l]))
             gain = fading(schedule, int((x == mask_id).sum()) / gen_len, switch)
-            latest |= {l: (logits[l - lo], gain) for l in range(lo + 1, hi)}
+            for l in range(lo + 1, hi):
+                looks[l] = table[x[l]]
+                if x[l] == mask_id:
+                    looks[l] = soft_mask(logits[l - lo], table, mask_id, **soft, gain=gain).float()
             states.append(x)
             i += 1
     return torch.stack(states)

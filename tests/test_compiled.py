@@ -1,12 +1,11 @@
 """`torchrun train.py`, compiled as on a GPU, on two ranks of a CPU, against eager code.
 
-With GPT-2's vocabulary, the padded head, and DDP as it ships. slow_compiled.py has more.
+With GPT-2's vocabulary, the padded head, and DDP as it ships.
 """
 
 import functools
 import json
 import os
-import sys
 
 import numpy as np
 import pytest
@@ -19,38 +18,34 @@ import train
 from conftest import random_mdlm, save_mdlm, torchrun
 
 V = 50_258
-SIZES = dict(n_layer=3, n_head=2, n_embd=48, n_cond=16, vocab_size=V, mask_id=V - 1)
+SIZES = dict(n_layer=3, n_head=2, n_embd=48, n_cond=16, vocab_size=V, mask_id=V - 1, length=64,
+             omega_s=0.5, omega_a=1.0, omega_b=-9.0)
 FLAGS = ("--data=data --device=cpu --n_layer=3 --n_head=2 --n_embd=48 --n_cond=16 --batch_size=16 "
          "--steps=5 --warmup=2 --eval_every=5 --eval_rows=5 --save_every=100 --keep_every=0 "
-         "--log_every=1 --eta_bb=2e-3 --p_sm=0.5 --seed=3 --init_from=start.pt").split()
+         "--log_every=1 --eta_bb=2e-3 --p_sm=0.5 --seed=3 --init_from=start.pt --length=64 "
+         "--micro_batch=4 --dropout=0.1").split()
 
 
-def prepare(length, **fields):
-    os.makedirs("data", exist_ok=True)
+def prepare():
     special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
-    meta = {"tokenizer": special, "source": "noise"}
-    noise = np.random.default_rng(0)
+    meta, noise = {"tokenizer": special, "source": "noise"}, np.random.default_rng(0)
+    os.mkdir("data")
     for split, n in ("train", 6000), ("val", 600):
         ids = np.minimum(noise.zipf(1.2, n) - 1, V - 3).astype(np.uint16)
         ids.tofile(f"data/{split}.bin")
         meta[split] = {"documents": 1, "tokens": n, "bytes": n, "sha256": split}
     launch.write_text("data/meta.json", json.dumps(meta))
-    omega = dict(omega_s=0.5, omega_a=1.0, omega_b=-9.0)
-    model = random_mdlm(0.1, **SIZES | omega | fields | {"length": length})
-    save_mdlm("start.pt", model, tokenizer=special, step=0)
+    save_mdlm("start.pt", random_mdlm(0.1, **SIZES), tokenizer=special, step=0)
 
 
-def both(backend, length, *flags):
-    words = *FLAGS, f"--length={length}", *flags
-    train.train(launch.from_cli(train.Config, [*words, "--out_dir=eager"]))
-    done = torchrun(__file__, backend, *words, "--compile=True", "--out_dir=ranks", cwd=".")
+def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
+    """Up to rounding, which grows. A micro-batch has its own dropout, whichever rank it is on."""
+    monkeypatch.chdir(tmp_path)
+    prepare()
+    train.train(launch.from_cli(train.Config, [*FLAGS, "--out_dir=eager"]))
+    done = torchrun(__file__, *FLAGS, "--compile=True", "--out_dir=ranks", cwd=".")
     assert done.returncode == 0, done.stderr
-    counts = [launch.read_json(f"ranks/counts.{rank}.json") for rank in (0, 1)]
-    return *(launch.read_jsonl(f"{name}/log.jsonl") for name in ("eager", "ranks")), counts
-
-
-def compare(eager, ranks):
-    """Equal up to rounding, which grows with the updates."""
+    eager, ranks = (launch.read_jsonl(f"{name}/log.jsonl") for name in ("eager", "ranks"))
     assert len(eager) == len(ranks) == 6  # the bounds at the start, and five updates
     assert {line.get("lam", 0) > 0 for line in eager[1:]} == {True, False}
     assert "val_soft" in eager[0] and "val_plain" in eager[5]
@@ -58,30 +53,16 @@ def compare(eager, ranks):
         rel = 1e-6 if line["step"] < 2 else 1e-5
         for name in expected.keys() - {"seconds", "tokens_per_s"}:
             assert line[name] == pytest.approx(expected[name], rel=rel), (line["step"], name)
+    for rank in 0, 1:  # trunk with and without a graph, the loss, the feedback
+        assert launch.read_json(f"ranks/counts.{rank}.json") == {"graphs": 4, "breaks": 0}
 
 
-def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
-    """With dropout: each micro-batch has its own, whichever rank it is on."""
-    monkeypatch.chdir(tmp_path)
-    prepare(length=64)
-    eager, ranks, counts = both("aot_eager", 64, "--micro_batch=4", "--dropout=0.1")
-    compare(eager, ranks)
-    for found in counts:  # trunk with and without a graph, the loss, the feedback
-        assert found == {"graphs": 4, "breaks": 0}
-
-
-def rank(backend, *words):
-    """What each rank runs: train.py with another backend. Counts its graphs."""
-    torch.compile = functools.partial(torch.compile, backend=backend)
+if __name__ == "__main__":  # what each rank runs: train.py with another backend
+    torch.compile = functools.partial(torch.compile, backend="aot_eager")
     chunks.COMPILED_ROWS = 48  # a chunk with as many rows as n_embd: no graph of its own
     # As many buckets as at the real size. DDP must not split the trunk at each of them.
     train.DistributedDataParallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.05)
-    sys.argv[1:] = words
     launch.run(train.train, train.Config)
     counters = torch._dynamo.utils.counters
     found = {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
     launch.write_text(f"ranks/counts.{os.environ['RANK']}.json", json.dumps(found))
-
-
-if __name__ == "__main__":
-    rank(*sys.argv[1:])

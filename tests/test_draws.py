@@ -1,12 +1,11 @@
 """Every random draw of the program: what its key says, and what is done with it.
 
 A draw depends on the words of its key alone. No key has the world size or the device: a rank takes
-every world-th j or i. In sampling and evaluation, none depends on the batch size. In training it
-matters, because step and j count in batches. All seeds here differ from the defaults.
+every world-th j or i. Batch size matters in training alone, because step and j count in batches.
 
 Two draws are made on the device, so a GPU and a CPU differ: dropout, and the tokens that Dream
 decodes. Some take the plain seed: the weights of a new MDLM, the corpora of the hub, the clusters
-of MAUVE. Not here: what is tried out in lab/.
+of MAUVE. Not here: what is tried out in lab/. All seeds here differ from the defaults.
 """
 
 import json
@@ -36,10 +35,9 @@ from launch import read_jsonl
 from mdlm import MDLM, TwoPass
 
 # The key of each draw. These words stand for values, all others for themselves:
-#   seed   of the run; for held-out rows 1, or --seed of eval.py
+#   seed   of the run; for held-out rows 1, or --seed of eval.py.   r: a repeat
 #   step   0 for the first update.   epoch: 0 for the first pass over all rows or dialogues
-#   j      a micro-batch or dialogue of an update, counted over all ranks
-#   i      a row, dialogue, sample or puzzle, counted over all ranks.   r: a repeat
+#   i, j   i: a row, dialogue, sample or puzzle.   j: a micro-batch or dialogue of an update
 TABLE = {
     "train: coin":                "seed, p_sm, step",
     "train: times":               "seed, t, step",
@@ -111,24 +109,29 @@ def rows_of(passes):
             for x0, xt, t in zip(x0s, xts, torch.as_tensor(ts).view(-1), strict=True)]
 
 
-def with_and_without(rows):
-    """Every (x0, xt, t) with feedback and without, in any order: that of batches does not count."""
-    return sorted((soft, *row[1:]) for row in rows_of([
-        (x0[None], xt[None], t, None) for x0, xt, t in rows]) for soft in (True, False))
+def check(passes, updates, held_out):
+    """The rows of training, and of evaluation with and without feedback, batched in any order"""
+    trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
+    assert rows_of(trained) == rows_of(updates)
+    both = [(x0[None], xt[None], t, soft) for x0, xt, t in held_out for soft in (True, False)]
+    assert sorted(rows_of(measured)) == sorted(rows_of(both))
+    return trained
 
 
 @pytest.fixture
-def as_rank(monkeypatch):
-    """Lets this process be one rank, which hears nothing of the others."""
+def ranks(monkeypatch):
+    """Lets this process be one rank after the other, which hears nothing of the others."""
     for module in train, finetune_dream:
         monkeypatch.setattr(module, "DistributedDataParallel", lambda model, **_: model)
     for name in "init_process_group", "barrier", "destroy_process_group":
         monkeypatch.setattr(torch.distributed, name, lambda *_: None)
 
-    def as_rank(rank, world):
-        monkeypatch.setenv("RANK", str(rank))
-        monkeypatch.setenv("WORLD_SIZE", str(world))
-    return as_rank
+    def ranks(world):
+        for rank in range(world):
+            monkeypatch.setenv("RANK", str(rank))
+            monkeypatch.setenv("WORLD_SIZE", str(world))
+            yield rank
+    return ranks
 
 
 @pytest.fixture(scope="module")
@@ -151,39 +154,35 @@ def test_the_table_has_every_draw():
 
 
 @pytest.mark.parametrize("world", [1, 2])
-def test_training(corpus, tmp_path, drawn, passes, as_rank, world):
+def test_training(corpus, tmp_path, drawn, passes, ranks, world):
     """Three updates of 12 rows, 2 at a time, over three epochs. Two ranks draw what one draws."""
     folder, rows, val = corpus
     cfg = train.Config(data=folder, device="cpu", n_layer=1, n_head=2, n_embd=16, n_cond=8,
                        length=22, dropout=0.2, seed=5, steps=3, batch_size=12, micro_batch=2,
                        p_sm=0.5, b_l=0.1, b_h=0.7, eval_every=3, eval_rows=9)
-    for rank in range(world):
-        as_rank(rank, world)
+    for rank in ranks(world):
         train.train(replace(cfg, out_dir=str(tmp_path / str(rank))))
     assert drawn == (keys("train", seed=[5], step=range(3), j=range(6), epoch=range(3))
                      | keys("held-out rows", seed=[1], r=[0], i=range(9)))
     draws = asdict(replace(cfg, mask_id=258))
     updates = [list(oracles.micro_batches(rows, step, **draws)) for step in range(3)]
     mine = [(step, j) for rank in range(world) for step in range(3) for j in range(rank, 6, world)]
-    trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
-    assert rows_of(trained) == rows_of([updates[step][j] for step, j in mine])
+    trained = check(passes, [updates[step][j] for step, j in mine],
+                    oracles.held_out(val[torch.arange(9) * len(val) // 9], 258, seed=1))
     assert {one[3] for one in trained} == {True, False}
     for (step, j), (*_, state) in zip(mine, trained, strict=True):
         assert torch.equal(state, oracles.rng(5, "dropout", step, j).get_state())
-    held_out = oracles.held_out(val[torch.arange(9) * len(val) // 9], 258, seed=1)
-    assert sorted(rows_of(measured)) == with_and_without(held_out)
 
 
 @pytest.mark.parametrize("world, coin", [(1, "dialogue"), (2, "update")])
-def test_finetuning(tiny, tmp_path, drawn, passes, as_rank, world, coin):
+def test_finetuning(tiny, tmp_path, drawn, passes, ranks, world, coin):
     """Three updates of 8 over three epochs of 9 dialogues, three of 30 being held out."""
     lines = Path(tiny[1]).read_text().splitlines()[::4]
     (tmp_path / "some.jsonl").write_text("\n".join(lines))
     cfg = finetune_dream.Config(
         model=tiny[0], data=str(tmp_path / "some.jsonl"), n_val=3, n_train=9, seed=5, steps=3,
         coin=coin, p_sm=0.6, b_l=0.05, b_h=0.35, omega_s=0.3, eval_every=3, device="cpu")
-    for rank in range(world):
-        as_rank(rank, world)
+    for rank in ranks(world):
         finetune_dream.finetune(replace(cfg, out=str(tmp_path / str(rank))))
     assert drawn == keys("Dream", f"coin={coin}", seed=[5], step=range(3), j=range(8),
                          epoch=range(3), i=range(3))
@@ -192,14 +191,13 @@ def test_finetuning(tiny, tmp_path, drawn, passes, as_rank, world, coin):
     dialogues, val = oracles.split(dialogues, 3, 5)
     updates = [list(oracles.dialogues_of_update(dialogues[:9], step, **special, **asdict(cfg)))
                for step in range(3)]
-    trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
-    assert rows_of(trained) == rows_of([updates[step][j] for rank in range(world)
-                                        for step in range(3) for j in range(rank, 8, world)])
-    assert {one[3] for one in trained} == {True, False}
     held_out = [(*oracles.masked_dialogue(*val[i], t, **special, masks=oracles.rng(5, "val q", i),
                                           ends=oracles.rng(5, "val n_end", i)), t)
                 for i, t in enumerate((0.05, 0.2, 0.35))]
-    assert sorted(rows_of(measured)) == with_and_without(held_out)
+    mine = [updates[step][j] for rank in range(world) for step in range(3)
+            for j in range(rank, 8, world)]
+    trained = check(passes, mine, held_out)
+    assert {one[3] for one in trained} == {True, False}
 
 
 @pytest.mark.parametrize("batch_size", [3, 4])
@@ -210,7 +208,7 @@ def test_perplexity(corpus, tmp_path, drawn, passes, batch_size):
     conftest.start("eval", "ppl", f"--checkpoint={path}", f"--data={folder}", "--repeats=2",
                    "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
     assert drawn == keys("held-out rows", seed=[5], r=range(2), i=range(len(val)))
-    assert sorted(rows_of(passes)) == with_and_without(oracles.held_out(val, 258, 5, repeats=2))
+    check(passes, [], oracles.held_out(val, 258, 5, repeats=2))
 
 
 @pytest.mark.parametrize("batch_size, world, words, decode", [
@@ -221,28 +219,25 @@ def test_perplexity(corpus, tmp_path, drawn, passes, batch_size):
      partial(sample.generate_in_order, steps=19, order="entropy", top_p=0.5)),
     (3, 1, "--sampler=random --threshold=0.1",
      partial(sample.generate_in_order, steps=22, order="random", threshold=0.1))])
-def test_samples(tmp_path, drawn, as_rank, batch_size, world, words, decode):
+def test_samples(tmp_path, drawn, ranks, batch_size, world, words, decode):
     """Of the average of the weights, as the flags say"""
     path, x = str(tmp_path / "last.pt"), torch.full((22,), 258)
     model, average = (random_mdlm(seed=seed, vocab_size=259, mask_id=258, length=22, omega_s=0.7,
                                   omega_a=1.0, omega_b=-5.0) for seed in (0, 3))
     ema = {f"net.{name}": w for name, w in average.net.state_dict().items()}
     save_mdlm(path, model, ema=ema)
-    words = [*words.split(), "--count=5", "--seed=5", "--device=cpu", f"--checkpoint={path}"]
+    words = f"{words} --count=5 --seed=5 --device=cpu --checkpoint={path} --out={tmp_path}/s.jsonl"
     if "--prompt=ab" in words:
         x[:3] = torch.tensor([256, 97, 98])
-    for rank in range(world):
-        as_rank(rank, world)
-        conftest.start("sample", *words, f"--batch_size={batch_size}", f"--out={tmp_path}/s.jsonl")
+    for _ in ranks(world):
+        conftest.start("sample", *words.split(), f"--batch_size={batch_size}")
     assert drawn == keys("a sample", seed=[5], i=range(5))
     lines = [line for path in sorted(tmp_path.glob("s*.jsonl")) for line in read_jsonl(path)]
     own = [i for rank in range(world) for i in range(rank, 5, world)]
-    assert [line["index"] for line in lines] == own
-    for line in lines:
-        generator = [oracles.rng("sample", 5, line["index"])]
-        ids, nfe = decode(average, 1, generator=generator, x=x)
+    for i, line in zip(own, lines, strict=True):
+        ids, nfe = decode(average, 1, generator=[oracles.rng("sample", 5, i)], x=x)
         assert line["ids"] == ids[0].tolist() and line["nfe"] == nfe.item()
-        assert line["settings"]["steps"] == decode.keywords["steps"]
+        assert line["index"] == i and line["settings"]["steps"] == decode.keywords["steps"]
 
 
 def test_answers(tiny, drawn):

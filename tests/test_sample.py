@@ -1,10 +1,11 @@
 """sample.py against Eq. 1, Alg. 2, App. B.1, and the authors' transition matrices."""
 
-import functools
-import itertools
 import os
 import re
+from functools import partial
+from itertools import product
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -24,17 +25,11 @@ SMALL = dict(n_layer=2, vocab_size=12, mask_id=11, length=10, dropout=0.3, omega
 MASK, TABLE = 11, "net.vocab_embed.embedding"
 BYTES = data.tokenizer("bytes")
 BLANK = torch.full((10,), MASK)
-GIVEN = BLANK.index_fill(0, torch.tensor([0, 4]), 2)
-ROWS = torch.stack((GIVEN, BLANK, BLANK.index_fill(0, torch.arange(1, 5), 3)))
-
-
-def model_of(seed=0, scale=0.35, **changes):
-    """A random network whose predictions feedback changes."""
-    return random_mdlm(scale, seed, **SMALL | changes)
-
-
-def generators(n, seed=0):
-    return [data.rng("test", seed, i) for i in range(n)]
+ROWS = torch.stack((BLANK.index_fill(0, torch.tensor([0, 4]), 2), BLANK,
+                    BLANK.index_fill(0, torch.arange(1, 5), 3)))
+# A random network whose predictions feedback changes
+model_of = lambda seed=0, scale=0.35, **changes: random_mdlm(scale, seed, **SMALL | changes)
+generators = lambda n, seed=0: [data.rng("test", seed, i) for i in range(n)]
 
 
 def steps_of(T):
@@ -42,24 +37,18 @@ def steps_of(T):
     return [(1 - i * dt, 1 - i * dt - dt) for i in range(T)]
 
 
-@pytest.mark.parametrize("eta", [None, 0.0, 0.1])
-def test_every_sampler_carries_the_masked_share_from_t_to_s(eta):
-    t_on, t_off, alpha_on = 0.55, 0.05, 0.9
-
-    def loop_share(t):  # remdm-loop's 1 − α
-        if t > t_on:
-            return 1 - (1 - t) * alpha_on / (1 - t_on)
-        return t * (1 - alpha_on) / t_off if t <= t_off else 1 - alpha_on
-
-    for T, sampler in itertools.product((1, 16, 20, 64, 1000), SAMPLERS):
+def test_every_sampler_carries_the_masked_share_from_t_to_s():
+    edges = 0, 0.05, 0.55, 1  # t_off and t_on of remdm-loop
+    for T, sampler, eta in product((1, 16, 20, 64, 1000), SAMPLERS, (None, 0.0, 0.1)):
         loop, most = sampler == "remdm-loop", SAMPLERS[sampler] if eta is None else eta
+        shares = (0, 0.1, 0.1, 1) if loop else edges  # 1 − α there
         for t, s in steps_of(T):
             reveal, remask = step_probs(t, s, sampler, eta)
             assert 0 <= reveal <= 1 and 0 <= remask <= most
-            assert remask == most or not (loop and t_off < t <= t_on)
-            before, after = (loop_share(t), loop_share(s)) if loop else (t, s)
+            assert remask == most or not (loop and 0.05 < t <= 0.55)
             # A step across an edge of the loop follows the rule of the side where it starts.
-            if not loop or (t > t_on) == (s > t_on) and (t > t_off) == (s > t_off):
+            if not loop or np.searchsorted(edges, t) == np.searchsorted(edges, s):
+                before, after = np.interp((t, s), edges, shares)
                 share = before * (1 - reveal) + (1 - before) * remask
                 assert share == pytest.approx(after, abs=1e-12)
 
@@ -68,8 +57,9 @@ def test_recorded_transition_matrices():
     """q(x_s | x_t) of the authors' three samplers, with and without a nucleus."""
     z = recording("sampler_transitions")
     x, probs, mask = z["xt"], z["log_probs"].exp(), 61                    # (2, 12), (2, 12, V)
-    keys = [key for key in z if "/" in key]
-    for key in keys:
+    matrices = {key: q for key, q in z.items() if "/" in key}
+    assert len(matrices) == 24
+    for key, expected in matrices.items():
         sampler, p, T, i = key.split("/")
         reveal, remask = step_probs(*steps_of(int(T[1:]))[int(i[1:])], sampler)
         q = F.one_hot(x, probs.shape[-1]) * (1 - remask)                  # (2, 12, V)
@@ -77,10 +67,9 @@ def test_recorded_transition_matrices():
         masked = x == mask
         q[masked] = reveal * nucleus(probs[masked], float(p[1:]))
         q[..., mask][masked] = 1 - reveal
-        assert (q - z[key]).abs().max() < 1e-6, key
-    assert len(keys) == 24
-    for case, numbers in zip(z["cases"], z["mask_probabilities"].tolist(), strict=True):  # all 96
-        t, dt, stays, goes = numbers
+        assert (q - expected).abs().max() < 1e-6, key
+    cases = zip(z["cases"], z["mask_probabilities"].tolist(), strict=True)  # all 96
+    for case, (t, dt, stays, goes) in cases:
         reveal, remask = step_probs(t, t - dt, case.split("/")[0])
         assert (1 - reveal, remask) == pytest.approx((stays, goes), abs=2e-6), case
 
@@ -89,7 +78,7 @@ def test_nucleus_is_its_definition():
     """Also of a large vocabulary: the top 1,024 reach p in all, some or no rows."""
     for V, p, spread in ((40, 0.3, 2), (40, 0.999, 2), (5000, 0.9, 0), (5000, 0.9, 0.5),
                          (5000, 0.9, 4)):
-        logits = spread * torch.randn(6, V, generator=data.rng(2), dtype=torch.float64)
+        logits = spread * torch.randn(6, V, generator=gen(2), dtype=torch.float64)
         logits[:2] *= 8
         probs = (logits + 1e-6 * torch.arange(V)).softmax(-1)  # no ties
         expected = [oracles.nucleus(row, p) for row in probs.tolist()]
@@ -100,9 +89,8 @@ def test_a_token_is_drawn_where_u_falls_in_its_part_of_the_cumulative_sum():
     for probs, u, tokens in (  # any sum, edges, and tokens that fp32 noise cannot reach
             ([0, 1.5, 0, 1.5], [0, 0.4, 0.5, 0.9], [1, 1, 3, 3]),
             ([1e-12, 1, 1e-12], [0, 0.9e-12, 1.1e-12, 1 - 1.1e-12, 1 - 2**-53], [0, 0, 1, 1, 2])):
-        u = torch.tensor(u, dtype=torch.float64)
-        drawn = chunks.categorical(torch.tensor(probs).expand(len(u), -1), u)
-        assert drawn.tolist() == tokens
+        rows, u = torch.tensor([probs] * len(u)), torch.tensor(u, dtype=torch.float64)
+        assert chunks.categorical(rows, u).tolist() == tokens
 
 
 def oracle_of(model, soft):
@@ -112,7 +100,7 @@ def oracle_of(model, soft):
     return predict, plain_omega(model.sm) if soft else None
 
 
-@pytest.mark.parametrize("sampler, soft", [*itertools.product(SAMPLERS, (True, False))])
+@pytest.mark.parametrize("sampler, soft", [*product(SAMPLERS, (True, False))])
 @pytest.mark.parametrize("changes, t_end, every", [
     ({}, 1e-5, False), (dict(k=None), 1e-5, False), ({}, 0.2, False), ({}, 1e-5, True),
     (dict(time_conditioning=True), 0.1, False)])
@@ -123,7 +111,7 @@ def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
     predict, omega = oracle_of(model, soft)
     probs = lambda t, s: step_probs(t, s, sampler, eta)
     always = every or model.cfg.time_conditioning
-    for T, (top_p, x) in itertools.product((1, 24), ((0.9, BLANK), (1.0, ROWS))):
+    for T, (top_p, x) in product((1, 24), ((0.9, BLANK), (1.0, ROWS))):
         ids, nfe = generate(model, 3, T, sampler, top_p, generators(3, T), x=x, soft=soft, eta=eta,
                             every=every)
         for start, row, calls, g in zip(x.expand(3, -1), ids, nfe, generators(3, T)):
@@ -137,15 +125,14 @@ def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
 @pytest.mark.parametrize("changes, soft", [
     ({}, True), (dict(k=None), True), (dict(time_conditioning=True), False)])
 def test_decoding_in_order_is_its_loop(order, changes, soft):
-    """In one batch and in others. With as many steps as masks, one token a call, or more that pass
-    a threshold."""
+    """One token a call if there are as many steps as masks, or more that pass a threshold."""
     model, calls = model_of(6, 0.3, **changes), set()
     predict, omega = oracle_of(model, soft)
     for x, steps, top_p, p in ((BLANK, 10, 1.0, None), (ROWS, 10, 0.7, None), (ROWS, 3, 1, None),
                                (BLANK, 10, 1.0, 0.8), (ROWS, 10, 0.3, 0.8)):
         seen, own = [], generators(3, steps)
-        decode = functools.partial(generate_in_order, model, steps=steps, order=order, top_p=top_p,
-                                   soft=soft, threshold=p)
+        decode = partial(generate_in_order, model, steps=steps, order=order, top_p=top_p,
+                         soft=soft, threshold=p)
         ids, nfe = decode(3, generator=own, x=x, on_step=lambda x, *_: seen.append(x))  # noqa: B023
         x = x.expand(3, -1)
         for i, g in enumerate(generators(3, steps)):
@@ -164,12 +151,11 @@ def test_decoding_in_order_is_its_loop(order, changes, soft):
 
 
 @pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
-@pytest.mark.parametrize("decode", [functools.partial(generate, sampler="remdm-cap", eta=0.3),
-                                    functools.partial(generate_in_order, order="entropy")])
+@pytest.mark.parametrize("decode", [partial(generate, sampler="remdm-cap", eta=0.3),
+                                    partial(generate_in_order, order="entropy")])
 def test_what_is_told_after_every_step(decode, k, soft, monkeypatch):
     """λ and the likeliest token of masks that stay, from their h. For a token that became a mask:
-    itself, and H = 0. The head runs only on masks that become tokens and, with SM, on the others.
-    """
+    itself, and H = 0. The head runs on masks that become tokens and, with SM, on the others."""
     model, before, lost = model_of(k=k), ROWS, torch.full_like(ROWS, MASK)
     omega, heads = plain_omega(model.sm), spy(monkeypatch, model.net, "head")
 
@@ -183,16 +169,16 @@ def test_what_is_told_after_every_step(decode, k, soft, monkeypatch):
         again = ((before != MASK) & (x == MASK)).nonzero(as_tuple=True)
         lost[again] = before[again]
         for b, l, p in [*zip(*masks, predicted), *((b, l, None) for b, l in zip(*again))]:
-            strength, token = oracles.strength(p or [1.0], **omega), lost[b, l]
-            assert lam[b, l].item() == pytest.approx(strength if soft else 0, rel=1e-5)
-            assert guess[b, l] == (p.index(max(p)) if p and soft else token)
+            strength = oracles.strength(p or [1.0], **omega) if soft else 0
+            assert lam[b, l].item() == pytest.approx(strength, rel=1e-5)
+            assert guess[b, l] == (p.index(max(p)) if p and soft else lost[b, l])
         before = x
         heads.clear()
     decode(model, 3, 10, generator=generators(3), x=ROWS, soft=soft, on_step=told)
     assert (lost != MASK).any() == (decode.func is generate)
 
 
-@pytest.mark.parametrize("decode", [generate, functools.partial(generate_in_order, order="random")])
+@pytest.mark.parametrize("decode", [generate, partial(generate_in_order, order="random")])
 def test_one_generator_gives_each_sequence_its_own_and_dropout_is_off(decode):
     model = model_of().train()
     ids, again, other = (decode(model, 4, 8, generator=gen(seed))[0].tolist() for seed in (6, 6, 7))
@@ -206,9 +192,10 @@ def test_one_generator_gives_each_sequence_its_own_and_dropout_is_off(decode):
         not torch.cuda.is_available(), reason="needs CUDA: would check its graphs of the trunk"))])
 def test_a_compiled_trunk_gives_the_same_samples(device, how):
     model = model_of(n_layer=1).to(device)
-    expected = generate(model, 3, 20, "remdm-cap", generator=data.rng(9))[0]
+    decode = lambda: generate(model, 3, 20, "remdm-cap", generator=gen(9))[0]
+    expected = decode()
     model.net.trunk = torch.compile(model.net.trunk, **how)
-    assert torch.equal(generate(model, 3, 20, "remdm-cap", generator=data.rng(9))[0], expected)
+    assert torch.equal(decode(), expected)
 
 
 @pytest.fixture(scope="module")
@@ -224,8 +211,7 @@ def run(saved, tmp_path):
         out = str(tmp_path / folder / "samples.jsonl")
         flags = {"checkpoint": saved, "steps": 8, "device": "cpu", "out": out} | flags
         sample.main(sample.Config(**flags))
-        paths = sorted((tmp_path / folder).glob("*.jsonl"))
-        return [line for path in paths for line in read_jsonl(path)]
+        return read_jsonl(out)
     return run
 
 
@@ -235,7 +221,7 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     assert len({tuple(line["ids"]) for line in whole}) == 5
     run(count=2)
     file = tmp_path / "samples.jsonl"
-    for cut in (file.read_bytes()[:-20], file.read_bytes()[:40]):  # killed in the middle of a line
+    for cut in file.read_bytes()[:-20], file.read_bytes()[:40]:  # killed in the middle of a line
         file.write_bytes(cut)
         for _ in range(2):  # the second time nothing is left to do
             assert run(count=5, show=True) == whole
@@ -258,8 +244,7 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     facts = {"step", "weights", "tokenizer", "dtype"}
     assert line["settings"].keys() == vars(sample.Config()).keys() - anything | facts
     other = "has other settings"
-    for change in (dict(seed=2), dict(top_p=0.8), dict(prompt="a"), dict(soft=False),
-                   dict(omega_b=-2.0), dict(checkpoint=saved)):
+    for change in dict(seed=2), dict(top_p=0.8), dict(checkpoint=saved):
         refused(other, run, **made | change)
     for change in dict(step=2), dict(model=own["model"] | {TABLE: own["model"][TABLE] + 1}):
         checkpoint.save(made["checkpoint"], **own | change)
@@ -277,11 +262,11 @@ def test_a_sample_is_drawn_in_place(monkeypatch, capsys):
     for name, value in (("sys.stdout.isatty", True), ("time.sleep", None),
                         ("shutil.get_terminal_size", os.terminal_size((4, 9)))):
         monkeypatch.setattr(name, lambda *_, value=value: value)
+    x, guess = ([97, 258, 258, 10, 258, 98], 6 * [99]), ([99, 100, 258, 99, 101, 99], 6 * [99])
+    lam = [0.9, 0.0, 1.0, 0.9, 0.5, 0.9], 6 * [0.0]
     watch = show.show(BYTES, 258)
-    x = torch.tensor([[97, 258, 258, 10, 258, 98], 6 * [99]])
-    guess = torch.tensor([[99, 100, 258, 99, 101, 99], 6 * [99]])
     for _ in range(2):
-        watch(x, torch.tensor([[0.9, 0.0, 1.0, 0.9, 0.5, 0.9], 6 * [0.0]]), guess, None, None)
+        watch(torch.tensor(x), torch.tensor(lam), torch.tensor(guess), None, None)
     first, second = capsys.readouterr().out.split("\x1b[2F\x1b[J")  # two lines up
     assert first == second and re.sub("\x1b.*?m", "", first) == "ad·↵\neb\n"
     assert re.findall("\x1b.1m(.)", first) == ["a", "↵", "b"]
