@@ -72,8 +72,7 @@ def test_an_update_moves_all_parameters():
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
     step(True)
     step(True)
-    for name, p in model.named_parameters():
-        # Without time conditioning σ is 0, and the layer that embeds it has no gradient.
+    for name, p in model.named_parameters():  # without time conditioning, σ is 0
         assert not torch.equal(p, before[name]) or name.startswith("net.sigma_map"), name
 
 
@@ -83,10 +82,10 @@ def test_gpu_sh_gives_flags_that_exist(tmp_path):
     stand_in.write_text(f"#!/bin/sh\n[ \"$1\" != - ] || echo 9\nprintf '%s\\n' \"$*\" >> {kept}\n")
     stand_in.chmod(0o755)
     for size in "toy", "gpu":
-        env = os.environ | {"PYTHON": str(stand_in), "WORK": str(tmp_path / "work"),
-                            "OUT": str(tmp_path / size), "SIZE": size, "TEXT": str(tmp_path)}
-        subprocess.run(["bash", f"{ROOT}/lab/gpu.sh"], capture_output=True, env=env)
-    commands = [line.split() for line in kept.read_text().splitlines()]
+        env = {"PYTHON": stand_in, "WORK": tmp_path / "work", "OUT": tmp_path / size,
+               "SIZE": size, "TEXT": tmp_path}
+        subprocess.run(["bash", f"{ROOT}/lab/gpu.sh"], capture_output=True, env=os.environ | env)
+    commands = map(str.split, kept.read_text().splitlines())
     scripts = [words for words in commands if words[0].endswith(".py")]
     for script, *words in scripts:
         name = os.path.basename(script).removesuffix(".py")

@@ -17,7 +17,7 @@ import torch
 import data
 from conftest import GOLDEN, configure, dying, refused
 from data import Config, main, open_split, prepare
-from launch import Refused, append_jsonl, read_json
+from launch import Refused, read_json
 
 BYTES = data.tokenizer("bytes")
 TEXTS = ["It was a dark night.\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\n"]
@@ -28,8 +28,8 @@ def prepared(folder, texts=TEXTS, val_docs=2):
     return folder
 
 
-def jsonl(texts):
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+def jsonl(texts, field="text"):
+    return b"".join(json.dumps({"id": "x", field: text}).encode() + b"\n" for text in texts)
 
 
 def ids_of(texts):
@@ -37,17 +37,11 @@ def ids_of(texts):
     return list(itertools.chain(*(list(text.encode()) + [257] for text in texts if text)))
 
 
-def test_rows_are_the_recorded_blocks(tmp_path):
+def test_rows_are_the_recorded_blocks():
     """BOS + L − 2 tokens + EOS. The authors' code cut the same ids into the same blocks."""
     golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["packing"]
     ids = np.array(list(itertools.chain(*golden["docs"])), np.uint16)
-    gpt2 = {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257,
-            "bos": golden["bos"], "eos": golden["eos"]}
-    ids.tofile(tmp_path / "val.bin")
-    val = {"tokens": len(ids), "bytes": 0, "sha256": ""}
-    meta = {"tokenizer": gpt2, "val": val}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    tokens, _ = open_split(tmp_path, "val")
+    tokens = data.Tokens(ids, {"bos": golden["bos"], "eos": golden["eos"]}, "val.bin")
     L, blocks = golden["block_size"], golden["blocks"]
     assert data.n_rows(tokens, L) == len(blocks)
     assert data.rows(tokens, range(len(blocks)), L).tolist() == blocks
@@ -103,27 +97,22 @@ def parquet(path):
 def test_every_format_gives_the_same_tokens(tmp_path, capsys, monkeypatch):
     for name in "pyarrow", "pyarrow.parquet":
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ParquetFile=parquet))
-    lines = jsonl(TEXTS).encode()
-    (tmp_path / "a.jsonl").write_bytes(lines)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
-    (tmp_path / "d/sub").mkdir(parents=True)
-    for i, text in enumerate(TEXTS):
-        folder = tmp_path / "d" / ("sub" if i == 4 else "")
-        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
-    for name in "README.md", "x.py", "y.py":
-        (tmp_path / "d" / name).write_text("is not part of the corpus")
-    (tmp_path / "e").mkdir()
-    (tmp_path / "e" / "A.NDJSON.GZ").write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines))
+    lines, other = jsonl(TEXTS), jsonl(TEXTS, "content")
+    files = {"a.jsonl": lines, "b/A.NDJSON.GZ": gzip.compress(b"\xef\xbb\xbf" + lines),
+             "c.jsonl": other, "d.parquet": other, "e/sub/4.txt": TEXTS[4].encode()}
+    files |= {f"e/{i}.txt": text.encode() for i, text in enumerate(TEXTS[:4])}
+    files |= {f"e/{name}": b"no part of the corpus" for name in ("README.md", "x.py", "y.py")}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
     out = str(tmp_path / "out")
-    for name in "f.jsonl", "g.parquet":
-        append_jsonl(tmp_path / name, *[{"id": "x", "content": text} for text in TEXTS])
-    for name in "a.jsonl", "b.jsonl.gz", "d", "e", "f.jsonl", "g.parquet":
+    for name in "a.jsonl", "b", "c.jsonl", "d.parquet", "e":
         main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2,
-                    overwrite=True, field="content" if name[0] in "fg" else "text"))
+                    overwrite=True, field="content" if name[0] in "cd" else "text"))
         train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
     assert "skipped: 2 .py, 1 .md\n" in capsys.readouterr().out
-    refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "d"), out=out))
+    refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "e"), out=out))
 
 
 def test_line_ends_stay_the_bytes_that_they_are(tmp_path):
@@ -132,7 +121,7 @@ def test_line_ends_stay_the_bytes_that_they_are(tmp_path):
 
 
 def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
-    lines = jsonl(["x" * 99] * 300).encode()
+    lines = jsonl(["x" * 99] * 300)
     for name, content, message in (
             ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 "),
             ("b.jsonl.gz", gzip.compress(lines[:20_000] + b"\xe9" + lines[20_000:]), "byte 20000"),

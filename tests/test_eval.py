@@ -3,7 +3,6 @@
 import functools
 import math
 import os
-import re
 import sys
 import types
 from pathlib import Path
@@ -17,11 +16,10 @@ import torch.nn.functional as F
 import data
 import eval as evaluation
 import feedback
-import launch
 import oracles
-from conftest import GOLDEN, ROOT, gen, plain_omega, random_mdlm, refused, save_mdlm
-from eval import PRESETS, Config, bound, gen_ppl, mean_and_se, score, val_nats
-from launch import append_jsonl, from_cli, read_json, write_text
+from conftest import GOLDEN, ROOT, gen, plain_omega, random_mdlm, refused, save_mdlm, start
+from eval import Config, bound, gen_ppl, mean_and_se, score, val_nats
+from launch import append_jsonl, read_json, read_jsonl
 from mdlm import MDLM
 from sample import generate_in_order
 
@@ -33,8 +31,8 @@ def model_of(seed=0, **changes):
     return random_mdlm(seed=seed, vocab_size=259, mask_id=258, length=16, dropout=0.1, **changes)
 
 
-def rows_of(n, V=258, seed=0):
-    return torch.randint(V, (n, 16), generator=gen(seed))
+def rows_of(n):
+    return torch.randint(258, (n, 16), generator=gen())
 
 
 @pytest.mark.parametrize("soft, floor", [(True, 1e-3), (False, 1e-3), (True, 0.3)])
@@ -92,8 +90,8 @@ class Tok:
 
     def __call__(self, text, truncation, max_length):
         assert truncation and max_length == 1024
-        ids = [1 if c == "$" else ord(c) - 95 for c in text]
-        return types.SimpleNamespace(input_ids=ids[:max_length])
+        ids = [1 if c == "$" else ord(c) - 95 for c in text[:max_length]]
+        return types.SimpleNamespace(input_ids=ids)
 
 
 class LM(nn.Module):
@@ -162,9 +160,9 @@ def samples_file(path, texts, start=0, **settings):
 
 def test_samples_of_all_ranks_count_once(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, texts, start in ("s", "ab", 0), ("s.0", "cd", 2), ("s.1", "bc", 1), ("s.x", "e", 4):
-        samples_file(f"{name}.jsonl", texts, start)
-    append_jsonl("s.1.jsonl", launch.read_jsonl("s.jsonl")[0] | {"seed": 2, "text": "f"})
+    for name, texts, first in ("s", "ab", 0), ("s.0", "cd", 2), ("s.1", "bc", 1), ("s.x", "e", 4):
+        samples_file(f"{name}.jsonl", texts, first)
+    append_jsonl("s.1.jsonl", read_jsonl("s.jsonl")[0] | {"seed": 2, "text": "f"})
     samples, settings = evaluation.read_samples("s.jsonl")
     assert settings == SETTINGS
     texts = [sample["text"].removeprefix("<|bos|>")[0] for sample in samples]
@@ -184,12 +182,8 @@ def world(tmp_path, monkeypatch):
     samples_file("samples.jsonl", ["abcdef", "bcdefg", "cdefgh", "defgh"])
 
 
-def main(*argv):
-    evaluation.main(from_cli(Config, argv, PRESETS))
-
-
-def result(*argv):
-    main(*argv, "--out=r.json")
+def result(*words):
+    start("eval", *words, "--out=r.json")
     return read_json("r.json")
 
 
@@ -202,13 +196,13 @@ def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
     assert found == result("ppl", "--checkpoint=own.pt", "--data=data") | {
         "evaluation": found["evaluation"]}
     data.prepare(["another text"] * 99, "data", BYTES)
-    refused("data has changed since own.pt was trained", main, "ppl", "--checkpoint=own.pt")
+    refused("data has changed since own.pt was", result, "ppl", "--checkpoint=own.pt")
 
 
 def test_ppl_of_a_checkpoint(world):
     """The EMA is the default. The rows are spread over the text."""
     ppl = "ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2"
-    main(*ppl, "--rows=5", "--label=tiny")
+    start("eval", *ppl, "--rows=5", "--label=tiny")
     found = read_json("last.pt.ppl.data-data.rows-5.repeats-2.json")
     tokens, meta = data.open_split("data", "val")
     text, n = meta["val"], data.n_rows(tokens, 16)
@@ -230,14 +224,14 @@ def test_ppl_of_a_checkpoint(world):
                                  "text": text | {"path": "data"}, "dtype": "float32"}
     for other in "--ema=False", "--seed=2", "--floor=0":
         assert result(*ppl, "--rows=5", other)["values"] != found["values"]
-    refused("--text does nothing with ppl", main, *ppl, "--text=other.txt")
+    refused("--text does nothing with ppl", result, *ppl, "--text=other.txt")
     save_mdlm("gpt2.pt", model_of(), tokenizer={"name": "gpt2"})
-    refused("has other settings: name", main, "ppl", "--checkpoint=gpt2.pt", "--data=data")
+    refused("has other settings: name", result, "ppl", "--checkpoint=gpt2.pt", "--data=data")
 
 
 def test_the_mean_of_the_bound_by_t_is_the_bound(world):
     words = "--checkpoint=last.pt --data=data --width=4 --calls=4,2 --rows=20 --out=r.json".split()
-    ask = lambda *more: feedback.main(from_cli(feedback.Config, [*words, *more]))
+    ask = functools.partial(start, "feedback", *words)
     refused("give calls from 1 to the width", ask, "--width=3")  # the last call would be empty
     ask()
     found, ppl = read_json("r.json")["values"], result("ppl", *words[:2], "--rows=20", "--floor=0")
@@ -251,17 +245,10 @@ def test_the_mean_of_the_bound_by_t_is_the_bound(world):
     assert {*map(tuple, read_json("r.json")["values"].values())} == {("plain", "plain_se")}
 
 
-def test_a_bar_tells_the_count_and_the_time_left_also_in_a_file(monkeypatch, capsys):
-    now = iter(range(0, 10_000, 20))
-    monkeypatch.setattr("tqdm.std.time", lambda: next(now))
-    assert list(launch.progress([5, 6, 7], "3 things")) == [5, 6, 7]
-    assert re.search(r"3 things:.* 2/3 \[\d\d:\d\d<\d\d:\d\d", capsys.readouterr().err)
-
-
 def test_a_text_is_measured_like_prepared_data_also_without_sm(world):
     text, words = "some other text\n" * 30, ("--checkpoint=binary.pt", "--rows=5")
     save_mdlm("binary.pt", model_of(soft_mask=False))
-    write_text("other.txt", text)
+    Path("other.txt").write_text(text)
     data.prepare(["-", text], "other", BYTES, val_docs=1)
     found = [result(*what, *words) for what in (("zero_shot", "--text=other.txt"),
                                                 ("ppl", "--data=other"))]
@@ -305,7 +292,7 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     assert own["values"]["n"] == own["values"]["references"] == 3 and own["settings"]["L"] == 16
     assert own["settings"]["sampler"] == "data" and own["values"]["nfe"] == 0
     samples_file("gpt2.jsonl", ["abcdef"], tokenizer="gpt2")
-    refused("other settings: tokenizer", main, "samples", "--samples=gpt2.jsonl", "--data=letters")
+    refused("settings: tokenizer", result, "samples", "--samples=gpt2.jsonl", "--data=letters")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
         result(*samples)

@@ -47,13 +47,16 @@ def needs_a_package(cfg):
     (needs_a_package, [], "No module named 'mauve': pip install mauve-text\n"),
     (lambda cfg: launch.machine("cuda:99"), [], "--device=cuda:99 does not work here ("),
 ])
-def test_bad_input_is_one_line_and_an_exit_code(monkeypatch, capsys, main, flags, message):
+def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, main, flags, message):
+    """The line is in the report of torchrun, too."""
+    report = tmp_path / "error.json"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(report))
     monkeypatch.setattr(sys, "argv", ["folder/x.py", *flags])
     with pytest.raises(SystemExit) as stop:
         launch.run(main, Config)
     err = capsys.readouterr().err
-    assert stop.value.code == 2
-    assert err.startswith(f"x.py: {message}") and err.count("\n") == 1
+    assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith(f"x.py: {message}")
+    assert err == f"x.py: {launch.read_json(report)['message']['message']}\n"
 
 
 @pytest.fixture
@@ -71,64 +74,32 @@ def files(tmp_path, monkeypatch):
 
 
 def change(path, old, new):
-    text = Path(path).read_text()
-    assert old in text
-    Path(path).write_text(text.replace(old, new))
-
-
-def cut(path, share=0.7):
-    os.truncate(path, int(os.path.getsize(path) * share))
+    Path(path).write_text(Path(path).read_text().replace(old, new))
 
 
 @pytest.mark.parametrize("break_it, words, message", [
     (None, "sample --checkpoint=adapter.pt", "adapter.pt has kind = 'dream-adapter'"),
-    (None, "train --data=data --length=20 --init_from=adapter.pt", "adapter.pt has kind = 'dream-"),
-    (lambda: cut("data/meta.json"), "train --data=data", "data/meta.json is not a complete JSON"),
-    (lambda: cut("dream/added_tokens.json"), "sample_dream --model=dream",
-     "dream/added_tokens.json is not a complete JSON"),
+    (lambda: os.truncate("data/meta.json", 99), "train --data=data", "not a complete JSON object"),
     (lambda: change("dream/config.json", '"rope_theta"', '"theta"'), "sample_dream --model=dream",
      "dream/config.json has no field 'rope_theta'"),
-    (lambda: change("adapter/adapter_config.json", '"lora_alpha"', '"alpha"'),
-     "sample_dream --model=dream --adapter=adapter", "adapter_config.json has no field 'lora_alph"),
     (lambda: change("adapter/adapter_config.json", '"r": 4', '"r": 5'),
-     "sample_dream --model=dream --adapter=adapter", "adapter: .* has another shape in the model"),
-    (lambda: cut("dream/model.safetensors"), "sample_dream --model=dream",
-     "dream/model.safetensors is no safetensors file, or cut short"),
+     "sample_dream --model=dream --adapter=adapter", "adapter: .* has another shape"),
     (lambda: Path("x.jsonl").write_text("42"), "sample --checkpoint=mdlm.pt --out=x.jsonl",
      "x.jsonl has lines that are not from sample.py"),
-    (lambda: Path("x.jsonl").touch(), "eval zero_shot --checkpoint=mdlm.pt --text=x.jsonl",
-     "the text: 0 tokens do not fill one row"),
-    (None, "sample_dream --model=nowhere", "--model=nowhere is no folder: .* `hf download"),
-    (lambda: os.renames("adapter", "run/best"), "sample_dream --model=dream --adapter=run",
-     "run is the folder of a run: give its adapter, run/best"),
-    (None, "train --data=dta", "there is no folder dta: give --data"),
-    (None, "train --data=dream", "no data in dream, .*`python data.py dream --out=data/NAME`"),
     (None, "train --data=data --length=300", "217 tokens do not fill one row"),
-    (None, "train --data=data --length=20 --init_from=mdlm.pt", "n_cond .*`train.py stdlib --init"),
-    (None, "eval ppl --checkpoint=mdlm.pt --data=data --text=x", "--text does nothing with ppl"),
     (None, "eval ppl --floor=0.5", "--floor=0.5 must be a number from 0 to 0.01"),
-    (None, "train --data=data --vocab_size=7", "--vocab_size does nothing in train.py"),
-    (None, "train --data=data --p_sm=0 --omega_s=0.5", "--omega_s does nothing with --p_sm=0"),
-    (None, "finetune_dream --model=dream --p_sm=0 --k=3", "--k does nothing with --p_sm=0"),
-    (None, "finetune_dream --model=dream --steps=3 --epochs=1", "--epochs does nothing with --st"),
-    (None, "sample_dream --model=dream --cache=dual", "--cache does nothing without --block"),
-    (None, "sample_dream --model=dream --schedule=linear", "--schedule does nothing without feed"),
-    (None, "sample_dream --model=dream --infill=a___ --prompt=b", "--prompt does nothing with --i"),
+    (None, "train --data=data --vocab_size=7", "--vocab_size does nothing"),
+    (None, "train --data=data --p_sm=0 --omega_s=0.5", "--omega_s does nothing"),
+    (None, "finetune_dream --model=dream --p_sm=0 --k=3", "--k does nothing"),
+    (None, "finetune_dream --model=dream --steps=3 --epochs=1", "--epochs does nothing"),
+    (None, "sample_dream --model=dream --cache=dual", "--cache does nothing"),
+    (None, "sample_dream --model=dream --schedule=linear", "--schedule does nothing"),
+    (None, "sample_dream --model=dream --infill=a___ --prompt=b", "--prompt does nothing"),
 ])
-def test_a_bad_file_or_flag_is_refused_in_one_line(files, break_it, words, message):
-    """And what the same words do with good files is tested elsewhere."""
+def test_a_bad_file_or_flag_is_refused(files, break_it, words, message):
     if break_it:
         break_it()
     refused(message, start, *words.split())
-
-
-def test_under_torchrun_the_line_is_in_its_report_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["x.py", "--stepz=1"])
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(SystemExit):
-        launch.run(print, Config)
-    message = launch.read_json(tmp_path / "error.json")["message"]["message"]
-    assert message == "unknown argument '--stepz=1': did you mean --steps?"
 
 
 def test_printing_ends_no_run(tmp_path):
