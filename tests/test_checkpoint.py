@@ -23,7 +23,9 @@ TINY = dict(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29
 HUB = dict(n_blocks=2, n_heads=4, hidden_dim=32, cond_dim=16, vocab_size=30, model_length=512,
            dropout=0.2, time_conditioning=True, model_type="mdlm", architectures=["MDLM"])
 SPECIAL = {"name": "bytes", "vocab_size": 30, "mask_id": 29, "bos": 27, "eos": 28}
-THEIRS = {"raw_s": "raw_scale", "raw_a": "raw_steep", "raw_b": "raw_centre_neg"}
+THEIRS = {"raw_s": "raw_scale", "raw_a": "raw_steep", "raw_b": "raw_centre_neg",
+          "raw_tau": "raw_temperature"}
+DENSE = {"transparency_alg": "mixinputs_with_temp"}
 INV_FREQ = 10000 ** (-torch.arange(0, 8, 2) / 8)  # a buffer of theirs, for heads of width 8
 
 
@@ -49,14 +51,13 @@ def published(model, prefix="backbone."):
     return state | {prefix + "rotary_emb.inv_freq": INV_FREQ}
 
 
-def training_file(path, model, /, head=None, tensors=None, hostile=None, **settings):
-    """The authors' training checkpoint. head: settings of the soft mask; settings: all others."""
+def training_file(path, model, /, tensors=None, hostile=None, **settings):
+    """The authors' training checkpoint."""
     state = collections.OrderedDict(published(model) | (tensors or {}))
     for raw, theirs in THEIRS.items():
-        state["tran_head." + theirs] = getattr(model.sm, raw).data
-    state["tran_head.raw_temperature"] = torch.tensor(0.5)
+        state["tran_head." + theirs] = getattr(model.sm, raw, torch.tensor(0.5))
     config = {"algo": {"parameterization": "subs", "causal_attention": False,
-                       "tran_head": {"mixinputs_k": 2} | (head or {})},
+                       "tran_head": {"mixinputs_k": 2}},
               "model": {"length": 8, "hidden_size": 32, "n_heads": 4, "dropout": 0.0},
               "data": {"tokenizer_name_or_path": "gpt2"}, "optim": {"sm_prob": 0.8}}
     for name, value in settings.items():
@@ -152,7 +153,7 @@ def test_training_checkpoint_without_its_framework(tmp_path):
     assert averaged.info["tokenizer"] == SPECIAL | {"name": "gpt2", "bos": 28}
     pairs = zip(averaged.net.parameters(), model.net.parameters())
     assert all(torch.equal(a, b + 1) for a, b in pairs)
-    dense = MDLM.load(training_file(path, model, {"transparency_alg": "mixinputs_with_temp"}))
+    dense = MDLM.load(training_file(path, model, algo={"tran_head": DENSE}))
     assert dense.cfg.k is None and dense.sm.raw_tau == 0.5
     # MDLM's code has it beside the sections, later code in one.
     for where in ({"time_conditioning": True}, {"algo": {"time_conditioning": True}}):
@@ -199,7 +200,7 @@ def test_hub_layouts(tmp_path):
     {"algo": {"causal_attention": True}},
     {"optim": {"sm_t_min": 0.2}},
     {"optim": {"sm_t_max": 0.8}},
-    {"head": {"transparency_alg": "mixinputs_with_temp", "fixed_lambda": 0.3}},
+    {"algo": {"tran_head": DENSE | {"fixed_lambda": 0.3}}},
     {"tensors": {"initial_nll": torch.tensor(7.0)}},
     {"tensors": {"backbone.rotary_emb.inv_freq": 11000 ** (-torch.arange(0, 8, 2) / 8)}},
 ])

@@ -20,7 +20,7 @@ from data import Config, main, open_split, prepare
 from launch import Refused, read_json
 
 BYTES = data.tokenizer("bytes")
-TEXTS = ["It was a dark night.\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\n"]
+TEXTS = ["It was a dark night\r\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\r\n"]
 
 
 def prepared(folder, texts=TEXTS, val_docs=2):
@@ -113,11 +113,6 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys, monkeypatch):
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
     assert "skipped: 2 .py, 1 .md\n" in capsys.readouterr().out
     refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "e"), out=out))
-
-
-def test_line_ends_stay_the_bytes_that_they_are(tmp_path):
-    (tmp_path / "a.txt").write_bytes("a\r\nω\rb\n".encode())
-    assert list(data.documents([tmp_path / "a.txt"])) == ["a\r\nω\rb\n"]
 
 
 def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):

@@ -6,7 +6,7 @@ import json
 import os
 import re
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 
 import pytest
 
@@ -131,8 +131,7 @@ def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
     wrong += ["import mmap; mmap.mmap(-1, 5 << 30)"] * linux
     wrong += ["for _ in range(64): print('x' * (1 << 20))"] * linux
     for program in right + wrong:
-        seconds = 10 if "while True" not in program else 0.5
-        assert B.passes(program, seconds) is (program in right), program
+        assert B.passes(program, 0.5 if "while" in program else 10) is (program in right), program
 
 
 def test_verdicts_equal_those_recorded_from_the_scorer_before(config):
@@ -156,9 +155,8 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config):
     assert [(r["budget"], r["nfe"], r["tokens"], r["settings"]["steps"]) for r in results] == [
         ("1/4", 2, 8, 2), ("1/1", 8, 8, 8)]
     for r in results:
-        assert r["feedback"] == "binary" and r["score"] == 0 and r["n"] == 1
+        assert (r["feedback"], r["score"], r["n"]) == ("binary", 0, 1)
         assert r["prompt"] == CHAT.format("Q: How many?\nA:", "")
-        assert {f.name for f in fields(E.Config)} == set(r["settings"])
     results = E.evaluate(replace(cfg, nfe="1/1", blocks="4,8", threshold=0.9))
     assert [(r["settings"]["block"], r["nfe"]) for r in results] == [(4, 8), (8, 8)]
     assert [row[0] for row in plot.dream_results(cfg.out)] == [4, 8]

@@ -4,19 +4,14 @@ import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
 import checkpoint
 import data
-import dora
-import finetune_dream
 import launch
-import tiny_dream
 from conftest import ROOT, random_mdlm, refused, save_mdlm, start
-from dream import Dream
-from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
+from launch import append_jsonl, atomic, from_cli, read_json, read_jsonl, write_text
 from train import Config
 
 
@@ -56,69 +51,51 @@ def test_bad_input_is_one_line_and_code_2(tmp_path, monkeypatch, capsys, main, f
         launch.run(main, Config)
     err = capsys.readouterr().err
     assert stop.value.code == 2 and err.count("\n") == 1 and err.startswith(f"x.py: {message}")
-    assert err == f"x.py: {launch.read_json(report)['message']['message']}\n"
+    assert err == f"x.py: {read_json(report)['message']['message']}\n"
 
 
-@pytest.fixture
-def files(tmp_path, monkeypatch):
-    """A folder of small files of every kind, each of them good."""
+@pytest.mark.parametrize("words, message", [
+    ("sample --checkpoint=adapter.pt", "adapter.pt has kind = 'dream-adapter'"),
+    ("sample --checkpoint=mdlm.pt --out=x.jsonl", "x.jsonl has lines that are not from sample.py"),
+    ("train --data=x", "x/meta.json is not a complete JSON object"),
+    ("finetune_dream --model=x --data=x", "x/config.json has no field"),
+    ("train --data=data --length=300", "217 tokens do not fill one row"),
+    ("eval ppl --floor=0.5", "--floor=0.5 must be a number from 0 to 0.01"),
+    ("train --data=data --vocab_size=7", "--vocab_size does nothing"),
+    ("train --data=data --p_sm=0 --omega_s=0.5", "--omega_s does nothing"),
+    ("finetune_dream --model=TINY --p_sm=0 --k=3", "--k does nothing"),
+    ("finetune_dream --model=TINY --steps=3 --epochs=1", "--epochs does nothing"),
+    ("sample_dream --model=TINY --cache=dual", "--cache does nothing"),
+    ("sample_dream --model=TINY --schedule=linear", "--schedule does nothing"),
+    ("sample_dream --model=TINY --infill=a___ --prompt=b", "--prompt does nothing"),
+])
+def test_a_bad_file_or_flag_is_refused(tmp_path, monkeypatch, tiny, words, message):
     monkeypatch.chdir(tmp_path)
     data.prepare(["a text of some length"] * 99, "data", data.tokenizer("bytes"))
-    tiny_dream.make("dream", "dialogues.jsonl")
-    save_mdlm("mdlm.pt", random_mdlm(vocab_size=259, mask_id=258, length=20, omega_s=0.5))
-    checkpoint.save("adapter.pt", kind="dream-adapter", config={}, model={}, step=1, metrics={})
-    dream = Dream.load("dream")
-    dora.attach(dream, finetune_dream.TARGETS, 4, 8)
-    cfg = finetune_dream.Config(r=4, alpha=8)
-    finetune_dream.save_adapter("adapter", dream, None, cfg)
-
-
-def change(path, old, new):
-    Path(path).write_text(Path(path).read_text().replace(old, new))
-
-
-@pytest.mark.parametrize("break_it, words, message", [
-    (None, "sample --checkpoint=adapter.pt", "adapter.pt has kind = 'dream-adapter'"),
-    (lambda: os.truncate("data/meta.json", 99), "train --data=data", "not a complete JSON object"),
-    (lambda: change("dream/config.json", '"rope_theta"', '"theta"'), "sample_dream --model=dream",
-     "dream/config.json has no field 'rope_theta'"),
-    (lambda: change("adapter/adapter_config.json", '"r": 4', '"r": 5'),
-     "sample_dream --model=dream --adapter=adapter", "adapter: .* has another shape"),
-    (lambda: Path("x.jsonl").write_text("42"), "sample --checkpoint=mdlm.pt --out=x.jsonl",
-     "x.jsonl has lines that are not from sample.py"),
-    (None, "train --data=data --length=300", "217 tokens do not fill one row"),
-    (None, "eval ppl --floor=0.5", "--floor=0.5 must be a number from 0 to 0.01"),
-    (None, "train --data=data --vocab_size=7", "--vocab_size does nothing"),
-    (None, "train --data=data --p_sm=0 --omega_s=0.5", "--omega_s does nothing"),
-    (None, "finetune_dream --model=dream --p_sm=0 --k=3", "--k does nothing"),
-    (None, "finetune_dream --model=dream --steps=3 --epochs=1", "--epochs does nothing"),
-    (None, "sample_dream --model=dream --cache=dual", "--cache does nothing"),
-    (None, "sample_dream --model=dream --schedule=linear", "--schedule does nothing"),
-    (None, "sample_dream --model=dream --infill=a___ --prompt=b", "--prompt does nothing"),
-])
-def test_a_bad_file_or_flag_is_refused(files, break_it, words, message):
-    if break_it:
-        break_it()
-    refused(message, start, *words.split())
+    save_mdlm("mdlm.pt", random_mdlm(vocab_size=259, mask_id=258, length=20))
+    checkpoint.save("adapter.pt", kind="dream-adapter", config={}, model={})
+    for name, text in ("x.jsonl", "42"), ("x/meta.json", '{"cut'), ("x/config.json", "{}"):
+        write_text(name, text)
+    refused(message, start, *words.replace("TINY", tiny[0]).split())
 
 
 def test_printing_ends_no_run(tmp_path):
-    code = f"""
-import sys
-import launch, train
+    code = """
+import sys, launch, train
 def main(cfg):
-    log = launch.Log({str(tmp_path / "log.jsonl")!r}, 0, 10_000, True)
-    for step in range(10_000):
-        log.write({{"step": step + 1, "omega_s": 0.5}})
-    print('ω end', file=sys.stderr)
+    log = launch.Log("log.jsonl", 0, 10, True)
+    for step in range(10):
+        log.write({"step": step + 1, "omega_s": 0.5})
+    print("ω end", file=sys.stderr)
 launch.run(main, train.Config)"""
     env = os.environ | {"PYTHONPATH": ROOT, "PYTHONIOENCODING": "cp1252"}
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE)
-    process = subprocess.Popen([sys.executable, "-c", code], env=env, **pipes)
-    process.stdout.close()
-    process.stdout = None
-    assert process.communicate(timeout=100)[1] == b"? end\n" and process.returncode == 0
-    assert len(read_jsonl(tmp_path / "log.jsonl")) == 10_000
+    end, pipe = os.pipe()
+    os.close(end)  # nobody reads
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, stdout=pipe,
+                          stderr=subprocess.PIPE)
+    os.close(pipe)
+    assert done.stderr == b"? end\n" and done.returncode == 0
+    assert len(read_jsonl(tmp_path / "log.jsonl")) == 10
 
 
 def test_the_first_signal_is_collected_and_a_second_ctrl_c_ends_the_process():
@@ -132,11 +109,9 @@ def test_the_first_signal_is_collected_and_a_second_ctrl_c_ends_the_process():
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):
     path = tmp_path / "deep" / "f"
     write_text(path, "old ω")
-    with pytest.raises(KeyboardInterrupt):
-        with atomic(path) as tmp:
-            with open(tmp, "w") as f:
-                f.write("half")
-            raise KeyboardInterrupt
+    with pytest.raises(KeyboardInterrupt), atomic(path) as tmp:
+        write_text(tmp, "half")
+        raise KeyboardInterrupt
     assert path.read_text(encoding="utf-8") == "old ω" and os.listdir(path.parent) == ["f"]
     calls, replace = [], os.replace
     monkeypatch.setattr(os, "fsync", lambda file: calls.append("fsync"))

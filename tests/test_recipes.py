@@ -60,11 +60,12 @@ class SEDD(Hub):
         return scores.scatter(-1, ids[..., None], 0.0)
 
 
-def half_masked():
-    """x, x0 (4, 8), t (4,), fixed (4, 8)"""
+def arguments():
+    """Those of RECIPES.bound: a model, its sm, x, x0 (4, 8), t (4,), fixed (4, 8)"""
     x0, t = torch.randint(MASK, (4, 8), generator=gen()), torch.tensor([0.2, 0.4, 0.6, 0.9])
     fixed = (torch.arange(8) < 2).expand(4, -1)
-    return torch.where(fixed, x0, mdlm.corrupt(x0, t, MASK, gen())), x0, t, fixed
+    x = torch.where(fixed, x0, mdlm.corrupt(x0, t, MASK, gen()))
+    return Hub(), soft_mask(), x, x0, t, fixed
 
 
 def test_corrupt_masks_with_probability_t_and_never_what_is_fixed():
@@ -81,8 +82,7 @@ def test_corrupt_masks_with_probability_t_and_never_what_is_fixed():
 
 def test_the_snippet_of_the_readme_runs():
     [block] = blocks("README.md", "python")
-    model, (x, x0, *_) = Hub(), half_masked()
-    tokenizer = types.SimpleNamespace(mask_token_id=MASK)
+    tokenizer, (model, _, x, x0, *_) = types.SimpleNamespace(mask_token_id=MASK), arguments()
     scope = {"torch": torch, "tokenizer": tokenizer, "model": model, "x": x, "x0": x0,
              "cross_entropy": F.cross_entropy}
     exec(block, scope)
@@ -109,14 +109,14 @@ def test_a_step_feeds_back_to_every_mask_what_was_predicted_there(name, shift):
 
 @pytest.mark.parametrize("soft", [False, True])
 def test_bound_is_eq_2_of_the_second_pass(soft):
-    model, sm, (x, x0, t, fixed) = Hub(), soft_mask(), half_masked()
+    model, sm, x, x0, t, _ = given = arguments()
     logits = model(input_ids=x).logits
     if soft:
         logits = RECIPES.step(model, x, sm, logits)
     expected = 0.0
     for b, i in (x == MASK).nonzero():
         expected -= logits[b, i].log_softmax(-1)[x0[b, i]].item() / t[b].item()
-    found = RECIPES.bound(RECIPES.step, model, sm, x, x0, t, fixed, soft)
+    found = RECIPES.bound(RECIPES.step, *given, soft)
     assert found.item() == pytest.approx(expected / 24, rel=1e-5)  # two of eight are fixed
     found.backward()  # pass 1 has no gradient, pass 2 has one to the model and, if soft, to ω
     assert model.head.weight.grad.any()
@@ -126,10 +126,10 @@ def test_bound_is_eq_2_of_the_second_pass(soft):
 @pytest.mark.parametrize("name", ["step", "dream_step"])
 def test_check_prints_what_is_wrong(name, capsys):
     """A model that knows the token at its own position, by either rule: line 3 tells which."""
-    model, sm, (x, x0, t, fixed) = Hub(), soft_mask(), half_masked()
-    rest, before = (model, sm, x, x0, t, fixed), [p.clone() for p in sm.parameters()]
+    model, sm, x, x0, *_ = given = arguments()
+    before = [p.clone() for p in sm.parameters()]
     knows_here = lambda *args: getattr(RECIPES, name)(*args) + 9 * F.one_hot(x0, V)
-    RECIPES.check(knows_here, *rest)
+    RECIPES.check(knows_here, *given)
     off, lam, guess, loss, gradient = capsys.readouterr().out.splitlines()
     assert off == "1. off is off: True"
     first = RECIPES.without_mask(knows_here(model, x, sm)[x == MASK], MASK)
@@ -138,12 +138,12 @@ def test_check_prints_what_is_wrong(name, capsys):
                    f"mean entropy {entropy:.2f}")
     left, here, right = map(float, guess.split()[-3:])
     assert here == 1 and max(left, right) < 0.5
-    plain, soft = (RECIPES.bound(knows_here, *rest, on) for on in (False, True))
+    plain, soft = (RECIPES.bound(knows_here, *given, on) for on in (False, True))
     assert loss == f"4. loss {plain:.3f} without feedback, with it {soft - plain:+.1e}"
     assert len(set(map(float, gradient.split()[4:])) - {0.0}) == 3
     assert all(map(torch.equal, before, sm.parameters()))
     assert all(p.grad is None for p in (*sm.parameters(), *model.parameters()))
-    RECIPES.check(lambda *args: torch.roll(knows_here(*args), -1, 1), *rest)
+    RECIPES.check(lambda *args: torch.roll(knows_here(*args), -1, 1), *given)
     left, here, right = map(float, capsys.readouterr().out.splitlines()[2].split()[-3:])
     assert right == 1 and max(left, here) < 0.5
 
@@ -158,7 +158,7 @@ def watched(sm, batch, moved):
 
 def test_fit_trains_and_moves_omega_with_feedback_alone(monkeypatch):
     torch.manual_seed(0)
-    model, sm, (x, _, t, fixed) = Hub(), soft_mask(), half_masked()
+    model, sm, x, _, t, fixed = arguments()
     x0, moved, calls = torch.full_like(x, 3), [], spy(monkeypatch, RECIPES, "step")
     batch = {"x": torch.where(x == MASK, x, x0), "x0": x0, "t": t, "fixed": fixed}
     RECIPES.fit(RECIPES.step, model, sm, watched(lambda: sm, batch, moved), eta=1e-2)
@@ -193,12 +193,10 @@ def test_bd3lm_softens_the_noisy_half_alone():
 
 
 def test_sedd_scores_become_probabilities_first():
-    model, x = SEDD(), torch.tensor([[1, MASK, 4, MASK]])
-    sm, seen = soft_mask(), []
-    for noise in 0.5, 5.0:
-        sigma = torch.tensor([noise])
+    model, x, seen = SEDD(), torch.tensor([[1, MASK, 4, MASK]]), []
+    for sigma in torch.tensor([[0.5], [5.0]]):
         own = model(x, sigma)
-        assert not torch.equal(RECIPES.soft_pass(model, x, sigma, sm, own), own)
+        assert not torch.equal(RECIPES.soft_pass(model, x, sigma, soft_mask(), own), own)
         seen.append(model.seen)
     torch.testing.assert_close(*seen)  # p does not know the noise, which scales all scores alike
 
