@@ -21,17 +21,12 @@ RECORDED = read_json(os.path.join(GOLDEN, "decode_prompts.json"))
 VERDICTS = read_json(os.path.join(GOLDEN, "benchmark_verdicts.json"))
 
 # Invented rows, in the layouts of the published data
-SHIFT = {"task_id": "HumanEval/0", "entry_point": "back",
-         "canonical_solution": "    return [v - STEP for v in xs]\n",
-         "prompt": 'STEP = 2\n\ndef forth(xs):\n    """ adds """\n'
-                   '    return [v + STEP for v in xs]\n\n\n'
-                   'def back(xs):\n    """ undoes forth """\n',
-         "test": "def check(candidate):\n    assert candidate(forth([1, 2])) == [1, 2]\n"}
-TWICE = {"task_id": 1, "text": "Write a function to double.",
-         "code": "def twice(x):\r\n    return 2 * x",
+SHIFT = {"entry_point": "back", "canonical_solution": "    return x - STEP\n",
+         "prompt": "STEP = 2\ndef forth(x):\n    return x + STEP\n\ndef back(x):\n",
+         "test": "def check(candidate):\n    assert candidate(forth(1)) == 1\n"}
+TWICE = {"text": "Write a function to double.", "code": "def twice(x):\r\n    return 2 * x",
          "test_list": ["assert twice(1) == 2", "assert twice(0) == 0", "assert twice(-1) == -2"]}
-PLUS = TWICE | {"task_id": 4, "test": "inputs = list(range(50))\nfor x in inputs:\n"
-                                      "    assert twice(x) == x + x\n"}
+PLUS = TWICE | {"test": "inputs = [1, 7]\nfor x in inputs:\n    assert twice(x) == x + x\n"}
 WORDS = {"question": "How many?", "answer": "#### 1"}
 LATEX = {"problem": "What is it?", "answer": "1", "solution": "\\boxed{1}"}
 ROWS = {"humaneval_instruct": SHIFT,
@@ -44,9 +39,7 @@ CHAT = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 @pytest.fixture
 def config(tmp_path, tiny):
     """The Config of a task, with its data. rows: those of the data, if not the ones above."""
-    pytest.importorskip("lm_eval", reason=(
-        "needs `pip install lm-eval`: would check that prompts, stop strings, scores and stored "
-        "answers are right when lm-evaluation-harness asks"))
+    pytest.importorskip("lm_eval", reason="would check prompts, scores and stored answers")
 
     def config(task, rows=None, **flags):
         path = tmp_path / f"data{len(os.listdir(tmp_path))}.jsonl.gz"
@@ -119,17 +112,17 @@ def test_extracted_code_equals_the_recorded_and_follows_names():
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
     """Output goes to a file, which ends at 16 MB. A pipe would fill our memory."""
     monkeypatch.setenv("SECRET", "1")
-    future, linux = "from __future__ import annotations\n", sys.platform == "linux"
     right = [
         "import os; assert 'SECRET' not in os.environ", "s = '\udc80'", "print('x', end='')",
         "import os; assert os.environ['OMP_NUM_THREADS'] == '1'",
-        "import sys\nfor _ in range(64): print('x' * (1 << 20), file=sys.stderr)",
-        f"{future}from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)",
+        "import sys; print('x' * (64 << 20), file=sys.stderr)",
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass A:\n    x: int\nA(1)",
         "if __name__ == '__main__': assert False"]
     wrong = ["assert False", "def f(:", "import sys; sys.exit(0)", "import os; os._exit(0)",
              "while True: pass", "input()"]
-    wrong += ["import mmap; mmap.mmap(-1, 5 << 30)"] * linux
-    wrong += ["for _ in range(64): print('x' * (1 << 20))"] * linux
+    if sys.platform == "linux":
+        wrong += ["import mmap; mmap.mmap(-1, 5 << 30)", "print('x' * (64 << 20))"]
     for program in right + wrong:
         assert B.passes(program, 0.5 if "while" in program else 10) is (program in right), program
 

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import data
 import eval_dream
@@ -19,8 +20,7 @@ OF_OTHERS = {"pip", "hf"}
 
 
 def page(name):
-    with open(os.path.join(ROOT, name), encoding="utf-8") as f:
-        return f.read()
+    return Path(ROOT, name).read_text("utf-8")
 
 
 def blocks(name, language):
@@ -45,18 +45,15 @@ def commands(name):
     return found
 
 
-def test_every_command_of_reproduce_parses_and_tables_of_dream_ask_all_their_tasks():
+def test_every_command_of_reproduce_parses():
     """Blocks and budgets divide the length of a task."""
-    found, asked = commands("REPRODUCE.md"), {}
+    found = commands("REPRODUCE.md")
     assert len(found) > 100
     for script, words in found:
         _, cfg = configure(script, words)
         if script == "lab/eval_dream":
             task = page(f"lab/tasks/{cfg.task.replace('_plus', '')}.yaml")
             eval_dream.cells(cfg, int(re.search(r"max_gen_toks: (\d+)", task)[1]))
-            asked.setdefault(cfg.out.split("/")[1], set()).add(cfg.task)
-    count = {folder: len(tasks) for folder, tasks in asked.items()}
-    assert count == {"check": 1, "table3": 4, "fig4": 2, "table8": 2, "table10": 4, "table12": 4}
 
 
 def test_the_paper_map_names_what_exists():
