@@ -11,7 +11,7 @@ def drawing():
 
 
 def cells(table):
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return [line[2:-2].split(" | ") for line in table.splitlines()]
 
 
 def test_table_lays_results_out_as_the_paper_does(tmp_path):

@@ -101,7 +101,6 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
     for package in "datasets", "transformers":  # they would fetch GB
         monkeypatch.setitem(sys.modules, package, None)
     for script, words in commands("README.md"):
-        print("$", script, *words)
         try:
             start_short(script, *words)
         except ImportError:

@@ -48,12 +48,11 @@ def test_the_steps_are_those_of_the_sample(saved, sampler):
     assert len(picture.findall("{*}text")) == 12 * len(steps + plain) + 2
 
 
-def test_what_is_no_puzzle_or_no_picture_is_refused(saved):
-    for word, message in (("--given=a.b.", "give 9, some of them dots"),
-                          ("--given=abcdefghi", "give 9, some of them dots"),
-                          ("--count=2", "--count does nothing"), ("--out=x.png", "must end")):
-        refused(message, start, "trajectory", "--checkpoint=sm.pt", word)
-    start("trajectory", "--checkpoint=sm.pt", "--given=a.b......", "--steps=3", "--note=N")
+def test_a_puzzle_has_the_length_of_a_row_and_something_to_fill(saved):
+    words = "trajectory", "--checkpoint=sm.pt"
+    for given in "a.b.", "abcdefghi":
+        refused("give 9, some of them dots", start, *words, f"--given={given}")
+    start(*words, "--given=a.b......", "--steps=3", "--note=N")
     assert '"columns": 0, "note": "N"' in open("trajectory.html").read()
 
 
