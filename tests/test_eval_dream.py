@@ -42,9 +42,9 @@ def config(tmp_path, tiny):
     pytest.importorskip("lm_eval", reason="would check prompts, scores and stored answers")
 
     def config(task, rows=None, **flags):
-        path = tmp_path / f"data{len(os.listdir(tmp_path))}.jsonl.gz"
-        lines = [json.dumps(row) + "\n" for row in rows or [ROWS[task]]]
-        path.write_bytes(gzip.compress("".join(lines).encode()))
+        path, rows = tmp_path / f"data{len(os.listdir(tmp_path))}.gz", rows or [ROWS[task]]
+        text = json.dumps(rows) if len(rows) == 1 else "\n".join(map(json.dumps, rows))
+        path.write_bytes(gzip.compress(text.encode()))
         return E.Config(**{
             "task": task, "data": str(path), "timeout": 10.0, "model": tiny[0], "gen_len": 4,
             "out": str(tmp_path / "results"), "confirm_run_unsafe_code": "gsm8k" not in task,
@@ -153,6 +153,7 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config):
     results = E.evaluate(replace(cfg, nfe="1/1", blocks="4,8", threshold=0.9))
     assert [(r["settings"]["block"], r["nfe"]) for r in results] == [(4, 8), (8, 8)]
     assert [row[0] for row in plot.dream_results(cfg.out)] == [4, 8]
+    refused("here steps follow from --nfe", E.evaluate, replace(cfg, steps=4))
 
 
 def test_the_prompt_is_cut_to_its_last_1024_tokens(config, monkeypatch):

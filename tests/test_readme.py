@@ -29,8 +29,8 @@ def blocks(name, language):
 
 def commands(name):
     """[(script, its words)] of this project, as bash itself reads the blocks of a page."""
-    say = "{ printf '%s\\x1f' $name \"$@\"; printf '\\x1e'; }"
-    programs = [f"{p}() {say.replace('$name', p)}" for p in ("python", "torchrun", *OF_OTHERS)]
+    programs = [f"{name}() {{ printf '%s\\x1f' {name} \"$@\"; printf '\\x1e'; }}"
+                for name in ("python", "torchrun", *OF_OTHERS)]
     script = "\n".join(["set -u", "PATH=", *programs, *blocks(name, "sh")])
     done = subprocess.run([shutil.which("bash"), "-c", script], capture_output=True, text=True)
     assert not done.stderr and not done.returncode, done.stderr
@@ -61,8 +61,8 @@ def test_the_paper_map_names_what_exists():
     named = re.findall(r"`(\w+)\.(\w+)`", table)
     assert len(named) > 12
     for owner, name in named:
-        thing = {"SoftMask": softmask.SoftMask, "MDLM": mdlm.MDLM}.get(owner)
-        assert hasattr(thing or importlib.import_module(owner), name), (owner, name)
+        classes = {"SoftMask": softmask.SoftMask, "MDLM": mdlm.MDLM}
+        assert hasattr(classes.get(owner) or importlib.import_module(owner), name), (owner, name)
 
 
 CUT_SHORT = {  # flags behind a script, or behind a command with this word
@@ -70,7 +70,6 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
               "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split(),
     "examples/sudoku train": "--n_layer=1 --n_head=2 --n_embd=16 --steps=2 --device=cpu".split(),
     "openwebtext": ["--overwrite", "--tokenizer=bytes"],
-    "examples/sudoku": [],
     "sample": ["--device=cpu"],
     "eval": ["--device=cpu", "--rows=4"],
     "lab/feedback": ["--device=cpu", "--rows=4"],
