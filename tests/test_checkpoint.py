@@ -7,6 +7,7 @@ import os
 import pickle
 import resource
 import sys
+import types
 from dataclasses import replace
 from pathlib import Path
 
@@ -38,13 +39,11 @@ def same(a, b):
     return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
 
 
-class Node:
-    """As omegaconf keeps values. A reader that needs this class would return it."""
-    def __init__(self, value):
-        if isinstance(value, dict):
-            self._content = {k: Node(v) for k, v in value.items()}
-        else:
-            self._val = value
+def node(value):
+    """A value as omegaconf keeps it, in objects of a foreign class"""
+    if isinstance(value, dict):
+        return types.SimpleNamespace(_content={k: node(v) for k, v in value.items()})
+    return types.SimpleNamespace(_val=value)
 
 
 def published(model, prefix="backbone."):
@@ -65,7 +64,7 @@ def training_file(path, model, /, tensors=None, hostile=None, **settings):
         config[name] = config[name] | value if isinstance(value, dict) else value
     shadow = [p.data + 1 for p in model.net.parameters()]
     torch.save({"state_dict": state, "ema": {"decay": 0.9999, "shadow_params": shadow},
-                "global_step": 9, "hyper_parameters": {"config": Node(config)},
+                "global_step": 9, "hyper_parameters": {"config": node(config)},
                 "more": [collections.defaultdict(list), collections.deque([1])],
                 "hostile": hostile}, path)
     return str(path)

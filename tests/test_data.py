@@ -126,17 +126,12 @@ def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
         refused(f"{name}: .*{message}", list, data.documents([tmp_path / name]))
 
 
-def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
-    tokens, meta = open_split(prepared(tmp_path, val_docs=1), "train")
-    ids = ids_of(TEXTS[:-1])
-    assert len(ids) % 8 == 0  # the last row is full
-    rows, counts = data.text_rows(TEXTS[:-1], BYTES, 10)
-    assert rows.tolist() == [[256, *ids[i:i + 8], 257] for i in range(0, len(ids), 8)]
-    assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 10)), 10))
-    assert counts.items() <= meta["train"].items() and counts["documents"] == 3
+def test_a_text_needs_as_many_tokens_as_a_row_holds():
     for texts, n in ([""], 0), (["x" * 6], 7):
         refused(f"{n} tokens do not fill one row", data.text_rows, texts, BYTES, 10)
-    assert len(data.text_rows(["x" * 7], BYTES, 10)[0]) == 1
+    rows, counts = data.text_rows(["x" * 7, "", "y" * 8], BYTES, 10)
+    assert rows.tolist() == [[256, *7 * [120], 257, 257], [256, *8 * [121], 257]]
+    assert counts == {"documents": 2, "tokens": 17, "bytes": 15}
     assert data.evenly(7, 3).tolist() == [0, 2, 4] and data.evenly(2, 3).tolist() == [0, 1]
 
 

@@ -1,6 +1,7 @@
 """What protects a run of either trainer: it is refused, and its files stay what they were."""
 
 import math
+import os
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -110,14 +111,16 @@ def test_a_folder_has_one_writer(runs, refuses, monkeypatch, script, how):
     assert not reading
 
 
-def test_a_second_process_ends_with_one_line_and_code_2(runs):
-    _, cfg = runs["train"]
+def test_a_second_process_ends_with_one_line_and_code_2(runs, tmp_path):
+    """Under torchrun, the line is in its report, too."""
+    cfg, report = runs["train"][1], tmp_path / "error.json"
     flags = f"--data={cfg.data}", f"--out_dir={cfg.out_dir}"
     with launch.lock(cfg.out_dir):
         done = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, capture_output=True,
-                              text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"train.py: another process is writing into {cfg.out_dir}")
+                              env=os.environ | {"TORCHELASTIC_ERROR_FILE": report}, text=True)
+    line = launch.read_json(report)["message"]["message"]
+    assert line.startswith(f"another process is writing into {cfg.out_dir}") and "\n" not in line
+    assert done.stderr == f"train.py: {line}\n" and done.returncode == 2
 
 
 HARM = {"loss NaN": lambda nll: nll + math.nan, "loss infinite": lambda nll: nll + math.inf,

@@ -2,7 +2,6 @@
 
 import os
 import re
-import types
 from pathlib import Path
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import data
 import sudoku
 import trajectory
-from conftest import ROOT, gen
+from conftest import ROOT
 from data import rng
 from eval import bound
 from mdlm import MDLM
@@ -33,19 +32,6 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
     nll = bound(model, rows, True, seed=1, repeats=2, floor=0.0)[0]
     assert nll.mean() / 39 == pytest.approx(0.5318, abs=2e-4)
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
-
-
-def test_the_demonstration_shows_the_first_puzzle_on_which_the_sides_differ(monkeypatch, capsys):
-    # latin: rows and columns are right, and no box
-    [grid], latin = sudoku.texts(1, gen()), "".join("123456123456"[i:i + 6] for i in range(6))
-    ends = {"with feedback": [grid, latin, grid], "without": [grid, grid, latin]}
-    sides = {side: [(cells, torch.zeros(3, 36), cells)] for side, cells in ends.items()}
-    monkeypatch.setattr(sudoku, "fill", lambda *_: sides)
-    sudoku.demonstrate(types.SimpleNamespace(mask_id=258, sm=True), 3)
-    out = capsys.readouterr().out
-    assert re.findall("per call +(.*)", out)[:4] == ["2               2"] * 4
-    found = "2 puzzles .*puzzle 2:.*\n✗ 2 twice in box 1 +✓ no rule broken"
-    assert re.search(found, out, re.DOTALL)
 
 
 def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
