@@ -66,15 +66,12 @@ def runs(tiny, tmp_path_factory):
     return found
 
 
-@pytest.fixture
-def refuses(runs):
-    """Runs the script with some fields changed, which must be refused and leave all files alone."""
-    def refuses(script, message, **changes):
-        main, cfg = runs[script]
-        before = files(out_of(cfg))
-        refused(message, main, replace(cfg, **changes))
-        assert files(out_of(cfg)) == before and f"{out_of(cfg)}/last.pt" in before
-    return refuses
+def refuses(run, message, **changes):
+    """The run with some fields changed must be refused, and leave all files alone."""
+    main, cfg = run
+    before = files(out_of(cfg))
+    refused(message, main, replace(cfg, **changes))
+    assert files(out_of(cfg)) == before and f"{out_of(cfg)}/last.pt" in before
 
 
 def other(name, value):
@@ -86,28 +83,28 @@ def other(name, value):
 
 
 @pytest.mark.parametrize("script, name", FIXED)
-def test_a_run_is_not_resumed_with_another_setting(runs, refuses, script, name):
-    value = other(name, getattr(runs[script][1], name))
-    refuses(script, rf"last.pt has other settings: .*\b{name} \(", resume=True, **{name: value})
+def test_a_run_is_not_resumed_with_another_setting(runs, script, name):
+    change = {name: other(name, getattr(runs[script][1], name))}
+    refuses(runs[script], rf"last.pt has other settings: .*\b{name} \(", resume=True, **change)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("changes, new_keys", [
     ({"seen": "other text. "}, 0), ({"held_out": "other text. "}, 0), ({}, 1)])
-def test_a_run_is_not_resumed_with_other_data_or_draws(refuses, tmp_path, monkeypatch, script,
+def test_a_run_is_not_resumed_with_other_data_or_draws(runs, tmp_path, monkeypatch, script,
                                                        changes, new_keys):
     monkeypatch.setattr(data, "KEYS", data.KEYS + new_keys)
-    refuses(script, "on the text that was in|settings: dialogues|settings: keys", resume=True,
-            data=write_data(script, tmp_path / "data", **changes))
+    refuses(runs[script], "on the text that was in|settings: dialogues|settings: keys",
+            resume=True, data=write_data(script, tmp_path / "data", **changes))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_a_folder_has_one_writer(runs, refuses, monkeypatch, script, how):
+def test_a_folder_has_one_writer(runs, monkeypatch, script, how):
     """It is locked before its last save is read."""
     reading = spy(monkeypatch, checkpoint, "load")
     with launch.lock(out_of(runs[script][1])):
-        refuses(script, "another process is writing into", **{how: True})
+        refuses(runs[script], "another process is writing into", **{how: True})
     assert not reading
 
 
@@ -152,7 +149,7 @@ def test_what_is_not_finite_is_neither_saved_nor_kept(runs, tmp_path, monkeypatc
 
 @pytest.mark.parametrize("name", ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning",
                                   "mask_id", "k", "tokenizer"])
-def test_another_model_is_not_continued(runs, refuses, tmp_path, name):
+def test_another_model_is_not_continued(runs, tmp_path, name):
     """Its tensors may fit."""
     ckpt, path = checkpoint.load(out_of(runs["train"][1])), str(tmp_path / "other.pt")
     if name == "tokenizer":
@@ -160,6 +157,6 @@ def test_another_model_is_not_continued(runs, refuses, tmp_path, name):
     else:
         ckpt["config"][name] = other(name, ckpt["config"][name])
     checkpoint.save(path, **ckpt)
-    refuses("train", rf"other.pt has other settings: {name} \(", init_from=path,
+    refuses(runs["train"], rf"other.pt has other settings: {name} \(", init_from=path,
             out_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run" / "last.pt").exists()
