@@ -151,6 +151,8 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config):
     assert [(r["settings"]["block"], r["nfe"]) for r in results] == [(4, 8), (8, 8)]
     assert [row[0] for row in plot.dream_results(cfg.out)] == [4, 8]
     refused("here steps follow from --nfe", E.evaluate, replace(cfg, steps=4))
+    [(_, cell)] = E.cells(E.Config(nfe="1/2"), 512)  # the length is the task's
+    assert (cell.gen_len, cell.steps) == (512, 256)
 
 
 def test_the_prompt_is_cut_to_its_last_1024_tokens(config, monkeypatch):
