@@ -110,7 +110,7 @@ def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():
     of_binary = with_omega(None, 5, omega_s=0.5, omega_b=-2.0)
     torch.testing.assert_close(torch.stack(of_binary.omega), torch.tensor([0.5, 10 / 1.5, -2.0]))
     assert with_omega(None, 5) is None and of_binary.k == 3
-    refused("without SM: give it --omega_s, too", with_omega, None, 5, omega_a=2.0)
+    refused("without SM", with_omega, None, 5, omega_a=2.0)
 
 
 def test_safetensors_round_trip_with_every_dtype(tmp_path):
