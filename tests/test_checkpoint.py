@@ -28,7 +28,6 @@ SPECIAL = {"name": "bytes", "vocab_size": 30, "mask_id": 29, "bos": 27, "eos": 2
 THEIRS = {"raw_s": "raw_scale", "raw_a": "raw_steep", "raw_b": "raw_centre_neg",
           "raw_tau": "raw_temperature"}
 DENSE = {"transparency_alg": "mixinputs_with_temp"}
-INV_FREQ = 10000 ** (-torch.arange(0, 8, 2) / 8)  # a buffer of theirs, for heads of width 8
 
 
 def trained(**changes):
@@ -48,7 +47,8 @@ def node(value):
 
 def published(model, prefix="backbone."):
     state = {prefix + name: t for name, t in model.net.state_dict().items()}
-    return state | {prefix + "rotary_emb.inv_freq": INV_FREQ}
+    # a buffer of theirs, for heads of width 8
+    return state | {prefix + "rotary_emb.inv_freq": 10000 ** (-torch.arange(0, 8, 2) / 8)}
 
 
 def training_file(path, model, /, tensors=None, hostile=None, **settings):

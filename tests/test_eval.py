@@ -155,6 +155,7 @@ def world(tmp_path, monkeypatch):
     model = model_of(**OPEN)
     ema = {k: v + 0.01 for k, v in model.state_dict().items() if k.startswith("net.")}
     save_mdlm("last.pt", model, ema=ema, step=9)
+    save_mdlm("binary.pt", model_of(soft_mask=False))
     samples_file("samples.jsonl", ["abcdef", "bcdefg", "cdefgh", "defgh"])
 
 
@@ -226,14 +227,12 @@ def test_the_mean_of_the_bound_by_t_is_the_bound(world):
     for name in "plain", "gain":
         mean = np.mean([tenth[name] for tenth in tenths])
         assert mean == pytest.approx(ppl["values"][name]["nats_per_token"], rel=1e-4)
-    save_mdlm("binary.pt", model_of(soft_mask=False))
     ask("--checkpoint=binary.pt")
     assert {*map(tuple, read_json("r.json")["values"].values())} == {("plain", "plain_se")}
 
 
 def test_a_text_is_measured_like_prepared_data_also_without_sm(world):
     text, words = "some other text\n" * 30, ("--checkpoint=binary.pt", "--rows=5")
-    save_mdlm("binary.pt", model_of(soft_mask=False))
     Path("other.txt").write_text(text)
     data.prepare(["-", text], "other", BYTES, val_docs=1)
     a, b = result("zero_shot", "--text=other.txt", *words), result("ppl", "--data=other", *words)

@@ -15,8 +15,6 @@ from conftest import ROOT, random_mdlm, refused, save_mdlm, start
 from launch import read_jsonl
 from show import cell_text
 
-BYTES = data.tokenizer("bytes")
-
 
 @pytest.fixture
 def saved(tmp_path, monkeypatch):
@@ -32,7 +30,8 @@ def test_the_steps_are_those_of_the_sample(saved, sampler):
     sample.main(sample.Config(**words, out="s.jsonl"))
     [line], found = read_jsonl("s.jsonl"), trajectory.traces(trajectory.Config(**words))
     steps, plain = found["with-feedback"], found["without"]
-    assert [cell for cell, _ in steps[-1]] == [cell_text(BYTES, token) for token in line["ids"]]
+    texts = [cell_text(data.tokenizer("bytes"), token) for token in line["ids"]]
+    assert [cell for cell, _ in steps[-1]] == texts
     assert len(steps) in (6, 7) and plain != steps
     assert all(cell[1] in (None, 0) for step in plain for cell in step)
     masks = [cell for step in steps for cell in step if cell[1] is not None]
