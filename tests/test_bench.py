@@ -31,7 +31,7 @@ def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
 
     found = interleaved({"a": lambda: case("a", 1.0), "b": lambda: case("b", 1.5)}, 4, CPU, 8)
     assert calls == ["a", "b"] * 5  # the first two do not count
-    assert found["a"] == {"seconds": 2.0, "cpu": 4.0, "ratio": 1.0, "cpu ratio": 1.0, "tokens/s": 4}
+    assert found["a"] == {"seconds": 2, "cpu": 4, "ratio": 1.0, "cpu ratio": 1.0, "tokens/s": 4}
     assert found["b"]["ratio"] == found["b"]["cpu ratio"] == pytest.approx(1.5)
 
 

@@ -46,8 +46,8 @@ def test_bound_is_eq_2_at_fixed_times_and_masks(soft, floor):
                                 plain_omega(model.sm) if soft else None)
         expected[:, i % 5] += torch.tensor([nll, nll * t, (xt == 258).sum()]) / 2
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
-    ranks = [measure(batch_size=2, rank=rank, world=2) for rank in (0, 1)]
-    torch.testing.assert_close(torch.cat(ranks, 1), found[:, [0, 1, 4, 2, 3]], rtol=1e-5, atol=1e-6)
+    both = [measure(batch_size=2, rank=rank, world=2) for rank in (0, 1)]
+    torch.testing.assert_close(torch.cat(both, 1), found[:, [0, 1, 4, 2, 3]], rtol=1e-5, atol=1e-6)
     total, tokens = val_nats(model, rows, soft, 5, repeats=2, floor=floor)
     assert total == pytest.approx(found[0].sum().item()) and tokens == 5 * 16
 
