@@ -17,10 +17,10 @@ import torch
 import data
 from conftest import GOLDEN, configure, dying, refused
 from data import Config, main, open_split, prepare
-from launch import Refused, append_jsonl, read_json
+from launch import Refused, read_json
 
 BYTES = data.tokenizer("bytes")
-TEXTS = ["It was a dark night.\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\n"]
+TEXTS = ["It was a dark night\r\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\r\n"]
 
 
 def prepared(folder, texts=TEXTS, val_docs=2):
@@ -28,8 +28,8 @@ def prepared(folder, texts=TEXTS, val_docs=2):
     return folder
 
 
-def jsonl(texts):
-    return "".join(json.dumps({"text": text}) + "\n" for text in texts)
+def jsonl(texts, field="text"):
+    return b"".join(json.dumps({"id": "x", field: text}).encode() + b"\n" for text in texts)
 
 
 def ids_of(texts):
@@ -37,17 +37,11 @@ def ids_of(texts):
     return list(itertools.chain(*(list(text.encode()) + [257] for text in texts if text)))
 
 
-def test_rows_are_the_recorded_blocks(tmp_path):
+def test_rows_are_the_recorded_blocks():
     """BOS + L − 2 tokens + EOS. The authors' code cut the same ids into the same blocks."""
     golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["packing"]
     ids = np.array(list(itertools.chain(*golden["docs"])), np.uint16)
-    gpt2 = {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257,
-            "bos": golden["bos"], "eos": golden["eos"]}
-    ids.tofile(tmp_path / "val.bin")
-    val = {"tokens": len(ids), "bytes": 0, "sha256": ""}
-    meta = {"tokenizer": gpt2, "val": val}
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    tokens, _ = open_split(tmp_path, "val")
+    tokens = data.Tokens(ids, {"bos": golden["bos"], "eos": golden["eos"]}, "val.bin")
     L, blocks = golden["block_size"], golden["blocks"]
     assert data.n_rows(tokens, L) == len(blocks)
     assert data.rows(tokens, range(len(blocks)), L).tolist() == blocks
@@ -60,8 +54,8 @@ def test_gpt2_tokenizer_is_the_published_one():
         tok = data.tokenizer("gpt2", os.environ.get("GPT2_DIR"))
     except (Refused, ImportError):  # tiktoken downloads it with requests
         pytest.skip("needs GPT-2's vocabulary in tiktoken's cache or $GPT2_DIR: would check ids")
-    words = [15496, 995, 11, 220, 836, 470, 628, 2245]
-    assert tok.encode_ordinary("Hello world,  don't\n\n stop") == words
+    ids = tok.encode_ordinary("Hello world,  don't\n\n stop")
+    assert ids == [15496, 995, 11, 220, 836, 470, 628, 2245]
     assert data.describe(tok) == {"name": "gpt2", "vocab_size": 50258, "mask_id": 50257,
                                   "bos": 50256, "eos": 50256}
 
@@ -103,64 +97,48 @@ def parquet(path):
 def test_every_format_gives_the_same_tokens(tmp_path, capsys, monkeypatch):
     for name in "pyarrow", "pyarrow.parquet":
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ParquetFile=parquet))
-    lines = jsonl(TEXTS).encode()
-    (tmp_path / "a.jsonl").write_bytes(lines)
-    (tmp_path / "b.jsonl.gz").write_bytes(gzip.compress(lines))
-    (tmp_path / "d/sub").mkdir(parents=True)
-    for i, text in enumerate(TEXTS):
-        folder = tmp_path / "d" / ("sub" if i == 4 else "")
-        (folder / f"{i}.txt").write_text(text, encoding="utf-8")
-    for name in "README.md", "x.py", "y.py":
-        (tmp_path / "d" / name).write_text("is not part of the corpus")
-    (tmp_path / "e").mkdir()
-    (tmp_path / "e" / "A.NDJSON.GZ").write_bytes(gzip.compress(b"\xef\xbb\xbf" + lines))
+    lines, other = jsonl(TEXTS), jsonl(TEXTS, "content")
+    files = {"a.jsonl": lines, "b/A.NDJSON.GZ": gzip.compress(b"\xef\xbb\xbf" + lines),
+             "c.jsonl": other, "d.parquet": other, "e/sub/4.txt": TEXTS[4].encode()}
+    files |= {f"e/{i}.txt": text.encode() for i, text in enumerate(TEXTS[:4])}
+    files |= {f"e/{name}": b"no part of the corpus" for name in ("README.md", "x.py", "y.py")}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
     out = str(tmp_path / "out")
-    for name in "f.jsonl", "g.parquet":
-        append_jsonl(tmp_path / name, *[{"id": "x", "content": text} for text in TEXTS])
-    for name in "a.jsonl", "b.jsonl.gz", "d", "e", "f.jsonl", "g.parquet":
+    for name in "a.jsonl", "b", "c.jsonl", "d.parquet", "e":
         main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2,
-                    overwrite=True, field="content" if name[0] in "fg" else "text"))
+                    overwrite=True, field="content" if name[0] in "cd" else "text"))
         train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
     assert "skipped: 2 .py, 1 .md\n" in capsys.readouterr().out
-    refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "d"), out=out))
-
-
-def test_line_ends_stay_the_bytes_that_they_are(tmp_path):
-    (tmp_path / "a.txt").write_bytes("a\r\nω\rb\n".encode())
-    assert list(data.documents([tmp_path / "a.txt"])) == ["a\r\nω\rb\n"]
+    refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "e"), out=out))
 
 
 def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
-    lines = jsonl(["x" * 99] * 300).encode()
+    lines = jsonl(["x" * 99] * 300)
     for name, content, message in (
             ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 "),
-            ("b.jsonl.gz", gzip.compress(lines[:20_000] + b"\xe9" + lines[20_000:]), "byte 20000"),
+            ("b.jsonl.gz", gzip.compress(lines[:20_000] + b"\xe9" + lines[20_000:]), "is not UTF-8"),
             ("c.txt.gz", gzip.compress(lines)[:-9], "ended before"),
             ("d.txt.xz", lzma.compress(lines)[:-9], "ended before")):
         (tmp_path / name).write_bytes(content)
         refused(f"{name}: .*{message}", list, data.documents([tmp_path / name]))
 
 
-def test_a_text_becomes_the_rows_that_its_prepared_file_has(tmp_path):
-    tokens, meta = open_split(prepared(tmp_path, val_docs=1), "train")
-    ids = ids_of(TEXTS[:-1])
-    assert len(ids) % 8 == 0  # the last row is full
-    rows, counts = data.text_rows(TEXTS[:-1], BYTES, 10)
-    assert rows.tolist() == [[256, *ids[i:i + 8], 257] for i in range(0, len(ids), 8)]
-    assert torch.equal(rows, data.rows(tokens, range(data.n_rows(tokens, 10)), 10))
-    assert counts.items() <= meta["train"].items() and counts["documents"] == 3
+def test_a_text_needs_as_many_tokens_as_a_row_holds():
     for texts, n in ([""], 0), (["x" * 6], 7):
         refused(f"{n} tokens do not fill one row", data.text_rows, texts, BYTES, 10)
-    assert len(data.text_rows(["x" * 7], BYTES, 10)[0]) == 1
+    rows, counts = data.text_rows(["x" * 7, "", "y" * 8], BYTES, 10)
+    assert rows.tolist() == [[256, *7 * [120], 257, 257], [256, *8 * [121], 257]]
+    assert counts == {"documents": 2, "tokens": 17, "bytes": 15}
     assert data.evenly(7, 3).tolist() == [0, 2, 4] and data.evenly(2, 3).tolist() == [0, 1]
 
 
 def test_the_published_split_and_the_library_in_the_order_of_a_hash():
     owt, library = (configure("data", [name])[1] for name in ("openwebtext", "stdlib"))
     assert (owt.val_docs, library.val_docs, library.tokenizer) == (100_000, 40, "bytes")
-    root = Path(os.__file__).parent
-    names = [path.relative_to(root).as_posix() for path in data.stdlib_files()]
+    names = [p.relative_to(Path(os.__file__).parent).as_posix() for p in data.stdlib_files()]
     assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert {"os.py", "json/decoder.py"} <= {*names}
     assert not {"test", "site-packages"} & {part for name in names for part in name.split("/")}

@@ -1,12 +1,12 @@
-"""eval_dream.py and tasks/: prompts and extraction as recorded from the authors' harness; right
-answers count and nothing else does; what is added to lm-evaluation-harness."""
+"""eval_dream.py and tasks/: prompts, extraction and scores as recorded; answers that are kept."""
 
 import gzip
 import json
 import os
 import re
 import sys
-from dataclasses import fields, replace
+import types
+from dataclasses import replace
 
 import pytest
 
@@ -21,17 +21,12 @@ RECORDED = read_json(os.path.join(GOLDEN, "decode_prompts.json"))
 VERDICTS = read_json(os.path.join(GOLDEN, "benchmark_verdicts.json"))
 
 # Invented rows, in the layouts of the published data
-SHIFT = {"task_id": "HumanEval/0", "entry_point": "back",
-         "canonical_solution": "    return [v - STEP for v in xs]\n",
-         "prompt": 'STEP = 2\n\ndef forth(xs):\n    """ adds """\n'
-                   '    return [v + STEP for v in xs]\n\n\n'
-                   'def back(xs):\n    """ undoes forth """\n',
-         "test": "def check(candidate):\n    assert candidate(forth([1, 2])) == [1, 2]\n"}
-TWICE = {"task_id": 1, "text": "Write a function to double.",
-         "code": "def twice(x):\r\n    return 2 * x",
+SHIFT = {"entry_point": "back", "canonical_solution": "    return x - STEP\n",
+         "prompt": "STEP = 2\ndef forth(x):\n    return x + STEP\n\ndef back(x):\n",
+         "test": "def check(candidate):\n    assert candidate(forth(1)) == 1\n"}
+TWICE = {"text": "Write a function to double.", "code": "def twice(x):\r\n    return 2 * x",
          "test_list": ["assert twice(1) == 2", "assert twice(0) == 0", "assert twice(-1) == -2"]}
-PLUS = TWICE | {"task_id": 4, "test": "inputs = list(range(50))\nfor x in inputs:\n"
-                                      "    assert twice(x) == x + x\n"}
+PLUS = TWICE | {"test": "inputs = [1, 7]\nfor x in inputs:\n    assert twice(x) == x + x\n"}
 WORDS = {"question": "How many?", "answer": "#### 1"}
 LATEX = {"problem": "What is it?", "answer": "1", "solution": "\\boxed{1}"}
 ROWS = {"humaneval_instruct": SHIFT,
@@ -41,80 +36,63 @@ CHAT = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
         "<|im_start|>user\n{}<|im_end|>\n<|im_start|>assistant\n{}")
 
 
-def data(folder, rows):
-    path = os.path.join(folder, f"data{len(os.listdir(folder))}.jsonl.gz")
-    with gzip.open(path, "wt") as f:
-        f.writelines(json.dumps(row) + "\n" for row in rows)
-    return path
-
-
-@pytest.fixture
-def harness():
-    return pytest.importorskip("lm_eval", reason=(
-        "needs `pip install lm-eval`: would check that prompts, stop strings, scores and stored "
-        "answers are right when lm-evaluation-harness asks"))
-
-
 @pytest.fixture
 def config(tmp_path, tiny):
-    return lambda task, **flags: E.Config(**{
-        "task": task, "data": data(tmp_path, [ROWS.get(task, WORDS)]), "timeout": 10.0,
-        "model": tiny[0], "out": str(tmp_path / "results"), "gen_len": 4,
-        "confirm_run_unsafe_code": "gsm8k" not in task, "compile": False} | flags)
+    """The Config of a task, with its data. rows: those of the data, if not the ones above."""
+    pytest.importorskip("lm_eval", reason="would check prompts, scores and stored answers")
+
+    def config(task, rows=None, **flags):
+        path, rows = tmp_path / f"data{len(os.listdir(tmp_path))}.gz", rows or [ROWS[task]]
+        text = json.dumps(rows) if len(rows) == 1 else "\n".join(map(json.dumps, rows))
+        path.write_bytes(gzip.compress(text.encode()))
+        return E.Config(**{
+            "task": task, "data": str(path), "timeout": 10.0, "model": tiny[0], "gen_len": 4,
+            "out": str(tmp_path / "results"), "confirm_run_unsafe_code": "gsm8k" not in task,
+            "compile": False} | flags)
+    return config
 
 
 class Answers(E.DreamInHarness):
     def __init__(self, texts):
-        self.texts = texts
-
-    def apply_chat_template(self, messages, add_generation_prompt=True):
-        return str(messages)
+        self.texts, self.tok = texts, types.SimpleNamespace(chat=str)
 
     def generate_until(self, requests):
         return [re.split("|".join(map(re.escape, request.args[1]["until"])), text)[0]
                 for request, text in zip(requests, self.texts, strict=True)]
 
 
-@pytest.fixture
-def judge(harness, config, tmp_path):
-    """(task name, [(row, raw answer)]) -> [right?], as the harness finds"""
-    def judge_all(task, pairs):
-        rows, texts = zip(*pairs)
-        loaded = E.load_task(config(task, data=data(tmp_path, rows)))
-        found = E.ask(Answers(texts), loaded, 0, True)["samples"][task]
-        found = [s for s in found if s["filter"] == found[-1]["filter"]]
-        [metric] = found[0]["metrics"]
-        return [s[metric] == 1 for s in sorted(found, key=lambda s: s["doc_id"])]
-    return judge_all
+def judge(config, task, pairs):
+    """[right?] of [(row, raw answer)], as the harness finds"""
+    rows, texts = zip(*pairs)
+    found = E.ask(Answers(texts), E.load_task(config(task, rows)), 0, True)["samples"][task]
+    found = [s for s in found if s["filter"] == found[-1]["filter"]]
+    [metric] = found[0]["metrics"]
+    return [s[metric] == 1 for s in sorted(found, key=lambda s: s["doc_id"])]
 
 
-def test_prompts_stop_strings_and_lengths(harness, config, tmp_path, tiny):
+def test_prompts_stop_strings_and_lengths(config, tiny):
     """As recorded from the authors' harness; GSM8K and MATH-500 as in its source."""
-    mbpp = RECORDED["mbpp_instruct"]
-    human = RECORDED["humaneval_instruct"]
-    prompts = {
-        "humaneval_instruct": (SHIFT | human, human["text"]),
-        "mbpp_instruct": (TWICE | mbpp | {"text": mbpp["text_field"]}, mbpp["text"]),
-        "gsm8k_cot": (WORDS, CHAT.format("Q: How many?\nA:", "")),
-        "math500": (LATEX, CHAT.format(
+    mbpp, human = RECORDED["mbpp_instruct"], RECORDED["humaneval_instruct"]
+    expected = {  # of a family: fields of its row, the prompt, the length
+        "humaneval": (human, human["text"], 768),
+        "mbpp": (mbpp | {"text": mbpp["text_field"]}, mbpp["text"], 512),
+        "gsm8k": ({}, CHAT.format("Q: How many?\nA:", ""), 256),
+        "math500": ({}, CHAT.format(
             "Please reason step by step, and put your final answer within \\boxed{{}}. Problem:\n"
-            "What is it?\n\nSolution:", ""))}
-    lengths = {"humaneval": 768, "mbpp": 512, "gsm8k": 256, "math500": 512}
+            "What is it?\n\nSolution:", ""), 512)}
     lm = E.DreamInHarness(None, Tokenizer(tiny[0]), None, config("math500"))
-    for name, plus in ROWS.items():
-        row, text = prompts[name.replace("_plus", "")]
-        row = row | {"test": plus["test"]} if "_plus" in name else row
+    for name, row in ROWS.items():
+        family = name.split("_")[0]
+        fields, text, length = expected[family]
+        row = row | fields | {"test": row.get("test")}
         if name == "mbpp_plus_instruct":  # published with prompt for text
             row["prompt"] = row.pop("text")
-        task = E.load_task(config(name, data=data(tmp_path, [row])))["tasks"][name]
+        task = E.load_task(config(name, [row]))["tasks"][name]
         task.build_all_requests(apply_chat_template=True, fewshot_as_multiturn=True,
                                 chat_template=lm.apply_chat_template)
-        [request] = task.instances
-        family = name.split("_")[0]
-        assert request.args[0] == text, name
-        assert request.args[1]["until"] == next(
-            v for k, v in RECORDED["until"].items() if k.startswith(family)), name
-        assert request.args[1]["max_gen_toks"] == lengths[family], name
+        [(prompt, how)] = [request.args for request in task.instances]
+        [until] = [v for k, v in RECORDED["until"].items() if k.startswith(family)]
+        assert (prompt, how["until"], how["max_gen_toks"]) == (text, until, length), name
 
 
 def test_extracted_code_equals_the_recorded_and_follows_names():
@@ -131,66 +109,66 @@ def test_extracted_code_equals_the_recorded_and_follows_names():
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
     """Output goes to a file, which ends at 16 MB. A pipe would fill our memory."""
     monkeypatch.setenv("SECRET", "1")
-    future, linux = "from __future__ import annotations\n", sys.platform == "linux"
     right = [
         "import os; assert 'SECRET' not in os.environ", "s = '\udc80'", "print('x', end='')",
         "import os; assert os.environ['OMP_NUM_THREADS'] == '1'",
-        "import sys\nfor _ in range(64): print('x' * (1 << 20), file=sys.stderr)",
-        f"{future}from dataclasses import dataclass\n@dataclass\nclass A:\n    x: int\nA(1)",
+        "import sys; print('x' * (64 << 20), file=sys.stderr)",
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass A:\n    x: int\nA(1)",
         "if __name__ == '__main__': assert False"]
     wrong = ["assert False", "def f(:", "import sys; sys.exit(0)", "import os; os._exit(0)",
              "while True: pass", "input()"]
-    wrong += ["import mmap; mmap.mmap(-1, 5 << 30)"] * linux
-    wrong += ["for _ in range(64): print('x' * (1 << 20))"] * linux
+    if sys.platform == "linux":
+        wrong += ["import mmap; mmap.mmap(-1, 5 << 30)", "print('x' * (64 << 20))"]
     for program in right + wrong:
-        seconds = 10 if "while True" not in program else 0.5
-        assert B.passes(program, seconds) is (program in right), program
+        assert B.passes(program, 0.5 if "while" in program else 10) is (program in right), program
 
 
-def test_verdicts_equal_those_recorded_from_the_scorer_before(judge):
+def test_verdicts_equal_those_recorded_from_the_scorer_before(config):
     """References, empty answers and spoilt ones, scored by a scorer without the harness."""
     for task, cases in VERDICTS.items():
-        right = judge(task, [(case["row"], case["answer"]) for case in cases])
+        right = judge(config, task, [(case["row"], case["answer"]) for case in cases])
         assert right == [case["right"] for case in cases], task
         assert 0 < sum(right) < len(right)
 
 
-def test_plus_tests_run_and_a_test_may_call_what_stands_in_the_prompt(judge):
+def test_plus_tests_run_and_a_test_may_call_what_stands_in_the_prompt(config):
     by_heart = "def twice(x):\n    return {1: 2, 0: 0, -1: -2}[x]\n"  # right in the base tests
-    assert judge("mbpp_instruct", [(PLUS, by_heart)]) == [True]
-    assert judge("mbpp_plus_instruct", [(PLUS, by_heart)]) == [False]
-    assert judge("humaneval_instruct", [(SHIFT, SHIFT["canonical_solution"])]) == [True]
+    assert judge(config, "mbpp_instruct", [(PLUS, by_heart)]) == [True]
+    assert judge(config, "mbpp_plus_instruct", [(PLUS, by_heart)]) == [False]
+    assert judge(config, "humaneval_instruct", [(SHIFT, SHIFT["canonical_solution"])]) == [True]
 
 
-def test_a_model_at_several_nfe_budgets_and_blocks(harness, config):
+def test_a_model_at_several_nfe_budgets_and_blocks(config):
     cfg = config("gsm8k_cot", gen_len=8, nfe="1/4,1/1", temperature=0.0)
     results = E.evaluate(replace(cfg, out=cfg.out + "-nfe"))
     assert [(r["budget"], r["nfe"], r["tokens"], r["settings"]["steps"]) for r in results] == [
         ("1/4", 2, 8, 2), ("1/1", 8, 8, 8)]
     for r in results:
-        assert r["feedback"] == "binary" and r["score"] == 0 and r["n"] == 1
+        assert (r["feedback"], r["score"], r["n"]) == ("binary", 0, 1)
         assert r["prompt"] == CHAT.format("Q: How many?\nA:", "")
-        assert {f.name for f in fields(E.Config)} == set(r["settings"])
     results = E.evaluate(replace(cfg, nfe="1/1", blocks="4,8", threshold=0.9))
     assert [(r["settings"]["block"], r["nfe"]) for r in results] == [(4, 8), (8, 8)]
     assert [row[0] for row in plot.dream_results(cfg.out)] == [4, 8]
+    refused("here steps follow from --nfe", E.evaluate, replace(cfg, steps=4))
+    [(_, cell)] = E.cells(E.Config(nfe="1/2"), 512)  # the length is the task's
+    assert (cell.gen_len, cell.steps) == (512, 256)
 
 
-def test_the_prompt_is_cut_to_its_last_1024_tokens(harness, config, tmp_path, monkeypatch):
-    answers = spy(monkeypatch, E, "answer")
-    path = data(tmp_path, [WORDS | {"question": "how " * 2000}] * 2)
+def test_the_prompt_is_cut_to_its_last_1024_tokens(config, monkeypatch):
     assert E.PROMPT_TOKENS == 1024
     monkeypatch.setattr(E, "PROMPT_TOKENS", 60)
-    E.evaluate(config("gsm8k_cot", data=path, limit=1))
+    answers = spy(monkeypatch, E, "answer")
+    E.evaluate(config("gsm8k_cot", [WORDS | {"question": "how " * 2000}] * 2, limit=1))
     [(_, tok, _, ids, *_)] = answers
     assert len(ids) == 60 and tok.decode(ids).endswith("how \nA:" + CHAT.split("{}")[1])
 
 
-def test_without_the_flag_no_answer_is_executed(harness, config, tmp_path, monkeypatch):
+def test_without_the_flag_no_answer_is_executed(config, tmp_path, monkeypatch):
     """A second run with the flag scores them, without asking the model again."""
     mark = str(tmp_path / "executed")
-    path = data(tmp_path, [TWICE | {"test_setup_code": f"open({mark!r}, 'w')"}])
-    cfg = config("mbpp_instruct", data=path, confirm_run_unsafe_code=False)
+    rows = [TWICE | {"test_setup_code": f"open({mark!r}, 'w')"}]
+    cfg = config("mbpp_instruct", rows, confirm_run_unsafe_code=False)
     stats = dict.fromkeys(("nfe", "tokens", "kept", "seconds"), 1)
     monkeypatch.setattr(E, "answer", lambda *_: (TWICE["code"], stats))
     [first] = E.evaluate(cfg)
@@ -201,10 +179,10 @@ def test_without_the_flag_no_answer_is_executed(harness, config, tmp_path, monke
     assert len(os.listdir(cfg.out)) == 2  # the same answers, the same result file
 
 
-def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_where_it_was(config, tmp_path, monkeypatch):
     """It does not take answers to other prompts, or of other weights, for its own."""
     rows = [WORDS | {"question": f"{i}?"} for i in range(4)]
-    cfg = config("gsm8k_cot", data=data(tmp_path, rows))
+    cfg = config("gsm8k_cot", rows)
     with dying(E, "answer", 4):
         E.evaluate(cfg)
     [path] = tmp_path.glob("results/*.jsonl")
@@ -216,7 +194,6 @@ def test_a_killed_run_resumes_where_it_was(harness, config, tmp_path, monkeypatc
     texts = [[line["response"] for line in read_jsonl(path)]
              for path in tmp_path.glob("results*/*.jsonl")]
     assert len(texts) == 2 and texts[0] == texts[1]
-    refused("holds answers to other prompts", E.evaluate,
-            replace(cfg, data=data(tmp_path, rows[::-1])))
+    refused("holds answers to other", E.evaluate, config("gsm8k_cot", rows[::-1]))
     os.utime(os.path.join(cfg.model, "config.json"), (3e9, 3e9))
-    refused("or of other weights", E.evaluate, cfg)
+    refused("holds answers to other", E.evaluate, cfg)

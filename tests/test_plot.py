@@ -1,49 +1,37 @@
 """plot.py: tables and figures."""
 
-import json
-
 import pytest
 
-import data
 import plot
-
-BYTES = data.tokenizer("bytes")
+from launch import append_jsonl
 
 
 def drawing():
     pytest.importorskip("matplotlib", reason="would draw the figures and look into their axes")
 
 
-def log(path, *lines):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return str(path)
-
-
 def cells(table):
-    return [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    return [line[2:-2].split(" | ") for line in table.splitlines()]
 
 
 def test_table_lays_results_out_as_the_paper_does(tmp_path):
     """Tables 1, 2 and 4: means over seeds, and gains over the last binary row."""
-    for name, sampler, soft, values in (
-            ("binary-1", "mdlm", False, {"gen_ppl": 60.02}),
-            ("sm-1", "mdlm", True, {"gen_ppl": 39.61}),
-            ("binary-1", "remdm-cap", False, {"gen_ppl": 42.53, "entropy": 5.5}),
-            ("sm-1", "remdm-cap", True, {"gen_ppl": 29.5, "entropy": 5.4}),
-            ("sm-2", "remdm-loop", True, {"gen_ppl": 29.7, "entropy": 5.4})):
-        settings = {"checkpoint": f"out/{name}/last.pt", "sampler": sampler, "soft": soft,
-                    "steps": 128, "L": 1024}
-        log(tmp_path / f"{sampler}-{name}.json", {
-            "metric": "samples", "values": values, "settings": settings,
-            "evaluation": {"label": name[:-2], "checkpoint": ""}})
-    for name, values in ("binary-1", {"binary": {"ppl": 8.0}}), (
-            "sm-1", {"plain": {"ppl": 7.0}, "soft": {"ppl": 5.0}}):
-        log(tmp_path / f"ppl-{name}.json", {
-            "metric": "ppl", "values": values,
-            "settings": {"step": 9, "text": {"path": "data/owt"}},
-            "evaluation": {"label": name[:-2], "checkpoint": ""}})
-    log(tmp_path / "finetune.json", {"epochs": 1})  # another file
+    def write(file, metric, values, label, **settings):
+        append_jsonl(tmp_path / f"{file}.json", {
+            "metric": metric, "values": values, "settings": settings,
+            "evaluation": {"label": label, "checkpoint": ""}})
+
+    for i, (sampler, label, values) in enumerate((
+            ("mdlm", "binary", {"gen_ppl": 60.02}), ("mdlm", "sm", {"gen_ppl": 39.61}),
+            ("remdm-cap", "binary", {"gen_ppl": 42.53, "entropy": 5.5}),
+            ("remdm-cap", "sm", {"gen_ppl": 29.5, "entropy": 5.4}),
+            ("remdm-loop", "sm", {"gen_ppl": 29.7, "entropy": 5.4}))):
+        write(f"{sampler}-{i}", "samples", values, label, sampler=sampler, soft=label == "sm",
+              steps=128, L=1024)
+    text = {"path": "data/owt"}
+    write("ppl-1", "ppl", {"binary": {"ppl": 8.0}}, "binary", text=text)
+    write("ppl-2", "ppl", {"plain": {"ppl": 7.0}, "soft": {"ppl": 5.0}}, "sm", text=text)
+    append_jsonl(tmp_path / "finetune.json", {"epochs": 1})  # another file
     out = tmp_path / "table.md"
     plot.main(plot.Config(table=f"{tmp_path}/*.json", out=str(out)))
     found = cells(out.read_text())
@@ -66,8 +54,8 @@ def test_table_lays_results_out_as_the_paper_does(tmp_path):
 def dream_result(folder, name, score, feedback="binary", FT="-", budget="1/4", **settings):
     group = {"block": 0, "threshold": None, "budget": budget, "model": "Dream", "FT": FT,
              "feedback": feedback, "data": "d1"} | settings
-    log(folder / f"{name}.json", {"column": "MBPP", "score": score, "tokens": 30, "seconds": 2,
-                                  "group": group})
+    append_jsonl(folder / f"{name}.json", {
+        "column": "MBPP", "score": score, "tokens": 30, "seconds": 2, "group": group})
 
 
 def test_benchmarks_are_table_3(tmp_path):
@@ -98,15 +86,14 @@ def test_figures_over_updates_are_means_over_seeds(tmp_path):
     drawing()
     for seed, omega_s in (1, 0.1), (2, 0.3):
         gate = {"omega_s": omega_s, "omega_a": 4.0 * seed, "omega_b": -0.5}
-        log(tmp_path / f"sm-{seed}" / "log.jsonl", {"step": 5, **gate},
-            {"step": 10, **gate, "val_soft": 2.0, "val_plain": 2.2})
-    log(tmp_path / "binary" / "log.jsonl", {"step": 5}, {"step": 10, "loss": 1.5, "val_plain": 1.4})
+        append_jsonl(tmp_path / f"sm-{seed}/log.jsonl", {"step": 5} | gate,
+                     {"step": 10, "val_soft": 2.0, "val_plain": 2.2} | gate)
+    append_jsonl(tmp_path / "binary/log.jsonl", {"step": 5},
+                 {"step": 10, "loss": 1.5, "val_plain": 1.4})
     loss, bound, omega_s = plot.MAKERS["runs"](f"{tmp_path}/*/log.jsonl").axes
     assert [line.get_xydata().tolist() for line in loss.lines] == [[[10, 1.5]]]
     assert [line.get_xydata().tolist() for line in bound.lines] == [[[10, 1.4]], [[10, 2.0]]]
-    labels = [text.get_text() for text in bound.get_legend().get_texts()]
-    assert labels == ["binary (n = 1)", "sm (n = 2)"]
-    assert len({line.get_color() for line in bound.lines}) == 2
+    assert [line.get_label() for line in bound.lines] == ["binary (n = 1)", "sm (n = 2)"]
     *omega, tau = plot.MAKERS["learned"](f"{tmp_path}/*/log.jsonl").axes
     assert not tau.lines and [panel.lines[0].get_xydata().tolist() for panel in omega] == [
         [[5, pytest.approx(y)], [10, pytest.approx(y)]] for y in (0.2, 6.0, -0.5)]

@@ -6,6 +6,7 @@ import re
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import data
 import eval_dream
@@ -19,8 +20,7 @@ OF_OTHERS = {"pip", "hf"}
 
 
 def page(name):
-    with open(os.path.join(ROOT, name), encoding="utf-8") as f:
-        return f.read()
+    return Path(ROOT, name).read_text("utf-8")
 
 
 def blocks(name, language):
@@ -29,8 +29,8 @@ def blocks(name, language):
 
 def commands(name):
     """[(script, its words)] of this project, as bash itself reads the blocks of a page."""
-    say = "{ printf '%s\\x1f' $name \"$@\"; printf '\\x1e'; }"
-    programs = [f"{p}() {say.replace('$name', p)}" for p in ("python", "torchrun", *OF_OTHERS)]
+    programs = [f"{name}() {{ printf '%s\\x1f' {name} \"$@\"; printf '\\x1e'; }}"
+                for name in ("python", "torchrun", *OF_OTHERS)]
     script = "\n".join(["set -u", "PATH=", *programs, *blocks(name, "sh")])
     done = subprocess.run([shutil.which("bash"), "-c", script], capture_output=True, text=True)
     assert not done.stderr and not done.returncode, done.stderr
@@ -45,18 +45,15 @@ def commands(name):
     return found
 
 
-def test_every_command_of_reproduce_parses_and_tables_of_dream_ask_all_their_tasks():
+def test_every_command_of_reproduce_parses():
     """Blocks and budgets divide the length of a task."""
-    found, asked = commands("REPRODUCE.md"), {}
+    found = commands("REPRODUCE.md")
     assert len(found) > 100
     for script, words in found:
         _, cfg = configure(script, words)
         if script == "lab/eval_dream":
             task = page(f"lab/tasks/{cfg.task.replace('_plus', '')}.yaml")
             eval_dream.cells(cfg, int(re.search(r"max_gen_toks: (\d+)", task)[1]))
-            asked.setdefault(cfg.out.split("/")[1], set()).add(cfg.task)
-    count = {folder: len(tasks) for folder, tasks in asked.items()}
-    assert count == {"check": 1, "table3": 4, "fig4": 2, "table8": 2, "table10": 4, "table12": 4}
 
 
 def test_the_paper_map_names_what_exists():
@@ -64,8 +61,8 @@ def test_the_paper_map_names_what_exists():
     named = re.findall(r"`(\w+)\.(\w+)`", table)
     assert len(named) > 12
     for owner, name in named:
-        thing = {"SoftMask": softmask.SoftMask, "MDLM": mdlm.MDLM}.get(owner)
-        assert hasattr(thing or importlib.import_module(owner), name), (owner, name)
+        classes = {"SoftMask": softmask.SoftMask, "MDLM": mdlm.MDLM}
+        assert hasattr(classes.get(owner) or importlib.import_module(owner), name), (owner, name)
 
 
 CUT_SHORT = {  # flags behind a script, or behind a command with this word
@@ -73,8 +70,6 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
               "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split(),
     "examples/sudoku train": "--n_layer=1 --n_head=2 --n_embd=16 --steps=2 --device=cpu".split(),
     "openwebtext": ["--overwrite", "--tokenizer=bytes"],
-    "examples/sudoku": [],
-    "sample": ["--device=cpu"],
     "eval": ["--device=cpu", "--rows=4"],
     "lab/feedback": ["--device=cpu", "--rows=4"],
     "finetune_dream": ["--steps=2", "--device=cpu"],
@@ -104,7 +99,6 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
     for package in "datasets", "transformers":  # they would fetch GB
         monkeypatch.setitem(sys.modules, package, None)
     for script, words in commands("README.md"):
-        print("$", script, *words)
         try:
             start_short(script, *words)
         except ImportError:

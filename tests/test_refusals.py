@@ -1,7 +1,7 @@
 """What protects a run of either trainer: it is refused, and its files stay what they were."""
 
-import json
 import math
+import os
 import subprocess
 import sys
 from dataclasses import fields, replace
@@ -23,13 +23,12 @@ SCRIPTS = {"train": train, "finetune_dream": finetune_dream}
 BOTH = dict(seed=5, steps=3, p_sm=0.7, eta_bb=2e-3, eta_sm=0.03, k=2, omega_s=0.3, b_l=0.1,
             b_h=0.9, eval_every=2, save_every=2, device="cpu")
 # What may change when a run is resumed, or is taken from the data. Model and data may move.
-FREE = {"train": {"data", "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every",
-                  "eval_rows", "save_every", "keep_every", "show", "device", "dtype", "compile",
-                  "vocab_size", "mask_id", "soft_mask"},
-        "finetune_dream": {"model", "data", "out", "resume", "overwrite", "checkpointing",
-                           "device", "log_every", "save_every", "eval_every"}}
+FREE = {"train": "data out_dir resume overwrite steps log_every eval_every eval_rows save_every "
+                 "keep_every show device dtype compile vocab_size mask_id soft_mask",
+        "finetune_dream": "model data out resume overwrite checkpointing device log_every "
+                          "save_every eval_every"}
 FIXED = [(script, field.name) for script, module in SCRIPTS.items()
-         for field in fields(module.Config) if field.name not in FREE[script]]
+         for field in fields(module.Config) if field.name not in FREE[script].split()]
 
 
 def write_data(script, path, seen="some text to train on. ", held_out="held out. "):
@@ -38,7 +37,7 @@ def write_data(script, path, seen="some text to train on. ", held_out="held out.
     else:
         kept = oracles.order(30, "held out", 5)[:3]
         texts = (f"{i} {held_out if i in kept else seen}" for i in range(30))
-        path.write_text("\n".join(json.dumps({"prompt": "a", "response": x}) for x in texts))
+        launch.append_jsonl(path, *[{"prompt": "a", "response": text} for text in texts])
     return str(path)
 
 
@@ -54,28 +53,25 @@ def files(folder):
 def runs(tiny, tmp_path_factory):
     """{script: (its main function, Config)} of two runs of three updates"""
     path = tmp_path_factory.mktemp("runs")
-    found = {
-        "train": (train.train, train.Config(
-            data=write_data("train", path / "data"), out_dir=str(path / "train"), n_layer=1,
-            n_head=2, n_embd=16, n_cond=8, length=22, dropout=0.2, batch_size=12, micro_batch=2,
-            warmup=1, eval_rows=3, keep_every=2, **BOTH)),
-        "finetune_dream": (finetune_dream.finetune, finetune_dream.Config(
-            data=write_data("finetune_dream", path / "data.jsonl"), out=str(path / "dream"),
-            model=tiny[0], r=4, alpha=6, n_val=3, n_train=5, batch_size=3, **BOTH))}
+    mdlm = train.Config(
+        data=write_data("train", path / "data"), out_dir=str(path / "train"), n_layer=1, n_head=2,
+        n_embd=16, n_cond=8, length=22, dropout=0.2, batch_size=12, micro_batch=2, warmup=1,
+        eval_rows=3, keep_every=2, **BOTH)
+    dream = finetune_dream.Config(
+        data=write_data("finetune_dream", path / "data.jsonl"), out=str(path / "dream"),
+        model=tiny[0], r=4, alpha=6, n_val=3, n_train=5, batch_size=3, **BOTH)
+    found = {"train": (train.train, mdlm), "finetune_dream": (finetune_dream.finetune, dream)}
     for main, cfg in found.values():
         main(cfg)
     return found
 
 
-@pytest.fixture
-def refuses(runs):
-    """Runs the script with some fields changed, which must be refused and leave all files alone."""
-    def refuses(script, message, **changes):
-        main, cfg = runs[script]
-        before = files(out_of(cfg))
-        refused(message, main, replace(cfg, **changes))
-        assert files(out_of(cfg)) == before and f"{out_of(cfg)}/last.pt" in before
-    return refuses
+def refuses(run, message, **changes):
+    """The run with some fields changed must be refused, and leave all files alone."""
+    main, cfg = run
+    before = files(out_of(cfg))
+    refused(message, main, replace(cfg, **changes))
+    assert files(out_of(cfg)) == before and f"{out_of(cfg)}/last.pt" in before
 
 
 def other(name, value):
@@ -87,39 +83,41 @@ def other(name, value):
 
 
 @pytest.mark.parametrize("script, name", FIXED)
-def test_a_run_is_not_resumed_with_another_setting(runs, refuses, script, name):
-    value = other(name, getattr(runs[script][1], name))
-    refuses(script, rf"last.pt has other settings: .*\b{name} \(", resume=True, **{name: value})
+def test_a_run_is_not_resumed_with_another_setting(runs, script, name):
+    change = {name: other(name, getattr(runs[script][1], name))}
+    refuses(runs[script], rf"last.pt has other settings: .*\b{name} \(", resume=True, **change)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("part", ["seen", "held_out", "keys of draws"])
-def test_a_run_is_not_resumed_with_other_data(refuses, tmp_path, monkeypatch, script, part):
-    changes = {part: "other text. "} if part in ("seen", "held_out") else {}
-    path = write_data(script, tmp_path / "data", **changes)
-    monkeypatch.setattr(data, "KEYS", data.KEYS + (not changes))
-    message = "on the text that was in|settings: dialogues" if changes else "settings: keys"
-    refuses(script, message, resume=True, data=path)
+@pytest.mark.parametrize("changes, new_keys", [
+    ({"seen": "other text. "}, 0), ({"held_out": "other text. "}, 0), ({}, 1)])
+def test_a_run_is_not_resumed_with_other_data_or_draws(runs, tmp_path, monkeypatch, script,
+                                                       changes, new_keys):
+    monkeypatch.setattr(data, "KEYS", data.KEYS + new_keys)
+    refuses(runs[script], "on the text that was in|settings: dialogues|settings: keys",
+            resume=True, data=write_data(script, tmp_path / "data", **changes))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_a_folder_has_one_writer(runs, refuses, monkeypatch, script, how):
+def test_a_folder_has_one_writer(runs, monkeypatch, script, how):
     """It is locked before its last save is read."""
     reading = spy(monkeypatch, checkpoint, "load")
     with launch.lock(out_of(runs[script][1])):
-        refuses(script, "another process is writing into", **{how: True})
+        refuses(runs[script], "another process is writing into", **{how: True})
     assert not reading
 
 
-def test_a_second_process_ends_with_one_line_and_code_2(runs):
-    _, cfg = runs["train"]
-    flags = [f"--{k}={v}" for k, v in vars(cfg).items() if v != getattr(train.Config, k)]
+def test_a_second_process_ends_with_one_line_and_code_2(runs, tmp_path):
+    """Under torchrun, the line is in its report, too."""
+    cfg, report = runs["train"][1], tmp_path / "error.json"
+    flags = f"--data={cfg.data}", f"--out_dir={cfg.out_dir}"
     with launch.lock(cfg.out_dir):
-        done = subprocess.run([sys.executable, "train.py", *flags, "--resume"], cwd=ROOT,
-                              capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
-    assert done.stderr.startswith(f"train.py: another process is writing into {cfg.out_dir}")
+        done = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, capture_output=True,
+                              env=os.environ | {"TORCHELASTIC_ERROR_FILE": report}, text=True)
+    line = launch.read_json(report)["message"]["message"]
+    assert line.startswith(f"another process is writing into {cfg.out_dir}") and "\n" not in line
+    assert done.stderr == f"train.py: {line}\n" and done.returncode == 2
 
 
 HARM = {"loss NaN": lambda nll: nll + math.nan, "loss infinite": lambda nll: nll + math.inf,
@@ -129,8 +127,7 @@ HARM = {"loss NaN": lambda nll: nll + math.nan, "loss infinite": lambda nll: nll
 @pytest.mark.parametrize("script", SCRIPTS)
 @pytest.mark.parametrize("harm", HARM)
 def test_what_is_not_finite_is_neither_saved_nor_kept(runs, tmp_path, monkeypatch, script, harm):
-    """One micro-batch does harm, and the next line, save and evaluation are due at update 4.
-    While the loss alone is not finite, the gradient and all weights are."""
+    """In one micro-batch, at update 3. The next line, save and evaluation are due at update 4."""
     main, cfg = runs[script]
     out, M = str(tmp_path), cfg.batch_size // getattr(cfg, "micro_batch", 1)
     whole, calls, before = TwoPass.token_nll, [], {}
@@ -145,14 +142,14 @@ def test_what_is_not_finite_is_neither_saved_nor_kept(runs, tmp_path, monkeypatc
         return nll, masks
     monkeypatch.setattr(TwoPass, "token_nll", token_nll)
     folder = {"out_dir" if script == "train" else "out": out}
-    refused("not finite: restart with a lower --eta_bb", main, replace(cfg, steps=4, **folder))
+    refused("not finite", main, replace(cfg, steps=4, **folder))
     assert len(calls) == 4 * M and files(out) == before and checkpoint.load(out)["step"] == 2
     assert harm == "gradient NaN" or all(p.isfinite().all() for p in calls[-1].parameters())
 
 
 @pytest.mark.parametrize("name", ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning",
                                   "mask_id", "k", "tokenizer"])
-def test_another_model_is_not_continued(runs, refuses, tmp_path, name):
+def test_another_model_is_not_continued(runs, tmp_path, name):
     """Its tensors may fit."""
     ckpt, path = checkpoint.load(out_of(runs["train"][1])), str(tmp_path / "other.pt")
     if name == "tokenizer":
@@ -160,6 +157,6 @@ def test_another_model_is_not_continued(runs, refuses, tmp_path, name):
     else:
         ckpt["config"][name] = other(name, ckpt["config"][name])
     checkpoint.save(path, **ckpt)
-    refuses("train", rf"other.pt has other settings: {name} \(", init_from=path,
+    refuses(runs["train"], rf"other.pt has other settings: {name} \(", init_from=path,
             out_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run" / "last.pt").exists()

@@ -282,7 +282,7 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
     err = go(prompt="hello", omega_s=0.9, block=4, threshold=1e-9, schedule="linear").err
-    assert "NFE 4" in err and "SM k=3, omega_s=0.9, schedule=linear" in err
+    assert "NFE 4" in err and "SoftMask(k=3, omega_s=0.9, " in err
     filled = go(infill="def f():\\n    ___ # end").out
     assert filled.startswith("def f():\n    ") and filled.endswith(" # end\n")
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))

@@ -2,7 +2,6 @@
 
 import os
 import re
-import types
 from pathlib import Path
 
 import pytest
@@ -11,53 +10,27 @@ import torch
 import data
 import sudoku
 import trajectory
-from conftest import ROOT, gen
+from conftest import ROOT
 from data import rng
 from eval import bound
 from mdlm import MDLM
 from sample import generate_in_order
-
-MASKS = torch.tensor([256, *[258] * 36, 257, 257])  # a row without its grid
 
 
 def test_the_shipped_model_is_as_good_as_is_claimed():
     """A bound of 0.5318 nats a token. Surest first, it fills 72 % of 128 empty grids."""
     path = os.path.join(ROOT, "results", "sudoku.safetensors")
     assert os.path.getsize(path) < 2e6
-    model, tok = MDLM.load(path), data.tokenizer("bytes")
-    generators = [data.rng("sample", 1, i) for i in range(128)]  # as `sample.py --seed=1`
-    ids, _ = generate_in_order(model, 128, 36, "entropy", 1.0, generators, x=MASKS)
-    cells = [tok.decode(row[1:37]) for row in ids.tolist()]
-    right = sum("." not in grid and not sudoku.mistake(grid) for grid in cells) / 128
+    model = MDLM.load(path)
+    generators = [rng("sample", 1, i) for i in range(128)]  # as `sample.py --seed=1`
+    empty = torch.tensor([256, *[258] * 36, 257, 257])
+    ids, _ = generate_in_order(model, 128, 36, "entropy", 1.0, generators, x=empty)
+    right = sum(not sudoku.mistake(cells) for cells in sudoku.cells_of(ids, 258)) / 128
     assert right == pytest.approx(0.719, abs=0.03)
-    texts = sudoku.texts(2000, rng("sudoku", "val"))
-    rows = torch.tensor([[256, *text.encode(), 257, 257] for text in texts])    # (2000, 39)
+    rows = sudoku.ids_of(sudoku.texts(2000, rng("sudoku", "val")), 258)
     nll = bound(model, rows, True, seed=1, repeats=2, floor=0.0)[0]
     assert nll.mean() / 39 == pytest.approx(0.5318, abs=2e-4)
     assert model.sm.omega[0] > 0.5 and model.sm.raw_s.dtype == torch.float32
-
-
-def test_the_demonstration_shows_the_first_puzzle_on_which_the_sides_differ(monkeypatch, capsys):
-    """Whichever is right. If they agree, or if there is only one side, it shows the first."""
-    [grid], latin = sudoku.texts(1, gen()), "".join("123456123456"[i:i + 6] for i in range(6))
-
-    def shown(**ends):  # latin: rows and columns are right, and no box
-        sides = {side.replace("_", " "): [(cells, torch.zeros(3, 36), cells)]
-                 for side, cells in ends.items()}
-        monkeypatch.setattr(sudoku, "fill", lambda *_: sides)
-        model = types.SimpleNamespace(mask_id=258, sm="with_feedback" in ends)
-        sudoku.demonstrate(model, 3)
-        return capsys.readouterr().out
-
-    out = shown(with_feedback=[grid, latin, grid], without=[grid, grid, latin])
-    assert re.findall("per call +(.*)", out)[:4] == ["2               2"] * 4
-    found = "call, 2 puzzles .*puzzle 2:.*\n✗ 2 twice in box 1 +✓ no rule broken"
-    assert re.search(found, out, re.DOTALL)
-    out = shown(with_feedback=[latin, grid, grid], without=[latin, grid, grid])
-    assert re.search("both sides agree .* Puzzle 1:.*\n(✗ 2 twice in box 1 *){2}", out, re.DOTALL)
-    out = shown(without=[grid, grid, latin])
-    assert re.search("Puzzle 1, two cells per call:.*\n✓ no rule broken *$", out, re.DOTALL)
-    assert "feedback" not in out
 
 
 def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
@@ -79,7 +52,7 @@ def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path):
     every = sudoku.canonical().view(-1, 6, 6)
     assert len(every) == 39_168 == len(torch.unique(every, dim=0))
     boxes = every.view(-1, 3, 2, 2, 3).transpose(2, 3).reshape(-1, 6, 6)
-    for units in (every, every.transpose(1, 2), boxes):
+    for units in every, every.transpose(1, 2), boxes:
         assert (units.sort(-1).values == torch.arange(6)).all()
     sudoku.prepare(sudoku.Data(str(tmp_path), grids=300))
     tokens, _ = data.open_split(tmp_path, "train")

@@ -2,9 +2,9 @@
 
 import json
 import math
-import os
 import re
 import xml.etree.ElementTree as ElementTree
+from pathlib import Path
 
 import pytest
 
@@ -14,8 +14,6 @@ import trajectory
 from conftest import ROOT, random_mdlm, refused, save_mdlm, start
 from launch import read_jsonl
 from show import cell_text
-
-BYTES = data.tokenizer("bytes")
 
 
 @pytest.fixture
@@ -32,7 +30,8 @@ def test_the_steps_are_those_of_the_sample(saved, sampler):
     sample.main(sample.Config(**words, out="s.jsonl"))
     [line], found = read_jsonl("s.jsonl"), trajectory.traces(trajectory.Config(**words))
     steps, plain = found["with-feedback"], found["without"]
-    assert [cell for cell, _ in steps[-1]] == [cell_text(BYTES, token) for token in line["ids"]]
+    texts = [cell_text(data.tokenizer("bytes"), token) for token in line["ids"]]
+    assert [cell for cell, _ in steps[-1]] == texts
     assert len(steps) in (6, 7) and plain != steps
     assert all(cell[1] in (None, 0) for step in plain for cell in step)
     masks = [cell for step in steps for cell in step if cell[1] is not None]
@@ -48,42 +47,36 @@ def test_the_steps_are_those_of_the_sample(saved, sampler):
     assert len(picture.findall("{*}text")) == 12 * len(steps + plain) + 2
 
 
-def test_what_is_no_puzzle_or_no_picture_is_refused(saved):
-    for words, message in ((f"--given={14 * '.'}", "14 characters, 14 of them dots: give 9, some"),
-                           ("--given=a.b.", "has 4 characters, 2 of them dots"),
-                           ("--given=abcdefghi", "9 characters, 0 of them dots"),
-                           ("--count=2", "--count does nothing here"),
-                           ("--out=x.png", "must end")):
-        refused(message, start, "trajectory", "--checkpoint=sm.pt", words)
-    start("trajectory", "--checkpoint=sm.pt", "--given=a.b......", "--steps=3", "--note=N")
+def test_a_puzzle_has_the_length_of_a_row_and_something_to_fill(saved):
+    words = "trajectory", "--checkpoint=sm.pt"
+    for given in "a.b.", "abcdefghi":
+        refused("give 9, some of them dots", start, *words, f"--given={given}")
+    start(*words, "--given=a.b......", "--steps=3", "--note=N")
     assert '"columns": 0, "note": "N"' in open("trajectory.html").read()
 
 
-def held(path):
-    return json.loads(re.search(r'application/json">(.*?)</script>', open(path).read())[1])
+def held(page):
+    return json.loads(re.search(r'application/json">(.*?)</script>', page)[1])
 
 
 def test_the_page_and_the_picture_of_the_sudoku_are_those_that_it_makes(tmp_path):
     """λ and shares up to the rounding of another machine."""
-    with open(os.path.join(ROOT, "lab", "trajectory.py")) as f:
-        [given] = re.findall(r"--given=(\S+)\"", f.read())
-    words = ["--checkpoint=" + os.path.join(ROOT, "results", "sudoku.safetensors"),
-             "--sampler=entropy", "--steps=12", "--top_p=1e-12", f"--given={given}"]
+    [given] = re.findall(r"--given=(\S+)\"", trajectory.__doc__)
+    words = [f"--checkpoint={ROOT}/results/sudoku.safetensors", "--sampler=entropy", "--steps=12",
+             "--top_p=1e-12", f"--given={given}"]
     for name in "trajectory.html", "figures/sudoku.svg":
         start("trajectory", *words, f"--out={tmp_path}/{name}")
-    ours, theirs = (held(os.path.join(folder, "trajectory.html"))
-                    for folder in (tmp_path, os.path.join(ROOT, "results")))
+    folders = tmp_path, Path(ROOT, "results")
+    ours, theirs = (held((folder / "trajectory.html").read_text("utf-8")) for folder in folders)
     assert "examples/sudoku.py" in theirs["note"] and theirs["columns"] == ours["columns"] == 6
     for a, b in zip(ours["traces"], theirs["traces"], strict=True):
-        assert a["name"] == b["name"] and len(a["steps"]) == 12
-        for one, other in zip(a["steps"], b["steps"], strict=True):
-            assert [cell[0] for cell in one] == [cell[0] for cell in other]
-            assert [cell[1] for cell in one] == pytest.approx([cell[1] for cell in other], abs=2e-3)
-    pictures = [ElementTree.parse(os.path.join(folder, "figures", "sudoku.svg")).getroot()
-                for folder in (tmp_path, os.path.join(ROOT, "results"))]
-    texts = [[text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
-             for picture in pictures]
-    assert texts[0] == texts[1] and len(pictures[0].findall("{*}g")) == 12
+        assert a["name"] == b["name"] and len(a["steps"]) == len(b["steps"]) == 12
+        for one, other in zip(sum(a["steps"], []), sum(b["steps"], []), strict=True):
+            assert one[0] == other[0] and one[1] == pytest.approx(other[1], abs=2e-3)
+    pictures = [ElementTree.parse(folder / "figures/sudoku.svg").getroot() for folder in folders]
+    ours, theirs = ([text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
+                    for picture in pictures)
+    assert ours == theirs and len(pictures[0].findall("{*}g")) == 12
 
 
 def test_no_token_of_a_page_is_taken_for_html():
@@ -91,5 +84,4 @@ def test_no_token_of_a_page_is_taken_for_html():
     steps = [[["x", None], ["a", 0.5, -0.5, [["a", 0.75], [evil, 0.25]]]]]
     text = trajectory.page({"on": steps}, 0, evil)
     assert evil not in text and text.count("</script>") == 2
-    held = json.loads(re.search(r'application/json">(.*?)</script>', text)[1])
-    assert held["note"] == evil and held["traces"] == [{"name": "on", "steps": steps}]
+    assert held(text) == {"columns": 0, "note": evil, "traces": [{"name": "on", "steps": steps}]}
