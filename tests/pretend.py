@@ -87,7 +87,7 @@ class Generator(torch.Generator):
 def gpu():
     """In this block there is a GPU without bf16. Yields `waits`, which is empty at first."""
     waits.clear()
-    device, cuda, tolist = torch.Tensor.device.__get__, torch.device("cuda", 0), torch.Tensor.tolist
+    device, cuda, tolist = torch.Tensor.device.__get__, torch.device("cuda:0"), torch.Tensor.tolist
     of_tensors = mock.patch.multiple(
         torch.Tensor, cpu=lambda x: x.to("cpu"), tolist=lambda x: tolist(x.to("cpu")),
         device=property(lambda x: cuda if on_gpu(x) else device(x)), is_cuda=property(on_gpu),

@@ -1,4 +1,4 @@
-"""dream.py against recorded numbers of the published code, transformers' Qwen2, and bad folders."""
+"""dream.py against recorded numbers of the published code, transformers' Qwen2 and bad folders."""
 
 import gzip
 import json

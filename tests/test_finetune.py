@@ -184,8 +184,8 @@ def test_four_updates_are_adam_by_hand(cfg, kind, k, coin):
     for name, soft in ("val_soft", True), ("val_plain", False):
         total = 0
         for i in range(3):
-            t, draws = 0.1 + 0.3 * i, (oracles.rng(cfg.seed, f"val {x}", i) for x in ("n_end", "q"))
-            x0, xt = oracles.masked_dialogue(*val[i], t, 261, 256, *draws)
+            t, rngs = 0.1 + 0.3 * i, (oracles.rng(cfg.seed, f"val {w}", i) for w in ("n_end", "q"))
+            x0, xt = oracles.masked_dialogue(*val[i], t, 261, 256, *rngs)
             total += loss(reference(x0[None], xt[None], soft), t, 1).item()
         assert line[name] == pytest.approx(total / 3, rel=1e-4)
     # Steps are up to 1e-2. The rounding of tiny gradients moves a weight by 2.6e-6.

@@ -70,7 +70,7 @@ def test_a_large_nucleus_waits_once_for_each_size_that_it_tries():
 
 
 def test_an_evaluation_waits_once(tiny_dream):
-    """However many batches or dialogues it has. Finetuning's measures with feedback and without."""
+    """However many batches or dialogues it has. Finetuning measures with feedback and without."""
     model = random_mdlm(vocab_size=20, mask_id=19, length=9, omega_s=0.7)
     rows = torch.randint(19, (11, 9), generator=gen())
     with gpu() as waits:
@@ -111,8 +111,8 @@ def test_mdlm_keeps_to_one_device(folder):
             model, ema = start("train", *TINY, k, "--out_dir=run", "--overwrite")
             start("train", *TINY, k, "--out_dir=run", "--resume", "--steps=6")
             assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
-            for words in ("sample --sampler=remdm-loop --show --count=2", "trajectory",
-                          "sample --sampler=remdm-cap --soft=False", "trajectory --sampler=entropy",
+            for words in ("sample --sampler=remdm-loop --show", "trajectory --sampler=entropy",
+                          "sample --sampler=remdm-cap --soft=False --count=2", "trajectory",
                           "sample --sampler=random --soft=False --count=2"):
                 start(*words.split(), "--steps=8", "--checkpoint=run/last.pt")
             for words in "eval ppl", "feedback":

@@ -227,8 +227,8 @@ def test_cuda_is_waited_for_once_in_a_pass(model):
         with pretend.gpu() as waits:
             two = TwoPass(copy.deepcopy(model), copy.deepcopy(sm), MASK).to("cuda")
             waits.clear()
-            generator = torch.Generator("cuda").manual_seed(0)
-            got = decode(two.net, [TEXT, TEXT[::-1]], 8, 4, sm=two.sm, generator=generator, **words)
+            g = torch.Generator("cuda").manual_seed(0)
+            got = decode(two.net, [TEXT, TEXT[::-1]], 8, 4, sm=two.sm, generator=g, **words)
         assert waits == ["to"] * len(got) + ["equal"], words  # the last is of `decode` above
         assert torch.equal(got, want), words
 
