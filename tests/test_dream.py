@@ -147,6 +147,7 @@ def test_adapters_of_others(tiny_dream, tmp_path):
         read(theirs | {"transparency_alg": "slerp_sm"})
     for names in TARGETS[1:], [*TARGETS, "up_proj"]:
         refused("in only one of model and adapter", read, target_modules=names)
+    refused("has another shape in the model", read, r=8)
     next(iter(state.values()))[0] = math.nan
     refused("not finite", read)
 
