@@ -115,15 +115,15 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys, monkeypatch):
     refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "e"), out=out))
 
 
-def test_a_broken_file_is_refused_by_its_line_or_its_byte(tmp_path):
+def test_a_broken_file_is_refused(tmp_path):
     lines = jsonl(["x" * 99] * 300)
     for name, content, message in (
             ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 "),
-            ("b.jsonl.gz", gzip.compress(lines[:20_000] + b"\xe9" + lines[20_000:]), "is not UTF-8"),
+            ("b.jsonl.gz", gzip.compress(lines[:20_000] + b"\xe9" + lines[20_000:]), "not UTF"),
             ("c.txt.gz", gzip.compress(lines)[:-9], "ended before"),
             ("d.txt.xz", lzma.compress(lines)[:-9], "ended before")):
         (tmp_path / name).write_bytes(content)
-        refused(f"{name}: .*{message}", list, data.documents([tmp_path / name]))
+        refused(f"{name}.* {message}", list, data.documents([tmp_path / name]))
 
 
 def test_a_text_needs_as_many_tokens_as_a_row_holds():
