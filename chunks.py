@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint as recomputed
 
 from launch import to_device
 
-BUDGET = 1e9        # bytes of (n, V) tensors in use; as many may be kept for the backward pass
+BUDGET = 1e9        # bytes of (n, V) tensors in use; as many again may be kept for backward
 SM_IN_USE = 7       # fp32 (n, V) tensors that SM with k = |V| holds at once, the worst case
-SM_KEEPS = 6        # those it keeps for the backward pass: logits, clamped; logp, clamped; exp, π
+SM_KEEPS = 6        # those it keeps for the backward pass: logits and logp, also clamped; exp; π
 CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
 CPU_CACHE = 1.6e6   # bytes of logits that fit a CPU's caches: SM reads them several times
 COMPILED_ROWS = 4096  # rows of a compiled chunk, for large matrix products; 0.4 GB of bf16 logits
@@ -35,7 +35,7 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
         weight and makes a dense gradient for it.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
-    if getattr(fn, "compiled", False):  # always gets slices: whole tensors would compile again
+    if getattr(fn, "compiled", False):  # even all rows are a slice: else it would compile again
         size = max(1, N) if whole else COMPILED_ROWS
     else:
         room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
@@ -114,8 +114,8 @@ def categorical(probs, u):
 
     probs: (n, V), with any positive sum per row.   u: (n,) float64, uniform in [0, 1).
     One number per row [ours] gives the same distribution as V exponentials [code]. With an fp32 u,
-    tokens rarer than 6e-8 would never be drawn: entropy and generative perplexity would fall, and
-    the text would be no better. torch.multinomial would cost two host syncs.
+    only a few of the tokens rarer than 6e-8 could be drawn, and those too often. torch.multinomial
+    would cost two host syncs.
     """
     device = "cpu" if probs.device.type == "mps" else probs.device  # MPS has no float64
     cdf = probs.to(device, torch.float64).cumsum(-1)                           # (n, V)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Masked diffusion language model: corruption (Alg. 1 l.3-4), network, two-pass loss (l.5-8).
+"""Masked diffusion language model: times and corruption (Alg. 1 l.3-4), network, loss (l.5-8).
 
     Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
     Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t
@@ -40,8 +40,8 @@ T_MIN = 1e-3        # the smallest time, because the loss divides by t [code]
 
 @dataclass
 class ModelConfig:
-    # The backbone, App. B.1. Size: an int from 1. Count: an int from 0. Annotated[int, 1, 1000]: an
-    # int from 1 to 1000. launch.py checks these ranges.
+    # The backbone, App. B.1. Size: an int ≥ 1. Count: an int ≥ 0. Annotated[int, 1, 1000]: an int
+    # from 1 to 1000. launch.py checks these ranges.
     n_layer: Annotated[int, 1, 1000] = 12
     n_head: Size = 12                # n_embd is a multiple of 2 n_head: the rotation pairs entries
     n_embd: Size = 768
@@ -276,8 +276,8 @@ class TwoPass(nn.Module):
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
         if self.sm:
             # 0 · ω, so that without feedback ω's gradient is 0, not missing. Were it missing, DDP
-            # would skip its whole bucket, and ranks would diverge. Each p has a term of its own:
-            # from 0 · Σp, all would get the same gradient tensor, and add to it three times.
+            # would skip its whole bucket, and ranks would diverge. Each p has a term of its own, or
+            # all three would share one .grad, and later micro-batches add to it three times.
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, masks
 
@@ -294,7 +294,7 @@ class TwoPass(nn.Module):
             keeps = SM_KEEPS if dense or self.two_updates else 0
             weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
                                 whole=self.training and not dense)  # speed and memory only
-        if dense:  # mixed already
+        if dense:  # `weigh` has mixed: these are embeddings, λ and tokens
             return weighed
         lam, ids, pi = weighed
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
@@ -356,14 +356,14 @@ class MDLM(TwoPass):
 
         The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
-        samples from another: it has one pass a step, with the last prediction in place of pass 1.
+        samples from another network: one pass a step, with the last prediction in place of pass 1.
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)  # see TwoPass       (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
 
     @classmethod
     def load(cls, path, ema=True):
-        """A model in eval mode, from any file that checkpoint.load reads; the rest is its `info`.
+        """A model in eval mode, from any file that checkpoint.load reads. `info` has the rest.
 
         ema: use the averaged backbone, as all published numbers do.
         """

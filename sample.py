@@ -5,8 +5,8 @@
            l.1    rows_and_generators
            l.3    DiT.trunk, a call of the network (mdlm.py)
            l.4    nucleus, chunks.categorical    which token
-           l.5    step_probs, plan, Turn         whether it appears, known before any call;
-                  next_masks in order
+           l.5    step_probs, plan, Turn         whether it appears, known before any call
+                  next_masks                     the same, in generate_in_order
            l.6    TwoPass.feedback (mdlm.py)
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
@@ -149,8 +149,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
         if len(lost):  # re-masked in this step. In its l.3 they were tokens: their p is 1 [code]
-            guess[vanish] = lost
-            emb[vanish] = table[mask_id]
+            emb[vanish], guess[vanish] = table[mask_id], lost
             if soft:
                 emb[vanish], lam[vanish], _ = model.feedback_of_certain(lost)  #                 l.6
         if on_step:
@@ -190,7 +189,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
         if appear.any() or vanish.any() or every or needed:
             turns.append(Turn(t, appear, stay, vanish, u[appear]))
         masked = stay | vanish
-    if masked.any():  # usually few, but L / 10 for remdm-loop with too few steps to pass T_OFF
+    if masked.any():  # usually few; L / 10 for remdm-loop with up to 20 steps, none below T_OFF
         none = np.zeros_like(free)
         turns.append(Turn(T_END, masked, none, none, np.full(masked.sum(), ARGMAX)))
     return turns
@@ -239,13 +238,13 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
         is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
     threshold: instead of equally many, reveal every position whose likeliest token has at least
-        this probability before the nucleus, or if there is none, the next in order [ours]. Give as
-        many steps as masks: then these appear one at a time.
+        this probability before the nucleus, or if there is none, the next in order [ours]: a single
+        token, if there are as many steps as masks.
     All else is as in `generate`.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
     device, was_training = table.device, model.training
-    by_entropy = {"entropy": True, "random": False}[order]
+    by_entropy = {"entropy": True, "random": False}[order]  # KeyError for any other word
     model.eval()
     soft = soft and model.sm is not None
     x, generators = rows_and_generators(model, n, x, generator)                # (n, L)
@@ -275,8 +274,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         drawn, minus_H, p, *weighed = found    # (N,) each; if soft, what TwoPass.weigh returns
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
-            # From masks alone, a DiT predicts the same at every position. Rounding errors would
-            # break these ties, differently in every batch. So the order stays random there [ours].
+            # From masks alone, a DiT predicts the same everywhere: attention weighs equal values.
+            # Rounding would break these ties, differently in every batch. So the order stays random
+            # there [ours].
             only_masks = masked.all(-1, keepdim=True)                          # (n, 1)
             score = torch.where(only_masks, score, score.index_put(masks, minus_H))
         chosen = next_masks(score, masked, steps_left)                         # (n, L)
@@ -289,19 +289,19 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         before = masked_cpu                                                    # (n, L)
         masked_cpu = (x == mask_id).cpu()  # the host sync of the step           (n, L)
         stay = indices(masked_cpu, device)                                     # 2 × (r,)
-        (still,) = indices(masked_cpu[before], device)  # which of the N are still masks  (r,)
+        (rows_that_stay,) = indices(masked_cpu[before], device)  # of the N rows  (r,)
         lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
         if soft:
-            weighed = [each[still] for each in weighed]
+            weighed = [each[rows_that_stay] for each in weighed]
             emb[stay], lam[stay], guess[stay] = model.feedback(weighed=weighed)  #               l.6
         if on_step:
-            on_step(x, lam, guess, stay, h[still])
+            on_step(x, lam, guess, stay, h[rows_that_stay])
     model.train(was_training)
     return x.cpu(), nfe
 
 
 def next_masks(score, masked, steps_left):
-    """Which masks to reveal, (n, L) bool: in each row 1 / steps_left of them, with highest scores
+    """Which masks to reveal, (n, L) bool: 1 / steps_left of each row's, with the highest scores
 
     The number is rounded up. Ties are broken from left to right [ours].
     """
@@ -386,10 +386,10 @@ def load(cfg):
     model.sm = with_omega(model.sm, model.mask_id, cfg)
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
-    tokens = {"tokens": tok.n_vocab}
-    launch.check_same(cfg.checkpoint, {"tokens": model.mask_id}, tokens, tokens)
+    if model.mask_id != tok.n_vocab:  # [MASK] follows the last token
+        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, {tok.name} {tok.n_vocab}")
     if cfg.length > model.cfg.length:
-        raise Refused(f"--length={cfg.length} is over the {model.cfg.length} that {cfg.checkpoint} "
+        raise Refused(f"--length={cfg.length} exceeds the {model.cfg.length} that {cfg.checkpoint} "
                       f"was trained on")
     return model, tok, cfg
 
@@ -487,7 +487,7 @@ def main(cfg):
         bar.update(len({*batch}))  # a set: without the padding
     bar.close()
     if path and here.rank == 0:
-        print(f"{texts[0]}\n{len(todo)} new samples in {path}")
+        print(f"{texts[0]}\nsamples are in {path}")
 
 
 if __name__ == "__main__":

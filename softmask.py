@@ -38,7 +38,7 @@ What can go wrong:
    had no feedback, set ω's gradients to None before the optimizer step, or Adam's momentum moves ω.
 
 Comments follow the paper unless they are tagged. [code]: as in the authors' code, because the paper
-is silent or differs; or what their code does, beside what we do. [ours]: our choice.
+is silent or differs; or what their code does where ours differs. [ours]: our choice.
 """
 
 import sys
@@ -164,7 +164,7 @@ class SoftMask(nn.Module):
         return F.softplus(self.raw_tau) + EPS
 
     def _apply(self, fn, recurse=True):
-        """What .to(), .cuda() and .bfloat16() call for every tensor. Here, only the device changes.
+        """What .to(), .cuda() and .bfloat16() call, fn for every tensor. Only the device changes.
 
         raw_s starts near −14, where bf16 numbers are 1/16 apart. Adam's steps of 1e-2 would all be
         rounded away: ω_s would never move, and SM would silently stay off.
@@ -212,7 +212,7 @@ def largest(logits, k):
 
     `topk` reads its input several times. So one pass finds the maximum of each group of 128 logits,
     and `topk` reads only the k groups with the largest maxima, and the rest, which fills no group.
-    A logit outside of these groups is not above any of k maxima, so none of the k largest is lost.
+    A logit outside of these groups has k others, their maxima, that are at least as large.
     """
     width, V = 128, logits.shape[1]
     if V < 8 * k * width:  # the k groups would be a large part of V

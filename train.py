@@ -11,7 +11,7 @@
     train, loop        the data, the model, and the loop around `update`
     the rest           what `train` starts from, measures and saves
 
-Every draw has a generator of its own (data.rng), keyed by what it is for: (seed, "t", step) for the
+Every draw has a key of its own (data.rng), which says what it is for: (seed, "t", step) for the
 times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are counted
 over all ranks, so one process with 4 of them makes the same run as two with 2 each. And a run that
 was stopped or killed resumes from its last save as if nothing had happened, except that a stop
@@ -110,7 +110,7 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
         x0 = batch(tokens, cfg, step, j, M)                                    # (b, L)          l.2
-        t = times[j::M]  # of all sizes, see `batch`                           # (b,)            l.3
+        t = times[j::M]  # small and large ones, see `batch`                   # (b,)            l.3
         xt = corrupt(x0, t, cfg.mask_id, data.rng(cfg.seed, "q", step, j))     # (b, L)          l.4
         # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
@@ -124,7 +124,8 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
             # [code]. DDP averages gradients over ranks, and `world` undoes that.
             (loss.sum() * here.world / n_tokens).backward()
         loss = loss.detach()
-        # loss @ t is the cross-entropy without its weight 1/t. n: what the loss is a mean over.
+        # loss @ t is the cross-entropy without its weight 1/t. n: what the loss is a mean over,
+        # here all tokens.
         log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(b),
                 tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
@@ -142,7 +143,7 @@ def batch(tokens, cfg, step, j, M):
 
     Every epoch has a permutation of its own, and no row comes twice in it. Times are sorted, so
     micro-batch j takes every M-th sequence and every M-th time [ours]: about half of its tokens are
-    masked. If it took a slice of the times instead, it could be nearly all.
+    masked. If it took a slice of the times instead, nearly all of them could be.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -151,7 +152,7 @@ def batch(tokens, cfg, step, j, M):
 
 
 def lr_at(step, cfg):
-    """Factor on both learning rates after `step` updates: from 0 [code] linearly to 1."""
+    """Factor on both learning rates after `step` updates: rising linearly from 0 [code] to 1."""
     return min(1.0, step / cfg.warmup) if cfg.warmup else 1.0
 
 
@@ -177,7 +178,7 @@ def train(cfg):
 
 def loop(cfg, here, tokens, meta, flags):
     """`train`, once the data are there and the folder is locked."""
-    master, path = here.rank == 0, partial(os.path.join, cfg.out_dir)
+    path, master = partial(os.path.join, cfg.out_dir), here.rank == 0
     # All of train.bin is too long to hash at every start: if it is overwritten under its old
     # meta.json, nobody notices.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
@@ -185,7 +186,7 @@ def loop(cfg, here, tokens, meta, flags):
     held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
     model, ema, optimizer, done, metrics, omega_from = state_of(cfg, here, meta, source, flags)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
-    if compiled:  # after the EMA was copied: compiled methods of a copy use the first's weights
+    if compiled:  # after the EMA was copied: compiled methods of a copy use the original's weights
         compile_parts(model)
     parallel = model
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
@@ -215,7 +216,8 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        if start:  # catch up on what a stop or a kill prevented after this update
+        # A stop saves without evaluating, and a kill can come between last.pt and step-N.pt.
+        if start:
             late = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
             if late:
                 metrics = {"step": start, **evaluate(ema, held_out, here)}
@@ -321,13 +323,13 @@ def load_last(path, cfg, source):
     """last.pt of this run. Raises Refused if its data or settings differ."""
     hint = f". --init_from={path} with another --out_dir starts from these weights"
     ckpt = checkpoint.load_last(path, "mdlm", cfg, {"keys": data.KEYS}, MAY_DIFFER_ON_RESUME, hint)
-    # Data are compared by content, because their folder may have moved.
+    # Data are compared by content, because their folder may have moved. (Older files lack val.)
     theirs = {"val": source["val"]} | ckpt["data"]
     if any(theirs[name] != source[name] for name in ("sha256", "val")):
         raise Refused(f"{path} was trained on the text that was in {theirs['path']}, but "
                       f"{cfg.data} now holds another{hint}")
     if ckpt["step"] > cfg.steps:
-        raise Refused(f"{path} is already at update {ckpt['step']:,}: --steps={cfg.steps} is over")
+        raise Refused(f"{path} is already at update {ckpt['step']:,}, beyond --steps={cfg.steps}")
     return ckpt
 
 

@@ -225,7 +225,7 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
         file.write_bytes(cut)
         for _ in range(2):  # the second time nothing is left to do
             assert run(count=5, show=True) == whole
-    refused("--length=99 is over the 32 that", run, length=99)
+    refused("--length=99 exceeds the 32 that", run, length=99)
     text = file.read_text()
     file.write_text(text.replace('"compile": false', '"compile": true'))
     refused(r"compile \(True there, False here\)", run, count=5)
@@ -254,7 +254,7 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     refused(other, run, **made)
     refused("--eta does nothing with --sampler=entropy", run, sampler="entropy", eta=0.1)
     save_mdlm(made["checkpoint"], model_of(vocab_size=260, mask_id=259))
-    refused("tokens .259 there, 258 here", run, **made)
+    refused("has 259 tokens, bytes 258", run, **made)
 
 
 def test_a_sample_is_drawn_in_place(monkeypatch, capsys):

@@ -258,7 +258,7 @@ def test_auto_starts_afresh_where_only_a_step_file_is_left(tiny):
     train(cfg)
     refused("already holds a run: --resume", train, replace(cfg, resume=False))
     refused("give one of them", train, replace(cfg, overwrite=True))
-    refused("already at update 6: --steps=5 is over", train, replace(cfg, steps=5))
+    refused("already at update 6, beyond --steps=5", train, replace(cfg, steps=5))
     for name in "last.pt.ppl.json", "step-2.pt.ppl.json", "mine.txt":
         open(file(tiny, name), "w").close()
     train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
