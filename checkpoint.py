@@ -49,19 +49,19 @@ def load(path, kind=None):
             path = os.path.join(path, name)
     try:
         ckpt = read(path)
-    except Exception as e:  # a file that is no checkpoint can raise anything
+    except Exception as e:  # another file can raise anything
         if isinstance(e, OSError) and e.filename:  # cannot be opened
             raise
         raise Refused(f"{path} is not a complete checkpoint ({in_short(e)})")
     if "format" in ckpt:
         if kind:
             only(ckpt, path, kind=kind)
-        # Models of our studies with another λ or mix, which SoftMask does not compute, say so here.
+        # Models of our studies with a λ or mix that SoftMask cannot compute have these two fields.
         only(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)
     if not any(name.endswith("vocab_embed.embedding") for name in state):
-        raise Refused(f"{path} is no model of MDLM's family: it has no vocab_embed.embedding")
+        raise Refused(f"{path} is not a model of MDLM's family: it has no vocab_embed.embedding")
     if state is ckpt:
         beside = os.path.join(os.path.dirname(path), "config.json")
         hub = os.path.basename(path) in HUB_FILES and os.path.exists(beside)
@@ -319,7 +319,7 @@ def read_header(path):
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
             if offset + end <= size:
                 return header, metadata, offset
-    raise Refused(f"{path} is no safetensors file, or cut short: download it again")
+    raise Refused(f"{path} is not a safetensors file, or cut short: download it again")
 
 
 # ---- what is in a file ---------------------------------------------------------------------------

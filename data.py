@@ -264,7 +264,7 @@ def find_files(source):
         skipped = Counter(p.suffix or p.name for p in sorted({*files} - {*inside}))
         if skipped:
             kinds = ", ".join(f"{n:,} {kind}" for kind, n in skipped.most_common())
-            print(f"{path}: files that are no text are skipped: {kinds}")
+            print(f"{path}: files that are not text are skipped: {kinds}")
         paths += inside or [Path(path)]
     return paths
 
@@ -291,7 +291,7 @@ def texts_in(f, field):
     for n, line in enumerate(f, 1):
         try:
             if line.strip():
-                yield json.loads(line)[field] + ""  # fails for what is no text
+                yield json.loads(line)[field] + ""  # fails for what is not text
         except (ValueError, LookupError, TypeError) as e:
             raise ValueError(f'line {n} is not like {{"{field}": "…"}} ({in_short(e)}). If the '
                              f"text is in another field, data.py takes --field=NAME")
@@ -315,8 +315,8 @@ class Config:
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json (default: download)
     field: str = "text"          # what holds the text in a JSON line or a parquet file
-    # How many documents to hold out, the last ones (default: 1 %, and at least 65,536 tokens, but
-    # at most a tenth of the text).
+    # How many documents to hold out, the last ones (default: 1 %, up to 10,000, with at least
+    # 65,536 tokens, but at most a tenth of the text).
     val_docs: Size | None = None
     overwrite: bool = False      # replace the corpus in `out`
 

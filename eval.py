@@ -40,7 +40,7 @@ from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 METRICS = "ppl", "zero_shot", "samples"
 PRESETS = {metric: {"metric": metric} for metric in METRICS}
-# On the screen. In files, `binary` is a model that was trained without SM.
+# Keys in result files, and titles on the screen.
 TITLES = {"soft": "with feedback", "plain": "without feedback", "binary": "without SM"}
 
 
@@ -54,10 +54,10 @@ class Config:
     seed: int = 1                   # for masks and times; for MAUVE's reference rows and clusters
     tokenizer_dir: str = ""         # GPT-2's vocabulary, for machines without a network
     # ppl, zero_shot
-    checkpoint: str = ""            # any file or folder that `python checkpoint.py` can describe
+    checkpoint: str = ""            # any MDLM that `python checkpoint.py` can describe
     ema: bool = True                # use the averaged backbone
-    # Folder of data.py, of which ppl measures val.bin (default: that of the model's training), and
-    # with which MAUVE compares samples (default: data/owt; "": skip).
+    # Folder of data.py. ppl measures its val.bin (default: that of the model's training), MAUVE
+    # compares samples with it (default: data/owt; "": skip).
     data: str | None = None
     text: str = ""                  # files that zero_shot measures, in any format of data.py
     rows: Count = 0                 # how many (default: all; for "Data", half of them, at random)
@@ -88,8 +88,8 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` times each.
 
     The arguments are those of `bound`. Masks are keyed by row and repeat, so they depend on neither
-    batch_size nor world. All times are stratified together and ascend: the first repeat takes the n
-    smallest, and so on. One permutation, the same in every repeat, deals them to the rows.
+    batch_size nor world. Each row gets one time from each of `repeats` equal slices of [floor, 1].
+    One permutation, the same in every repeat, deals the n times of a slice to the rows.
     """
     n = len(rows)
     rng = data.rng("times", seed)
@@ -282,7 +282,7 @@ def gen_ppl(nats, tokens):
 
 
 def mauve(features, references, scale, seed, **scorer):
-    """MAUVE of samples, from their features (n, D) in `score`, against texts      §4.1, App. B.1"""
+    """MAUVE of samples against texts.   features: (n, D), from `score`.           §4.1, App. B.1"""
     # It depends on the seed and both counts. The authors compare 5,000 with 5,000 [code].
     from mauve import compute_mauve
     theirs = score(references, **scorer)[2]                                          # (m, D)
@@ -294,7 +294,7 @@ def measure_samples(cfg):
     """samples: measure a file of samples, or held-out rows if --samples= is empty.
 
     The entropy comes first: if it is low, generative perplexity flatters the samples (App. C.2).
-    Results are written as they come, so a missing package costs only the measures it is for.
+    Results are written as they come, so a missing package costs only the measures that need it.
     """
     if cfg.data is None:
         cfg = replace(cfg, data="data/owt")
@@ -341,7 +341,7 @@ def write_result(cfg, stem, values, settings):
                           "dtype", "length", "scale")
              if getattr(cfg, name) != getattr(Config, name)]
     ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "")
-    if os.path.abspath(stem).startswith(ours):  # the shipped model's: git tracks this folder
+    if os.path.abspath(stem).startswith(ours):  # of the shipped model, in a folder git tracks
         stem = os.path.join("out", os.path.basename(stem))
     path = cfg.out or ".".join([stem.rstrip("/"), cfg.metric, *flags, "json"])
     result = {"metric": cfg.metric, "values": values, "settings": settings,

@@ -13,8 +13,6 @@ authors' code can read. As in train.py, neither a resume nor the number of GPUs 
     dialogue, update    one update of DoRA and ω, step by step as in train.py         Alg. 1 l.2-9
     finetune, loop      the whole run: data, model, and the loop around `update`
     the rest            what `finetune` loads, measures and saves
-
-Not here: the two passes (mdlm.py), decoding (sample_dream.py), DoRA (dora.py), full finetuning.
 """
 
 import hashlib
@@ -79,7 +77,7 @@ class Config:
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
-    r: Size = 16                # rank of DoRA (under torchrun, put -- before the script)
+    r: Size = 16                # rank of DoRA (torchrun has an --r, too: put -- before the script)
     alpha: Size = 16            # DoRA's update is scaled by alpha / r
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
     b_h: Share = 0.8
@@ -229,7 +227,7 @@ def loop(cfg, here, mask_id):
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
-    given = cfg  # for finetune.json, where the steps of two seeds would look like two settings
+    as_given = cfg  # for finetune.json: the steps of `epochs` depend on the seed, by the filters
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
     # ---- the model, the optimizer
@@ -254,7 +252,7 @@ def loop(cfg, here, mask_id):
 
     def measure():  # and keep the adapter, if it is the best so far
         found = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
-        return keep_best(found, cfg, given, model, here)
+        return keep_best(found, cfg, as_given, model, here)
 
     # ---- the loop
     start, stop, line = done, 0, {}  # stop: a signal's number, or 0.   line: the last in the log
@@ -273,7 +271,7 @@ def loop(cfg, here, mask_id):
             metrics = measure()
             log.amend(metrics)
         if master and start:  # a kill right after last.pt was saved may have left an older last/
-            save(last, cfg, given, model, optimizer, step=start, metrics=metrics, data=source)
+            save(last, cfg, as_given, model, optimizer, step=start, metrics=metrics, data=source)
         for step in range(start, cfg.steps):
             norm = update(step, cfg, train, model, parallel, optimizer, here, log)
             done = step + 1
@@ -287,7 +285,7 @@ def loop(cfg, here, mask_id):
                     line |= metrics
                 log.write(line)
             if to_save and master:
-                save(last, cfg, given, model, optimizer, step=done, metrics=metrics, data=source)
+                save(last, cfg, as_given, model, optimizer, step=done, metrics=metrics, data=source)
             if stop:
                 break
 
@@ -441,28 +439,28 @@ def evaluate(model, val, cfg, here):
             x0, xt, *masks = (launch.to_device(x, here.device) for x in inputs)
             nll = model(x0, xt, soft, tuple(masks))                            # (N,)
             found.append(objective(nll, t, cfg.loss, 1))
-        total = torch.stack(found).cpu().double().cumsum(0)[-1]  # the only host sync
+        total = torch.stack(found).cpu().double().sum()  # the only host sync
         losses["val_soft" if soft else "val_plain"] = launch.over_ranks(total).item() / len(val)
     return losses
 
 
-def keep_best(metrics, cfg, given, model, here):
+def keep_best(metrics, cfg, as_given, model, here):
     """Save best/ if this evaluation is the best so far. Returns `metrics` with the best loss."""
     # All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
     loss = metrics["val_soft" if model.sm else "val_plain"]
     if loss < metrics.get("best", math.inf):
         metrics["best"] = loss
         if here.rank == 0:
-            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, given)
+            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, as_given)
     return metrics
 
 
-def save(path, cfg, given, model, optimizer, **facts):
-    """Write last.pt and the adapter last/.   given: the settings for finetune.json."""
+def save(path, cfg, as_given, model, optimizer, **facts):
+    """Write last.pt and the adapter last/.   as_given: the settings for finetune.json."""
     weights = {name: p.detach() for name, p in trained(model).items()}
     checkpoint.save(path, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, model=weights,
                     optimizer=optimizer.state_dict(), **facts)
-    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, given)
+    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, as_given)
 
 
 def save_adapter(folder, dream, sm, cfg):

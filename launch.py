@@ -68,7 +68,7 @@ def from_cli(Config, argv, presets=None, paths=None):
     """A Config from the words of a command line: `[first words] --key=value --key value --flag …`
 
     presets: {name: fields}. The first word may be such a name, and flags override its fields.
-    paths: the name of a field. First words that are no preset become its value.
+    paths: the name of a field. First words that are not a preset become its value.
     The attribute `flags` has the names of the flags given. A Config built in Python lacks it.
     """
     if {"-h", "--help"} & set(argv):
@@ -221,8 +221,8 @@ def goes_on(last, resume, overwrite):
     only step-N.pt, best/   refused      refused            starts afresh    starts afresh
     nothing                 starts       fails: no file     starts           starts
 
-    Rank 0 must have locked the folder. A kill before the first last.pt leaves row 2, and a job that
-    is queued again after every kill must start there.
+    Rank 0 must have locked the folder. A kill before the first last.pt leaves row 2: a job that is
+    queued again with --resume=auto must then start.
     """
     exists = any_rank(os.path.exists(last))
     folder = Path(last).parent
@@ -278,7 +278,7 @@ def lock(folder, master=True):
             import fcntl
             fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            raise Refused(f"another process is writing into {folder}: wait, or use another")
+            raise Refused(f"another process is writing into {folder}: wait, or use another folder")
         except (ImportError, OSError):
             pass  # Windows and some network disks have no locks: do without
         yield

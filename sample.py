@@ -330,7 +330,7 @@ def nucleus(probs, p):
 
 @dataclass
 class Config:
-    checkpoint: str = ""        # any file or folder that `python checkpoint.py` can describe
+    checkpoint: str = ""        # any MDLM that `python checkpoint.py` can describe
     count: Size = 1             # samples to make (torchrun would take --n as its own flag)
     batch_size: Size = 16       # sequences per forward pass; it changes no sample
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)

@@ -9,7 +9,6 @@
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
 Each pass copies x to the host to find its masks. The only other host sync is in `likeliest`.
-Not here: benchmarks (lab/eval_dream.py), re-masking.
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
     python sample_dream.py --model=DIR --adapter=DIR --chat       # turns from stdin, with feedback
@@ -252,8 +251,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
         dual         ························    =====    ············  out of date by then
 
     The first pass reveals the block's first token, however unsure the model is [code]. Later passes
-    may start at this token, and could not predict it without the state to its left. A block with
-    one step is filled by this step [ours]. Fast-dLLM would leave all but one of its masks.
+    with a cache do not compute the state to its left, which predicts it. A block with one step is
+    filled by this step [ours]. Fast-dLLM would leave all but one of its masks.
     Each mask has the feedback of the last pass that predicted it [ours]. So feedback crosses block
     boundaries.
     """

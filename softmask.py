@@ -56,9 +56,9 @@ class SoftMask(nn.Module):
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
-    omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.   (defaults: App. B.2)
-    The parameters are raw_s, raw_a and raw_b. ω is a sigmoid or softplus of them, so its
-    constraints always hold. Checked against tests/oracles.py soft_mask.
+    omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
+    Defaults: App. B.2, which says of ω_s only that it is close to 0: 1e-6 is [code].
+    The parameters are raw_s, raw_a and raw_b. ω is a sigmoid or softplus of them.
     """
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):

@@ -42,7 +42,7 @@ class Config(ModelConfig):
     """mdlm.ModelConfig, with a vocabulary from the data, and how to train the model: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    # Start from the weights and ω in any file that checkpoint.py can describe. A step-N.pt holds
+    # Start from the weights and ω of any MDLM that checkpoint.py can describe. A step-N.pt holds
     # EMA weights. --omega_s, --omega_a and --omega_b on the command line override the file's ω.
     init_from: str = ""
     resume: bool | Literal["auto"] = False  # continue from out_dir/last.pt; auto: if it exists

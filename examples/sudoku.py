@@ -133,7 +133,7 @@ def train_model(cfg):
         launch.first_rank(here, lambda: prepare(Data()))
     train(cfg)
     if launch.machine(cfg.device, cfg.dtype).rank == 0:
-        print(f"Its puzzles: python examples/sudoku.py --checkpoint={cfg.out_dir}/last.pt")
+        print(f"Try it: python examples/sudoku.py --checkpoint={cfg.out_dir}/last.pt")
 
 
 # ---- the demonstration ---------------------------------------------------------------------------
@@ -245,8 +245,8 @@ class Config:
 def main(cfg):
     model = MDLM.load(cfg.checkpoint or SHIPPED)
     if model.cfg.length != 39:
-        raise Refused(f"{cfg.checkpoint} is no model of Sudokus: its rows have {model.cfg.length} "
-                      f"tokens, not 39")
+        raise Refused(f"{cfg.checkpoint} is not a model of Sudokus: its rows have "
+                      f"{model.cfg.length} tokens, not 39")
     if cfg.given:
         wrong = mistake(cfg.given) or ("" if "." in cfg.given else "no cell is empty")
         if wrong:

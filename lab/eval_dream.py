@@ -71,7 +71,7 @@ def cells(cfg, length):
     for budget, block in itertools.product(map(Fraction, cfg.nfe.split(",")), blocks):
         steps = budget * L
         if steps < 1 or steps.denominator > 1:
-            raise Refused(f"--nfe={budget} of {L} tokens is no number of steps")
+            raise Refused(f"--nfe={budget} of {L} tokens is not a number of steps")
         cell = replace(cfg, gen_len=L, steps=int(steps), block=int(block))
         check(cell.gen_len, cell.steps, cell.block, cell.threshold)
         grid.append((f"{budget.numerator}/{budget.denominator}", cell))

@@ -215,4 +215,4 @@ def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused(tmp_path):
             Path(path).write_bytes(whole[:size])
             refused("is not a complete checkpoint", load, path)
     torch.save({"w": torch.ones(2)}, ours)
-    refused("is no model of MDLM's family", load, ours)
+    refused("is not a model of MDLM's family", load, ours)
