@@ -95,7 +95,6 @@ def adapter_state(model):
     return state
 
 
-@torch.no_grad()
 def load_adapter_state(model, state):
     """Copy an `adapter_state` into attached layers. Raises ValueError if names or shapes differ."""
     own = adapter_state(model)
