@@ -125,8 +125,8 @@ def test_dialogues_in_the_formats_that_people_have(tmp_path):
         refused(f'own.json, line {n}: .*"messages"', ft.read_lines, Config(data=str(path)))
 
 
-def test_the_filters(tiny):
-    tok, cfg = Tokenizer(tiny[0]), Config(max_length=200)
+def test_the_filters(tiny, tmp_path):
+    tok, cfg = Tokenizer(tiny[0]), Config(max_length=200, data=str(tmp_path / "own.jsonl"))
     talk = lambda prompt, answer: said(("user", prompt), ("assistant", answer))
     overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
     kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
@@ -139,6 +139,8 @@ def test_the_filters(tiny):
     assert [(ids.tolist(), n) for ids, n in found] == [ft.encode_chat(talk, tok) for talk in kept]
     assert why == {reason: len(records) for reason, records in dropped.items()}
     assert len({ft.digest_of([(ids, n)]) for ids, _ in found for n in (3, 4)}) == 4
+    Path(cfg.data).write_text("\n".join(map(json.dumps, sum(dropped.values(), ()))))
+    refused("is left to train on; dropped: .*2 no text", ft.load_dialogues, cfg, tok, 261)
 
 
 @pytest.mark.parametrize("kind, k, coin", [
