@@ -82,15 +82,6 @@ def test_a_bad_file_or_flag_is_refused(tmp_path, monkeypatch, tiny, words, messa
     refused(message, start, *words.replace("TINY", tiny[0]).split())
 
 
-def test_under_torchrun_the_line_is_in_its_report_too(tmp_path, monkeypatch):
-    monkeypatch.setattr(sys, "argv", ["x.py", "--k=0"])
-    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "error.json"))
-    with pytest.raises(SystemExit):
-        launch.run(print, Config)
-    message = launch.read_json(tmp_path / "error.json")["message"]["message"]
-    assert message.startswith("--k=0 must be a number")
-
-
 def test_printing_ends_no_run(tmp_path):
     code = """
 import sys, launch, train

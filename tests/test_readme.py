@@ -46,7 +46,6 @@ def commands(name):
 
 
 def test_every_command_of_reproduce_parses():
-    """Blocks and budgets divide the length of a task."""
     found = commands("REPRODUCE.md")
     assert len(found) > 100
     for script, words in found:
