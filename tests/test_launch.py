@@ -110,7 +110,7 @@ def test_the_first_signal_is_collected_and_a_second_ctrl_c_ends_the_process():
 
 
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):
-    path = tmp_path / "deep" / "f"
+    path = tmp_path / "very/deep/f"
     write_text(path, "old ω")
     with pytest.raises(KeyboardInterrupt), atomic(path) as tmp:
         write_text(tmp, "half")
