@@ -319,7 +319,7 @@ def read_header(path):
             end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
             if offset + end <= size:
                 return header, metadata, offset
-    raise Refused(f"{path} is not a safetensors file, or cut short: download it again")
+    raise Refused(f"{path} is not a safetensors file, or is cut short: download it again")
 
 
 # ---- what is in a file ---------------------------------------------------------------------------

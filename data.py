@@ -192,9 +192,9 @@ def prepare(docs, out, tok, val_docs=None, source=""):
                           f"more text or a smaller --val_docs")
         ids = np.memmap(train, np.uint16, "r")
         ids[start:].tofile(val)
-        # val.bin may begin inside a document: this piece, without its EOS.
-        cut = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
-        val_bytes = sum(n_bytes[n - n_val:]) + len(tok.decode_bytes(cut))
+        # The end of a document that is cut in two, without its EOS; empty if none is.
+        tail = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
+        val_bytes = sum(n_bytes[n - n_val:]) + len(tok.decode_bytes(tail))
         os.truncate(train, 2 * start)
         train_bytes = sum(n_bytes) - val_bytes
         meta = {"tokenizer": describe(tok), "source": source,
@@ -213,8 +213,8 @@ def held_out(tokens, val_docs=None):
     """(whole documents, tokens) that are held out, at the end of the text
 
     Without val_docs: 1 % of the documents, but no more than 10,000. If these have fewer than
-    MIN_HELD_OUT tokens, which would say little, as many documents as reach it. But at most a tenth
-    of the text, for which a document may be cut [ours].   tokens: of each document.
+    MIN_HELD_OUT tokens, which would say little, more documents until they reach it. Never more than
+    a tenth of the text: there a document may be cut [ours].   tokens: of each document.
     """
     n = len(tokens)
     last = np.concatenate(([0], np.cumsum(tokens[::-1])))  # tokens of the last 0, 1, … documents

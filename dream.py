@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Dream-7B, Dream-Coder-7B and smaller models like them: backbone, files, tokenizer.     App. B.2
 
-A Qwen2.5 transformer without the causal mask, in torch alone. Like every backbone here (mdlm.py),
+A Qwen2.5 transformer without the causal mask, in plain torch. Like every backbone here (mdlm.py),
 it has a `table`, `hidden` and `head`. SM goes in between the first two (mdlm.TwoPass). Without it:
 
     model, tok = Dream.load(folder), Tokenizer(folder)   # the folder as published on the model hub
@@ -109,14 +109,14 @@ class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.head_dim = cfg.head_dim
-        heads = cfg.num_attention_heads * cfg.head_dim
-        groups = cfg.num_key_value_heads * cfg.head_dim
-        self.q_proj = nn.Linear(cfg.hidden_size, heads)
-        self.k_proj = nn.Linear(cfg.hidden_size, groups)
-        self.v_proj = nn.Linear(cfg.hidden_size, groups)
-        self.o_proj = nn.Linear(heads, cfg.hidden_size, bias=False)
+        q_width = cfg.num_attention_heads * cfg.head_dim
+        kv_width = cfg.num_key_value_heads * cfg.head_dim
+        self.q_proj = nn.Linear(cfg.hidden_size, q_width)
+        self.k_proj = nn.Linear(cfg.hidden_size, kv_width)
+        self.v_proj = nn.Linear(cfg.hidden_size, kv_width)
+        self.o_proj = nn.Linear(q_width, cfg.hidden_size, bias=False)
 
-    def forward(self, x, cos, sin, past, place):  # past, place: see Dream.trunk
+    def forward(self, x, cos, sin, past, place):  # past: see Dream.trunk.   place: (L,)
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
         q = rotate(split(self.q_proj(x)), cos, sin)                     # (B, L, heads, head_dim)
         k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, groups, head_dim)

@@ -219,9 +219,8 @@ def read_samples(path):
 def held_out_samples(cfg, L, n=None):
     """(samples, settings), as from `read_samples`: random held-out rows of cfg.data.
 
-    n: how many references for MAUVE, the first of a permutation. Without n, the last --rows of it,
-        to be scored as the row "Data": at most half of all rows, because MAUVE compares them with
-        as many references, and the two must share none.
+    n: the first n of a permutation, as references for MAUVE. None: its last --rows, as the row
+        "Data": at most half of all rows, so that the two share none.
     """
     tokens, _ = data.open_split(cfg.data, "val")
     name = tokens.tokenizer["name"]

@@ -158,7 +158,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
 
 def pad_with_eos(ids, eos, generator):
     """ids (L,), then 0 to 49 end tokens, then up to 7 more to reach a multiple of 8 [code]"""
-    # Masked and predicted like the response, so that the model learns where to stop.
+    # Masked and predicted, so that the model learns where to stop. eos: Dream's pad_token_id.
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     n_end += -(len(ids) + n_end) % 8
     return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=eos)               # (L',)
@@ -225,9 +225,9 @@ def finetune(cfg):
 def loop(cfg, here, mask_id):
     """`finetune`, once the settings are checked and the folder is locked."""
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
-    going_on = launch.goes_on(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
+    resuming = launch.resumes(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
-    as_given = cfg  # for finetune.json: the steps of `epochs` depend on the seed, by the filters
+    as_given = cfg  # for finetune.json: computed steps would differ between seeds of one run
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
     # ---- the model, the optimizer
@@ -238,7 +238,7 @@ def loop(cfg, here, mask_id):
     source = {"dialogues": digest_of(train + val), "base": model.net.fingerprint(),
               "keys": data.KEYS}
     done, metrics = 0, {}  # updates so far; the last evaluation
-    if going_on:
+    if resuming:
         ckpt = checkpoint.load_last(
             last, "dream-adapter", cfg, source, MAY_DIFFER_ON_RESUME,
             ". --steps must stay, too: the cosine of the learning rate depends on it")
@@ -387,7 +387,7 @@ def encode_chat(record, tok):
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
     """Why a dialogue is dropped, or "". The first and the last reason are [ours]."""
     if not ids:
-        return "no text by a role named assistant or gpt"
+        return "no answer by assistant or gpt, or no text"
     if len(ids) > cfg.max_length:
         return f"over {cfg.max_length} tokens"
     if len(ids) - prompt_len < cfg.min_response:

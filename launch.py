@@ -72,7 +72,7 @@ def from_cli(Config, argv, presets=None, paths=None):
     The attribute `flags` has the names of the flags given. A Config built in Python lacks it.
     """
     if {"-h", "--help"} & set(argv):
-        for cls in reversed(Config.__mro__[:-1]):  # the commented class documents its flags
+        for cls in reversed(Config.__mro__[:-1]):  # the source of the class, with its comments
             print(inspect.getsource(cls))
         for name, fields in (presets or {}).items():
             print(f"preset {name}: {fields}")
@@ -213,7 +213,7 @@ def any_rank(number):
 
 
 # ---- stopping and resuming -----------------------------------------------------------------------
-def goes_on(last, resume, overwrite):
+def resumes(last, resume, overwrite):
     """Whether to resume from the checkpoint `last`. Every rank must call this.
 
     the folder holds        (no flag)    --resume           --resume=auto    --overwrite
@@ -268,7 +268,7 @@ def check_training(cfg, V, batch):
 @contextlib.contextmanager
 def lock(folder, master=True):
     """A context that one process at a time may enter per folder. A kill releases the lock, too.
-    Only rank 0, the master, writes, so only rank 0 locks. The others wait for it in `goes_on`."""
+    Only rank 0, the master, writes, so only rank 0 locks. The others wait for it in `resumes`."""
     if not master:
         yield
         return

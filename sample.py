@@ -232,12 +232,12 @@ def rows_and_generators(model, n, x, generator):
 @torch.no_grad()
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
                       soft=True, threshold=None):
-    """Alg. 2 with equally many tokens in every step, the surest first                          §2.2
+    """Alg. 2 with the same number of tokens in every step, the surest first                    §2.2
 
     steps: network calls, at most. With as many steps as masks, each reveals one token.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
         is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
-    threshold: instead of equally many, reveal every position whose likeliest token has at least
+    threshold: instead of this number, reveal every position whose likeliest token has at least
         this probability before the nucleus, or if there is none, the next in order [ours]: a single
         token, if there are as many steps as masks.
     All else is as in `generate`.
@@ -336,7 +336,7 @@ class Config:
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
     # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens by chance, App. B.1. entropy and
-    # random reveal equally many in every step: the surest first (§2.2), or in random order.
+    # random reveal as many in every step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
     # For entropy and random: reveal every position whose likeliest token has at least this

@@ -54,7 +54,7 @@ class Decoding:
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
     # With block: whatever the algorithm, reveal all tokens with at least this probability, after
-    # temperature and top_p. At 0.1 and 0.9, it is often 1, even for a token that leads by little
+    # temperature and top_p. At 0.1 and 0.9, p can be 1 even for a token that leads by little
     # (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Replace the adapter's ω. If there is none, omega_s turns SM on, with k = 3 and the paper's
@@ -133,7 +133,7 @@ def propose(model, h, n, pick, forced=False):
 
     h: (N, D) hidden states that predict N masks. The first n of these masks may be revealed, and
     get a token and a soft mask, the others a soft mask alone.
-    forced: this is the last chance to fill these masks. So where the model predicts [MASK] itself,
+    forced: this may be the last chance to fill them. So where the model predicts [MASK] itself,
     take the best real token [ours]. The authors' code leaves masks in its answers.
     Returns x0 (n,), conf (n,), the highest to be revealed first, and soft masks (N, D) or None.
     Temperature and top-p change tokens and conf [code], but not the soft masks [code].
@@ -152,8 +152,8 @@ def propose(model, h, n, pick, forced=False):
             best = torch.where(first == model.mask_id, second, first)   # (m,)
             x0 = torch.where(x0 == model.mask_id, best, x0)             # (m,)
         if pick.algorithm == "entropy":
-            # −H of what the filter leaves [code], guarded against log 0. It often leaves a single
-            # token at App. B.2's settings, with H = 0.
+            # −H of what the filter leaves [code], guarded against log 0. At App. B.2's settings, it
+            # can leave a single token, with H = 0.
             conf = (p * (p + 1e-10).log()).sum(-1)                      # (m,)
         elif pick.algorithm == "maskgit_plus":
             conf = p.gather(-1, x0[:, None])[:, 0]                      # (m,)
@@ -248,11 +248,11 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
                      prompt and blocks before    block    blocks after
         none         ========================    =====    ============
         prefix       ························    =====    ============
-        dual         ························    =====    ············  out of date by then
+        dual         ························    =====    ············
 
-    The first pass reveals the block's first token, however unsure the model is [code]. Later passes
-    with a cache do not compute the state to its left, which predicts it. A block with one step is
-    filled by this step [ours]. Fast-dLLM would leave all but one of its masks.
+    The first pass reveals the block's first token, however unsure the model is [code], because with
+    a cache later passes do not compute the state that predicts it. A block with one step is filled
+    by this step [ours]. Fast-dLLM would leave all but one of its masks.
     Each mask has the feedback of the last pass that predicted it [ours]. So feedback crosses block
     boundaries.
     """
@@ -270,7 +270,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     shares = torch.ones(block)  # with a threshold, at most `block` passes: each reveals a token
     if threshold is None:
         shares = reveal_shares(steps * block // gen_len)
-    shares[0] = 1
+    shares[0] = 1  # of the one token that may be revealed, see only_first
     kv = None
     for first in range(L - gen_len, L, block):
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, first + block)}[cache]

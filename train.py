@@ -268,7 +268,7 @@ def state_of(cfg, here, meta, source, flags):
         torch.manual_seed(cfg.seed)  # the same weights on every rank
         model = MDLM(cfg)
     omega_from = "the settings"
-    if launch.goes_on(last, cfg.resume, cfg.overwrite):
+    if launch.resumes(last, cfg.resume, cfg.overwrite):
         ckpt = load_last(last, cfg, source)
         model.load_state_dict(ckpt["model"])
         omega_from, done, metrics = last, ckpt["step"], ckpt["metrics"]

@@ -46,7 +46,7 @@ def canonical():
     # apart: rows that differ in every column can be in one grid. boxed: they can share boxes if no
     # digit is in both of their left halves. Then none is in both right halves, either.
     apart = (rows[:, None] != rows).all(-1)                                          # (720, 720)
-    boxed = (rows[:, None, :3, None] != rows[:, None, :3]).flatten(2).all(-1)        # (720, 720)
+    boxed = (rows[:, None, :3, None] != rows[None, :, None, :3]).flatten(2).all(-1)     # (720, 720)
     found = torch.zeros(1, 1, dtype=torch.long)  # n grids of h rows, as row numbers: (n, h)
     for h in range(1, 6):
         fits = apart[found].all(1)                                                   # (n, 720)
