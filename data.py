@@ -56,11 +56,11 @@ class Tokens:
 
 def open_split(dir, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
-    if not os.path.isdir(dir):
+    if not os.path.exists(dir):
         raise Refused(f"there is no folder {dir}: give --data, or make it with data.py (data/owt: "
                       f"`python data.py openwebtext`). `python train.py stdlib` needs none")
     if not os.path.exists(f"{dir}/meta.json"):
-        raise Refused(f"no data in {dir}, which has no meta.json. If it is a folder of texts: "
+        raise Refused(f"no data in {dir}, which has no meta.json. If it holds texts: "
                       f"`python data.py {dir} --out=data/NAME`, and then --data=data/NAME")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
@@ -187,9 +187,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         n, n_tokens = len(tokens), sum(tokens)
         n_val, val_tokens = held_out(tokens, val_docs)
         start = n_tokens - val_tokens  # of val.bin in the stream
-        if not start:
-            raise Refused(f"holding out {n_val} of {n} documents leaves nothing to train on: give "
-                          f"more text or a smaller --val_docs")
+        if not 0 < start < n_tokens:
+            raise Refused(f"{n_tokens:,} tokens, {val_tokens:,} of them held out: give more text")
         ids = np.memmap(train, np.uint16, "r")
         ids[start:].tofile(val)
         # The end of a document that is cut in two, without its EOS; empty if none is.
@@ -246,7 +245,7 @@ def documents(paths, field="text"):
             yield from read_file(path, field)
         except UnicodeDecodeError:
             raise Refused(f"{path} is not UTF-8: convert it, as with `iconv -f latin1 -t utf-8`")
-        except (ValueError, KeyError, EOFError, gzip.BadGzipFile, lzma.LZMAError,
+        except (ValueError, TypeError, KeyError, EOFError, gzip.BadGzipFile, lzma.LZMAError,
                 zlib.error) as e:
             raise Refused(f"{path}: {e}")
 
@@ -275,7 +274,7 @@ def read_file(path, field):
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
         for batch in ParquetFile(path).iter_batches(1000, columns=[field]):
-            yield from batch.column(field).to_pylist()
+            yield from ((text or "") + "" for text in batch.column(field).to_pylist())
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
     # utf-8-sig skips a byte-order mark. With newline="", line ends stay the bytes that they are.
@@ -347,7 +346,7 @@ def main(cfg):
         docs = progress(documents(paths, cfg.field), desc="tokenizing", unit=" documents")
     meta = prepare(docs, out, tok, cfg.val_docs, cfg.source)
     for split in "train", "val":
-        print("{}/{}.bin: {documents:,} documents, {tokens:,} tokens, sha256 {sha256}".format(
+        print("{}/{}.bin: {documents:,} whole documents, {tokens:,} tokens, sha256 {sha256}".format(
             out, split, **meta[split]))
 
 

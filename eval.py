@@ -354,6 +354,8 @@ def write_result(cfg, stem, values, settings):
 
 
 def main(cfg):
+    if os.path.isdir(cfg.out):
+        raise Refused(f"--out={cfg.out} is a folder: give a file")
     if cfg.metric in ("ppl", "zero_shot"):
         measure_bound(cfg)
     else:

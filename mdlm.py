@@ -31,7 +31,7 @@ import torch.nn.functional as F
 
 import checkpoint
 from chunks import SM_KEEPS, in_chunks, in_pieces
-from launch import Count, Negative, Positive, Size
+from launch import Count, Negative, Positive, Refused, Size
 from softmask import SoftMask
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t stays above 0: at t = 1 a few tokens are left [code]
@@ -43,7 +43,7 @@ class ModelConfig:
     # The backbone, App. B.1. Size: an int ≥ 1. Count: an int ≥ 0. Annotated[int, 1, 1000]: an int
     # from 1 to 1000. launch.py checks these ranges.
     n_layer: Annotated[int, 1, 1000] = 12
-    n_head: Size = 12                # n_embd is a multiple of 2 n_head: the rotation pairs entries
+    n_head: Size = 12
     n_embd: Size = 768
     n_cond: Size = 128               # width of the time embedding, for adaLN [code]
     vocab_size: Size = 50258         # GPT-2's 50,257 and [MASK]
@@ -343,6 +343,8 @@ class MDLM(TwoPass):
     """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig."""
 
     def __init__(self, cfg):
+        if cfg.n_embd % (2 * cfg.n_head):  # the rotation pairs entries
+            raise Refused(f"n_embd={cfg.n_embd} is not a multiple of 2 n_head = {2 * cfg.n_head}")
         sm = None
         if cfg.soft_mask:
             sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)

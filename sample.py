@@ -350,7 +350,7 @@ class Config:
     omega_b: launch.Negative | None = None  # (the same)
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""            # text that the sample starts with
-    infill: str = ""            # text with ___ where some is missing; it follows the prompt
+    infill: str = ""            # text, after the prompt; each ___ is filled, up to --length in all
     seed: int = 1
     out: str = ""               # file to append to; no sample in it is made again (default: print)
     show: bool = False          # watch the first sequence of every batch

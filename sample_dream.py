@@ -94,7 +94,7 @@ def pad_prompts(cfg, prompt, gen_len):
     # Masks inside the prompt are filled, too.
     x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
     if (x[:, 0] == cfg.mask_token_id).any():
-        raise Refused("position 0 is masked, and nothing before it can predict it: add a prompt")
+        raise Refused("position 0 is masked, and nothing before it can predict it: put text first")
     return x
 
 

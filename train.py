@@ -299,7 +299,7 @@ def warn_of_memory(cfg, n_params):
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:
         print(f"this run needs about {need / 1e9:.0f} GB of memory, and this machine has "
-              f"{have / 1e9:.0f}: a smaller --micro_batch needs less")
+              f"{have / 1e9:.0f}: a smaller --micro_batch needs less, or `train.py stdlib`")
 
 
 def resolved(cfg, vocabulary, world):

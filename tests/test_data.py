@@ -153,7 +153,8 @@ def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path):
         for split in "train", "val":
             refused("no data in", open_split, tmp_path, split)
     prepared(tmp_path)
-    refused("leaves nothing to train on", prepared, tmp_path, val_docs=4)
+    refused("held out: give more text", prepared, tmp_path, val_docs=4)
+    refused("0 of them held out", prepare, ["ab"], tmp_path, BYTES)
     assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
     os.truncate(tmp_path / "val.bin", 20)
     refused("val.bin is incomplete", open_split, tmp_path, "val")
