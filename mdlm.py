@@ -257,7 +257,7 @@ class TwoPass(nn.Module):
 
         x0, xt: (B, L) ids.   t: (B,) times.   soft: True for two passes with feedback, else one.
         masks: where xt is [MASK], as an index pair (b, l) (default: found here).
-        Returns nll (N,) fp32, and masks. Checked against tests/oracles.py dense_nll.
+        Returns nll (N,) fp32, and masks.
         """
         net = self.net
         if masks is None:  # the only host sync
@@ -276,8 +276,8 @@ class TwoPass(nn.Module):
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
         if self.sm:
             # 0 · ω, so that without feedback ω's gradient is 0, not missing. Were it missing, DDP
-            # would skip its whole bucket, and ranks would diverge. Each p has a term of its own, or
-            # all three would share one .grad, and later micro-batches add to it three times.
+            # would skip its whole bucket, and ranks would differ. Not 0 * sum(p.sum() …): the three
+            # .grad would share their memory, and later micro-batches add to it three times.
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, masks
 
@@ -294,7 +294,7 @@ class TwoPass(nn.Module):
             keeps = SM_KEEPS if dense or self.two_updates else 0
             weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
                                 whole=self.training and not dense)  # speed and memory only
-        if dense:  # `weigh` has mixed: these are embeddings, λ and tokens
+        if dense:  # k = |V|: `weigh` has mixed, and returned embeddings, λ and tokens
             return weighed
         lam, ids, pi = weighed
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
@@ -356,7 +356,7 @@ class MDLM(TwoPass):
 
         L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, whatever the floor.
+        The weight −α′_t / (1 − α_t) is 1/t for α_t = 1 − (1 − floor) t, for any floor.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
         samples from another network: one pass a step, with the last prediction in place of pass 1.
         """

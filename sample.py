@@ -81,8 +81,8 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         speed = (1 - ALPHA_ON) / T_OFF
         share_t, share_s = t * speed, s * speed
     reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
-    # remdm-loop asks for more than 1 in a long step across T_ON. It also does on the plateau if η >
-    # 1/9, as there are nine tokens to a mask. Then more masks than share_s are left.
+    # With remdm-loop, `reveal` exceeds 1 in a long step across T_ON, and on the plateau if η > 1/9,
+    # as there are nine tokens to a mask. Then more masks than share_s are left.
     return min(1.0, reveal), sigma
 
 
@@ -148,7 +148,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         emb[appear] = F.embedding(drawn, table)
         if soft:
             emb[stay], lam[stay], guess[stay] = model.feedback(h[stay])        #                 l.6
-        if len(lost):  # re-masked in this step. In its l.3 they were tokens: their p is 1 [code]
+        if len(lost):  # re-masked. At this step's l.3 they were still tokens: their p is 1 [code]
             emb[vanish], guess[vanish] = table[mask_id], lost
             if soft:
                 emb[vanish], lam[vanish], _ = model.feedback_of_certain(lost)  #                 l.6
@@ -189,7 +189,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
         if appear.any() or vanish.any() or every or needed:
             turns.append(Turn(t, appear, stay, vanish, u[appear]))
         masked = stay | vanish
-    if masked.any():  # usually few; L / 10 for remdm-loop with up to 20 steps, none below T_OFF
+    if masked.any():  # usually few; L / 10 if no step of remdm-loop starts below T_OFF (T ≤ 20)
         none = np.zeros_like(free)
         turns.append(Turn(T_END, masked, none, none, np.full(masked.sum(), ARGMAX)))
     return turns
@@ -198,7 +198,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
 def side_by_side(plans, L, device):
     """The first turns of all sequences together, then the second ones, and so on            [ours]
 
-    Each sequence skips steps of its own, so its i-th turn has a time of its own. A sequence that is
+    Each sequence skips different steps, so its i-th turn has its own time. A sequence that is
     finished stays in the batch, and nothing happens to it, because CUDA graphs need static shapes.
 
     plans: the turns of n sequences of length L, from `plan`.   Yields the fields of Turn for all n:
@@ -237,9 +237,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     steps: network calls, at most. With as many steps as masks, each reveals one token.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
         is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
-    threshold: instead of this number, reveal every position whose likeliest token has at least
-        this probability before the nucleus, or if there is none, the next in order [ours]: a single
-        token, if there are as many steps as masks.
+    threshold: reveal no fixed number, but every position whose likeliest token has at least this
+        probability (before the nucleus), or if there is none, the next in order [ours]: one token,
+        if there are as many steps as masks.
     All else is as in `generate`.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
@@ -274,7 +274,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         drawn, minus_H, p, *weighed = found    # (N,) each; if soft, what TwoPass.weigh returns
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
-            # From masks alone, a DiT predicts the same everywhere: attention weighs equal values.
+            # From masks alone, a DiT predicts the same everywhere: attention averages equal values.
             # Rounding would break these ties, differently in every batch. So the order stays random
             # there [ours].
             only_masks = masked.all(-1, keepdim=True)                          # (n, 1)
@@ -301,7 +301,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
 
 def next_masks(score, masked, steps_left):
-    """Which masks to reveal, (n, L) bool: 1 / steps_left of each row's, with the highest scores
+    """Which masks to reveal: of each row's masks, the 1 / steps_left with the highest scores
 
     The number is rounded up. Ties are broken from left to right [ours].
     """
@@ -350,7 +350,7 @@ class Config:
     omega_b: launch.Negative | None = None  # (the same)
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""            # text that the sample starts with
-    infill: str = ""            # text, after the prompt; each ___ is filled, up to --length in all
+    infill: str = ""            # text after the prompt; each ___ is filled, to --length in total
     seed: int = 1
     out: str = ""               # file to append to; no sample in it is made again (default: print)
     show: bool = False          # watch the first sequence of every batch
@@ -430,7 +430,7 @@ def settings_of(cfg, model, tok, here):
 
 
 def batches(todo, cfg):
-    """Yields lists of sample numbers to make together, all of one length for CUDA graphs."""
+    """Yields lists of sample numbers to make together, the same number in each for CUDA graphs."""
     size = min(len(todo), cfg.batch_size)
     for start in range(0, len(todo), cfg.batch_size):
         batch = todo[start:start + size]
@@ -448,9 +448,9 @@ def main(cfg):
     x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
-    here_made = settings | {"seed": cfg.seed}
+    now = settings | {"seed": cfg.seed}
     for line in lines:  # also refused if a larger --count switched --compile on
-        launch.check_same(path, line["settings"] | {"seed": line["seed"]}, here_made, here_made,
+        launch.check_same(path, line["settings"] | {"seed": line["seed"]}, now, now,
                           ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
 

@@ -164,7 +164,7 @@ class SoftMask(nn.Module):
         return F.softplus(self.raw_tau) + EPS
 
     def _apply(self, fn, recurse=True):
-        """What .to(), .cuda() and .bfloat16() call, fn for every tensor. Only the device changes.
+        """.to(), .cuda() and .bfloat16() call this to apply fn. Here, only the device changes.
 
         raw_s starts near −14, where bf16 numbers are 1/16 apart. Adam's steps of 1e-2 would all be
         rounded away: ω_s would never move, and SM would silently stay off.
@@ -192,7 +192,7 @@ def time_gain(schedule, t, switch=0.5):
     Scale λ before the mix: sm.mix(table, time_gain("linear", t) * lam, ids, pi).
 
     t: time left, from 1 to 0: the share of the initial masks that are still masked [code], not t/T.
-        This share is taken after a reveal, so the first feedback of "linear" is not full [code].
+        This share is taken after a reveal, so the first gain of "linear" is below 1 [code].
     switch: t' of App. C.9.
     """
     gains = {"none": 1.0,
@@ -212,7 +212,7 @@ def largest(logits, k):
 
     `topk` reads its input several times. So one pass finds the maximum of each group of 128 logits,
     and `topk` reads only the k groups with the largest maxima, and the rest, which fills no group.
-    A logit outside of these groups has k others, their maxima, that are at least as large.
+    The k maxima are at least as large as any logit outside of these groups.
     """
     width, V = 128, logits.shape[1]
     if V < 8 * k * width:  # the k groups would be a large part of V

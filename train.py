@@ -168,7 +168,7 @@ def train(cfg):
     """The data, the model, and Alg. 1. Returns the MDLM and its EMA."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    flags = getattr(cfg, "flags", ())  # on the command line; `resolved` makes a cfg without them
+    flags = getattr(cfg, "flags", ())  # names of those given; `resolved` makes a cfg without them
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
@@ -179,7 +179,7 @@ def train(cfg):
 def loop(cfg, here, tokens, meta, flags):
     """`train`, once the data are there and the folder is locked."""
     path, master = partial(os.path.join, cfg.out_dir), here.rank == 0
-    # All of train.bin is too long to hash at every start: if it is overwritten under its old
+    # train.bin is too long to hash in full at every start: if it is overwritten under its old
     # meta.json, nobody notices.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
@@ -192,7 +192,7 @@ def loop(cfg, here, tokens, meta, flags):
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def write(name, **more):  # with `done` and `metrics` as they are then
+    def write(name, **more):  # with `done` and `metrics` of the time of the call
         if master:
             save(path(name), cfg, model, ema, step=done, metrics=metrics, data=source,
                  tokenizer=meta["tokenizer"], **more)
@@ -216,15 +216,15 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        # A stop saves without evaluating, and a kill can come between last.pt and step-N.pt.
+        # Make up for what is missing after a stop, which does not evaluate, or a kill between saves.
         if start:
-            late = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
-            if late:
+            unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
+            if unmeasured:
                 metrics = {"step": start, **evaluate(ema, held_out, here)}
                 log.amend(metrics)
                 write("last.pt", optimizer=optimizer.state_dict())
             name = f"step-{start}.pt"
-            if due(keep_every, start, cfg.steps) and (late or not os.path.exists(path(name))):
+            if due(keep_every, start, cfg.steps) and (unmeasured or not os.path.exists(path(name))):
                 write(name)
         model.train()
         for step in range(start, cfg.steps):
@@ -276,7 +276,7 @@ def state_of(cfg, here, meta, source, flags):
         omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
     model.to(here.device)
     # The EMA: a second backbone. ω is not averaged [code], so it is the model's. A continuation's
-    # average starts from the file's weights [ours], that of the authors from random ones.
+    # average starts from the file's weights [ours], the authors' from random ones.
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
     parts = [model.net, model.sm] if model.sm else [model.net]  # θ, and ω: two groups  App. B.1
@@ -299,7 +299,7 @@ def warn_of_memory(cfg, n_params):
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:
         print(f"this run needs about {need / 1e9:.0f} GB of memory, and this machine has "
-              f"{have / 1e9:.0f}: a smaller --micro_batch needs less, or `train.py stdlib`")
+              f"{have / 1e9:.0f}: a smaller --micro_batch or `train.py stdlib` needs less")
 
 
 def resolved(cfg, vocabulary, world):
@@ -356,7 +356,7 @@ def load_initial(model, cfg, vocabulary, flags):
     theirs = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
     ours = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     by_flag = {name: p for name, p in ours.items() if name.replace("sm.raw", "omega") in flags}
-    # The file's weights replace ours, except an ω that has a flag, as --omega_s is for sm.raw_s.
+    # ω: from a flag (--omega_s for sm.raw_s), else from the file, else from the settings.
     model.load_state_dict(ours | theirs | by_flag)
     if not ours.keys() & theirs.keys():
         return "the settings"
