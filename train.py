@@ -216,7 +216,7 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        # Make up for what is missing after a stop, which does not evaluate, or a kill between saves.
+        # Make up for what a stop (which does not evaluate) or a kill between two saves left out.
         if start:
             unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
             if unmeasured:
