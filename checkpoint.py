@@ -135,7 +135,7 @@ def save(path, **parts):
     try:
         with atomic(path) as tmp, open(tmp, "wb") as f:
             torch.save(ckpt, f)
-    except RuntimeError as e:  # torch.save hides the disk's error behind its own
+    except (OSError, RuntimeError) as e:  # torch.save hides the disk's error behind its own
         raise OSError(f"{path}: {e.__context__ or e}")
 
 

@@ -274,7 +274,7 @@ def read_file(path, field):
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
         for batch in ParquetFile(path).iter_batches(1000, columns=[field]):
-            yield from ((text or "") + "" for text in batch.column(field).to_pylist())
+            yield from (text + "" for text in batch.column(field).to_pylist())
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
     # utf-8-sig skips a byte-order mark. With newline="", line ends stay the bytes that they are.

@@ -341,7 +341,7 @@ def write_result(cfg, stem, values, settings):
              if getattr(cfg, name) != getattr(Config, name)]
     ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "")
     if os.path.abspath(stem).startswith(ours):  # of the shipped model, in a folder git tracks
-        stem = os.path.join("out", os.path.basename(stem))
+        stem = os.path.join("out", os.path.basename(os.path.abspath(stem)))
     path = cfg.out or ".".join([stem.rstrip("/"), cfg.metric, *flags, "json"])
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}

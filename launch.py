@@ -169,8 +169,8 @@ def machine(device="auto", dtype="auto"):
         torch.cuda.set_device(device)  # CUDA captures graphs on the current device
     rank = int(os.environ.get("RANK", 0))
     world = int(os.environ.get("WORLD_SIZE", 1))
-    dtype = torch.bfloat16 if dtype == "bfloat16" else None
-    return Machine(rank, world, torch.device(device), dtype)
+    autocast = {"float32": None, "bfloat16": torch.bfloat16}
+    return Machine(rank, world, torch.device(device), autocast[dtype])
 
 
 def join(here):
@@ -334,8 +334,7 @@ def leave(here, message, status):
 
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
-    """tqdm, on rank 0 only. A file keeps every drawing, so there it draws twice a minute, or never,
-    if it takes less than ten seconds."""
+    """tqdm, on rank 0 only. In a file, it draws twice a minute, after ten seconds."""
     if os.environ.get("RANK", "0") != "0":
         options["disable"] = True
     if not sys.stderr.isatty():

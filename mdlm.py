@@ -224,7 +224,8 @@ class DiT(nn.Module):
     def _apply(self, fn, recurse=True):
         """Move the rotation along with the model, but keep it in fp32."""
         super()._apply(fn, recurse)
-        self.cos, self.sin = self.cos.to(self.table.device), self.sin.to(self.table.device)
+        if not self.table.is_meta:
+            self.cos, self.sin = self.cos.to(self.table.device), self.sin.to(self.table.device)
         return self
 
 

@@ -349,7 +349,7 @@ class Config:
     omega_a: launch.Positive | None = None  # (default for a binary model: the paper's start)
     omega_b: launch.Negative | None = None  # (the same)
     # In prompt and infill, the two characters \n stand for a line break.
-    prompt: str = ""            # text that the sample starts with
+    prompt: str = ""            # text that the sample starts with; each ___ in it is filled, too
     infill: str = ""            # text after the prompt; each ___ is filled, to --length in total
     seed: int = 1
     out: str = ""               # file to append to; no sample in it is made again (default: print)

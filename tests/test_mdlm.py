@@ -192,7 +192,7 @@ def test_a_model_without_values_gets_all_of_them_from_a_file():
     """On torch's meta device, nothing has a value, but the rotation is in no file."""
     model = random_mdlm(vocab_size=9, mask_id=8, length=6)
     with torch.device("meta"):
-        empty = MDLM(model.cfg)
+        empty = MDLM(model.cfg).float()
     empty.load_state_dict(model.state_dict(), assign=True)
     emb, t = torch.randn(2, 6, 16, generator=gen()), torch.full((2,), 0.5)
     assert torch.equal(empty.eval().net.trunk(emb, t), model.eval().net.trunk(emb, t))
