@@ -135,8 +135,9 @@ def save(path, **parts):
     try:
         with atomic(path) as tmp, open(tmp, "wb") as f:
             torch.save(ckpt, f)
-    except (OSError, RuntimeError) as e:  # torch.save hides the disk's error behind its own
-        raise OSError(f"{path}: {e.__context__ or e}")
+    except (OSError, RuntimeError) as e:  # torch.save may hide the disk's error behind its own
+        reason = e if isinstance(e, OSError) else e.__context__ or e
+        raise OSError(f"{path}: {reason}")
 
 
 def git_version():

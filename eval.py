@@ -40,7 +40,6 @@ from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
 
 METRICS = "ppl", "zero_shot", "samples"
 PRESETS = {metric: {"metric": metric} for metric in METRICS}
-# Keys in result files, and titles on the screen.
 TITLES = {"soft": "with feedback", "plain": "without feedback", "binary": "without SM"}
 
 
