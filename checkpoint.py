@@ -47,6 +47,8 @@ def load(path, kind=None):
     for name in ("last.pt", *HUB_FILES):
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)
+    if os.path.isdir(path):
+        raise Refused(f"{path} holds no last.pt, {' or '.join(HUB_FILES)}")
     try:
         ckpt = read(path)
     except Exception as e:  # another file can raise anything
@@ -56,8 +58,6 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             only(ckpt, path, kind=kind)
-        # Models of our studies with a λ or mix that SoftMask cannot compute have these two fields.
-        only(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)
     if not any(name.endswith("vocab_embed.embedding") for name in state):

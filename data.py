@@ -22,6 +22,7 @@ import hashlib
 import itertools
 import json
 import lzma
+import math
 import os
 import re
 import sysconfig
@@ -74,7 +75,8 @@ def n_rows(tokens, L):
     """How many rows the stream fills. Only its end is dropped [ours]."""
     n = len(tokens.ids)
     if n < L - 2:
-        shorter = f", or train with --length={n // 100}" if n >= 3200 else ""  # some 100 rows
+        length = 2 ** int(math.log2(max(1, n // 100)))  # 100 rows or more
+        shorter = f", or train with --length={length}" if length >= 32 else ""
         raise Refused(f"{tokens.name}: {n:,} tokens do not fill one row of length {L:,}: give "
                       f"more text{shorter}")
     return n // (L - 2)
@@ -245,8 +247,10 @@ def documents(paths, field="text"):
             yield from read_file(path, field)
         except UnicodeDecodeError:
             raise Refused(f"{path} is not UTF-8: convert it, as with `iconv -f latin1 -t utf-8`")
-        except (ValueError, TypeError, KeyError, EOFError, gzip.BadGzipFile, lzma.LZMAError,
-                zlib.error) as e:
+        except (ValueError, TypeError, KeyError) as e:
+            raise Refused(f"{path}: {e}. If the text is in another field, data.py takes "
+                          f"--field=NAME")
+        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
             raise Refused(f"{path}: {e}")
 
 
@@ -255,7 +259,7 @@ def find_files(source):
     paths = []
     for path in source.split(os.pathsep):
         os.stat(path)  # also raises for "", which Path would take for the current folder
-        files = [p for p in sorted(Path(path).rglob("*")) if p.is_file()]
+        files = [p for p in sorted(Path(path).rglob("[!.]*")) if p.is_file()]
         inside = [p for p in files
                   if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
         if os.path.isdir(path) and not inside:
@@ -264,6 +268,8 @@ def find_files(source):
         if skipped:
             kinds = ", ".join(f"{n:,} {kind}" for kind, n in skipped.most_common())
             print(f"{path}: files that are not text are skipped: {kinds}")
+        if not re.search(r"(?i)\.(txt|json|jsonl|ndjson|parquet)(\.gz|\.xz)?$", path) and not files:
+            print(f"{path}: read as one plain text")
         paths += inside or [Path(path)]
     return paths
 
@@ -292,8 +298,7 @@ def texts_in(f, field):
             if line.strip():
                 yield json.loads(line)[field] + ""  # fails for what is not text
         except (ValueError, LookupError, TypeError) as e:
-            raise ValueError(f'line {n} is not like {{"{field}": "…"}} ({in_short(e)}). If the '
-                             f"text is in another field, data.py takes --field=NAME")
+            raise ValueError(f'line {n} is not like {{"{field}": "…"}} ({in_short(e)})')
 
 
 def stdlib_files():

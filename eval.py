@@ -341,7 +341,9 @@ def write_result(cfg, stem, values, settings):
     ours = os.path.join(os.path.dirname(os.path.abspath(__file__)), "results", "")
     if os.path.abspath(stem).startswith(ours):  # of the shipped model, in a folder git tracks
         stem = os.path.join("out", os.path.basename(os.path.abspath(stem)))
-    path = cfg.out or ".".join([stem.rstrip("/"), cfg.metric, *flags, "json"])
+    path = ".".join([stem.rstrip("/"), cfg.metric, *flags, "json"])
+    in_folder = os.path.join(cfg.out, os.path.basename(path))
+    path = in_folder if os.path.isdir(cfg.out) else cfg.out or path
     result = {"metric": cfg.metric, "values": values, "settings": settings,
               "evaluation": asdict(cfg), "versions": versions}
     rows = {cfg.metric: values} if cfg.metric == "samples" else values
@@ -353,8 +355,6 @@ def write_result(cfg, stem, values, settings):
 
 
 def main(cfg):
-    if os.path.isdir(cfg.out):
-        raise Refused(f"--out={cfg.out} is a folder: give a file")
     if cfg.metric in ("ppl", "zero_shot"):
         measure_bound(cfg)
     else:

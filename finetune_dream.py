@@ -55,7 +55,8 @@ class Config:
     model: str = ""             # folder of a Dream, Dream-Coder or open-dCoder model, as published
     # mix (Tulu 3 + SmolTalk), coding (Ling-Coder-SFT), or a .jsonl with one dialogue in each line:
     # {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},
-    # {"prompt": "…", "response": "…"}, or Alpaca's or ShareGPT's records. A JSON list works, too.
+    # {"prompt": "…", "response": "…"}, or Alpaca's or ShareGPT's records; or a JSON list of these.
+    # The model is trained on the last answer of each, with all that comes before as its prompt.
     data: str = ""
     out: str = "out/dream"
     resume: bool | Literal["auto"] = False  # continue from last.pt in `out`; auto: if it exists
@@ -398,11 +399,11 @@ def why_dropped(ids, prompt_len, cfg, tok, mask_id):
 
 
 def digest_of(dialogues):
-    """A hash of [(ids, prompt length)], 16 hex digits."""
+    """How many [(ids, prompt length)] there are, and a hash of them"""
     digest = hashlib.sha256()
     for ids, prompt_len in dialogues:
         digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
-    return digest.hexdigest()[:16]
+    return f"{len(dialogues):,}, hash {digest.hexdigest()[:16]}"
 
 
 def model_of(cfg, here):

@@ -50,7 +50,9 @@ def run(main, Config, presets=None, paths=None):
         return main(from_cli(Config, sys.argv[1:], presets, paths))
     except ImportError as e:
         reason = f"{e}: pip install {PIP_NAMES.get(e.name, e.name)}"
-    except (Refused, OSError, argparse.ArgumentError) as e:
+    except OSError as e:
+        reason = f"{e.filename}: {e.strerror}" if e.filename else e
+    except (Refused, argparse.ArgumentError) as e:
         reason = e
     except KeyboardInterrupt:
         reason, status = "stopped by Ctrl-C", 130
@@ -262,7 +264,7 @@ def check_training(cfg, V, batch):
         raise Refused(f"--k={cfg.k} must be below the {V} tokens of the vocabulary")
     if cfg.batch_size % batch:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {batch} sequences "
-                      f"in a pass of all processes")
+                      f"in a pass of all processes (train.py: --micro_batch in each)")
 
 
 @contextlib.contextmanager

@@ -361,6 +361,8 @@ class Config:
 
 def starting_ids(cfg, tok, special):
     """Ids (L,) to start from: a row as in training (data.rows), with masks for missing text."""
+    if cfg.infill and "___" not in cfg.infill:
+        raise Refused("--infill has no ___ to fill: --prompt continues a text")
     encode, L = tok.encode_ordinary, cfg.length
     bos, eos, mask = special["bos"], special["eos"], special["mask_id"]
     text = (cfg.prompt + cfg.infill).replace("\\n", "\n")

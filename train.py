@@ -323,8 +323,7 @@ def load_last(path, cfg, source):
     """last.pt of this run. Raises Refused if its data or settings differ."""
     hint = f". --init_from={path} with another --out_dir starts from these weights"
     ckpt = checkpoint.load_last(path, "mdlm", cfg, {"keys": data.KEYS}, MAY_DIFFER_ON_RESUME, hint)
-    # Data are compared by content, because their folder may have moved. (Older files lack val.)
-    theirs = {"val": source["val"]} | ckpt["data"]
+    theirs = ckpt["data"]  # compared by content, because their folder may have moved
     if any(theirs[name] != source[name] for name in ("sha256", "val")):
         raise Refused(f"{path} was trained on the text that was in {theirs['path']}, but "
                       f"{cfg.data} now holds another{hint}")

@@ -113,6 +113,10 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys, monkeypatch):
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
     assert "skipped: 2 .py, 1 .md\n" in capsys.readouterr().out
     refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "e"), out=out))
+    refused("c.jsonl: line 1 .*--field=NAME", list, data.documents([tmp_path / "c.jsonl"]))
+    refused("d.parquet: .*--field=NAME", list, data.documents([tmp_path / "d.parquet"]))
+    assert data.find_files(f"{tmp_path}/e/x.py") == [tmp_path / "e/x.py"]
+    assert capsys.readouterr().out.endswith("e/x.py: read as one plain text\n")
 
 
 def test_a_broken_file_is_refused(tmp_path):

@@ -190,7 +190,8 @@ def test_ppl_of_a_checkpoint(world):
     """The EMA is the default. The rows are spread over the text."""
     ppl = "ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2"
     start("eval", *ppl, "--rows=5", "--label=tiny")
-    found = read_json("last.pt.ppl.data-data.rows-5.repeats-2.json")
+    path = "last.pt.ppl.data-data.rows-5.repeats-2.json"
+    found = read_json(path)
     tokens, meta = data.open_split("data", "val")
     text, n = meta["val"], data.n_rows(tokens, 16)
     rows, nats = data.rows(tokens, [i * n // 5 for i in range(5)], 16), {}
@@ -209,6 +210,8 @@ def test_ppl_of_a_checkpoint(world):
         "nats_per_token": gain.mean().item(), "nats_per_token_se": gain.std().item() / 5**0.5})
     assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5,
                                  "text": text | {"path": "data"}, "dtype": "float32"}
+    start("eval", *ppl, "--rows=5", "--out=data")  # a folder: the file gets its usual name
+    assert read_json(f"data/{path}")["values"] == found["values"]
     for other in "--ema=False", "--seed=2", "--floor=0":
         assert result(*ppl, "--rows=5", other)["values"] != found["values"]
     refused("--text does nothing with ppl", result, *ppl, "--text=other.txt")
