@@ -39,7 +39,7 @@ HUB_FILES = "model.safetensors", "pytorch_model.bin"
 def load(path, kind=None):
     """The dict above, from a .pt, .ckpt, .safetensors or .bin, or the folder of a run or model.
 
-    kind: raise Refused if the file is of another.
+    kind: raise Refused if the file is of another kind.
     """
     if not path:
         raise Refused("--checkpoint=FILE is missing, such as out/stdlib/last.pt, which "

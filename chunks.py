@@ -19,8 +19,8 @@ from launch import to_device
 
 BUDGET = 1e9        # bytes of (n, V) tensors in use; as many again may be kept for backward
 SM_IN_USE = 7       # fp32 (n, V) tensors that SM with k = |V| holds at once, the worst case
-SM_KEEPS = 6        # those it keeps for the backward pass: logits, logp, both clamped, too; exp; π
-CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, so that its allocator reuses one buffer
+SM_KEEPS = 6        # those kept for the backward pass: logits and logp, each also clamped; exp; π
+CPU_LOGITS = 52e6   # bytes of a chunk's logits on a CPU, where more rows are no faster
 CPU_CACHE = 1.6e6   # bytes of logits that fit a CPU's caches: SM reads them several times
 COMPILED_ROWS = 4096  # rows of a compiled chunk, for large matrix products; 0.4 GB of bf16 logits
 
@@ -35,7 +35,7 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
         weight and makes a dense gradient for it.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
-    if getattr(fn, "compiled", False):  # no `return fn(*rows)`: it would compile again
+    if getattr(fn, "compiled", False):  # split, even into one: it would recompile for non-views
         size = max(1, N) if whole else COMPILED_ROWS
     else:
         room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE

@@ -292,7 +292,7 @@ def measure_samples(cfg):
     """samples: measure a file of samples, or held-out rows if --samples= is empty.
 
     The entropy comes first: if it is low, generative perplexity flatters the samples (App. C.2).
-    Results are written as they come, so a missing package costs only the measures that need it.
+    Results are written as they come in, so a missing package costs only the measures that need it.
     """
     if cfg.data is None:
         cfg = replace(cfg, data="data/owt")

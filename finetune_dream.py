@@ -96,7 +96,7 @@ class Config:
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
     log_every: Size = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: Size = 500      # may write best/; every 100 [code] would take a third of the time
+    eval_every: Size = 500      # may write best/; at 100 [code], a third of a run is evaluation
 
 
 PRESETS = {
@@ -126,7 +126,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     """
     M = cfg.batch_size  # dialogues, over all ranks
     net_cfg = model.net.cfg
-    # The coins of all dialogues, also of other ranks: ω must not move if none has feedback.
+    # The coins of all dialogues, on all ranks: ω must not move if none of them has feedback.
     keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
     coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
     softs = [coin < cfg.p_sm for coin in coins]                                #               §3.2
@@ -228,7 +228,7 @@ def loop(cfg, here, mask_id):
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     resuming = launch.resumes(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
-    as_given = cfg  # for finetune.json: computed steps would differ between seeds of one run
+    as_given = cfg  # for finetune.json: seeds are averaged, and their computed steps may differ
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
     # ---- the model, the optimizer
