@@ -238,7 +238,7 @@ class TwoPass(nn.Module):
         p  = g_θ(x')           a forward pass with gradients for θ, and for ω via x' l.7
         L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
 
-    The paper's l.8 lacks the minus sign, and has indices i in a sum over l: mended here [ours].
+    The paper's l.8 lacks the minus sign, and has indices i in a sum over l: corrected here [ours].
     To follow the calls down to Eq. 3, read MDLM.forward (at the end of this file), token_nll,
     feedback, weigh, SoftMask.forward, SoftMask.strength. in_chunks and in_pieces only split rows.
 
@@ -270,15 +270,15 @@ class TwoPass(nn.Module):
                 # Head and softmax of l.6 run in `feedback`: p~ is never stored.
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
-            emb = emb.index_put(masks, mixed.to(emb.dtype))                    # (B, L, D)
+            emb = emb.index_put(masks, mixed)                                  # (B, L, D)
             # For the log. Not mean(), which would be NaN if nothing is masked.
             self.lam = lam.detach().sum() / max(1, len(lam))
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
         if self.sm:
-            # 0 · ω, so that without feedback ω's gradient is 0, not missing. Were it missing, DDP
-            # would skip its whole bucket, and ranks would differ. Not 0 * sum(p.sum() …): the three
-            # .grad would share their memory, and later micro-batches add to it three times.
+            # 0 · ω, so that without feedback ω's gradient is 0, not missing. Were it missing, ranks
+            # would differ, and DDP would raise in the next update. Not 0 * sum(p.sum() …): then the
+            # three .grad share their memory, and later micro-batches add to it three times.
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, masks
 

@@ -81,8 +81,8 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         speed = (1 - ALPHA_ON) / T_OFF
         share_t, share_s = t * speed, s * speed
     reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
-    # With remdm-loop, `reveal` exceeds 1 in a long step across T_ON, and on the plateau if η > 1/9,
-    # as there are nine tokens to a mask. Then more masks than share_s are left.
+    # With remdm-loop, a long step across T_ON has share_s < 0, and reveals every mask. On the
+    # plateau with η > 1/9 (nine tokens to a mask), even that leaves more masks than share_s.
     return min(1.0, reveal), sigma
 
 
@@ -102,8 +102,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
     the first l.3, and l.4 draws only the tokens that appear. Steps that change no token are skipped
     (App. C.4) [code]. With SM this matters: in such a step, the feedback alone would change the
-    prediction. `every` makes those steps too (App. C.5). If masks are left after the last step, one
-    more call fills them by argmax [code].
+    prediction. `every` takes these, too (App. C.5). If masks are left after the last step, one more
+    call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
@@ -189,7 +189,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
         if appear.any() or vanish.any() or every or needed:
             turns.append(Turn(t, appear, stay, vanish, u[appear]))
         masked = stay | vanish
-    if masked.any():  # usually few; L / 10 if no step of remdm-loop starts below T_OFF (T ≤ 20)
+    if masked.any():  # few, but up to L / 10 if no step of remdm-loop starts below T_OFF (T ≤ 20)
         none = np.zeros_like(free)
         turns.append(Turn(T_END, masked, none, none, np.full(masked.sum(), ARGMAX)))
     return turns
@@ -451,9 +451,9 @@ def main(cfg):
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
     now = settings | {"seed": cfg.seed}
-    for line in lines:  # also refused if a larger --count switched --compile on
-        launch.check_same(path, line["settings"] | {"seed": line["seed"]}, now, now,
-                          ": give the same flags, or another --out")
+    for line in lines:  # compile is in it: a larger --count that switches it on is refused, too
+        launch.check_same(path, line["settings"] | {"seed": line["seed"]}, now,
+                          list(now), ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
 
     # ---- the device

@@ -13,7 +13,7 @@
 
 Every draw has a key of its own (data.rng), which says what it is for: (seed, "t", step) for the
 times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are counted
-over all ranks, so one process with 4 of them makes the same run as two with 2 each. And a run that
+over all ranks, so one process with 4 of them gives the same run as two with 2 each. And a run that
 was stopped or killed resumes from its last save as if nothing had happened, except that a stop
 writes a line of the log. (The first update is step 0 in the keys, and update 1 in the log.)
 """
@@ -168,7 +168,7 @@ def train(cfg):
     """The data, the model, and Alg. 1. Returns the MDLM and its EMA."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    flags = getattr(cfg, "flags", ())  # names of those given; `resolved` makes a cfg without them
+    flags = getattr(cfg, "flags", ())  # set by launch.run; `resolved` makes a cfg without them
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
@@ -216,7 +216,7 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        # Make up for what a stop (which does not evaluate) or a kill between two saves left out.
+        # Make up for an evaluation that a stop left out, or a step-N.pt that a kill left out.
         if start:
             unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
             if unmeasured:
