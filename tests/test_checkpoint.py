@@ -86,10 +86,9 @@ def test_save_and_load_are_inverse(tmp_path):
 @pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
 def test_shared_weights_are_read(tmp_path, k, soft):
     path, model = str(tmp_path / "w.safetensors"), trained(soft_mask=soft, k=k)
-    config = vars(model.cfg) | {"p_sm": 0.8}
     tensors = {name: t if name.startswith("sm.") else t.bfloat16()
                for name, t in model.state_dict().items()}
-    rest = dict(format=FORMAT, kind="mdlm", config=config, step=6000, tokenizer=SPECIAL)
+    rest = dict(format=FORMAT, kind="mdlm", config=vars(model.cfg), step=6000, tokenizer=SPECIAL)
     write_safetensors(path, tensors, {FORMAT: json.dumps(rest)})
     loaded = MDLM.load(path)
     assert loaded.cfg == model.cfg and (loaded.sm is not None) == soft

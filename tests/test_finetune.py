@@ -125,6 +125,20 @@ def test_dialogues_in_the_formats_that_people_have(tmp_path):
         refused(f'own.json, line {n}: .*"messages"', ft.read_lines, Config(data=str(path)))
 
 
+def test_the_papers_corpora(monkeypatch):
+    """SmolTalk has a test split. Of Tulu 3 and Ling-Coder, 1 % is held out."""
+    datasets = pytest.importorskip("datasets", reason="would draw from numbers instead of texts")
+    part = lambda *ids: datasets.Dataset.from_dict({"messages": range(*ids)})
+    hub = {name: part(400) for name in ft.HUB.values()} | {
+        "HuggingFaceTB/smoltalk": datasets.DatasetDict(train=part(400, 500), test=part(500, 505))}
+    monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: hub[name])
+    read = lambda **words: [{*part["messages"]} for part in ft.read_hub(Config(**words))]
+    (train, val), (coding, held_out) = read(data="mix", n_train=300), read(data="coding", n_val=3)
+    assert len(train) == 300 and min(train) < 20 and 480 < max(train) < 500 and not train & val
+    assert len(val) == 4 + 5 and {*range(500, 505)} < val
+    assert len(coding) == 396 and len(held_out) == 3 and not coding & held_out
+
+
 def test_the_filters(tiny, tmp_path):
     tok, cfg = Tokenizer(tiny[0]), Config(max_length=200, data=str(tmp_path / "own.jsonl"))
     talk = lambda prompt, answer: said(("user", prompt), ("assistant", answer))
@@ -298,6 +312,9 @@ def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
         os.remove(tmp_path / "transparency_config.json")
     torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)
     assert {layer.s for layer in dora.layers(back).values()} == {40 / 16}
+    assert launch.read_json(tmp_path / "adapter_config.json") == dict(
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path="", use_dora=True, r=16,
+        lora_alpha=40, lora_dropout=0, bias="none", target_modules=ft.TARGETS, inference_mode=True)
     assert load_adapter(Dream.load(tiny_dream), tmp_path) is None  # no ω is left
 
 

@@ -68,7 +68,6 @@ def test_bad_input_is_one_line_and_code_2(monkeypatch, capsys, main, flags, mess
     ("sample_dream --model=TINY --cache=dual", "--cache does nothing"),
     ("sample_dream --model=TINY --schedule=linear", "--schedule does nothing"),
     ("sample_dream --model=TINY --infill=a___ --prompt=b", "--prompt does nothing"),
-    ("sample_dream --model=TINY --chat --prompt=b", "--prompt does nothing with --chat"),
     ("sample --checkpoint=mdlm.pt --soft=False --omega_s=0.5", "--omega_s does nothing"),
 ])
 def test_a_bad_file_or_flag_is_refused(tmp_path, monkeypatch, tiny, words, message):

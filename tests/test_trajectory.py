@@ -77,11 +77,3 @@ def test_the_page_and_the_picture_of_the_sudoku_are_those_that_it_makes(tmp_path
     ours, theirs = ([text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")]
                     for picture in pictures)
     assert ours == theirs and len(pictures[0].findall("{*}g")) == 12
-
-
-def test_no_token_of_a_page_is_taken_for_html():
-    evil = "</script><b>&"
-    steps = [[["x", None], ["a", 0.5, -0.5, [["a", 0.75], [evil, 0.25]]]]]
-    text = trajectory.page({"on": steps}, 0, evil)
-    assert evil not in text and text.count("</script>") == 2
-    assert held(text) == {"columns": 0, "note": evil, "traces": [{"name": "on", "steps": steps}]}
