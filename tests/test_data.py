@@ -131,8 +131,9 @@ def test_a_broken_file_is_refused(tmp_path):
 
 
 def test_a_text_needs_as_many_tokens_as_a_row_holds():
-    for texts, n in ([""], 0), (["x" * 6], 7):
-        refused(f"{n} tokens do not fill one row", data.text_rows, texts, BYTES, 10)
+    for n, L, hint in (0, 10, ""), (7, 10, ""), (3199, 4000, ""), (7001, 8000, ".*--length=64"):
+        texts = ["x" * (n - 1)] * min(n, 1)
+        refused(f"{n:,} tokens do not .* more text{hint}$", data.text_rows, texts, BYTES, L)
     rows, counts = data.text_rows(["x" * 7, "", "y" * 8], BYTES, 10)
     assert rows.tolist() == [[256, *7 * [120], 257, 257], [256, *8 * [121], 257]]
     assert counts == {"documents": 2, "tokens": 17, "bytes": 15}

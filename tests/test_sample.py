@@ -183,6 +183,8 @@ def test_one_generator_gives_each_sequence_its_own_and_dropout_is_off(decode):
     model = model_of().train()
     ids, again, other = (decode(model, 4, 8, generator=gen(seed))[0].tolist() for seed in (6, 6, 7))
     assert ids == again != other and len(set(map(tuple, ids))) > 1 and model.training
+    _, many = sample.rows_and_generators(model, 300, None, gen())
+    assert len({g.initial_seed() for g in many}) == 300
     decode(model, 1, 8)  # torch's own generator
 
 
