@@ -39,7 +39,7 @@ HUB_FILES = "model.safetensors", "pytorch_model.bin"
 def load(path, kind=None):
     """The dict above, from a .pt, .ckpt, .safetensors or .bin, or the folder of a run or model.
 
-    kind: raise Refused if the file is of another kind.
+    kind: raise Refused if one of our own files is of another kind.
     """
     if not path:
         raise Refused("--checkpoint=FILE is missing, such as out/stdlib/last.pt, which "
@@ -47,8 +47,6 @@ def load(path, kind=None):
     for name in ("last.pt", *HUB_FILES):
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)
-    if os.path.isdir(path):
-        raise Refused(f"{path} holds no last.pt, {' or '.join(HUB_FILES)}")
     try:
         ckpt = read(path)
     except Exception as e:  # another file can raise anything
@@ -72,7 +70,7 @@ def load(path, kind=None):
 
 
 def read(path):
-    """The dict in a file: one of ours, of a training framework, or bare weights."""
+    """The dict in a file: one of ours, a training framework's, or bare weights."""
     if path.endswith(".safetensors"):
         _, metadata, _ = read_header(path)
         tensors = read_safetensors(path)

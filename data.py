@@ -62,7 +62,7 @@ def open_split(dir, split):
                       f"`python data.py openwebtext`). `python train.py stdlib` needs none")
     if not os.path.exists(f"{dir}/meta.json"):
         raise Refused(f"no data in {dir}, which has no meta.json. If it holds texts: "
-                      f"`python data.py {dir} --out=data/NAME`, and then --data=data/NAME")
+                      f"`python data.py {dir} --tokenizer=bytes --out=data/NAME`")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
     ids = np.memmap(path, np.uint16, "r")
@@ -75,8 +75,7 @@ def n_rows(tokens, L):
     """How many rows the stream fills. Only its end is dropped [ours]."""
     n = len(tokens.ids)
     if n < L - 2:
-        length = 2 ** int(math.log2(max(1, n // 100)))  # 100 rows or more
-        shorter = f", or train with --length={length}" if length >= 32 else ""
+        shorter = f", or train with --length={2 ** int(math.log2(n // 100))}" if n >= 3200 else ""
         raise Refused(f"{tokens.name}: {n:,} tokens do not fill one row of length {L:,}: give "
                       f"more text{shorter}")
     return n // (L - 2)
@@ -275,12 +274,12 @@ def find_files(source):
 
 
 def read_file(path, field):
-    """Yields the texts of one file. Raises ValueError where there is none."""
+    """Yields the texts of one file. See `documents` for what it raises where there is none."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile
         for batch in ParquetFile(path).iter_batches(1000, columns=[field]):
-            yield from (text + "" for text in batch.column(field).to_pylist())
+            yield from (text + "" for text in batch.column(field).to_pylist())  # fails for null
         return
     unpack = {".gz": gzip.open, ".xz": lzma.open}.get(path.suffix.lower(), open)
     # utf-8-sig skips a byte-order mark. With newline="", line ends stay the bytes that they are.

@@ -47,7 +47,7 @@ TITLES = {"soft": "with feedback", "plain": "without feedback", "binary": "witho
 class Config:
     metric: Literal[METRICS] = "ppl"  # the first word
     out: str = ""                   # result (default: beside the input, NAME.METRIC.SETTINGS.json)
-    label: str = ""                 # row of the table, such as 1M+100k (default: the checkpoint)
+    label: str = ""                 # its row in `lab/plot.py --table` (default: the checkpoint)
     device: str = "auto"            # cuda, else mps, else cpu
     batch_size: Size = 8            # affects the speed only
     seed: int = 1                   # for masks and times; for MAUVE's reference rows and clusters

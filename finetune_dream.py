@@ -53,11 +53,10 @@ MASK_FLOOR = 1e-3  # mask with probability (1 − floor) t + floor, but weight t
 @dataclass
 class Config:
     model: str = ""             # folder of a Dream, Dream-Coder or open-dCoder model, as published
-    # mix (Tulu 3 + SmolTalk), coding (Ling-Coder-SFT), or a .jsonl with one dialogue in each line:
+    # mix (Tulu 3 + SmolTalk), coding (Ling-Coder-SFT), or a .jsonl with one dialogue on each line:
     # {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},
     # {"prompt": "…", "response": "…"}, or Alpaca's or ShareGPT's records; or a JSON list of these.
-    # The model is trained on the last answer of each, with all that comes before as its prompt.
-    data: str = ""
+    data: str = ""              # the last answer of each dialogue is what the model learns
     out: str = "out/dream"
     resume: bool | Literal["auto"] = False  # continue from last.pt in `out`; auto: if it exists
     overwrite: bool = False     # replace the run in `out`
@@ -216,8 +215,6 @@ def finetune(cfg):
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     dream_cfg = DreamConfig.read(cfg.model)
-    if cfg.steps:
-        launch.unused(cfg, "with --steps", "epochs")
     launch.check_training(cfg, dream_cfg.vocab_size, here.world)
     with launch.lock(cfg.out, here.rank == 0):
         return loop(cfg, here, dream_cfg.mask_token_id)
@@ -228,7 +225,7 @@ def loop(cfg, here, mask_id):
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     resuming = launch.resumes(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
-    as_given = cfg  # finetune.json keeps steps = 0: computed ones would differ between seeds
+    as_given = cfg  # for finetune.json: computed steps differ between seeds, which tables average
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
     # ---- the model, the optimizer
@@ -260,7 +257,7 @@ def loop(cfg, here, mask_id):
     with launch.signals() as caught:
         log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
         if master and cfg.overwrite:
-            launch.remove_run(cfg.out)  # also its ω, which must not end up beside a binary adapter
+            launch.remove_checkpoints(cfg.out)  # also ω: none may stay beside a binary adapter
         if master:
             sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
             print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"

@@ -223,8 +223,8 @@ def resumes(last, resume, overwrite):
     only step-N.pt, best/   refused      refused            starts afresh    starts afresh
     nothing                 starts       fails: no file     starts           starts
 
-    Rank 0 must have locked the folder. A kill before the first last.pt leaves row 2: a job that is
-    queued again with --resume=auto must then start.
+    Rank 0 must have locked the folder. A kill before the first last.pt can leave row 2: a job
+    that is queued again with --resume=auto must then start.
     """
     exists = any_rank(os.path.exists(last))
     folder = Path(last).parent
@@ -286,7 +286,7 @@ def lock(folder, master=True):
         yield
 
 
-def remove_run(folder):
+def remove_checkpoints(folder):
     """Delete the checkpoints and adapters of an earlier run, for --overwrite."""
     for path in Path(folder).glob("*/adapter_config.json"):
         shutil.rmtree(path.parent)
@@ -336,12 +336,12 @@ def leave(here, message, status):
 
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
-    """tqdm, on rank 0 only. In a file, it draws twice a minute, after ten seconds."""
+    """tqdm, on rank 0. In a file, it draws twice a minute. An unknown width counts as 80."""
     if os.environ.get("RANK", "0") != "0":
         options["disable"] = True
     if not sys.stderr.isatty():
         options |= {"mininterval": 30, "maxinterval": 60, "delay": 10}
-    return tqdm(*args, **{"mininterval": 1, "dynamic_ncols": True} | options)
+    return tqdm(*args, **{"mininterval": 1, "ncols": shutil.get_terminal_size().columns} | options)
 
 
 class Log:

@@ -80,7 +80,7 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm without a bias, then adaLN's shift and scale, in fp32 [code]"""
+    """LayerNorm without a bias, then adaLN's shift and scale, in fp32 but for 1 + scale [code]"""
 
     def __init__(self, dim):
         super().__init__()

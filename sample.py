@@ -142,7 +142,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     # changes in place, because it may be the caller's.
     for t, appear, stay, vanish, u in turns:
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
-        drawn = in_chunks(draw, h[appear], u, V=len(table))                    # (m,)  only x~   l.4
+        drawn = in_chunks(draw, h[appear], u, V=len(table))                    # (m,)  of x~     l.4
         lost = x[vanish]                                                       # (r,)  with ReMDM
         x = x.index_put(appear, drawn).index_put(vanish, as_mask)              # (n, L)       x^ l.5
         emb[appear] = F.embedding(drawn, table)
@@ -247,9 +247,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     by_entropy = {"entropy": True, "random": False}[order]  # KeyError for any other word
     model.eval()
     soft = soft and model.sm is not None
-    x, generators = rows_and_generators(model, n, x, generator)                # (n, L)
+    x, generators = rows_and_generators(model, n, x, generator)                # (n, L)          l.1
     masked_cpu = x == mask_id                                                  # (n, L)
-    x = to_device(x, device)                                                   # (n, L)          l.1
+    x = to_device(x, device)                                                   # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     nfe = torch.zeros(n, dtype=torch.long)                                     # (n,)
 
@@ -432,7 +432,7 @@ def settings_of(cfg, model, tok, here):
 
 
 def batches(todo, cfg):
-    """Yields lists of sample numbers to make together, the same number in each for CUDA graphs."""
+    """Lists of sample indices to make together, all of one length if CUDA graphs are used."""
     size = min(len(todo), cfg.batch_size)
     for start in range(0, len(todo), cfg.batch_size):
         batch = todo[start:start + size]
@@ -451,7 +451,7 @@ def main(cfg):
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
     now = settings | {"seed": cfg.seed}
-    for line in lines:  # compile is in it: a larger --count that switches it on is refused, too
+    for line in lines:  # `now` has `compile`, so a --count that turns it on is refused, too
         launch.check_same(path, line["settings"] | {"seed": line["seed"]}, now,
                           list(now), ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}

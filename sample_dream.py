@@ -8,8 +8,6 @@
     Alg. 2 l.6, App. C.9          propose, faded   soft masks for the others, written into `emb`
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
-Each pass copies x to the host to find its masks. The only other host sync is in `likeliest`.
-
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
     python sample_dream.py --model=DIR --adapter=DIR --chat       # turns from stdin, with feedback
     python sample_dream.py --model=DIR --infill="def f(x):\\n    ___\\n    return y"
@@ -367,8 +365,6 @@ def main(cfg):
         launch.unused(cfg, "without --block", "cache")
     if cfg.infill:
         launch.unused(cfg, "with --infill", "prompt", "chat")
-    if cfg.chat:
-        launch.unused(cfg, "with --chat", "prompt")
     model, tok, sm = load_for_decoding(cfg)
     if sm is None:
         launch.unused(cfg, "without feedback", "schedule", "switch")

@@ -179,8 +179,8 @@ def train(cfg):
 def loop(cfg, here, tokens, meta, flags):
     """`train`, once the data are there and the folder is locked."""
     path, master = partial(os.path.join, cfg.out_dir), here.rank == 0
-    # train.bin is too long to hash in full at every start: if it is overwritten under its old
-    # meta.json, nobody notices.
+    # train.bin is too long to hash at every start: if it is overwritten while meta.json stays the
+    # same, nobody notices.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
     held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
@@ -192,7 +192,7 @@ def loop(cfg, here, tokens, meta, flags):
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
-    def write(name, **more):  # with `done` and `metrics` of the time of the call
+    def write(name, **more):  # with `done` and `metrics` as they are when it is called
         if master:
             save(path(name), cfg, model, ema, step=done, metrics=metrics, data=source,
                  tokenizer=meta["tokenizer"], **more)
@@ -202,14 +202,14 @@ def loop(cfg, here, tokens, meta, flags):
     with launch.signals() as caught:
         log = launch.Log(path("log.jsonl"), start, cfg.steps, master)
         if master and cfg.overwrite:
-            launch.remove_run(cfg.out_dir)
+            launch.remove_checkpoints(cfg.out_dir)
         if master:
             feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
             wait = ", the first after a minute or more of compiling" if compiled else ""
             n_params = sum(p.numel() for p in model.parameters())
-            print(f"{n_params:,} parameters, {here.device} × {here.world}, "
+            print(f"{n_params:,} parameters, {feedback}; {here.device} × {here.world}, "
                   f"{here.dtype or 'float32'}; {data.n_rows(tokens, cfg.length):,} rows of "
-                  f"{cfg.length}; updates {start:,} to {cfg.steps:,}{wait}; {feedback}")
+                  f"{cfg.length} from {cfg.data}; updates {start:,} to {cfg.steps:,}{wait}")
             if here.device.type == "cpu":
                 warn_of_memory(cfg, n_params)
         # A continuation measures the bound before its first update (Fig. 3): a check of the weights
@@ -225,7 +225,7 @@ def loop(cfg, here, tokens, meta, flags):
                 write("last.pt", optimizer=optimizer.state_dict())
             name = f"step-{start}.pt"
             if due(keep_every, start, cfg.steps) and (unmeasured or not os.path.exists(path(name))):
-                write(name)
+                write(name)  # again, if it was saved without the evaluation
         model.train()
         for step in range(start, cfg.steps):
             norm = update(step, cfg, tokens, model, parallel, optimizer, here, log)

@@ -304,9 +304,9 @@ def test_a_flag_beats_the_omega_of_a_file_and_a_preset_does_not(tiny, capsys, fl
     command = lambda *more: launch.from_cli(Config, ["more", *flags.split(), *more], presets)
     model, _ = train(command())
     torch.testing.assert_close(torch.stack(model.sm.omega), torch.tensor(omega))
-    assert f"ω from {file(tiny)}{origin}\n" in capsys.readouterr().out
+    assert f"ω from {file(tiny)}{origin}; cpu" in capsys.readouterr().out
     train(command("--resume", "--steps=2"))
-    assert f"ω from {file(cfg)}\n" in capsys.readouterr().out
+    assert f"ω from {file(cfg)}; cpu" in capsys.readouterr().out
 
 
 def test_a_wrong_flag_never_starts_a_run(tiny):
