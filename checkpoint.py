@@ -153,7 +153,7 @@ def git_version():
 
 # ---- another ω -----------------------------------------------------------------------------------
 def with_omega(sm, mask_id, cfg):
-    """sm with the ω in cfg, for decoding. None: unchanged. A binary model gets k = 3 [ours]."""
+    """sm with each ω that cfg gives, for decoding. A binary model (None) gets k = 3 [ours]."""
     names = "omega_s", "omega_a", "omega_b"
     if not cfg.soft:
         unused(cfg, "with --soft=False", *names)

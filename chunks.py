@@ -35,7 +35,7 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
         weight and makes a dense gradient for it.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
-    if getattr(fn, "compiled", False):  # always split: chunks are views, for others it recompiles
+    if getattr(fn, "compiled", False):  # split even into one: fn recompiles for what is no view
         size = max(1, N) if whole else COMPILED_ROWS
     else:
         room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE

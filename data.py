@@ -254,7 +254,7 @@ def documents(paths, field="text"):
 
 
 def find_files(source):
-    """The files of `source`: paths joined by os.pathsep. A folder stands for all texts in it."""
+    """The files of `source`: paths joined by os.pathsep. In a folder: all texts, but no .json."""
     paths = []
     for path in source.split(os.pathsep):
         os.stat(path)  # also raises for "", which Path would take for the current folder
@@ -266,7 +266,7 @@ def find_files(source):
         skipped = Counter(p.suffix or p.name for p in sorted({*files} - {*inside}))
         if skipped:
             kinds = ", ".join(f"{n:,} {kind}" for kind, n in skipped.most_common())
-            print(f"{path}: files that are not text are skipped: {kinds}")
+            print(f"{path}: files of other kinds are skipped: {kinds}")
         if not re.search(r"(?i)\.(txt|json|jsonl|ndjson|parquet)(\.gz|\.xz)?$", path) and not files:
             print(f"{path}: read as one plain text")
         paths += inside or [Path(path)]
@@ -274,7 +274,7 @@ def find_files(source):
 
 
 def read_file(path, field):
-    """Yields the texts of one file. See `documents` for what it raises where there is none."""
+    """Yields the texts of one file. `documents` turns what it raises into Refused."""
     name = path.name.lower()
     if name.endswith(".parquet"):
         from pyarrow.parquet import ParquetFile

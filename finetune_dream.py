@@ -225,7 +225,7 @@ def loop(cfg, here, mask_id):
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     resuming = launch.resumes(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
-    as_given = cfg  # for finetune.json: computed steps differ between seeds, which tables average
+    as_given = cfg  # for finetune.json: computed steps would split the seeds of one table row
     cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
 
     # ---- the model, the optimizer

@@ -230,7 +230,7 @@ def resumes(last, resume, overwrite):
     folder = Path(last).parent
     kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
     if overwrite and resume:
-        raise Refused("--overwrite starts afresh, --resume goes on: give one of them")
+        raise Refused("--overwrite starts afresh, and --resume continues: give only one of them")
     if not overwrite and ((exists and not resume) or (kept and not exists and resume != "auto")):
         how = ": --resume continues it from last.pt, " if exists else " without last.pt: "
         raise Refused(f"{folder} already holds a run{how}--overwrite replaces it, another folder "

@@ -276,9 +276,9 @@ class TwoPass(nn.Module):
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
         if self.sm:
-            # 0 · ω, so that without feedback ω's gradient is 0, not missing. Were it missing, ranks
-            # would differ, and DDP would raise in the next update. Not 0 * sum(p.sum() …): then the
-            # three .grad share their memory, and later micro-batches add to it three times.
+            # 0 · ω, so that without feedback ω's gradient is 0, not missing: DDP would wait for it,
+            # and not average the gradients beside it. Not 0 * sum(p.sum() …): then the three .grad
+            # share their memory, and later micro-batches add to it three times.
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, masks
 

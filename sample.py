@@ -6,7 +6,7 @@
            l.3    DiT.trunk, a call of the network (mdlm.py)
            l.4    nucleus, chunks.categorical    which token
            l.5    step_probs, plan, Turn         whether it appears, known before any call
-                  next_masks                     the same, in generate_in_order
+                  next_masks                     the same for generate_in_order, but after the call
            l.6    TwoPass.feedback (mdlm.py)
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
@@ -331,12 +331,12 @@ def nucleus(probs, p):
 @dataclass
 class Config:
     checkpoint: str = ""        # any MDLM that `python checkpoint.py` can describe
-    count: Size = 1             # samples to make (torchrun would take --n as its own flag)
+    count: Size = 1             # samples to make (torchrun would not pass on --n)
     batch_size: Size = 16       # sequences per forward pass; it changes no sample
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
     # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens by chance, App. B.1. entropy and
-    # random reveal as many in every step: the surest first (§2.2), or in random order.
+    # random reveal the same number in every step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
     # For entropy and random: reveal every position whose likeliest token has at least this

@@ -281,7 +281,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             opened = masked & (place >= first) & (place < end)          # (B, L)  may be revealed
             b, l = opened.nonzero(as_tuple=True)                        # 2 × (n,)  on the host
             n = len(b)
-            if model.sm:  # for the other masks too, except in sequences whose block is full already
+            if model.sm:  # feedback for the other masks, too, unless the sequence's block is full
                 others = masked & ~opened & opened.any(1, keepdim=True) & (place < hi)   # (B, L)
                 b, l = map(torch.cat, zip((b, l), others.nonzero(as_tuple=True)))        # 2 × (N,)
             masks = to_device(b, x.device), to_device(l, x.device)      # 2 × (N,)

@@ -29,8 +29,8 @@ What can go wrong:
    first output of sm(logits[x == mask_id]). Start ω_b near the mean of −H at the masks [ours].
 4. Row l of the logits must predict position l. If the model predicts the next token, shift them.
 5. SoftMask detaches nothing. To keep gradients out of the first pass, run it under no_grad.
-6. Give autocast cache_enabled=False. Otherwise older torch (2.6 and 2.9, but not 2.13) reuses the
-   weights that it cast under no_grad. These casts have no graph, so the weights get no gradient.
+6. Pass cache_enabled=False to autocast. Otherwise older torch (2.6 and 2.9, but not 2.13) reuses
+   the weights that it cast under no_grad. These have no graph, so the weights get no gradient.
 7. If the model can predict [MASK], the k tokens may include [MASK] [code]. To prevent that, first
    set its logit to −inf.
 8. DDP wants a gradient for every parameter in every backward pass, but without feedback ω has
@@ -57,7 +57,7 @@ class SoftMask(nn.Module):
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
     omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
-    Defaults: App. B.2, which says of ω_s only that it is close to 0: 1e-6 is [code].
+    Defaults: k from §4.1, ω from App. B.2, which only says that ω_s is close to 0: 1e-6 is [code].
     The parameters are raw_s, raw_a and raw_b. ω is a sigmoid or softplus of them.
     """
 

@@ -11,7 +11,7 @@
     train, loop        the data, the model, and the loop around `update`
     the rest           what `train` starts from, measures and saves
 
-Every draw has a key of its own (data.rng), which says what it is for: (seed, "t", step) for the
+Every draw of an update has a key (data.rng), which says what it is for: (seed, "t", step) for the
 times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are counted
 over all ranks, so one process with 4 of them gives the same run as two with 2 each. And a run that
 was stopped or killed resumes from its last save as if nothing had happened, except that a stop
@@ -180,7 +180,7 @@ def loop(cfg, here, tokens, meta, flags):
     """`train`, once the data are there and the folder is locked."""
     path, master = partial(os.path.join, cfg.out_dir), here.rank == 0
     # train.bin is too long to hash at every start: if it is overwritten while meta.json stays the
-    # same, nobody notices.
+    # same, nobody notices. keys: the version of data.rng's keys.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
     held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
@@ -306,7 +306,7 @@ def resolved(cfg, vocabulary, world):
     """cfg, checked, with the vocabulary of the data.   vocabulary: `tokenizer` in meta.json."""
     # These are fields of ModelConfig, but not flags of this script.
     launch.unused(cfg, "in train.py: --p_sm=0 trains without SM", "soft_mask")
-    launch.unused(cfg, "in train.py: the data say which it is", "vocab_size", "mask_id")
+    launch.unused(cfg, "in train.py: the data determine it", "vocab_size", "mask_id")
     launch.check_training(cfg, vocabulary["vocab_size"], cfg.micro_batch * world)
     return replace(cfg, vocab_size=vocabulary["vocab_size"],
                    mask_id=vocabulary["mask_id"], soft_mask=cfg.p_sm > 0)

@@ -258,7 +258,7 @@ def main(cfg):
     demonstrate(model)
 
 
-# What the first word can be: its function, its flags, and their defaults, as launch.run takes them.
+# For each first word: its function, its flags, and their defaults, as launch.run takes them.
 COMMANDS = {"train": (train_model, TrainConfig, {"train": SETTINGS}),
             "data": (prepare, Data, {"data": {}})}
 
