@@ -56,6 +56,7 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             only(ckpt, path, kind=kind)
+        only(ckpt.get("config", {}), path, arm="", variant="")  # studies of another λ or mix
         return ckpt
     state = ckpt.get("state_dict", ckpt)
     if not any(name.endswith("vocab_embed.embedding") for name in state):

@@ -62,7 +62,7 @@ def open_split(dir, split):
                       f"`python data.py openwebtext`). `python train.py stdlib` needs none")
     if not os.path.exists(f"{dir}/meta.json"):
         raise Refused(f"no data in {dir}, which has no meta.json. If it holds texts: "
-                      f"`python data.py {dir} --tokenizer=bytes --out=data/NAME`")
+                      f"`python data.py {dir} --out=data/NAME`, and then --data=data/NAME")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
     ids = np.memmap(path, np.uint16, "r")
@@ -150,7 +150,7 @@ def tokenizer(name="gpt2", dir=None):
             return tiktoken.get_encoding(name)
         except OSError:
             raise Refused("GPT-2's vocabulary cannot be downloaded: copy tiktoken's cache from "
-                          "another machine and set TIKTOKEN_CACHE_DIR=FOLDER, or give "
+                          "elsewhere, set TIKTOKEN_CACHE_DIR=FOLDER, or give --tokenizer=bytes or "
                           "--tokenizer_dir=FOLDER with vocab.bpe and encoder.json")
     ranks = data_gym_to_mergeable_bpe_ranks(
         os.path.join(dir, "vocab.bpe"), os.path.join(dir, "encoder.json"),
@@ -246,10 +246,9 @@ def documents(paths, field="text"):
             yield from read_file(path, field)
         except UnicodeDecodeError:
             raise Refused(f"{path} is not UTF-8: convert it, as with `iconv -f latin1 -t utf-8`")
-        except (ValueError, TypeError, KeyError) as e:
-            raise Refused(f"{path}: {e}. If the text is in another field, data.py takes "
-                          f"--field=NAME")
-        except (EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
+        except KeyError as e:  # a parquet file without this column
+            raise Refused(f"{path}: {e}: data.py takes --field=NAME")
+        except (ValueError, TypeError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
             raise Refused(f"{path}: {e}")
 
 
@@ -258,7 +257,7 @@ def find_files(source):
     paths = []
     for path in source.split(os.pathsep):
         os.stat(path)  # also raises for "", which Path would take for the current folder
-        files = [p for p in sorted(Path(path).rglob("[!.]*")) if p.is_file()]
+        files = [p for p in sorted(Path(path).rglob("*")) if p.is_file()]
         inside = [p for p in files
                   if re.search(r"(?i)\.(txt|jsonl|ndjson|parquet)(\.gz|\.xz)?$", p.name)]
         if os.path.isdir(path) and not inside:
@@ -297,7 +296,8 @@ def texts_in(f, field):
             if line.strip():
                 yield json.loads(line)[field] + ""  # fails for what is not text
         except (ValueError, LookupError, TypeError) as e:
-            raise ValueError(f'line {n} is not like {{"{field}": "…"}} ({in_short(e)})')
+            raise ValueError(f'line {n} is not like {{"{field}": "…"}} ({in_short(e)}). If the '
+                             f"text is in another field, data.py takes --field=NAME")
 
 
 def stdlib_files():

@@ -71,7 +71,7 @@ class Config:
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: computed from epochs)
     batch_size: Size = 8        # dialogues per update, one per forward pass
-    # The authors' code takes the mean over a dialogue's masks, the paper the sum. See `objective`.
+    # The mean over a dialogue's masks [code] or the sum, divided by t: above log V at first.
     loss: Literal["authors", "paper"] = "authors"
     eta_bb: Rate = 1e-5         # learning rate of DoRA
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
@@ -396,11 +396,11 @@ def why_dropped(ids, prompt_len, cfg, tok, mask_id):
 
 
 def digest_of(dialogues):
-    """How many [(ids, prompt length)] there are, and a hash of them"""
+    """A hash of [(ids, prompt length)], 16 hex digits."""
     digest = hashlib.sha256()
     for ids, prompt_len in dialogues:
         digest.update(ids.tobytes() + prompt_len.to_bytes(4, "little"))
-    return f"{len(dialogues):,}, hash {digest.hexdigest()[:16]}"
+    return digest.hexdigest()[:16]
 
 
 def model_of(cfg, here):

@@ -51,7 +51,7 @@ def run(main, Config, presets=None, paths=None):
     except ImportError as e:
         reason = f"{e}: pip install {PIP_NAMES.get(e.name, e.name)}"
     except OSError as e:
-        reason = f"{e.filename}: {e.strerror}" if e.filename else e
+        reason = f"{e.filename2 or e.filename}: {e.strerror}" if e.filename and e.strerror else e
     except (Refused, argparse.ArgumentError) as e:
         reason = e
     except KeyboardInterrupt:
@@ -230,7 +230,7 @@ def resumes(last, resume, overwrite):
     folder = Path(last).parent
     kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
     if overwrite and resume:
-        raise Refused("--overwrite starts afresh, and --resume continues: give only one of them")
+        raise Refused("--overwrite starts afresh, and --resume continues: give one of them")
     if not overwrite and ((exists and not resume) or (kept and not exists and resume != "auto")):
         how = ": --resume continues it from last.pt, " if exists else " without last.pt: "
         raise Refused(f"{folder} already holds a run{how}--overwrite replaces it, another folder "
@@ -336,12 +336,12 @@ def leave(here, message, status):
 
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
-    """tqdm, on rank 0. In a file, it draws twice a minute. An unknown width counts as 80."""
+    """tqdm, on rank 0 only. In a file, it draws twice a minute, after ten seconds."""
     if os.environ.get("RANK", "0") != "0":
         options["disable"] = True
     if not sys.stderr.isatty():
         options |= {"mininterval": 30, "maxinterval": 60, "delay": 10}
-    return tqdm(*args, **{"mininterval": 1, "ncols": shutil.get_terminal_size().columns} | options)
+    return tqdm(*args, **{"mininterval": 1, "dynamic_ncols": True} | options)
 
 
 class Log:

@@ -94,6 +94,9 @@ def test_shared_weights_are_read(tmp_path, k, soft):
     assert loaded.cfg == model.cfg and (loaded.sm is not None) == soft
     assert loaded.info["step"] == 6000 and loaded.info["tokenizer"] == SPECIAL
     assert all(torch.equal(t, tensors[name].float()) for name, t in loaded.state_dict().items())
+    for field in "arm", "variant":  # of a study with another λ or mix
+        write_safetensors(path, tensors, {FORMAT: json.dumps(rest | {"config": {field: "slerp"}})})
+        refused(f"has {field} = 'slerp'", load, path)
 
 
 def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():

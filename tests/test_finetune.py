@@ -126,7 +126,6 @@ def test_dialogues_in_the_formats_that_people_have(tmp_path):
 
 
 def test_the_papers_corpora(monkeypatch):
-    """SmolTalk has a test split. Of Tulu 3 and Ling-Coder, 1 % is held out."""
     datasets = pytest.importorskip("datasets", reason="would draw from numbers instead of texts")
     part = lambda *ids: datasets.Dataset.from_dict({"messages": range(*ids)})
     hub = {name: part(400) for name in ft.HUB.values()} | {
