@@ -246,10 +246,10 @@ def documents(paths, field="text"):
             yield from read_file(path, field)
         except UnicodeDecodeError:
             raise Refused(f"{path} is not UTF-8: convert it, as with `iconv -f latin1 -t utf-8`")
-        except KeyError as e:  # a parquet file without this column
-            raise Refused(f"{path}: {e}: data.py takes --field=NAME")
-        except (ValueError, TypeError, EOFError, gzip.BadGzipFile, lzma.LZMAError, zlib.error) as e:
-            raise Refused(f"{path}: {e}")
+        except (ValueError, TypeError, KeyError, EOFError, gzip.BadGzipFile, lzma.LZMAError,
+                zlib.error) as e:  # KeyError: a parquet file lacks the column
+            hint = ": data.py takes --field=NAME" if isinstance(e, KeyError) else ""
+            raise Refused(f"{path}: {e}{hint}")
 
 
 def find_files(source):

@@ -71,7 +71,7 @@ class Config:
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: computed from epochs)
     batch_size: Size = 8        # dialogues per update, one per forward pass
-    # The mean over a dialogue's masks [code] or the sum, divided by t: above log V at first.
+    # authors: the mean over a dialogue's masks [code]; paper: the sum. Both are divided by t.
     loss: Literal["authors", "paper"] = "authors"
     eta_bb: Rate = 1e-5         # learning rate of DoRA
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
