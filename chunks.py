@@ -35,15 +35,13 @@ def in_chunks(fn, *rows, V, keeps=0, whole=False):
         weight and makes a dense gradient for it.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
-    if getattr(fn, "compiled", False):  # split even into one: fn recompiles for what is no view
-        size = max(1, N) if whole else COMPILED_ROWS
-    else:
-        room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
-        size = max(1, int(room / one_row))
-        if N <= size:
-            return fn(*rows)
-        if torch.is_grad_enabled() and keeps * N * one_row > BUDGET:
-            fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
+    compiled = getattr(fn, "compiled", False)
+    room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
+    size = COMPILED_ROWS if compiled else max(1, int(room / one_row))
+    if N <= size or (compiled and whole):
+        return fn(*rows)
+    if not compiled and torch.is_grad_enabled() and keeps * N * one_row > BUDGET:
+        fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
     return joined([fn(*chunk) for chunk in zip(*(r.split(size) for r in rows))])
 
 

@@ -20,7 +20,7 @@ import json
 import math
 import os
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -117,11 +117,11 @@ def dialogue(dialogues, cfg, step, j, eos):
     return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
 
-def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
+def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
     """One update of DoRA and ω. Returns the gradient norm, 0-d.                       Alg. 1 l.2-9
 
-    dialogues: [(ids, prompt length)].   parallel: the model, or the DDP around it.
-    here: launch.machine().   log: launch.Log.
+    steps: updates in all.   dialogues: [(ids, prompt length)].   log: launch.Log.
+    parallel: the model, or the DDP around it.   here: launch.machine().
     """
     M = cfg.batch_size  # dialogues, over all ranks
     net_cfg = model.net.cfg
@@ -130,7 +130,7 @@ def update(step, cfg, dialogues, model, parallel, optimizer, here, log):
     coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
     softs = [coin < cfg.p_sm for coin in coins]                                #               §3.2
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
-        group["lr"] = eta * lr_at(step, cfg)
+        group["lr"] = eta * lr_at(step, steps, cfg.warmup)
     for j in range(here.rank, M, here.world):
         x0, prompt_len = dialogue(dialogues, cfg, step, j, net_cfg.pad_token_id)  # (1, L)       l.2
         t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()  #             l.3
@@ -202,12 +202,12 @@ def objective(nll, t, kind, batch_size):
     return nll.sum() / t / batch_size
 
 
-def lr_at(step, cfg):
+def lr_at(step, steps, warmup):
     """Factor on both learning rates after `step` updates: warm-up from 0 [code], then a cosine"""
-    warm = math.ceil(cfg.warmup * cfg.steps)
+    warm = math.ceil(warmup * steps)
     if step < warm:
         return step / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, cfg.steps - warm)))
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
 
 
 def finetune(cfg):
@@ -225,8 +225,7 @@ def loop(cfg, here, mask_id):
     master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
     resuming = launch.resumes(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
-    as_given = cfg  # for finetune.json: computed steps would split the seeds of one table row
-    cfg = replace(cfg, steps=cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size)))
+    steps = cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size))
 
     # ---- the model, the optimizer
     model = model_of(cfg, here)
@@ -250,40 +249,40 @@ def loop(cfg, here, mask_id):
 
     def measure():  # and keep the adapter, if it is the best so far
         found = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
-        return keep_best(found, cfg, as_given, model, here)
+        return keep_best(found, cfg, model, here)
 
     # ---- the loop
     start, stop, line = done, 0, {}  # stop: a signal's number, or 0.   line: the last in the log
     with launch.signals() as caught:
-        log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, cfg.steps, master)
+        log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, steps, master)
         if master and cfg.overwrite:
             launch.remove_checkpoints(cfg.out)  # also ω: none may stay beside a binary adapter
         if master:
             sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
             print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
                   f"{sizes[0]:,} parameters of DoRA, {sizes[1]} of SM, {here.device} × "
-                  f"{here.world}; updates {start:,} to {cfg.steps:,}")
+                  f"{here.world}; updates {start:,} to {steps:,}")
         # Catch up on an evaluation that a stop prevented.
-        due_at_start = start and val and due(cfg.eval_every, start, cfg.steps)
+        due_at_start = start and val and due(cfg.eval_every, start, steps)
         if due_at_start and metrics.get("step") != start:
             metrics = measure()
             log.amend(metrics)
         if master and start:  # a kill right after last.pt was saved may have left an older last/
-            save(last, cfg, as_given, model, optimizer, step=start, metrics=metrics, data=source)
-        for step in range(start, cfg.steps):
-            norm = update(step, cfg, train, model, parallel, optimizer, here, log)
+            save(last, cfg, model, optimizer, step=start, metrics=metrics, data=source)
+        for step in range(start, steps):
+            norm = update(step, steps, cfg, train, model, parallel, optimizer, here, log)
             done = step + 1
             stop = launch.any_rank(max(caught, default=0))
-            to_evaluate = val and due(cfg.eval_every, done, cfg.steps) and not stop
-            to_save = due(cfg.save_every, done, cfg.steps) or stop
-            if to_evaluate or to_save or due(cfg.log_every, done, cfg.steps) or done == 1:
-                line = log.line(done, lr_at(step, cfg) * cfg.eta_bb, model.sm, norm)
+            to_evaluate = val and due(cfg.eval_every, done, steps) and not stop
+            to_save = due(cfg.save_every, done, steps) or stop
+            if to_evaluate or to_save or due(cfg.log_every, done, steps) or done == 1:
+                line = log.line(done, optimizer.param_groups[0]["lr"], model.sm, norm)
                 if to_evaluate:
                     metrics = measure()
                     line |= metrics
                 log.write(line)
             if to_save and master:
-                save(last, cfg, as_given, model, optimizer, step=done, metrics=metrics, data=source)
+                save(last, cfg, model, optimizer, step=done, metrics=metrics, data=source)
             if stop:
                 break
 
@@ -442,23 +441,23 @@ def evaluate(model, val, cfg, here):
     return losses
 
 
-def keep_best(metrics, cfg, as_given, model, here):
+def keep_best(metrics, cfg, model, here):
     """Save best/ if this evaluation is the best so far. Returns `metrics` with the best loss."""
     # All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
     loss = metrics["val_soft" if model.sm else "val_plain"]
     if loss < metrics.get("best", math.inf):
         metrics["best"] = loss
         if here.rank == 0:
-            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, as_given)
+            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, cfg)
     return metrics
 
 
-def save(path, cfg, as_given, model, optimizer, **facts):
-    """Write last.pt and the adapter last/.   as_given: the settings for finetune.json."""
+def save(path, cfg, model, optimizer, **facts):
+    """Write last.pt and the adapter last/."""
     weights = {name: p.detach() for name, p in trained(model).items()}
     checkpoint.save(path, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, model=weights,
                     optimizer=optimizer.state_dict(), **facts)
-    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, as_given)
+    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, cfg)
 
 
 def save_adapter(folder, dream, sm, cfg):

@@ -341,6 +341,8 @@ def progress(*args, **options):
         options["disable"] = True
     if not sys.stderr.isatty():
         options |= {"mininterval": 30, "maxinterval": 60, "delay": 10}
+    elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # tqdm would draw nothing
+        options |= {"ncols": 80, "nrows": 24, "dynamic_ncols": False}
     return tqdm(*args, **{"mininterval": 1, "dynamic_ncols": True} | options)
 
 

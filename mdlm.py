@@ -275,10 +275,7 @@ class TwoPass(nn.Module):
             self.lam = lam.detach().sum() / max(1, len(lam))
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
-        if self.sm:
-            # 0 · ω, so that without feedback ω's gradient is 0, not missing: DDP would wait for it,
-            # and not average the gradients beside it. Not 0 * sum(p.sum() …): then the three .grad
-            # share their memory, and later micro-batches add to it three times.
+        if self.sm:  # DDP wants a gradient for ω even without feedback: trap 8 in softmask.py
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, masks
 
