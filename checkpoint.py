@@ -55,8 +55,9 @@ def load(path, kind=None):
         raise Refused(f"{path} is not a complete checkpoint ({in_short(e)})")
     if "format" in ckpt:
         if kind:
-            only(ckpt, path, kind=kind)
-        only(ckpt.get("config", {}), path, arm="", variant="")  # studies of another λ or mix
+            require(ckpt, path, kind=kind)
+        # Refuse models from studies of another λ or mix.
+        require(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)
     if not any(name.endswith("vocab_embed.embedding") for name in state):
@@ -184,7 +185,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     for section in ("algo", "model", "data", "optim"):
         settings = settings | settings.get(section, {})
     # sm_t_min, sm_t_max: the authors' code can limit SM to some times t.
-    only(settings, "this checkpoint", model_type="mdlm", parameterization="subs", sm_t_min=0,
+    require(settings, "this checkpoint", model_type="mdlm", parameterization="subs", sm_t_min=0,
          sm_t_max=1, causal_attention=False, tokenizer_name_or_path="gpt2")
     [table] = [name for name in state if name.endswith("vocab_embed.embedding")]
     prefix = table.removesuffix("vocab_embed.embedding")
@@ -218,7 +219,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
 
 def omega_of_authors(settings, state):
     """(k, tensors of ω) of the authors' soft mask, from its settings and the file's tensors"""
-    only(settings, "the soft mask", fixed_lambda=None)
+    require(settings, "the soft mask", fixed_lambda=None)
     names = {"sm.raw_s": "raw_scale", "sm.raw_a": "raw_steep", "sm.raw_b": "raw_centre_neg"}
     mix = settings.get("transparency_alg", "mixinputs_with_topk")
     k = {"mixinputs_with_topk": settings.get("mixinputs_k", 3), "mixinputs_with_temp": None}[mix]
@@ -227,7 +228,7 @@ def omega_of_authors(settings, state):
     return k, {ours: state["tran_head." + theirs] for ours, theirs in names.items()}
 
 
-def only(settings, where, **wanted):
+def require(settings, where, **wanted):
     """Raises Refused if a setting is not the `wanted` one: results would be silently wrong."""
     for name, want in wanted.items():
         if settings.get(name, want) != want:

@@ -5,7 +5,7 @@
     python data.py yours.jsonl.xz more/ --val_docs=300 --out=data/yours
     python data.py openwebtext                                 # needs `pip install datasets`
 
-A corpus is a folder with three files. Every document ends with EOS.
+A corpus is a folder with three files. Every document ends with EOS, unless `held_out` cuts it.
 
     train.bin    uint16 token ids
     val.bin      the same, for the last documents, which are held out
@@ -126,9 +126,9 @@ def seed_of(*key):
 
 
 @functools.lru_cache(2)  # a permutation is slow to draw, and an update may span two epochs
-def order(n, epoch, seed):
-    """The permutation (n,) of n rows in an epoch, the same on every rank and machine."""
-    return torch.randperm(n, generator=rng("order", epoch, seed))
+def order(n, key, seed):
+    """A permutation (n,), the same on every rank and machine.   key: an epoch, or another use."""
+    return torch.randperm(n, generator=rng("order", key, seed))
 
 
 # ---- tokenizers ----------------------------------------------------------------------------------
@@ -192,7 +192,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
             raise Refused(f"{n_tokens:,} tokens, {val_tokens:,} of them held out: give more text")
         ids = np.memmap(train, np.uint16, "r")
         ids[start:].tofile(val)
-        # The end of a document that is cut in two, without its EOS; empty if none is.
+        # val.bin before its first whole document: the end of one that was cut, without its EOS.
         tail = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
         val_bytes = sum(n_bytes[n - n_val:]) + len(tok.decode_bytes(tail))
         os.truncate(train, 2 * start)
@@ -214,7 +214,7 @@ def held_out(tokens, val_docs=None):
 
     Without val_docs: 1 % of the documents, but no more than 10,000. If these have fewer than
     MIN_HELD_OUT tokens, which would say little, more documents until they reach it. Never more than
-    a tenth of the text: there a document may be cut [ours].   tokens: of each document.
+    a tenth of the text. To keep to that, a document may be cut [ours].   tokens: of each document.
     """
     n = len(tokens)
     last = np.concatenate(([0], np.cumsum(tokens[::-1])))  # tokens of the last 0, 1, … documents

@@ -26,7 +26,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
-from checkpoint import check_numbers, only, read_safetensors
+from checkpoint import check_numbers, read_safetensors, require
 from launch import Refused, read_json
 
 
@@ -54,7 +54,7 @@ class DreamConfig:
         raw |= {"rope_theta": nested.get("rope_theta") or raw["rope_theta"],
                 "rope_type": nested.get("rope_type", "default")}
         # Each of these may be missing: Qwen2's default is the wanted value.
-        only(raw, folder, rope_scaling=None, hidden_act="silu", use_sliding_window=False,
+        require(raw, folder, rope_scaling=None, hidden_act="silu", use_sliding_window=False,
              rope_type="default")
         raw.setdefault("tie_word_embeddings", False)
         if raw.get("mask_token_id") is None:
@@ -91,8 +91,8 @@ def added_mask(folder):
 
 def rope(pos, cfg):
     """Rotary cos and sin of positions pos (B, L), each (B, L, 1, head_dim), fp32."""
-    # Frequencies are not stored: in a bf16 model, angles at position 500 would be off by over half
-    # a radian. The released evaluation of finetuned models has this error.
+    # Frequencies are not stored: in a bf16 model, angles at position 500 would be off by up to 0.6
+    # radians. The released evaluation of finetuned models has this error.
     even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
     inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)            # (head_dim/2,)
     angle = (pos[..., None].float() * inv_freq).repeat(1, 1, 2)         # (B, L, head_dim)
@@ -257,7 +257,7 @@ def load_adapter(model, folder):
     cfg = read_json(os.path.join(folder, "adapter_config.json"))
     state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
     cfg.setdefault("use_dora", False)  # peft's default if the field is missing
-    only(cfg, folder, peft_type="LORA", use_dora=True, bias="none", use_rslora=False,
+    require(cfg, folder, peft_type="LORA", use_dora=True, bias="none", use_rslora=False,
          rank_pattern={}, alpha_pattern={})
     ours = os.path.join(folder, "finetune.json")
     base = read_json(ours)["base"] if os.path.exists(ours) else None
@@ -279,7 +279,7 @@ def read_omega(cfg, folder):
     raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
     if raw["transparency_alg"] == "none":
         return None
-    only(raw, path, transparency_scheduling="none")  # a schedule is set by --schedule instead
+    require(raw, path, transparency_scheduling="none")  # a schedule is set by --schedule instead
     k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
     return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
                 k=k[raw["transparency_alg"]],  # KeyError for their other mixes, not in the paper

@@ -243,8 +243,8 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
     """Scores of texts under a causal LM                                                   App. B.1
 
     The authors' rule [code]: each text is tokenized again and cut at 1,024 tokens. Its first token
-    is not scored. Only the first EOS counts, and none if the text begins with one, because GPT-2's
-    BOS is the same token.
+    is not scored. Of its EOS tokens, only the first is scored, and none if the text begins with
+    one, because GPT-2's BOS is the same token.
     Returns nats (n,), the number of tokens scored (n,), and the last hidden states (n, D).
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -252,7 +252,7 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
     lm = AutoModelForCausalLM.from_pretrained(scorer).to(device).float().eval()
     nats, tokens, features = [], [], []
     for start in progress(range(0, len(texts), batch_size), f"scoring {len(texts)} texts"):
-        # GPT-2's, and those of `data.tokenizer("bytes")`, become the scorer's EOS.
+        # Special tokens of GPT-2 and of `data.tokenizer("bytes")` become the scorer's EOS.
         batch = [re.sub(r"<\|(endoftext|bos|eos)\|>", tok.eos_token, text)
                  for text in texts[start:start + batch_size]]
         ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids)

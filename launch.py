@@ -109,7 +109,7 @@ def from_cli(Config, argv, presets=None, paths=None):
 def parse_value(text, kind):
     """The value of a flag. kind: int, float, str, bool or Literal, alone or in a union."""
     parts = typing.get_args(kind) or (kind,)
-    # Types and names: [int, NoneType] of Size | None, [bool, "auto"] of bool | Literal["auto"]
+    # Size | None gives [int, NoneType]. bool | Literal["auto"] gives [bool, "auto"].
     options = [option for part in parts for option in typing.get_args(part) or (part,)]
     value = text if text in options else WORDS.get(text.lower(), text)  # "none" may be a name
     if value in options or type(value) in options:
@@ -254,7 +254,7 @@ def unused(cfg, why, *names):
 
 
 def check_training(cfg, V, batch):
-    """Raises Refused for settings that no training can use.   batch: sequences in a pass."""
+    """Raises Refused for settings that no training can use.   batch: per pass, all ranks."""
     if cfg.p_sm == 0:
         unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b", "k",
                "two_updates", "coin", "eta_sm")

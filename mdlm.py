@@ -5,7 +5,7 @@
     Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t
     §2.1 g_θ, App. B.1       DiT             a bidirectional transformer, 169M in the paper
     Alg. 1 l.5-8             TwoPass.token_nll    predict, feed back, predict again (1/t: see Eq. 2)
-    Alg. 1 l.6-7, Alg. 2 l.6    TwoPass.feedback, .weigh    what a [MASK] that stays sees next
+    Alg. 1 l.6-7, Alg. 2 l.6    TwoPass.feedback, .weigh    the next input at each [MASK] that stays
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
 A backbone has three parts. SM sits between `table` and `hidden`: at the masks, it mixes the last
@@ -14,7 +14,7 @@ output of `head` into the embeddings.
     table                     (V, D)                              the embeddings
     hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks;
                                                                   a DiT's `trunk`, at the masks
-    head(h)                   (n, D) → (n, V)                     logits, fp32 always
+    head(h)                   (n, D) → (n, V)                     logits, always fp32
 
 N is the number of masked positions in the batch. `masks` is their index pair (b, l), each (N,), so
 x0[masks] are their true tokens. Only these positions get logits, and `head` gets n of the N at a
@@ -52,7 +52,7 @@ class ModelConfig:
     dropout: Annotated[float, 0, 0.999] = 0.1
     time_conditioning: bool = False  # on in §4.1, off in both released configurations [code]
     # Soft-masking, §3.1
-    soft_mask: bool = True           # False: a binary MDLM, without ω. In train.py: --p_sm=0
+    soft_mask: bool = True           # False: a binary MDLM, without ω, as for train.py --p_sm=0
     k: Size | None = 3               # None: all of V, with a trainable temperature, App. C.3
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # initial ω: ω_s close to 0, App. B.2 [code]
     omega_a: Positive = 10 / 1.5
@@ -193,7 +193,7 @@ class DiT(nn.Module):
         V = self.cfg.vocab_size
         weight = self.output_layer.linear.weight                               # (V, D)
         bias = self.output_layer.linear.bias.clone()                           # (V,)
-        # So p([MASK]) = 0, without another pass over an (n, V) tensor. `bias[i] = …` would sync.
+        # This makes p([MASK]) 0 without a pass over an (n, V) tensor. `bias[i] = …` would sync.
         bias[self.cfg.mask_id].fill_(-1e6)
         if torch.compiler.is_compiling():
             # Unless 64 divides V, CUDA uses an old, slow kernel for the weight's gradient. So V is
@@ -215,7 +215,7 @@ class DiT(nn.Module):
             return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
     def cast_linears_(self, dtype):
-        """For decoding: store the weights that autocast casts, already cast. Equal bit for bit."""
+        """For decoding: cast once what autocast would cast in every call. Equal bit for bit."""
         for part in (self.blocks, self.output_layer):
             for module in part.modules():
                 if isinstance(module, nn.Linear):
@@ -292,14 +292,14 @@ class TwoPass(nn.Module):
             keeps = SM_KEEPS if dense or self.two_updates else 0
             weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
                                 whole=self.training and not dense)  # speed and memory only
-        if dense:  # k = |V|: `weigh` has mixed, and returned embeddings, λ and tokens
+        if dense:  # k = |V|: `weigh` has mixed already
             return weighed
         lam, ids, pi = weighed
         # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
         return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
 
     def weigh(self, h, logits=None):
-        """λ (n,), ids and π (n, k) of a chunk. For k = |V|: what `feedback` returns.
+        """λ (n,), ids and π (n, k) of a chunk. For k = |V|: embeddings (n, D), λ and tokens (n,).
 
         h: (n, D).   logits: head(h) (n, V), if they are known.
         """
@@ -328,7 +328,7 @@ class TwoPass(nn.Module):
         return self.sm.mix(self.net.table, lam, ids[:, None], pi), lam, ids
 
     def warning(self, line):
-        """A sentence for the user if `line`, the log's last, shows no feedback, else ""."""
+        """A sentence for the user if the last line of the log shows no feedback, else ""."""
         if line.get("lam", 1.0) >= 1e-3:  # a line without feedback has no λ
             return ""
         # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.

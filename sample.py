@@ -82,7 +82,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         share_t, share_s = t * speed, s * speed
     reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
     # With remdm-loop, a long step across T_ON has share_s < 0, and reveals every mask. On the
-    # plateau with η > 1/9 (nine tokens to a mask), even that leaves more masks than share_s.
+    # plateau, reveal is 9 η. With η > 1/9, even revealing every mask leaves more than share_s.
     return min(1.0, reveal), sigma
 
 
@@ -102,8 +102,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
     the first l.3, and l.4 draws only the tokens that appear. Steps that change no token are skipped
     (App. C.4) [code]. With SM this matters: in such a step, the feedback alone would change the
-    prediction. `every` takes these, too (App. C.5). If masks are left after the last step, one more
-    call fills them by argmax [code].
+    prediction. With `every`, these are taken, too (App. C.5). If masks are left after the last
+    step, one more call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
@@ -138,8 +138,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         by_argmax = to_device(u == ARGMAX, device)  # where `drawn` is nonsense  (m,)
         return torch.where(by_argmax, logits.argmax(-1), drawn)                # (m,)
 
-    # See `side_by_side`. p is never stored: the head runs in `draw` and in `feedback`. x never
-    # changes in place, because it may be the caller's.
+    # A turn of all n: t (n,), and index pairs (b, l) of what appears, stays, vanishes. p is never
+    # stored: the head runs in `draw` and in `feedback`. x may be the caller's, so not in place.
     for t, appear, stay, vanish, u in turns:
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
         drawn = in_chunks(draw, h[appear], u, V=len(table))                    # (m,)  of x~     l.4
@@ -189,7 +189,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
         if appear.any() or vanish.any() or every or needed:
             turns.append(Turn(t, appear, stay, vanish, u[appear]))
         masked = stay | vanish
-    if masked.any():  # few, but up to L / 10 if no step of remdm-loop starts below T_OFF (T ≤ 20)
+    if masked.any():  # few, but many if remdm-loop has no step below T_OFF (T ≤ 20)
         none = np.zeros_like(free)
         turns.append(Turn(T_END, masked, none, none, np.full(masked.sum(), ARGMAX)))
     return turns
@@ -237,9 +237,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     steps: network calls, at most. With as many steps as masks, each reveals one token.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
         is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
-    threshold: reveal no fixed number, but every position whose likeliest token has at least this
-        probability (before the nucleus), or if there is none, the next in order [ours]: one token,
-        if there are as many steps as masks.
+    threshold: reveal every position whose likeliest token has at least this probability (before
+        the nucleus). A sequence without such a position reveals as many as without a threshold
+        [ours], so one if there are as many steps as masks.
     All else is as in `generate`.
     """
     net, mask_id, table = model.net, model.mask_id, model.net.table
@@ -286,10 +286,10 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         x = torch.where(chosen, x.index_put(masks, drawn), x)                  # (n, L)          l.5
         emb = F.embedding(x, table)                                            # (n, L, D)
         nfe += masked_cpu.any(-1)
-        before = masked_cpu                                                    # (n, L)
+        was_masked = masked_cpu                                                 # (n, L)
         masked_cpu = (x == mask_id).cpu()  # the host sync of the step           (n, L)
         stay = indices(masked_cpu, device)                                     # 2 × (r,)
-        (rows_that_stay,) = indices(masked_cpu[before], device)  # of the N rows  (r,)
+        (rows_that_stay,) = indices(masked_cpu[was_masked], device)  # which of h  (r,)
         lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
         if soft:
             weighed = [each[rows_that_stay] for each in weighed]
@@ -331,7 +331,7 @@ def nucleus(probs, p):
 @dataclass
 class Config:
     checkpoint: str = ""        # any MDLM that `python checkpoint.py` can describe
-    count: Size = 1             # samples to make (torchrun would not pass on --n)
+    count: Size = 1             # samples to make (not --n: torchrun refuses it)
     batch_size: Size = 16       # sequences per forward pass; it changes no sample
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
@@ -451,7 +451,7 @@ def main(cfg):
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
     now = settings | {"seed": cfg.seed}
-    for line in lines:  # `now` has `compile`, so a --count that turns it on is refused, too
+    for line in lines:  # a --count that turns `compile` on is refused, too: see `resolved`
         launch.check_same(path, line["settings"] | {"seed": line["seed"]}, now,
                           list(now), ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
@@ -467,7 +467,7 @@ def main(cfg):
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta)
     if cfg.sampler in ORDERS:
         decode = partial(generate_in_order, order=cfg.sampler, threshold=cfg.threshold)
-    # To be watched, samples are made again, even if --out holds them.
+    # Samples to be watched are made again, even if --out holds them.
     on_step = show(tok, model.mask_id) if here.rank == 0 and cfg.show else None
     todo = [i for i in range(here.rank, cfg.count, here.world) if i not in texts or on_step]
     title = "samples, the first after a minute of compiling" if cfg.compile else "samples"

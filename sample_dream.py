@@ -51,9 +51,9 @@ class Decoding:
     switch: Share = 0.5             # t', share of masks left when a stepwise schedule switches
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # With block: whatever the algorithm, reveal all tokens with at least this probability, after
-    # temperature and top_p. At 0.1 and 0.9, p can be 1 even for a token that leads by little
-    # (REPRODUCE.md, 5).
+    # With block: whatever the algorithm, reveal all tokens with at least this probability p, after
+    # temperature and top_p. If these are 0.1 and 0.9, p can be 1 even for a token that leads by
+    # little (REPRODUCE.md, 5).
     threshold: Probability | None = None
     # Replace the adapter's ω. If there is none, omega_s turns SM on, with k = 3 and the paper's
     # values for the other two.
@@ -71,8 +71,8 @@ class Config(Decoding):
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one per line
-    # A text in which the model replaces the first ___ (default: at the end). No chat template is
-    # added, so a base model can complete a text, too: --infill="def f(x):\n"
+    # The model replaces the first ___ in this text, or continues it if there is none. No chat
+    # template is added, so a base model can do it, too: --infill="def f(x):\n"
     infill: str = ""
 
 
@@ -194,7 +194,7 @@ def reveal(x, masks, x0, conf, share=1.0, threshold=None):
     """
     b, _ = masks
     score = torch.full(x.shape, -torch.inf, device=x.device).index_put(masks, conf)     # (B, L)
-    # 0 for the surest. Ties go left to right [ours]; the authors' topk leaves them open [code].
+    # 0 for the surest. Ties go left to right [ours]; the authors' topk leaves them open.
     rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)[masks]        # (n,)
     if threshold is not None:
         chosen = (rank == 0) | (conf >= threshold)                      # (n,)
@@ -205,7 +205,7 @@ def reveal(x, masks, x0, conf, share=1.0, threshold=None):
 
 
 def reveal_shares(steps):
-    """The share of its masks that each step reveals: 1 − s/t, from time t to s < t        §2.2, L/T
+    """The share of the masks that each step reveals: 1 − s/t, from time t to s < t        §2.2, L/T
 
     The number of tokens is rounded down, and the last step reveals all that are left. App. B.2 says
     that with T = L, each step reveals one token. Here it is 0, 1, …, 1, 2 for L = 768 [code].
@@ -219,13 +219,13 @@ def reveal_shares(steps):
 def faded(mixed, plain, b, schedule, switch, left, start):
     """Soft masks (N, D) with the schedule's factor on λ                                    App. C.9
 
-    The mix is linear in λ, so a factor on λ moves it towards [MASK] by as much.
+    With a factor g on λ, the mix becomes [MASK] + g (mix − [MASK]), because it is linear in λ.
     mixed: (N, D) with the full λ.   plain: (D,) the embedding of [MASK].   b: (N,) the sequence of
     each.   left, start: (B,) masks now and at the start: each sequence has its own time [ours].
     """
     if schedule == "none":
         return mixed
-    # In Python's numbers, because in fp32 3/15 > 0.2 would pass the strict switch.
+    # In Python's floats, because in fp32, 3/15 > 0.2 would be true.
     shares = [now / max(of, 1) for now, of in zip(left.tolist(), start.tolist())]
     gain = torch.tensor([time_gain(schedule, share, switch) for share in shares])        # (B,)
     gain = to_device(gain[b], mixed.device)[:, None]                    # (N, 1)
@@ -268,7 +268,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     shares = torch.ones(block)  # with a threshold, at most `block` passes: each reveals a token
     if threshold is None:
         shares = reveal_shares(steps * block // gen_len)
-    shares[0] = 1  # of the one token that may be revealed, see only_first
+    shares[0] = 1  # the first pass may reveal only one token: see only_first
     kv = None
     for first in range(L - gen_len, L, block):
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, first + block)}[cache]

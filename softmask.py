@@ -19,6 +19,9 @@ embeddings of [MASK] and of token i. Three scalars are learned: ω_s, ω_a and �
     emb = sm.embed(table, x, logits)                      # (B, L, D)  only the [MASK]s change
     logits = model(inputs_embeds=emb).logits              # (B, L, V)  train or decode from these
 
+Without a tag, comments say what the paper says. [code] is what the authors' code does where the
+paper is silent or differs. [ours] is our choice.
+
 What can go wrong:
 
 1. ω barely moves at the backbone's learning rate. Give it its own optimizer group, with a learning
@@ -31,14 +34,11 @@ What can go wrong:
 5. SoftMask detaches nothing. To keep gradients out of the first pass, run it under no_grad.
 6. Pass cache_enabled=False to autocast. Otherwise older torch (2.6 and 2.9, but not 2.13) reuses
    the weights that it cast under no_grad. These have no graph, so the weights get no gradient.
-7. If the model can predict [MASK], the k tokens may include [MASK] [code]. To prevent that, first
-   set its logit to −inf.
+7. If the model can predict [MASK], the k tokens may include it, as in the authors' code. To prevent
+   that, first set its logit to −inf.
 8. DDP wants a gradient for every parameter in every backward pass, but without feedback ω has
    none. Add 0 · ω to the loss: sum((0 * p).sum() for p in sm.parameters()). And if a whole update
    had no feedback, set ω's gradients to None before the optimizer step, or Adam's momentum moves ω.
-
-Comments follow the paper unless they are tagged. [code]: as in the authors' code, because the paper
-is silent or differs; or what their code does where ours differs. [ours]: our choice.
 """
 
 import sys
@@ -212,7 +212,7 @@ def largest(logits, k):
 
     `topk` reads its input several times. So one pass finds the maximum of each group of 128 logits,
     and `topk` reads only the k groups with the largest maxima, and the rest, which fills no group.
-    The k maxima are at least as large as any logit outside of these groups.
+    The k maxima are at least as large as any logit in the other groups.
     """
     width, V = 128, logits.shape[1]
     if V < 8 * k * width:  # the k groups would be a large part of V

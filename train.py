@@ -76,7 +76,7 @@ class Config(ModelConfig):
 
 PRESETS = {  # the first word of a command
     # Text that every machine has. A small model is so unsure of a byte that the paper's ω_b keeps λ
-    # near 0, and ω_s would hardly grow in time. So ω starts near where small runs end [ours].
+    # near 0, and ω_s would grow too slowly. So ω starts near where small runs end [ours].
     "stdlib": dict(
         data="data/stdlib", out_dir="out/stdlib", show=True,
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
@@ -124,8 +124,8 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
             # [code]. DDP averages gradients over ranks, and `world` undoes that.
             (loss.sum() * here.world / n_tokens).backward()
         loss = loss.detach()
-        # loss @ t is the cross-entropy without its weight 1/t. n: what the loss is a mean over,
-        # here all tokens.
+        # loss @ t is the cross-entropy without its weight 1/t. n: the loss is a mean over so
+        # many, here tokens, in finetune_dream.py dialogues.
         log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(b),
                 tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
@@ -168,7 +168,7 @@ def train(cfg):
     """The data, the model, and Alg. 1. Returns the MDLM and its EMA."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    flags = getattr(cfg, "flags", ())  # set by launch.run; `resolved` makes a cfg without them
+    flags = getattr(cfg, "flags", ())  # those given on the command line; `resolved` drops them
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
@@ -180,7 +180,7 @@ def loop(cfg, here, tokens, meta, flags):
     """`train`, once the data are there and the folder is locked."""
     path, master = partial(os.path.join, cfg.out_dir), here.rank == 0
     # train.bin is too long to hash at every start: if it is overwritten while meta.json stays the
-    # same, nobody notices. keys: the version of data.rng's keys.
+    # same, this goes unnoticed. keys: the version of data.rng's keys.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
     held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
@@ -216,7 +216,8 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        # Make up for an evaluation that a stop left out, or a step-N.pt that a kill left out.
+        # Resumed: a stop skips an evaluation that is due, and a kill can come before step-N.pt is
+        # written. Both are made up for here.
         if start:
             unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
             if unmeasured:
@@ -291,8 +292,8 @@ def state_of(cfg, here, meta, source, flags):
 
 def warn_of_memory(cfg, n_params):
     """Print a line if this machine has too little memory for the run."""
-    # 20 bytes a parameter: itself, its average, its gradient, two moments. In each block, some 120
-    # for every entry of a micro-batch's (B, L, D). Both are measured.
+    # 20 bytes a parameter: itself, its average, its gradient, two moments. Per block, about 120
+    # bytes for every entry of a micro-batch's (B, L, D). Both are measured.
     need = 20 * n_params + 120 * cfg.micro_batch * cfg.length * cfg.n_layer * cfg.n_embd
     have = math.inf
     if hasattr(os, "sysconf"):  # not on Windows
@@ -386,7 +387,7 @@ def save(path, cfg, model, ema, **facts):
 
 
 def summarize(cfg, bounds, meta):
-    """Print the bounds, {name: nats per token}, and what to do next.   meta: that of the data."""
+    """Print the bounds, {name: nats per token}, and what to do next.   meta: the data's."""
     print("\nheld-out bound in bits per byte (same model, same masks)")
     for name, nats in bounds.items():
         bits = bits_per_byte(nats, cfg.length, meta["val"])

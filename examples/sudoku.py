@@ -2,7 +2,7 @@
 """6×6 Sudokus: a language whose entropy is known, a model that learns it, and what feedback does.
 
     python examples/sudoku.py                    # the shipped model solves 100 puzzles
-    python examples/sudoku.py --given=1..4......2........3.......5......6.   # your own, two a call
+    python examples/sudoku.py --given=1..4......2........3.......5......6.   # two cells per call
     python examples/sudoku.py train              # a model of your own, with any flag of train.py
     python examples/sudoku.py --checkpoint=out/sudoku/last.pt    # its bound, and how many it solves
     python examples/sudoku.py data               # the grids alone, into data/sudoku
