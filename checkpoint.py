@@ -56,7 +56,7 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             require(ckpt, path, kind=kind)
-        # Refuse models from studies of another λ or mix.
+        # Older studies of another λ or mix named it so.
         require(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)
@@ -110,7 +110,7 @@ def weights(path, ema=True):
 
 
 def load_last(path, kind, cfg, facts, may_differ, remedy=""):
-    """A run's last.pt. Raises Refused unless its settings, and the facts in its `data`, are these.
+    """A run's last.pt. Raises Refused unless it has the settings of cfg, and in `data` these facts.
 
     facts: {name: value}.   may_differ: names of settings.   remedy: the end of the message.
     """
@@ -229,7 +229,7 @@ def omega_of_authors(settings, state):
 
 
 def require(settings, where, **wanted):
-    """Raises Refused if a setting is not the `wanted` one: results would be silently wrong."""
+    """Raises Refused if a setting is there, but not as wanted: results would be silently wrong."""
     for name, want in wanted.items():
         if settings.get(name, want) != want:
             raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} works here")

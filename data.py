@@ -204,7 +204,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
             meta[split]["sha256"] = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
         # When this block ends, train.bin gets its name first. A kill right after that must not
-        # leave it under the old meta.json.
+        # leave it beside the old meta.json.
         Path(out, "meta.json").unlink(missing_ok=True)
     return meta
 
@@ -266,7 +266,8 @@ def find_files(source):
         if skipped:
             kinds = ", ".join(f"{n:,} {kind}" for kind, n in skipped.most_common())
             print(f"{path}: files of other kinds are skipped: {kinds}")
-        if not re.search(r"(?i)\.(txt|json|jsonl|ndjson|parquet)(\.gz|\.xz)?$", path) and not files:
+        known = re.search(r"(?i)\.(txt|json|jsonl|ndjson|parquet)(\.gz|\.xz)?$", path)
+        if os.path.isfile(path) and not known:
             print(f"{path}: read as one plain text")
         paths += inside or [Path(path)]
     return paths
@@ -350,7 +351,7 @@ def main(cfg):
         docs = progress(documents(paths, cfg.field), desc="tokenizing", unit=" documents")
     meta = prepare(docs, out, tok, cfg.val_docs, cfg.source)
     for split in "train", "val":
-        print("{}/{}.bin: {documents:,} whole documents, {tokens:,} tokens, sha256 {sha256}".format(
+        print("{}/{}.bin: {documents:,} documents, {tokens:,} tokens, sha256 {sha256}".format(
             out, split, **meta[split]))
 
 

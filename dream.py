@@ -196,7 +196,7 @@ class Dream(nn.Module):
                 kv.append(new)
         return self.model["norm"](h), kv
 
-    def before(self, h, masks):
+    def predictors(self, h, masks):
         """h (B, L, D) → (N, D), the hidden states that predict the masked positions (b, l)."""
         # Dream grew out of a next-token model and kept its shift: hidden state i − 1 predicts
         # position i. So position 0 must never be masked: `sample_dream.pad_prompts` checks this.
@@ -205,7 +205,7 @@ class Dream(nn.Module):
 
     def hidden(self, emb, masks, t=None):
         """emb (B, L, D) → (N, D), the hidden states that predict `masks`. Dream ignores t."""
-        return self.before(self.trunk(emb)[0], masks)
+        return self.predictors(self.trunk(emb)[0], masks)
 
     def head(self, h):
         """Hidden states (n, D) → logits (n, V). The product is in the weights' dtype [code]."""
@@ -283,7 +283,7 @@ def read_omega(cfg, folder):
     k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
     return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
                 k=k[raw["transparency_alg"]],  # KeyError for their other mixes, not in the paper
-                # the authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects
+                # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects
                 omega_s=min(raw["transparency_scale"], 1 - 1e-6),
                 omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
 

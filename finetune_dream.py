@@ -165,20 +165,17 @@ def pad_with_eos(ids, eos, generator):
 
 
 def mask_response(x0, prompt_len, t, mask_id, generator):
-    """x0 with its response masked: x_t (B, L).   prompt_len: int or (B, 1).             Alg. 1 l.4
+    """x0 (1, L) with its response masked: x_t.   prompt_len: int.                       Alg. 1 l.4
 
     Each token of the response is masked with probability t or slightly more (MASK_FLOOR). If none
     is, one is chosen [code]. All draws are made on the CPU, so all devices have the same masks.
     """
     p = (1 - MASK_FLOOR) * t + MASK_FLOOR
-    response = torch.arange(x0.shape[1]) >= prompt_len                  # (L,) or (B, L)
-    masked = (torch.rand(x0.shape, generator=generator) < p) & response          # (B, L)
-    none = ~masked.any(1)                                               # (B,)
-    if none.any():
-        low = torch.as_tensor(prompt_len).expand(len(x0), 1)[none][0].item()
-        # All rows without a mask get one at the same position [code].
-        place = low + torch.randint(x0.shape[1] - low, (1,), generator=generator)  # (1,)
-        masked[none, place] = True
+    response = torch.arange(x0.shape[1]) >= prompt_len                         # (L,)
+    masked = (torch.rand(x0.shape, generator=generator) < p) & response        # (1, L)
+    if not masked.any():
+        place = torch.randint(x0.shape[1] - prompt_len, (1,), generator=generator)
+        masked[:, prompt_len + place] = True
     return x0.masked_fill(masked, mask_id)
 
 
@@ -256,7 +253,7 @@ def loop(cfg, here, mask_id):
     with launch.signals() as caught:
         log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, steps, master)
         if master and cfg.overwrite:
-            launch.remove_checkpoints(cfg.out)  # also ω: none may stay beside a binary adapter
+            launch.remove_checkpoints(cfg.out)  # an old ω would turn SM on for a binary adapter
         if master:
             sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
             print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"

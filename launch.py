@@ -115,7 +115,7 @@ def parse_value(text, kind):
     if value in options or type(value) in options:
         return value
     with contextlib.suppress(ValueError):
-        if options[0] in (int, float, str):
+        if options[0] in (int, float, str):  # str: the text "none", which WORDS has replaced
             return options[0](text)
     if any(isinstance(option, str) for option in options):
         names = [WORD_FOR.get(option, option) for option in options]
@@ -336,7 +336,7 @@ def leave(here, message, status):
 
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
-    """tqdm, on rank 0 only. In a file, it draws twice a minute, after ten seconds."""
+    """tqdm, on rank 0 only. Not on a terminal: a line twice a minute, after ten seconds."""
     if os.environ.get("RANK", "0") != "0":
         options["disable"] = True
     if not sys.stderr.isatty():
@@ -368,7 +368,7 @@ class Log:
             self.sums[name] = self.sums.get(name, 0) + value
 
     def line(self, done, eta_bb, sm, norm):
-        """The line for the updates since the last, up to number `done`. Raises Refused on NaN.
+        """The line for the updates since the last line, up to update `done`. Raises Refused on NaN.
 
         It needs sums of loss, ce, masks, tokens, soft, lam, and n, what the loss is a mean over.
         """

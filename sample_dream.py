@@ -41,7 +41,7 @@ class Decoding:
     model: str = ""                 # folder of a Dream, Dream-Coder or open-dCoder, as published
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
     merge: bool = True              # fold DoRA into the weights: faster, the same up to rounding
-    soft: bool = True               # false: binary feedback, even if the adapter has an ω
+    soft: bool = True               # false: no feedback, even if the adapter has an ω
     gen_len: Size = 256             # L, tokens of the response
     steps: Count = 0                # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
     algorithm: Algorithm = "entropy"
@@ -53,7 +53,7 @@ class Decoding:
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
     # With block: whatever the algorithm, reveal all tokens with at least this probability p, after
     # temperature and top_p. If these are 0.1 and 0.9, p can be 1 even for a token that leads by
-    # little (REPRODUCE.md, 5).
+    # little (REPRODUCE.md, "Where this differs", 5).
     threshold: Probability | None = None
     # Replace the adapter's ω. If there is none, omega_s turns SM on, with k = 3 and the paper's
     # values for the other two.
@@ -268,7 +268,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     shares = torch.ones(block)  # with a threshold, at most `block` passes: each reveals a token
     if threshold is None:
         shares = reveal_shares(steps * block // gen_len)
-    shares[0] = 1  # the first pass may reveal only one token: see only_first
+    shares[0] = 1  # all that the first pass may reveal, which is one token
     kv = None
     for first in range(L - gen_len, L, block):
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, first + block)}[cache]
@@ -281,11 +281,11 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             opened = masked & (place >= first) & (place < end)          # (B, L)  may be revealed
             b, l = opened.nonzero(as_tuple=True)                        # 2 × (n,)  on the host
             n = len(b)
-            if model.sm:  # feedback for the other masks, too, unless the sequence's block is full
+            if model.sm:  # feedback for other masks, too, unless their sequence's block is filled
                 others = masked & ~opened & opened.any(1, keepdim=True) & (place < hi)   # (B, L)
                 b, l = map(torch.cat, zip((b, l), others.nonzero(as_tuple=True)))        # 2 × (N,)
             masks = to_device(b, x.device), to_device(l, x.device)      # 2 × (N,)
-            h = net.before(h, (masks[0], masks[1] - lo))                # (N, D)
+            h = net.predictors(h, (masks[0], masks[1] - lo))                # (N, D)
             x0, conf, mixed = propose(model, h, n, pick, forced=share == 1)
             x = reveal(x, (masks[0][:n], masks[1][:n]), x0, conf, share, threshold)      # (B, L)
             masked = x.cpu() == mask_id                                 # (B, L)  on the host

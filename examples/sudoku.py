@@ -203,12 +203,12 @@ def compare(sides, i):
 
 
 def print_bound(model):
-    """Print the bound on held-out grids in nats a grid, and their entropy.                 Eq. 2"""
+    """Print the bound on held-out grids in nats per grid, and their entropy.               Eq. 2"""
     rows, bounds = ids_of(texts(HELD_OUT, rng("sudoku", "val")), model.mask_id), []  # (n, 39)
     for title, soft in sides_of(model).items():
         nats, _ = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)
         bounds.append(f"{nats / HELD_OUT:.1f} {title}")
-    print(f"Bound on {HELD_OUT:,} held-out grids, in nats a grid: {', '.join(bounds)}\n"
+    print(f"Bound on {HELD_OUT:,} held-out grids, in nats per grid: {', '.join(bounds)}\n"
           f"(their entropy is {NATS:.1f})\n")
 
 

@@ -73,7 +73,7 @@ def bound_by_t(model, rows, cfg):
     n = max(1, min(10, draws.shape[1] // 2))  # of one draw, there is no standard error
     for t, plain, soft in draws[:, draws[0].argsort()].chunk(n, dim=1):              # (m/n,) each
         # The errors assume independent draws. They are too small for many --repeats of few rows.
-        title = f"nats a token, t from {t[0]:.2f} to {t[-1]:.2f}"
+        title = f"nats per token, t from {t[0]:.2f} to {t[-1]:.2f}"
         gain = {"gain": (plain - soft) / L} if model.sm else {}
         values[title] = means(plain=plain / L, **gain)
     return values
