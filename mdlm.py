@@ -34,7 +34,7 @@ from chunks import SM_KEEPS, in_chunks, in_pieces
 from launch import Count, Negative, Positive, Refused, Size
 from softmask import SoftMask
 
-ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t stays above 0: at t = 1 a few tokens are left [code]
+ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t stays above 0: at t = 1 some tokens are visible [code]
 T_MIN = 1e-3        # the smallest time, because the loss divides by t [code]
 
 
@@ -52,7 +52,7 @@ class ModelConfig:
     dropout: Annotated[float, 0, 0.999] = 0.1
     time_conditioning: bool = False  # on in §4.1, off in both released configurations [code]
     # Soft-masking, §3.1
-    soft_mask: bool = True           # False: a binary MDLM, without ω, as for train.py --p_sm=0
+    soft_mask: bool = True           # False: a binary MDLM, without ω. train.py sets it: p_sm > 0
     k: Size | None = 3               # None: all of V, with a trainable temperature, App. C.3
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # initial ω: ω_s close to 0, App. B.2 [code]
     omega_a: Positive = 10 / 1.5
@@ -80,7 +80,7 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
 
 
 class LayerNorm(nn.Module):
-    """LayerNorm without a bias, then adaLN's shift and scale, in fp32 but for 1 + scale [code]"""
+    """LayerNorm without a bias, then adaLN's shift and scale, in fp32 except 1 + scale [code]"""
 
     def __init__(self, dim):
         super().__init__()
@@ -328,8 +328,8 @@ class TwoPass(nn.Module):
         return self.sm.mix(self.net.table, lam, ids[:, None], pi), lam, ids
 
     def warning(self, line):
-        """A sentence for the user if the last line of the log shows no feedback, else ""."""
-        if line.get("lam", 1.0) >= 1e-3:  # a line without feedback has no λ
+        """A sentence for the user if λ is near 0 in the last line of the log, else ""."""
+        if line.get("lam", 1.0) >= 1e-3:  # no λ in the line: no update had two passes
             return ""
         # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
         H = min(max(0.01, line["ce_per_mask"]), math.log(len(self.net.table)))

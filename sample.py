@@ -13,8 +13,8 @@
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --out=samples.jsonl
 
-The last command makes the samples behind one cell of Tables 1 and 2. If it is stopped, the same
-command makes the rest. Each rank writes its own file, samples.RANK.jsonl.
+The last command makes the samples behind Binary, 1M, Standard, NFE 1/1 in Tables 1 and 2. If it is
+stopped, the same command makes the rest. Each rank writes its own file, samples.RANK.jsonl.
 """
 
 import math
@@ -38,7 +38,7 @@ from show import show
 from softmask import neg_entropy
 
 T_END = 1e-5  # the time at which the last step ends, not quite 0 [code]
-ARGMAX = -1.0  # in place of a u in [0, 1): take the likeliest token
+ARGMAX = -1.0  # a Turn.u that is no random number: take the likeliest token
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
 ORDERS = "entropy", "random"
@@ -98,12 +98,12 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
             x^ = unmask(x~)     a coin for every position: this token, or [MASK]?    l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    The paper's l.6 has x^ and p of the step before. Here both are those of this step [ours].
-    Whether a position changes does not depend on the network. So all coins of l.5 are tossed before
-    the first l.3, and l.4 draws only the tokens that appear. Steps that change no token are skipped
-    (App. C.4) [code]. With SM this matters: in such a step, the feedback alone would change the
-    prediction. With `every`, these are taken, too (App. C.5). If masks are left after the last
-    step, one more call fills them by argmax [code].
+    The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
+    [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
+    tossed before the first l.3, and l.4 draws only the tokens that appear. Steps before the last
+    that change no token are skipped (App. C.4) [code]. With SM this matters: in such a step, the
+    feedback alone would change the prediction. `every` takes them (App. C.5). If masks are left
+    after the last step, one more call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
@@ -332,7 +332,7 @@ def nucleus(probs, p):
 class Config:
     checkpoint: str = ""        # any MDLM that `python checkpoint.py` can describe
     count: Size = 1             # samples to make (not --n: torchrun refuses it)
-    batch_size: Size = 16       # sequences per forward pass; it changes no sample
+    batch_size: Size = 16       # sequences per forward pass; it changes samples only by rounding
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
     # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens by chance, App. B.1. entropy and
@@ -346,7 +346,7 @@ class Config:
     soft: bool = True           # False: decode an SM model without feedback
     # These replace the model's ω. With --omega_s, a binary model decodes with feedback too (k = 3).
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None
-    omega_a: launch.Positive | None = None  # (default for a binary model: the paper's start)
+    omega_a: launch.Positive | None = None  # (default for a binary model: the paper's initial ω)
     omega_b: launch.Negative | None = None  # (the same)
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""            # text that the sample starts with; each ___ in it is filled, too
@@ -356,7 +356,7 @@ class Config:
     show: bool = False          # watch the first sequence of every batch
     tokenizer_dir: str = ""     # folder with GPT-2's vocabulary, for machines without a network
     device: str = "auto"        # cuda, else mps, else cpu
-    compile: bool | None = None  # CUDA graphs (default: where they pay)
+    compile: bool | None = None  # CUDA graphs (default: where they pay off)
 
 
 def starting_ids(cfg, tok, special):
@@ -451,7 +451,7 @@ def main(cfg):
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
     now = settings | {"seed": cfg.seed}
-    for line in lines:  # a --count that turns `compile` on is refused, too: see `resolved`
+    for line in lines:  # another --count can differ, too: `compile` may depend on it
         launch.check_same(path, line["settings"] | {"seed": line["seed"]}, now,
                           list(now), ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}

@@ -211,7 +211,7 @@ def largest(logits, k):
     """logits.topk(k) for logits (N, V), but faster. Ties may be broken differently [ours].
 
     `topk` reads its input several times. So one pass finds the maximum of each group of 128 logits,
-    and `topk` reads only the k groups with the largest maxima, and the rest, which fills no group.
+    and `topk` reads only the k groups with the largest maxima, plus the last V mod 128 logits.
     The k maxima are at least as large as any logit in the other groups.
     """
     width, V = 128, logits.shape[1]

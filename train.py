@@ -12,10 +12,10 @@
     the rest           what `train` starts from, measures and saves
 
 Every draw of an update has a key (data.rng), which says what it is for: (seed, "t", step) for the
-times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are counted
-over all ranks, so one process with 4 of them gives the same run as two with 2 each. And a run that
-was stopped or killed resumes from its last save as if nothing had happened, except that a stop
-writes a line of the log. (The first update is step 0 in the keys, and update 1 in the log.)
+times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
+across all ranks, so one process with 4 gives the same run as two with 2 each. And a run that was
+stopped or killed resumes from its last save as if nothing had happened, except that a stop writes
+a line of the log. (The first update is step 0 in the keys, and update 1 in the log.)
 """
 
 import copy
@@ -42,8 +42,8 @@ class Config(ModelConfig):
     """mdlm.ModelConfig, with a vocabulary from the data, and how to train the model: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    # Start from the weights and ω of any MDLM that checkpoint.py can describe. A step-N.pt holds
-    # EMA weights. --omega_s, --omega_a and --omega_b on the command line override the file's ω.
+    # Start from the weights and ω of any MDLM that `python checkpoint.py FILE` can read (EMA weights
+    # for a step-N.pt). --omega_s, --omega_a and --omega_b override the file's ω.
     init_from: str = ""
     resume: bool | Literal["auto"] = False  # continue from out_dir/last.pt; auto: if it exists
     overwrite: bool = False          # start over even if out_dir holds a run
@@ -124,8 +124,8 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
             # [code]. DDP averages gradients over ranks, and `world` undoes that.
             (loss.sum() * here.world / n_tokens).backward()
         loss = loss.detach()
-        # loss @ t is the cross-entropy without its weight 1/t. n: the loss is a mean over so
-        # many, here tokens, in finetune_dream.py dialogues.
+        # loss @ t: the cross-entropy without the weight 1/t. n: what the log divides the loss by,
+        # tokens here, and dialogues in finetune_dream.py.
         log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(b),
                 tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
@@ -143,7 +143,7 @@ def batch(tokens, cfg, step, j, M):
 
     Every epoch has a permutation of its own, and no row comes twice in it. Times are sorted, so
     micro-batch j takes every M-th sequence and every M-th time [ours]: about half of its tokens are
-    masked. If it took a slice of the times instead, nearly all of them could be.
+    masked. If it took a slice of the times instead, nearly all could be masked.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -216,8 +216,8 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        # Resumed: a stop skips an evaluation that is due, and a kill can come before step-N.pt is
-        # written. Both are made up for here.
+        # Resumed: evaluate, if the stop skipped that. Write step-N.pt, if a kill came first or if it
+        # was written without this evaluation.
         if start:
             unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
             if unmeasured:
@@ -226,7 +226,7 @@ def loop(cfg, here, tokens, meta, flags):
                 write("last.pt", optimizer=optimizer.state_dict())
             name = f"step-{start}.pt"
             if due(keep_every, start, cfg.steps) and (unmeasured or not os.path.exists(path(name))):
-                write(name)  # again, if it was saved without the evaluation
+                write(name)
         model.train()
         for step in range(start, cfg.steps):
             norm = update(step, cfg, tokens, model, parallel, optimizer, here, log)
@@ -352,13 +352,14 @@ def load_initial(model, cfg, vocabulary, flags):
         names += ["k"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
-    # Without SM, the file's ω is ignored.
-    theirs = {name: p for name, p in ckpt["model"].items() if model.sm or name.startswith("net.")}
-    ours = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
-    by_flag = {name: p for name, p in ours.items() if name.replace("sm.raw", "omega") in flags}
-    # ω: from a flag (--omega_s for sm.raw_s), else from the file, else from the settings.
-    model.load_state_dict(ours | theirs | by_flag)
-    if not ours.keys() & theirs.keys():
+    # ω comes from a flag (--omega_s for sm.raw_s), else from the file, else from the settings.
+    state = model.state_dict()
+    by_flag = [name for name in state if name.replace("sm.raw", "omega") in flags]
+    for name, p in ckpt["model"].items():
+        if name not in by_flag and (model.sm or name.startswith("net.")):
+            state[name] = p
+    model.load_state_dict(state)
+    if "sm.raw_s" not in ckpt["model"]:
         return "the settings"
     return ", ".join([cfg.init_from, *(name.replace("sm.raw", "--omega") for name in by_flag)])
 
