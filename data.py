@@ -192,9 +192,11 @@ def prepare(docs, out, tok, val_docs=None, source=""):
             raise Refused(f"{n_tokens:,} tokens, {val_tokens:,} of them held out: give more text")
         ids = np.memmap(train, np.uint16, "r")
         ids[start:].tofile(val)
-        # val.bin before its first whole document: the end of one that was cut, without its EOS.
-        tail = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
-        val_bytes = sum(n_bytes[n - n_val:]) + len(tok.decode_bytes(tail))
+        # val.bin may begin with the end of a document that was cut. Here it is without its EOS.
+        cut = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
+        if cut:
+            print("train.bin ends within a document. The rest of it is in val.bin.")
+        val_bytes = sum(n_bytes[n - n_val:]) + len(tok.decode_bytes(cut))
         os.truncate(train, 2 * start)
         train_bytes = sum(n_bytes) - val_bytes
         meta = {"tokenizer": describe(tok), "source": source,

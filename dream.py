@@ -223,7 +223,7 @@ class Dream(nn.Module):
 
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
-        """A model from its published folder, frozen, in eval mode.   dtype: None as stored."""
+        """A model from its published folder, frozen, in eval mode.   dtype: None, as stored."""
         files, state = {"model.safetensors"}, {}
         index = os.path.join(folder, "model.safetensors.index.json")
         if os.path.exists(index):

@@ -381,7 +381,7 @@ def encode_chat(record, tok):
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
     """Why a dialogue is dropped, or "". The first and the last reason are [ours]."""
     if not ids:
-        return "no answer by assistant or gpt, or no text"
+        return "no answer (a string) by assistant or gpt"
     if len(ids) > cfg.max_length:
         return f"over {cfg.max_length} tokens"
     if len(ids) - prompt_len < cfg.min_response:

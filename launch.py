@@ -111,17 +111,18 @@ def parse_value(text, kind):
     parts = typing.get_args(kind) or (kind,)
     # Size | None gives [int, NoneType]. bool | Literal["auto"] gives [bool, "auto"].
     options = [option for part in parts for option in typing.get_args(part) or (part,)]
-    value = text if text in options else WORDS.get(text.lower(), text)  # "none" may be a name
-    if value in options or type(value) in options:
-        return value
+    word = WORDS.get(text.lower(), text)  # true, false or none
+    if type(word) in options and text not in options:
+        return word
+    if text in options or str in options:
+        return text
     with contextlib.suppress(ValueError):
-        if options[0] in (int, float, str):  # str: the text "none", which WORDS has replaced
+        if options[0] in (int, float):
             return options[0](text)
+    names = [WORD_FOR.get(option, option) for option in options]
     if any(isinstance(option, str) for option in options):
-        names = [WORD_FOR.get(option, option) for option in options]
         raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(names)}")
-    names = " or ".join(WORD_FOR[option] for option in options)
-    raise argparse.ArgumentTypeError(f"{text} is not {names}")
+    raise argparse.ArgumentTypeError(f"{text} is not {' or '.join(names)}")
 
 
 def check_ranges(cfg):
@@ -295,7 +296,7 @@ def remove_checkpoints(folder):
 
 
 def due(every, done, steps):
-    """Whether it is time: after every `every` updates and after the last. Never if every is 0."""
+    """Whether it is time: every `every` updates, and after the last one. Never if every is 0."""
     return every and (done % every == 0 or done == steps)
 
 
@@ -325,7 +326,7 @@ def stopped(here, done, last, number):
 def leave(here, message, status):
     """End a run on every rank. Rank 0 prints the message. A nonzero status exits the process."""
     if here.world > 1:
-        # Wait: once a rank exits with a nonzero status, torchrun kills the others, even in a save.
+        # Wait: if a rank exits with a nonzero status, torchrun kills the others, even in mid-save.
         dist.barrier()
         dist.destroy_process_group()
     if message and here.rank == 0:
@@ -370,7 +371,7 @@ class Log:
     def line(self, done, eta_bb, sm, norm):
         """The line for the updates since the last line, up to update `done`. Raises Refused on NaN.
 
-        It needs sums of loss, ce, masks, tokens, soft, lam, and n, what the loss is a mean over.
+        It needs sums of loss, ce, masks, tokens, soft, lam, and n, which divides the loss.
         """
         values = [v.float() if torch.is_tensor(v) else norm.new_full((), v, dtype=torch.float32)
                   for v in self.sums.values()]

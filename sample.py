@@ -38,7 +38,7 @@ from show import show
 from softmask import neg_entropy
 
 T_END = 1e-5  # the time at which the last step ends, not quite 0 [code]
-ARGMAX = -1.0  # a Turn.u that is no random number: take the likeliest token
+ARGMAX = -1.0  # a Turn.u that is not a random number: take the likeliest token
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
 ORDERS = "entropy", "random"
@@ -101,9 +101,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
     tossed before the first l.3, and l.4 draws only the tokens that appear. Steps before the last
-    that change no token are skipped (App. C.4) [code]. With SM this matters: in such a step, the
-    feedback alone would change the prediction. `every` takes them (App. C.5). If masks are left
-    after the last step, one more call fills them by argmax [code].
+    that change no token are skipped (App. C.4), with SM too [code], although the feedback alone
+    would change the prediction. every=True runs them (App. C.5). If masks are left after the last
+    step, one more call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
@@ -139,7 +139,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         return torch.where(by_argmax, logits.argmax(-1), drawn)                # (m,)
 
     # A turn of all n: t (n,), and index pairs (b, l) of what appears, stays, vanishes. p is never
-    # stored: the head runs in `draw` and in `feedback`. x may be the caller's, so not in place.
+    # stored: the head runs in `draw` and in `feedback`. x may be the caller's: keep it unchanged.
     for t, appear, stay, vanish, u in turns:
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
         drawn = in_chunks(draw, h[appear], u, V=len(table))                    # (m,)  of x~     l.4
@@ -171,7 +171,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
     """The turns of one sequence: the steps that need the network                         Alg. 2 l.5
 
     free: (L,) bool, the masks at the start. Other positions never change.
-    Returns [Turn]. Masks left after the last step appear in one more turn, by argmax [code].
+    Returns [Turn]. Masks left after the last step are filled in one more turn, by argmax [code].
     """
     turns, masked = [], free
     dt = (1 - T_END) / steps
@@ -198,8 +198,8 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
 def side_by_side(plans, L, device):
     """The first turns of all sequences together, then the second ones, and so on            [ours]
 
-    Each sequence skips different steps, so its i-th turn has its own time. A sequence that is
-    finished stays in the batch, and nothing happens to it, because CUDA graphs need static shapes.
+    Each sequence skips different steps, so its i-th turn has its own time. Because CUDA
+    graphs need static shapes, a finished sequence stays in the batch, unchanged.
 
     plans: the turns of n sequences of length L, from `plan`.   Yields the fields of Turn for all n:
     t (n,); appear, stay and vanish as index pairs (b, l); and u (m,), which is on the CPU.
@@ -432,11 +432,11 @@ def settings_of(cfg, model, tok, here):
 
 
 def batches(todo, cfg):
-    """Lists of sample indices to make together, all of one length if CUDA graphs are used."""
+    """Lists of the indices of samples to make together, of one length if CUDA graphs are used."""
     size = min(len(todo), cfg.batch_size)
     for start in range(0, len(todo), cfg.batch_size):
         batch = todo[start:start + size]
-        if cfg.compile:  # pad with the last sample: a new size would compile for a minute
+        if cfg.compile:  # pad with the last sample: a new size would take a minute to compile
             batch += (size - len(batch)) * batch[-1:]
         yield batch
 
@@ -451,7 +451,7 @@ def main(cfg):
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
     settings = settings_of(cfg, model, tok, here)
     now = settings | {"seed": cfg.seed}
-    for line in lines:  # another --count can differ, too: `compile` may depend on it
+    for line in lines:  # a different --count may be refused, too: `compile` can depend on it
         launch.check_same(path, line["settings"] | {"seed": line["seed"]}, now,
                           list(now), ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}

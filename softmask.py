@@ -12,20 +12,20 @@ Here p is the last prediction at this position, and H(p) is its entropy in nats.
 embeddings of [MASK] and of token i. Three scalars are learned: ω_s, ω_a and ω_b.
 `python softmask.py` prints an example. To use SM with any model that takes embeddings:
 
-    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)  # learns sooner than from 1e-6
+    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)  # learns sooner than with 1e-6
     table = model.get_input_embeddings().weight           # (V, D)
     with torch.no_grad():
         logits = model(input_ids=x).logits                # (B, L, V)  what it predicts at the masks
     emb = sm.embed(table, x, logits)                      # (B, L, D)  only the [MASK]s change
     logits = model(inputs_embeds=emb).logits              # (B, L, V)  train or decode from these
 
-Without a tag, comments say what the paper says. [code] is what the authors' code does where the
-paper is silent or differs. [ours] is our choice.
+Where comments describe the method, no tag means that the paper says so. [code] is what the authors'
+code does where the paper is silent or differs. [ours] is our choice.
 
 What can go wrong:
 
 1. ω barely moves at the backbone's learning rate. Give it its own optimizer group, with a learning
-   rate near 1e-2 (App. B.2) and no weight decay. Weight decay would pull ω_s towards 0.5.
+   rate near 1e-2 (App. B.2) and no weight decay [code]. Weight decay would pull ω_s towards 0.5.
 2. The first decoding step has no feedback, so the model must work without it, too. Switch feedback
    off in some updates (§3.2): 20 % of them for MDLM (App. C.3), 50 % for Dream (App. B.2).
 3. λ can stay near 0. Then feedback is off, and the loss does not show it. Print λ, which is the
@@ -79,7 +79,7 @@ class SoftMask(nn.Module):
             self.raw_tau = nn.Parameter(softplus_inverse(tau))
 
     def forward(self, logits):
-        """How much feedback each mask gets, from which tokens, in which shares          §3.1, Eq. 3
+        """How much feedback each mask gets, from which tokens, in what shares           §3.1, Eq. 3
 
         logits: (N, V), one row per masked position, any float dtype.
         Returns λ (N,), ids (N, k), π (N, k), with λ and π in fp32. For k = |V|: ids None, π (N, V).

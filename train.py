@@ -13,9 +13,9 @@
 
 Every draw of an update has a key (data.rng), which says what it is for: (seed, "t", step) for the
 times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
-across all ranks, so one process with 4 gives the same run as two with 2 each. And a run that was
-stopped or killed resumes from its last save as if nothing had happened, except that a stop writes
-a line of the log. (The first update is step 0 in the keys, and update 1 in the log.)
+across all ranks, so up to rounding, one process with 4 gives the same run as two with 2 each. And
+a run that was stopped or killed resumes from its last save as if nothing had happened, except that
+a stop adds a line to the log. (The first update is step 0 in the keys, and update 1 in the log.)
 """
 
 import copy
@@ -42,8 +42,8 @@ class Config(ModelConfig):
     """mdlm.ModelConfig, with a vocabulary from the data, and how to train the model: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    # Start from the weights and ω of any MDLM that `python checkpoint.py FILE` can read (EMA weights
-    # for a step-N.pt). --omega_s, --omega_a and --omega_b override the file's ω.
+    # Start from the weights and ω of any MDLM that `python checkpoint.py FILE` can read, or from
+    # the EMA weights in a step-N.pt. --omega_s, --omega_a and --omega_b override the file's ω.
     init_from: str = ""
     resume: bool | Literal["auto"] = False  # continue from out_dir/last.pt; auto: if it exists
     overwrite: bool = False          # start over even if out_dir holds a run
@@ -109,9 +109,9 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
-        x0 = batch(tokens, cfg, step, j, M)                                    # (b, L)          l.2
-        t = times[j::M]  # small and large ones, see `batch`                   # (b,)            l.3
-        xt = corrupt(x0, t, cfg.mask_id, data.rng(cfg.seed, "q", step, j))     # (b, L)          l.4
+        x0 = batch(tokens, cfg, step, j, M)                                    # (B, L)          l.2
+        t = times[j::M]  # small and large ones, see `batch`                   # (B,)            l.3
+        xt = corrupt(x0, t, cfg.mask_id, data.rng(cfg.seed, "q", step, j))     # (B, L)          l.4
         # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
         x0, xt, t, b, l = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
@@ -119,7 +119,7 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
             torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
         with launch.accumulate(parallel, last=j + here.world >= M):
             with here.autocast():
-                loss = parallel(x0, xt, t, soft, (b, l))  # MDLM.forward         (b,)          l.5-8
+                loss = parallel(x0, xt, t, soft, (b, l))  # MDLM.forward         (B,)          l.5-8
             # Alg. 1 l.8 sums over a sequence. Here it is the mean over all tokens, masked or not
             # [code]. DDP averages gradients over ranks, and `world` undoes that.
             (loss.sum() * here.world / n_tokens).backward()
@@ -139,16 +139,16 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
 
 
 def batch(tokens, cfg, step, j, M):
-    """x0 (b, L): micro-batch j of M                                                     Alg. 1 l.2
+    """x0 (B, L): micro-batch j of M                                                     Alg. 1 l.2
 
-    Every epoch has a permutation of its own, and no row comes twice in it. Times are sorted, so
+    Every epoch has a permutation of its own, and no row occurs twice in it. Times are sorted, so
     micro-batch j takes every M-th sequence and every M-th time [ours]: about half of its tokens are
     masked. If it took a slice of the times instead, nearly all could be masked.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
     index = [data.order(n, i // n, cfg.seed)[i % n] for i in numbers]
-    return data.rows(tokens, index, cfg.length)                                # (b, L)
+    return data.rows(tokens, index, cfg.length)                                # (B, L)
 
 
 def lr_at(step, cfg):
@@ -216,8 +216,8 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        # Resumed: evaluate, if the stop skipped that. Write step-N.pt, if a kill came first or if it
-        # was written without this evaluation.
+        # Resumed: evaluate if the stop skipped that. Write step-N.pt if a kill prevented it, or if
+        # it lacks this evaluation.
         if start:
             unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
             if unmeasured:
@@ -327,7 +327,7 @@ def load_last(path, cfg, source):
     theirs = ckpt["data"]  # compared by content, because their folder may have moved
     if any(theirs[name] != source[name] for name in ("sha256", "val")):
         raise Refused(f"{path} was trained on the text that was in {theirs['path']}, but "
-                      f"{cfg.data} now holds another{hint}")
+                      f"{cfg.data} now holds a different one{hint}")
     if ckpt["step"] > cfg.steps:
         raise Refused(f"{path} is already at update {ckpt['step']:,}, beyond --steps={cfg.steps}")
     return ckpt

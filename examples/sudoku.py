@@ -104,7 +104,7 @@ def cells_of(x, mask_id):
 # ---- data and training ---------------------------------------------------------------------------
 HELD_OUT = 2000  # grids
 
-# ω starts as in the paper. Eight heads, because with four, some seeds stay on a plateau for
+# ω starts as in the paper. Eight heads, because with four, some seeds get stuck on a plateau for
 # thousands of updates, having learned only digit frequencies.
 SETTINGS = dict(
     data="data/sudoku", out_dir="out/sudoku", show=True,

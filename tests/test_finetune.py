@@ -145,7 +145,7 @@ def test_the_filters(tiny, tmp_path):
     overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
     kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
     dropped = {"response under 5 tokens": (talk("a", "ab"),),
-               "no answer by assistant or gpt, or no text": (talk("a", None), said(("bot", "b"))),
+               "no answer (a string) by assistant or gpt": (talk("a", None), said(("bot", "b"))),
                "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
                "tool calls": (talk("a", "abc</tool_call>"),),
                "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
