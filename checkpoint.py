@@ -94,16 +94,16 @@ def read(path):
 def weights(path, ema=True):
     """A model's state_dict and the rest of its dict.
 
-    ema: take the averaged θ if the file has two, as a last.pt has. False: θ as it was trained. A
-    file with one θ, such as a step-N.pt, does not say which it is. ω is not averaged [code].
+    ema: take the averaged θ. False: θ as it was trained, which only a last.pt has. From a file with
+    one θ, this one is taken: in a step-N.pt, it is the average. ω is not averaged [code].
     """
     ckpt = load(path, "mdlm")
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)
     if ema:
         state = state | (average or {})
     elif not average:
-        raise Refused(f"{path} has one set of weights, and nothing says whether it is an average: "
-                      f"leave out --ema=False, or give a last.pt")
+        raise Refused(f"{path} has one set of weights, in a step-N.pt their average: leave out "
+                      f"--ema=False, or give a last.pt")
     check_numbers(state, path)
     ckpt.pop("optimizer", None)
     return state, ckpt
@@ -155,7 +155,7 @@ def git_version():
 
 # ---- another ω -----------------------------------------------------------------------------------
 def with_omega(sm, mask_id, cfg):
-    """sm with each ω that cfg gives, for decoding. A binary model (None) gets k = 3 [ours]."""
+    """sm with each ω that cfg gives, for decoding. If sm is None, a new one with k = 3 [ours]."""
     names = "omega_s", "omega_a", "omega_b"
     if not cfg.soft:
         unused(cfg, "with --soft=False", *names)

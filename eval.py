@@ -51,12 +51,12 @@ class Config:
     device: str = "auto"            # cuda, else mps, else cpu
     batch_size: Size = 8            # affects the speed only
     seed: int = 1                   # for masks and times; for MAUVE's reference rows and clusters
-    tokenizer_dir: str = ""         # GPT-2's vocabulary, for machines without a network
+    tokenizer_dir: str = ""         # GPT-2's vocabulary, for machines without internet
     # ppl, zero_shot
     checkpoint: str = ""            # any MDLM that `python checkpoint.py` can describe
     ema: bool = True                # use the averaged backbone
-    # Folder of data.py. ppl measures its val.bin (default: that of the model's training), MAUVE
-    # compares samples with it (default: data/owt; "": skip).
+    # A folder made by data.py. ppl measures its val.bin (default: that of the model's training).
+    # MAUVE compares samples with it (default: data/owt; "": skip).
     data: str | None = None
     text: str = ""                  # files that zero_shot measures, in any format of data.py
     rows: Count = 0                 # how many (default: all; for "Data", half of them, at random)

@@ -110,11 +110,11 @@ MAY_DIFFER_ON_RESUME = {
     "save_every", "eval_every"}
 
 
-def dialogue(dialogues, cfg, step, j, eos):
+def dialogue(dialogues, cfg, step, j, pad_id):
     """Dialogue j of update `step`: x0 (1, L), and the length of its prompt            Alg. 1 l.2"""
     epoch, row = divmod(step * cfg.batch_size + j, len(dialogues))
     ids, prompt_len = dialogues[data.order(len(dialogues), epoch, cfg.seed)[row]]
-    return pad_with_eos(ids, eos, rng(cfg.seed, "n_end", step, j))[None], prompt_len
+    return pad_with_eos(ids, pad_id, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
 
 def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
@@ -156,12 +156,12 @@ def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
     return norm
 
 
-def pad_with_eos(ids, eos, generator):
+def pad_with_eos(ids, pad_id, generator):
     """ids (L,), then 0 to 49 end tokens, then up to 7 more to reach a multiple of 8 [code]"""
-    # Masked and predicted, so that the model learns where to stop. eos: Dream's pad_token_id.
+    # Masked and predicted, so that the model learns where to stop.
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     n_end += -(len(ids) + n_end) % 8
-    return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=eos)               # (L',)
+    return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=pad_id)            # (L',)
 
 
 def mask_response(x0, prompt_len, t, mask_id, generator):

@@ -267,15 +267,15 @@ class TwoPass(nn.Module):
         if soft:
             # No gradients, except for two_updates (App. C.3). Dropout is on [code].             l.5
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
-                # Head and softmax of l.6 run in `feedback`: p~ is never stored.
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
+            # The rest of l.6, the head, runs here, also without gradients: p~ is never stored.
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed)                                  # (B, L, D)
             # For the log. Not mean(), which would be NaN if nothing is masked.
             self.lam = lam.detach().sum() / max(1, len(lam))
         h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
         nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
-        if self.sm:  # DDP wants a gradient for ω even without feedback: trap 8 in softmask.py
+        if self.sm:  # DDP wants a gradient for ω even without feedback: item 8 in softmask.py
             nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
         return nll, masks
 
@@ -329,7 +329,7 @@ class TwoPass(nn.Module):
 
     def warning(self, line):
         """A sentence for the user if λ is near 0 in the last line of the log, else ""."""
-        if line.get("lam", 1.0) >= 1e-3:  # no λ in the line: no update had two passes
+        if line.get("lam", 1.0) >= 1e-3:  # 1.0: if no update had feedback
             return ""
         # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
         H = min(max(0.01, line["ce_per_mask"]), math.log(len(self.net.table)))
@@ -356,7 +356,7 @@ class MDLM(TwoPass):
 
         The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN leave L 0.1 to 0.3 % too small.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
-        samples from another network: one pass a step, with the last prediction in place of pass 1.
+        samples differently: one pass per step, with the last prediction in place of pass 1.
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)  # see TwoPass       (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t

@@ -100,10 +100,10 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
-    tossed before the first l.3, and l.4 draws only the tokens that appear. Steps before the last
-    that change no token are skipped (App. C.4), with SM too [code], although the feedback alone
-    would change the prediction. every=True runs them (App. C.5). If masks are left after the last
-    step, one more call fills them by argmax [code].
+    tossed before the first l.3, and l.4 draws only the tokens that appear. Except for the
+    last, steps that change no token are skipped (App. C.4), with SM too [code], although feedback
+    alone would change the prediction. every=True runs them (App. C.5). If masks are left after the
+    last step, one more call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
@@ -184,7 +184,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
         appear = masked & (coin < reveal)                                      # (L,)
         stay = masked & ~appear                                                # (L,)
         vanish = free & ~masked & (coin < remask)                              # (L,)
-        # A last step that starts with masks calls the network even if nothing changes [code].
+        # The last step calls the network if masks are left, even if nothing changes [code].
         needed = i == steps - 1 and masked.any()
         if appear.any() or vanish.any() or every or needed:
             turns.append(Turn(t, appear, stay, vanish, u[appear]))
@@ -354,7 +354,7 @@ class Config:
     seed: int = 1
     out: str = ""               # file to append to; no sample in it is made again (default: print)
     show: bool = False          # watch the first sequence of every batch
-    tokenizer_dir: str = ""     # folder with GPT-2's vocabulary, for machines without a network
+    tokenizer_dir: str = ""     # folder with GPT-2's vocabulary, for machines without internet
     device: str = "auto"        # cuda, else mps, else cpu
     compile: bool | None = None  # CUDA graphs (default: where they pay off)
 
@@ -378,7 +378,7 @@ def starting_ids(cfg, tok, special):
     else:
         ids += (L - len(ids)) * [mask]
     if len(ids) != L or mask not in ids:
-        raise Refused(f"the text fills length {L} and leaves no masks: shorten it")
+        raise Refused(f"the text fills all {L} positions and leaves no masks: shorten it")
     return torch.tensor(ids)
 
 

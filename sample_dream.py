@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Decode with Dream: each pass reveals the surest tokens and soft-masks the rest.
 
-    §2.2 conditional generation   pad_prompts      a response of [MASK]s behind each prompt
+    §2.2 conditional generation   pad_prompts      a response of [MASK]s after each prompt
     App. A, Alg. 2; App. C.9      decode           the whole response at once
     Alg. 2 l.4, App. B.2          propose          a token for each mask, and how sure the model is
     Alg. 2 l.5, §2.2 unmasking    reveal           the surest of these tokens, written into x
@@ -88,7 +88,7 @@ GREEDY = Pick()
 
 
 def pad_prompts(cfg, prompt, gen_len):
-    """prompt (B, P) → x (B, P + gen_len), masks behind it            §2.2 conditional generation"""
+    """prompt (B, P) → x (B, P + gen_len), then masks                 §2.2 conditional generation"""
     # Masks inside the prompt are filled, too.
     x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
     if (x[:, 0] == cfg.mask_token_id).any():

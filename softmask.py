@@ -34,8 +34,8 @@ What can go wrong:
 5. SoftMask detaches nothing. To keep gradients out of the first pass, run it under no_grad.
 6. Pass cache_enabled=False to autocast. Otherwise older torch (2.6 and 2.9, but not 2.13) reuses
    the weights that it cast under no_grad. These have no graph, so the weights get no gradient.
-7. If the model can predict [MASK], the k tokens may include it, as in the authors' code. To prevent
-   that, first set its logit to −inf.
+7. If the model can predict [MASK], the k tokens may include it, as in the authors' code for Dream.
+   To prevent that, first set its logit to −inf.
 8. DDP wants a gradient for every parameter in every backward pass, but without feedback ω has
    none. Add 0 · ω to the loss: sum((0 * p).sum() for p in sm.parameters()). And if a whole update
    had no feedback, set ω's gradients to None before the optimizer step, or Adam's momentum moves ω.

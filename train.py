@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
     torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.ckpt
-    python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6     # any field of Config
+    python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6    # most fields of Config
 
     update, batch      one update of θ and ω, l.2 to l.9; it calls mdlm.py for l.3 to l.8
     train, loop        the data, the model, and the loop around `update`
@@ -75,8 +75,8 @@ class Config(ModelConfig):
 
 
 PRESETS = {  # the first word of a command
-    # Text that every machine has. A small model is so unsure of a byte that the paper's ω_b keeps λ
-    # near 0, and ω_s would grow too slowly. So ω starts near where small runs end [ours].
+    # Text that every machine has. A small model is so unsure of each byte that the paper's ω_b
+    # keeps λ near 0, and ω_s would grow too slowly. So ω starts near where small runs end [ours].
     "stdlib": dict(
         data="data/stdlib", out_dir="out/stdlib", show=True,
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
@@ -216,8 +216,8 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        # Resumed: evaluate if the stop skipped that. Write step-N.pt if a kill prevented it, or if
-        # it lacks this evaluation.
+        # After a resume: evaluate if the stop skipped it. Write step-N.pt if a kill prevented it,
+        # or if it lacks this evaluation.
         if start:
             unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
             if unmeasured:

@@ -284,7 +284,7 @@ def test_prompt_and_infill_stay_as_given(run):
     assert bytes(ids[9:15]) == b"; b = "  # gaps of 4 and 3
     [line] = run("both", prompt="a\\n=", infill=" ___; b = ___!", length=20)
     assert line["ids"] == ids
-    refused("fills length 32", run, prompt="x" * 31)
+    refused("fills all 32 positions", run, prompt="x" * 31)
 
 
 def test_decoding_takes_another_omega_also_for_a_binary_model(run, saved, tmp_path):
