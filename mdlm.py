@@ -268,7 +268,7 @@ class TwoPass(nn.Module):
             # No gradients, except for two_updates (App. C.3). Dropout is on [code].             l.5
             with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
                 h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
-            # The rest of l.6, the head, runs here, also without gradients: p~ is never stored.
+            # The rest of l.6, the head, runs in `feedback`, with gradients or without as above.
             mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
             emb = emb.index_put(masks, mixed)                                  # (B, L, D)
             # For the log. Not mean(), which would be NaN if nothing is masked.
@@ -365,7 +365,7 @@ class MDLM(TwoPass):
     def load(cls, path, ema=True):
         """A model in eval mode, from any file that checkpoint.load reads. `info` has the rest.
 
-        ema: use the averaged backbone, as all published numbers do.
+        ema: use the averaged backbone, as the authors' code does [code].
         """
         weights, info = checkpoint.weights(path, ema)
         config = {name: value for name, value in info["config"].items()

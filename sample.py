@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Text from masks: Alg. 2, the reverse process of an MDLM with soft-masking.             §2.1, §2.2
 
-    Alg. 2        generate, where each position changes by chance; generate_in_order
+    Alg. 2        generate, where each position changes at random; generate_in_order
            l.1    rows_and_generators
            l.3    DiT.trunk, a call of the network (mdlm.py)
            l.4    nucleus, chunks.categorical    which token
@@ -13,8 +13,8 @@
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --out=samples.jsonl
 
-The last command makes the samples behind Binary, 1M, Standard, NFE 1/1 in Tables 1 and 2. If it is
-stopped, the same command makes the rest. Each rank writes its own file, samples.RANK.jsonl.
+The last command makes the samples behind the entry Standard, Binary, 1M, 1/1 of Tables 1 and 2. If
+it is stopped, the same command makes the rest. Each rank writes its own file, samples.RANK.jsonl.
 """
 
 import math
@@ -100,8 +100,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
-    tossed before the first l.3, and l.4 draws only the tokens that appear. Except for the
-    last, steps that change no token are skipped (App. C.4), with SM too [code], although feedback
+    tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that
+    change no token, except the last, are skipped (App. C.4), with SM too [code], although feedback
     alone would change the prediction. every=True runs them (App. C.5). If masks are left after the
     last step, one more call fills them by argmax [code].
 
@@ -301,7 +301,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
 
 def next_masks(score, masked, steps_left):
-    """Which masks to reveal: of each row's masks, the 1 / steps_left with the highest scores
+    """Which masks to reveal: in each row, a share 1 / steps_left, those of highest score
 
     The number is rounded up. Ties are broken from left to right [ours].
     """
@@ -335,12 +335,12 @@ class Config:
     batch_size: Size = 16       # sequences per forward pass; it changes samples only by rounding
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
-    # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens by chance, App. B.1. entropy and
+    # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens at random, App. B.1. entropy and
     # random reveal the same number in every step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
     # For entropy and random: reveal every position whose likeliest token has at least this
-    # probability, or if there is none, the first in order.
+    # probability, or, if there is none, the first in the order.
     threshold: Annotated[float, 1e-6, 1] | None = None
     top_p: Annotated[float, 1e-12, 1] = 0.9  # nucleus
     soft: bool = True           # False: decode an SM model without feedback

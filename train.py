@@ -5,7 +5,7 @@
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
     torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.ckpt
-    python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6    # most fields of Config
+    python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6    # flags: see Config
 
     update, batch      one update of θ and ω, l.2 to l.9; it calls mdlm.py for l.3 to l.8
     train, loop        the data, the model, and the loop around `update`
