@@ -94,15 +94,15 @@ def read(path):
 def weights(path, ema=True):
     """A model's state_dict and the rest of its dict.
 
-    ema: take the averaged θ. False: θ as it was trained, which only a last.pt has. From a file with
-    one θ, this one is taken: in a step-N.pt, it is the average. ω is not averaged [code].
+    ema: take the averaged θ, or the only one in the file: in a step-N.pt, the average. False: take
+    θ as it was trained. Raises Refused if there is only one. ω is not averaged [code].
     """
     ckpt = load(path, "mdlm")
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)
     if ema:
         state = state | (average or {})
     elif not average:
-        raise Refused(f"{path} has one set of weights, in a step-N.pt their average: leave out "
+        raise Refused(f"{path} has one set of weights (in a step-N.pt, their average): leave out "
                       f"--ema=False, or give a last.pt")
     check_numbers(state, path)
     ckpt.pop("optimizer", None)

@@ -159,7 +159,7 @@ class Dream(nn.Module):
     """The transformer. Checked against recorded logits of the published code.
 
     With `checkpointing`, a layer keeps one (B, L, D), and the backward pass recomputes the rest.
-    That is a third more work, but 0.4 GB instead of 11 at 2,048 tokens (28 layers, bf16).
+    That is a third to a half more work, but 0.4 GB instead of 11 at 2,048 tokens (28 layers, bf16).
     """
 
     def __init__(self, cfg):

@@ -60,7 +60,7 @@ class Config:
     out: str = "out/dream"
     resume: bool | Literal["auto"] = False  # continue from last.pt in `out`; auto: if it exists
     overwrite: bool = False     # replace the run in `out`
-    seed: Count = 1231          # the authors' five runs have 1231 to 1235
+    seed: Count = 1231          # the authors' five runs use 1231 to 1235
     # dialogues
     n_train: Size = 300_000     # before filtering, which leaves 270k
     n_val: Size = 500           # held out; at most a tenth of a .jsonl
@@ -192,7 +192,7 @@ def objective(nll, t, kind, batch_size):
 
     paper    1/t Σ over its masks, averaged over the batch                        Alg. 1 l.8, Eq. 2
     authors  1/t · mean over its masks, summed over the batch [code]. So a long answer counts no
-             more than a short one, and clipping sees a gradient that is batch_size times larger.
+             more than a short one, and clipping sees batch_size times the mean gradient.
     """
     if kind == "authors":
         return nll.mean() / t
@@ -381,7 +381,7 @@ def encode_chat(record, tok):
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
     """Why a dialogue is dropped, or "". The first and the last reason are [ours]."""
     if not ids:
-        return "no answer (a string) by assistant or gpt"
+        return "no text answer by assistant or gpt"
     if len(ids) > cfg.max_length:
         return f"over {cfg.max_length} tokens"
     if len(ids) - prompt_len < cfg.min_response:

@@ -42,7 +42,7 @@ class Decoding:
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
     merge: bool = True              # fold DoRA into the weights: faster, the same up to rounding
     soft: bool = True               # false: no feedback, even if the adapter has an ω
-    gen_len: Size = 256             # L, tokens of the response
+    gen_len: Size = 256             # the paper's L: tokens of the response
     steps: Count = 0                # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
     algorithm: Algorithm = "entropy"
     temperature: AtLeast0 = 0.1     # App. B.2; 0: argmax
@@ -194,7 +194,7 @@ def reveal(x, masks, x0, conf, share=1.0, threshold=None):
     """
     b, _ = masks
     score = torch.full(x.shape, -torch.inf, device=x.device).index_put(masks, conf)     # (B, L)
-    # 0 for the surest. Ties go left to right [ours]; the authors' topk leaves them open.
+    # 0 for the surest. Ties go left to right [ours]; in the authors' topk, in no fixed order.
     rank = score.argsort(dim=-1, descending=True, stable=True).argsort(-1)[masks]        # (n,)
     if threshold is not None:
         chosen = (rank == 0) | (conf >= threshold)                      # (n,)
@@ -265,10 +265,9 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     check(gen_len, steps, block, threshold)
     if threshold is not None:
         pick = pick._replace(algorithm="maskgit_plus")
-    shares = torch.ones(block)  # with a threshold, at most `block` passes: each reveals a token
-    if threshold is None:
-        shares = reveal_shares(steps * block // gen_len)
-    shares[0] = 1  # all that the first pass may reveal, which is one token
+    # With a threshold, each pass reveals at least one token, and `shares` only counts the passes.
+    shares = reveal_shares(block if threshold is not None else steps * block // gen_len)
+    shares[0] = 1  # all that the first pass may reveal: one token, unless it is the only pass
     kv = None
     for first in range(L - gen_len, L, block):
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, first + block)}[cache]
@@ -286,7 +285,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
                 b, l = map(torch.cat, zip((b, l), others.nonzero(as_tuple=True)))        # 2 × (N,)
             masks = to_device(b, x.device), to_device(l, x.device)      # 2 × (N,)
             h = net.predictors(h, (masks[0], masks[1] - lo))                # (N, D)
-            x0, conf, mixed = propose(model, h, n, pick, forced=share == 1)
+            forced = share == 1 or threshold is not None
+            x0, conf, mixed = propose(model, h, n, pick, forced)
             x = reveal(x, (masks[0][:n], masks[1][:n]), x0, conf, share, threshold)      # (B, L)
             masked = x.cpu() == mask_id                                 # (B, L)  on the host
             emb[masks] = F.embedding(x[masks], net.table)               # (N, D)

@@ -4,7 +4,7 @@
     python examples/sudoku.py                    # the shipped model solves 100 puzzles
     python examples/sudoku.py --given=1..4......2........3.......5......6.   # two cells per call
     python examples/sudoku.py train              # a model of your own, with any flag of train.py
-    python examples/sudoku.py --checkpoint=out/sudoku/last.pt    # its bound, and how many it solves
+    python examples/sudoku.py --checkpoint=out/sudoku/last.pt    # its bound, and what it solves
     python examples/sudoku.py data               # the grids alone, into data/sudoku
 
     the language          canonical, texts, puzzles, mistake; as ids: ids_of, cells_of

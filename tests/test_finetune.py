@@ -145,7 +145,7 @@ def test_the_filters(tiny, tmp_path):
     overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
     kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
     dropped = {"response under 5 tokens": (talk("a", "ab"),),
-               "no answer (a string) by assistant or gpt": (talk("a", None), said(("bot", "b"))),
+               "no text answer by assistant or gpt": (talk("a", None), said(("bot", "b"))),
                "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
                "tool calls": (talk("a", "abc</tool_call>"),),
                "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
@@ -154,7 +154,7 @@ def test_the_filters(tiny, tmp_path):
     assert why == {reason: len(records) for reason, records in dropped.items()}
     assert len({ft.digest_of([(ids, n)]) for ids, _ in found for n in (3, 4)}) == 4
     Path(cfg.data).write_text("\n".join(map(json.dumps, sum(dropped.values(), ()))))
-    refused("is left to train on; dropped: .*2 no answer", ft.load_dialogues, cfg, tok, 261)
+    refused("is left to train on; dropped: .*2 no text answer", ft.load_dialogues, cfg, tok, 261)
 
 
 @pytest.mark.parametrize("kind, k, coin", [
