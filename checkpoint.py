@@ -56,7 +56,7 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             require(ckpt, path, kind=kind)
-        # Our older studies of another λ or mix wrote its name into "arm" or "variant".
+        # Our earlier studies of other λs or mixes wrote their names into these settings.
         require(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)

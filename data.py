@@ -12,7 +12,7 @@ A corpus is a folder with three files. Every document ends with EOS, unless `hel
     meta.json    the tokenizer, the source, and for both splits: documents, tokens, bytes, sha256
 
 A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS and EOS are masked like
-all other tokens [code]. Perplexities on other rows cannot be compared with published ones.
+all other tokens [code]. Perplexities on other forms of rows cannot be compared with published ones.
 """
 
 import array
@@ -95,7 +95,7 @@ def rows(tokens, index, L):
 
 
 def evenly(n, m):
-    """m of the numbers 0 to n − 1, evenly spaced, or all if m is 0. Says so if they are few."""
+    """m of the numbers 0 to n − 1, evenly spaced, or all if m is 0. Prints a warning if few."""
     m = min(m or n, n)
     if m < 100 and os.environ.get("RANK", "0") == "0":
         print(f"only {m} held-out rows: another choice could give quite another result")
@@ -192,7 +192,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
             raise Refused(f"{n_tokens:,} tokens, {val_tokens:,} of them held out: give more text")
         ids = np.memmap(train, np.uint16, "r")
         ids[start:].tofile(val)
-        # val.bin may begin with the end of a document that was cut. Here it is without its EOS.
+        # val.bin may begin with the end of a document that was cut. cut: this end, without its EOS.
         cut = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
         if cut:
             print("train.bin ends within a document. The rest of it is in val.bin.")

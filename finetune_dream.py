@@ -77,7 +77,7 @@ class Config:
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
-    r: Size = 16                # rank of DoRA (torchrun has an --r, too: put -- before the script)
+    r: Size = 16                # rank of DoRA (with torchrun, put -- before the script)
     alpha: Size = 16            # DoRA's update is scaled by alpha / r
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
     b_h: Share = 0.8

@@ -74,7 +74,7 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
 
     x0: (B, L) ids.   t: (B,) in (0, 1].   floor: α_1.   Returns x_t: (B, L).
     """
-    # Drawn on the CPU, so that the masks are the same on every device.
+    # Drawn on the CPU, so that a seed gives the same masks on a GPU and without one.
     u = torch.rand(x0.shape, generator=generator)                              # (B, L)
     return torch.where(u < (1 - floor) * t[:, None], mask_id, x0)              # (B, L)
 

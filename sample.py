@@ -61,9 +61,9 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         t (1 − reveal) + (1 − t) σ = s,    so    reveal = (t − s + σ (1 − t)) / t
 
     mdlm         σ = 0: the posterior.
-    remdm-cap    σ = η, capped at s / (1 − t). At the cap, every mask is revealed.
+    remdm-cap    σ = η, at most s / (1 − t) [code]. At the cap, every mask is revealed.
     remdm-loop   The share of masks is not t. While t > T_ON, it falls from 1 to 1 − ALPHA_ON, with
-                 σ = 0. Until T_OFF, it stays there, with σ = η. Then it falls to 0, with σ = 0.
+                 σ = 0. Until T_OFF, it stays there, with σ = η. Then it falls to 0, σ = 0 [code].
 
     t, s: times in [0, 1].   eta: η (default: that of App. B.1).
     """
@@ -101,9 +101,9 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
     tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that
-    change no token, except the last, are skipped (App. C.4), with SM too [code], although feedback
-    alone would change the prediction. every=True runs them (App. C.5). If masks are left after the
-    last step, one more call fills them by argmax [code].
+    change no token are skipped (App. C.4), with SM too [code], although feedback alone would change
+    the prediction. The last step is not, if masks are left. every=True runs all (App. C.5). If
+    masks are left after the last step, one more call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
@@ -432,7 +432,7 @@ def settings_of(cfg, model, tok, here):
 
 
 def batches(todo, cfg):
-    """Lists of the indices of samples to make together, of one length if CUDA graphs are used."""
+    """Yields the indices of samples to make together. With CUDA graphs, all lists are padded."""
     size = min(len(todo), cfg.batch_size)
     for start in range(0, len(todo), cfg.batch_size):
         batch = todo[start:start + size]

@@ -88,7 +88,7 @@ GREEDY = Pick()
 
 
 def pad_prompts(cfg, prompt, gen_len):
-    """prompt (B, P) → x (B, P + gen_len), then masks                 §2.2 conditional generation"""
+    """prompt (B, P) → x (B, P + gen_len): prompt, [MASK]s            §2.2 conditional generation"""
     # Masks inside the prompt are filled, too.
     x = F.pad(torch.as_tensor(prompt).long(), (0, gen_len), value=cfg.mask_token_id)
     if (x[:, 0] == cfg.mask_token_id).any():

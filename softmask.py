@@ -12,7 +12,7 @@ Here p is the last prediction at this position, and H(p) is its entropy in nats.
 embeddings of [MASK] and of token i. Three scalars are learned: ω_s, ω_a and ω_b.
 `python softmask.py` prints an example. To use SM with any model that takes embeddings:
 
-    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)  # learns sooner than with 1e-6
+    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)  # learns sooner than from 1e-6
     table = model.get_input_embeddings().weight           # (V, D)
     with torch.no_grad():
         logits = model(input_ids=x).logits                # (B, L, V)  what it predicts at the masks
@@ -51,14 +51,14 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """sm_ω(x̂, p) of §3.1. `forward` computes λ, the likeliest tokens and their shares π. `mix` and
-    `embed` turn these into embeddings.
+    """sm_ω(x̂, p) of §3.1. `forward` computes λ, the likeliest tokens and their shares π. `mix`
+    turns these into embeddings. `embed` does all of it for a batch.
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
     omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
     Defaults: k from §4.1, ω from App. B.2, which only says that ω_s is close to 0: 1e-6 is [code].
-    The parameters are raw_s, raw_a and raw_b. ω is a sigmoid or softplus of them.
+    Parameters: raw_s, raw_a, raw_b; raw_tau for k = |V|. See `omega` and `tau`.
     """
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):

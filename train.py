@@ -327,7 +327,7 @@ def load_last(path, cfg, source):
     theirs = ckpt["data"]  # compared by content, because their folder may have moved
     if any(theirs[name] != source[name] for name in ("sha256", "val")):
         raise Refused(f"{path} was trained on the text that was in {theirs['path']}, but "
-                      f"{cfg.data} now holds a different one{hint}")
+                      f"{cfg.data} now holds different text{hint}")
     if ckpt["step"] > cfg.steps:
         raise Refused(f"{path} is already at update {ckpt['step']:,}, beyond --steps={cfg.steps}")
     return ckpt
