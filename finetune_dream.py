@@ -295,8 +295,8 @@ def load_dialogues(cfg, tok, mask_id):
     """train and val as `encode_all` returns them, and a text that says what was dropped"""
     train, val = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
     train, dropped = encode_all(train, cfg, tok, mask_id)
-    val, _ = encode_all(val, cfg, tok, mask_id)
-    dropped = ", ".join(f"{n:,} {reason}" for reason, n in dropped.items())
+    val, others = encode_all(val, cfg, tok, mask_id)
+    dropped = ", ".join(f"{n:,} {reason}" for reason, n in (dropped + others).items())
     if not train:  # refused before --overwrite removes a run
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
     return train, val, dropped or "none"
