@@ -94,8 +94,8 @@ def read(path):
 def weights(path, ema=True):
     """A model's state_dict and the rest of its dict.
 
-    ema: take the averaged θ, or the only one in the file: in a step-N.pt, the average. False: take
-    θ as it was trained. Raises Refused if there is only one. ω is not averaged [code].
+    ema: take the averaged θ, or the file's only one (in a step-N.pt, it is the average). False:
+    take θ as trained, and raise Refused if the file has only one. ω is not averaged [code].
     """
     ckpt = load(path, "mdlm")
     state, average = ckpt.pop("model"), ckpt.pop("ema", None)
@@ -110,7 +110,7 @@ def weights(path, ema=True):
 
 
 def load_last(path, kind, cfg, facts, may_differ, remedy=""):
-    """A run's last.pt. Raises Refused unless it has the settings of cfg, and in `data` these facts.
+    """A run's last.pt. Raises Refused unless its `config` equals cfg, and its `data` has the facts.
 
     facts: {name: value}.   may_differ: names of settings.   remedy: the end of the message.
     """
@@ -186,7 +186,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
         settings = settings | settings.get(section, {})
     # sm_t_min, sm_t_max: the authors' code can limit SM to some times t.
     require(settings, "this checkpoint", model_type="mdlm", parameterization="subs", sm_t_min=0,
-         sm_t_max=1, causal_attention=False, tokenizer_name_or_path="gpt2")
+            sm_t_max=1, causal_attention=False, tokenizer_name_or_path="gpt2")
     [table] = [name for name in state if name.endswith("vocab_embed.embedding")]
     prefix = table.removesuffix("vocab_embed.embedding")
     unread = [name for name in state if not name.startswith((prefix, "tran_head.raw_"))]

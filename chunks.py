@@ -103,7 +103,7 @@ def likeliest(probs, p):
         sizes = (V,)  # a small sort costs less than waiting; 1e6 is a guess, not measured
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
-        if m == V or (top.cumsum(-1)[:, -1] > p).all():  # callers repeat this cumsum; a host sync
+        if m == V or (top.cumsum(-1)[:, -1] > p).all():  # .all() syncs. Callers repeat the cumsum
             return top, ids
 
 

@@ -53,9 +53,9 @@ class DreamConfig:
         nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
         raw |= {"rope_theta": nested.get("rope_theta") or raw["rope_theta"],
                 "rope_type": nested.get("rope_type", "default")}
-        # Each of these may be missing: Qwen2's default is the wanted value.
+        # Each of these may be missing: Qwen2's default is the value needed here.
         require(raw, folder, rope_scaling=None, hidden_act="silu", use_sliding_window=False,
-             rope_type="default")
+                rope_type="default")
         raw.setdefault("tie_word_embeddings", False)
         if raw.get("mask_token_id") is None:
             raw["mask_token_id"] = added_mask(folder)
@@ -258,7 +258,7 @@ def load_adapter(model, folder):
     state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
     cfg.setdefault("use_dora", False)  # peft's default if the field is missing
     require(cfg, folder, peft_type="LORA", use_dora=True, bias="none", use_rslora=False,
-         rank_pattern={}, alpha_pattern={})
+            rank_pattern={}, alpha_pattern={})
     ours = os.path.join(folder, "finetune.json")
     base = read_json(ours)["base"] if os.path.exists(ours) else None
     if base not in (None, model.fingerprint()):

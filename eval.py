@@ -117,7 +117,7 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
     without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
     """
     device, was_training = next(model.parameters()).device, model.training
-    batches, nlls = [], [torch.zeros(0, device=device)]  # a rank may have no batch
+    batches, losses = [], [torch.zeros(0, device=device)]  # a rank may have no batch
     model.eval()
     for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, repeats, batch_size, rank,
                                       world, floor):
@@ -125,22 +125,22 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
         batches.append((index, t, masked.sum(1)))
         inputs = x0, xt, t, *masked.nonzero(as_tuple=True)
         x0, xt, t, *masks = (launch.to_device(x, device) for x in inputs)
-        nlls.append(model(x0, xt, t, soft, tuple(masks)))                            # (b,)
+        losses.append(model(x0, xt, t, soft, tuple(masks)))                          # (b,)
     model.train(was_training)
-    nlls = torch.cat(nlls).cpu().double()  # the only host sync
+    losses = torch.cat(losses).cpu().double()  # the only host sync
     total = torch.zeros(3, len(rows), dtype=torch.float64)                           # (3, n)
     mine = torch.zeros(len(rows), dtype=torch.bool)                                  # (n,)
-    for (index, t, masked), nll in zip(batches, nlls.split([len(t) for _, t, _ in batches])):
-        total[:, index] += torch.stack((nll, nll * t, masked)) / repeats
+    for (index, t, masked), loss in zip(batches, losses.split([len(t) for _, t, _ in batches])):
+        total[:, index] += torch.stack((loss, loss * t, masked)) / repeats
         mine[index] = True
     return total[:, mine]                                                            # (3, m)
 
 
 def val_nats(model, rows, soft, seed=0, **options):
     """(nats, tokens): the perplexity is exp(Σ nats / Σ tokens), over all ranks.         App. C.1"""
-    nll = bound(model, rows, soft, seed, **options)[0]                               # (m,)
+    nats = bound(model, rows, soft, seed, **options)[0]                              # (m,)
     # All L positions count, even BOS, EOS and those that were never masked [code].
-    return nll.sum().item(), nll.numel() * rows.shape[1]
+    return nats.sum().item(), nats.numel() * rows.shape[1]
 
 
 def bits_per_byte(nats_per_token, L, split):
@@ -179,19 +179,19 @@ def measure_bound(cfg):
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(here.device)
     special, L = model.info["tokenizer"], model.cfg.length
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
-    tokens, nll, values = np.full(len(rows), L), {}, {}                              # (n,)
+    tokens, bounds, values = np.full(len(rows), L), {}, {}                            # (n,)
     for name in ["soft", "plain"] if model.sm else ["binary"]:
         with here.autocast():
-            nll[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats,
-                                          cfg.batch_size, floor=cfg.floor)           # (n,) each
-        nats, se = mean_and_se(nll[name], tokens)
+            bounds[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats,
+                                             cfg.batch_size, floor=cfg.floor)        # (n,) each
+        nats, se = mean_and_se(bounds[name], tokens)
         values[name] = {"nats_per_token": nats, "nats_per_token_se": se,
                         "ppl": math.exp(nats), "ppl_se": math.exp(nats) * se,
                         "bits_per_byte": bits_per_byte(nats, L, text),
                         "ce_per_masked_token": float(ce.sum() / masked.sum())}
     if model.sm:
         # On the same masks, so the difference has a smaller standard error.
-        gain, se = mean_and_se(nll["plain"] - nll["soft"], tokens)
+        gain, se = mean_and_se(bounds["plain"] - bounds["soft"], tokens)
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
     settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),
                 "text": text, "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}

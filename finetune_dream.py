@@ -77,7 +77,7 @@ class Config:
     eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
-    r: Size = 16                # rank of DoRA (with torchrun, put -- before the script)
+    r: Size = 16                # rank of DoRA (torchrun takes --r itself: put -- before the script)
     alpha: Size = 16            # DoRA's update is scaled by alpha / r
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
     b_h: Share = 0.8
@@ -87,7 +87,7 @@ class Config:
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # close to 0 (App. B.2); this value: [code]
-    omega_a: Positive = 10 / 1.5  # App. B.2: 95% of −H lie above −1.5 nats
+    omega_a: Positive = 10 / 1.5  # App. B.2: 95% of the values −H lie above −1.5 nats
     omega_b: Negative = -0.75
     # the machine
     checkpointing: bool = True  # saves memory, costs time: see dream.Dream

@@ -61,7 +61,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
         t (1 − reveal) + (1 − t) σ = s,    so    reveal = (t − s + σ (1 − t)) / t
 
     mdlm         σ = 0: the posterior.
-    remdm-cap    σ = η, at most s / (1 − t) [code]. At the cap, every mask is revealed.
+    remdm-cap    σ = η, or s / (1 − t) if that is smaller [code]: then every mask is revealed.
     remdm-loop   The share of masks is not t. While t > T_ON, it falls from 1 to 1 − ALPHA_ON, with
                  σ = 0. Until T_OFF, it stays there, with σ = η. Then it falls to 0, σ = 0 [code].
 
@@ -102,8 +102,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
     tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that
     change no token are skipped (App. C.4), with SM too [code], although feedback alone would change
-    the prediction. The last step is not, if masks are left. every=True runs all (App. C.5). If
-    masks are left after the last step, one more call fills them by argmax [code].
+    the prediction. The last step is never skipped if it starts with masks. every=True skips none
+    (App. C.5). If the last step leaves masks, one more call fills them by argmax [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
@@ -287,7 +287,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         emb = F.embedding(x, table)                                            # (n, L, D)
         nfe += masked_cpu.any(-1)
         was_masked = masked_cpu                                                 # (n, L)
-        masked_cpu = (x == mask_id).cpu()  # the host sync of the step           (n, L)
+        masked_cpu = (x == mask_id).cpu()  # a host sync           (n, L)
         stay = indices(masked_cpu, device)                                     # 2 × (r,)
         (rows_that_stay,) = indices(masked_cpu[was_masked], device)  # which of h  (r,)
         lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
@@ -349,8 +349,8 @@ class Config:
     omega_a: launch.Positive | None = None  # (default for a binary model: the paper's initial ω)
     omega_b: launch.Negative | None = None  # (the same)
     # In prompt and infill, the two characters \n stand for a line break.
-    prompt: str = ""            # text that the sample starts with; each ___ in it is filled, too
-    infill: str = ""            # text after the prompt; each ___ is filled, to --length in total
+    prompt: str = ""            # text to continue; with a ___ in it, it is filled like infill
+    infill: str = ""            # text after the prompt; its blanks ___ share all free positions
     seed: int = 1
     out: str = ""               # file to append to; no sample in it is made again (default: print)
     show: bool = False          # watch the first sequence of every batch
@@ -425,7 +425,7 @@ def resolved(cfg, n_masks, here):
 def settings_of(cfg, model, tok, here):
     """All that a sample depends on, besides its seed and index. Every line of --out holds it."""
     settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    # Still on the CPU: MPS has no float64.
+    # The model is still on the CPU here: MPS has no float64.
     weights = sum(p.double().sum().item() for p in model.parameters())
     return settings | {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
                        "dtype": str(here.dtype or torch.float32)}

@@ -225,7 +225,7 @@ def faded(mixed, plain, b, schedule, switch, left, start):
     """
     if schedule == "none":
         return mixed
-    # In Python's floats, because in fp32, 3/15 > 0.2 would be true.
+    # In Python's floats: 3/15 in fp32, read back, would be above 0.2.
     shares = [now / max(of, 1) for now, of in zip(left.tolist(), start.tolist())]
     gain = torch.tensor([time_gain(schedule, share, switch) for share in shares])        # (B,)
     gain = to_device(gain[b], mixed.device)[:, None]                    # (N, 1)

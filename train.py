@@ -39,11 +39,11 @@ from mdlm import MDLM, T_MIN, ModelConfig, corrupt, sample_times
 
 @dataclass
 class Config(ModelConfig):
-    """mdlm.ModelConfig, with a vocabulary from the data, and how to train the model: App. B.1"""
+    """mdlm.ModelConfig, its vocabulary taken from the data, and how to train: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    # Start from the weights and ω of any MDLM that `python checkpoint.py FILE` can read, or from
-    # the EMA weights in a step-N.pt. --omega_s, --omega_a and --omega_b override the file's ω.
+    # Start from θ and ω of any MDLM that `python checkpoint.py FILE` can read (in a step-N.pt, θ is
+    # the EMA). --omega_s, --omega_a and --omega_b override the file's ω.
     init_from: str = ""
     resume: bool | Literal["auto"] = False  # continue from out_dir/last.pt; auto: if it exists
     overwrite: bool = False          # start over even if out_dir holds a run

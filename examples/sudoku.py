@@ -126,7 +126,7 @@ def prepare(cfg):
 
 
 def train_model(cfg):
-    """train.py, after the grids are written. With --data, they are those of another folder."""
+    """Write the grids, then run train.py. With --data, use the grids of that folder."""
     if "data" not in cfg.flags and not os.path.exists(f"{cfg.data}/meta.json"):
         here = launch.machine(cfg.device, cfg.dtype)
         launch.join(here)
