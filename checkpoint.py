@@ -56,7 +56,7 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             require(ckpt, path, kind=kind)
-        # Our earlier studies of other λs or mixes wrote their names into these settings.
+        # Checkpoints of our earlier studies name another λ or mix in these settings.
         require(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)

@@ -215,8 +215,8 @@ def held_out(tokens, val_docs=None):
     """(whole documents, tokens) that are held out, at the end of the text
 
     Without val_docs: 1 % of the documents, but no more than 10,000. If these have fewer than
-    MIN_HELD_OUT tokens, which would say little, more documents until they reach it. Never more than
-    a tenth of the text. To keep to that, a document may be cut [ours].   tokens: of each document.
+    MIN_HELD_OUT tokens, too few to say much, more are added until there are enough. Never more than
+    a tenth of the text: a document may be cut for that [ours].   tokens: of each document.
     """
     n = len(tokens)
     last = np.concatenate(([0], np.cumsum(tokens[::-1])))  # tokens of the last 0, 1, … documents
@@ -316,7 +316,7 @@ def stdlib_files():
 # ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    source: str = ""             # stdlib, openwebtext, or PATH…, joined by : (Windows: ;)
+    source: str = ""             # stdlib, openwebtext, or PATH PATH …
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     tokenizer_dir: str = ""      # folder of GPT-2's vocab.bpe and encoder.json (default: download)

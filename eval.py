@@ -10,7 +10,7 @@ Three measures of samples: the entropy of their tokens (low if a sample repeats 
 GPT-2 large finds them, and how close they are to held-out text (MAUVE):
 
     python eval.py samples --samples=samples.jsonl --data=data/owt
-    python eval.py samples --samples= --data=data/owt --rows=5000  # held-out rows: the row "Data"
+    python eval.py samples --samples= --data=data/owt --rows=5000  # held-out text: Data in Table 1
 
 Each result is a JSON file with all settings, versions, n and seed. GPT-2 large and MAUVE need
 `pip install transformers mauve-text`, because published numbers depend on exactly these tools.
@@ -59,7 +59,7 @@ class Config:
     # MAUVE compares samples with it (default: data/owt; "": skip).
     data: str | None = None
     text: str = ""                  # files that zero_shot measures, in any format of data.py
-    rows: Count = 0                 # how many (default: all; for "Data", half of them, at random)
+    rows: Count = 0                 # how many (default: all; for Data in Table 1, half, at random)
     repeats: Size = 1               # draws of times and masks per row
     # Smallest t and α (default: as in published numbers). With 0, the bound is Eq. 2 itself, which
     # is 0.1 to 0.3 % higher.
@@ -218,7 +218,7 @@ def read_samples(path):
 def held_out_samples(cfg, L, n=None):
     """(samples, settings), as from `read_samples`: random held-out rows of cfg.data.
 
-    n: as references for MAUVE, the first n rows of a permutation. None: for the row "Data", the
+    n: as references for MAUVE, the first n rows of a permutation. None: for Data in Table 1, the
         last --rows of it, at most half of all rows, so that none of them is a reference.
     """
     tokens, _ = data.open_split(cfg.data, "val")

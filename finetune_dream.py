@@ -74,7 +74,7 @@ class Config:
     # authors: the mean over a dialogue's masks [code]; paper: the sum. Both are divided by t.
     loss: Literal["authors", "paper"] = "authors"
     eta_bb: Rate = 1e-5         # learning rate of DoRA
-    eta_sm: Rate = 1e-2         # learning rate of ω, which has far to go
+    eta_sm: Rate = 1e-2         # learning rate of ω, which has a long way to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
     r: Size = 16                # rank of DoRA (torchrun takes --r itself: put -- before the script)

@@ -100,14 +100,14 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
 
     The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
-    tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that
-    change no token are skipped (App. C.4), with SM too [code], although feedback alone would change
-    the prediction. The last step is never skipped if it starts with masks. every=True skips none
-    (App. C.5). If the last step leaves masks, one more call fills them by argmax [code].
+    tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that change no
+    token are skipped (App. C.4), with SM too [code], although feedback alone would change the
+    prediction. The last step is never skipped if it starts with masks. With every=True (App. C.5),
+    or time conditioning, none is. Masks left at the end are filled in one more call [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
-    generator: a torch.Generator on the CPU, or a list of n. With a list, a sample does not depend
-        on the others in its batch.
+    generator: a torch.Generator on the CPU, which seeds one for each sequence, or a list of n. A
+        sample does not depend on the others in its batch.
     on_step(x, lam, guess, masks, h): called after every call of the network. x (n, L): ids. With
         feedback, where x is [MASK], lam (n, L) is λ and guess (n, L) the likeliest token. masks:
         the index pair (b, l) of the masks that stay. h (m, D): the hidden states that predict them.
@@ -189,7 +189,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
         if appear.any() or vanish.any() or every or needed:
             turns.append(Turn(t, appear, stay, vanish, u[appear]))
         masked = stay | vanish
-    if masked.any():  # few, but many if remdm-loop has no step below T_OFF (T ≤ 20)
+    if masked.any():  # usually few; many if remdm-loop has no step below T_OFF (T ≤ 20)
         none = np.zeros_like(free)
         turns.append(Turn(T_END, masked, none, none, np.full(masked.sum(), ARGMAX)))
     return turns

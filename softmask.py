@@ -79,7 +79,7 @@ class SoftMask(nn.Module):
             self.raw_tau = nn.Parameter(softplus_inverse(tau))
 
     def forward(self, logits):
-        """How much feedback each mask gets, from which tokens, in what shares           §3.1, Eq. 3
+        """How much feedback each mask gets, from which tokens, and in what shares       §3.1, Eq. 3
 
         logits: (N, V), one row per masked position, any float dtype.
         Returns λ (N,), ids (N, k), π (N, k), with λ and π in fp32. For k = |V|: ids None, π (N, V).

@@ -14,8 +14,8 @@
 Every draw of an update has a key (data.rng), which says what it is for: (seed, "t", step) for the
 times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
 across all ranks, so up to rounding, one process with 4 gives the same run as two with 2 each. And
-a run that was stopped or killed resumes from its last save as if nothing had happened, except that
-a stop adds a line to the log. (The first update is step 0 in the keys, and update 1 in the log.)
+a run that was stopped or killed resumes from its last save as if nothing had happened, but a stop
+adds a line to the log. (The first update is step 0 in the keys, and update 1 in the log.)
 """
 
 import copy
@@ -253,12 +253,12 @@ def loop(cfg, here, tokens, meta, flags):
                 break
 
     if stop:
-        launch.stopped(here, done, path("last.pt"), stop)
+        launch.stopped(here, done, path("last.pt"), stop)  # exits
     if cfg.show and done == cfg.steps:
         bounds = evaluate(ema, held_out, here)
         if master:
             summarize(cfg, bounds, meta)
-    launch.leave(here, model.warning(line), 0)
+    launch.leave(here, model.warning(line), status=0)
     return model, ema
 
 
