@@ -56,7 +56,7 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             require(ckpt, path, kind=kind)
-        # Checkpoints of our earlier studies name another λ or mix in these settings.
+        # In checkpoints of our earlier studies, these settings name another λ or another mix.
         require(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)

@@ -59,7 +59,7 @@ class Config:
     # MAUVE compares samples with it (default: data/owt; "": skip).
     data: str | None = None
     text: str = ""                  # files that zero_shot measures, in any format of data.py
-    rows: Count = 0                 # how many (default: all; for Data in Table 1, half, at random)
+    rows: Count = 0                 # how many (default: all; with an empty --samples=, half)
     repeats: Size = 1               # draws of times and masks per row
     # Smallest t and α (default: as in published numbers). With 0, the bound is Eq. 2 itself, which
     # is 0.1 to 0.3 % higher.
@@ -137,7 +137,7 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
 
 
 def val_nats(model, rows, soft, seed=0, **options):
-    """(nats, tokens): the perplexity is exp(Σ nats / Σ tokens), over all ranks.         App. C.1"""
+    """(nats, tokens) of this rank. Summed over ranks: perplexity = exp(nats / tokens).  App. C.1"""
     nats = bound(model, rows, soft, seed, **options)[0]                              # (m,)
     # All L positions count, even BOS, EOS and those that were never masked [code].
     return nats.sum().item(), nats.numel() * rows.shape[1]

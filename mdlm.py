@@ -288,10 +288,10 @@ class TwoPass(nn.Module):
         """
         dense = self.sm.k is None
         if weighed is None:
-            # With top-k, and no gradient in pass 1, nothing (n, V) is kept for the backward pass.
+            # For speed and memory. With top-k and no gradient in pass 1, no (n, V) is kept.
             keeps = SM_KEEPS if dense or self.two_updates else 0
             weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
-                                whole=self.training and not dense)  # speed and memory only
+                                whole=self.training and not dense)
         if dense:  # k = |V|: `weigh` has mixed already
             return weighed
         lam, ids, pi = weighed

@@ -13,7 +13,7 @@
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --out=samples.jsonl
 
-The last command makes the samples behind the entry Standard, Binary, 1M, 1/1 of Tables 1 and 2. If
+The last command makes the samples behind "Standard, Binary, 1M, 1/1" in Tables 1 and 2. If
 it is stopped, the same command makes the rest. Each rank writes its own file, samples.RANK.jsonl.
 """
 
@@ -63,7 +63,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     mdlm         σ = 0: the posterior.
     remdm-cap    σ = η, or s / (1 − t) if that is smaller [code]: then every mask is revealed.
     remdm-loop   The share of masks is not t. While t > T_ON, it falls from 1 to 1 − ALPHA_ON, with
-                 σ = 0. Until T_OFF, it stays there, with σ = η. Then it falls to 0, σ = 0 [code].
+                 σ = 0. Until T_OFF, it stays there, with σ = η. Then to 0, with σ = 0 [code].
 
     t, s: times in [0, 1].   eta: η (default: that of App. B.1).
     """
@@ -301,7 +301,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
 
 def next_masks(score, masked, steps_left):
-    """Which masks to reveal: in each row, a share 1 / steps_left, those of highest score
+    """Which masks to reveal: in each row, a share 1 / steps_left of the masks, by score
 
     The number is rounded up. Ties are broken from left to right [ours].
     """

@@ -4,8 +4,8 @@
     §2.2 conditional generation   pad_prompts      a response of [MASK]s after each prompt
     App. A, Alg. 2; App. C.9      decode           the whole response at once
     Alg. 2 l.4, App. B.2          propose          a token for each mask, and how sure the model is
-    Alg. 2 l.5, §2.2 unmasking    reveal           the surest of these tokens, written into x
-    Alg. 2 l.6, App. C.9          propose, faded   soft masks for the others, written into `emb`
+    Alg. 2 l.5, §2.2 unmasking    reveal           the surest of these tokens, placed in x
+    Alg. 2 l.6, App. C.9          propose, faded   soft masks for the others
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn

@@ -26,7 +26,7 @@ What can go wrong:
 
 1. ω barely moves at the backbone's learning rate. Give it its own optimizer group, with a learning
    rate near 1e-2 (App. B.2) and no weight decay [code]. Weight decay would pull ω_s towards 0.5.
-2. The first decoding step has no feedback, so the model must work without it, too. Switch feedback
+2. The first decoding step has no feedback, so the model must also work without it. Switch feedback
    off in some updates (§3.2): 20 % of them for MDLM (App. C.3), 50 % for Dream (App. B.2).
 3. λ can stay near 0. Then feedback is off, and the loss does not show it. Print λ, which is the
    first output of sm(logits[x == mask_id]). Start ω_b near the mean of −H at the masks [ours].
@@ -57,7 +57,7 @@ class SoftMask(nn.Module):
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
     omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
-    Defaults: k from §4.1, ω from App. B.2, which only says that ω_s is close to 0: 1e-6 is [code].
+    Defaults: k from §4.1, ω from App. B.2. Of ω_s it says that it is close to 0: 1e-6 is [code].
     Parameters: raw_s, raw_a, raw_b; raw_tau for k = |V|. See `omega` and `tau`.
     """
 

@@ -14,8 +14,8 @@
 Every draw of an update has a key (data.rng), which says what it is for: (seed, "t", step) for the
 times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
 across all ranks, so up to rounding, one process with 4 gives the same run as two with 2 each. And
-a run that was stopped or killed resumes from its last save as if nothing had happened, but a stop
-adds a line to the log. (The first update is step 0 in the keys, and update 1 in the log.)
+a run that was stopped or killed resumes from its last save as if nothing had happened, except that
+a stop adds a line to the log. (The first update is step 0 in the keys, and update 1 in the log.)
 """
 
 import copy
@@ -39,7 +39,7 @@ from mdlm import MDLM, T_MIN, ModelConfig, corrupt, sample_times
 
 @dataclass
 class Config(ModelConfig):
-    """mdlm.ModelConfig, its vocabulary taken from the data, and how to train: App. B.1"""
+    """mdlm.ModelConfig (with the vocabulary of the data), and how to train: App. B.1"""
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
     # Start from θ and ω of any MDLM that `python checkpoint.py FILE` can read (in a step-N.pt, θ is
@@ -61,7 +61,7 @@ class Config(ModelConfig):
     p_sm: Share = 0.8                # probability of two passes; 0 trains a binary MDLM
     b_l: Positive = T_MIN            # t ~ U(b_l, b_h); the paper narrows it for Dream only
     b_h: Share = 1.0
-    # reporting
+    # reporting: each of these also after the last update, unless it is 0
     log_every: Size = 10
     eval_every: Count = 10_000       # 0: never
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
@@ -299,7 +299,7 @@ def warn_of_memory(cfg, n_params):
     if hasattr(os, "sysconf"):  # not on Windows
         have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     if need > have:
-        print(f"this run needs about {need / 1e9:.0f} GB of memory, and this machine has "
+        print(f"this run needs about {need / 1e9:.0f} GB of memory, but this machine has only "
               f"{have / 1e9:.0f}: a smaller --micro_batch or `train.py stdlib` needs less")
 
 
