@@ -194,7 +194,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         ids[start:].tofile(val)
         # val.bin may begin with the end of a document that was cut. cut: this end, without its EOS.
         cut = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
-        if cut:
+        if sum(tokens[n - n_val:]) < val_tokens:
             print("train.bin ends within a document. The rest of it is in val.bin.")
         val_bytes = sum(n_bytes[n - n_val:]) + len(tok.decode_bytes(cut))
         os.truncate(train, 2 * start)

@@ -77,7 +77,7 @@ class Config:
     eta_sm: Rate = 1e-2         # learning rate of ω, which has a long way to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
-    r: Size = 16                # rank of DoRA (torchrun takes --r itself: put -- before the script)
+    r: Size = 16                # rank of DoRA (torchrun refuses --r: put -- before the script)
     alpha: Size = 16            # DoRA's update is scaled by alpha / r
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
     b_h: Share = 0.8
@@ -381,7 +381,7 @@ def encode_chat(record, tok):
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
     """Why a dialogue is dropped, or "". The first and the last reason are [ours]."""
     if not ids:
-        return "no text answer by assistant or gpt"
+        return "no answer by assistant, or a non-text turn"
     if len(ids) > cfg.max_length:
         return f"over {cfg.max_length} tokens"
     if len(ids) - prompt_len < cfg.min_response:

@@ -342,8 +342,9 @@ def progress(*args, **options):
         options["disable"] = True
     if not sys.stderr.isatty():
         options |= {"mininterval": 30, "maxinterval": 60, "delay": 10}
-    elif not os.get_terminal_size(sys.stderr.fileno()).columns:  # tqdm would draw nothing
-        options |= {"ncols": 80, "nrows": 24, "dynamic_ncols": False}
+    with contextlib.suppress(OSError):
+        if not min(os.get_terminal_size(sys.stderr.fileno())):  # tqdm would draw nothing
+            options |= {"ncols": 80, "nrows": 24, "dynamic_ncols": False}
     return tqdm(*args, **{"mininterval": 1, "dynamic_ncols": True} | options)
 
 

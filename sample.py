@@ -286,8 +286,8 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         x = torch.where(chosen, x.index_put(masks, drawn), x)                  # (n, L)          l.5
         emb = F.embedding(x, table)                                            # (n, L, D)
         nfe += masked_cpu.any(-1)
-        was_masked = masked_cpu                                                 # (n, L)
-        masked_cpu = (x == mask_id).cpu()  # a host sync           (n, L)
+        was_masked = masked_cpu                                                # (n, L)
+        masked_cpu = (x == mask_id).cpu()  # a host sync                         (n, L)
         stay = indices(masked_cpu, device)                                     # 2 × (r,)
         (rows_that_stay,) = indices(masked_cpu[was_masked], device)  # which of h  (r,)
         lam, guess = torch.zeros_like(score), x.clone()  # only for on_step

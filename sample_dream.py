@@ -284,9 +284,8 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
                 others = masked & ~opened & opened.any(1, keepdim=True) & (place < hi)   # (B, L)
                 b, l = map(torch.cat, zip((b, l), others.nonzero(as_tuple=True)))        # 2 × (N,)
             masks = to_device(b, x.device), to_device(l, x.device)      # 2 × (N,)
-            h = net.predictors(h, (masks[0], masks[1] - lo))                # (N, D)
-            forced = share == 1 or threshold is not None
-            x0, conf, mixed = propose(model, h, n, pick, forced)
+            h = net.predictors(h, (masks[0], masks[1] - lo))            # (N, D)
+            x0, conf, mixed = propose(model, h, n, pick, share == 1 or threshold is not None)
             x = reveal(x, (masks[0][:n], masks[1][:n]), x0, conf, share, threshold)      # (B, L)
             masked = x.cpu() == mask_id                                 # (B, L)  on the host
             emb[masks] = F.embedding(x[masks], net.table)               # (N, D)

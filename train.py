@@ -353,7 +353,7 @@ def load_initial(model, cfg, vocabulary, flags):
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
     # ω comes from a flag (--omega_s for sm.raw_s), else from the file, else from the settings.
-    state = model.state_dict()
+    state = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     by_flag = [name for name in state if name.replace("sm.raw", "omega") in flags]
     for name, p in ckpt["model"].items():
         if name not in by_flag and (model.sm or name.startswith("net.")):

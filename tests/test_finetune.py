@@ -81,9 +81,8 @@ def test_recorded_collator_draws(recorded):
     assert torch.equal(mask_response(padded, 24, t, 194, gen(1231)), c("b1_input_ids"))
     for name in ("b2", "b2t"):
         xt, labels, t = c(name + "_input_ids"), c(name + "_labels"), 1 / c(name + "_dsigma").item()
-        x0 = torch.where(labels == -100, xt, labels)
-        prompt_lens = c(name + "_prompt_lengths")[:, None]
-        assert torch.equal(mask_response(x0, prompt_lens, t, 194, gen(1231)), xt)
+        x0, n = torch.where(labels == -100, xt, labels), c(name + "_prompt_lengths")[:, None]
+        assert torch.equal(mask_response(x0, n, t, 194, gen(1231)), xt)
     # t < 0 leaves only the forced mask.
     x0, n, xt = c("alo_in")[:1], c("alo_prompt")[0].item(), c("alo_ids")[:1]
     draws = [mask_response(x0, n, -1.0, 194, gen(seed)) for seed in range(500)]
@@ -145,7 +144,7 @@ def test_the_filters(tiny, tmp_path):
     overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
     kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
     dropped = {"response under 5 tokens": (talk("a", "ab"),),
-               "no text answer by assistant or gpt": (talk("a", None), said(("bot", "b"))),
+               "no answer by assistant, or a non-text turn": (talk("a", None), said(("bot", "b"))),
                "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
                "tool calls": (talk("a", "abc</tool_call>"),),
                "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
@@ -154,7 +153,7 @@ def test_the_filters(tiny, tmp_path):
     assert why == {reason: len(records) for reason, records in dropped.items()}
     assert len({ft.digest_of([(ids, n)]) for ids, _ in found for n in (3, 4)}) == 4
     Path(cfg.data).write_text("\n".join(30 * [*map(json.dumps, sum(dropped.values(), ()))]))
-    refused("dropped: .*60 no text answer", ft.load_dialogues, replace(cfg, n_val=99), tok, 261)
+    refused("dropped: .*60 no answer by", ft.load_dialogues, replace(cfg, n_val=99), tok, 261)
 
 
 @pytest.mark.parametrize("kind, k, coin", [

@@ -253,8 +253,7 @@ def test_auto_starts_afresh_where_only_a_step_file_is_left(tiny):
         train(cfg)
     assert sorted(os.listdir(cfg.out_dir)) == [".lock", "log.jsonl", "step-2.pt"]
     for resume in False, True:
-        refused("already holds a run without last.pt: --overwrite", train,
-                replace(cfg, resume=resume))
+        refused("holds a run without last.pt: --overwrite", train, replace(cfg, resume=resume))
     train(cfg)
     refused("already holds a run: --resume", train, replace(cfg, resume=False))
     refused("give one of them", train, replace(cfg, overwrite=True))
@@ -278,18 +277,20 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     train(replace(cfg, resume=True, steps=7))
     assert log(cfg)[0]["val_plain"] == pytest.approx(nats / n, rel=1e-6)
     assert list(bounds(cfg)) == [0, 3, 6, 7] and steps(cfg) == [*range(8)]
-    other = beside(tiny, "other", init_from=file(cfg), p_sm=0.0, steps=1)
+    other = beside(tiny, "other", init_from=file(cfg), p_sm=0.0, steps=1, overwrite=True)
     assert train(other)[0].sm is None
     soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
-    assert steps(cfg) == [1]
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
     assert "feedback is off" not in capsys.readouterr().out
     train(replace(cfg, overwrite=True, steps=1, eval_every=0, p_sm=1.0, omega_s=1e-6))
     out, ce = capsys.readouterr().out, log(cfg)[0]["ce_per_mask"]
     assert "feedback is off: λ is 2e-07 on average" in out and f"--omega_b={-ce:.2g}\n" in out
-    refused("is in --out_dir=.*replaces files", train,
-            replace(other, out_dir=cfg.out_dir, overwrite=True))
+    refused("is in --out_dir=.*replaces files", train, replace(other, out_dir=cfg.out_dir))
+    ckpt = torch.load(file(cfg))
+    torch.save(ckpt | {"model": dict([*ckpt["model"].items()][1:])}, file(cfg))
+    with pytest.raises(RuntimeError, match="Missing key"):
+        train(other)
 
 
 @pytest.mark.parametrize("flags, omega, origin", [
