@@ -108,7 +108,7 @@ def likeliest(probs, p):
 
 
 def categorical(probs, u):
-    """Draw one token per row, (n,): the first where the cumulative sum exceeds u
+    """Draw one token per row, (n,): the first whose cumulative sum exceeds u Σ p
 
     probs: (n, V), with any positive sum per row.   u: (n,) float64, uniform in [0, 1).
     One number per row [ours] gives the same distribution as V exponentials [code]. With an fp32 u,

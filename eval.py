@@ -218,8 +218,8 @@ def read_samples(path):
 def held_out_samples(cfg, L, n=None):
     """(samples, settings), as from `read_samples`: random held-out rows of cfg.data.
 
-    n: as references for MAUVE, the first n rows of a permutation. None: for Data in Table 1, the
-        last --rows of it, at most half of all rows, so that none of them is a reference.
+    n: as references for MAUVE, the first n rows of a permutation. None: for "Data" in Table 1,
+        its last --rows, at most half of all rows, so that none of them is a reference.
     """
     tokens, _ = data.open_split(cfg.data, "val")
     name = tokens.tokenizer["name"]

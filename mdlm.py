@@ -288,7 +288,7 @@ class TwoPass(nn.Module):
         """
         dense = self.sm.k is None
         if weighed is None:
-            # For speed and memory. With top-k and no gradient in pass 1, no (n, V) is kept.
+            # See in_chunks. With top-k and no gradient in pass 1, backward needs no (n, V).
             keeps = SM_KEEPS if dense or self.two_updates else 0
             weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
                                 whole=self.training and not dense)
@@ -354,7 +354,7 @@ class MDLM(TwoPass):
 
         L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN leave L 0.1 to 0.3 % too small.
+        The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN make L too small by 0.1 to 0.3 %.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
         samples differently: one pass per step, with the last prediction in place of pass 1.
         """

@@ -178,7 +178,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
     for i in range(steps):
         t = 1 - i * dt
         reveal, remask = step_probs(t, t - dt, sampler, eta)
-        # Always 2 L numbers, so that they do not depend on how many masks earlier steps left.
+        # Always 2 L numbers, so that later draws do not depend on how many masks are left.
         draws = torch.rand(2, len(free), dtype=torch.float64, generator=generator)
         coin, u = draws.numpy()                                                # 2 × (L,)
         appear = masked & (coin < reveal)                                      # (L,)
@@ -432,7 +432,7 @@ def settings_of(cfg, model, tok, here):
 
 
 def batches(todo, cfg):
-    """Yields the indices of samples to make together. With CUDA graphs, all lists are padded."""
+    """Yields the indices of samples to make together. CUDA graphs need a last list as long."""
     size = min(len(todo), cfg.batch_size)
     for start in range(0, len(todo), cfg.batch_size):
         batch = todo[start:start + size]

@@ -61,7 +61,7 @@ class Config(ModelConfig):
     p_sm: Share = 0.8                # probability of two passes; 0 trains a binary MDLM
     b_l: Positive = T_MIN            # t ~ U(b_l, b_h); the paper narrows it for Dream only
     b_h: Share = 1.0
-    # reporting: each of these also after the last update, unless it is 0
+    # reporting: what is due every so many updates is also done after the last
     log_every: Size = 10
     eval_every: Count = 10_000       # 0: never
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
@@ -159,7 +159,7 @@ def lr_at(step, cfg):
 @torch.no_grad()
 def update_ema(ema, model, step, decay):
     """ema ← d ema + (1 − d) model, in place, after `step` updates [code]"""
-    # Without its warm-up, the average would keep the random start for 1 / (1 − decay) updates.
+    # Without this warm-up, the average would keep the random start for 1 / (1 − decay) updates.
     d = min(decay, (1 + step) / (10 + step))
     torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - d)
 
@@ -258,7 +258,7 @@ def loop(cfg, here, tokens, meta, flags):
         bounds = evaluate(ema, held_out, here)
         if master:
             summarize(cfg, bounds, meta)
-    launch.leave(here, model.warning(line), status=0)
+    launch.leave(here, model.warning(line), status=0)  # returns
     return model, ema
 
 
