@@ -155,7 +155,7 @@ def git_version():
 
 # ---- another ω -----------------------------------------------------------------------------------
 def with_omega(sm, mask_id, cfg):
-    """sm with each ω that cfg gives, for decoding. For None, a new one with k = 3 [ours]."""
+    """sm with each ω that cfg gives, for decoding. Without sm, omega_s makes one, k = 3 [ours]."""
     names = "omega_s", "omega_a", "omega_b"
     if not cfg.soft:
         unused(cfg, "with --soft=False", *names)

@@ -179,7 +179,7 @@ def measure_bound(cfg):
     model = MDLM.load(cfg.checkpoint, cfg.ema).to(here.device)
     special, L = model.info["tokenizer"], model.cfg.length
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
-    tokens, bounds, values = np.full(len(rows), L), {}, {}                            # (n,)
+    tokens, bounds, values = np.full(len(rows), L), {}, {}                           # (n,)
     for name in ["soft", "plain"] if model.sm else ["binary"]:
         with here.autocast():
             bounds[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats,

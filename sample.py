@@ -63,7 +63,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     mdlm         σ = 0: the posterior.
     remdm-cap    σ = η, or s / (1 − t) if that is smaller [code]: then every mask is revealed.
     remdm-loop   The share of masks is not t. While t > T_ON, it falls from 1 to 1 − ALPHA_ON, with
-                 σ = 0. Until T_OFF, it stays there, with σ = η. Then to 0, with σ = 0 [code].
+                 σ = 0. Until T_OFF, it stays, with σ = η. Then it falls to 0, with σ = 0 [code].
 
     t, s: times in [0, 1].   eta: η (default: that of App. B.1).
     """
@@ -432,7 +432,7 @@ def settings_of(cfg, model, tok, here):
 
 
 def batches(todo, cfg):
-    """Yields the indices of samples to make together. CUDA graphs need a last list as long."""
+    """Yields the indices of samples to make together. With CUDA graphs, the last is padded."""
     size = min(len(todo), cfg.batch_size)
     for start in range(0, len(todo), cfg.batch_size):
         batch = todo[start:start + size]

@@ -57,7 +57,7 @@ class SoftMask(nn.Module):
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
     omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
-    Defaults: k from §4.1, ω from App. B.2. For ω_s it only says "close to 0": 1e-6 is [code].
+    Defaults: k from §4.1, ω from App. B.2. It gives no value for ω_s: 1e-6 is [code].
     Parameters: raw_s, raw_a, raw_b; raw_tau for k = |V|. See `omega` and `tau`.
     """
 
