@@ -199,7 +199,7 @@ def from_mdlm_family(state, shadow=None, settings=None, step=0):
     inv_freq = net.pop("net.rotary_emb.inv_freq")                              # (head width / 2,)
     n_head = D // (2 * len(inv_freq))
     expected = 10000 ** (-torch.arange(len(inv_freq)) / len(inv_freq))
-    # A file in bf16 is off by up to 0.4 %, base 11000 by more than 1 %.
+    # A file in bf16 is off by up to 0.4 %.
     same_base = torch.allclose(inv_freq.float(), expected, rtol=0.01)
     n_heads = settings.get("n_heads", n_head)
     if not same_base or n_heads != n_head:

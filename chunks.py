@@ -25,23 +25,24 @@ CPU_CACHE = 1.6e6   # bytes of logits that fit a CPU's caches: SM reads them sev
 COMPILED_ROWS = 4096  # rows of a compiled chunk, for large matrix products; 0.4 GB of bf16 logits
 
 
-def in_chunks(fn, *rows, V, keeps=0, whole=False):
+def in_chunks(fn, *rows, V, keeps=0):
     """fn(*rows), chunk by chunk, with the outputs concatenated.
 
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: how many fp32 (n, V) tensors fn keeps for its backward pass. If those of all chunks would
         exceed BUDGET, the backward pass recomputes them. (A compiled fn keeps only its logits.)
-    whole: if fn is compiled, pass all rows at once, because each chunk casts the whole (V, D)
-        weight and makes a dense gradient for it.
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
-    compiled = getattr(fn, "compiled", False)
     room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
-    size = COMPILED_ROWS if compiled else max(1, int(room / one_row))
-    if N <= size or (compiled and whole):
-        return fn(*rows)
-    if not compiled and torch.is_grad_enabled() and keeps * N * one_row > BUDGET:
+    size, training = max(1, int(room / one_row)), torch.is_grad_enabled()
+    if getattr(fn, "compiled", False):
+        # In training, each chunk would cast the (V, D) weight, and make a dense gradient for it.
+        # So there is only one, unless fn needs several (n, V) tensors at once.
+        size = N if training and keeps <= 1 else COMPILED_ROWS
+    elif training and keeps * N * one_row > BUDGET:
         fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
+    if N <= size:
+        return fn(*rows)
     return joined([fn(*chunk) for chunk in zip(*(r.split(size) for r in rows))])
 
 

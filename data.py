@@ -186,22 +186,22 @@ def prepare(docs, out, tok, val_docs=None, source=""):
                 tokens.append(len(ids))
                 n_bytes.append(size)
         n, n_tokens = len(tokens), sum(tokens)
-        n_val, val_tokens = held_out(tokens, val_docs)
+        n_whole, val_tokens = held_out(tokens, val_docs)
         start = n_tokens - val_tokens  # of val.bin in the stream
         if not 0 < start < n_tokens:
             raise Refused(f"{n_tokens:,} tokens, {val_tokens:,} of them held out: give more text")
         ids = np.memmap(train, np.uint16, "r")
         ids[start:].tofile(val)
         # val.bin may begin with the end of a document that was cut. cut: this end, without its EOS.
-        cut = ids[start:n_tokens - sum(tokens[n - n_val:])][:-1].tolist()
-        if sum(tokens[n - n_val:]) < val_tokens:
+        cut = ids[start:n_tokens - sum(tokens[n - n_whole:])][:-1].tolist()
+        if sum(tokens[n - n_whole:]) < val_tokens:
             print("train.bin ends within a document. The rest of it is in val.bin.")
-        val_bytes = sum(n_bytes[n - n_val:]) + len(tok.decode_bytes(cut))
+        val_bytes = sum(n_bytes[n - n_whole:]) + len(tok.decode_bytes(cut))
         os.truncate(train, 2 * start)
         train_bytes = sum(n_bytes) - val_bytes
         meta = {"tokenizer": describe(tok), "source": source,
-                "train": {"documents": n - n_val, "tokens": start, "bytes": train_bytes},
-                "val": {"documents": n_val, "tokens": val_tokens, "bytes": val_bytes}}
+                "train": {"documents": n - n_whole, "tokens": start, "bytes": train_bytes},
+                "val": {"documents": n_whole, "tokens": val_tokens, "bytes": val_bytes}}
         for split, path in ("train", train), ("val", val):
             meta[split]["sha256"] = hashlib.sha256(np.memmap(path, np.uint8, "r")).hexdigest()
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")

@@ -216,10 +216,10 @@ def read_samples(path):
 
 
 def held_out_samples(cfg, L, n=None):
-    """(samples, settings), as from `read_samples`: random held-out rows of cfg.data.
+    """(samples, settings), as from `read_samples`, but of held-out rows of cfg.data, shuffled
 
-    n: as references for MAUVE, the first n rows of a permutation. None: for "Data" in Table 1,
-        its last --rows, at most half of all rows, so that none of them is a reference.
+    n: the first n rows, which MAUVE compares samples with. None: the rows that are measured as if
+        they were samples ("Data" in Table 1). These are the last --rows, at most half of all.
     """
     tokens, _ = data.open_split(cfg.data, "val")
     name = tokens.tokenizer["name"]

@@ -112,7 +112,7 @@ def parse_value(text, kind):
     # Size | None gives [int, NoneType]. bool | Literal["auto"] gives [bool, "auto"].
     options = [option for part in parts for option in typing.get_args(part) or (part,)]
     word = WORDS.get(text.lower(), text)  # true, false or none
-    if type(word) in options and text not in options:
+    if type(word) in options:
         return word
     if text in options or str in options:
         return text

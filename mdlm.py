@@ -282,16 +282,15 @@ class TwoPass(nn.Module):
     def feedback(self, h=None, weighed=None):
         """The input of the next pass at masked positions                   Alg. 1 l.6-7, Alg. 2 l.6
 
-        Give h, (n, D) hidden states that predict these positions, or `weighed`, what `weigh`
+        Give h, (N, D) hidden states that predict these positions, or `weighed`, what `weigh`
         returned for them.
-        Returns their mixed embeddings (n, D), λ (n,), and their likeliest tokens (n,).
+        Returns their mixed embeddings (N, D), λ (N,), and their likeliest tokens (N,).
         """
         dense = self.sm.k is None
         if weighed is None:
-            # See in_chunks. With top-k and no gradient in pass 1, backward needs no (n, V).
+            # See in_chunks. Backward needs (n, V) tensors only if k = |V|, or with two_updates.
             keeps = SM_KEEPS if dense or self.two_updates else 0
-            weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps,
-                                whole=self.training and not dense)
+            weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps)
         if dense:  # k = |V|: `weigh` has mixed already
             return weighed
         lam, ids, pi = weighed
@@ -313,7 +312,7 @@ class TwoPass(nn.Module):
 
     def cross_entropy(self, h, x0):
         """−log p(x0) in nats, (N,) fp32, for tokens x0 (N,) and h (N, D)              Alg. 1 l.8"""
-        return in_chunks(self.score, h, x0, V=len(self.net.table), keeps=1, whole=self.training)
+        return in_chunks(self.score, h, x0, V=len(self.net.table), keeps=1)
 
     def score(self, h, x0):
         return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk

@@ -467,7 +467,7 @@ def main(cfg):
     decode = partial(generate, sampler=cfg.sampler, eta=cfg.eta)
     if cfg.sampler in ORDERS:
         decode = partial(generate_in_order, order=cfg.sampler, threshold=cfg.threshold)
-    # Samples to be watched are made again, even if --out holds them.
+    # With --show, rank 0 makes all its samples again, even if --out holds them.
     on_step = show(tok, model.mask_id) if here.rank == 0 and cfg.show else None
     todo = [i for i in range(here.rank, cfg.count, here.world) if i not in texts or on_step]
     title = "samples, the first after a minute of compiling" if cfg.compile else "samples"

@@ -254,7 +254,7 @@ def loop(cfg, here, tokens, meta, flags):
 
     if stop:
         launch.stopped(here, done, path("last.pt"), stop)  # exits
-    if cfg.show and done == cfg.steps:
+    if cfg.show:
         bounds = evaluate(ema, held_out, here)
         if master:
             summarize(cfg, bounds, meta)
