@@ -215,7 +215,7 @@ class DiT(nn.Module):
             return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
     def cast_linears_(self, dtype):
-        """For decoding: cast once what autocast would cast in every call. Equal bit for bit."""
+        """For decoding: cast once what autocast would cast in every call: equal bit for bit."""
         for part in (self.blocks, self.output_layer):
             for module in part.modules():
                 if isinstance(module, nn.Linear):
@@ -353,7 +353,7 @@ class MDLM(TwoPass):
 
         L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN make L too small by 0.1 to 0.3 %.
+        The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN make L 0.1 to 0.3 % too small.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
         samples differently: one pass per step, with the last prediction in place of pass 1.
         """

@@ -51,8 +51,8 @@ def step_probs(t, s, sampler="mdlm", eta=None):
 
     In the posterior of §2.1, a mask becomes x_0 with probability (α_s − α_t) / (1 − α_t), and a
     token never changes. Eq. 1 replaces x_0 with the network's prediction. So the schedule alone
-    decides *whether* a token appears, and the network decides *which*. Samplers differ only in
-    these two probabilities.
+    decides *whether* a token appears, and the network decides *which*. The samplers below differ
+    only in these two probabilities.
 
     At time t, a share 1 − α_t = t of the positions is masked (without the floor used in training
     [code]). ReMDM also turns tokens back into masks, with probability σ, and then has to reveal
@@ -102,8 +102,8 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
     tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that change no
     token are skipped (App. C.4), with SM too [code], although feedback alone would change the
-    prediction. The last step is never skipped if it starts with masks. With every=True (App. C.5),
-    or time conditioning, none is. Masks left at the end are filled in one more call [code].
+    prediction. The last step is never skipped if it starts with masks. With every=True (App. C.5)
+    or time conditioning, no step is. Masks left at the end are filled in one more call [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, which seeds one for each sequence, or a list of n. A
@@ -138,7 +138,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         by_argmax = to_device(u == ARGMAX, device)  # where `drawn` is nonsense  (m,)
         return torch.where(by_argmax, logits.argmax(-1), drawn)                # (m,)
 
-    # A turn of all n: t (n,), and index pairs (b, l) of what appears, stays, vanishes. p is never
+    # One turn of all n: t (n,), index pairs (b, l) of what appears, stays and vanishes. p is never
     # stored: the head runs in `draw` and in `feedback`. x may be the caller's: keep it unchanged.
     for t, appear, stay, vanish, u in turns:
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
@@ -232,7 +232,7 @@ def rows_and_generators(model, n, x, generator):
 @torch.no_grad()
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
                       soft=True, threshold=None):
-    """Alg. 2 with the same number of tokens in every step, the surest first                    §2.2
+    """Alg. 2 with about the same number of tokens in every step, the surest first              §2.2
 
     steps: network calls, at most. With as many steps as masks, each reveals one token.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
@@ -336,7 +336,7 @@ class Config:
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
     # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens at random, App. B.1. entropy and
-    # random reveal the same number in every step: the surest first (§2.2), or in random order.
+    # random reveal about as many in every step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
     # For entropy and random: reveal every position whose likeliest token has at least this

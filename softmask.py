@@ -99,7 +99,7 @@ class SoftMask(nn.Module):
         return lam, ids, top.softmax(-1)             # π_i = p_i / Σ p, over the top k
 
     def strength(self, minus_h):
-        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), how much of the mix is predicted tokens         Eq. 3
+        """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of predicted tokens in the mix        Eq. 3
 
         minus_h: (…) −H(p) in nats, at most 0.
         Returns λ: (…) in [0, ω_s], near ω_s where the model is confident. ω_s = 0 would be binary
@@ -210,9 +210,9 @@ def softplus_inverse(y):
 def largest(logits, k):
     """logits.topk(k) for logits (N, V), but faster. Ties may be broken differently [ours].
 
-    `topk` reads its input several times. So one pass finds the maximum of each group of 128 logits,
-    and `topk` reads only the k groups with the largest maxima, plus the last V mod 128 logits.
-    The k maxima are at least as large as any logit in the other groups.
+    `topk` reads its input several times. Here, one pass finds the maximum of each group of 128
+    logits, and then `topk` reads only the k groups with the largest maxima, plus the last V mod 128
+    logits. These k maxima are at least as large as any logit in the other groups.
     """
     width, V = 128, logits.shape[1]
     if V < 8 * k * width:  # the k groups would be a large part of V

@@ -13,9 +13,10 @@
 
 Every draw of an update has a key (data.rng), which says what it is for: (seed, "t", step) for the
 times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
-across all ranks, so up to rounding, one process with 4 gives the same run as two with 2 each. And
-a run that was stopped or killed resumes from its last save as if nothing had happened, except that
-a stop adds a line to the log. (The first update is step 0 in the keys, and update 1 in the log.)
+across all ranks. So, up to rounding, one process with four of them gives the same run as two with
+two each. And a run that was stopped or killed resumes from its last save as if nothing had
+happened, except that a stop adds a line to the log. (The first update is step 0 in the keys, and
+update 1 in the log.)
 """
 
 import copy
@@ -53,7 +54,7 @@ class Config(ModelConfig):
     batch_size: Size = 512           # sequences per update, over all devices
     micro_batch: Size = 32           # sequences per device and pass; gradients are accumulated
     eta_bb: Rate = 3e-4              # learning rate of the backbone θ
-    eta_sm: Rate = 1e-2              # learning rate of ω, which has far to go, App. B.2
+    eta_sm: Rate = 1e-2              # learning rate of ω, which has a long way to go, App. B.2
     warmup: Count = 2500             # updates of linear warm-up; then both rates are constant
     clip: Positive = 1.0             # largest gradient norm, over θ and ω together [code]
     ema: Share = 0.9999              # decay of the average of θ; ω is not averaged [code]
@@ -216,17 +217,14 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        # After a resume: evaluate if the stop skipped it. Write step-N.pt if a kill prevented it,
-        # or if it lacks this evaluation.
+        # After a resume: what is due at this update, because a stop or a kill may have prevented it
         if start:
-            unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
-            if unmeasured:
+            if due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start:
                 metrics = {"step": start, **evaluate(ema, held_out, here)}
                 log.amend(metrics)
                 write("last.pt", optimizer=optimizer.state_dict())
-            name = f"step-{start}.pt"
-            if due(keep_every, start, cfg.steps) and (unmeasured or not os.path.exists(path(name))):
-                write(name)
+            if due(keep_every, start, cfg.steps):
+                write(f"step-{start}.pt")
         model.train()
         for step in range(start, cfg.steps):
             norm = update(step, cfg, tokens, model, parallel, optimizer, here, log)
@@ -236,7 +234,7 @@ def loop(cfg, here, tokens, meta, flags):
             stop = launch.any_rank(max(caught, default=0))
             to_evaluate = due(cfg.eval_every, done, cfg.steps) and not stop
             to_save = due(cfg.save_every, done, cfg.steps) or stop
-            to_keep = due(keep_every, done, cfg.steps)
+            to_keep = due(keep_every, done, cfg.steps) and not stop
             to_log = due(cfg.log_every, done, cfg.steps) or done == 1
             if to_evaluate or to_save or to_keep or to_log:
                 # Raises on NaN, before a save
