@@ -232,7 +232,7 @@ def require(settings, where, **wanted):
     """Raises Refused if a setting is there, but not as wanted: results would be silently wrong."""
     for name, want in wanted.items():
         if settings.get(name, want) != want:
-            raise Refused(f"{where} has {name} = {settings[name]!r}, only {want!r} works here")
+            raise Refused(f"{where} has {name} = {settings[name]!r}, but only {want!r} works here")
 
 
 # ---- training files ------------------------------------------------------------------------------

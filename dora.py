@@ -85,7 +85,7 @@ def attach(model, names, r=16, alpha=16, generator=None):
 
 
 def adapter_state(model):
-    """{name: tensor} of all that is trained, in peft's names and shapes."""
+    """{name: tensor} of all that is trained, with peft's names and shapes."""
     state = {}
     for name, layer in layers(model).items():
         path = f"base_model.model.{name}."

@@ -255,7 +255,7 @@ def unused(cfg, why, *names):
 
 
 def check_training(cfg, V, batch):
-    """Raises Refused for settings that no training can use.   batch: per pass, all ranks."""
+    """Raises Refused for settings that cannot be trained with.   batch: per pass, all ranks."""
     if cfg.p_sm == 0:
         unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b", "k",
                "two_updates", "coin", "eta_sm")
@@ -326,7 +326,7 @@ def stopped(here, done, last, number):
 def leave(here, message, status):
     """End a run on every rank. Rank 0 prints the message. A nonzero status exits the process."""
     if here.world > 1:
-        # Wait: if a rank exits with a nonzero status, torchrun kills the others, even in mid-save.
+        # Wait: if a rank exits with a nonzero status, torchrun kills the others, even mid-save.
         dist.barrier()
         dist.destroy_process_group()
     if message and here.rank == 0:
@@ -337,7 +337,7 @@ def leave(here, message, status):
 
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
-    """tqdm, on rank 0 only. Not on a terminal: a line twice a minute, after ten seconds."""
+    """tqdm, on rank 0 only. Without a terminal: a line twice a minute, after ten seconds."""
     if os.environ.get("RANK", "0") != "0":
         options["disable"] = True
     if not sys.stderr.isatty():
