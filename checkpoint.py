@@ -56,7 +56,7 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             require(ckpt, path, kind=kind)
-        # In checkpoints of our earlier studies, these settings name another λ or another mix.
+        # Only checkpoints of our earlier studies have these, for another λ or another mix.
         require(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)
@@ -92,7 +92,7 @@ def read(path):
 
 
 def weights(path, ema=True):
-    """A model's state_dict and the rest of its dict.
+    """A model's state_dict, and the rest of the checkpoint.
 
     ema: take the averaged θ, or the file's only one (in a step-N.pt, it is the average). False:
     take θ as trained, and raise Refused if the file has only one. ω is not averaged [code].

@@ -30,15 +30,14 @@ def in_chunks(fn, *rows, V, keeps=0):
 
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: how many fp32 (n, V) tensors fn keeps for its backward pass. If those of all chunks would
-        exceed BUDGET, the backward pass recomputes them. (A compiled fn keeps only its logits.)
+        exceed BUDGET, the backward pass recomputes them. (Not for a compiled fn: it keeps fewer.)
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
     room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
     size, training = max(1, int(room / one_row)), torch.is_grad_enabled()
     if getattr(fn, "compiled", False):
         # In training, each chunk would cast the (V, D) weight, and make a dense gradient for it.
-        # So there is only one, unless fn needs several (n, V) tensors at once.
-        size = N if training and keeps <= 1 else COMPILED_ROWS
+        size = N if training else COMPILED_ROWS
     elif training and keeps * N * one_row > BUDGET:
         fn = partial(recomputed, fn, use_reentrant=False, preserve_rng_state=False)
     if N <= size:
@@ -96,7 +95,7 @@ def likeliest(probs, p):
     """The m largest of each row of probs (n, V), descending: values and ids (n, m).
 
     m is V, or large enough for the m values of every row to add up to more than p. Sorting all of V
-    costs too much, so m grows until that is so.
+    costs too much, so m grows until they do.
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)

@@ -366,7 +366,7 @@ def encode_all(records, cfg, tok, mask_id):
 
 
 def encode_chat(record, tok):
-    """(ids, prompt length) of a record up to its last answer, or ([], 0) if it has none"""
+    """(ids, prompt length) of a record up to its last answer, or ([], 0): see `why_dropped`"""
     messages = [m | {"role": ROLES.get(m["role"], m["role"])} for m in record["messages"]]
     while messages and messages[-1]["role"] != "assistant":
         messages.pop()

@@ -136,7 +136,7 @@ def check_ranges(cfg):
 
 
 def in_short(e):
-    """The type of an exception, and its first sentence."""
+    """The type of an exception, and the first sentence of its message."""
     return f"{type(e).__name__}: {e}".partition("\n")[0].partition(". ")[0]
 
 
@@ -211,7 +211,7 @@ def over_ranks(tensor, operation=dist.ReduceOp.SUM):
 
 
 def any_rank(number):
-    """The maximum of a number over all ranks, so that all take the same decision."""
+    """The maximum of a number over all ranks, so that all make the same decision."""
     return over_ranks(torch.tensor(number), dist.ReduceOp.MAX).item()
 
 

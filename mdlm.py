@@ -74,7 +74,7 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
 
     x0: (B, L) ids.   t: (B,) in (0, 1].   floor: α_1.   Returns x_t: (B, L).
     """
-    # Drawn on the CPU, so that a seed gives the same masks on a GPU and without one.
+    # Drawn on the CPU, so that a seed gives the same masks with or without a GPU.
     u = torch.rand(x0.shape, generator=generator)                              # (B, L)
     return torch.where(u < (1 - floor) * t[:, None], mask_id, x0)              # (B, L)
 
@@ -215,7 +215,7 @@ class DiT(nn.Module):
             return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
     def cast_linears_(self, dtype):
-        """For decoding: cast once what autocast would cast in every call: equal bit for bit."""
+        """For decoding: cast once what autocast would cast in every call. Outputs are bit-equal."""
         for part in (self.blocks, self.output_layer):
             for module in part.modules():
                 if isinstance(module, nn.Linear):

@@ -101,9 +101,10 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
     tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that change no
-    token are skipped (App. C.4), with SM too [code], although feedback alone would change the
-    prediction. The last step is never skipped if it starts with masks. With every=True (App. C.5)
-    or time conditioning, no step is. Masks left at the end are filled in one more call [code].
+    token are skipped (App. C.4). With SM, C.4 expects fewer of them, but new feedback alone does
+    not count [code]. The last step is never skipped if it starts with masks. With every=True (App.
+    C.5) or time conditioning, no step is skipped. Masks left at the end are filled in one more call
+    [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, which seeds one for each sequence, or a list of n. A
@@ -352,7 +353,7 @@ class Config:
     prompt: str = ""            # text to continue; with a ___ in it, it is filled like infill
     infill: str = ""            # text after the prompt; its blanks ___ share all free positions
     seed: int = 1
-    out: str = ""               # file to append to; no sample in it is made again (default: print)
+    out: str = ""               # file to append to; its samples are not made again (default: print)
     show: bool = False          # watch the first sequence of every batch
     tokenizer_dir: str = ""     # folder with GPT-2's vocabulary, for machines without internet
     device: str = "auto"        # cuda, else mps, else cpu

@@ -132,7 +132,7 @@ def propose(model, h, n, pick, forced=False):
     h: (N, D) hidden states that predict N masks. The first n of these masks may be revealed, and
     get a token and a soft mask, the others a soft mask alone.
     forced: this may be the last chance to fill them. So where the model predicts [MASK] itself,
-    take the best real token [ours]. The authors' code leaves masks in its answers.
+    take the best other token [ours]. The authors' code leaves masks in its answers.
     Returns x0 (n,), conf (n,), the highest to be revealed first, and soft masks (N, D) or None.
     Temperature and top-p change tokens and conf [code], but not the soft masks [code].
     """

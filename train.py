@@ -169,7 +169,7 @@ def train(cfg):
     """The data, the model, and Alg. 1. Returns the MDLM and its EMA."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    flags = getattr(cfg, "flags", ())  # those given on the command line; `resolved` drops them
+    flags = getattr(cfg, "flags", ())  # set by launch.from_cli, and lost in `resolved`
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
     cfg = resolved(cfg, meta["tokenizer"], here.world)
@@ -290,7 +290,7 @@ def state_of(cfg, here, meta, source, flags):
 
 def warn_of_memory(cfg, n_params):
     """Print a line if this machine has too little memory for the run."""
-    # 20 bytes a parameter: itself, its average, its gradient, two moments. Per block, about 120
+    # 20 bytes per parameter: its value, average, gradient, two moments. Per block, about 120
     # bytes for every entry of a micro-batch's (B, L, D). Both are measured.
     need = 20 * n_params + 120 * cfg.micro_batch * cfg.length * cfg.n_layer * cfg.n_embd
     have = math.inf
