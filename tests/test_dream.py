@@ -142,7 +142,7 @@ def test_adapters_of_others(tiny_dream, tmp_path):
     refused("transparency_scheduling", read, theirs | {"transparency_scheduling": "linear"})
     for field, value in (("use_dora", None), ("use_rslora", True), ("bias", "all"),  # None: False
                          ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8})):
-        refused(f"{field} = .*, only", read, **{field: value})
+        refused(f"{field} = .*, but only", read, **{field: value})
     with pytest.raises(KeyError, match="slerp_sm"):
         read(theirs | {"transparency_alg": "slerp_sm"})
     for names in TARGETS[1:], [*TARGETS, "up_proj"]:
