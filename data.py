@@ -95,7 +95,7 @@ def rows(tokens, index, L):
 
 
 def evenly(n, m):
-    """m of the numbers 0 to n − 1, evenly spaced, or all if m is 0. Prints a warning if few."""
+    """m of the numbers 0 to n − 1, evenly spaced, or all if m is 0. Warns if they are few."""
     m = min(m or n, n)
     if m < 100 and os.environ.get("RANK", "0") == "0":
         print(f"only {m} held-out rows: another choice could give quite another result")

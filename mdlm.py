@@ -50,7 +50,7 @@ class ModelConfig:
     mask_id: Count = 50257
     length: Annotated[int, 3, 2**20] = 1024  # L, tokens per sequence
     dropout: Annotated[float, 0, 0.999] = 0.1
-    time_conditioning: bool = False  # on in §4.1, off in both released configurations [code]
+    time_conditioning: bool = False  # on in §4.1, off in the authors' configurations [code]
     # Soft-masking, §3.1
     soft_mask: bool = True           # False: a binary MDLM, without ω. train.py sets it: p_sm > 0
     k: Size | None = 3               # None: all of V, with a trainable temperature, App. C.3
@@ -288,7 +288,7 @@ class TwoPass(nn.Module):
         """
         dense = self.sm.k is None
         if weighed is None:
-            # See in_chunks. Backward needs (n, V) tensors only if k = |V|, or with two_updates.
+            # keeps: how many (n, V) tensors backward needs. None, unless k = |V| or two_updates.
             keeps = SM_KEEPS if dense or self.two_updates else 0
             weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps)
         if dense:  # k = |V|: `weigh` has mixed already

@@ -63,7 +63,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     mdlm         σ = 0: the posterior.
     remdm-cap    σ = η, or s / (1 − t) if that is smaller [code]: then every mask is revealed.
     remdm-loop   The share of masks is not t. While t > T_ON, it falls from 1 to 1 − ALPHA_ON, with
-                 σ = 0. Until T_OFF, it stays, with σ = η. Then it falls to 0, with σ = 0 [code].
+                 σ = 0. Until T_OFF, it is constant, with σ = η. Then it falls to 0 (σ = 0) [code].
 
     t, s: times in [0, 1].   eta: η (default: that of App. B.1).
     """
@@ -101,10 +101,10 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
     tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that change no
-    token are skipped (App. C.4). With SM, C.4 expects fewer of them, but new feedback alone does
-    not count [code]. The last step is never skipped if it starts with masks. With every=True (App.
-    C.5) or time conditioning, no step is skipped. Masks left at the end are filled in one more call
-    [code].
+    token are skipped (App. C.4), even where SM's feedback is new [code]. So SM makes as many calls
+    as binary masking; C.4 finds slightly more. The last step is never skipped if it starts with
+    masks. With every=True (App. C.5) or time conditioning, no step is skipped. Masks left at the
+    end are filled in one more call [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, which seeds one for each sequence, or a list of n. A

@@ -197,9 +197,9 @@ def time_gain(schedule, t, switch=0.5):
     """
     gains = {"none": 1.0,
              "linear": t,                          # SM → binary, fading
-             "stepwise": float(t > switch),        # SM → binary, at once (strictly above [code])
+             "stepwise": float(t > switch),        # SM → binary, abruptly (strictly above [code])
              "linear-late": 1 - t,                 # binary → SM, fading in
-             "stepwise-late": float(t <= switch)}  # binary → SM, at once
+             "stepwise-late": float(t <= switch)}  # binary → SM, abruptly
     return gains[schedule]
 
 

@@ -11,8 +11,8 @@
     train, loop        the data, the model, and the loop around `update`
     the rest           what `train` starts from, measures and saves
 
-Every draw of an update has a key (data.rng), which says what it is for: (seed, "t", step) for the
-times of an update, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
+Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
+for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
 across all ranks. So, up to rounding, one process with four of them gives the same run as two with
 two each. And a run that was stopped or killed resumes from its last save as if nothing had
 happened, except that a stop adds a line to the log. (The first update is step 0 in the keys, and
@@ -77,7 +77,7 @@ class Config(ModelConfig):
 
 PRESETS = {  # the first word of a command
     # Text that every machine has. A small model is so unsure of each byte that the paper's ω_b
-    # keeps λ near 0, and ω_s would grow too slowly. So ω starts near where small runs end [ours].
+    # keeps λ near 0, and ω_s would grow too slowly. So ω starts near its final values [ours].
     "stdlib": dict(
         data="data/stdlib", out_dir="out/stdlib", show=True,
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
@@ -275,7 +275,7 @@ def state_of(cfg, here, meta, source, flags):
         omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
     model.to(here.device)
     # The EMA: a second backbone. ω is not averaged [code], so it is the model's. A continuation's
-    # average starts from the file's weights [ours], the authors' from random ones.
+    # average starts from the file's weights [ours]; the authors' starts from random ones.
     ema = copy.deepcopy(model).eval().requires_grad_(False)
     ema.sm = model.sm
     parts = [model.net, model.sm] if model.sm else [model.net]  # θ, and ω: two groups  App. B.1

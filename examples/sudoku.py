@@ -142,7 +142,6 @@ SHOWN = "entropy", 2  # the way of decoding that is drawn, and that fills --give
 # Ways of decoding: (order of sample.py, cells per call)
 WAYS = {("entropy", 1): "surest cell first, one per call",
         SHOWN: "surest cells first, two per call",
-        ("entropy", 3): "surest cells first, three per call",
         ("random", 1): "random order, one per call"}
 
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A dry run of finetune_dream.py, without weights or data: a random Dream learns to add.
+"""A dry run of finetune_dream.py, without weights or data: too short to learn to add.
 
     python examples/tiny_dream.py            # with any flag of finetune_dream.py, --resume too
     python sample_dream.py --model=out/tiny_dream/model --adapter=out/tiny_dream/last --prompt=...
@@ -29,7 +29,7 @@ class Config(finetune_dream.Config):
     out: str = "out/tiny_dream"
     steps: Count = 60
     eta_bb: Rate = 1e-2
-    # From this start, feedback shows after about ten updates. From the paper's, not after 2,000.
+    # From this start, feedback shows after about ten updates. From the paper's, not in 2,000.
     omega_s: float = 0.3
     omega_b: float = -2.5
     save_every: Size = 20
