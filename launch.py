@@ -177,7 +177,7 @@ def machine(device="auto", dtype="auto"):
 
 
 def join(here):
-    """Connect to the other ranks, if any: by NCCL for GPU tensors, by gloo for CPU tensors."""
+    """Connect to the other ranks, if any: over NCCL for GPU tensors, over gloo for CPU tensors."""
     if here.world > 1 and not dist.is_initialized():
         gpu = here.device.type == "cuda"
         dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")

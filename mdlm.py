@@ -52,7 +52,7 @@ class ModelConfig:
     dropout: Annotated[float, 0, 0.999] = 0.1
     time_conditioning: bool = False  # on in §4.1, off in the authors' configurations [code]
     # Soft-masking, §3.1
-    soft_mask: bool = True           # False: a binary MDLM, without ω. train.py sets it: p_sm > 0
+    soft_mask: bool = True           # False: a binary MDLM, without ω. train.py sets it to p_sm > 0
     k: Size | None = 3               # None: all of V, with a trainable temperature, App. C.3
     omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # initial ω: ω_s close to 0, App. B.2 [code]
     omega_a: Positive = 10 / 1.5
@@ -215,7 +215,7 @@ class DiT(nn.Module):
             return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
     def cast_linears_(self, dtype):
-        """For decoding: cast once what autocast would cast in every call. Outputs are bit-equal."""
+        """For decoding: cast once what autocast would cast in every call. Same output bits."""
         for part in (self.blocks, self.output_layer):
             for module in part.modules():
                 if isinstance(module, nn.Linear):

@@ -101,10 +101,10 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
     tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that change no
-    token are skipped (App. C.4), even where SM's feedback is new [code]. So SM makes as many calls
-    as binary masking; C.4 finds slightly more. The last step is never skipped if it starts with
-    masks. With every=True (App. C.5) or time conditioning, no step is skipped. Masks left at the
-    end are filled in one more call [code].
+    token are skipped (App. C.4), even if SM's feedback has changed [code]. So SM makes as many
+    calls as binary masking; C.4 finds slightly more. The last step is never skipped if it starts
+    with masks. With every=True (App. C.5) or time conditioning, no step is skipped. Masks left at
+    the end are filled by one more call [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, which seeds one for each sequence, or a list of n. A
@@ -139,7 +139,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
         by_argmax = to_device(u == ARGMAX, device)  # where `drawn` is nonsense  (m,)
         return torch.where(by_argmax, logits.argmax(-1), drawn)                # (m,)
 
-    # One turn of all n: t (n,), index pairs (b, l) of what appears, stays and vanishes. p is never
+    # One turn for all n: t (n,), index pairs (b, l) of what appears, stays and vanishes. p is never
     # stored: the head runs in `draw` and in `feedback`. x may be the caller's: keep it unchanged.
     for t, appear, stay, vanish, u in turns:
         h = net.trunk(emb, t)                                                  # (n, L, D)       l.3
@@ -172,7 +172,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
     """The turns of one sequence: the steps that need the network                         Alg. 2 l.5
 
     free: (L,) bool, the masks at the start. Other positions never change.
-    Returns [Turn]. Masks left after the last step are filled in one more turn, by argmax [code].
+    Returns [Turn]. Masks left after the last step are filled by one more turn, by argmax [code].
     """
     turns, masked = [], free
     dt = (1 - T_END) / steps
