@@ -56,7 +56,7 @@ def load(path, kind=None):
     if "format" in ckpt:
         if kind:
             require(ckpt, path, kind=kind)
-        # Refused if set: only our earlier studies did that, for another λ or another mix.
+        # Refused if set: only our earlier studies set these, for another λ or another mix.
         require(ckpt.get("config", {}), path, arm="", variant="")
         return ckpt
     state = ckpt.get("state_dict", ckpt)

@@ -101,10 +101,10 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
     tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that change no
-    token are skipped (App. C.4), even if SM's feedback has changed [code]. So SM makes as many
-    calls as binary masking; C.4 finds slightly more. The last step is never skipped if it starts
-    with masks. With every=True (App. C.5) or time conditioning, no step is skipped. Masks left at
-    the end are filled by one more call [code].
+    token are skipped (App. C.4), although they would renew SM's feedback [code]. So SM makes as
+    many calls as binary masking; C.4 finds slightly more. The last step is never skipped if it
+    starts with masks. With every=True (App. C.5) or time conditioning, no step is skipped. Masks
+    left at the end are filled by one more call [code].
 
     n: sequences.   steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.
     generator: a torch.Generator on the CPU, which seeds one for each sequence, or a list of n. A
@@ -190,7 +190,7 @@ def plan(free, steps, generator, sampler="mdlm", eta=None, every=False):
         if appear.any() or vanish.any() or every or needed:
             turns.append(Turn(t, appear, stay, vanish, u[appear]))
         masked = stay | vanish
-    if masked.any():  # usually few; many if remdm-loop has no step below T_OFF (T ≤ 20)
+    if masked.any():  # usually few; up to a tenth if remdm-loop has no step below T_OFF (T ≤ 20)
         none = np.zeros_like(free)
         turns.append(Turn(T_END, masked, none, none, np.full(masked.sum(), ARGMAX)))
     return turns
@@ -337,7 +337,7 @@ class Config:
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
     # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens at random, App. B.1. entropy and
-    # random reveal about as many in every step: the surest first (§2.2), or in random order.
+    # random reveal about the same number a step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
     # For entropy and random: reveal every position whose likeliest token has at least this
@@ -350,7 +350,7 @@ class Config:
     omega_a: launch.Positive | None = None  # (default for a binary model: the paper's initial ω)
     omega_b: launch.Negative | None = None  # (the same)
     # In prompt and infill, the two characters \n stand for a line break.
-    prompt: str = ""            # text to continue; with a ___ in it, it is filled like infill
+    prompt: str = ""            # text to continue; a ___ in it is filled as in infill
     infill: str = ""            # text after the prompt; its blanks ___ share all free positions
     seed: int = 1
     out: str = ""               # file to append to; its samples are not made again (default: print)

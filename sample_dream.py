@@ -133,7 +133,7 @@ def propose(model, h, n, pick, forced=False):
     get a token and a soft mask, the others a soft mask alone.
     forced: this may be the last chance to fill them. So where the model predicts [MASK] itself,
     take the best other token [ours]. The authors' code leaves masks in its answers.
-    Returns x0 (n,), conf (n,), the highest to be revealed first, and soft masks (N, D) or None.
+    Returns x0 (n,), conf (n,) (the highest is revealed first), and soft masks (N, D) or None.
     Temperature and top-p change tokens and conf [code], but not the soft masks [code].
     """
     def of_rows(h):

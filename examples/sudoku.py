@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """6×6 Sudokus: a language whose entropy is known, a model that learns it, and what feedback does.
 
-    python examples/sudoku.py                    # the shipped model solves 100 puzzles
+    python examples/sudoku.py                    # the shipped model solves 200 puzzles
     python examples/sudoku.py --given=1..4......2........3.......5......6.   # two cells per call
     python examples/sudoku.py train              # a model of your own, with any flag of train.py
     python examples/sudoku.py --checkpoint=out/sudoku/last.pt    # its bound, and what it solves
@@ -211,7 +211,7 @@ def print_bound(model):
           f"(their entropy is {NATS:.1f})\n")
 
 
-def demonstrate(model, count=100):
+def demonstrate(model, count=200):
     """Print how many puzzles a model trained on data/sudoku solves, and show one of them."""
     held_out = ids_of(texts(HELD_OUT, rng("sudoku", "val"))[:count], model.mask_id)  # (count, 39)
     draws = [rng("puzzle", i) for i in range(count)]

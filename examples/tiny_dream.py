@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A dry run of finetune_dream.py, without weights or data: too short to learn to add.
+"""A dry run of finetune_dream.py without weights or data, too short to learn to add.
 
     python examples/tiny_dream.py            # with any flag of finetune_dream.py, --resume too
     python sample_dream.py --model=out/tiny_dream/model --adapter=out/tiny_dream/last --prompt=...
