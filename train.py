@@ -15,8 +15,8 @@ Every random draw in an update has a key (data.rng), which says what it is for: 
 for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
 across all ranks. So, up to rounding, one process with four of them gives the same run as two with
 two each. And a run that was stopped or killed resumes from its last save as if nothing had
-happened, except that a stop adds a line to the log. (The first update is step 0 in the keys, and
-update 1 in the log.)
+happened, except that a stop adds a line to the log, so the next line averages fewer updates. (The
+first update is step 0 in the keys, and update 1 in the log.)
 """
 
 import copy
@@ -90,7 +90,7 @@ PRESETS = {  # the first word of a command
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# What may change when a run is resumed. All other settings must stay as they were.
+# What may change when a run is resumed (of the data, only the path). All else must stay as it was.
 MAY_DIFFER_ON_RESUME = {
     "data", "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows",
     "save_every", "keep_every", "show", "device", "dtype", "compile"}
