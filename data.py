@@ -12,7 +12,7 @@ A corpus is a folder with three files. Every document ends with EOS, unless `hel
     meta.json    the tokenizer, the source, and for both splits: documents, tokens, bytes, sha256
 
 A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS and EOS are masked like
-all other tokens [code]. Perplexities on other rows cannot be compared with published ones.
+all other tokens [code]. Perplexities on another form of rows do not compare with published ones.
 """
 
 import array

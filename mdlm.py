@@ -215,7 +215,7 @@ class DiT(nn.Module):
             return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
     def cast_linears_(self, dtype):
-        """For decoding: cast once what autocast would cast in every call. Same output bits."""
+        """For decoding: cast once what autocast casts in every call. Outputs are bit-identical."""
         for part in (self.blocks, self.output_layer):
             for module in part.modules():
                 if isinstance(module, nn.Linear):
