@@ -30,7 +30,7 @@ def in_chunks(fn, *rows, V, keeps=0):
 
     fn: maps tensors (n, …) to one (n, …), or a tuple of them.   rows: tensors (N, …), N may be 0.
     keeps: how many fp32 (n, V) tensors fn keeps for its backward pass. If those of all chunks would
-        exceed BUDGET, the backward pass recomputes them. (Not for a compiled fn: it keeps fewer.)
+        exceed BUDGET, the backward pass recomputes them. (Not for a compiled fn: it keeps few.)
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
     room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE

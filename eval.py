@@ -105,8 +105,7 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
 
 
 @torch.no_grad()
-def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1,
-          floor=ALPHA_FLOOR):
+def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
     """Eq. 2 of each row, with fixed times and masks                               Eq. 2, App. C.1
 
     model: MDLM, in eval mode during the call.   rows: (n, L) ids, on the CPU.

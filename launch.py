@@ -397,18 +397,20 @@ class Log:
     def amend(self, values):
         """Write the last line again, with an evaluation that was due when a stop came."""
         *lines, line = read_jsonl(self.path) or [{}]
-        if self.master:
-            write_jsonl(self.path, lines)
-        self.write(line | values)
+        self.write(line | values, lines)
 
-    def write(self, line):
-        """Append the dict `line` to log.jsonl, with the seconds since the start, and print it."""
+    def write(self, line, before=None):
+        """Append `line` and the seconds to log.jsonl, or to the lines `before`, and print them."""
         self.last = time.time()  # an evaluation after `line` must not lower tokens/s
         if not self.master:
             return
         done = line["step"]
         seconds = self.last - self.began
-        append_jsonl(self.path, line | {"seconds": seconds})
+        line = line | {"seconds": seconds}
+        if before is None:
+            append_jsonl(self.path, line)
+        else:
+            write_jsonl(self.path, [*before, line])
         numbers = [f"{title} {line[name]:,.6g}" for name, title in self.on_screen.items()
                    if name in line]
         if done > 1:  # the first update is slow: it compiles

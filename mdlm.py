@@ -161,8 +161,7 @@ class DiT(nn.Module):
         self.sigma_map = nn.ModuleDict({"mlp": mlp})
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
         self.output_layer = nn.ModuleDict({
-            "norm_final": LayerNorm(D),
-            "linear": zero_linear(D, V),
+            "norm_final": LayerNorm(D), "linear": zero_linear(D, V),
             "adaLN_modulation": zero_linear(cond, 2 * D)})
         # Not buffers, because DDP would broadcast those in every update.
         with torch.device("cpu"):  # a meta tensor would have no values

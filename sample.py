@@ -398,7 +398,7 @@ def load(cfg):
 
 
 def file_and_lines(cfg, here):
-    """This rank's file, and the lines in all ranks' files, so that all ranks make the same decisions."""
+    """This rank's file, and all ranks' lines, so that all ranks make the same decisions."""
     if here.world > 1 and not cfg.out:
         raise Refused("torchrun needs --out=FILE, such as --out=samples.jsonl")
     paths = [cfg.out]

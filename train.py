@@ -217,14 +217,16 @@ def loop(cfg, here, tokens, meta, flags):
         if cfg.eval_every and cfg.init_from and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, here)}
             log.write(metrics)
-        # After a resume: what is due at this update, because a stop or a kill may have prevented it
-        if start:
-            if due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start:
+        if start:  # after a resume: a stop skips the evaluation that is due
+            unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
+            if unmeasured:
                 metrics = {"step": start, **evaluate(ema, held_out, here)}
                 log.amend(metrics)
                 write("last.pt", optimizer=optimizer.state_dict())
-            if due(keep_every, start, cfg.steps):
-                write(f"step-{start}.pt")
+            # A stop wrote step-N.pt without this evaluation, and a kill may have prevented it.
+            name = f"step-{start}.pt"
+            if due(keep_every, start, cfg.steps) and (unmeasured or not os.path.exists(path(name))):
+                write(name)
         model.train()
         for step in range(start, cfg.steps):
             norm = update(step, cfg, tokens, model, parallel, optimizer, here, log)
@@ -234,7 +236,7 @@ def loop(cfg, here, tokens, meta, flags):
             stop = launch.any_rank(max(caught, default=0))
             to_evaluate = due(cfg.eval_every, done, cfg.steps) and not stop
             to_save = due(cfg.save_every, done, cfg.steps) or stop
-            to_keep = due(keep_every, done, cfg.steps) and not stop
+            to_keep = due(keep_every, done, cfg.steps)
             to_log = due(cfg.log_every, done, cfg.steps) or done == 1
             if to_evaluate or to_save or to_keep or to_log:
                 # Raises on NaN, before a save

@@ -213,9 +213,8 @@ def test_a_run_killed_twice_and_stopped_twice_is_the_uninterrupted_one(tiny, cap
     assert data.n_rows(data.open_split(tiny.data, "train")[0], 350) < 6 * 12
     # Threads split sums, so equal bits need equally many threads.
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    code = KILLED.format(fields=vars(cut))
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env)
-    assert done.returncode == -signal.SIGKILL  # half-way through a save
+    command = [sys.executable, "-c", KILLED.format(fields=vars(cut))]
+    assert subprocess.call(command, cwd=ROOT, env=env) == -signal.SIGKILL  # half-way through a save
     assert checkpoint.load(file(cut))["step"] == 1 and steps(cut) == [1, 2]
     assert any(name.endswith(".tmp") for name in os.listdir(cut.out_dir))
     with open(file(cut, "log.jsonl"), "a") as f:
@@ -223,6 +222,8 @@ def test_a_run_killed_twice_and_stopped_twice_is_the_uninterrupted_one(tiny, cap
     with dying(script, "save", 2):  # between last.pt and step-2.pt
         train(cut)
     for n in 4, 6:
+        with dying(launch, "append_jsonl", 1):  # before a line of the log; the last one is kept
+            train(cut)
         with dying(torch.nn.utils, "clip_grad_norm_", 2, sigterm) as stop:
             train(cut)  # it skips the evaluation that is due
         assert stop.value.code == 128 + signal.SIGTERM and checkpoint.load(file(cut))["step"] == n
@@ -312,9 +313,8 @@ def test_a_flag_beats_the_omega_of_a_file_and_a_preset_does_not(tiny, capsys, fl
 
 def test_a_wrong_flag_never_starts_a_run(tiny):
     for change, message in (
-            (dict(b_l=0.5, b_h=0.5), "must be below"),
-            (dict(k=259), "--k=259 must be below the 259 tokens of"),
-            (dict(batch_size=6), "is not a multiple of")):
+            (dict(b_l=0.5, b_h=0.5), "must be below"), (dict(batch_size=6), "is not a multiple of"),
+            (dict(k=259), "--k=259 must be below the 259 tokens of")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)
     refused("multiple of the 12", script.resolved, tiny, {"mask_id": 258, "vocab_size": 259}, 3)
