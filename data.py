@@ -11,8 +11,8 @@ A corpus is a folder with three files. Every document ends with EOS, unless `hel
     val.bin      the same, for the last documents, which are held out
     meta.json    the tokenizer, the source, and for both splits: documents, tokens, bytes, sha256
 
-A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS and EOS are masked like
-all other tokens [code]. Perplexities on another form of rows do not compare with published ones.
+A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS and EOS are masked,
+too [code]. Perplexities on rows of another form are not comparable with published ones.
 """
 
 import array

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Masked diffusion language model: times and corruption (Alg. 1 l.3-4), network, loss (l.5-8).
+"""Masked diffusion language model: times and corruption (Alg. 1 l.3-4), two-pass loss (l.5-8).
 
     Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
     Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t
@@ -8,8 +8,8 @@
     Alg. 1 l.6-7, Alg. 2 l.6    TwoPass.feedback, .weigh    the next input at each [MASK] that stays
     Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
 
-A backbone has three parts. SM sits between `table` and `hidden`: at the masks, it mixes the last
-output of `head` into the embeddings.
+TwoPass uses three parts of a backbone (`sample.generate` also calls `trunk`). SM sits between
+`table` and `hidden`: at the masks, it mixes the last output of `head` into the embeddings.
 
     table                     (V, D)                              the embeddings
     hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks;
@@ -105,7 +105,7 @@ def zero_linear(n_in, n_out):
 def rotation(L, d):
     """cos and sin of the rotary angles of L positions: 2 × (L, 1, d), fp32"""
     i = torch.arange(0, d, 2).float()                                          # (d/2,)
-    # In fp32, because bf16 would lose the phase of far positions.
+    # In fp32, because bf16 would lose the phase of distant positions.
     angles = torch.arange(L).float()[:, None] * 10000 ** (-i / d)              # (L, d/2)
     angles = angles.repeat(1, 2)[:, None]                                      # (L, 1, d)
     return angles.cos(), angles.sin()

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: MIT
-"""Text from masks: Alg. 2, the reverse process of an MDLM with soft-masking.             §2.1, §2.2
+"""Text from masks: Alg. 2, the reverse process (l.3 and l.6 are in mdlm.py).             §2.1, §2.2
 
     Alg. 2        generate, where each position changes at random; generate_in_order
-           l.1    rows_and_generators
+           l.1    starting_rows
            l.3    DiT.trunk, a call of the network (mdlm.py)
            l.4    nucleus, chunks.categorical    which token
            l.5    step_probs, plan, Turn         whether it appears, known before any call
-                  next_masks                     the same for generate_in_order, but after the call
+                  masks_to_reveal                the same for generate_in_order, but after the call
            l.6    TwoPass.feedback (mdlm.py)
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
@@ -121,7 +121,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     model.eval()
     soft = soft and model.sm is not None
     every = every or model.cfg.time_conditioning  # a network that sees t predicts anew each time
-    x, generators = rows_and_generators(model, n, x, generator)                # (n, L)          l.1
+    x, generators = starting_rows(model, n, x, generator)                      # (n, L)          l.1
     # The coins of l.5 decide which calls each sequence needs, and which positions change in them.
     plans = [plan(row, steps, g, sampler, eta, every)
              for row, g in zip((x == mask_id).numpy(), generators, strict=True)]
@@ -220,7 +220,7 @@ def indices(where, device):
     return tuple(to_device(part, device) for part in where.nonzero(as_tuple=True))
 
 
-def rows_and_generators(model, n, x, generator):
+def starting_rows(model, n, x, generator):
     """Ids (n, L) to start from, and n generators: as given, or seeded by one         Alg. 2 l.1"""
     if x is None:
         x = torch.full((n, model.cfg.length), model.mask_id)
@@ -248,7 +248,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     by_entropy = {"entropy": True, "random": False}[order]  # KeyError for any other word
     model.eval()
     soft = soft and model.sm is not None
-    x, generators = rows_and_generators(model, n, x, generator)                # (n, L)          l.1
+    x, generators = starting_rows(model, n, x, generator)                      # (n, L)          l.1
     masked_cpu = x == mask_id                                                  # (n, L)
     x = to_device(x, device)                                                   # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
@@ -280,7 +280,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
             # there [ours].
             only_masks = masked.all(-1, keepdim=True)                          # (n, 1)
             score = torch.where(only_masks, score, score.index_put(masks, minus_H))
-        chosen = next_masks(score, masked, steps_left)                         # (n, L)
+        chosen = masks_to_reveal(score, masked, steps_left)                    # (n, L)
         if threshold is not None:
             sure = torch.zeros_like(masked).index_put(masks, p >= threshold)   # (n, L)
             chosen = torch.where(sure.any(-1, keepdim=True), sure, chosen)     # (n, L)
@@ -301,7 +301,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     return x.cpu(), nfe
 
 
-def next_masks(score, masked, steps_left):
+def masks_to_reveal(score, masked, steps_left):
     """Which masks to reveal: in each row, a share 1 / steps_left of the masks, by score
 
     The number is rounded up. Ties are broken from left to right [ours].
@@ -336,8 +336,8 @@ class Config:
     batch_size: Size = 16       # sequences per forward pass; it changes samples only by rounding
     length: Annotated[int, 3, 2**20] | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
-    # mdlm, remdm-cap (for T < L) and remdm-loop reveal tokens at random, App. B.1. entropy and
-    # random reveal about the same number per step: the surest first (§2.2), or in random order.
+    # mdlm, remdm-cap (in the paper for T < L) and remdm-loop reveal at random, App. B.1. The others
+    # reveal about the same number per step: the surest first (§2.2), or in random order.
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
     # For entropy and random: reveal every position whose likeliest token has at least this
@@ -390,7 +390,7 @@ def load(cfg):
     tok = tokenizer(model.info["tokenizer"]["name"], cfg.tokenizer_dir)
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
     if model.mask_id != tok.n_vocab:  # [MASK] follows the last token
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, {tok.name} {tok.n_vocab}")
+        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, but {tok.name} {tok.n_vocab}")
     if cfg.length > model.cfg.length:
         raise Refused(f"--length={cfg.length} exceeds the {model.cfg.length} that {cfg.checkpoint} "
                       f"was trained on")

@@ -275,7 +275,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
             lo, hi = later if i else (0, L)                             # what the pass computes
             only_first = i == 0 and len(shares) > 1
             end = first + 1 if only_first else first + block            # of what may be revealed
-            # lo = 0 computes all afresh. With a cache, lo ≥ 1: position 0 is never masked.
+            # lo = 0 computes all afresh. With a cache, lo ≥ first ≥ 1: no prompt is empty.
             h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (B, hi − lo, D)
             opened = masked & (place >= first) & (place < end)          # (B, L)  may be revealed
             b, l = opened.nonzero(as_tuple=True)                        # 2 × (n,)  on the host

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Train a soft-masked MDLM: the loop of Alg. 1, from one CPU to many nodes.  §3.2, Alg. 1, App. B.1
+"""Train a soft-masked MDLM: Alg. 1 (l.3-8 are in mdlm.py), from one CPU to many nodes.     App. B.1
 
     python train.py stdlib          # the source code of Python itself: minutes on two CPU cores
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates

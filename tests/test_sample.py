@@ -183,7 +183,7 @@ def test_one_generator_gives_each_sequence_its_own_and_dropout_is_off(decode):
     model = model_of().train()
     ids, again, other = (decode(model, 4, 8, generator=gen(seed))[0].tolist() for seed in (6, 6, 7))
     assert ids == again != other and len(set(map(tuple, ids))) > 1 and model.training
-    _, many = sample.rows_and_generators(model, 300, None, gen())
+    _, many = sample.starting_rows(model, 300, None, gen())
     assert len({g.initial_seed() for g in many}) == 300
     decode(model, 1, 8)  # torch's own generator
 
@@ -256,7 +256,7 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     refused(other, run, **made)
     refused("--eta does nothing with --sampler=entropy", run, sampler="entropy", eta=0.1)
     save_mdlm(made["checkpoint"], model_of(vocab_size=260, mask_id=259))
-    refused("has 259 tokens, bytes 258", run, **made)
+    refused("has 259 tokens, but bytes 258", run, **made)
 
 
 def test_a_sample_is_drawn_in_place(monkeypatch, capsys):
