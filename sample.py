@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Text from masks: Alg. 2, the reverse process (l.3 and l.6 are in mdlm.py).             §2.1, §2.2
+"""Text from masks: Alg. 2, the reverse process (l.3 and l.6 call mdlm.py).              §2.1, §2.2
 
     Alg. 2        generate, where each position changes at random; generate_in_order
            l.1    starting_rows
