@@ -12,7 +12,7 @@ Here p is the last prediction at this position, and H(p) is its entropy in nats.
 embeddings of [MASK] and of token i. Three scalars are learned: ω_s, ω_a and ω_b.
 `python softmask.py` prints an example. To use SM with any model that takes embeddings:
 
-    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)  # learns faster than from 1e-6
+    sm = SoftMask(mask_id=tokenizer.mask_token_id, k=3, omega_s=0.3)  # the default learns slowly
     table = model.get_input_embeddings().weight           # (V, D)
     with torch.no_grad():
         logits = model(input_ids=x).logits                # (B, L, V)  what it predicts at the masks
