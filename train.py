@@ -223,7 +223,7 @@ def loop(cfg, here, tokens, meta, flags):
                 metrics = {"step": start, **evaluate(ema, held_out, here)}
                 log.amend(metrics)
                 write("last.pt", optimizer=optimizer.state_dict())
-            # After a stop, step-N.pt lacks this evaluation. After a kill, there may be no step-N.pt.
+            # After a stop, step-N.pt lacks this evaluation. After a kill, it may not exist.
             name = f"step-{start}.pt"
             if due(keep_every, start, cfg.steps) and (unmeasured or not os.path.exists(path(name))):
                 write(name)
