@@ -47,7 +47,7 @@ ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant",
 FORMAT = ('{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": '
           '"…"}]} or {"prompt": "…", "response": "…"}')
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
-MASK_FLOOR = 1e-3  # mask with probability (1 − floor) t + floor, but weight the loss by 1/t [code]
+MASK_FLOOR = 1e-3  # mask with (1 − floor) t + floor (mdlm.corrupt adds none); the loss has 1/t [code]
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Config:
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
     log_every: Size = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: Size = 500      # may write best/. With 100 [code], it takes a third of a run
+    eval_every: Size = 500      # may write best/. Every 100 [code]: a third of a run's time
 
 
 PRESETS = {
