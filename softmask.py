@@ -25,7 +25,7 @@ code does where the paper is silent or differs. [ours] is our choice.
 What can go wrong:
 
 1. ω barely moves at the backbone's learning rate. Give it its own optimizer group, with a learning
-   rate near 1e-2 (App. B.2) and no weight decay [code]: it would pull ω_s = σ(raw_s) towards 0.5.
+   rate near 1e-2 (App. B.2) and no weight decay [code]: decay would pull ω_s = σ(raw_s) to 0.5.
 2. The first decoding step has no feedback, so the model must also work without it. Switch feedback
    off in some updates (§3.2): 20 % of them for MDLM (App. C.3), 50 % for Dream (App. B.2).
 3. λ can stay near 0. Then feedback is off, and the loss does not show it. Print λ, which is the

@@ -334,7 +334,7 @@ def load_last(path, cfg, source):
 
 
 def load_initial(model, cfg, vocabulary, flags):
-    """Load θ from a file, and ω if it has one. Returns where ω comes from.
+    """Load θ from a file, and ω if the file has it. Returns where ω comes from.
 
     θ gets the raw weights [code], or their average from a step-N.pt, which has only that.
     flags: names of the flags on the command line. An ω among them is not read from the file.
