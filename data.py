@@ -98,7 +98,7 @@ def evenly(n, m):
     """m of the numbers 0 to n − 1, evenly spaced, or all if m is 0. Warns if they are few."""
     m = min(m or n, n)
     if m < 100 and os.environ.get("RANK", "0") == "0":
-        print(f"only {m} held-out rows: another choice could give quite another result")
+        print(f"only {m} held-out rows: another choice could give quite a different result")
     return torch.arange(m) * n // m
 
 

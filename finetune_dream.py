@@ -47,7 +47,7 @@ ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant",
 FORMAT = ('{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": '
           '"…"}]} or {"prompt": "…", "response": "…"}')
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
-MASK_FLOOR = 1e-3  # mask with (1 − floor) t + floor (mdlm.corrupt adds none); loss / t [code]
+MASK_FLOOR = 1e-3  # masked with (1 − floor) t + floor; mdlm.corrupt has no "+ floor" [code]
 
 
 @dataclass
