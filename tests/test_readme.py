@@ -89,9 +89,9 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
     shutil.copytree(os.path.join(ROOT, "results"), "results")
     words = [" ".join(str(i * j) for i in range(1, 90)) for j in range(1, 12)]
     append_jsonl("yours.jsonl", *[{"text": text} for text in words * 30])
-    library = data.stdlib_files()
-    monkeypatch.setattr(data, "stdlib_files", lambda: library[:60])
+    monkeypatch.setattr(data, "stdlib_files", data.stdlib_files()[:60].copy)
     monkeypatch.setattr(sudoku.Data, "grids", 300)
+    monkeypatch.setattr(sudoku.demonstrate, "__defaults__", (4,))  # puzzles; test_sudoku has all
     start("data", "yours.jsonl", "--val_docs=9", "--tokenizer=bytes", "--out=data/owt")
     start_short("train", "--out_dir=.", "--p_sm=0")
     os.rename("last.pt", "mdlm.ckpt")
