@@ -34,7 +34,8 @@ def in_chunks(fn, *rows, V, keeps=0):
     """
     N, one_row = len(rows[0]), 4 * V  # bytes of a row of fp32 logits
     room = CPU_LOGITS if rows[0].device.type == "cpu" else BUDGET / SM_IN_USE
-    size, training = max(1, int(room / one_row)), torch.is_grad_enabled()
+    size = max(1, int(room / one_row))
+    training = torch.is_grad_enabled()
     if getattr(fn, "compiled", False):
         # In training, each chunk would cast the (V, D) weight, and make a dense gradient for it.
         size = N if training else COMPILED_ROWS

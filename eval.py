@@ -217,8 +217,8 @@ def read_samples(path):
 def held_out_samples(cfg, L, n=None):
     """(samples, settings), as from `read_samples`, but of held-out rows of cfg.data, shuffled
 
-    n: the first n rows, which MAUVE compares samples with. None: the rows that are measured as if
-        they were samples ("Data" in Table 1). These are the last --rows, at most half of all.
+    n: the first n rows, which MAUVE compares samples with. None: rows to measure as if they were
+        samples ("Data" in Table 1), the last --rows, at most half, so that none is a reference.
     """
     tokens, _ = data.open_split(cfg.data, "val")
     name = tokens.tokenizer["name"]

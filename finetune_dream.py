@@ -95,7 +95,7 @@ class Config:
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
     log_every: Size = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: Size = 500      # may write best/. Every 100 [code]: a third of a run's time
+    eval_every: Size = 500      # may write best/. At 100 [code], evaluating takes a third of a run
 
 
 PRESETS = {

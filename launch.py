@@ -255,7 +255,7 @@ def unused(cfg, why, *names):
 
 
 def check_training(cfg, V, batch):
-    """Raises Refused for settings that cannot be trained with.   batch: per pass, all ranks."""
+    """Raises Refused for settings that training cannot use.   batch: per pass, all ranks."""
     if cfg.p_sm == 0:
         unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b", "k",
                "two_updates", "coin", "eta_sm")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Masked diffusion language model: times and corruption (Alg. 1 l.3-4), two-pass loss (l.5-8).
+"""Masked diffusion LM: times, corruption (Alg. 1 l.3-4), network, two-pass loss (l.5-8).
 
     Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
     Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t

@@ -102,7 +102,7 @@ def generate(model, n, steps, sampler="mdlm", top_p=0.9, generator=None, on_step
     [ours]. Whether a position changes does not depend on the network. So all coins of l.5 are
     tossed before the first l.3, and l.4 draws only the tokens that appear. Steps that change no
     token are skipped (App. C.4), although they would renew SM's feedback [code]. So SM makes as
-    many calls as binary masking (650 ± 10 for 1,024 steps, so C.4's 651 and 636 may be chance). The
+    many calls as binary masking (648 ± 10 for 1,024 steps, so C.4's 651 and 636 may be chance). The
     last step is never skipped if it starts with masks. With every=True (App. C.5) or time
     conditioning, no step is skipped. Masks left at the end are filled by one more call [code].
 

@@ -14,9 +14,8 @@
 Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
 for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
 across all ranks. So, up to rounding, one process with four of them gives the same run as two with
-two each. And a run that was stopped or killed resumes from its last save as if nothing had
-happened, except that a stop adds a line to the log, so the next line averages fewer updates. (The
-first update is step 0 in the keys, and update 1 in the log.)
+two each. And a stopped or killed run resumes from its last save as if nothing had happened, but a
+stop cuts a line of the log in two. (Update 1 of the log is step 0 in the keys.)
 """
 
 import copy

@@ -29,7 +29,7 @@ class Config(finetune_dream.Config):
     out: str = "out/tiny_dream"
     steps: Count = 60
     eta_bb: Rate = 1e-2
-    # From this start, feedback shows after some ten updates. From the paper's, not in 2,000.
+    # From this start, feedback shows after some ten updates; from the paper's, not within 2,000.
     omega_s: float = 0.3
     omega_b: float = -2.5
     save_every: Size = 20
