@@ -211,7 +211,7 @@ def any_rank(number):
 
 
 # ---- stopping and resuming -----------------------------------------------------------------------
-def resumes(last, resume, overwrite):
+def resumes(last, resume, overwrite=False):
     """Whether to resume from the checkpoint `last`. Every rank must call this.
 
     the folder holds        (no flag)    --resume           --resume=auto    --overwrite
