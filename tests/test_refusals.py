@@ -1,9 +1,9 @@
 """What protects a run of either trainer: it is refused, and its files stay what they were."""
 
 import math
-import os
-import subprocess
+import signal
 import sys
+import time
 from dataclasses import fields, replace
 from pathlib import Path
 
@@ -16,16 +16,16 @@ import finetune_dream
 import launch
 import oracles
 import train
-from conftest import ROOT, refused, spy
+from conftest import refused, spy, torchrun
 from mdlm import TwoPass
 
 SCRIPTS = {"train": train, "finetune_dream": finetune_dream}
 BOTH = dict(seed=5, steps=3, p_sm=0.7, eta_bb=2e-3, eta_sm=0.03, k=2, omega_s=0.3, b_l=0.1,
             b_h=0.9, eval_every=2, save_every=2, device="cpu")
 # What may change when a run is resumed, or is taken from the data. Model and data may move.
-FREE = {"train": "data out_dir resume overwrite steps log_every eval_every eval_rows save_every "
+FREE = {"train": "data out_dir resume steps log_every eval_every eval_rows save_every "
                  "keep_every show device dtype compile vocab_size mask_id soft_mask",
-        "finetune_dream": "model data out resume overwrite checkpointing device log_every "
+        "finetune_dream": "model data out resume checkpointing device log_every "
                           "save_every eval_every"}
 FIXED = [(script, field.name) for script, module in SCRIPTS.items()
          for field in fields(module.Config) if field.name not in FREE[script].split()]
@@ -99,25 +99,46 @@ def test_a_run_is_not_resumed_with_other_data_or_draws(runs, tmp_path, monkeypat
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_a_folder_has_one_writer(runs, monkeypatch, script, how):
+def test_a_folder_has_one_writer(runs, monkeypatch, script):
     """It is locked before its last save is read."""
     reading = spy(monkeypatch, checkpoint, "load")
     with launch.lock(out_of(runs[script][1])):
-        refuses(runs[script], "another process is writing into", **{how: True})
+        refuses(runs[script], "another process is writing into", resume=True)
     assert not reading
 
 
-def test_a_second_process_ends_with_one_line_and_code_2(runs, tmp_path):
-    """Under torchrun, the line is in its report, too."""
-    cfg, report = runs["train"][1], tmp_path / "error.json"
-    flags = f"--data={cfg.data}", f"--out_dir={cfg.out_dir}"
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_a_run_is_not_started_over(runs, script):
+    refuses(runs[script], "last.pt is there already: --resume continues this run", resume=False)
+
+
+def test_resume_starts_a_run_where_there_is_no_last_save(tmp_path):
+    (tmp_path / "step-2.pt").touch()
+    assert not any(launch.resumes(tmp_path / "last.pt", resume) for resume in (False, True))
+
+
+def test_two_ranks_refuse_with_one_line(runs):
+    """Rank 0 alone sees that the folder is locked, and ends with code 2."""
+    cfg = runs["train"][1]
     with launch.lock(cfg.out_dir):
-        done = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, capture_output=True,
-                              env=os.environ | {"TORCHELASTIC_ERROR_FILE": report}, text=True)
-    line = launch.read_json(report)["message"]["message"]
-    assert line.startswith(f"another process is writing into {cfg.out_dir}") and "\n" not in line
-    assert done.stderr == f"train.py: {line}\n" and done.returncode == 2
+        done = torchrun("train.py", f"--data={cfg.data}", f"--out_dir={cfg.out_dir}")
+    line = f"train.py: another process is writing into {cfg.out_dir}: wait, or use another folder"
+    ours, _, report = done.stderr.partition(" torch/distributed/elastic/")  # of torchrun
+    assert ours.count(line + "\n") == 1 and "Traceback" not in ours and "exitcode: 2" in report
+
+
+@pytest.mark.parametrize("rank, calls", [("0", []), ("1", [(signal.SIGTERM, signal.SIG_DFL), 5])])
+def test_other_ranks_wait_for_the_first_to_say_it(monkeypatch, capsys, rank, calls):
+    """Until torchrun ends them, which a handler that only notes SIGTERM would prevent."""
+    found = []
+    monkeypatch.setattr(signal, "signal", lambda *words: found.append(words))
+    monkeypatch.setattr(time, "sleep", found.append)
+    monkeypatch.setattr(sys, "stdin", None)
+    monkeypatch.setattr(sys, "argv", ["x.py", "--data=nowhere"])
+    monkeypatch.setenv("LOCAL_RANK", rank)
+    with pytest.raises(SystemExit):
+        launch.run(train.train, train.Config)
+    assert capsys.readouterr().err.count("x.py: there is no folder nowhere") == 1 and found == calls
 
 
 HARM = {"loss NaN": lambda nll: nll + math.nan, "loss infinite": lambda nll: nll + math.inf,
