@@ -32,13 +32,13 @@ Count = typing.Annotated[int, 0, math.inf]
 Share = typing.Annotated[float, 0, 1]
 Positive = typing.Annotated[float, 1e-6, math.inf]
 DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a GradScaler
-Rate = Negative = float
+Rate = Negative = float  # for Config classes that still name them
 
 WORDS = {"true": True, "false": False, "none": None}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
 OPTIONAL = {"datasets": "datasets", "lm_eval": "lm-eval", "matplotlib": "matplotlib",
             "mauve": "mauve-text", "pyarrow": "pyarrow", "transformers": "transformers"}
-OF_DISKS_AND_PIPES = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE
+FULL_OR_CLOSED = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE  # a disk, a pipe
 
 
 def run(main, Config, presets=None):
@@ -52,20 +52,13 @@ def run(main, Config, presets=None):
             # Rank 0 usually fails, too, and says why. Then torchrun sends SIGTERM to this rank.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
-        reason = reason_for(e)
-        if not reason:
+        package = OPTIONAL.get(e.name) if isinstance(e, ModuleNotFoundError) else None
+        file = isinstance(e, OSError) and (e.filename or e.errno in FULL_OR_CLOSED)
+        if not (package or file or isinstance(e, (Refused, argparse.ArgumentError))):
             raise
-    print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
-    sys.exit(2)
-
-
-def reason_for(e):
-    """What the user should know of an exception. None if it is a bug: then a traceback helps."""
-    if isinstance(e, ModuleNotFoundError) and e.name in OPTIONAL:
-        return f"{e}: pip install {OPTIONAL[e.name]}"
-    if isinstance(e, OSError) and (e.filename or e.errno in OF_DISKS_AND_PIPES):
-        return str(e)
-    return str(e) if isinstance(e, (Refused, argparse.ArgumentError)) else None
+        remedy = f": pip install {package}" if package else ""
+        print(f"{Path(sys.argv[0]).name}: {e}{remedy}", file=sys.stderr)
+        sys.exit(2)
 
 
 def from_cli(Config, argv, presets=None):
@@ -87,12 +80,11 @@ def from_cli(Config, argv, presets=None):
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
                                      argument_default=argparse.SUPPRESS)
     for name, kind in typing.get_type_hints(Config, include_extras=True).items():
+        alone = {"nargs": "?", "const": True} if bool in (kind, *typing.get_args(kind)) else {}
         if kind is list:
             parser.add_argument(name, nargs="*")
-            continue
-        flag = parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind))
-        if bool in (kind, *typing.get_args(kind)):
-            flag.nargs, flag.const = "?", True  # --flag alone means True
+        else:
+            parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind), **alone)
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         raise Refused(f"unknown argument {unknown[0]!r}: see --help")
@@ -116,8 +108,8 @@ def parse(text, kind):
             if low <= number(text) <= high:
                 return number(text)
     names = " or ".join(NAMES.get(part, part) for part in parts if part not in limits)
-    limits = f" (from {low:g} to {high:g})" if limits else ""
-    raise argparse.ArgumentTypeError(f"{text} is not {names}{limits}")
+    span = f" (from {low:g} to {high:g})" if limits else ""
+    raise argparse.ArgumentTypeError(f"{text} is not {names}{span}")
 
 
 def in_short(e):
@@ -149,16 +141,13 @@ def machine(device="auto", dtype="auto"):
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as e:  # AssertionError: not in this build of torch
         raise Refused(f"--device={device} does not work here ({in_short(e)}): --device=cpu does")
-    if dtype == "auto":
-        dtype = "float32"
-        if device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False):
-            dtype = "bfloat16"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)  # CUDA captures graphs on the current device
-    rank = int(os.environ.get("RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    autocast = {"float32": None, "bfloat16": torch.bfloat16}
-    return Machine(rank, world, torch.device(device), autocast[dtype])
+        if dtype == "auto" and torch.cuda.is_bf16_supported(including_emulation=False):
+            dtype = "bfloat16"
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    autocast = torch.bfloat16 if dtype == "bfloat16" else None
+    return Machine(rank, world, torch.device(device), autocast)
 
 
 def join(here):
@@ -202,14 +191,10 @@ def any_rank(number):
 
 # ---- stopping and resuming -----------------------------------------------------------------------
 def resumes(last, resume):
-    """Whether to resume from the checkpoint `last`, if there is one. Every rank must call this.
-
-    Rank 0 must have locked the folder.
-    """
+    """Whether to resume from the checkpoint `last`. Call it on every rank, with the lock."""
     exists = any_rank(os.path.exists(last))
     if exists and not resume:
-        raise Refused(f"{last} is there already: --resume continues this run, another folder "
-                      f"starts a new one")
+        raise Refused(f"{last} exists already: --resume continues it, or give another folder")
     return exists
 
 

@@ -109,7 +109,7 @@ def test_a_folder_has_one_writer(runs, monkeypatch, script):
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_run_is_not_started_over(runs, script):
-    refuses(runs[script], "last.pt is there already: --resume continues this run", resume=False)
+    refuses(runs[script], "last.pt exists already: --resume continues it", resume=False)
 
 
 def test_resume_starts_a_run_where_there_is_no_last_save(tmp_path):
