@@ -211,27 +211,16 @@ def any_rank(number):
 
 
 # ---- stopping and resuming -----------------------------------------------------------------------
-def resumes(last, resume, overwrite=False):
-    """Whether to resume from the checkpoint `last`. Every rank must call this.
+def resumes(last, resume):
+    """Whether to resume from the checkpoint `last`, if there is one. Every rank must call this.
 
-    the folder holds        (no flag)    --resume           --resume=auto    --overwrite
-    last.pt                 refused      resumes            resumes          starts afresh
-    only step-N.pt, best/   refused      refused            starts afresh    starts afresh
-    nothing                 starts       fails: no file     starts           starts
-
-    Rank 0 must have locked the folder. A kill before the first last.pt can leave row 2: a job
-    that is queued again with --resume=auto must then start.
+    Rank 0 must have locked the folder.
     """
     exists = any_rank(os.path.exists(last))
-    folder = Path(last).parent
-    kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
-    if overwrite and resume:
-        raise Refused("--overwrite starts afresh, and --resume continues: give one of them")
-    if not overwrite and ((exists and not resume) or (kept and not exists and resume != "auto")):
-        how = ": --resume continues it from last.pt, " if exists else " without last.pt: "
-        raise Refused(f"{folder} already holds a run{how}--overwrite replaces it, another folder "
+    if exists and not resume:
+        raise Refused(f"{last} is there already: --resume continues this run, another folder "
                       f"starts a new one")
-    return resume is True or resume == "auto" and exists
+    return exists
 
 
 def check_same(path, before, here, names, remedy=""):
@@ -280,14 +269,6 @@ def lock(folder, master=True):
         except (ImportError, OSError):
             pass  # Windows and some network disks have no locks: do without
         yield
-
-
-def remove_checkpoints(folder):
-    """Delete the checkpoints and adapters of an earlier run, for --overwrite."""
-    for path in Path(folder).glob("*/adapter_config.json"):
-        shutil.rmtree(path.parent)
-    for path in *Path(folder).glob("last.pt*"), *Path(folder).glob("step-*.pt*"):
-        path.unlink()
 
 
 def updates(here, start, steps, **every):
