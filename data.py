@@ -59,7 +59,7 @@ def open_split(dir, split):
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
     if os.path.getsize(path) != 2 * meta[split]["tokens"]:
-        raise Refused(f"{path} is incomplete: prepare {dir} again with data.py")
+        raise Refused(f"{path} is incomplete: `rm -r {dir}`, and prepare it again with data.py")
     # A file without tokens cannot be mapped.
     ids = np.memmap(path, np.uint16, "r") if meta[split]["tokens"] else np.empty(0, np.uint16)
     return Tokens(ids, meta["tokenizer"], path), meta
@@ -134,8 +134,8 @@ def tokenizer(name="gpt2"):
             "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
             "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")
     except (OSError, ValueError) as e:  # ValueError: not the files of these hashes
-        raise Refused(f"there is no vocabulary of GPT-2 ({in_short(e)}): set GPT2_DIR to a folder "
-                      f"with vocab.bpe and encoder.json, or TIKTOKEN_CACHE_DIR to a copy of "
+        raise Refused(f"there is no vocabulary of GPT-2 ({in_short(e):.70}): set GPT2_DIR to a "
+                      f"folder with vocab.bpe and encoder.json, or TIKTOKEN_CACHE_DIR to a copy of "
                       f"tiktoken's cache, or use --tokenizer=bytes")
     return tiktoken.Encoding("gpt2", pat_str=WORDS, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": 50256})
@@ -182,8 +182,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         os.truncate(train, 2 * n)
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
     for end, count in spelled.items():
-        print(f"{count:,} of {len(sizes):,} documents contain {end}. It is read as ordinary text, "
-              f"and ends no document: for that, put each one on a line of its own in a .jsonl")
+        print(f"{end} is spelled out in {count:,} of {len(sizes):,} documents. It is ordinary text "
+              f"here, and ends none: put each document on a line of a .jsonl, without {end}")
     return meta
 
 
@@ -198,8 +198,8 @@ def encode(docs, tok):
         for text in texts if tok.name == "gpt2" else ():
             # A million blanks in a row end the process: tiktoken panics.
             if len(text) > 900_000 and len(max(re.findall(r"\s{999,}|$", text), key=len)) > 900_000:
-                raise Refused(f"{getattr(text, 'name', repr(text[:40]))} has too many blanks in a "
-                              f"row, over 900,000: shorten them")
+                name = getattr(text, "name", repr(text[:40]))
+                raise Refused(f"{name} has over 900,000 blanks in a row: shorten them")
         batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
         for ids, text in zip(batch, texts):
             yield np.array([*ids, eos], np.uint16), [end for end in ends if end in text]
@@ -216,7 +216,7 @@ def documents(paths, field="text"):
     """Yields the texts of all files. Raises Refused for a broken file or a record without text."""
     for path in paths:
         if path.is_file() and (what := no_text(path)):  # a pipe has its first bytes only once
-            raise Refused(f"{path} is {what}: give UTF-8 text that is not packed")
+            raise Refused(f"{path} is {what}: data.py reads UTF-8 text, .jsonl and .parquet")
         n, unit = 0, RECORDS.get(path.suffix.lower(), "text")
         try:
             for n, text in enumerate(records(path, field, unit), 1):
@@ -226,8 +226,8 @@ def documents(paths, field="text"):
         except UnicodeError:
             raise Refused(f"{path} is not UTF-8 text: convert it from the encoding that it has")
         except (ValueError, LookupError, TypeError, RuntimeError, OSError) as e:  # pyarrow's, too
-            raise Refused(f"{path}, {unit} {n + 1}: no text in its field {field!r} "
-                          f"({in_short(e)}). For another one, data.py takes --field=NAME")
+            raise Refused(f"{path}, {unit} {n + 1} has no text in its field {field!r} "
+                          f"({in_short(e)}). data.py takes another with --field=NAME")
 
 
 def records(path, field, unit):
@@ -250,10 +250,9 @@ def records(path, field, unit):
 
 # None of these is a text, whatever its name. The first bytes of a file say so.
 NO_TEXT = {
-    rb"\x1f\x8b": "a gzip file", rb"BZh\d1AY": "a bzip2 file", rb"\xfd7zXZ": "an xz file",
-    rb"\(\xb5/\xfd": "a Zstandard file", rb"\x04\x22M\x18": "an LZ4 file",
-    rb"PK\x03\x04": "a zip archive", rb"7z\xbc\xaf": "a 7-Zip archive", rb"Rar!": "a RAR archive",
-    rb"(?s).{257}ustar": "a tar archive", rb"\xff\xfe|\xfe\xff": "UTF-16",
+    rb"\x1f\x8b": "gzip", rb"BZh\d1AY": "bzip2", rb"\xfd7zXZ": "xz", rb"\(\xb5/\xfd": "zstd",
+    rb"\x04\x22M\x18": "LZ4", rb"PK\x03\x04": "zip", rb"7z\xbc\xaf": "7-Zip", rb"Rar!": "RAR",
+    rb"(?s).{257}ustar": "tar", rb"\xff\xfe|\xfe\xff": "UTF-16",
     rb"version https://git-lfs": "a pointer of Git LFS", rb"(?s)(?!PAR1).*\0": "binary or UTF-16"}
 
 
@@ -268,10 +267,11 @@ def find_files(sources):
     """The files of all paths. In a folder: all texts, but no .json and nothing that is hidden."""
     paths = []
     for source in map(Path, sources):
+        source.stat()  # is it there?
         files = {path: no_text(path) for path in sorted(source.rglob("*")) if path.is_file() and not
                  re.search(r"(^|/)(\.|__MACOSX/)", path.relative_to(source).as_posix())}
         for what, n in Counter(filter(None, files.values())).items():
-            print(f"{source}: {n:,} files are skipped, each of which is {what}")
+            print(f"{source}: skipped {n:,} × {what}")
         inside = [path for path, what in files.items() if not what
                   and path.suffix.lower() in (".txt", ".jsonl", ".ndjson", ".parquet")]
         if source.is_dir() and not inside:
@@ -284,10 +284,10 @@ def stdlib_files():
     """Python's library without its tests, ordered by a hash, so that a mix is held out [ours]."""
     root = Path(sysconfig.get_path("stdlib"))
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    names = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
-    names = [name for name in names if not left_out & set(name.split("/"))]
-    names.sort(key=lambda name: hashlib.sha256(name.encode()).digest())
-    return [root / name for name in names]
+    names = [path.relative_to(root) for path in root.rglob("*.py")]
+    names = [name for name in names if not left_out & {*name.parts}]
+    hashed = lambda name: hashlib.sha256(name.as_posix().encode()).digest()
+    return [root / name for name in sorted(names, key=hashed)]
 
 
 # ---- the command ---------------------------------------------------------------------------------

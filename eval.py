@@ -24,6 +24,7 @@ from checkpoint import load_mdlm
 from launch import Count, Refused, Size, machine, progress, read_json, run, write_text
 from mdlm import ALPHA_FLOOR, corrupt, sample_times
 
+PRESETS = {"ppl": {}}  # the first word may be the metric, the only one here
 TITLES = {"soft": "with feedback", "plain": "without feedback", "binary": "without SM"}
 
 
@@ -186,4 +187,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    run(main, Config, {"ppl": {}})
+    run(main, Config, PRESETS)
