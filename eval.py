@@ -164,10 +164,11 @@ def main(cfg):
     """A checkpoint on held-out text, with feedback and without."""
     here = machine(cfg.device, cfg.dtype)
     model = load_mdlm(cfg.checkpoint, cfg.ema).to(here.device)
-    special, L = model.info["tokenizer"], model.cfg.length
+    L = model.cfg.length
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
-    settings = {"step": model.info["step"], "L": L, "tokenizer": special["name"], "n": len(rows),
-                "text": text, "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}
+    settings = {"step": model.info["step"], "L": L, "tokenizer": model.info["tokenizer"]["name"],
+                "n": len(rows), "data": text["path"], "text": text,
+                "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}
     path = result_path(cfg, cfg.checkpoint, "ppl", settings)
     tokens, bounds, values = np.full(len(rows), L), {}, {}                           # (n,)
     for name in ["soft", "plain"] if model.sm else ["binary"]:

@@ -88,7 +88,8 @@ def main(cfg):
         raise Refused(f"--calls={cfg.calls} --width={cfg.width}: give calls from 1 to the width, "
                       f"and a width of at most {L - 2}, a row without its ends")
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
-    settings = {"step": model.info["step"], "L": L, "n": len(rows), "text": text}
+    settings = {"step": model.info["step"], "L": L, "n": len(rows), "data": text["path"],
+                "text": text}
     path = result_path(cfg, cfg.checkpoint, "feedback", settings)
     span, values = spans(len(rows), L, cfg.width, cfg.seed), {}                      # (n, L)
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
