@@ -3,7 +3,6 @@
 import bz2
 import gzip
 import hashlib
-import io
 import itertools
 import json
 import lzma
@@ -25,6 +24,9 @@ from data import Config, main, open_split, prepare
 from launch import Refused, read_json
 
 BYTES = data.tokenizer("bytes")
+RANKS = {bytes([i]): i for i in range(256)} | {"é".encode(): 256, b"ab": 257, b"abab": 258}
+WORDS = tiktoken.Encoding("gpt2", pat_str=data.WORDS, mergeable_ranks=RANKS,
+                          special_tokens={"<|endoftext|>": 259})
 TEXTS = ["It was a dark night\r\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\r\n"]
 
 
@@ -103,10 +105,7 @@ def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_do
 
 
 def test_bytes_are_those_of_the_tokens(tmp_path):
-    ranks = {bytes([i]): i for i in range(256)} | {"é".encode(): 256, b"ab": 257, b"abab": 258}
-    tok = tiktoken.Encoding("gpt2", pat_str=r"\S+|\s+", mergeable_ranks=ranks,
-                            special_tokens={"<|endoftext|>": 259})
-    meta = prepare(["seen", "ababé c", "abé"], tmp_path, tok, val_docs=2)["val"]
+    meta = prepare(["seen", "ababé c", "abé"], tmp_path, WORDS, val_docs=2)["val"]
     assert meta["bytes"] == 12 and meta["tokens"] == 8  # abab é _ c EOS ab é EOS
 
 
@@ -146,17 +145,10 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
     assert found == [tmp_path / "e/y.py", tmp_path / "e/.git/x.txt"]
 
 
-def tar(name):
-    file = io.BytesIO()
-    with tarfile.open(fileobj=file, mode="w") as archive:
-        archive.addfile(tarfile.TarInfo(name))
-    return file.getvalue()
-
-
-TEXT = b"A text of some length. " * 99
+TEXT, TAR = b"A text of some length. " * 99, tarfile.TarInfo("a.txt").tobuf()  # its header
 NO_TEXTS = {
-    "gzip": gzip.compress(tar("a.txt")), "bzip2": bz2.compress(TEXT), "xz": lzma.compress(TEXT),
-    "zstd": b"\x28\xb5\x2f\xfd" + TEXT, "zip": b"PK\x03\x04" + TEXT, "tar": tar("b.txt"),
+    "gzip": gzip.compress(TAR), "bzip2": bz2.compress(TEXT), "xz": lzma.compress(TEXT),
+    "zstd": b"\x28\xb5\x2f\xfd" + TEXT, "zip": b"PK\x03\x04" + TEXT, "tar": TAR + TEXT,
     "UTF-16": b"\xff\xfea\0", "binary or UTF-16": TEXT.decode().encode("utf-16-be")}
 
 
@@ -195,14 +187,12 @@ def test_texts_that_spell_out_an_end_token_are_counted(tmp_path, capsys):
 
 
 def test_a_run_of_blanks_that_ends_tiktoken_is_refused_with_its_name(tmp_path):
-    tok = tiktoken.Encoding("gpt2", pat_str=data.WORDS, special_tokens={"<|endoftext|>": 256},
-                            mergeable_ranks={bytes([i]): i for i in range(256)})
-    encoded = lambda *paths: [*data.encode(data.documents([tmp_path / p for p in paths]), tok)]
+    encoded = lambda *paths: [*data.encode(data.documents([tmp_path / p for p in paths]), WORDS)]
     (tmp_path / "a.txt").write_text((999 * " " + "x") * 2_000)  # many, but not in a row
     (tmp_path / "b.jsonl").write_bytes(jsonl(["short", "a table" + 600_000 * "\u3000\n" + "end"]))
     assert len(encoded("a.txt")) == 1
     refused("b.jsonl, line 2 has over", encoded, "a.txt", "b.jsonl")
-    refused("'a log .*' has over", list, data.encode(["a log " + 10**6 * "\t"], tok))
+    refused("'a log .*' has over", list, data.encode(["a log " + 10**6 * "\t"], WORDS))
     assert len([*data.encode([10**6 * " "], BYTES)]) == 1
 
 
