@@ -81,10 +81,10 @@ def from_cli(Config, argv, presets=None):
                                      argument_default=argparse.SUPPRESS)
     for name, kind in typing.get_type_hints(Config, include_extras=True).items():
         alone = {"nargs": "?", "const": True} if bool in (kind, *typing.get_args(kind)) else {}
-        if kind is list:
-            parser.add_argument(name, nargs="*")
-        else:
+        if kind is not list:
             parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind), **alone)
+        elif name not in values:  # else `data.py stdlib mine.txt` would take only the second
+            parser.add_argument(name, nargs="*")
     given, unknown = parser.parse_known_args(argv)
     if unknown:
         raise Refused(f"unknown argument {unknown[0]!r}: see --help")
@@ -125,7 +125,7 @@ class Machine(typing.NamedTuple):
     dtype: torch.dtype | None   # for autocast; None: float32 throughout
 
     def autocast(self):
-        # No cache: pass 2 would get pass 1's bf16 weights, which have no graph (softmask.py, 6).
+        # No cache: pass 2 would get pass 1's bf16 weights, which have no graph.
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None,
                               cache_enabled=False)
 
@@ -297,7 +297,7 @@ class Log:
         if master:
             # Drop the lines of updates that will be repeated, and a line that a kill cut short.
             lines = [line for line in read_jsonl(path) if start and line["step"] <= start]
-            write_jsonl(path, lines)
+            write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
             if lines:
                 self.began -= lines[-1]["seconds"]  # count from where the run stopped
 
@@ -381,10 +381,6 @@ def write_text(path, text):
         Path(tmp).write_text(text, encoding="utf-8")
 
 
-def write_jsonl(path, values):
-    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
-
-
 class Fields(dict):
     """A JSON object. A missing field raises Refused with the name of the file."""
 
@@ -419,11 +415,3 @@ def read_jsonl(path):
             with contextlib.suppress(ValueError):
                 values.append(json.loads(line))
     return values
-
-
-def read_samples(path):
-    """The lines of a file from sample.py. Raises Refused for any other file."""
-    needed, lines = {"ids", "text", "seed", "index", "settings"}, read_jsonl(path)
-    if not all(isinstance(line, dict) and line.keys() >= needed for line in lines):
-        raise Refused(f"{path} has lines that are not from sample.py")
-    return lines

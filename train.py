@@ -166,7 +166,7 @@ def train(cfg):
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
     special = meta["tokenizer"]
-    launch.check_training(cfg, special["vocab_size"], cfg.micro_batch * here.world)
+    launch.check_batch_size(cfg, cfg.micro_batch * here.world)
     cfg = replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
                   soft_mask=cfg.p_sm > 0)
     model = fresh(cfg)  # refuses sizes that cannot work before it touches a folder
