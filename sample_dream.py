@@ -29,7 +29,7 @@ from data import seed_of
 from dream import Dream, Tokenizer, load_adapter
 from launch import Count, Negative, Positive, Refused, Share, Size, machine, progress, to_device
 from mdlm import TwoPass
-from softmask import SoftMask, time_gain
+from softmask import SoftMask
 
 Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest H first, highest p first
 Schedule = Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"]  # see `time_gain`

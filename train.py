@@ -245,7 +245,8 @@ def starting(model, cfg, here, source, meta):
     omega_from = "the settings"
     if launch.resumes(last, cfg.resume):
         content = {name: source[name] for name in ("sha256", "val", "keys")}  # the path may differ
-        ckpt = checkpoint.load_last(last, "mdlm", cfg, content, MAY_DIFFER_ON_RESUME)
+        ckpt = checkpoint.load_last(last, "mdlm", cfg, content, MAY_DIFFER_ON_RESUME,
+                                    ". sha256 and val are hashes of the text in --data")
         model.load_state_dict(ckpt["model"])
         omega_from, done, metrics = last, ckpt["step"], ckpt["metrics"]
     elif cfg.init_from:
@@ -280,8 +281,8 @@ def load_initial(model, cfg, vocabulary):
     ckpt = checkpoint.load(cfg.init_from, "mdlm")
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
     now = asdict(cfg) | {"tokenizer": vocabulary["name"]}
-    # These can differ without a mismatch in shapes.
-    names = ["n_head", "time_conditioning", "mask_id", "tokenizer"]
+    # Some of these can differ without a mismatch in shapes.
+    names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
         names += ["k"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "

@@ -96,8 +96,8 @@ def test_all_else_keeps_its_traceback(monkeypatch, e):
     ("finetune_dream --model=x --data=x", "x/config.json has no field"),
     ("sample_dream --model=nowhere", "there is no nowhere/vocab.json: "),
     ("sample_dream --model=TINY --adapter=x", "give its adapter, x/best"),
-    ("train --data=dta", "there is no folder dta"),
-    ("train --data=x/best", "no data in x/best, which has no meta.json"),
+    ("train --data=dta", "there is no dta/meta.json"),
+    ("train --data=x/best", "there is no x/best/meta.json"),
     ("train --data=data --length=20 --init_from=mdlm.pt", "n_cond .*`train.py stdlib --init_from"),
     ("sample --checkpoint=mdlm.pt --infill=b", "--infill has no ___"),
 ])
@@ -112,12 +112,27 @@ def test_a_bad_file_or_flag_is_refused(tmp_path, monkeypatch, tiny, words, messa
     refused(message, start, *words.replace("TINY", tiny[0]).split())
 
 
-def test_the_first_signal_is_collected_and_a_second_ctrl_c_ends_the_process():
-    before = signal.getsignal(signal.SIGINT)
-    with launch.signals() as caught:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert caught == [signal.SIGINT] and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is before
+def test_one_more_update_after_a_signal_then_every_handler_is_back(capsys):
+    """A second Ctrl-C ends the process. What nohup ignores stays ignored."""
+    number = signal.SIGHUP
+    before = signal.getsignal(signal.SIGINT), signal.signal(number, signal.SIG_IGN)
+    here, every = launch.machine("cpu"), {"log": 4, "save": 3, "eval": 0}
+    assert list(launch.updates(here, 0, 7, **every)) == [
+        (1, {"log"}), (2, set()), (3, {"save"}), (4, {"log"}), (5, set()), (6, {"save"}),
+        (7, {"log", "save"})]
+    loop = launch.updates(here, 2, 7, **every)
+    assert next(loop) == (3, {"save"})
+    signal.raise_signal(number)
+    assert next(loop) == (4, {"log"})
+    signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert next(loop) == (5, {"save"})
+    with pytest.raises(SystemExit) as stop:
+        next(loop)
+    assert stop.value.code == 130 and "stopped after update 5" in capsys.readouterr().out
+    assert signal.getsignal(number) == signal.SIG_IGN
+    signal.signal(number, before[1])
+    assert signal.getsignal(signal.SIGINT) is before[0]
 
 
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):

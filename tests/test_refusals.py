@@ -94,7 +94,7 @@ def test_a_run_is_not_resumed_with_another_setting(runs, script, name):
 def test_a_run_is_not_resumed_with_other_data_or_draws(runs, tmp_path, monkeypatch, script,
                                                        changes, new_keys):
     monkeypatch.setattr(data, "KEYS", data.KEYS + new_keys)
-    refuses(runs[script], "on the text that was in|settings: dialogues|settings: keys",
+    refuses(runs[script], r"settings: (sha256|val) .* of the text in|settings: (dialogues|keys)",
             resume=True, data=write_data(script, tmp_path / "data", **changes))
 
 
