@@ -172,11 +172,10 @@ class Dream(nn.Module):
         files = [read_safetensors(f"{folder}/{name}") for name in names]
         state = {name: t for file in files for name, t in file.items()
                  if not name.endswith("rotary_emb.inv_freq")}
-        head, table = "lm_head.weight", "model.embed_tokens.weight"
-        if model.cfg.tie_word_embeddings and head in state:
-            # If the two differ, nobody knows which is meant: the head stays, and is refused.
-            if torch.equal(state[head], state.setdefault(table, state[head])):
-                del state[head]
+        head = state.get("lm_head.weight") if model.cfg.tie_word_embeddings else None
+        if head is not None:  # a file has the table, the head, or both
+            if torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
+                del state["lm_head.weight"]  # if they differ, it stays and is refused
         try:
             model.load_state_dict(state, assign=True)
         except RuntimeError as e:
@@ -185,8 +184,7 @@ class Dream(nn.Module):
         return model.requires_grad_(False).eval()
 
 
-# Fields of config.json and adapter_config.json that do not change what a model computes. Which layers
-# have an adapter, its tensors say.
+# Fields of config.json and adapter_config.json that change nothing, or that the tensors show, too.
 HARMLESS = set("""
     _attn_implementation_autoset _name_or_path architectures attention_dropout attn_implementation
     auto_map auto_mapping base_model_name_or_path bos_token_id dtype eva_config exclude_modules
@@ -201,8 +199,8 @@ def check_fields(raw, path, read, **wanted):
     require(raw, path, **wanted)
     for name in raw.keys() - HARMLESS - {*read, *wanted}:
         if raw[name]:  # else it is off
-            raise Refused(f"{path} has {name} = {raw[name]!r:.80}, and nothing here reads it: remove "
-                          f"it if the model computes the same without it")
+            raise Refused(f"{path} has {name} = {raw[name]!r:.80}, and nothing here reads it: "
+                          f"remove it only if the model computes the same without it")
 
 
 @dataclass
