@@ -28,7 +28,8 @@ import types
 import numpy as np
 import torch
 
-from launch import Refused, atomic, check_same, in_short, read_json, run, unused
+from launch import Refused, atomic, check_same, in_short, read_json, run
+from mdlm import MDLM, ModelConfig
 from softmask import SoftMask
 
 # ---- any file ------------------------------------------------------------------------------------
@@ -109,6 +110,20 @@ def weights(path, ema=True):
     return state, ckpt
 
 
+def load_mdlm(path, ema=True):
+    """An MDLM in eval mode, from any file that `load` reads. Its attribute `info` has the rest.
+
+    ema: use the averaged backbone, as the authors' code does [code].
+    """
+    state, info = weights(path, ema)
+    config = {name: value for name, value in info["config"].items()
+              if name in ModelConfig.__dataclass_fields__}  # train.Config has more fields
+    model = MDLM(ModelConfig(**config))
+    model.load_state_dict(state)
+    model.info = info
+    return model.eval()
+
+
 def load_last(path, kind, cfg, facts, may_differ, remedy=""):
     """A run's last.pt. Raises Refused unless its `config` equals cfg, and its `data` has the facts.
 
@@ -157,8 +172,6 @@ def git_version():
 def with_omega(sm, mask_id, cfg):
     """sm with each ω that cfg gives, for decoding. Without sm, omega_s makes one, k = 3 [ours]."""
     names = "omega_s", "omega_a", "omega_b"
-    if not cfg.soft:
-        unused(cfg, "with --soft=False", *names)
     given = {name: getattr(cfg, name) for name in names if getattr(cfg, name) is not None}
     if not given:
         return sm

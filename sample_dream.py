@@ -5,8 +5,7 @@
     App. A, Alg. 2                decode           the whole response at once
            l.4, App. B.2          propose          a token for each mask, and how sure the model is
            l.5, §2.2 unmasking    reveal           the surest of these tokens, placed in x
-           l.6                    SoftMask.mix     soft masks for the others
-    App. C.9                      time_gain        a factor on λ that depends on the time
+           l.6, App. C.9          time_gain        soft masks for the others, that fade or not
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
@@ -18,7 +17,7 @@ import re
 import sys
 import time
 from dataclasses import dataclass, replace
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,29 +25,27 @@ import torch.nn.functional as F
 import dora
 import launch
 from checkpoint import with_omega
-from chunks import categorical, likeliest
 from data import seed_of
 from dream import Dream, Tokenizer, load_adapter
-from launch import Count, Negative, Positive, Refused, Share, Size, machine, progress, to_device
+from launch import Count, Refused, Share, Size, machine, progress, to_device
 from mdlm import TwoPass
+from sample import categorical, likeliest
 from softmask import SoftMask
 
 Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest H first, highest p first
-AtLeast0, Probability = Annotated[float, 0, 1e9], Annotated[float, 1e-12, 1]  # see launch.Share
 
 
 @dataclass
 class Decoding:
-    # Folder of a Dream, Dream-Coder or open-dCoder, as published
-    model: str = "Dream-v0-Instruct-7B"
+    model: str = "Dream-v0-Instruct-7B"  # folder of Dream, Dream-Coder, open-dCoder as published
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
     merge: bool = True              # fold DoRA into the weights: faster, the same up to rounding
     soft: bool = True               # false: no feedback, even if the adapter has an ω
     gen_len: Size = 256             # the paper's L: tokens of the response
     steps: Count = 0                # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
     algorithm: Algorithm = "entropy"
-    temperature: AtLeast0 = 0.1     # App. B.2; 0: argmax
-    top_p: Probability = 0.9        # App. B.2; 1: off. Dream's rule, see `filtered`
+    temperature: float = 0.1        # App. B.2; 0: argmax
+    top_p: Share = 0.9              # App. B.2; 1: off. Dream's rule, see `filtered`
     # App. C.9, see `time_gain`
     schedule: Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"] = "none"
     switch: Share = 0.5             # t', share of masks left when a stepwise schedule switches
@@ -57,15 +54,14 @@ class Decoding:
     # With block: whatever the algorithm, reveal all tokens with at least this probability p, after
     # temperature and top_p. If these are 0.1 and 0.9, p can be 1 even for a token that leads by
     # little (REPRODUCE.md, "Where this differs", 5).
-    threshold: Probability | None = None
-    # Replace the adapter's ω. Without an adapter, --omega_s=0.3 turns SM on for a model that was not
-    # trained with it, with k = 3 and the paper's values for the other two. With these, λ is near 0
-    # unless H is below 1 nat. With --omega_a=1 --omega_b=-3, it is larger.
-    # On a frozen Dream-7B, arXiv 2609.37391 reports 23.8 instead of 17.7 on HumanEval, at four
-    # tokens a step, and 32.3 with a mix on the sphere. That was not tried here.
-    omega_s: Annotated[float, 1e-6, 1 - 1e-6] | None = None
-    omega_a: Positive | None = None
-    omega_b: Negative | None = None
+    threshold: Share | None = None
+    # These replace the adapter's ω. Without an adapter, --omega_s=0.3 turns SM on, with k = 3, for a
+    # model that never saw feedback. Add --omega_a=1 --omega_b=-3, or λ is near 0 where H is above
+    # 1 nat. For a frozen Dream-7B, arXiv 2609.37391 reports 17.7 on HumanEval without feedback, 23.8
+    # with a linear mix and 32.3 on the sphere, at four tokens a step. This was not tried here.
+    omega_s: float | None = None
+    omega_a: float | None = None
+    omega_b: float | None = None
     seed: int = 0
     device: str = "auto"            # cuda, else mps, else cpu
     dtype: launch.DType = "auto"    # auto: as stored
@@ -74,8 +70,7 @@ class Decoding:
 
 @dataclass
 class Config(Decoding):
-    # In prompt and infill, the two characters \n stand for a line break. The name of [MASK] itself,
-    # such as <|mask|>, is refused in any text.
+    # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one per line
     # The model replaces the first blank in this text, of three or more _, or continues it if there
@@ -91,9 +86,6 @@ class Pick(NamedTuple):
     generator: torch.Generator | None = None  # needed at a temperature above 0
 
 
-GREEDY = Pick()
-
-
 def pad_prompt(cfg, prompt, gen_len):
     """A list of ids → x (L,): these, then gen_len [MASK]s            §2.2 conditional generation"""
     x = torch.tensor(prompt + gen_len * [cfg.mask_token_id])            # (L,)
@@ -104,11 +96,11 @@ def pad_prompt(cfg, prompt, gen_len):
 
 
 @torch.no_grad()
-def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=None):
+def decode(model, x, steps, pick, schedule="none", switch=0.5, on_step=lambda x: None):
     """Fill the masks of x in `steps` steps                                        Alg. 2, App. C.9
 
-    model: TwoPass, of a backbone that ignores t.   x: (L,) ids on the CPU.   schedule, switch: see
-    `time_gain`.   on_step(x): called after every step.
+    model: TwoPass, of a backbone that ignores t.   x: (L,) ids on the CPU.   pick: Pick.
+    schedule, switch: see `time_gain`.   on_step(x): called after every step.
     Returns (L,) ids without any mask, on the device.
     """
     net, sm, mask_id, table = model.net, model.sm, model.mask_id, model.net.table
@@ -117,8 +109,7 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
     emb = F.embedding(x, table)                                         # (L, D)                l.1
     for share in reveal_shares(steps):                                  #                       l.2
         masks = to_device(masked.nonzero()[:, 0], x.device)             # (N,)
-        h = net.hidden(emb[None], (0, masks))                           # (N, D)                l.3
-        logits = net.head(h)                                            # (N, V)                l.3
+        logits = net.head(net.hidden(emb[None], (0, masks)))            # (N, V)                l.3
         x0, conf = propose(logits, pick, mask_id, forced=share == 1)    # 2 × (N,)              l.4
         x = reveal(x, masks, x0, conf, share)                           # (L,)                  l.5
         masked = masks_left(x, conf, mask_id)                           # (L,)  on the host
@@ -129,8 +120,7 @@ def decode(model, x, steps, pick=GREEDY, schedule="none", switch=0.5, on_step=No
             lam, ids, pi = sm(logits)                                   # (N,), 2 × (N, k)
             soft = sm.mix(table, gain * lam, ids, pi)                   # (N, D)                l.6
             emb[masks] = torch.where((x[masks] == mask_id)[:, None], soft, emb[masks])
-        if on_step:
-            on_step(x)
+        on_step(x)
     return x
 
 
@@ -187,9 +177,8 @@ def reveal(x, masks, x0, conf, share=1.0, threshold=None):
     """
     # 0 for the surest. Ties go left to right [ours]; in the authors' topk, in no fixed order.
     rank = conf.argsort(descending=True, stable=True).argsort()         # (n,)
-    if threshold is None:
-        chosen = rank < int(len(masks) * share)                         # (n,)
-    else:
+    chosen = rank < int(len(masks) * share)                             # (n,)
+    if threshold is not None:
         chosen = (rank == 0) | (conf >= threshold)                      # (n,)
     return x.index_put((masks,), torch.where(chosen, x0, x[masks]))     # (L,)
 
@@ -198,8 +187,7 @@ def masks_left(x, conf, mask_id):
     """Where x (L,) is [MASK], on the host. Raises Refused if the logits behind conf are broken."""
     both = torch.cat((x, conf.isnan().any()[None])).cpu()               # (L + 1,)  a host sync
     if both[-1]:
-        raise Refused("the model's logits are not finite: try --dtype=float32, other weights, or "
-                      "--soft=False")
+        raise Refused("the model's logits are not finite: try --dtype=float32 or other weights")
     return both[:-1] == mask_id                                         # (L,)
 
 
@@ -218,9 +206,8 @@ def reveal_shares(steps):
 def time_gain(schedule, t, switch):
     """The factor on λ at this point of decoding, from 0 to 1                               App. C.9
 
-    t: time left, from 1 to 0: the share of the initial masks that are still masked [code], not t/T.
-        This share is taken after a reveal, so the first gain of "linear" is below 1 [code].
-    switch: t' of App. C.9.
+    t: time left: the share of the initial masks that are still masked [code], not t/T. It is taken
+        after a reveal, so the first gain of "linear" is below 1 [code].   switch: t' of App. C.9.
     """
     gains = {"none": 1.0,
              "linear": t,                          # SM → binary, fading
@@ -231,8 +218,8 @@ def time_gain(schedule, t, switch):
 
 
 @torch.no_grad()
-def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=None, pick=GREEDY,
-                  schedule="none", switch=0.5, on_step=None):
+def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=None, *, pick,
+                  schedule="none", switch=0.5, on_step=lambda x: None):
     """Fill the last gen_len positions, block after block from the left        App. B.2, Fast-dLLM
 
     x: from `pad_prompt`.   steps: passes, divided among the blocks. With a threshold (see
@@ -249,8 +236,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     The first pass reveals the block's first token, however unsure the model is [code], because with
     a cache later passes do not compute the state that predicts it. A block with one step is filled
     by this step [ours]. Fast-dLLM would leave all but one of its masks.
-    Each mask has the feedback of the last pass that predicted it [ours]. So feedback crosses block
-    boundaries.
+    Each mask has the feedback of the last pass that predicted it, across blocks, too [ours].
     """
     net, sm, mask_id, table = model.net, model.sm, model.mask_id, model.net.table
     L, masked = len(x), x == mask_id                                    # (L,)  on the host
@@ -259,25 +245,25 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
     check(gen_len, steps, block, threshold)
     if threshold is not None:
         pick = pick._replace(algorithm="maskgit_plus")
-    # With a threshold, each pass reveals at least one token, and `shares` only counts the passes.
-    shares = reveal_shares(block if threshold is not None else steps * block // gen_len)
-    shares[0] = 1  # all that the first pass may reveal: one token, unless it is the only pass
+        shares = torch.ones(block)  # only counts the passes: each reveals at least one token
+    else:
+        shares = reveal_shares(steps * block // gen_len)
+        shares[0] = 1  # all that the first pass may reveal: one token, unless it is the only pass
     start, x = int(masked.sum()), to_device(x, table.device)            # (L,)
-    emb, kv = F.embedding(x, table), None                               # (L, D)                l.1
+    emb = F.embedding(x, table)                                         # (L, D)                l.1
     for first in range(L - gen_len, L, block):
         end = first + block
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, end)}[cache]
         for i, share in enumerate(shares):                              #                       l.2
             lo, hi = later if i else (0, L)                             # what the pass computes
-            # The first n masks may be revealed. The others, with SM, get feedback.
+            # The first n masks may be revealed. The others only get feedback.
             n = 1 if i == 0 and len(shares) > 1 else int(masked[first:end].sum())
             masks = masked[:hi].nonzero()[:, 0]                         # (N,)  on the host
             masks = to_device(masks if sm else masks[:n], x.device)     # (N,)
             # lo = 0 computes all afresh. With a cache, lo ≥ first ≥ 1: no prompt is empty.
             h, kv = net.trunk(emb[None, lo:hi], kv if lo else None, lo)  # (1, hi − lo, D)      l.3
             logits = net.head(net.predictors(h, (0, masks - lo)))       # (N, V)                l.3
-            forced = share == 1 or threshold is not None
-            x0, conf = propose(logits[:n], pick, mask_id, forced)       # 2 × (n,)              l.4
+            x0, conf = propose(logits[:n], pick, mask_id, share == 1)   # 2 × (n,)              l.4
             x = reveal(x, masks[:n], x0, conf, share, threshold)        # (L,)                  l.5
             masked = masks_left(x, conf, mask_id)                       # (L,)  on the host
             emb[masks] = F.embedding(x[masks], table)                   # (N, D)
@@ -286,8 +272,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
                 lam, ids, pi = sm(logits)                               # (N,), 2 × (N, k)
                 soft = sm.mix(table, gain * lam, ids, pi)               # (N, D)                l.6
                 emb[masks] = torch.where((x[masks] == mask_id)[:, None], soft, emb[masks])
-            if on_step:
-                on_step(x)
+            on_step(x)
             if not masked[first:end].any():
                 break
     return x
@@ -308,8 +293,7 @@ def load_for_decoding(cfg):
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32  # None: as stored
     tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
     omega = load_adapter(model, cfg.adapter) if cfg.adapter else None
-    sm = SoftMask(**omega) if omega else None
-    sm = with_omega(sm, model.cfg.mask_token_id, cfg)
+    sm = with_omega(SoftMask(**omega) if omega else None, model.cfg.mask_token_id, cfg)
     if cfg.merge:
         dora.merge_(model)
     if cfg.compile:  # one graph for whole sequences, another for cached parts
@@ -317,7 +301,7 @@ def load_for_decoding(cfg):
     return model, tok, (sm.to(device) if sm and cfg.soft else None)
 
 
-def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
+def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda x: None):
     """The text that fills the masks of a prompt, and {"nfe", "tokens", "kept", "seconds"}.
 
     ids: of the prompt, a list.   until: the text is cut at each of these strings in turn [code].
@@ -325,27 +309,26 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     """
     def count(x):
         stats["nfe"] += 1
-        if on_step:
-            on_step(x)
+        on_step(x)
 
     stats, begin = {"nfe": 0}, time.perf_counter()
-    mask_id, eos, device = model.cfg.mask_token_id, model.cfg.eos_token_id, model.table.device
+    mask_id, device = model.cfg.mask_token_id, model.table.device
     # Seeded by the prompt, too, so that the order of several prompts does not change answers.
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(seed_of(cfg.seed, ids))
-    settings = {"pick": Pick(cfg.algorithm, cfg.temperature, cfg.top_p, generator),
-                "schedule": cfg.schedule, "switch": cfg.switch, "on_step": count}
+    how = {"pick": Pick(cfg.algorithm, cfg.temperature, cfg.top_p, generator),
+           "schedule": cfg.schedule, "switch": cfg.switch, "on_step": count}
     x = pad_prompt(model.cfg, ids, cfg.gen_len)                         # (L,)
     gaps = x == mask_id                                                 # (L,)  on the host
-    two_pass = TwoPass(model, sm, mask_id)
-    steps = cfg.steps or cfg.gen_len + ids.count(mask_id)  # gen_len is 0 when infilling
+    two = TwoPass(model, sm, mask_id)
+    steps = cfg.steps or int(gaps.sum())
     if cfg.block:
-        x = decode_blocks(two_pass, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold,
-                          **settings)
+        x = decode_blocks(two, x, cfg.gen_len, steps, cfg.block, cfg.cache, cfg.threshold, **how)
     else:
-        x = decode(two_pass, x, steps, **settings)
+        x = decode(two, x, steps, **how)
     new = x.cpu()[gaps].tolist()
-    kept = new[:new.index(eos)] if eos in new else new
+    ends = (i for i, token in enumerate(new) if token in model.cfg.eos_token_id)
+    kept = new[:next(ends, None)]
     text = tok.decode(kept)
     for stop in until:
         text = text.split(stop)[0]
@@ -360,8 +343,7 @@ def main(cfg):
     typed = [(cfg.infill or cfg.prompt).replace("\\n", "\n")]
     for text in sys.stdin if cfg.chat and not cfg.infill else typed:
         if mask_id in tok.encode(text, special=True):
-            raise Refused(f"the text has {tok.decode([mask_id])}, which would become a [MASK]: "
-                          f"use --infill, with ___ where the model is to write")
+            raise Refused(f"{tok.decode([mask_id])} would become a [MASK]: use --infill, with ___")
         if cfg.infill:
             before, after = (*re.split("_{3,}", text, maxsplit=1), "")[:2]
             ids = tok.encode(before) + cfg.gen_len * [mask_id] + tok.encode(after)
@@ -374,10 +356,9 @@ def main(cfg):
             text, stats = answer(model, tok, sm, ids, settings, until, lambda _: bar.update())
         messages.append({"role": "assistant", "content": text})
         print(before + text + after)
-        tokens, nfe, seconds = (stats[name] for name in ("tokens", "nfe", "seconds"))
-        print(f"{tokens} tokens, {stats['kept']} before the end token; NFE {nfe}; "
-              f"{tokens / nfe:.3g} tokens/pass, {nfe / seconds:.3g} passes/s, "
-              f"{tokens / seconds:.3g} tokens/s; {sm or 'without feedback'}", file=sys.stderr)
+        cost = "{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s; "
+        rate = f"{stats['tokens'] / stats['nfe']:.3g} tokens per forward pass; "
+        print(cost.format(**stats) + rate + str(sm or "without feedback"), file=sys.stderr)
 
 
 if __name__ == "__main__":

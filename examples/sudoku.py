@@ -25,10 +25,10 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import launch
+from checkpoint import load_mdlm
 from data import rng
 from eval import val_nats
 from launch import Refused, Size, progress, run
-from mdlm import MDLM
 from sample import generate_in_order
 from show import draw, painted
 from train import Config as TrainConfig
@@ -127,7 +127,7 @@ def prepare(cfg):
 
 def train_model(cfg):
     """Write the grids, then run train.py. With --data, use the grids of that folder."""
-    if "data" not in cfg.flags and not os.path.exists(f"{cfg.data}/meta.json"):
+    if cfg.data == SETTINGS["data"] and not os.path.exists(f"{cfg.data}/meta.json"):
         here = launch.machine(cfg.device, cfg.dtype)
         launch.join(here)
         launch.first_rank(here, lambda: prepare(Data()))
@@ -242,7 +242,7 @@ class Config:
 
 
 def main(cfg):
-    model = MDLM.load(cfg.checkpoint or SHIPPED)
+    model = load_mdlm(cfg.checkpoint or SHIPPED)
     if model.cfg.length != 39:
         raise Refused(f"{cfg.checkpoint} is not a model of Sudokus: its rows have "
                       f"{model.cfg.length} tokens, not 39")
