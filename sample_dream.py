@@ -55,10 +55,10 @@ class Decoding:
     # temperature and top_p. If these are 0.1 and 0.9, p can be 1 even for a token that leads by
     # little (REPRODUCE.md, "Where this differs", 5).
     threshold: Share | None = None
-    # These replace the adapter's ω. Without an adapter, --omega_s=0.3 turns SM on, with k = 3, for a
-    # model that never saw feedback. Add --omega_a=1 --omega_b=-3, or λ is near 0 where H is above
-    # 1 nat. For a frozen Dream-7B, arXiv 2609.37391 reports 17.7 on HumanEval without feedback, 23.8
-    # with a linear mix and 32.3 on the sphere, at four tokens a step. This was not tried here.
+    # These replace the adapter's ω. Without an adapter, --omega_s=0.3 turns SM on, with k = 3, in a
+    # model that never saw feedback. Add --omega_a=1 --omega_b=-3, or λ is near 0 where H is above 1
+    # nat. On HumanEval, at four tokens a step, arXiv 2609.37391 reports for a frozen Dream-7B: 17.7
+    # without feedback, 23.8 with a linear mix, 32.3 with one on the sphere. Not tried here.
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
@@ -250,7 +250,7 @@ def decode_blocks(model, x, gen_len, steps, block, cache="prefix", threshold=Non
         shares = reveal_shares(steps * block // gen_len)
         shares[0] = 1  # all that the first pass may reveal: one token, unless it is the only pass
     start, x = int(masked.sum()), to_device(x, table.device)            # (L,)
-    emb = F.embedding(x, table)                                         # (L, D)                l.1
+    emb, kv = F.embedding(x, table), None                               # (L, D)                l.1
     for first in range(L - gen_len, L, block):
         end = first + block
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, end)}[cache]

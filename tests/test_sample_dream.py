@@ -4,6 +4,7 @@ import copy
 import functools
 import io
 import itertools
+import math
 import sys
 from unittest import mock
 
@@ -11,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import chunks
 import dora
 import finetune_dream
 import pretend
@@ -19,13 +19,12 @@ import sample_dream as S
 from conftest import gen, plain_omega, recorded_adapter, recording, refused, spy
 from dream import Dream
 from mdlm import TwoPass
-from oracles import draw, slow_blocks, slow_decode
+from oracles import draw, fading, slow_blocks, slow_decode
 from softmask import SoftMask
 
 MASK = 194
 RECORDED = recording("decode_recorded")
-PROMPT = RECORDED["prompt"].long()  # (1, 8)
-TEXT = PROMPT[0].tolist()
+PROMPT = RECORDED["prompt"][0].tolist()  # 8 ids
 CACHES = "none", "prefix", "dual"
 
 
@@ -39,8 +38,8 @@ def soft(k, mask_id=MASK):
 
 
 def decode(model, prompt, gen_len, steps, sm=None, **settings):
-    """x after every pass, (passes, B, L). With `block`, block after block."""
-    seen, x = [], S.pad_prompts(model.cfg, prompt, gen_len)
+    """x after every pass, (passes, L). With `block`, block after block."""
+    seen, x = [], S.pad_prompt(model.cfg, prompt, gen_len)
     two = TwoPass(model, sm, model.cfg.mask_token_id)
     pick = S.Pick(**{name: settings.pop(name) for name in S.Pick._fields if name in settings})
     settings |= {"pick": pick, "on_step": lambda x: seen.append((x, torch.is_grad_enabled()))}
@@ -60,9 +59,7 @@ def loving(model, token):
 
 def propose(logits, forced=False, **pick):
     """x0 and conf for rows of logits (n, V). The last token is [MASK]."""
-    net = mock.Mock(head=lambda h: h, table=logits.T)
-    model = mock.Mock(net=net, sm=None, mask_id=logits.shape[1] - 1)
-    return S.propose(model, logits, len(logits), S.Pick(**pick), forced)[:2]
+    return S.propose(logits, S.Pick(**pick), logits.shape[1] - 1, forced)
 
 
 def shifted(model, emb, lo=0, past=None):
@@ -85,27 +82,15 @@ def test_probabilities_and_confidences_equal_the_recorded():
         assert temperature or torch.equal(x0, RECORDED[f"filter/{name}_x0_seed0"])
 
 
-def test_rows_in_pieces_equal_rows_at_once(model, monkeypatch):
-    """No vocabulary-sized tensor has more rows than a chunk."""
-    h, two = torch.randn(30, 64, generator=gen()), TwoPass(model, soft(3), MASK)
-    ask = lambda n: S.propose(two, h, n, S.Pick("maskgit_plus", 1.0, 1.0, gen()), forced=True)
-    x0, conf, mixed = ask(30)
-    monkeypatch.setattr(chunks, "CPU_LOGITS", 4 * 200 * 7)  # bytes of 7 rows
-    calls = spy(monkeypatch, model, "head")
-    for n in 30, 9:  # no proposal for the others, but feedback
-        torch.testing.assert_close(ask(n), (x0[:n], conf[:n], mixed), rtol=1e-6, atol=1e-6)
-    assert [len(rows) for rows, in calls] == [7, 7, 7, 7, 2] + [7, 2] + [7, 7, 7]
-
-
 def test_reveal_counts_equal_the_recorded():
     keys = [key for key in RECORDED if key.startswith("counts/")]
     assert len(keys) == 13
     for key in keys:
         masked, steps = map(int, key[7:].split("_"))
-        x, counts = torch.full((1, masked), MASK), []
+        x, counts = torch.full((masked,), MASK), []
         for share in S.reveal_shares(steps):
-            b, l = (x == MASK).nonzero(as_tuple=True)
-            x = S.reveal(x, (b, l), 0 * l, l.float(), share)
+            l = (x == MASK).nonzero()[:, 0]
+            x = S.reveal(x, l, 0 * l, l.float(), share)
             counts.append(len(l) - int((x == MASK).sum()))
         assert counts == RECORDED[key].tolist() and sum(counts) == masked, key
 
@@ -116,34 +101,27 @@ def test_trajectories_equal_the_recorded(model):
                               ("k1_stepwise_s4", 1, "stepwise")):
         want = RECORDED[name + "_history"]
         got = decode(model, PROMPT, 16, len(want), sm=soft(k) if k else None, schedule=schedule)
-        assert torch.equal(got, want), name
+        assert torch.equal(got, want[:, 0]), name
+
+
+def test_time_gain_table():
+    """App. C.9. The switch is strict [code]."""
+    for schedule in "none", "linear", "stepwise", "linear-late", "stepwise-late":
+        for t in 0.8, math.nextafter(0.5, 1), 0.5, 0.1:
+            assert S.time_gain(schedule, t, 0.5) == fading(schedule, t, 0.5)
 
 
 def test_decode_is_algorithm_2(model):
     """Feedback comes from the raw logits: top-p changes tokens and order, not λ and π."""
-    [x] = S.pad_prompts(model.cfg, PROMPT, 16)
+    x = S.pad_prompt(model.cfg, PROMPT, 16)
     predict = lambda emb: shifted(model, emb)[0]
     for k, schedule in ((0, "none"), (1, "none"), (3, "none"), (None, "none"), (1, "linear"),
                         (3, "linear-late"), (None, "stepwise"), (3, "stepwise-late")):
         sm, how = None if k == 0 else soft(k), dict(schedule=schedule, switch=0.4, top_p=0.3)
         want = slow_decode(predict, model.table, x, MASK, 10, sm and plain_omega(sm), **how)
         got = decode(model, PROMPT, 16, 10, sm=sm, **how)
-        assert torch.equal(got[:, 0], want), (k, schedule)
-        assert len(got.flatten(1).unique(dim=0)) > 5 and not (got[-1] == MASK).any()
-
-
-def test_a_batch_equals_single_runs(model):
-    prompts = [TEXT, TEXT[::-1], TEXT[3:] + TEXT[:3]]
-    gaps = [TEXT + 12 * [MASK], TEXT + 4 * [MASK] + TEXT[:8], TEXT + TEXT + TEXT[:4]]
-    blocks = [dict(block=8, cache=cache, threshold=threshold)
-              for cache, threshold in itertools.product(CACHES, (None, 0.15))]
-    fading = [{"schedule": schedule} for schedule in ("none", "linear", "stepwise-late")]
-    cases = [(prompts, 16, how) for how in fading + blocks] + [(gaps, 0, how) for how in fading]
-    for texts, gen_len, how in cases:
-        run = functools.partial(decode, model, gen_len=gen_len, steps=8, sm=soft(1), **how)
-        together = run(texts)
-        for b, prompt in enumerate(texts):
-            assert torch.equal(together[-1, b], run([prompt])[-1, 0]), how
+        assert torch.equal(got, want), (k, schedule)
+        assert len(got.unique(dim=0)) > 5 and not (got[-1] == MASK).any()
 
 
 def test_no_mask_is_left_though_the_model_predicts_masks(model):
@@ -152,7 +130,7 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
     for temperature in (0.0, 1.0):
         pick = dict(temperature=temperature, generator=gen())
         history = decode(stubborn, PROMPT, 16, 8, **pick)
-        assert (history[:-1, 0, 8:] == MASK).all()  # until the last step [code]
+        assert (history[:-1, 8:] == MASK).all()  # until the last step [code]
         runs = [decode(stubborn, PROMPT, 16, steps, block=8, cache=cache, threshold=p, **pick)
                 for steps, p in ((16, None), (2, None), (16, 0.9)) for cache in CACHES]
         assert not any((run[-1] == MASK).any() for run in [history, *runs])
@@ -171,15 +149,25 @@ def test_draws_follow_the_filtered_probabilities_and_a_mask_becomes_the_best_rea
 
 
 def test_ties_go_left_to_right_and_a_threshold_can_be_reached():
-    x, ids = torch.full((1, 40), MASK), torch.zeros(40, dtype=torch.long)
-    masks = (x == MASK).nonzero(as_tuple=True)
-    assert S.reveal(x, masks, ids, torch.zeros(40), 0.25)[0].tolist() == 10 * [0] + 30 * [MASK]
+    x, ids, masks = torch.full((40,), MASK), torch.zeros(40, dtype=torch.long), torch.arange(40)
+    assert S.reveal(x, masks, ids, torch.zeros(40), 0.25).tolist() == 10 * [0] + 30 * [MASK]
     assert not S.reveal(x, masks, ids, torch.ones(40), threshold=1.0).any()
 
 
 def test_gaps_that_cannot_be_filled_are_refused(model):
-    refused("position 0 is masked", S.pad_prompts, model.cfg, [[1, 2], [MASK, 2]], 4)
-    refused("use --block=0 to infill", decode, model, [[1, MASK, 2]], 4, 4, block=2)
+    refused("position 0 is masked", S.pad_prompt, model.cfg, [MASK, 2], 4)
+    refused("use --block=0 to infill", decode, model, [1, MASK, 2], 4, 4, block=2)
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+def test_logits_that_are_not_finite_end_the_decoding(model, value):
+    """Otherwise NaN is the surest of all, or no mask is ever filled."""
+    broken = copy.copy(model)
+    broken.head = lambda h: model.head(h) + torch.where(h.sum(-1, keepdim=True) > 3, value, 0.0)
+    for how, algorithm, temperature in itertools.product(
+            ({}, dict(block=4), dict(block=8, threshold=0.4)), ("entropy", "maskgit_plus"), (0, 1)):
+        how |= dict(algorithm=algorithm, temperature=temperature, top_p=0.9, generator=gen())
+        refused("not finite", decode, broken, PROMPT, 16, 16, sm=soft(3), **how)
 
 
 def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
@@ -194,7 +182,7 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
         calls.clear()
         got = decode(model, PROMPT, 16, steps, block=int(block[1:]), cache=cache,
                      threshold=threshold)
-        assert torch.equal(got[:, 0], RECORDED[f"blocks/{name}_x"][1:]), name
+        assert torch.equal(got, RECORDED[f"blocks/{name}_x"][1:]), name
         seen = [[start, emb.shape[1]] for emb, _, start in calls]
         want = RECORDED[f"blocks/{name}_call"].tolist()
         # Without a cache, the recording has the slices that were used, of all 24 positions.
@@ -203,7 +191,7 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
 
 def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     """At this ω, no two proposals are so close that rounding decides between them."""
-    [x], predict = S.pad_prompts(model.cfg, PROMPT, 16), functools.partial(shifted, model)
+    x, predict = S.pad_prompt(model.cfg, PROMPT, 16), functools.partial(shifted, model)
     heads, differs = itertools.cycle([(1, "none"), (3, "stepwise"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
         k, schedule = next(heads)
@@ -211,7 +199,7 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
         sm = SoftMask(MASK, k, omega_s=0.9, omega_a=2.0, omega_b=-5.0)
         want = slow_blocks(predict, model.table, x, MASK, 16, 16, soft=plain_omega(sm), **how)
         got, binary = (decode(model, PROMPT, 16, 16, sm=head, **how) for head in (sm, None))
-        assert torch.equal(got[:, 0], want), (k, how)
+        assert torch.equal(got, want), (k, how)
         differs.append(not torch.equal(got[-1], binary[-1]))
     assert sum(differs) > 6
 
@@ -223,12 +211,12 @@ def test_cuda_is_waited_for_once_in_a_pass(model):
     cases = ({"schedule": "linear"}, drawn, drawn | {"block": 4, "cache": "dual"},
              {"block": 4, "threshold": 0.5})
     for words, sm in itertools.product(cases, (None, soft(3))):
-        want = decode(model, [TEXT, TEXT[::-1]], 8, 4, sm=sm, generator=gen(), **words)
+        want = decode(model, PROMPT, 8, 4, sm=sm, generator=gen(), **words)
         with pretend.gpu() as waits:
             two = TwoPass(copy.deepcopy(model), copy.deepcopy(sm), MASK).to("cuda")
             waits.clear()
             g = torch.Generator("cuda").manual_seed(0)
-            got = decode(two.net, [TEXT, TEXT[::-1]], 8, 4, sm=two.sm, generator=g, **words)
+            got = decode(two.net, PROMPT, 8, 4, sm=two.sm, generator=g, **words)
         assert waits == ["to"] * len(got) + ["equal"], words  # the last is of `decode` above
         assert torch.equal(got, want), words
 
@@ -244,11 +232,11 @@ def test_cuda_and_cpu_compile_the_trunk_once(tiny_dream, monkeypatch, device, ba
     eager.model["layers"] = eager.model["layers"][:1]
     compiled = copy.deepcopy(eager)
     compiled.trunk = torch.compile(compiled.trunk, dynamic=True)
-    run = lambda model, x, how: decode(model, [x], 16, 8, sm=soft(3).to(device), **how)
+    run = lambda model, x, how: decode(model, x, 16, 8, sm=soft(3).to(device), **how)
     same = lambda x, **how: torch.equal(run(eager, x, how), run(compiled, x, how))
-    assert same(TEXT, block=4, cache="dual") and same(TEXT)
+    assert same(PROMPT, block=4, cache="dual") and same(PROMPT)
     with torch.compiler.set_stance("fail_on_recompile"):
-        assert same(TEXT[:5]) and all(same(TEXT[:5], block=8, cache=cache) for cache in CACHES)
+        assert same(PROMPT[:5]) and all(same(PROMPT[:5], block=8, cache=cache) for cache in CACHES)
 
 
 def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
@@ -282,9 +270,14 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
     err = go(prompt="hello", omega_s=0.9, block=4, threshold=1e-9, schedule="linear").err
-    assert "NFE 4" in err and "SoftMask(k=3, omega_s=0.9, " in err
-    filled = go(infill="def f():\\n    ___ # end").out
-    assert filled.startswith("def f():\n    ") and filled.endswith(" # end\n")
+    assert "NFE 4, " in err and "s; 2 tokens per forward pass; SoftMask(k=3, omega_s=0.9, " in err
+    for blank in "___", 9 * "_":
+        filled = go(infill=f"def __f__():\\n    {blank} # end").out
+        assert filled.startswith("def __f__():\n    ") and filled.endswith(" # end\n")
+        assert "___" not in filled
+    for flags in {"prompt": "a <|mask|>"}, {"infill": "<|mask|> ___"}, {"chat": True}:
+        monkeypatch.setattr(sys, "stdin", io.StringIO("<|mask|>b\n"))
+        refused(r"^<\|mask\|> would become", go, **flags)
     monkeypatch.setattr(sys, "stdin", io.StringIO("hello\nagain\n"))
     answer = mock.Mock(return_value=("hi", {"nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}))
     monkeypatch.setattr(S, "answer", answer)
