@@ -288,12 +288,12 @@ def load_initial(model, cfg, vocabulary):
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
     # ω comes from the settings where they are not the defaults, else from the file if it has one.
-    default, own = ModelConfig(), model.state_dict()
+    default = ModelConfig()
     given = [name for name in ("omega_s", "omega_a", "omega_b")
              if getattr(cfg, name) != getattr(default, name)]
-    state = {name: p for name, p in own.items() if name.startswith("sm.")}
+    state = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     for name, p in ckpt["model"].items():
-        if name.startswith("net.") or name in own and name.replace("sm.raw", "omega") not in given:
+        if name.startswith("net.") or model.sm and name.replace("sm.raw", "omega") not in given:
             state[name] = p
     model.load_state_dict(state)
     if "sm.raw_s" not in ckpt["model"]:
