@@ -29,7 +29,6 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import checkpoint
 from chunks import SM_KEEPS, in_chunks, in_pieces
 from launch import Count, Negative, Positive, Refused, Size
 from softmask import SoftMask
@@ -358,17 +357,3 @@ class MDLM(TwoPass):
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)  # see TwoPass       (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
-
-    @classmethod
-    def load(cls, path, ema=True):
-        """A model in eval mode, from any file that checkpoint.load reads. `info` has the rest.
-
-        ema: use the averaged backbone, as the authors' code does [code].
-        """
-        weights, info = checkpoint.weights(path, ema)
-        config = {name: value for name, value in info["config"].items()
-                  if name in ModelConfig.__dataclass_fields__}  # train.Config has more fields
-        model = cls(ModelConfig(**config))
-        model.load_state_dict(weights)
-        model.info = info
-        return model.eval()

@@ -28,7 +28,7 @@ import launch
 from data import rng
 from eval import val_nats
 from launch import Refused, Size, progress, run
-from mdlm import MDLM
+from checkpoint import load_mdlm
 from sample import generate_in_order
 from show import draw, painted
 from train import Config as TrainConfig
@@ -242,7 +242,7 @@ class Config:
 
 
 def main(cfg):
-    model = MDLM.load(cfg.checkpoint or SHIPPED)
+    model = load_mdlm(cfg.checkpoint or SHIPPED)
     if model.cfg.length != 39:
         raise Refused(f"{cfg.checkpoint} is not a model of Sudokus: its rows have "
                       f"{model.cfg.length} tokens, not 39")

@@ -15,9 +15,9 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import FORMAT, load, read_safetensors, save, with_omega, write_safetensors
+from checkpoint import (FORMAT, load, load_mdlm, read_safetensors, save, with_omega,
+                        write_safetensors)
 from conftest import random_mdlm, refused, save_mdlm
-from mdlm import MDLM
 from sample import Config
 from softmask import SoftMask
 
@@ -75,12 +75,12 @@ def test_save_and_load_are_inverse(tmp_path):
     path, model = str(tmp_path / "run" / "last.pt"), trained()
     save_mdlm(path, model, step=3)
     for name in path, str(tmp_path / "run"):
-        assert same(MDLM.load(name), model) and load(name)["step"] == 3
-    refused("one set of weights", MDLM.load, path, ema=False)
+        assert same(load_mdlm(name), model) and load(name)["step"] == 3
+    refused("one set of weights", load_mdlm, path, ema=False)
     assert "torch" in load(path)["versions"] and os.listdir(tmp_path / "run") == ["last.pt"]
     model.net.output_layer.linear.weight.data *= float("nan")
     save_mdlm(path, model)
-    refused("not finite", MDLM.load, path)
+    refused("not finite", load_mdlm, path)
 
 
 @pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
@@ -90,7 +90,7 @@ def test_shared_weights_are_read(tmp_path, k, soft):
                for name, t in model.state_dict().items()}
     rest = dict(format=FORMAT, kind="mdlm", config=vars(model.cfg), step=6000, tokenizer=SPECIAL)
     write_safetensors(path, tensors, {FORMAT: json.dumps(rest)})
-    loaded = MDLM.load(path)
+    loaded = load_mdlm(path)
     assert loaded.cfg == model.cfg and (loaded.sm is not None) == soft
     assert loaded.info["step"] == 6000 and loaded.info["tokenizer"] == SPECIAL
     assert all(torch.equal(t, tensors[name].float()) for name, t in loaded.state_dict().items())
@@ -144,18 +144,18 @@ def test_training_checkpoint_without_its_framework(tmp_path):
     path = training_file(tmp_path / "x.ckpt", model)
     with pytest.raises(pickle.UnpicklingError):
         torch.load(path, weights_only=True)  # so a reader of our own is needed
-    averaged, raw = MDLM.load(path), MDLM.load(path, ema=False)
+    averaged, raw = load_mdlm(path), load_mdlm(path, ema=False)
     assert averaged.cfg == replace(model.cfg, k=2, omega_s=1e-6, dropout=0.0)
     assert averaged.info["step"] == 9
     assert same(raw, model) and same(averaged.sm, model.sm)  # ω has no average
     assert averaged.info["tokenizer"] == SPECIAL | {"name": "gpt2", "bos": 28}
     pairs = zip(averaged.net.parameters(), model.net.parameters())
     assert all(torch.equal(a, b + 1) for a, b in pairs)
-    dense = MDLM.load(training_file(path, model, algo={"tran_head": DENSE}))
+    dense = load_mdlm(training_file(path, model, algo={"tran_head": DENSE}))
     assert dense.cfg.k is None and dense.sm.raw_tau == 0.5
     # MDLM's code has it beside the sections, later code in one.
     for where in ({"time_conditioning": True}, {"algo": {"time_conditioning": True}}):
-        assert MDLM.load(training_file(path, model, **where)).cfg.time_conditioning
+        assert load_mdlm(training_file(path, model, **where)).cfg.time_conditioning
 
 
 def hostile(function, *args):
@@ -168,7 +168,7 @@ def test_no_foreign_function_is_ever_called(tmp_path):
     for call in ((os.mkdir, owned), (eval, f"__import__('os').mkdir({owned!r})"),
                  (getattr, "", "upper"), (__import__, "antigravity"),
                  (torch.hub.load_state_dict_from_url, f"file://{tmp_path}/x")):
-        MDLM.load(training_file(path, trained(), hostile=hostile(*call)))
+        load_mdlm(training_file(path, trained(), hostile=hostile(*call)))
         assert not os.path.exists(owned) and "antigravity" not in sys.modules
 
 
@@ -181,7 +181,7 @@ def test_hub_layouts(tmp_path):
     for prefix, name in itertools.product(("backbone.", ""), writers):
         path = tmp_path / name
         writers[name](published(model, prefix), str(path))
-        for loaded in MDLM.load(str(tmp_path)), MDLM.load(str(path)):
+        for loaded in load_mdlm(str(tmp_path)), load_mdlm(str(path)):
             assert loaded.cfg == replace(model.cfg, length=512, dropout=0.2, omega_s=1e-6)
             assert loaded.sm is None and same(loaded.net, model.net)
             assert loaded.info["tokenizer"]["name"] == "gpt2"
