@@ -87,16 +87,17 @@ def load_mdlm(path, ema=True, SoftMask=SoftMask):
         info.pop("optimizer", None)
         if not (ema or average):
             raise Refused(f"{path} has one set of weights: leave out --ema=False")
-        fields = ModelConfig.__dataclass_fields__  # train.Config has more
-        cfg = ModelConfig(**{name: v for name, v in info["config"].items() if name in fields})
+        names = info["config"].keys() & ModelConfig.__dataclass_fields__  # train.Config has more
+        cfg = ModelConfig(**{name: info["config"][name] for name in names})
         model = MDLM(cfg)
         if model.sm:
             model.sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
         theirs = info["config"].get("SoftMask")
-        if class_of(model.sm) != theirs:
-            raise Refused(f"{path} has the soft mask {theirs or 'SoftMask'}: in Python, checkpoint."
-                          f"load_mdlm(path, SoftMask={theirs or 'SoftMask'}) loads it")
-        state = state | (average or {}) if ema else state
+        if theirs != class_of(model.sm):
+            raise Refused(f"{path} has a soft mask of the class {theirs or 'SoftMask'}: in Python, "
+                          f"checkpoint.load_mdlm(path, SoftMask={theirs or 'SoftMask'}) loads it")
+        if ema and average:
+            state |= average
         check_numbers(state, path)
         model.load_state_dict(state)
     model.info = info
@@ -111,9 +112,7 @@ def class_of(sm):
 
 def load_last(path, kind, cfg, sm, facts, may_differ, remedy=""):
     """A run's last.pt. Raises Refused unless its config is that of cfg and sm, and its data facts.
-
-    may_differ: names.   remedy: the end of the message.
-    """
+    may_differ: names of settings and facts that may.   remedy: the end of the message."""
     ckpt = load(path, kind)
     now = dataclasses.asdict(cfg) | facts | {"SoftMask": class_of(sm)}
     check_same(path, ckpt["config"] | ckpt["data"], now, now.keys() - may_differ, remedy)
@@ -142,12 +141,13 @@ def git_version():
     """{commit, dirty} of this source code, or {commit: "unknown"}"""
     # Without --git-dir, a copy inside another repository would report the other's commit.
     command = "git --git-dir=.git --work-tree=. describe --always --exclude=* --abbrev=40 --dirty"
+    here = os.path.dirname(os.path.abspath(__file__))
     try:
-        found = subprocess.check_output(command.split(), stderr=subprocess.DEVNULL, text=True,
-                                        cwd=os.path.dirname(os.path.abspath(__file__))).strip()
+        found = subprocess.run(command.split(), cwd=here, capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "unknown"}
-    return {"commit": found.removesuffix("-dirty"), "dirty": found.endswith("-dirty")}
+    commit, dirty, _ = found.stdout.strip().partition("-dirty")
+    return {"commit": commit, "dirty": bool(dirty)}
 
 
 def with_omega(sm, mask_id, cfg):
@@ -224,9 +224,8 @@ def from_mdlm_family(file, path):
         names = [f"net.{name}" for name, _ in empty.net.named_parameters()]
         ema = dict(zip(names, ema["shadow_params"], strict=True))
     return {"format": FORMAT, "kind": "mdlm", "config": vars(cfg), "model": model, "ema": ema,
-            "step": int(file.get("global_step", 0)),
-            "tokenizer": {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2,
-                          "eos": V - 2}}
+            "step": int(file.get("global_step", 0)), "tokenizer": {
+                "name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}}
 
 
 def require(settings, where, **wanted):
