@@ -41,7 +41,15 @@ def load(path, kind=None):
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)
     with readable(path):
-        ckpt = read(path)
+        if path.endswith(".safetensors"):
+            ckpt, metadata = read_safetensors(path, with_metadata=True)
+            if FORMAT in metadata:  # as in results/: the header holds the rest of the dict
+                ckpt = json.loads(metadata[FORMAT]) | {"model": ckpt}
+        else:
+            try:
+                ckpt = torch.load(path, map_location="cpu", weights_only=True)
+            except pickle.UnpicklingError:  # a training framework's, which need not be installed
+                ckpt = torch.load(path, "cpu", InertPickle, weights_only=False)
         if ckpt.get("format") != FORMAT:
             ckpt = from_mdlm_family(ckpt, path)
         if kind:
@@ -59,19 +67,6 @@ def readable(path):
             raise
         reason = textwrap.shorten(f"{type(e).__name__}: {e}", 200)
         raise Refused(f"{path} is not a complete checkpoint that can be read here ({reason})")
-
-
-def read(path):
-    """The dict in a file: one of ours, a training framework's, or bare weights."""
-    if path.endswith(".safetensors"):
-        tensors, metadata = read_safetensors(path, with_metadata=True)
-        if FORMAT in metadata:  # as in results/: the header holds the rest of the dict
-            return json.loads(metadata[FORMAT]) | {"model": tensors}
-        return tensors
-    try:
-        return torch.load(path, map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError:  # a training framework's, which need not be installed
-        return torch.load(path, map_location="cpu", weights_only=False, pickle_module=InertPickle)
 
 
 def load_mdlm(path, ema=True, SoftMask=SoftMask):
@@ -154,21 +149,20 @@ def with_omega(sm, mask_id, cfg):
     """sm with each ω that cfg gives, for decoding. Without sm, omega_s makes one, k = 3 [ours]."""
     given = {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b")
              if getattr(cfg, name) is not None}
-    if not given:
-        return sm
-    if sm is None and "omega_s" not in given:  # the default ω_s is almost 0
-        raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
+    if given and sm is None:
+        if "omega_s" not in given:  # the default ω_s is almost 0
+            raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
+        sm = SoftMask(mask_id)
     start = SoftMask(mask_id, **given)
-    for name in given if sm else ():
-        raw = name.replace("omega", "raw")
+    for raw in (name.replace("omega", "raw") for name in given):
         getattr(sm, raw).data.copy_(getattr(start, raw).data)
-    return sm or start
+    return sm
 
 
 # ---- MDLM's family -------------------------------------------------------------------------------
 OMEGA = {"tran_head.raw_scale": "sm.raw_s", "tran_head.raw_steep": "sm.raw_a",
          "tran_head.raw_centre_neg": "sm.raw_b", "tran_head.raw_temperature": "sm.raw_tau"}
-RELEASED = {"model_length": 1024, "dropout": 0.1, "time_conditioning": False, "n_heads": None,
+RELEASED = {"model_length": 1024, "dropout": 0.1, "time_conditioning": False, "n_heads": 0,
             "mixinputs_k": 3, "transparency_alg": "mixinputs_with_topk"}
 
 
@@ -197,7 +191,7 @@ def from_mdlm_family(file, path):
         inside = name.startswith(prefix) and name not in OMEGA
         model["net." + name.removeprefix(prefix) if inside else OMEGA.get(name, name)] = t
     V, D = model["net.vocab_embed.embedding"].shape
-    inv_freq, n_head = model.pop("net.rotary_emb.inv_freq", None), settings["n_heads"]
+    inv_freq, n_head = model.pop("net.rotary_emb.inv_freq", None), int(settings["n_heads"] or 0)
     if inv_freq is not None:
         d = 2 * len(inv_freq)  # width of a head
         n_head, expected = n_head or D // d, 10000 ** (-torch.arange(0, d, 2) / d)
@@ -236,15 +230,13 @@ def require(settings, where, **wanted):
 
 
 # ---- training files ------------------------------------------------------------------------------
-HARMLESS = "OrderedDict", "_rebuild_tensor_v2", "_rebuild_parameter"
-
-
 class InertPickle:
     """In place of the module pickle. Whatever a file names becomes Inert, except for tensors."""
 
     class Unpickler(pickle.Unpickler):
         def find_class(self, module, name):
-            if module in ("collections", "torch._utils") and name in HARMLESS:
+            if f"{module}.{name}" in ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2",
+                                      "torch._utils._rebuild_parameter"):
                 return super().find_class(module, name)
             return Inert  # torch.load reads the tensors' data itself, without find_class
 
