@@ -136,13 +136,12 @@ def git_version():
     """{commit, dirty} of this source code, or {commit: "unknown"}"""
     # Without --git-dir, a copy inside another repository would report the other's commit.
     command = "git --git-dir=.git --work-tree=. describe --always --exclude=* --abbrev=40 --dirty"
-    here = os.path.dirname(os.path.abspath(__file__))
     try:
-        found = subprocess.run(command.split(), cwd=here, capture_output=True, text=True, check=True)
+        found = subprocess.check_output(command.split(), cwd=os.path.dirname(__file__) or ".",
+                                        stderr=subprocess.DEVNULL, text=True)
     except (OSError, subprocess.CalledProcessError):
         return {"commit": "unknown"}
-    commit, dirty, _ = found.stdout.strip().partition("-dirty")
-    return {"commit": commit, "dirty": bool(dirty)}
+    return {"commit": found.strip().removesuffix("-dirty"), "dirty": "-dirty" in found}
 
 
 def with_omega(sm, mask_id, cfg):
@@ -181,8 +180,7 @@ def from_mdlm_family(file, path):
         settings = read_json(beside)
     settings = RELEASED | settings
     for section in "algo", "model", "data", "optim", "tran_head":  # a hub model's are not nested
-        if isinstance(settings.get(section), dict):
-            settings |= settings[section]
+        settings |= settings.get(section) or {}
     # sm_t_min, sm_t_max: the authors' code can limit SM to some times t.
     require(settings, path, model_type="mdlm", parameterization="subs", sm_t_min=0, sm_t_max=1,
             causal_attention=False, tokenizer_name_or_path="gpt2", fixed_lambda=None)
@@ -312,11 +310,9 @@ class Config:
 
 def main(cfg):
     ckpt = load(cfg.checkpoint)
-    state = ckpt.pop("model")
-    tensors = [name for name in ("ema", "optimizer") if ckpt.pop(name, None)]
-    print(f"{sum(t.numel() for t in state.values()):,} parameters", *tensors, sep=", ")
+    print(f"{sum(t.numel() for t in ckpt.pop('model').values()):,} parameters")
     for name, value in ckpt.items():
-        print(f"{name}: {value}")
+        print(f"{name}: {'yes' if value and name in ('ema', 'optimizer') else value}")
 
 
 if __name__ == "__main__":
