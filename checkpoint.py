@@ -52,8 +52,7 @@ def load(path, kind=None):
                 ckpt = torch.load(path, "cpu", InertPickle, weights_only=False)
         if ckpt.get("format") != FORMAT:
             ckpt = from_mdlm_family(ckpt, path)
-        if kind:
-            require(ckpt, path, kind=kind)
+        require(ckpt, path, kind=kind or ckpt.get("kind"))
     return ckpt
 
 
@@ -72,9 +71,9 @@ def readable(path):
 def load_mdlm(path, ema=True, SoftMask=SoftMask):
     """An MDLM in eval mode, from any file that `load` reads. Its `info` is the rest of the dict.
 
-    ema: take the averaged θ, or the file's only one (in a step-N.pt, it is the average). False:
-    take θ as trained, and raise Refused if the file has only one. ω is not averaged [code].
-    SoftMask: the class that it was trained with. Raises Refused if the file says another.
+    ema: take the averaged θ, or the file's only one (a step-N.pt has its average). False: take θ as
+    trained. ω is not averaged [code].   SoftMask: the class that it was trained with.
+    Raises Refused if the file has no such θ, or another class.
     """
     info = load(path, "mdlm")
     with readable(path):
@@ -106,8 +105,7 @@ def class_of(sm):
 
 
 def load_last(path, kind, cfg, sm, facts, may_differ, remedy=""):
-    """A run's last.pt. Raises Refused unless its config is that of cfg and sm, and its data facts.
-    may_differ: names of settings and facts that may.   remedy: the end of the message."""
+    """A run's last.pt. Raises Refused if cfg, sm's class or a fact is another, and not may_differ."""
     ckpt = load(path, kind)
     now = dataclasses.asdict(cfg) | facts | {"SoftMask": class_of(sm)}
     check_same(path, ckpt["config"] | ckpt["data"], now, now.keys() - may_differ, remedy)
@@ -175,6 +173,7 @@ def from_mdlm_family(file, path):
     tables = [name for name in state if name.endswith("vocab_embed.embedding")]
     if not tables:
         raise Refused(f"{path} is not a model of MDLM's family: it has no vocab_embed.embedding")
+    prefix = min(tables, key=len).removesuffix("vocab_embed.embedding")
     settings = plain_values(file.get("hyper_parameters") or {}).get("config") or {}
     if not settings and os.path.exists(beside):
         settings = read_json(beside)
@@ -184,14 +183,15 @@ def from_mdlm_family(file, path):
     # sm_t_min, sm_t_max: the authors' code can limit SM to some times t.
     require(settings, path, model_type="mdlm", parameterization="subs", sm_t_min=0, sm_t_max=1,
             causal_attention=False, tokenizer_name_or_path="gpt2", fixed_lambda=None)
-    prefix, model = min(tables, key=len).removesuffix("vocab_embed.embedding"), {}
+    model = {}
     for name, t in state.items():
-        inside = name.startswith(prefix) and name not in OMEGA
-        model["net." + name.removeprefix(prefix) if inside else OMEGA.get(name, name)] = t
+        ours = "net." + name.removeprefix(prefix) if name.startswith(prefix) else name
+        model[OMEGA.get(name, ours)] = t
     V, D = model["net.vocab_embed.embedding"].shape
-    inv_freq, n_head = model.pop("net.rotary_emb.inv_freq", None), int(settings["n_heads"] or 0)
+    n_head = int(settings["n_heads"] or 0)
+    inv_freq = model.pop("net.rotary_emb.inv_freq", None)                      # (head width / 2,)
     if inv_freq is not None:
-        d = 2 * len(inv_freq)  # width of a head
+        d = 2 * len(inv_freq)
         n_head, expected = n_head or D // d, 10000 ** (-torch.arange(0, d, 2) / d)
         # A file in bf16 is off by up to 0.4 %.
         if n_head * d != D or not torch.allclose(inv_freq.float(), expected, rtol=0.01):
@@ -227,7 +227,6 @@ def require(settings, where, **wanted):
             raise Refused(f"{where} has {name} = {settings[name]!r}, but only {want!r} works here")
 
 
-# ---- training files ------------------------------------------------------------------------------
 class InertPickle:
     """In place of the module pickle. Whatever a file names becomes Inert, except for tensors."""
 
@@ -278,9 +277,8 @@ def read_safetensors(path, with_metadata=False):
         data = torch.from_numpy(np.memmap(path, np.uint8, mode="c", offset=f.tell()))
         for name, entry in header.items():
             dtype, (start, end) = DTYPES[entry["dtype"]], entry["data_offsets"]
-            part = data[start:end]
-            if start % dtype.itemsize:  # view() needs an aligned address
-                part = part.clone()
+            # view() needs an aligned address.
+            part = data[start:end].clone() if start % dtype.itemsize else data[start:end]
             tensors[name] = part.view(dtype).view(entry["shape"])
     return (tensors, metadata) if with_metadata else tensors
 
@@ -302,7 +300,6 @@ def write_safetensors(path, tensors, metadata=None):
             f.write(raw.numpy().data)
 
 
-# ---- what is in a file ---------------------------------------------------------------------------
 @dataclasses.dataclass
 class Config:
     checkpoint: str = "out/stdlib/last.pt"  # the file or folder to describe

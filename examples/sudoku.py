@@ -25,10 +25,10 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import launch
+from checkpoint import load_mdlm
 from data import rng
 from eval import val_nats
 from launch import Refused, Size, progress, run
-from checkpoint import load_mdlm
 from sample import generate_in_order
 from show import draw, painted
 from train import Config as TrainConfig

@@ -20,11 +20,11 @@ from typing import Annotated
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from checkpoint import load_mdlm
 from data import rng
 from eval import Config as EvalConfig
 from eval import corrupted, held_out_rows, mean_and_se, write_result
 from launch import Count, Refused, Size, machine, progress, run
-from checkpoint import load_mdlm
 from sample import generate_in_order
 
 

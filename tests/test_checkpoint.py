@@ -196,9 +196,9 @@ INV_FREQ = "backbone.rotary_emb.inv_freq"
     {"optim": {"sm_t_min": 0.2}}, {"optim": {"sm_t_max": 0.8}}, {"model_type": "bd3lm"},
     {"algo": {"tran_head": DENSE | {"fixed_lambda": 0.3}}},
     {"algo": {"tran_head": {"transparency_alg": "add"}}},
-    {"tensors": {"initial_nll": torch.tensor(7.0)}}, {"tensors": {"tran_head.skew": torch.ones(())}},
+    {"tensors": {"initial_nll": torch.tensor(7.0)}}, {"tensors": {"tran_head.x": torch.ones(())}},
     {"tensors": {INV_FREQ: 11000 ** (-torch.arange(0, 8, 2) / 8)}},
-    {"tensors": {INV_FREQ: torch.ones(0)}}, {"tensors": {"ema.vocab_embed.embedding": torch.ones(9)}},
+    {"tensors": {INV_FREQ: torch.ones(0)}}, {"tensors": {"e.vocab_embed.embedding": torch.ones(9)}},
     {"tensors": {"backbone.blocks.0.norm1.bias": torch.zeros(32)}},
     {"tensors": {"backbone.blocks.1.norm2.weight": torch.ones(31)}},
 ])

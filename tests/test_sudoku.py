@@ -10,10 +10,10 @@ import torch
 import data
 import sudoku
 import trajectory
+from checkpoint import load_mdlm
 from conftest import ROOT
 from data import rng
 from eval import bound
-from checkpoint import load_mdlm
 from sample import generate_in_order
 
 
