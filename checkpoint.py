@@ -31,8 +31,9 @@ from launch import Refused, atomic, check_same, read_json, run
 from mdlm import MDLM, ModelConfig
 from softmask import SoftMask
 
-# ---- any file ------------------------------------------------------------------------------------
 FORMAT = "soft-masked-mdlm/1"
+OMEGA = {"tran_head.raw_scale": "sm.raw_s", "tran_head.raw_steep": "sm.raw_a",
+         "tran_head.raw_centre_neg": "sm.raw_b", "tran_head.raw_temperature": "sm.raw_tau"}
 
 
 def load(path, kind=None):
@@ -77,8 +78,7 @@ def load_mdlm(path, ema=True, SoftMask=SoftMask):
     """
     info = load(path, "mdlm")
     with readable(path):
-        state, average = info.pop("model"), info.pop("ema", None)
-        info.pop("optimizer", None)
+        state, average, _ = (info.pop(name, None) for name in ("model", "ema", "optimizer"))
         if not (ema or average):
             raise Refused(f"{path} has one set of weights: leave out --ema=False")
         names = info["config"].keys() & ModelConfig.__dataclass_fields__  # train.Config has more
@@ -90,8 +90,7 @@ def load_mdlm(path, ema=True, SoftMask=SoftMask):
         if theirs != class_of(model.sm):
             raise Refused(f"{path} has a soft mask of the class {theirs or 'SoftMask'}: in Python, "
                           f"checkpoint.load_mdlm(path, SoftMask={theirs or 'SoftMask'}) loads it")
-        if ema and average:
-            state |= average
+        state |= (average or {}) if ema else {}
         check_numbers(state, path)
         model.load_state_dict(state)
     model.info = info
@@ -105,7 +104,7 @@ def class_of(sm):
 
 
 def load_last(path, kind, cfg, sm, facts, may_differ, remedy=""):
-    """A run's last.pt. Raises Refused if cfg, sm's class or a fact is another, and not may_differ."""
+    """A run's last.pt. Raises Refused if cfg, sm's class or a fact differs and may not."""
     ckpt = load(path, kind)
     now = dataclasses.asdict(cfg) | facts | {"SoftMask": class_of(sm)}
     check_same(path, ckpt["config"] | ckpt["data"], now, now.keys() - may_differ, remedy)
@@ -126,8 +125,7 @@ def save(path, **parts):
         with atomic(path) as tmp, open(tmp, "wb") as f:
             torch.save({"format": FORMAT, "git": git_version(), "versions": versions, **parts}, f)
     except (OSError, RuntimeError) as e:  # torch.save may hide the disk's error behind its own
-        reason = e if isinstance(e, OSError) else e.__context__ or e
-        raise OSError(*reason.args, path)
+        raise OSError(*(e if isinstance(e, OSError) else e.__context__ or e).args, path)
 
 
 def git_version():
@@ -146,23 +144,15 @@ def with_omega(sm, mask_id, cfg):
     """sm with each ω that cfg gives, for decoding. Without sm, omega_s makes one, k = 3 [ours]."""
     given = {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b")
              if getattr(cfg, name) is not None}
-    if given and sm is None:
-        if "omega_s" not in given:  # the default ω_s is almost 0
-            raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
-        sm = SoftMask(mask_id)
-    start = SoftMask(mask_id, **given)
-    for raw in (name.replace("omega", "raw") for name in given):
+    if sm is None and given and "omega_s" not in given:  # the default ω_s is almost 0
+        raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
+    start = SoftMask(mask_id, **given) if given else None
+    for raw in (name.replace("omega", "raw") for name in given if sm):
         getattr(sm, raw).data.copy_(getattr(start, raw).data)
-    return sm
+    return sm or start
 
 
 # ---- MDLM's family -------------------------------------------------------------------------------
-OMEGA = {"tran_head.raw_scale": "sm.raw_s", "tran_head.raw_steep": "sm.raw_a",
-         "tran_head.raw_centre_neg": "sm.raw_b", "tran_head.raw_temperature": "sm.raw_tau"}
-RELEASED = {"model_length": 1024, "dropout": 0.1, "time_conditioning": False, "n_heads": 0,
-            "mixinputs_k": 3, "transparency_alg": "mixinputs_with_topk"}
-
-
 def from_mdlm_family(file, path):
     """Our dict from weights of MDLM or of the authors' SM. Only prefixes and ω's names change.
 
@@ -174,40 +164,35 @@ def from_mdlm_family(file, path):
     if not tables:
         raise Refused(f"{path} is not a model of MDLM's family: it has no vocab_embed.embedding")
     prefix = min(tables, key=len).removesuffix("vocab_embed.embedding")
-    settings = plain_values(file.get("hyper_parameters") or {}).get("config") or {}
-    if not settings and os.path.exists(beside):
-        settings = read_json(beside)
-    settings = RELEASED | settings
+    settings = plain_values(file.get("hyper_parameters") or {}).get("config")
+    settings = settings or (read_json(beside) if os.path.exists(beside) else {})
     for section in "algo", "model", "data", "optim", "tran_head":  # a hub model's are not nested
         settings |= settings.get(section) or {}
     # sm_t_min, sm_t_max: the authors' code can limit SM to some times t.
     require(settings, path, model_type="mdlm", parameterization="subs", sm_t_min=0, sm_t_max=1,
             causal_attention=False, tokenizer_name_or_path="gpt2", fixed_lambda=None)
-    model = {}
-    for name, t in state.items():
-        ours = "net." + name.removeprefix(prefix) if name.startswith(prefix) else name
-        model[OMEGA.get(name, ours)] = t
+    ours = lambda name: name.replace(prefix, "net.", 1) if name.startswith(prefix) else name
+    model = {OMEGA.get(name, ours(name)): t for name, t in state.items()}
     V, D = model["net.vocab_embed.embedding"].shape
-    n_head = int(settings["n_heads"] or 0)
+    n_head = int(settings.get("n_heads") or 0)
     inv_freq = model.pop("net.rotary_emb.inv_freq", None)                      # (head width / 2,)
     if inv_freq is not None:
         d = 2 * len(inv_freq)
         n_head, expected = n_head or D // d, 10000 ** (-torch.arange(0, d, 2) / d)
-        # A file in bf16 is off by up to 0.4 %.
-        if n_head * d != D or not torch.allclose(inv_freq.float(), expected, rtol=0.01):
+        if n_head * d != D or not torch.allclose(inv_freq.float(), expected, rtol=0.01):  # bf16
             raise Refused(f"{path}: inv_freq is not that of base 10000 with n_heads = {n_head}")
     if not n_head:
         raise Refused(f"{path}: give n_heads, its number of heads, in a config.json beside it")
-    k = {"mixinputs_with_topk": settings["mixinputs_k"],
-         "mixinputs_with_temp": None}[settings["transparency_alg"]]
+    k = {"mixinputs_with_topk": settings.get("mixinputs_k", 3),
+         "mixinputs_with_temp": None}[settings.get("transparency_alg", "mixinputs_with_topk")]
     if k:  # top-k has a temperature, too, but ignores it [code]
         model.pop("sm.raw_tau", None)
     cfg = ModelConfig(
         n_layer=len({name.split(".")[2] for name in model if name.startswith("net.blocks.")}),
         n_head=n_head, n_embd=D, n_cond=len(model["net.sigma_map.mlp.2.weight"]), vocab_size=V,
-        mask_id=V - 1, length=settings.get("length", settings["model_length"]),
-        dropout=settings["dropout"], time_conditioning=settings["time_conditioning"], k=k,
-        soft_mask=any(name.startswith("sm.") for name in model))
+        mask_id=V - 1, length=settings.get("length", settings.get("model_length", 1024)),
+        dropout=settings.get("dropout", 0.1), soft_mask="sm.raw_s" in model, k=k,
+        time_conditioning=settings.get("time_conditioning", False))
     with torch.device("meta"):
         empty = MDLM(cfg)
     empty.load_state_dict(model, assign=True)  # raises if a tensor is missing, or nothing reads it
@@ -229,7 +214,6 @@ def require(settings, where, **wanted):
 
 class InertPickle:
     """In place of the module pickle. Whatever a file names becomes Inert, except for tensors."""
-
     class Unpickler(pickle.Unpickler):
         def find_class(self, module, name):
             if f"{module}.{name}" in ("collections.OrderedDict", "torch._utils._rebuild_tensor_v2",
