@@ -286,15 +286,16 @@ def write_safetensors(path, tensors, metadata=None):
 
 @dataclasses.dataclass
 class Config:
-    checkpoint: str = "out/stdlib/last.pt"  # the file or folder to describe
+    checkpoint: list = ("out/stdlib/last.pt",)  # files or folders to describe
 
 
 def main(cfg):
-    ckpt = load(cfg.checkpoint)
-    print(f"{sum(t.numel() for t in ckpt.pop('model').values()):,} parameters")
-    for name, value in ckpt.items():
-        print(f"{name}: {'yes' if value and name in ('ema', 'optimizer') else value}")
+    for path in cfg.checkpoint:
+        ckpt = load(path)
+        print(f"{path}: {sum(t.numel() for t in ckpt.pop('model').values()):,} parameters")
+        for name, value in ckpt.items():
+            print(f"{name}: {'yes' if value and name in ('ema', 'optimizer') else value}")
 
 
 if __name__ == "__main__":
-    run(main, Config, paths="checkpoint")
+    run(main, Config)

@@ -245,7 +245,7 @@ def starting(model, cfg, here, source, meta):
     omega_from = "the settings"
     if launch.resumes(last, cfg.resume):
         content = {name: source[name] for name in ("sha256", "val", "keys")}  # the path may differ
-        ckpt = checkpoint.load_last(last, "mdlm", cfg, content, MAY_DIFFER_ON_RESUME,
+        ckpt = checkpoint.load_last(last, "mdlm", cfg, model.sm, content, MAY_DIFFER_ON_RESUME,
                                     ". sha256 and val are hashes of the text in --data")
         model.load_state_dict(ckpt["model"])
         omega_from, done, metrics = last, ckpt["step"], ckpt["metrics"]
@@ -321,8 +321,9 @@ def save(name, cfg, model, ema, **facts):
         facts["ema"] = average
     else:
         weights |= average
-    checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=asdict(cfg),
-                    seed=cfg.seed, model=weights, **facts)
+    config = asdict(cfg) | {"SoftMask": checkpoint.class_of(model.sm)}
+    checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=config, seed=cfg.seed,
+                    model=weights, **facts)
 
 
 def summarize(cfg, bounds, meta):
