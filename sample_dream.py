@@ -5,7 +5,7 @@
     App. A, Alg. 2                decode           the whole response at once
            l.4, App. B.2          propose          a token for each mask, and how sure the model is
            l.5, §2.2 unmasking    reveal           the surest of these tokens, placed in x
-           l.6, App. C.9          time_gain        soft masks for the others, that fade or not
+           l.6, App. C.9          time_gain        how strong the soft masks of the others are
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
@@ -357,7 +357,7 @@ def main(cfg):
         messages.append({"role": "assistant", "content": text})
         print(before + text + after)
         cost = "{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s; "
-        rate = f"{stats['tokens'] / stats['nfe']:.3g} tokens per forward pass; "
+        rate = f"{stats['tokens'] / stats['nfe']:.2f} tokens per forward pass; "
         print(cost.format(**stats) + rate + str(sm or "without feedback"), file=sys.stderr)
 
 
