@@ -245,7 +245,7 @@ def starting(model, cfg, here, source, meta):
     omega_from = "the settings"
     if launch.resumes(last, cfg.resume):
         content = {name: source[name] for name in ("sha256", "val", "keys")}  # the path may differ
-        ckpt = checkpoint.load_last(last, "mdlm", cfg, content, MAY_DIFFER_ON_RESUME,
+        ckpt = checkpoint.load_last(last, "mdlm", cfg, model.sm, content, MAY_DIFFER_ON_RESUME,
                                     ". sha256 and val are hashes of the text in --data")
         model.load_state_dict(ckpt["model"])
         omega_from, done, metrics = last, ckpt["step"], ckpt["metrics"]
@@ -288,12 +288,12 @@ def load_initial(model, cfg, vocabulary):
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
     # ω comes from the settings where they are not the defaults, else from the file if it has one.
-    default, own = ModelConfig(), model.state_dict()
+    default = ModelConfig()
     given = [name for name in ("omega_s", "omega_a", "omega_b")
              if getattr(cfg, name) != getattr(default, name)]
-    state = {name: p for name, p in own.items() if name.startswith("sm.")}
+    state = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     for name, p in ckpt["model"].items():
-        if name.startswith("net.") or name in own and name.replace("sm.raw", "omega") not in given:
+        if name.startswith("net.") or model.sm and name.replace("sm.raw", "omega") not in given:
             state[name] = p
     model.load_state_dict(state)
     if "sm.raw_s" not in ckpt["model"]:
@@ -321,8 +321,9 @@ def save(name, cfg, model, ema, **facts):
         facts["ema"] = average
     else:
         weights |= average
-    checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=asdict(cfg),
-                    seed=cfg.seed, model=weights, **facts)
+    config = asdict(cfg) | {"SoftMask": checkpoint.class_of(model.sm)}
+    checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=config, seed=cfg.seed,
+                    model=weights, **facts)
 
 
 def summarize(cfg, bounds, meta):
