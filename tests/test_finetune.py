@@ -1,22 +1,25 @@
 """finetune_dream.py against Alg. 1, App. B.2, and recorded numbers."""
 
 import json
+import lzma
 import os
 import shutil
 import signal
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
 import checkpoint
-import chunks
 import dora
 import finetune_dream as ft
 import launch
 import oracles
-from conftest import digest, dying, gen, plain_omega, recorded_adapter, refused, sigterm, torchrun
+from conftest import (digest, dying, gen, kill, plain_omega, recorded_adapter, refused, sigterm,
+                      torchrun)
 from dream import Dream, Tokenizer, byte_characters, load_adapter
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from sample_dream import Decoding, load_for_decoding
@@ -25,11 +28,15 @@ from softmask import SoftMask
 HEAD = dict(omega_s=0.4, omega_a=2.0, omega_b=-2.5)  # of the recordings
 
 
+def config(tiny, out):
+    return Config(model=tiny[0], data=tiny[1], out=str(out), steps=4, eta_bb=1e-2, warmup=0.25,
+                  omega_s=0.3, omega_a=2.0, omega_b=-4.5, n_val=3, log_every=1, save_every=2,
+                  eval_every=4, r=4, alpha=6, device="cpu")
+
+
 @pytest.fixture
 def cfg(tiny, tmp_path):
-    return Config(model=tiny[0], data=tiny[1], out=str(tmp_path / "out"), steps=4, eta_bb=1e-2,
-                  warmup=0.25, omega_s=0.3, omega_a=2.0, omega_b=-4.5, n_val=3, log_every=1,
-                  save_every=2, eval_every=4, r=4, alpha=6, device="cpu")
+    return config(tiny, tmp_path / "out")
 
 
 @pytest.fixture
@@ -44,8 +51,7 @@ def two_pass(folder, k, tau=1.0):
 
 
 @pytest.mark.parametrize("k, soft", [(None, True), (1, True), (3, True), (1, False)])
-def test_chunks_of_rows_equal_the_dense_algorithm(tiny_dream, batch, monkeypatch, k, soft):
-    monkeypatch.setattr(chunks, "CPU_LOGITS", 4 * 200 * 3)  # bytes of 3 rows
+def test_rows_equal_the_dense_algorithm(tiny_dream, batch, k, soft):
     (x0, xt, _), model = batch, two_pass(tiny_dream, k, tau=1.3)
     net = model.net
     dense = oracles.dense_nll(lambda emb, t: net.lm_head(net.trunk(emb)[0]).roll(1, 1), net.table,
@@ -110,20 +116,77 @@ def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(ti
 
 def test_dialogues_in_the_formats_that_people_have(tmp_path):
     path, ask = tmp_path / "own.json", "a\n\nc"
-    pair = said(("user", ask), ("assistant", "b"))
-    turns = [{"from": turn["role"], "value": turn["content"]} for turn in pair["messages"]]
-    alpaca = {"instruction": ask, "output": "b"}
-    records = [pair, {"conversations": turns}, {"prompt": ask, "response": "b"}, alpaca,
-               alpaca | {"input": ""}, alpaca | {"instruction": "a", "input": "c"}]
+    pair = said(("user", ask), ("assistant", "b"))["messages"]
+    turns = [{"from": turn["role"], "value": turn["content"]} for turn in pair]
+    alpaca, after = {"instruction": ask, "output": "b"}, [{"role": "user", "content": "more"}]
+    records = [{"messages": pair}, {"conversations": turns}, {"prompt": ask, "response": "b"},
+               {"prompt": ask, "completion": "b"}, alpaca, alpaca | {"input": ""},
+               alpaca | {"instruction": "a", "input": "c"}, {"conversations": pair + after},
+               {"prompt": pair[:1], "completion": pair[1:]},
+               {"messages": None, "system": "", "tools": [], "prompt": ask, "response": "b"}]
     lines = "\n\n".join(map(json.dumps, records))
-    for text in lines, "\ufeff" + lines, json.dumps(records, indent=1):
+    for text in lines, "\ufeff" + lines, "\n " + json.dumps(records, indent=1):
         path.write_text(text, encoding="utf-8")
-        train, val = ft.read_lines(Config(data=str(path)))
-        assert train == 6 * [pair] and not val
-    for n, wrong in ((1, '{"text": "a"}'), (1, "[1"), (2, json.dumps([pair, 3])), (2, "\n3"),
-                     (3, "\n\n" + lines[:20]), (1, '{"messages": [{"role": "user"}]}')):
+        train, val = ft.read_lines(Config(data=str(path), n_val=0))
+        assert sorted(map(str, train)) == sorted(map(str, records)) and not val
+        assert all(ft.as_messages(record) == (pair, [], set()) for record in train)
+    for n, wrong in ((1, '{"text": "a"}'), (1, "[1"), (2, json.dumps([records[0], 3])), (2, "\n3"),
+                     (3, "\n\n" + lines[:20]), (1, '{"messages": [{"content": "a"}]}'),
+                     (2, json.dumps(records[0]) + "\n{'prompt'"), (1, '{"messages": ["a", "b"]}')):
         path.write_text(wrong)
-        refused(f'own.json, line {n}: .*"messages"', ft.read_lines, Config(data=str(path)))
+        refused(f"own.json, line {n}: not a dialogue", ft.read_lines, Config(data=str(path)))
+    for what, content in (("xz", lzma.compress(lines.encode())), ("binary or UTF-16",
+                          lines.encode("utf-16-be")), ("line 3: .*utf-8",
+                          "\n\n{}é".encode("cp1252"))):
+        path.write_bytes(content)
+        refused(f"own.json.*{what}", ft.read_lines, Config(data=str(path)))
+
+
+@pytest.mark.parametrize("why, record, turn", [
+    ("history", {"history": [["a", "b"]]}, {}), ("tools", {"tools": '[{"name": "f"}]'}, {}),
+    ("functions", {"functions": [{}]}, {}), ("tool_calls", {}, {"tool_calls": [{"id": "1"}]}),
+    ("function_call", {}, {"function_call": {"name": "f"}, "content": None}),
+    ("weight of 0", {"weight": 0.0}, {}), ("weight of 0", {}, {"weight": 0}),
+    ("train of 0", {}, {"train": False}), ("roles other than", {}, {"role": "ipython"}),
+    ("a turn that is not text", {}, {"content": [{"type": "text", "text": "b"}]}),
+    ("a turn that is not text", {}, {"content": "\t" * 1_000_001})])
+def test_dialogues_that_are_more_than_their_text_are_dropped(tiny, why, record, turn):
+    counts, tok, pair = Counter(), Tokenizer(tiny[0]), said(("user", "a"), ("assistant", "bcd"))
+    pair["messages"][1] |= turn
+    assert not ft.encode_all([pair | record], Config(), tok, 261, counts)
+    [(reason, n)] = counts.items()
+    assert reason.startswith(f"dropped: {why}") and n == 1
+
+
+def test_roles_and_fields_that_change_nothing_are_read_as_what_they_are(tiny):
+    names = {"user": "User HUMAN", "assistant": "Assistant GPT ChatGPT bot Model",
+             "system": "System DEVELOPER"}
+    for role, others in names.items():
+        for other in others.split():
+            [turn, _], why, _ = ft.as_messages(said((other, "x"), ("assistant", "y")))
+            assert turn["role"] == role and not why
+    pair = said(("user", "a"), ("assistant", "bcd"))
+    pair["messages"][1] |= {"weight": 1, "name": "Eve", "tool_calls": None}
+    records = [pair | {"id": i, "system": "s"} for i in range(3)] + [pair | {"tools": "f", "id": 3}]
+    counts, tok = Counter(), Tokenizer(tiny[0])
+    kept = ft.encode_all(records, Config(), tok, 261, counts)
+    assert counts == {"not read: id": 3, "not read: weight": 3, "not read: name": 3,
+                      "dropped: tools": 1}
+    expected = tok.chat(said(("system", "s"), ("user", "a"))["messages"]) + "bcd<|im_end|>\n"
+    assert {tok.decode(ids.tolist()) for ids, _ in kept} == {expected}
+
+
+def test_a_dialogue_is_in_one_part_only_and_without_duplicates_all_stays_as_it_was(tiny, tmp_path):
+    lines = Path(tiny[1]).read_text().splitlines()[:60]
+    cfg, tok = Config(data=str(tmp_path / "own.jsonl"), n_val=4), Tokenizer(tiny[0])
+    for copies in 1, 2:
+        Path(cfg.data).write_text("\n".join(copies * lines))
+        train, val, said_of = ft.load_dialogues(cfg, tok, 261)
+        train, val = ([ids.tobytes() for ids, _ in part] for part in (train, val))
+        encoded = [np.int32(ft.encode_chat(json.loads(line), tok)[0]) for line in copies * lines]
+        expected, held_out = oracles.split([ids.tobytes() for ids in encoded], 4, cfg.seed)
+        assert val == held_out and train == [ids for ids in expected if ids not in val]
+    assert len(train) < 116 and said_of == f"dropped: also held out ({116 - len(train)})"
 
 
 def test_the_papers_corpora(monkeypatch):
@@ -145,16 +208,17 @@ def test_the_filters(tiny, tmp_path):
     overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
     kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
     dropped = {"response under 5 tokens": (talk("a", "ab"),),
-               "no answer by assistant, or a non-text turn": (talk("a", None), said(("bot", "b"))),
+               "no answer by assistant": (said(("user", "b")), {"messages": []}),
                "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
                "tool calls": (talk("a", "abc</tool_call>"),),
                "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
-    found, why = ft.encode_all([*kept, *sum(dropped.values(), ())], cfg, tok, 261)
+    counts = Counter()
+    found = ft.encode_all([*kept, *sum(dropped.values(), ())], cfg, tok, 261, counts)
     assert [(ids.tolist(), n) for ids, n in found] == [ft.encode_chat(talk, tok) for talk in kept]
-    assert why == {reason: len(records) for reason, records in dropped.items()}
+    assert counts == {f"dropped: {why}": len(records) for why, records in dropped.items()}
     assert len({ft.digest_of([(ids, n)]) for ids, _ in found for n in (3, 4)}) == 4
     Path(cfg.data).write_text("\n".join(30 * [*map(json.dumps, sum(dropped.values(), ()))]))
-    refused("dropped: .*60 no answer by", ft.load_dialogues, replace(cfg, n_val=99), tok, 261)
+    refused(r"no answer by assistant \(60\)", ft.load_dialogues, replace(cfg, n_val=99), tok, 261)
 
 
 @pytest.mark.parametrize("kind, k, coin", [
@@ -227,25 +291,34 @@ def adapter_is_of_the_checkpoint(folder):
     return saved[f"base_model.model.{layer}.weight"].equal(state[f"net.{layer}"])
 
 
-def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follows(cfg):
-    """Killed before a save, by torchrun's two SIGTERMs, and between last.pt and last/."""
-    cfg = replace(cfg, log_every=3)
-    whole = replace(cfg, out=cfg.out + "-whole")
-    finetune(whole)
-    with dying(checkpoint, "save", 2):
-        finetune(cfg)
-    assert parts(cfg.out)[0] == 2 and adapter_is_of_the_checkpoint(cfg.out)
-    cfg = replace(cfg, resume="auto")
-    with dying(torch.optim.AdamW, "step", 1, lambda: (sigterm(), sigterm())) as stopped:
-        finetune(cfg)
-    assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == 3
-    with dying(ft, "save_adapter", 3):  # after last/ at its start, and best/
-        finetune(cfg)
-    assert parts(cfg.out)[0] == 4 and not adapter_is_of_the_checkpoint(cfg.out)
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """The settings of an uninterrupted run, which saves after 2, 4 and 5 and measures after 3, 5"""
+    cfg = replace(config(tiny, tmp_path_factory.mktemp("whole")), steps=5, eval_every=3)
     finetune(cfg)
-    assert adapter_is_of_the_checkpoint(cfg.out)
+    return cfg
+
+
+@pytest.mark.parametrize("module, name, at, then", [
+    *[(torch.optim.AdamW, "step", n, lambda: (sigterm(), sigterm())) for n in (1, 2, 3)],
+    (torch.optim.AdamW, "step", 3, kill), (ft, "evaluate", 1, kill), (launch.Log, "write", 3, kill),
+    *[(ft, "save_adapter", n, kill) for n in (1, 2, 3, 4)],  # last/, best/, last/, best/
+    *[(checkpoint, "save", n, kill) for n in (1, 2, 3)]])
+def test_a_run_stopped_at_any_moment_is_the_uninterrupted_one(whole, tmp_path, module, name, at,
+                                                              then):
+    """torchrun sends two SIGTERMs. An evaluation is due at the second stop, and made first."""
+    cfg = replace(whole, out=str(tmp_path / "out"))
+    with dying(module, name, at, then) as stopped:
+        finetune(cfg)
+    if then is not kill:
+        assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == at + 1
+        assert logged(cfg.out) == logged(whole.out)[:at + 1]
+    finetune(replace(cfg, resume=True))
     assert all(map(torch.equal, parts(cfg.out)[1], parts(whole.out)[1]))
-    assert logged(cfg.out) == logged(whole.out)
+    assert logged(cfg.out) == logged(whole.out) and adapter_is_of_the_checkpoint(cfg.out)
+    for adapter in "best", "last":
+        files = [Path(run.out, adapter, "adapter_model.safetensors") for run in (cfg, whole)]
+        assert files[0].read_bytes() == files[1].read_bytes()
 
 
 @pytest.mark.parametrize("p_sm", [0.5, 0.0])
@@ -261,9 +334,9 @@ def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, tmp_path, mon
         loss = losses[len(seen) - 1]
         return {"val_soft": loss, "val_plain": 9 - loss} if p_sm else {"val_plain": loss}
     monkeypatch.setattr(ft, "evaluate", evaluate)
-    with dying(torch.optim.AdamW, "step", 4, sigterm):
+    with dying(torch.optim.AdamW, "step", 2, sigterm):
         finetune(cfg)
-    assert len(seen) == 3 and files(f"{cfg.out}/best") == seen[2]  # no evaluation delays the stop
+    assert len(seen) == 3 and files(f"{cfg.out}/best") == seen[2]
     for _ in range(2):
         finetune(replace(cfg, resume=True))
     assert len(seen) == 5 and files(f"{cfg.out}/best") == seen[2]
@@ -313,7 +386,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
     torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)
     assert {layer.s for layer in dora.layers(back).values()} == {40 / 16}
     assert launch.read_json(tmp_path / "adapter_config.json") == dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path="", use_dora=True, r=16,
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path="Dream-v0-Instruct-7B", use_dora=True,
         lora_alpha=40, lora_dropout=0, bias="none", target_modules=ft.TARGETS, inference_mode=True)
     assert load_adapter(Dream.load(tiny_dream), tmp_path) is None  # no ω is left
 
@@ -333,16 +406,14 @@ def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(c
         assert tuned.table.dtype == load_for_decoding(Decoding(**words))[0].table.dtype == dtype
 
 
-def test_a_binary_run_takes_the_place_of_another_only_when_asked(cfg):
-    """It leaves no ω of the other run, even if it is killed."""
-    finetune(replace(cfg, steps=2))
+def test_a_binary_run_leaves_no_omega_of_an_earlier_one(cfg):
+    """Nor does a run start where there is a last.pt, or resume with other settings."""
+    with dying(checkpoint, "save", 1):  # best/ and last/ are there, last.pt is not
+        finetune(replace(cfg, eval_every=1))
+    assert load_adapter(Dream.load(cfg.model), cfg.out + "/best")
     cfg = replace(cfg, p_sm=0.0)
-    refused("already holds a run", finetune, cfg)
-    with dying(checkpoint, "save", 1):
-        finetune(replace(cfg, overwrite=True))
-    assert not {"last", "last.pt"} & {*os.listdir(cfg.out)}
-    finetune(replace(cfg, resume="auto"))
-    os.rename(cfg.out + "/last.pt", cfg.out + "/mine.pt")
-    refused("already holds a run without last.pt", finetune, cfg)
-    assert os.listdir(cfg.out + "/best") == os.listdir(cfg.out + "/last")
-    assert load_adapter(Dream.load(cfg.model), cfg.out + "/best") is None
+    finetune(replace(cfg, resume=True))
+    refused("exists already", finetune, cfg)
+    refused("other settings: p_sm", finetune, replace(cfg, p_sm=0.5, resume=True))
+    for adapter in "/best", "/last":
+        assert load_adapter(Dream.load(cfg.model), cfg.out + adapter) is None
