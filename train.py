@@ -280,11 +280,11 @@ def load_initial(model, cfg, vocabulary):
     """
     ckpt = checkpoint.load(cfg.init_from, "mdlm")
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
-    now = asdict(cfg) | {"tokenizer": vocabulary["name"]}
+    now = asdict(cfg) | {"tokenizer": vocabulary["name"], "SoftMask": checkpoint.class_of(model.sm)}
     # Some of these can differ without a mismatch in shapes.
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
-        names += ["k"]
+        names += ["k", "SoftMask"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
     # ω comes from the settings where they are not the defaults, else from the file if it has one.
