@@ -68,8 +68,7 @@ class Config:
     # dialogues
     n_train: Size = 300_000     # before filtering, which leaves 270k
     n_val: Count = 500          # held out; at most a tenth of a .jsonl
-    # Tokens of prompt and response together [ours]. Longer dialogues are dropped, not cut.
-    max_length: int = 2048
+    max_length: int = 2048      # tokens, also of the prompt; longer ones are dropped [ours]
     min_response: int = 5       # tokens, including the two that end the turn [code]
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
@@ -339,11 +338,9 @@ def as_messages(record):
     why = [name for name in CONTEXT if any(part.get(name) for part, _ in parts)]
     if None in roles:
         why.append("roles other than user, assistant, system")
-    while roles and roles[-1] != "assistant":
-        roles.pop()
-    turns = turns[:len(roles)]
-    last = turns[-1:] or [{}]
-    why += [f"{name} of 0" for name in WEIGHTS if 0 in (record.get(name), last[0].get(name))]
+    turns = turns[:max((i for i, r in enumerate(roles, 1) if r == "assistant"), default=0)]
+    answer = turns[-1] if turns else {}
+    why += [f"{name} of 0" for name in WEIGHTS if 0 in (record.get(name), answer.get(name))]
     contents = [turn["value"] if "value" in turn else turn.get("content") for turn in turns]
     # tiktoken fails at a million blanks in a row.
     if not all(isinstance(content, str) and len(content) < 900_000 for content in contents):

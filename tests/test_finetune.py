@@ -9,7 +9,6 @@ from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 
@@ -18,8 +17,7 @@ import dora
 import finetune_dream as ft
 import launch
 import oracles
-from conftest import (digest, dying, gen, kill, plain_omega, recorded_adapter, refused, sigterm,
-                      torchrun)
+from conftest import digest, dying, gen, plain_omega, recorded_adapter, refused, sigterm, torchrun
 from dream import Dream, Tokenizer, byte_characters, load_adapter
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from sample_dream import Decoding, load_for_decoding
@@ -128,52 +126,40 @@ def test_dialogues_in_the_formats_that_people_have(tmp_path):
     for text in lines, "\ufeff" + lines, "\n " + json.dumps(records, indent=1):
         path.write_text(text, encoding="utf-8")
         train, val = ft.read_lines(Config(data=str(path), n_val=0))
-        assert sorted(map(str, train)) == sorted(map(str, records)) and not val
+        assert len(train) == len(records) and not val
         assert all(ft.as_messages(record) == (pair, [], set()) for record in train)
-    for n, wrong in ((1, '{"text": "a"}'), (1, "[1"), (2, json.dumps([records[0], 3])), (2, "\n3"),
-                     (3, "\n\n" + lines[:20]), (1, '{"messages": [{"content": "a"}]}'),
-                     (2, json.dumps(records[0]) + "\n{'prompt'"), (1, '{"messages": ["a", "b"]}')):
-        path.write_text(wrong)
-        refused(f"own.json, line {n}: not a dialogue", ft.read_lines, Config(data=str(path)))
-    for what, content in (("xz", lzma.compress(lines.encode())), ("binary or UTF-16",
-                          lines.encode("utf-16-be")), ("line 3: .*utf-8",
-                          "\n\n{}é".encode("cp1252"))):
-        path.write_bytes(content)
+    for what, wrong in (("line 1", '{"text": "a"}'), ("line 1", "[1"), ("line 2", "\n3"),
+                        ("line 2", json.dumps([records[0], 3])), ("line 3", "\n\n" + lines[:20]),
+                        ("line 1", '{"messages": [{"content": "a"}]}'), ("line 2.*utf", b"\n\xe9"),
+                        ("xz", lzma.compress(b"{}")), ("UTF-16", lines.encode("utf-16-be"))):
+        path.write_bytes(wrong if isinstance(wrong, bytes) else wrong.encode())
         refused(f"own.json.*{what}", ft.read_lines, Config(data=str(path)))
 
 
-@pytest.mark.parametrize("why, record, turn", [
-    ("history", {"history": [["a", "b"]]}, {}), ("tools", {"tools": '[{"name": "f"}]'}, {}),
-    ("functions", {"functions": [{}]}, {}), ("tool_calls", {}, {"tool_calls": [{"id": "1"}]}),
-    ("function_call", {}, {"function_call": {"name": "f"}, "content": None}),
-    ("weight of 0", {"weight": 0.0}, {}), ("weight of 0", {}, {"weight": 0}),
-    ("train of 0", {}, {"train": False}), ("roles other than", {}, {"role": "ipython"}),
-    ("a turn that is not text", {}, {"content": [{"type": "text", "text": "b"}]}),
-    ("a turn that is not text", {}, {"content": "\t" * 1_000_001})])
-def test_dialogues_that_are_more_than_their_text_are_dropped(tiny, why, record, turn):
-    counts, tok, pair = Counter(), Tokenizer(tiny[0]), said(("user", "a"), ("assistant", "bcd"))
-    pair["messages"][1] |= turn
-    assert not ft.encode_all([pair | record], Config(), tok, 261, counts)
-    [(reason, n)] = counts.items()
-    assert reason.startswith(f"dropped: {why}") and n == 1
-
-
-def test_roles_and_fields_that_change_nothing_are_read_as_what_they_are(tiny):
-    names = {"user": "User HUMAN", "assistant": "Assistant GPT ChatGPT bot Model",
-             "system": "System DEVELOPER"}
-    for role, others in names.items():
-        for other in others.split():
-            [turn, _], why, _ = ft.as_messages(said((other, "x"), ("assistant", "y")))
-            assert turn["role"] == role and not why
-    pair = said(("user", "a"), ("assistant", "bcd"))
-    pair["messages"][1] |= {"weight": 1, "name": "Eve", "tool_calls": None}
-    records = [pair | {"id": i, "system": "s"} for i in range(3)] + [pair | {"tools": "f", "id": 3}]
+def test_fields_and_roles_are_read_or_said_or_the_dialogue_is_dropped(tiny):
+    more = {"history": [["a", "b"]], "functions": [{}], "tools": '[{"name": "f"}]'}  # of a record
+    of_turn = {"tool_calls": [{"id": "1"}], "function_call": {"name": "f"}, "role": "ipython",
+               "content": [{"type": "text", "text": "bcd"}], "weight": 0, "train": False}
+    pair = lambda **turn: {"messages": [
+        {"role": "Human", "content": "a"}, {"role": "GPT", "content": "bcd", **turn}]}
+    records = [pair() | {name: value} for name, value in more.items()]
+    records += [pair(**{name: value}) for name, value in of_turn.items()]
+    records += [pair() | {"weight": 0.0}, pair(content="\t" * 1_000_001)]  # tiktoken fails at that
+    fine = {"weight": 1, "name": "Eve", "tool_calls": None}  # these change nothing
+    records += [pair(**fine) | {"system": "s", "id": i} for i in range(3)]
     counts, tok = Counter(), Tokenizer(tiny[0])
     kept = ft.encode_all(records, Config(), tok, 261, counts)
-    assert counts == {"not read: id": 3, "not read: weight": 3, "not read: name": 3,
-                      "dropped: tools": 1}
-    expected = tok.chat(said(("system", "s"), ("user", "a"))["messages"]) + "bcd<|im_end|>\n"
-    assert {tok.decode(ids.tolist()) for ids, _ in kept} == {expected}
+    text = tok.chat(said(("system", "s"), ("user", "a"))["messages"]) + "bcd<|im_end|>\n"
+    assert [tok.decode(ids.tolist()) for ids, _ in kept] == 3 * [text]
+    assert counts == {"not read: id": 3, "not read: weight": 3, "not read: name": 3} | {
+        f"dropped: {why}": n for why, n in (
+            ("history", 1), ("functions", 1), ("tools", 1), ("tool_calls", 1), ("train of 0", 1),
+            ("function_call", 1), ("roles other than user, assistant, system", 1),
+            ("weight of 0", 2), ("a turn that is not text, or over 900,000 characters", 2))}
+    for role, others in {"user": "USER", "assistant": "Assistant ChatGPT bot Model",
+                         "system": "System DEVELOPER"}.items():
+        for other in others.split():
+            assert ft.as_messages(said((other, "x"), ("gpt", "y")))[0][0]["role"] == role
 
 
 def test_a_dialogue_is_in_one_part_only_and_without_duplicates_all_stays_as_it_was(tiny, tmp_path):
@@ -181,12 +167,12 @@ def test_a_dialogue_is_in_one_part_only_and_without_duplicates_all_stays_as_it_w
     cfg, tok = Config(data=str(tmp_path / "own.jsonl"), n_val=4), Tokenizer(tiny[0])
     for copies in 1, 2:
         Path(cfg.data).write_text("\n".join(copies * lines))
-        train, val, said_of = ft.load_dialogues(cfg, tok, 261)
-        train, val = ([ids.tobytes() for ids, _ in part] for part in (train, val))
-        encoded = [np.int32(ft.encode_chat(json.loads(line), tok)[0]) for line in copies * lines]
-        expected, held_out = oracles.split([ids.tobytes() for ids in encoded], 4, cfg.seed)
+        *parts, left_out = ft.load_dialogues(cfg, tok, 261)
+        train, val = ([ids.tolist() for ids, _ in part] for part in parts)
+        encoded = [ft.encode_chat(json.loads(line), tok)[0] for line in copies * lines]
+        expected, held_out = oracles.split(encoded, 4, cfg.seed)
         assert val == held_out and train == [ids for ids in expected if ids not in val]
-    assert len(train) < 116 and said_of == f"dropped: also held out ({116 - len(train)})"
+    assert len(train) < 116 and left_out == f"dropped: also held out ({116 - len(train)})"
 
 
 def test_the_papers_corpora(monkeypatch):
@@ -300,25 +286,23 @@ def whole(tiny, tmp_path_factory):
 
 
 @pytest.mark.parametrize("module, name, at, then", [
-    *[(torch.optim.AdamW, "step", n, lambda: (sigterm(), sigterm())) for n in (1, 2, 3)],
-    (torch.optim.AdamW, "step", 3, kill), (ft, "evaluate", 1, kill), (launch.Log, "write", 3, kill),
-    *[(ft, "save_adapter", n, kill) for n in (1, 2, 3, 4)],  # last/, best/, last/, best/
-    *[(checkpoint, "save", n, kill) for n in (1, 2, 3)]])
-def test_a_run_stopped_at_any_moment_is_the_uninterrupted_one(whole, tmp_path, module, name, at,
-                                                              then):
+    *[(torch.optim.AdamW, "step", n, [lambda: (sigterm(), sigterm())]) for n in (1, 2, 3)],
+    *[(torch.optim.AdamW, "step", 3, []), (ft, "evaluate", 1, []), (launch.Log, "write", 3, [])],
+    *[(ft, "save_adapter", n, []) for n in (1, 2, 3, 4)],  # last/, best/, last/, best/
+    *[(checkpoint, "save", n, []) for n in (1, 2, 3)]])
+def test_a_run_that_ends_at_any_moment_is_the_whole_one(whole, tmp_path, module, name, at, then):
     """torchrun sends two SIGTERMs. An evaluation is due at the second stop, and made first."""
     cfg = replace(whole, out=str(tmp_path / "out"))
-    with dying(module, name, at, then) as stopped:
+    with dying(module, name, at, *then) as stopped:
         finetune(cfg)
-    if then is not kill:
+    if then:
         assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == at + 1
         assert logged(cfg.out) == logged(whole.out)[:at + 1]
     finetune(replace(cfg, resume=True))
     assert all(map(torch.equal, parts(cfg.out)[1], parts(whole.out)[1]))
     assert logged(cfg.out) == logged(whole.out) and adapter_is_of_the_checkpoint(cfg.out)
-    for adapter in "best", "last":
-        files = [Path(run.out, adapter, "adapter_model.safetensors") for run in (cfg, whole)]
-        assert files[0].read_bytes() == files[1].read_bytes()
+    best = [Path(run.out, "best/adapter_model.safetensors").read_bytes() for run in (cfg, whole)]
+    assert best[0] == best[1]
 
 
 @pytest.mark.parametrize("p_sm", [0.5, 0.0])
@@ -377,7 +361,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
     full.raw_s.data.fill_(20.0)
     assert full.omega[0] == 1  # in fp32
     for sm in (full, SoftMask(194, None, **HEAD, tau=1.3)):
-        ft.save_adapter(str(tmp_path), dream, sm, Config(alpha=40))
+        ft.save_adapter(str(tmp_path), dream, sm, Config(model="", alpha=40))
         back = Dream.load(tiny_dream)
         omega = SoftMask(**load_adapter(back, tmp_path))
         torch.testing.assert_close(omega.omega, sm.omega, rtol=0, atol=1e-4)
@@ -386,7 +370,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
     torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)
     assert {layer.s for layer in dora.layers(back).values()} == {40 / 16}
     assert launch.read_json(tmp_path / "adapter_config.json") == dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path="Dream-v0-Instruct-7B", use_dora=True,
+        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path="", use_dora=True, r=16,
         lora_alpha=40, lora_dropout=0, bias="none", target_modules=ft.TARGETS, inference_mode=True)
     assert load_adapter(Dream.load(tiny_dream), tmp_path) is None  # no ω is left
 
