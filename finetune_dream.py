@@ -88,9 +88,9 @@ class Config:
     p_sm: Share = 0.5           # probability of feedback, in two passes; 0: a binary model
     # One coin toss per update [ours], or one per dialogue [code]: then more updates train ω.
     coin: Literal["update", "dialogue"] = "update"
-    k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: Share = 1e-6       # close to 0 (App. B.2); this value: [code]
-    omega_a: Positive = 10 / 1.5  # App. B.2: 95% of the values −H lie above −1.5 nats
+    k: int | None = 1           # as in Table 3; none: all tokens (App. C.8)
+    omega_s: float = 1e-6       # close to 0 (App. B.2); this value: [code]
+    omega_a: float = 10 / 1.5   # App. B.2: 95% of the values −H lie above −1.5 nats
     omega_b: float = -0.75
     # the machine
     checkpointing: bool = True  # saves memory, costs time: see dream.Dream
@@ -414,7 +414,10 @@ def model_of(cfg, here):
     dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
     sm, mask_id = None, dream.cfg.mask_token_id
     if cfg.p_sm > 0:
-        sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(here.device)
+        try:
+            sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(here.device)
+        except ValueError as e:
+            raise Refused(e)
     return TwoPassDream(dream, sm, mask_id)
 
 
