@@ -6,9 +6,10 @@
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
 
-The model learns to fill in the last answer of each dialogue. The folder `out` gets log.jsonl,
-last.pt to resume from, and two adapters, best/ and last/, which sample_dream.py, peft and the
-authors' code can read. As in train.py, neither a resume nor the number of GPUs changes a draw.
+The model learns to fill in the last answer of each dialogue. Alg. 1 sums the loss over its masks;
+the default is their mean, as in the authors' code. The folder `out` gets log.jsonl, last.pt to
+resume from, and two adapters, best/ and last/, which sample_dream.py, peft and the authors' code
+can read. As in train.py, neither a resume nor the number of GPUs changes a draw.
 
     dialogue, update    one update of DoRA and ω, step by step as in train.py         Alg. 1 l.2-9
     finetune, loop      the whole run: data, model, and the loop around `update`
@@ -40,43 +41,46 @@ from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
-# Role names of Ling-Coder and of ShareGPT. Renaming SYSTEM is [ours]. The authors keep it, so the
+# Names of roles, in any case. Renaming Ling-Coder's SYSTEM is [ours]. The authors keep it, so the
 # chat template puts a default system message before it.
-ROLES = {"SYSTEM": "system", "HUMAN": "user", "ASSISTANT": "assistant",
-         "human": "user", "gpt": "assistant"}
-FORMAT = ('{"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": '
-          '"…"}]} or {"prompt": "…", "response": "…"}')
+ROLES = {"user": "user", "human": "user", "system": "system", "developer": "system",
+         **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant")}
+# Fields that hold a dialogue: all its turns, or a prompt and the answer
+FORMATS = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "response"),
+           ("prompt", "completion"))
+# A dialogue with one of these is dropped: the model would not see what its answer depends on.
+CONTEXT = "history", "tools", "functions", "tool_calls", "function_call"
+WEIGHTS = "weight", "train", "loss_mask", "loss"  # 0 or false: an answer not to be learned
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 MASK_FLOOR = 1e-3  # masked with (1 − floor) t + floor; mdlm.corrupt has no "+ floor" [code]
 
 
 @dataclass
 class Config:
-    model: str = ""             # folder of a Dream, Dream-Coder or open-dCoder model, as published
+    model: str = "Dream-v0-Instruct-7B"  # folder of a Dream, Dream-Coder or open-dCoder model
     # mix (Tulu 3 + SmolTalk), coding (Ling-Coder-SFT), or a .jsonl with one dialogue on each line:
     # {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},
-    # {"prompt": "…", "response": "…"}, or Alpaca's or ShareGPT's records; or a JSON list of these.
+    # {"prompt": "…", "response": "…"}, or Alpaca's, ShareGPT's or TRL's; or a JSON list of these.
     data: str = ""              # the last answer of each dialogue is what the model learns
     out: str = "out/dream"
     resume: bool = False        # continue from last.pt in `out`, or start if there is none
     seed: int = 1231            # the authors' five runs use 1231 to 1235
     # dialogues
     n_train: Size = 300_000     # before filtering, which leaves 270k
-    n_val: Size = 500           # held out; at most a tenth of a .jsonl
-    # Tokens of prompt and response together [ours]. Longer dialogues are dropped, not cut.
-    max_length: Size = 2048
-    min_response: Size = 5      # tokens, including the two that end the turn [code]
+    n_val: Count = 500          # held out; at most a tenth of a .jsonl
+    max_length: int = 2048      # tokens, also of the prompt; longer ones are dropped [ours]
+    min_response: int = 5       # tokens, including the two that end the turn [code]
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
-    steps: Count = 0            # updates (default: computed from epochs)
-    batch_size: Size = 8        # dialogues per update, one per forward pass
+    steps: int = 0              # updates (default: computed from epochs)
+    batch_size: int = 8         # dialogues per update, one per forward pass
     # authors: the mean over a dialogue's masks [code]; paper: the sum. Both are divided by t.
     loss: Literal["authors", "paper"] = "authors"
-    eta_bb: float = 1e-5         # learning rate of DoRA
-    eta_sm: float = 1e-2         # learning rate of ω, which has a long way to go
+    eta_bb: float = 1e-5        # learning rate of DoRA
+    eta_sm: float = 1e-2        # learning rate of ω, which has a long way to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
-    r: Size = 16                # rank of DoRA (torchrun refuses --r: put -- before the script)
+    r: int = 16                 # rank of DoRA (torchrun refuses --r: put -- before the script)
     alpha: Size = 16            # DoRA's update is scaled by alpha / r
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
     b_h: Share = 0.8
@@ -84,17 +88,17 @@ class Config:
     p_sm: Share = 0.5           # probability of feedback, in two passes; 0: a binary model
     # One coin toss per update [ours], or one per dialogue [code]: then more updates train ω.
     coin: Literal["update", "dialogue"] = "update"
-    k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: float = 1e-6  # close to 0 (App. B.2); this value: [code]
-    omega_a: float = 10 / 1.5  # App. B.2: 95% of the values −H lie above −1.5 nats
+    k: int | None = 1           # as in Table 3; none: all tokens (App. C.8)
+    omega_s: float = 1e-6       # close to 0 (App. B.2); this value: [code]
+    omega_a: float = 10 / 1.5   # App. B.2: 95% of the values −H lie above −1.5 nats
     omega_b: float = -0.75
     # the machine
     checkpointing: bool = True  # saves memory, costs time: see dream.Dream
     device: str = "auto"        # cuda, else mps, else cpu
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
-    log_every: Size = 10
+    log_every: int = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: Size = 500      # may write best/. At 100 [code], evaluating takes a third of a run
+    eval_every: int = 500       # may write best/. At 100 [code], evaluating takes a third of a run
 
 
 PRESETS = {
@@ -104,9 +108,8 @@ PRESETS = {
 }
 
 # Settings that may change when a run is resumed. Model and data are compared by content instead.
-MAY_DIFFER_ON_RESUME = {
-    "model", "data", "out", "resume", "checkpointing", "device", "log_every",
-    "save_every", "eval_every"}
+MAY_DIFFER_ON_RESUME = {"model", "data", "out", "resume", "checkpointing", "device", "log_every",
+                        "save_every", "eval_every"}
 
 
 def dialogue(dialogues, cfg, step, j, pad_id):
@@ -220,7 +223,7 @@ def loop(cfg, here, mask_id):
     """`finetune`, once the settings are checked and the folder is locked."""
     last = os.path.join(cfg.out, "last.pt")
     resuming = launch.resumes(last, cfg.resume)  # refuses before minutes of reading
-    train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
+    train, val, left_out = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
     steps = cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size))
     model = model_of(cfg, here)
     omega = list(model.sm.parameters()) if model.sm else []
@@ -243,24 +246,29 @@ def loop(cfg, here, mask_id):
                                            broadcast_buffers=False)
     log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, steps, here.rank == 0)
     if here.rank == 0:
-        sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
-        print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
-              f"{sizes[0]:,} parameters of DoRA, {sizes[1]} of SM, {here.device} × {here.world}; "
-              f"updates {start:,} to {steps:,}")
+        print(f"{len(train):,} dialogues, {len(val)} held out; {left_out}\n"
+              f"updates {start:,} to {steps:,}, {here.device} × {here.world}")
     line = {}
     for done, due in launch.updates(here, start, steps, log=cfg.log_every, save=cfg.save_every,
                                     eval=cfg.eval_every if val else 0):
         norm = update(done - 1, steps, cfg, train, model, parallel, optimizer, here, log)
         if due:
-            # Raises on NaN, before a save
-            line = log.line(done, optimizer.param_groups[0]["lr"], model.sm, norm)
+            line = log.line(done, optimizer.param_groups[0]["lr"], model.sm, norm)  # no NaN?
             if "eval" in due:
-                metrics = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
-                keep_best(metrics, cfg, model, here)
+                losses = evaluate(model, val, cfg, here)
+                # With feedback in all dialogues [ours]. The authors toss a coin for each [code].
+                loss = losses["val_soft" if model.sm else "val_plain"]
+                metrics = {"step": done, **losses, "best": min(loss, metrics.get("best", loss))}
+                if loss == metrics["best"] and here.rank == 0:
+                    save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, cfg)
                 line |= metrics
             log.write(line)
         if "save" in due and here.rank == 0:
-            save(last, cfg, model, optimizer, step=done, metrics=metrics, data=source)
+            save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, cfg)
+            checkpoint.save(  # last of all: a kill before this only repeats updates
+                last, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, step=done,
+                model={name: p.detach() for name, p in trained(model).items()},
+                optimizer=optimizer.state_dict(), metrics=metrics, data=source)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
     command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
     launch.leave(here, f"{launch.warning(line, len(model.net.table))}\n{command}".strip(), 0)
@@ -268,32 +276,38 @@ def loop(cfg, here, mask_id):
 
 
 def load_dialogues(cfg, tok, mask_id):
-    """train and val as `encode_all` returns them, and a text that says what was dropped"""
-    train, val = read_hub(cfg) if cfg.data in HUB else read_lines(cfg)
-    train, dropped = encode_all(train, cfg, tok, mask_id)
-    val, others = encode_all(val, cfg, tok, mask_id)
-    dropped = ", ".join(f"{n:,} {reason}" for reason, n in (dropped + others).items())
-    if not train:
-        raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
-    return train, val, dropped or "none"
+    """train and val, [(ids, prompt length)], and a text that says what was dropped or not read"""
+    counts = Counter()
+    train, val = (encode_all(records, cfg, tok, mask_id, counts)
+                  for records in (read_hub(cfg) if cfg.data in HUB else read_lines(cfg)))
+    held_out = {ids.tobytes() for ids, _ in val}
+    alone = [(ids, n) for ids, n in train if ids.tobytes() not in held_out]
+    counts["dropped: also held out"] = len(train) - len(alone)
+    left_out = "; ".join(f"{what} ({n:,})" for what, n in (+counts).items()) or "none dropped"
+    if not alone:
+        raise Refused(f"no dialogue of {cfg.data} is left to train on; {left_out}")
+    return alone, val, left_out
 
 
 def read_lines(cfg):
     """[train, val] of a .jsonl or a JSON list: its records, shuffled by the seed"""
     if not cfg.data:
         raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
+    if os.path.isfile(cfg.data) and (what := data.no_text(cfg.data)):  # a pipe is read only once
+        raise Refused(f"{cfg.data} is {what}: give a .jsonl in UTF-8")
     records, n = [], 1  # the number of a line, or of a record in a list
+    text = Path(cfg.data).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte-order mark
+    lines = text.split(b"\n")
     try:
-        text = Path(cfg.data).read_text(encoding="utf-8-sig")
-        lines = text.split("\n")
-        if text.lstrip().startswith("["):
+        if text.lstrip().startswith(b"["):
             lines = map(json.dumps, json.loads(text))  # so that one loop reads both
         for line in lines:
             if line.strip():
-                records.append(as_messages(json.loads(line)))
+                records.append(json.loads(line))
+                as_messages(records[-1])  # raises here, where n is known
             n += 1
-    except (ValueError, LookupError, TypeError) as e:
-        raise Refused(f"{cfg.data}, line {n}: not a dialogue such as {FORMAT} "
+    except (ValueError, LookupError, TypeError, AttributeError) as e:
+        raise Refused(f"{cfg.data}, line {n}: not a dialogue as --help shows them "
                       f"({launch.in_short(e)})")
     n_val = min(cfg.n_val, len(records) // 10)
     records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
@@ -301,17 +315,37 @@ def read_lines(cfg):
 
 
 def as_messages(record):
-    """{"messages": …} from a record in one of the formats that Config names, or an exception"""
-    if "messages" in record:
-        turns = [(m["role"], m["content"]) for m in record["messages"]]
-    elif "conversations" in record:  # ShareGPT
-        turns = [(m["from"], m["value"]) for m in record["conversations"]]
-    elif "instruction" in record:  # Alpaca
-        prompt = [record["instruction"], record.get("input")]
-        turns = [("user", "\n\n".join(filter(None, prompt))), ("assistant", record["output"])]
-    else:
-        turns = [("user", record["prompt"]), ("assistant", record["response"])]
-    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+    """(messages up to the last answer, reasons to drop them, names of fields that are not read)
+
+    record: a dict in one of FORMATS, else an exception.   messages: [{"role": …, "content": …}].
+    """
+    formats = [names for names in FORMATS if {*record} >= {*names}]
+    if not formats:
+        raise ValueError(f"it has the fields {', '.join(record)}")
+    # In a file joined from several, the fields of the other formats are empty.
+    names = next((names for names in formats if any(map(record.get, names))), formats[0])
+    turns = [{"role": "system", "content": record["system"]}] if record.get("system") else []
+    for name, role in zip(names, ("user", "assistant")):
+        found = record[name]
+        if name == "instruction":
+            found = "\n\n".join(filter(None, [found, record.get("input")]))
+        turns += found if isinstance(found, list) else [{"role": role, "content": found}]
+    roles = [ROLES.get((turn.get("from") or turn["role"]).lower()) for turn in turns]
+    read = {*names, "system", "input" if "instruction" in names else None}
+    parts = [(record, read), *((turn, {"role", "content", "from", "value"}) for turn in turns)]
+    unread = {name for part, known in parts for name, value in part.items()
+              if name not in known and value not in (None, "", [], {})}
+    why = [name for name in CONTEXT if any(part.get(name) for part, _ in parts)]
+    if None in roles:
+        why.append("roles other than user, assistant, system")
+    turns = turns[:max((i for i, r in enumerate(roles, 1) if r == "assistant"), default=0)]
+    answer = turns[-1] if turns else {}
+    why += [f"{name} of 0" for name in WEIGHTS if 0 in (record.get(name), answer.get(name))]
+    contents = [turn["value"] if "value" in turn else turn.get("content") for turn in turns]
+    # tiktoken fails at a million blanks in a row.
+    if not all(isinstance(content, str) and len(content) < 900_000 for content in contents):
+        why.append("a turn that is not text, or over 900,000 characters")
+    return [{"role": r, "content": c} for r, c in zip(roles, contents)], why, unread
 
 
 def read_hub(cfg):
@@ -328,25 +362,25 @@ def read_hub(cfg):
     return drawn
 
 
-def encode_all(records, cfg, tok, mask_id):
-    """[(ids, prompt length)] of the dialogues kept, and {reason: count} of those dropped"""
-    kept, dropped = [], Counter()
+def encode_all(records, cfg, tok, mask_id, counts):
+    """[(ids, prompt length)] of the dialogues kept. `counts` gets why others are dropped."""
+    kept = []
     for record in progress(records, desc="dialogues", delay=5):
+        _, why, unread = as_messages(record)
         ids, prompt_len = encode_chat(record, tok)
-        reason = why_dropped(ids, prompt_len, cfg, tok, mask_id)
-        if reason:
-            dropped[reason] += 1
+        why += why_dropped(ids, prompt_len, cfg, tok, mask_id)
+        if why:
+            counts[f"dropped: {why[0]}"] += 1
         else:
             kept.append((np.array(ids, np.int32), prompt_len))
-    return kept, dropped
+            counts.update(f"not read: {name}" for name in unread)
+    return kept
 
 
 def encode_chat(record, tok):
-    """(ids, prompt length) of a record up to its last answer, or ([], 0): see `why_dropped`"""
-    messages = [m | {"role": ROLES.get(m["role"], m["role"])} for m in record["messages"]]
-    while messages and messages[-1]["role"] != "assistant":
-        messages.pop()
-    if not messages or not all(isinstance(m["content"], str) for m in messages):  # tool calls
+    """(ids, prompt length) of a record up to its last answer, or ([], 0) if it must be dropped"""
+    messages, why, _ = as_messages(record)
+    if why or not messages:
         return [], 0
     # Encoded apart: in one text, the line breaks where they meet could become one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
@@ -355,16 +389,13 @@ def encode_chat(record, tok):
 
 
 def why_dropped(ids, prompt_len, cfg, tok, mask_id):
-    """Why a dialogue is dropped, or "". The first and the last reason are [ours]."""
-    if not ids:
-        return "no answer by assistant, or a non-text turn"
-    if len(ids) > cfg.max_length:
-        return f"over {cfg.max_length} tokens"
-    if len(ids) - prompt_len < cfg.min_response:
-        return f"response under {cfg.min_response} tokens"
-    if {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & set(ids):
-        return "tool calls"
-    return "[MASK] in the text" if mask_id in ids else ""  # it would count as masked
+    """Why a dialogue is dropped, a list. The first and the last reason are [ours]."""
+    return [reason for reason, found in {
+        "no answer by assistant": not ids,
+        f"over {cfg.max_length} tokens": len(ids) > cfg.max_length,
+        f"response under {cfg.min_response} tokens": len(ids) - prompt_len < cfg.min_response,
+        "tool calls": {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & {*ids},
+        "[MASK] in the text": mask_id in ids}.items() if found]  # it would count as masked
 
 
 def digest_of(dialogues):
@@ -383,7 +414,10 @@ def model_of(cfg, here):
     dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
     sm, mask_id = None, dream.cfg.mask_token_id
     if cfg.p_sm > 0:
-        sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(here.device)
+        try:
+            sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(here.device)
+        except ValueError as e:
+            raise Refused(e)
     return TwoPassDream(dream, sm, mask_id)
 
 
@@ -414,24 +448,6 @@ def evaluate(model, val, cfg, here):
     return losses
 
 
-def keep_best(metrics, cfg, model, here):
-    """Save best/ if this evaluation is the best so far, and write its loss into `metrics`."""
-    # All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
-    loss = metrics["val_soft" if model.sm else "val_plain"]
-    if loss < metrics.get("best", math.inf):
-        metrics["best"] = loss
-        if here.rank == 0:
-            save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, cfg)
-
-
-def save(path, cfg, model, optimizer, **facts):
-    """Write the adapter last/, and then last.pt: a kill in between only repeats updates."""
-    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, cfg)
-    weights = {name: p.detach() for name, p in trained(model).items()}
-    checkpoint.save(path, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, model=weights,
-                    optimizer=optimizer.state_dict(), **facts)
-
-
 def save_adapter(folder, dream, sm, cfg):
     """Write an adapter folder: DoRA in peft's format, ω in the authors', and cfg."""
     files = {"finetune.json": asdict(cfg) | {"base": dream.fingerprint()},
@@ -439,13 +455,15 @@ def save_adapter(folder, dream, sm, cfg):
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
                  target_modules=TARGETS, inference_mode=True)}
+    omega = {"transparency_alg": "none"}  # said, so that no ω of an earlier run stays in the folder
     if sm:
         s, a, b = (w.item() for w in sm.omega)
-        files["transparency_config.json"] = dict(
+        omega = dict(
             transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
             transparency_scale=s, transparency_steepness=a, transparency_centre=b,
             mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
             transparency_scheduling="none")
+    files["transparency_config.json"] = omega
     weights = os.path.join(folder, "adapter_model.safetensors")
     checkpoint.write_safetensors(weights, dora.adapter_state(dream), {"format": "pt"})
     for name, values in files.items():

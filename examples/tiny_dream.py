@@ -18,7 +18,7 @@ import launch
 from checkpoint import write_safetensors
 from data import rng
 from dream import Dream, DreamConfig, byte_characters
-from launch import Count, Rate, Size, write_text
+from launch import Size, write_text
 
 
 @dataclass
@@ -27,13 +27,13 @@ class Config(finetune_dream.Config):
     model: str = "out/tiny_dream/model"
     data: str = "out/tiny_dream/dialogues.jsonl"
     out: str = "out/tiny_dream"
-    steps: Count = 60
-    eta_bb: Rate = 1e-2
+    steps: int = 60
+    eta_bb: float = 1e-2
     # From this start, feedback shows after some ten updates; from the paper's, not within 2,000.
     omega_s: float = 0.3
     omega_b: float = -2.5
     save_every: Size = 20
-    eval_every: Size = 20
+    eval_every: int = 20
 
 
 def make(model, data):

@@ -1,9 +1,11 @@
 """finetune_dream.py against Alg. 1, App. B.2, and recorded numbers."""
 
 import json
+import lzma
 import os
 import shutil
 import signal
+from collections import Counter
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -11,7 +13,6 @@ import pytest
 import torch
 
 import checkpoint
-import chunks
 import dora
 import finetune_dream as ft
 import launch
@@ -25,11 +26,15 @@ from softmask import SoftMask
 HEAD = dict(omega_s=0.4, omega_a=2.0, omega_b=-2.5)  # of the recordings
 
 
+def config(tiny, out):
+    return Config(model=tiny[0], data=tiny[1], out=str(out), steps=4, eta_bb=1e-2, warmup=0.25,
+                  omega_s=0.3, omega_a=2.0, omega_b=-4.5, n_val=3, log_every=1, save_every=2,
+                  eval_every=4, r=4, alpha=6, device="cpu")
+
+
 @pytest.fixture
 def cfg(tiny, tmp_path):
-    return Config(model=tiny[0], data=tiny[1], out=str(tmp_path / "out"), steps=4, eta_bb=1e-2,
-                  warmup=0.25, omega_s=0.3, omega_a=2.0, omega_b=-4.5, n_val=3, log_every=1,
-                  save_every=2, eval_every=4, r=4, alpha=6, device="cpu")
+    return config(tiny, tmp_path / "out")
 
 
 @pytest.fixture
@@ -44,8 +49,7 @@ def two_pass(folder, k, tau=1.0):
 
 
 @pytest.mark.parametrize("k, soft", [(None, True), (1, True), (3, True), (1, False)])
-def test_chunks_of_rows_equal_the_dense_algorithm(tiny_dream, batch, monkeypatch, k, soft):
-    monkeypatch.setattr(chunks, "CPU_LOGITS", 4 * 200 * 3)  # bytes of 3 rows
+def test_rows_equal_the_dense_algorithm(tiny_dream, batch, k, soft):
     (x0, xt, _), model = batch, two_pass(tiny_dream, k, tau=1.3)
     net = model.net
     dense = oracles.dense_nll(lambda emb, t: net.lm_head(net.trunk(emb)[0]).roll(1, 1), net.table,
@@ -110,20 +114,65 @@ def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(ti
 
 def test_dialogues_in_the_formats_that_people_have(tmp_path):
     path, ask = tmp_path / "own.json", "a\n\nc"
-    pair = said(("user", ask), ("assistant", "b"))
-    turns = [{"from": turn["role"], "value": turn["content"]} for turn in pair["messages"]]
-    alpaca = {"instruction": ask, "output": "b"}
-    records = [pair, {"conversations": turns}, {"prompt": ask, "response": "b"}, alpaca,
-               alpaca | {"input": ""}, alpaca | {"instruction": "a", "input": "c"}]
+    pair = said(("user", ask), ("assistant", "b"))["messages"]
+    turns = [{"from": turn["role"], "value": turn["content"]} for turn in pair]
+    alpaca, after = {"instruction": ask, "output": "b"}, [{"role": "user", "content": "more"}]
+    records = [{"messages": pair}, {"conversations": turns}, {"prompt": ask, "response": "b"},
+               {"prompt": ask, "completion": "b"}, alpaca, alpaca | {"input": ""},
+               alpaca | {"instruction": "a", "input": "c"}, {"conversations": pair + after},
+               {"prompt": pair[:1], "completion": pair[1:]},
+               {"messages": None, "system": "", "tools": [], "prompt": ask, "response": "b"}]
     lines = "\n\n".join(map(json.dumps, records))
-    for text in lines, "\ufeff" + lines, json.dumps(records, indent=1):
+    for text in lines, "\ufeff" + lines, "\n " + json.dumps(records, indent=1):
         path.write_text(text, encoding="utf-8")
-        train, val = ft.read_lines(Config(data=str(path)))
-        assert train == 6 * [pair] and not val
-    for n, wrong in ((1, '{"text": "a"}'), (1, "[1"), (2, json.dumps([pair, 3])), (2, "\n3"),
-                     (3, "\n\n" + lines[:20]), (1, '{"messages": [{"role": "user"}]}')):
-        path.write_text(wrong)
-        refused(f'own.json, line {n}: .*"messages"', ft.read_lines, Config(data=str(path)))
+        train, val = ft.read_lines(Config(data=str(path), n_val=0))
+        assert len(train) == len(records) and not val
+        assert all(ft.as_messages(record) == (pair, [], set()) for record in train)
+    for what, wrong in (("line 1", '{"text": "a"}'), ("line 1", "[1"), ("line 2", "\n3"),
+                        ("line 2", json.dumps([records[0], 3])), ("line 3", "\n\n" + lines[:20]),
+                        ("line 1", '{"messages": [{"content": "a"}]}'), ("line 2.*utf", b"\n\xe9"),
+                        ("xz", lzma.compress(b"{}")), ("UTF-16", lines.encode("utf-16-be"))):
+        path.write_bytes(wrong if isinstance(wrong, bytes) else wrong.encode())
+        refused(f"own.json.*{what}", ft.read_lines, Config(data=str(path)))
+
+
+def test_fields_and_roles_are_read_or_said_or_the_dialogue_is_dropped(tiny):
+    more = {"history": [["a", "b"]], "functions": [{}], "tools": '[{"name": "f"}]'}  # of a record
+    of_turn = {"tool_calls": [{"id": "1"}], "function_call": {"name": "f"}, "role": "ipython",
+               "content": [{"type": "text", "text": "bcd"}], "weight": 0, "train": False}
+    pair = lambda **turn: {"messages": [
+        {"role": "Human", "content": "a"}, {"role": "GPT", "content": "bcd", **turn}]}
+    records = [pair() | {name: value} for name, value in more.items()]
+    records += [pair(**{name: value}) for name, value in of_turn.items()]
+    records += [pair() | {"weight": 0.0}, pair(content="\t" * 1_000_001)]  # tiktoken fails at that
+    fine = {"weight": 1, "name": "Eve", "tool_calls": None}  # these change nothing
+    records += [pair(**fine) | {"system": "s", "id": i} for i in range(3)]
+    counts, tok = Counter(), Tokenizer(tiny[0])
+    kept = ft.encode_all(records, Config(), tok, 261, counts)
+    text = tok.chat(said(("system", "s"), ("user", "a"))["messages"]) + "bcd<|im_end|>\n"
+    assert [tok.decode(ids.tolist()) for ids, _ in kept] == 3 * [text]
+    assert counts == {"not read: id": 3, "not read: weight": 3, "not read: name": 3} | {
+        f"dropped: {why}": n for why, n in (
+            ("history", 1), ("functions", 1), ("tools", 1), ("tool_calls", 1), ("train of 0", 1),
+            ("function_call", 1), ("roles other than user, assistant, system", 1),
+            ("weight of 0", 2), ("a turn that is not text, or over 900,000 characters", 2))}
+    for role, others in {"user": "USER", "assistant": "Assistant ChatGPT bot Model",
+                         "system": "System DEVELOPER"}.items():
+        for other in others.split():
+            assert ft.as_messages(said((other, "x"), ("gpt", "y")))[0][0]["role"] == role
+
+
+def test_a_dialogue_is_in_one_part_only_and_without_duplicates_all_stays_as_it_was(tiny, tmp_path):
+    lines = Path(tiny[1]).read_text().splitlines()[:60]
+    cfg, tok = Config(data=str(tmp_path / "own.jsonl"), n_val=4), Tokenizer(tiny[0])
+    for copies in 1, 2:
+        Path(cfg.data).write_text("\n".join(copies * lines))
+        *parts, left_out = ft.load_dialogues(cfg, tok, 261)
+        train, val = ([ids.tolist() for ids, _ in part] for part in parts)
+        encoded = [ft.encode_chat(json.loads(line), tok)[0] for line in copies * lines]
+        expected, held_out = oracles.split(encoded, 4, cfg.seed)
+        assert val == held_out and train == [ids for ids in expected if ids not in val]
+    assert len(train) < 116 and left_out == f"dropped: also held out ({116 - len(train)})"
 
 
 def test_the_papers_corpora(monkeypatch):
@@ -145,16 +194,17 @@ def test_the_filters(tiny, tmp_path):
     overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
     kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
     dropped = {"response under 5 tokens": (talk("a", "ab"),),
-               "no answer by assistant, or a non-text turn": (talk("a", None), said(("bot", "b"))),
+               "no answer by assistant": (said(("user", "b")), {"messages": []}),
                "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
                "tool calls": (talk("a", "abc</tool_call>"),),
                "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
-    found, why = ft.encode_all([*kept, *sum(dropped.values(), ())], cfg, tok, 261)
+    counts = Counter()
+    found = ft.encode_all([*kept, *sum(dropped.values(), ())], cfg, tok, 261, counts)
     assert [(ids.tolist(), n) for ids, n in found] == [ft.encode_chat(talk, tok) for talk in kept]
-    assert why == {reason: len(records) for reason, records in dropped.items()}
+    assert counts == {f"dropped: {why}": len(records) for why, records in dropped.items()}
     assert len({ft.digest_of([(ids, n)]) for ids, _ in found for n in (3, 4)}) == 4
     Path(cfg.data).write_text("\n".join(30 * [*map(json.dumps, sum(dropped.values(), ()))]))
-    refused("dropped: .*60 no answer by", ft.load_dialogues, replace(cfg, n_val=99), tok, 261)
+    refused(r"no answer by assistant \(60\)", ft.load_dialogues, replace(cfg, n_val=99), tok, 261)
 
 
 @pytest.mark.parametrize("kind, k, coin", [
@@ -227,25 +277,32 @@ def adapter_is_of_the_checkpoint(folder):
     return saved[f"base_model.model.{layer}.weight"].equal(state[f"net.{layer}"])
 
 
-def test_a_run_killed_three_times_is_the_uninterrupted_one_and_its_adapter_follows(cfg):
-    """Killed before a save, by torchrun's two SIGTERMs, and between last.pt and last/."""
-    cfg = replace(cfg, log_every=3)
-    whole = replace(cfg, out=cfg.out + "-whole")
-    finetune(whole)
-    with dying(checkpoint, "save", 2):
-        finetune(cfg)
-    assert parts(cfg.out)[0] == 2 and adapter_is_of_the_checkpoint(cfg.out)
-    cfg = replace(cfg, resume="auto")
-    with dying(torch.optim.AdamW, "step", 1, lambda: (sigterm(), sigterm())) as stopped:
-        finetune(cfg)
-    assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == 3
-    with dying(ft, "save_adapter", 3):  # after last/ at its start, and best/
-        finetune(cfg)
-    assert parts(cfg.out)[0] == 4 and not adapter_is_of_the_checkpoint(cfg.out)
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """The settings of an uninterrupted run, which saves after 2, 4 and 5 and measures after 3, 5"""
+    cfg = replace(config(tiny, tmp_path_factory.mktemp("whole")), steps=5, eval_every=3)
     finetune(cfg)
-    assert adapter_is_of_the_checkpoint(cfg.out)
+    return cfg
+
+
+@pytest.mark.parametrize("module, name, at, then", [
+    *[(torch.optim.AdamW, "step", n, [lambda: (sigterm(), sigterm())]) for n in (1, 2, 3)],
+    *[(torch.optim.AdamW, "step", 3, []), (ft, "evaluate", 1, []), (launch.Log, "write", 3, [])],
+    *[(ft, "save_adapter", n, []) for n in (1, 2, 3, 4)],  # last/, best/, last/, best/
+    *[(checkpoint, "save", n, []) for n in (1, 2, 3)]])
+def test_a_run_that_ends_at_any_moment_is_the_whole_one(whole, tmp_path, module, name, at, then):
+    """torchrun sends two SIGTERMs. An evaluation is due at the second stop, and made first."""
+    cfg = replace(whole, out=str(tmp_path / "out"))
+    with dying(module, name, at, *then) as stopped:
+        finetune(cfg)
+    if then:
+        assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == at + 1
+        assert logged(cfg.out) == logged(whole.out)[:at + 1]
+    finetune(replace(cfg, resume=True))
     assert all(map(torch.equal, parts(cfg.out)[1], parts(whole.out)[1]))
-    assert logged(cfg.out) == logged(whole.out)
+    assert logged(cfg.out) == logged(whole.out) and adapter_is_of_the_checkpoint(cfg.out)
+    best = [Path(run.out, "best/adapter_model.safetensors").read_bytes() for run in (cfg, whole)]
+    assert best[0] == best[1]
 
 
 @pytest.mark.parametrize("p_sm", [0.5, 0.0])
@@ -261,9 +318,9 @@ def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, tmp_path, mon
         loss = losses[len(seen) - 1]
         return {"val_soft": loss, "val_plain": 9 - loss} if p_sm else {"val_plain": loss}
     monkeypatch.setattr(ft, "evaluate", evaluate)
-    with dying(torch.optim.AdamW, "step", 4, sigterm):
+    with dying(torch.optim.AdamW, "step", 2, sigterm):
         finetune(cfg)
-    assert len(seen) == 3 and files(f"{cfg.out}/best") == seen[2]  # no evaluation delays the stop
+    assert len(seen) == 3 and files(f"{cfg.out}/best") == seen[2]
     for _ in range(2):
         finetune(replace(cfg, resume=True))
     assert len(seen) == 5 and files(f"{cfg.out}/best") == seen[2]
@@ -304,7 +361,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
     full.raw_s.data.fill_(20.0)
     assert full.omega[0] == 1  # in fp32
     for sm in (full, SoftMask(194, None, **HEAD, tau=1.3)):
-        ft.save_adapter(str(tmp_path), dream, sm, Config(alpha=40))
+        ft.save_adapter(str(tmp_path), dream, sm, Config(model="", alpha=40))
         back = Dream.load(tiny_dream)
         omega = SoftMask(**load_adapter(back, tmp_path))
         torch.testing.assert_close(omega.omega, sm.omega, rtol=0, atol=1e-4)
@@ -333,16 +390,14 @@ def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(c
         assert tuned.table.dtype == load_for_decoding(Decoding(**words))[0].table.dtype == dtype
 
 
-def test_a_binary_run_takes_the_place_of_another_only_when_asked(cfg):
-    """It leaves no ω of the other run, even if it is killed."""
-    finetune(replace(cfg, steps=2))
+def test_a_binary_run_leaves_no_omega_of_an_earlier_one(cfg):
+    """Nor does a run start where there is a last.pt, or resume with other settings."""
+    with dying(checkpoint, "save", 1):  # best/ and last/ are there, last.pt is not
+        finetune(replace(cfg, eval_every=1))
+    assert load_adapter(Dream.load(cfg.model), cfg.out + "/best")
     cfg = replace(cfg, p_sm=0.0)
-    refused("already holds a run", finetune, cfg)
-    with dying(checkpoint, "save", 1):
-        finetune(replace(cfg, overwrite=True))
-    assert not {"last", "last.pt"} & {*os.listdir(cfg.out)}
-    finetune(replace(cfg, resume="auto"))
-    os.rename(cfg.out + "/last.pt", cfg.out + "/mine.pt")
-    refused("already holds a run without last.pt", finetune, cfg)
-    assert os.listdir(cfg.out + "/best") == os.listdir(cfg.out + "/last")
-    assert load_adapter(Dream.load(cfg.model), cfg.out + "/best") is None
+    finetune(replace(cfg, resume=True))
+    refused("exists already", finetune, cfg)
+    refused("other settings: p_sm", finetune, replace(cfg, p_sm=0.5, resume=True))
+    for adapter in "/best", "/last":
+        assert load_adapter(Dream.load(cfg.model), cfg.out + adapter) is None
