@@ -29,6 +29,7 @@ import numpy as np
 import torch
 
 from launch import Refused, atomic, check_same, in_short, read_json, run, unused
+from mdlm import MDLM, ModelConfig
 from softmask import SoftMask
 
 # ---- any file ------------------------------------------------------------------------------------
@@ -107,6 +108,20 @@ def weights(path, ema=True):
     check_numbers(state, path)
     ckpt.pop("optimizer", None)
     return state, ckpt
+
+
+def load_mdlm(path, ema=True):
+    """An MDLM in eval mode, from any file that `load` reads. Its attribute `info` has the rest.
+
+    ema: use the averaged backbone, as the authors' code does [code].
+    """
+    state, info = weights(path, ema)
+    config = {name: value for name, value in info["config"].items()
+              if name in ModelConfig.__dataclass_fields__}  # train.Config has more fields
+    model = MDLM(ModelConfig(**config))
+    model.load_state_dict(state)
+    model.info = info
+    return model.eval()
 
 
 def load_last(path, kind, cfg, facts, may_differ, remedy=""):

@@ -35,8 +35,9 @@ import torch.nn.functional as F
 import checkpoint
 import data
 import launch
+from checkpoint import load_mdlm
 from launch import Count, Refused, Size, machine, progress, run, write_text
-from mdlm import ALPHA_FLOOR, MDLM, corrupt, sample_times
+from mdlm import ALPHA_FLOOR, corrupt, sample_times
 
 METRICS = "ppl", "zero_shot", "samples"
 PRESETS = {metric: {"metric": metric} for metric in METRICS}
@@ -175,7 +176,7 @@ def held_out_rows(cfg, info, L):
 def measure_bound(cfg):
     """ppl and zero_shot: a checkpoint on held-out text, with feedback and without."""
     here = machine(cfg.device, cfg.dtype)
-    model = MDLM.load(cfg.checkpoint, cfg.ema).to(here.device)
+    model = load_mdlm(cfg.checkpoint, cfg.ema).to(here.device)
     special, L = model.info["tokenizer"], model.cfg.length
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
     tokens, bounds, values = np.full(len(rows), L), {}, {}                           # (n,)

@@ -35,7 +35,7 @@ import dora
 import launch
 from data import rng
 from dream import Dream, DreamConfig, Tokenizer
-from launch import Count, Negative, Positive, Rate, Refused, Share, Size, due, progress, write_text
+from launch import Count, Negative, Positive, Rate, Refused, Share, Size, progress, write_text
 from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 

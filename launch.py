@@ -191,11 +191,6 @@ def first_rank(here, make):
         dist.barrier()
 
 
-def accumulate(model, last):
-    """A context for forward and backward of a micro-batch. Only the last averages over ranks."""
-    return contextlib.nullcontext() if last or not dist.is_initialized() else model.no_sync()
-
-
 def to_device(x, device):
     """Copy a CPU tensor to the device, without a host sync."""
     if device.type == "cuda":
@@ -216,27 +211,16 @@ def any_rank(number):
 
 
 # ---- stopping and resuming -----------------------------------------------------------------------
-def resumes(last, resume, overwrite):
-    """Whether to resume from the checkpoint `last`. Every rank must call this.
+def resumes(last, resume):
+    """Whether to resume from the checkpoint `last`, if there is one. Every rank must call this.
 
-    the folder holds        (no flag)    --resume           --resume=auto    --overwrite
-    last.pt                 refused      resumes            resumes          starts afresh
-    only step-N.pt, best/   refused      refused            starts afresh    starts afresh
-    nothing                 starts       fails: no file     starts           starts
-
-    Rank 0 must have locked the folder. A kill before the first last.pt can leave row 2: a job
-    that is queued again with --resume=auto must then start.
+    Rank 0 must have locked the folder.
     """
     exists = any_rank(os.path.exists(last))
-    folder = Path(last).parent
-    kept = any_rank(any(folder.glob("step-*.pt")) or any(folder.glob("*/adapter_config.json")))
-    if overwrite and resume:
-        raise Refused("--overwrite starts afresh, and --resume continues: give one of them")
-    if not overwrite and ((exists and not resume) or (kept and not exists and resume != "auto")):
-        how = ": --resume continues it from last.pt, " if exists else " without last.pt: "
-        raise Refused(f"{folder} already holds a run{how}--overwrite replaces it, another folder "
+    if exists and not resume:
+        raise Refused(f"{last} is there already: --resume continues this run, another folder "
                       f"starts a new one")
-    return resume is True or resume == "auto" and exists
+    return exists
 
 
 def check_same(path, before, here, names, remedy=""):
@@ -287,40 +271,37 @@ def lock(folder, master=True):
         yield
 
 
-def remove_checkpoints(folder):
-    """Delete the checkpoints and adapters of an earlier run, for --overwrite."""
-    for path in Path(folder).glob("*/adapter_config.json"):
-        shutil.rmtree(path.parent)
-    for path in *Path(folder).glob("last.pt*"), *Path(folder).glob("step-*.pt*"):
-        path.unlink()
+def updates(here, start, steps, **every):
+    """Yields the number of each update, and what is due after it: a set of the names in `every`.
 
-
-def due(every, done, steps):
-    """Whether it is time: every `every` updates, and after the last one. Never if every is 0."""
-    return every and (done % every == 0 or done == steps)
-
-
-@contextlib.contextmanager
-def signals():
-    """Yields a list that collects SIGTERM and Ctrl-C, so that a loop can save before it stops."""
+    every: {name: n}. A name is due every n updates (0: never), and after the last one. After a
+    signal to stop there is one more update, after which "save" is due. Then every rank exits.
+    """
     caught = []
 
     def take(number, frame):
         caught.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
 
-    before = {number: signal.signal(number, take) for number in (signal.SIGTERM, signal.SIGINT)}
+    # SIGHUP: the terminal was closed. SIGUSR1: Slurm is often told to send it before the time is up
+    names = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
+    numbers = {getattr(signal, name) for name in names}
+    if "SIGHUP" in names and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
+        numbers.remove(signal.SIGHUP)
+    before = {number: signal.signal(number, take) for number in numbers}
     try:
-        yield caught
+        for done in range(start + 1, steps + 1):
+            stop = any_rank(max(caught, default=0))  # a signal to one rank stops all of them
+            due = {name for name, n in every.items() if n and (done % n == 0 or done == steps)}
+            if done == 1:
+                due.add("log")
+            yield done, due | {"save"} if stop else due
+            if stop:
+                leave(here, f"stopped after update {done:,}, which is saved: to continue, run the "
+                            f"same command with --resume", 128 + stop)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def stopped(here, done, last, number):
-    """End a run that signal `number` stopped."""
-    leave(here, f"stopped after update {done:,}, saved in {last}: to continue, run the same "
-                f"command with --resume", 128 + number)
 
 
 def leave(here, message, status):
@@ -394,23 +375,15 @@ class Log:
                 line["tau"] = sm.tau.item()
         return line
 
-    def amend(self, values):
-        """Write the last line again, with an evaluation that was due when a stop came."""
-        *lines, line = read_jsonl(self.path) or [{}]
-        self.write(line | values, lines)
-
-    def write(self, line, before=None):
-        """Append `line` and the seconds to log.jsonl, or to the lines `before`, and print them."""
+    def write(self, line):
+        """Append `line` and the seconds to log.jsonl, and print them."""
         self.last = time.time()  # an evaluation after `line` must not lower tokens/s
         if not self.master:
             return
         done = line["step"]
         seconds = self.last - self.began
         line = line | {"seconds": seconds}
-        if before is None:
-            append_jsonl(self.path, line)
-        else:
-            write_jsonl(self.path, [*before, line])
+        append_jsonl(self.path, line)
         numbers = [f"{title} {line[name]:,.6g}" for name, title in self.on_screen.items()
                    if name in line]
         if done > 1:  # the first update is slow: it compiles
@@ -419,6 +392,16 @@ class Log:
             print(f"update {done:,} of {self.steps:,}", *numbers, sep="  ")
         except BrokenPipeError:  # `train.py | head`: keep running, print nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def warning(line, V):
+    """A sentence for the user if λ is near 0 in a line of the log, else "".   V: vocabulary"""
+    if line.get("lam", 1.0) >= 1e-3:  # 1.0: if no update had feedback
+        return ""
+    # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
+    H = min(max(0.01, line["ce_per_mask"]), math.log(V))
+    return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
+            f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}")
 
 
 # ---- files ---------------------------------------------------------------------------------------

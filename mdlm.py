@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
-"""Masked diffusion LM: times, corruption (Alg. 1 l.3-4), network, two-pass loss (l.5-8).
+"""Masked diffusion LM: times, corruption (Alg. 1 l.3-4), two-pass loss (l.5-8), network.
 
-    Alg. 1 l.3, §3.2         sample_times    times t, stratified over the batch
-    Alg. 1 l.4, §2.1         corrupt         each token becomes [MASK] with probability 1 − α_t
-    §2.1 g_θ, App. B.1       DiT             a bidirectional transformer, 169M in the paper
-    Alg. 1 l.5-8             TwoPass.token_nll    predict, feed back, predict again (1/t: see Eq. 2)
-    Alg. 1 l.6-7, Alg. 2 l.6    TwoPass.feedback, .weigh    the next input at each [MASK] that stays
-    Eq. 2                    MDLM.forward    the loss: −log p of the masked tokens, times 1/t
+    Alg. 1 l.3, §3.2      sample_times         times t, stratified over the batch
+    Alg. 1 l.4, §2.1      corrupt              each token becomes [MASK] with probability 1 − α_t
+    Alg. 1 l.5-8          TwoPass.token_nll    predict, feed back, predict again
+    Eq. 2                 MDLM.forward         the loss: −log p of the masked tokens, times 1/t
+    §2.1 g_θ, App. B.1    DiT                  a bidirectional transformer, 169M in the paper
 
-TwoPass uses three parts of a backbone (`sample.generate` also calls `trunk`). SM sits between
-`table` and `hidden`: at the masks, it mixes the last output of `head` into the embeddings.
+It needs only torch and softmask.py, ready to copy. TwoPass uses three parts of a backbone
+(`sample.generate` also calls `trunk`). SM sits between `table` and `hidden`: at the masks, it mixes
+the last output of `head` into the embeddings.
 
     table                     (V, D)                              the embeddings
     hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks;
@@ -17,21 +17,18 @@ TwoPass uses three parts of a backbone (`sample.generate` also calls `trunk`). S
     head(h)                   (n, D) → (n, V)                     logits, always fp32
 
 N is the number of masked positions in the batch. `masks` is their index pair (b, l), each (N,), so
-x0[masks] are their true tokens. Only these positions get logits, and `head` gets n of the N at a
-time (chunks.py). Submodules have the names and the order of the released checkpoints.
+x0[masks] are their true tokens. Only these positions get logits: (N, V), never (B, L, V).
+Submodules have the names and the order of the released checkpoints.
 """
 
 import math
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Annotated
 
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-import checkpoint
-from chunks import SM_KEEPS, in_chunks, in_pieces
-from launch import Count, Negative, Positive, Refused, Size
 from softmask import SoftMask
 
 ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t stays above 0: at t = 1 some tokens are visible [code]
@@ -40,23 +37,22 @@ T_MIN = 1e-3        # the smallest time, because the loss divides by t [code]
 
 @dataclass
 class ModelConfig:
-    # The backbone, App. B.1. Size: an int ≥ 1. Count: an int ≥ 0. Annotated[int, 1, 1000]: an int
-    # from 1 to 1000. launch.py checks these ranges.
-    n_layer: Annotated[int, 1, 1000] = 12
-    n_head: Size = 12
-    n_embd: Size = 768
-    n_cond: Size = 128               # width of the time embedding, for adaLN [code]
-    vocab_size: Size = 50258         # GPT-2's 50,257 and [MASK]
-    mask_id: Count = 50257
-    length: Annotated[int, 3, 2**20] = 1024  # L, tokens per sequence
-    dropout: Annotated[float, 0, 0.999] = 0.1
+    # The backbone, App. B.1
+    n_layer: int = 12
+    n_head: int = 12
+    n_embd: int = 768
+    n_cond: int = 128                # width of the time embedding, for adaLN [code]
+    vocab_size: int = 50258          # GPT-2's 50,257 and [MASK]
+    mask_id: int = 50257
+    length: int = 1024               # L, tokens per sequence
+    dropout: float = 0.1
     time_conditioning: bool = False  # on in §4.1, off in the authors' configurations [code]
     # Soft-masking, §3.1
     soft_mask: bool = True           # False: a binary MDLM, without ω. train.py sets it to p_sm > 0
-    k: Size | None = 3               # None: all of V, with a trainable temperature, App. C.3
-    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # initial ω: ω_s close to 0, App. B.2 [code]
-    omega_a: Positive = 10 / 1.5
-    omega_b: Negative = -0.75
+    k: int | None = 3                # None: all of V, with a trainable temperature, App. C.3
+    omega_s: float = 1e-6            # initial ω: ω_s close to 0, App. B.2 [code]
+    omega_a: float = 10 / 1.5
+    omega_b: float = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
 
 
@@ -77,6 +73,92 @@ def corrupt(x0, t, mask_id, generator, floor=ALPHA_FLOOR):
     # Drawn on the CPU, so that a seed gives the same masks with or without a GPU.
     u = torch.rand(x0.shape, generator=generator)                              # (B, L)
     return torch.where(u < (1 - floor) * t[:, None], mask_id, x0)              # (B, L)
+
+
+class TwoPass(nn.Module):
+    """Predict, feed back, predict again, for any backbone                        §3.2, Alg. 1 l.5-8
+
+        θ~ = detach(θ)                                                               l.5
+        p~ = g_θ~(x_t)         a forward pass over plain [MASK]s, without gradients  l.6
+        x' = sm_ω(x_t, p~)     each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i         l.7
+        p  = g_θ(x')           a forward pass with gradients for θ, and for ω via x' l.7
+        L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
+
+    The paper's l.8 lacks the minus sign, and has indices i in a sum over l: corrected here [ours].
+
+    net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
+    A subclass calls token_nll in `forward`, so that DDP sees one forward call per backward pass.
+    """
+
+    def __init__(self, net, sm, mask_id, two_updates=False):
+        super().__init__()
+        self.net, self.sm = net, sm
+        self.mask_id = mask_id
+        self.two_updates = two_updates      # the first pass gets gradients too, App. C.3
+        self.lam = torch.tensor(torch.nan)  # 0-d: mean λ of the last call with feedback
+
+    def token_nll(self, x0, xt, t, soft, masks=None):
+        """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
+
+        x0, xt: (B, L) ids.   t: (B,) times.   soft: True for two passes with feedback, else one.
+        masks: where xt is [MASK], as an index pair (b, l) (default: found here, with a host sync).
+        Returns nll (N,) fp32, and masks.
+        """
+        net, sm = self.net, self.sm
+        if masks is None:
+            masks = (xt == self.mask_id).nonzero(as_tuple=True)                # 2 × (N,)
+        emb = F.embedding(xt, net.table)                                       # (B, L, D)
+        if soft:
+            with nullcontext() if self.two_updates else torch.no_grad():       # θ~              l.5
+                h = net.hidden(emb, masks, t)  # dropout is on here, too [code]  (N, D)          l.6
+            lam, ids, pi = self.predict_sm(h)  # p~, also without gradients      (N,), (N, k)    l.6
+            emb = emb.index_put(masks, sm.mix(net.table, lam, ids, pi))        # (B, L, D)    l.7 sm
+            # For the log. Not mean(), which would be NaN if nothing is masked.
+            self.lam = lam.detach().sum() / max(1, len(lam))
+        h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
+        nll = self.score(h, x0[masks])                                         # (N,)            l.8
+        if sm:  # DDP wants a gradient for every parameter, ω too, in every backward pass
+            nll = nll + sum((0 * p).sum() for p in sm.parameters())
+        return nll, masks
+
+    def predict_sm(self, h):
+        """λ (N,), ids and π (N, k) of what hidden states h (N, D) predict           Alg. 1 l.6-7"""
+        logits = self.net.head(h)                                              # (N, V)       l.6 p~
+        return self.sm(logits if self.two_updates else logits.detach())        #                 l.5
+
+    def score(self, h, x0):
+        """−log p(x0) in nats, (N,) fp32, for tokens x0 (N,) and h (N, D)              Alg. 1 l.8"""
+        return F.cross_entropy(self.net.head(h), x0, reduction="none")
+
+
+class MDLM(TwoPass):
+    """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig. Raises ValueError if it cannot work"""
+
+    def __init__(self, cfg):
+        pairs = 2 * max(1, cfg.n_head)  # the rotation pairs the entries of a head
+        fits = {"n_layer": cfg.n_layer > 0, "n_head": cfg.n_head > 0, "length": cfg.length > 2,
+                "n_embd": cfg.n_embd > 0 == cfg.n_embd % pairs, "dropout": 0 <= cfg.dropout < 1}
+        wrong = ", ".join(f"{name}={getattr(cfg, name)}" for name in fits if not fits[name])
+        if wrong:
+            raise ValueError(f"{wrong}: an MDLM needs n_layer > 0, n_head > 0, n_embd a multiple "
+                             f"of 2 n_head, length > 2, and 0 <= dropout < 1")
+        sm = None
+        if cfg.soft_mask:
+            sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+        super().__init__(DiT(cfg), sm, cfg.mask_id, cfg.two_updates)
+        self.cfg = cfg
+
+    def forward(self, x0, xt, t, soft, masks=None):
+        """The loss of each sequence, (B,) in nats                               Eq. 2, Alg. 1 l.5-8
+
+        L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
+
+        The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN make L 0.1 to 0.3 % too small.
+        Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
+        samples differently: one pass per step, with the last prediction in place of pass 1.
+        """
+        nll, masks = self.token_nll(x0, xt, t, soft, masks)                    # (N,), 2 × (N,)
+        return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
 
 
 class LayerNorm(nn.Module):
@@ -163,9 +245,9 @@ class DiT(nn.Module):
         self.output_layer = nn.ModuleDict({
             "norm_final": LayerNorm(D), "linear": zero_linear(D, V),
             "adaLN_modulation": zero_linear(cond, 2 * D)})
-        # Not buffers, because DDP would broadcast those in every update.
-        with torch.device("cpu"):  # a meta tensor would have no values
-            self.cos, self.sin = rotation(cfg.length, D // cfg.n_head)         # 2 × (L, 1, d)
+        cos, sin = rotation(cfg.length, D // cfg.n_head)                       # 2 × (L, 1, d)
+        self.register_buffer("cos", cos, persistent=False)  # in no checkpoint
+        self.register_buffer("sin", sin, persistent=False)
 
     @property
     def table(self):
@@ -179,7 +261,7 @@ class DiT(nn.Module):
         dtype, kind, L = emb.dtype, emb.device.type, emb.shape[1]
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)  # that of queries and keys
-        cos, sin = (x[:L].to(emb.device, dtype) for x in (self.cos, self.sin))  # 2 × (L, 1, d)
+        cos, sin = (x[:L].to(dtype) for x in (self.cos, self.sin))  # 2 × (L, 1, d)
         c = self.time_embedding(t)                                             # (B or 1, cond)
         for block in self.blocks:
             emb = block(emb, c, cos, sin)                                      # (B, L, D)
@@ -220,155 +302,32 @@ class DiT(nn.Module):
                 if isinstance(module, nn.Linear):
                     module.to(dtype)
 
-    def _apply(self, fn, recurse=True):
-        """Move the rotation along with the model, but keep it in fp32."""
-        super()._apply(fn, recurse)
-        if not self.table.is_meta:
-            self.cos, self.sin = self.cos.to(self.table.device), self.sin.to(self.table.device)
-        return self
 
+def compile_parts(model, mode=None):
+    """Compile the slow parts of a TwoPass: its trunk, and its work on rows (N, V).           [ours]
 
-class TwoPass(nn.Module):
-    """Predict, feed back, predict again, for any backbone                        §3.2, Alg. 1 l.5-8
-
-        θ~ = detach(θ)                                                               l.5
-        p~ = g_θ~(x_t)         a forward pass over plain [MASK]s, without gradients  l.6
-        x' = sm_ω(x_t, p~)     each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i         l.7
-        p  = g_θ(x')           a forward pass with gradients for θ, and for ω via x' l.7
-        L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
-
-    The paper's l.8 lacks the minus sign, and has indices i in a sum over l: corrected here [ours].
-    To follow the calls down to Eq. 3, read MDLM.forward (at the end of this file), token_nll,
-    feedback, weigh, SoftMask.forward, SoftMask.strength. in_chunks and in_pieces only split rows.
-
-    net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
-    A subclass calls token_nll in `forward`, so that DDP sees one forward call per backward pass.
+    mode: of the trunk; "reduce-overhead" uses CUDA graphs. Rows cannot: their number varies.
     """
-
-    def __init__(self, net, sm, mask_id, two_updates=False):
-        super().__init__()
-        self.net, self.sm = net, sm
-        self.mask_id = mask_id
-        self.two_updates = two_updates      # the first pass gets gradients too, App. C.3
-        self.lam = torch.tensor(torch.nan)  # 0-d: mean λ of the last call with feedback
-
-    def token_nll(self, x0, xt, t, soft, masks=None):
-        """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
-
-        x0, xt: (B, L) ids.   t: (B,) times.   soft: True for two passes with feedback, else one.
-        masks: where xt is [MASK], as an index pair (b, l) (default: found here).
-        Returns nll (N,) fp32, and masks.
-        """
-        net = self.net
-        if masks is None:  # the only host sync
-            masks = (xt == self.mask_id).nonzero(as_tuple=True)                # 2 × (N,)
-        emb = F.embedding(xt, net.table)                                       # (B, L, D)
-        if soft:
-            # No gradients, except for two_updates (App. C.3). Dropout is on [code].             l.5
-            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):
-                h = net.hidden(emb, masks, t)                                  # (N, D)          l.6
-            # The rest of l.6, the head, runs in `feedback`, with gradients or without as above.
-            mixed, lam, _ = self.feedback(h)                                   # (N, D), (N,) l.7 sm
-            emb = emb.index_put(masks, mixed)                                  # (B, L, D)
-            # For the log. Not mean(), which would be NaN if nothing is masked.
-            self.lam = lam.detach().sum() / max(1, len(lam))
-        h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
-        nll = self.cross_entropy(h, x0[masks])                                 # (N,)            l.8
-        if self.sm:  # DDP wants a gradient for ω even without feedback: item 8 in softmask.py
-            nll = nll + sum((0 * p).sum() for p in self.sm.parameters())
-        return nll, masks
-
-    def feedback(self, h=None, weighed=None):
-        """The input of the next pass at masked positions                   Alg. 1 l.6-7, Alg. 2 l.6
-
-        Give h, (N, D) hidden states that predict these positions, or `weighed`, what `weigh`
-        returned for them.
-        Returns their mixed embeddings (N, D), λ (N,), and their likeliest tokens (N,).
-        """
-        dense = self.sm.k is None
-        if weighed is None:
-            # keeps: how many (n, V) tensors backward needs. None, unless k = |V| or two_updates.
-            keeps = SM_KEEPS if dense or self.two_updates else 0
-            weighed = in_chunks(self.weigh, h, V=len(self.net.table), keeps=keeps)
-        if dense:  # k = |V|: `weigh` has mixed already
-            return weighed
-        lam, ids, pi = weighed
-        # One mix for all chunks, because each lookup in the table costs a dense (V, D) gradient.
-        return self.sm.mix(self.net.table, lam, ids, pi), lam, ids[:, 0]
-
-    def weigh(self, h, logits=None):
-        """λ (n,), ids and π (n, k) of a chunk. For k = |V|: embeddings (n, D), λ and tokens (n,).
-
-        h: (n, D).   logits: head(h) (n, V), if they are known.
-        """
-        if logits is None:
-            with torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled()):  #       l.5
-                logits = self.net.head(h)                                      # (n, V)       l.6 p~
-        lam, ids, pi = in_pieces(self.sm, logits)
-        if ids is None:  # π is (n, V): mix it here
-            return self.sm.mix(self.net.table, lam, None, pi), lam, pi.argmax(-1)
-        return lam, ids, pi
-
-    def cross_entropy(self, h, x0):
-        """−log p(x0) in nats, (N,) fp32, for tokens x0 (N,) and h (N, D)              Alg. 1 l.8"""
-        return in_chunks(self.score, h, x0, V=len(self.net.table), keeps=1)
-
-    def score(self, h, x0):
-        return F.cross_entropy(self.net.head(h), x0, reduction="none")         # (n,)  of one chunk
-
-    def feedback_of_certain(self, ids):
-        """`feedback` for tokens ids (m,) that have just been re-masked: H = 0, so λ is largest.
-
-        They were visible in the last pass, and MDLM predicts a visible token with p = 1 [code].
-        """
-        lam = self.sm.strength(torch.zeros(len(ids), device=ids.device))       # (m,)
-        pi = torch.ones_like(lam)[:, None]                                     # (m, 1)
-        return self.sm.mix(self.net.table, lam, ids[:, None], pi), lam, ids
-
-    def warning(self, line):
-        """A sentence for the user if λ is near 0 in the last line of the log, else ""."""
-        if line.get("lam", 1.0) >= 1e-3:  # 1.0: if no update had feedback
-            return ""
-        # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
-        H = min(max(0.01, line["ce_per_mask"]), math.log(len(self.net.table)))
-        return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
-                f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}")
+    # Methods are compiled, because compiled modules have other names in the state_dict. Copy the
+    # model before this call: methods in a deepcopy would use the original's weights.
+    # DDP would split the trunk every 25 MB, to send gradients while the backward pass runs. The
+    # splits would break fused kernels and change the dropout masks.
+    torch._dynamo.config.optimize_ddp = False
+    model.net.trunk = torch.compile(model.net.trunk, mode=mode)
+    model.score = compiled_rows(model.score)
+    model.predict_sm = compiled_rows(model.predict_sm)
 
 
-class MDLM(TwoPass):
-    """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig."""
+def compiled_rows(fn):
+    """fn, compiled once for any number of rows."""
+    fast = torch.compile(fn)
 
-    def __init__(self, cfg):
-        if cfg.n_embd % (2 * cfg.n_head):  # the rotation pairs entries
-            raise Refused(f"n_embd={cfg.n_embd} is not a multiple of 2 n_head = {2 * cfg.n_head}")
-        sm = None
-        if cfg.soft_mask:
-            sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
-        super().__init__(DiT(cfg), sm, cfg.mask_id, cfg.two_updates)
-        self.cfg = cfg
-
-    def forward(self, x0, xt, t, soft, masks=None):
-        """The loss of each sequence, (B,) in nats                               Eq. 2, Alg. 1 l.5-8
-
-        L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
-
-        The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN make L 0.1 to 0.3 % too small.
-        Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
-        samples differently: one pass per step, with the last prediction in place of pass 1.
-        """
-        nll, masks = self.token_nll(x0, xt, t, soft, masks)  # see TwoPass       (N,), 2 × (N,)
-        return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
-
-    @classmethod
-    def load(cls, path, ema=True):
-        """A model in eval mode, from any file that checkpoint.load reads. `info` has the rest.
-
-        ema: use the averaged backbone, as the authors' code does [code].
-        """
-        weights, info = checkpoint.weights(path, ema)
-        config = {name: value for name, value in info["config"].items()
-                  if name in ModelConfig.__dataclass_fields__}  # train.Config has more fields
-        model = cls(ModelConfig(**config))
-        model.load_state_dict(weights)
-        model.info = info
-        return model.eval()
+    def call(*rows):
+        if len(rows[0]) < 2:  # torch would compile again for 0 rows and for 1 row
+            return fn(*rows)
+        for x in rows:
+            # dynamic=True would make V symbolic too, and torch 2.6 cannot pad by a symbolic size.
+            # Without maybe_mark_dynamic, torch would compile again when n happens to equal n_embd.
+            torch._dynamo.maybe_mark_dynamic(x, 0)
+        return fast(*rows)
+    return call

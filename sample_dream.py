@@ -24,7 +24,7 @@ import torch.nn.functional as F
 import dora
 import launch
 from checkpoint import with_omega
-from chunks import categorical, in_chunks, likeliest
+from sample import categorical, likeliest
 from data import seed_of
 from dream import Dream, Tokenizer, load_adapter
 from launch import Count, Negative, Positive, Refused, Share, Size, machine, progress, to_device

@@ -19,11 +19,8 @@ stop cuts a line of the log in two. (Update 1 of the log is step 0 in the keys.)
 """
 
 import copy
-import math
 import os
 from dataclasses import asdict, dataclass, replace
-from functools import partial
-from typing import Literal
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
@@ -31,10 +28,9 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import data
 import launch
-from chunks import compile_parts
 from eval import bits_per_byte, val_nats
-from launch import Count, Positive, Rate, Refused, Share, Size, due
-from mdlm import MDLM, T_MIN, ModelConfig, corrupt, sample_times
+from launch import Refused, Share, Size
+from mdlm import MDLM, T_MIN, ModelConfig, compile_parts, corrupt, sample_times
 
 
 @dataclass
@@ -43,30 +39,29 @@ class Config(ModelConfig):
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
     # Start from θ and ω of any MDLM that `python checkpoint.py FILE` can read (in a step-N.pt, θ is
-    # the EMA). --omega_s, --omega_a and --omega_b override the file's ω.
+    # the EMA). An ω that is not the default here beats the file's.
     init_from: str = ""
-    resume: bool | Literal["auto"] = False  # continue from out_dir/last.pt; auto: if it exists
-    overwrite: bool = False          # start over even if out_dir holds a run
-    seed: Count = 1
+    resume: bool = False             # continue from out_dir/last.pt, or start if there is none
+    seed: int = 1
     # optimisation
-    steps: Size = 1_000_000          # updates (100k in a continuation)
+    steps: int = 1_000_000           # updates (100k in a continuation)
     batch_size: Size = 512           # sequences per update, over all devices
     micro_batch: Size = 32           # sequences per device and pass; gradients are accumulated
-    eta_bb: Rate = 3e-4              # learning rate of the backbone θ
-    eta_sm: Rate = 1e-2              # learning rate of ω, which has a long way to go, App. B.2
-    warmup: Count = 2500             # updates of linear warm-up; then both rates are constant
-    clip: Positive = 1.0             # largest gradient norm, over θ and ω together [code]
+    eta_bb: float = 3e-4             # learning rate of the backbone θ
+    eta_sm: float = 1e-2             # learning rate of ω, which has a long way to go, App. B.2
+    warmup: int = 2500               # updates of linear warm-up; then both rates are constant
+    clip: launch.Positive = 1.0      # largest gradient norm, over θ and ω together [code]
     ema: Share = 0.9999              # decay of the average of θ; ω is not averaged [code]
     # soft-masking, §3.2
     p_sm: Share = 0.8                # probability of two passes; 0 trains a binary MDLM
-    b_l: Positive = T_MIN            # t ~ U(b_l, b_h); the paper narrows it for Dream only
+    b_l: launch.Positive = T_MIN     # t ~ U(b_l, b_h); the paper narrows it for Dream only
     b_h: Share = 1.0
     # reporting: what is due every so many updates is also done after the last
-    log_every: Size = 10
-    eval_every: Count = 10_000       # 0: never
+    log_every: int = 10
+    eval_every: int = 10_000         # 0: never
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
-    keep_every: Count = 100_000      # step-N.pt, with EMA and ω only; 0: only at the end
+    keep_every: int = 100_000        # step-N.pt, with EMA and ω only; 0: only at the end
     show: bool = False               # at the end, print the bound in bits per byte
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
@@ -91,8 +86,8 @@ PRESETS = {  # the first word of a command
 
 # What may change when a run is resumed (of the data, only the path). All else must stay as it was.
 MAY_DIFFER_ON_RESUME = {
-    "data", "out_dir", "resume", "overwrite", "steps", "log_every", "eval_every", "eval_rows",
-    "save_every", "keep_every", "show", "device", "dtype", "compile"}
+    "data", "out_dir", "resume", "steps", "log_every", "eval_every", "eval_rows", "save_every",
+    "keep_every", "show", "device", "dtype", "compile"}
 
 
 def update(step, cfg, tokens, model, parallel, optimizer, here, log):
@@ -117,12 +112,12 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
         x0, xt, t, b, l = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
         if cfg.dropout:  # keyed by step and j, like the masks
             torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
-        with launch.accumulate(parallel, last=j + here.world >= M):
-            with here.autocast():
-                loss = parallel(x0, xt, t, soft, (b, l))  # MDLM.forward         (B,)          l.5-8
-            # Alg. 1 l.8 sums over a sequence. Here it is the mean over all tokens, masked or not
-            # [code]. DDP averages gradients over ranks, and `world` undoes that.
-            (loss.sum() * here.world / n_tokens).backward()
+        parallel.require_backward_grad_sync = j + here.world >= M  # DDP: only in the last one
+        with here.autocast():
+            loss = parallel(x0, xt, t, soft, (b, l))  # MDLM.forward             (B,)          l.5-8
+        # Alg. 1 l.8 sums over a sequence. Here it is the mean over all tokens, masked or not
+        # [code]. DDP averages gradients over ranks, and `world` undoes that.
+        (loss.sum() * here.world / n_tokens).backward()
         loss = loss.detach()
         # loss @ t: the cross-entropy without the weight 1/t. n: what the log divides the loss by,
         # tokens here, and dialogues in finetune_dream.py.
@@ -168,112 +163,93 @@ def train(cfg):
     """The data, the model, and Alg. 1. Returns the MDLM and its EMA."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
-    flags = getattr(cfg, "flags", ())  # set by launch.from_cli, and lost in `resolved`
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
-    cfg = resolved(cfg, meta["tokenizer"], here.world)
+    special = meta["tokenizer"]
+    launch.check_training(cfg, special["vocab_size"], cfg.micro_batch * here.world)
+    cfg = replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
+                  soft_mask=cfg.p_sm > 0)
+    model = fresh(cfg)  # refuses sizes that cannot work before it touches a folder
     with launch.lock(cfg.out_dir, here.rank == 0):
-        return loop(cfg, here, tokens, meta, flags)
+        return loop(cfg, here, model, tokens, meta)
 
 
-def loop(cfg, here, tokens, meta, flags):
-    """`train`, once the data are there and the folder is locked."""
-    path, master = partial(os.path.join, cfg.out_dir), here.rank == 0
+def loop(cfg, here, model, tokens, meta):
+    """`train`, once the settings are checked and the folder is locked."""
     # train.bin is too long to hash at every start: if it is overwritten while meta.json stays the
     # same, this goes unnoticed. keys: the version of data.rng's keys.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
     held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
-    model, ema, optimizer, done, metrics, omega_from = state_of(cfg, here, meta, source, flags)
+    model, ema, optimizer, start, metrics, omega_from = starting(model, cfg, here, source, meta)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
     if compiled:  # after the EMA was copied: compiled methods of a copy use the original's weights
         compile_parts(model)
     parallel = model
     if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
-        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def write(name, **more):  # with `done` and `metrics` as they are when it is called
-        if master:
-            save(path(name), cfg, model, ema, step=done, metrics=metrics, data=source,
-                 tokenizer=meta["tokenizer"], **more)
-
-    keep_every = cfg.keep_every or cfg.steps
-    start, stop, line = done, 0, {}  # stop: number of a signal. line: last line of the log
-    with launch.signals() as caught:
-        log = launch.Log(path("log.jsonl"), start, cfg.steps, master)
-        if master and cfg.overwrite:
-            launch.remove_checkpoints(cfg.out_dir)
-        if master:
-            feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
-            wait = ", the first after a minute or more of compiling" if compiled else ""
-            n_params = sum(p.numel() for p in model.parameters())
-            print(f"{n_params:,} parameters, {feedback}; {here.device} × {here.world}, "
-                  f"{here.dtype or 'float32'}; {data.n_rows(tokens, cfg.length):,} rows of "
-                  f"{cfg.length} from {cfg.data}; updates {start:,} to {cfg.steps:,}{wait}")
-            if here.device.type == "cpu":
-                warn_of_memory(cfg, n_params)
-        # A continuation measures the bound before its first update (Fig. 3): a check of the weights
-        if cfg.eval_every and cfg.init_from and not start:
-            metrics = {"step": 0, **evaluate(ema, held_out, here)}
-            log.write(metrics)
-        if start:  # after a resume: a stop skips the evaluation that is due
-            unmeasured = due(cfg.eval_every, start, cfg.steps) and metrics.get("step") != start
-            if unmeasured:
-                metrics = {"step": start, **evaluate(ema, held_out, here)}
-                log.amend(metrics)
-                write("last.pt", optimizer=optimizer.state_dict())
-            # After a stop, step-N.pt lacks this evaluation. After a kill, it may not exist.
-            name = f"step-{start}.pt"
-            if due(keep_every, start, cfg.steps) and (unmeasured or not os.path.exists(path(name))):
-                write(name)
-        model.train()
-        for step in range(start, cfg.steps):
-            norm = update(step, cfg, tokens, model, parallel, optimizer, here, log)
-            done = step + 1
-            update_ema(ema.net, model.net, done, cfg.ema)
-            # A signal to one rank stops all of them after this update.
-            stop = launch.any_rank(max(caught, default=0))
-            to_evaluate = due(cfg.eval_every, done, cfg.steps) and not stop
-            to_save = due(cfg.save_every, done, cfg.steps) or stop
-            to_keep = due(keep_every, done, cfg.steps)
-            to_log = due(cfg.log_every, done, cfg.steps) or done == 1
-            if to_evaluate or to_save or to_keep or to_log:
-                # Raises on NaN, before a save
-                line = log.line(done, lr_at(step, cfg) * cfg.eta_bb, model.sm, norm)
-                if to_evaluate:
-                    metrics = {"step": done, **evaluate(ema, held_out, here)}
-                    line |= metrics
-                log.write(line)
-            if to_save:
-                write("last.pt", optimizer=optimizer.state_dict())
-            if to_keep:
-                write(f"step-{done}.pt")
-            if stop:
-                break
-
-    if stop:
-        launch.stopped(here, done, path("last.pt"), stop)  # exits
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True,
+                                           broadcast_buffers=False)
+    log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, here.rank == 0)
+    if here.rank == 0:
+        feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
+        wait = ", the first after a minute or more of compiling" if compiled else ""
+        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {feedback}; "
+              f"{here.device} × {here.world}, {here.dtype or 'float32'}; "
+              f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length} from {cfg.data}; "
+              f"updates {start:,} to {cfg.steps:,}{wait}")
+    # A continuation measures the bound before its first update (Fig. 3): a check of the weights
+    if cfg.eval_every and cfg.init_from and not start:
+        metrics = {"step": 0, **evaluate(ema, held_out, here)}
+        log.write(metrics)
+    model.train()
+    line = {}
+    for done, due in launch.updates(
+            here, start, cfg.steps, log=cfg.log_every, eval=cfg.eval_every,
+            keep=cfg.keep_every or cfg.steps, save=cfg.save_every):
+        norm = update(done - 1, cfg, tokens, model, parallel, optimizer, here, log)
+        update_ema(ema.net, model.net, done, cfg.ema)
+        if due:
+            # Raises on NaN, before a save
+            line = log.line(done, lr_at(done - 1, cfg) * cfg.eta_bb, model.sm, norm)
+            if "eval" in due:
+                metrics = {"step": done, **evaluate(ema, held_out, here)}
+                line |= metrics
+            log.write(line)
+        facts = dict(step=done, metrics=metrics, data=source, tokenizer=meta["tokenizer"])
+        if "keep" in due and here.rank == 0:
+            save(f"step-{done}.pt", cfg, model, ema, **facts)
+        # Last of all: a kill before this repeats updates, and loses nothing.
+        if "save" in due and here.rank == 0:
+            save("last.pt", cfg, model, ema, optimizer=optimizer.state_dict(), **facts)
     if cfg.show:
         bounds = evaluate(ema, held_out, here)
-        if master:
+        if here.rank == 0:
             summarize(cfg, bounds, meta)
-    launch.leave(here, model.warning(line), status=0)  # returns
+    launch.leave(here, launch.warning(line, cfg.vocab_size), status=0)  # returns
     return model, ema
 
 
-def state_of(cfg, here, meta, source, flags):
+def fresh(cfg):
+    """An MDLM with random weights, the same on every rank. Raises Refused for bad sizes or ω."""
+    with torch.random.fork_rng(devices=[]):  # torch's own generator stays as it was
+        torch.manual_seed(cfg.seed)
+        try:
+            return MDLM(cfg)
+        except ValueError as e:
+            raise Refused(e)
+
+
+def starting(model, cfg, here, source, meta):
     """(model, EMA, optimizer, updates made, last evaluation, where ω comes from) to start from"""
     last, ckpt, done, metrics = os.path.join(cfg.out_dir, "last.pt"), None, 0, {}
-    with torch.random.fork_rng(devices=[]):  # torch's own generator stays as it was
-        torch.manual_seed(cfg.seed)  # the same weights on every rank
-        model = MDLM(cfg)
     omega_from = "the settings"
-    if launch.resumes(last, cfg.resume, cfg.overwrite):
-        ckpt = load_last(last, cfg, source)
+    if launch.resumes(last, cfg.resume):
+        content = {name: source[name] for name in ("sha256", "val", "keys")}  # the path may differ
+        ckpt = checkpoint.load_last(last, "mdlm", cfg, content, MAY_DIFFER_ON_RESUME)
         model.load_state_dict(ckpt["model"])
         omega_from, done, metrics = last, ckpt["step"], ckpt["metrics"]
     elif cfg.init_from:
-        omega_from = load_initial(model, cfg, meta["tokenizer"], flags)
+        omega_from = load_initial(model, cfg, meta["tokenizer"])
     model.to(here.device)
     # The EMA: a second backbone. ω is not averaged [code], so it is the model's. A continuation's
     # average starts from the file's weights [ours]; the authors' starts from random ones.
@@ -289,29 +265,6 @@ def state_of(cfg, here, meta, source, flags):
     return model, ema, optimizer, done, metrics, omega_from
 
 
-def warn_of_memory(cfg, n_params):
-    """Print a line if this machine has too little memory for the run."""
-    # 20 bytes per parameter: its value, average, gradient, two moments. Per block, about 120
-    # bytes for every entry of a micro-batch's (B, L, D). Both are measured.
-    need = 20 * n_params + 120 * cfg.micro_batch * cfg.length * cfg.n_layer * cfg.n_embd
-    have = math.inf
-    if hasattr(os, "sysconf"):  # not on Windows
-        have = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if need > have:
-        print(f"this run needs about {need / 1e9:.0f} GB of memory, but this machine has only "
-              f"{have / 1e9:.0f}: a smaller --micro_batch or `train.py stdlib` needs less")
-
-
-def resolved(cfg, vocabulary, world):
-    """cfg, checked, with the vocabulary of the data.   vocabulary: `tokenizer` in meta.json."""
-    # These are fields of ModelConfig, but not flags of this script.
-    launch.unused(cfg, "in train.py: --p_sm=0 trains without SM", "soft_mask")
-    launch.unused(cfg, "in train.py: the data determine it", "vocab_size", "mask_id")
-    launch.check_training(cfg, vocabulary["vocab_size"], cfg.micro_batch * world)
-    return replace(cfg, vocab_size=vocabulary["vocab_size"],
-                   mask_id=vocabulary["mask_id"], soft_mask=cfg.p_sm > 0)
-
-
 def held_out_rows(cfg):
     """cfg.eval_rows rows of val.bin (m, L), evenly spaced"""
     val, _ = data.open_split(cfg.data, "val")
@@ -319,48 +272,32 @@ def held_out_rows(cfg):
     return data.rows(val, index, cfg.length)                                   # (m, L)
 
 
-def load_last(path, cfg, source):
-    """last.pt of this run. Raises Refused if its data or settings differ."""
-    hint = f". --init_from={path} with another --out_dir starts from these weights"
-    ckpt = checkpoint.load_last(path, "mdlm", cfg, {"keys": data.KEYS}, MAY_DIFFER_ON_RESUME, hint)
-    theirs = ckpt["data"]  # compared by content, because their folder may have moved
-    if any(theirs[name] != source[name] for name in ("sha256", "val")):
-        raise Refused(f"{path} was trained on the text that was in {theirs['path']}, but "
-                      f"{cfg.data} now holds different text{hint}")
-    if ckpt["step"] > cfg.steps:
-        raise Refused(f"{path} is already at update {ckpt['step']:,}, beyond --steps={cfg.steps}")
-    return ckpt
-
-
-def load_initial(model, cfg, vocabulary, flags):
+def load_initial(model, cfg, vocabulary):
     """Load θ from a file, and ω if the file has it. Returns where ω comes from.
 
     θ gets the raw weights [code], or their average from a step-N.pt, which has only that.
-    flags: names of the flags on the command line. An ω among them is not read from the file.
     """
-    path = os.path.realpath(cfg.init_from)
-    if os.path.realpath(cfg.out_dir) in (path, os.path.dirname(path)):
-        raise Refused(f"--init_from={cfg.init_from} is in --out_dir={cfg.out_dir}, where this run "
-                      f"replaces files: give another --out_dir")
     ckpt = checkpoint.load(cfg.init_from, "mdlm")
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
     now = asdict(cfg) | {"tokenizer": vocabulary["name"]}
-    # Some of these can differ without a mismatch in shapes.
-    names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
+    # These can differ without a mismatch in shapes.
+    names = ["n_head", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
         names += ["k"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
-    # ω comes from a flag (--omega_s for sm.raw_s), else from the file, else from the settings.
-    state = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
-    by_flag = [name for name in state if name.replace("sm.raw", "omega") in flags]
+    # ω comes from the settings where they are not the defaults, else from the file if it has one.
+    default, own = ModelConfig(), model.state_dict()
+    given = [name for name in ("omega_s", "omega_a", "omega_b")
+             if getattr(cfg, name) != getattr(default, name)]
+    state = {name: p for name, p in own.items() if name.startswith("sm.")}
     for name, p in ckpt["model"].items():
-        if name not in by_flag and (model.sm or name.startswith("net.")):
+        if name.startswith("net.") or name in own and name.replace("sm.raw", "omega") not in given:
             state[name] = p
     model.load_state_dict(state)
     if "sm.raw_s" not in ckpt["model"]:
         return "the settings"
-    return ", ".join([cfg.init_from, *(name.replace("sm.raw", "--omega") for name in by_flag)])
+    return ", ".join([cfg.init_from, *(f"--{name}" for name in given)])
 
 
 def evaluate(ema, held_out, here):
@@ -375,7 +312,7 @@ def evaluate(ema, held_out, here):
     return bounds
 
 
-def save(path, cfg, model, ema, **facts):
+def save(name, cfg, model, ema, **facts):
     """Write last.pt, with the optimizer, or a step-N.pt, with the EMA in place of the weights."""
     weights = model.state_dict()                                      # of θ and ω
     average = {"net." + name: t for name, t in ema.net.state_dict().items()}  # of θ
@@ -383,7 +320,8 @@ def save(path, cfg, model, ema, **facts):
         facts["ema"] = average
     else:
         weights |= average
-    checkpoint.save(path, kind="mdlm", config=asdict(cfg), seed=cfg.seed, model=weights, **facts)
+    checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=asdict(cfg),
+                    seed=cfg.seed, model=weights, **facts)
 
 
 def summarize(cfg, bounds, meta):

@@ -25,10 +25,10 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import launch
+from checkpoint import load_mdlm
 from data import rng
 from eval import val_nats
 from launch import Refused, Size, progress, run
-from mdlm import MDLM
 from sample import generate_in_order
 from show import draw, painted
 from train import Config as TrainConfig
@@ -242,7 +242,7 @@ class Config:
 
 
 def main(cfg):
-    model = MDLM.load(cfg.checkpoint or SHIPPED)
+    model = load_mdlm(cfg.checkpoint or SHIPPED)
     if model.cfg.length != 39:
         raise Refused(f"{cfg.checkpoint} is not a model of Sudokus: its rows have "
                       f"{model.cfg.length} tokens, not 39")

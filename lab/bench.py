@@ -22,10 +22,11 @@ from typing import Literal
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from chunks import compile_parts
+
 import checkpoint
 import dora
 import launch
-from chunks import compile_parts
 from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream

@@ -20,11 +20,11 @@ from typing import Annotated
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+from checkpoint import load_mdlm
 from data import rng
 from eval import Config as EvalConfig
 from eval import corrupted, held_out_rows, mean_and_se, write_result
 from launch import Count, Refused, Size, machine, progress, run
-from mdlm import MDLM
 from sample import generate_in_order
 
 
@@ -81,7 +81,7 @@ def bound_by_t(model, rows, cfg):
 
 def main(cfg):
     device, dtype = machine(cfg.device, cfg.dtype)[2:]
-    model = MDLM.load(cfg.checkpoint, cfg.ema).to(device)
+    model = load_mdlm(cfg.checkpoint, cfg.ema).to(device)
     L = model.cfg.length
     calls = [int(n) if n.isdecimal() else 0 for n in cfg.calls.split(",")]
     if not 1 <= min(calls) <= max(calls) <= cfg.width <= L - 2:

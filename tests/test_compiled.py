@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import chunks
 import launch
 import train
 from conftest import random_mdlm, save_mdlm, torchrun
@@ -61,7 +60,6 @@ def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
 
 if __name__ == "__main__":  # what each rank runs: train.py with another backend
     torch.compile = functools.partial(torch.compile, backend=BACKEND)
-    chunks.COMPILED_ROWS = 48  # a chunk with as many rows as n_embd: no graph of its own
     # As many buckets as at the real size. DDP must not split the trunk at each of them.
     train.DistributedDataParallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.05)
     launch.run(train.train, train.Config)

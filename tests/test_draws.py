@@ -28,11 +28,11 @@ import sample_dream
 import sudoku
 import tiny_dream
 import train
-from checkpoint import read_safetensors
+from checkpoint import load_mdlm, read_safetensors
 from conftest import ROOT, random_mdlm, save_mdlm, spy
 from dream import Tokenizer
 from launch import read_jsonl
-from mdlm import MDLM, TwoPass
+from mdlm import TwoPass
 
 # The key of each draw. These words stand for values, all others for themselves:
 #   seed   of the run; for held-out rows 1, or --seed of eval.py.   r: a repeat
@@ -211,15 +211,15 @@ def test_perplexity(corpus, tmp_path, drawn, passes, batch_size):
     check(passes, [], oracles.held_out(val, 258, 5, repeats=2))
 
 
-@pytest.mark.parametrize("batch_size, world, words, decode", [
-    (2, 1, "--steps=9 --sampler=remdm-loop --eta=0.1 --top_p=0.5",
+@pytest.mark.parametrize("world, words, decode", [
+    (1, "--steps=9 --sampler=remdm-loop --eta=0.1 --top_p=0.5",
      partial(sample.generate, steps=9, sampler="remdm-loop", eta=0.1, top_p=0.5)),
-    (3, 2, "--soft=False --prompt=ab", partial(sample.generate, steps=22, soft=False)),
-    (2, 2, "--sampler=entropy --top_p=0.5 --prompt=ab",
-     partial(sample.generate_in_order, steps=19, order="entropy", top_p=0.5)),
-    (3, 1, "--sampler=random --threshold=0.1",
-     partial(sample.generate_in_order, steps=22, order="random", threshold=0.1))])
-def test_samples(tmp_path, drawn, ranks, batch_size, world, words, decode):
+    (2, "--soft=False --prompt=ab", partial(sample.generate, steps=22, soft=False)),
+    (2, "--sampler=entropy --top_p=0.5 --prompt=ab",
+     partial(sample.generate_in_order, n=1, steps=19, order="entropy", top_p=0.5)),
+    (1, "--sampler=random --threshold=0.1",
+     partial(sample.generate_in_order, n=1, steps=22, order="random", threshold=0.1))])
+def test_samples(tmp_path, drawn, ranks, world, words, decode):
     """Of the average of the weights, as the flags say"""
     path, x = str(tmp_path / "last.pt"), torch.full((22,), 258)
     model, average = (random_mdlm(seed=seed, vocab_size=259, mask_id=258, length=22, omega_s=0.7,
@@ -230,13 +230,14 @@ def test_samples(tmp_path, drawn, ranks, batch_size, world, words, decode):
     if "--prompt=ab" in words:
         x[:3] = torch.tensor([256, 97, 98])
     for _ in ranks(world):
-        conftest.start("sample", *words.split(), f"--batch_size={batch_size}")
+        conftest.start("sample", *words.split())
     assert drawn == keys("a sample", seed=[5], i=range(5))
     lines = [line for path in sorted(tmp_path.glob("s*.jsonl")) for line in read_jsonl(path)]
     own = [i for rank in range(world) for i in range(rank, 5, world)]
     for i, line in zip(own, lines, strict=True):
-        ids, nfe = decode(average, 1, generator=[oracles.rng("sample", 5, i)], x=x)
-        assert line["ids"] == ids[0].tolist() and line["nfe"] == nfe.item()
+        g = oracles.rng("sample", 5, i)
+        ids, nfe = decode(average, generator=[g] if "n" in decode.keywords else g, x=x)
+        assert line["ids"] == ids.flatten().tolist() and line["nfe"] == int(nfe)
         assert line["index"] == i and line["settings"]["steps"] == decode.keywords["steps"]
 
 
@@ -281,7 +282,7 @@ def test_grids_and_the_tiny_dream(tmp_path, drawn, monkeypatch):
 
 
 def test_puzzles(drawn, monkeypatch):
-    model, calls = MDLM.load(sudoku.SHIPPED), spy(monkeypatch, sudoku, "fill")
+    model, calls = load_mdlm(sudoku.SHIPPED), spy(monkeypatch, sudoku, "fill")
     sudoku.demonstrate(model, 2)
     assert drawn == keys("grids held out", "puzzle", i=range(2))
     x = sudoku.ids_of(sudoku.texts(2000, oracles.rng("sudoku", "val"))[:2], 258)

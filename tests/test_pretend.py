@@ -1,5 +1,7 @@
 """On a pretended GPU (pretend.py): devices are not mixed, and host syncs are counted."""
 
+from functools import partial
+
 import pytest
 import torch
 
@@ -7,11 +9,10 @@ import data
 import finetune_dream
 import launch
 import train
-from chunks import likeliest
 from conftest import gen, random_mdlm, start
 from eval import bound
 from pretend import gpu
-from sample import ORDERS, SAMPLERS, generate, generate_in_order
+from sample import ORDERS, SAMPLERS, generate, generate_in_order, likeliest
 from tiny_dream import make
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests named cuda use the GPU")
@@ -46,12 +47,12 @@ def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
 def test_sampling_waits_only_for_what_it_returns(sampler, soft):
     """In order, every step also waits for the masks that are left."""
     model = random_mdlm(vocab_size=1100, mask_id=1099, length=10, omega_s=0.7)  # nucleus: 1,024
-    turns, make = [], generate_in_order if sampler in ORDERS else generate
+    turns, make = [], partial(generate_in_order, n=3) if sampler in ORDERS else generate
     with gpu() as waits:
         model.to("cuda")
         waits.clear()
-        make(model, 3, 8, sampler, generator=data.rng(9), top_p=0.9, soft=soft,
-             on_step=lambda *args: turns.append(len(waits)))
+        how = {"order" if sampler in ORDERS else "sampler": sampler, "steps": 8, "soft": soft}
+        make(model, **how, generator=data.rng(9), on_step=lambda *args: turns.append(len(waits)))
     if sampler in ORDERS:
         assert waits == (8 + 1) * ["to"]
     else:
@@ -108,12 +109,12 @@ def test_an_update_waits_for_nothing(folder, monkeypatch, script, words, draw, f
 def test_mdlm_keeps_to_one_device(folder):
     with gpu():
         for k in "--k=3", "--k=none":
-            model, ema = start("train", *TINY, k, "--out_dir=run", "--overwrite")
-            start("train", *TINY, k, "--out_dir=run", "--resume", "--steps=6")
+            model, ema = start("train", *TINY, k, f"--out_dir=run{k}")
+            start("train", *TINY, k, f"--out_dir=run{k}", "--resume", "--steps=6")
             assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
             for words in ("sample --sampler=remdm-loop --show", "trajectory --sampler=entropy",
                           "sample --sampler=remdm-cap --soft=False --count=2", "trajectory",
                           "sample --sampler=random --soft=False --count=2"):
-                start(*words.split(), "--steps=8", "--checkpoint=run/last.pt")
+                start(*words.split(), "--steps=8", f"--checkpoint=run{k}/last.pt")
             for words in "eval ppl", "feedback":
-                start(*words.split(), "--data=data", "--rows=4", "--checkpoint=run/last.pt")
+                start(*words.split(), "--data=data", "--rows=4", f"--checkpoint=run{k}/last.pt")

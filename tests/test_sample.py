@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 import checkpoint
-import chunks
 import data
 import oracles
 import sample
@@ -90,7 +89,7 @@ def test_a_token_is_drawn_where_u_falls_in_its_part_of_the_cumulative_sum():
             ([0, 1.5, 0, 1.5], [0, 0.4, 0.5, 0.9], [1, 1, 3, 3]),
             ([1e-12, 1, 1e-12], [0, 0.9e-12, 1.1e-12, 1 - 1.1e-12, 1 - 2**-53], [0, 0, 1, 1, 2])):
         rows, u = torch.tensor([probs] * len(u)), torch.tensor(u, dtype=torch.float64)
-        assert chunks.categorical(rows, u).tolist() == tokens
+        assert sample.categorical(rows, u).tolist() == tokens
 
 
 def oracle_of(model, soft):
@@ -105,20 +104,19 @@ def oracle_of(model, soft):
     ({}, 1e-5, False), (dict(k=None), 1e-5, False), ({}, 0.2, False), ({}, 1e-5, True),
     (dict(time_conditioning=True), 0.1, False)])
 def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
-    """A sequence has the same ids and calls alone and among others."""
     monkeypatch.setattr(sample, "T_END", t_end)
     model, eta = model_of(**changes), 0.3 if "remdm" in sampler else 0.0
     predict, omega = oracle_of(model, soft)
     probs = lambda t, s: step_probs(t, s, sampler, eta)
     always = every or model.cfg.time_conditioning
     for T, (top_p, x) in product((1, 24), ((0.9, BLANK), (1.0, ROWS))):
-        ids, nfe = generate(model, 3, T, sampler, top_p, generators(3, T), x=x, soft=soft, eta=eta,
-                            every=every)
-        for start, row, calls, g in zip(x.expand(3, -1), ids, nfe, generators(3, T)):
+        for start, own, g in zip(x.expand(3, -1), generators(3, T), generators(3, T)):
+            ids, nfe = generate(model, T, sampler, top_p, own, x=start, soft=soft, eta=eta,
+                                every=every)
             with torch.no_grad():
                 expected, needed = oracles.alg2(predict, model.net.table, start, MASK, steps_of(T),
                                                 probs, top_p, g, omega, always)
-            assert row.tolist() == expected.tolist() and calls == needed
+            assert ids.tolist() == expected.tolist() and nfe == needed
 
 
 @pytest.mark.parametrize("order", ["entropy", "random"])
@@ -151,20 +149,23 @@ def test_decoding_in_order_is_its_loop(order, changes, soft):
 
 
 @pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
-@pytest.mark.parametrize("decode", [partial(generate, sampler="remdm-cap", eta=0.3),
-                                    partial(generate_in_order, order="entropy")])
-def test_what_is_told_after_every_step(decode, k, soft, monkeypatch):
+@pytest.mark.parametrize("at_random", [True, False])
+def test_what_is_told_after_every_step(at_random, k, soft, monkeypatch):
     """λ and the likeliest token of masks that stay, from their h. For a token that became a mask:
     itself, and H = 0. The head runs on masks that become tokens and, with SM, on the others."""
-    model, before, lost = model_of(k=k), ROWS, torch.full_like(ROWS, MASK)
+    model, decode = model_of(k=k), partial(generate_in_order, n=3, order="entropy")
+    before = lost = x = ROWS
+    if at_random:
+        decode, x = partial(generate, sampler="remdm-cap", eta=0.3), ROWS[0]
+        before = x[None]
+    lost = torch.full_like(before, MASK)
     omega, heads = plain_omega(model.sm), spy(monkeypatch, model.net, "head")
 
     def told(x, lam, guess, masks, h):
         nonlocal before
         assert torch.equal(torch.stack(masks, 1), ((before == MASK) & (x == MASK)).nonzero())
         rows = [((before == MASK) & (x != MASK)).sum(), len(h)]
-        rows = rows[:1 + soft] if decode.func is generate else [sum(rows)]
-        assert [len(h) for h, in heads] == rows
+        assert [len(h) for h, in heads] == (rows[:1 + soft] if at_random else [sum(rows)])
         predicted = [oracles.softmax(logits, omega["tau"]) for logits in model.net.head(h)]
         again = ((before != MASK) & (x == MASK)).nonzero(as_tuple=True)
         lost[again] = before[again]
@@ -174,18 +175,19 @@ def test_what_is_told_after_every_step(decode, k, soft, monkeypatch):
             assert guess[b, l] == (p.index(max(p)) if p and soft else lost[b, l])
         before = x
         heads.clear()
-    decode(model, 3, 10, generator=generators(3), x=ROWS, soft=soft, on_step=told)
-    assert (lost != MASK).any() == (decode.func is generate)
+    own = gen(1) if at_random else generators(3)
+    decode(model=model, steps=10, generator=own, x=x, soft=soft, on_step=told)
+    assert (lost != MASK).any() == at_random
 
 
-@pytest.mark.parametrize("decode", [generate, partial(generate_in_order, order="random")])
-def test_one_generator_gives_each_sequence_its_own_and_dropout_is_off(decode):
+def test_a_generator_decides_all_and_dropout_is_off():
+    """In order, one generator gives each sequence its own."""
     model = model_of().train()
-    ids, again, other = (decode(model, 4, 8, generator=gen(seed))[0].tolist() for seed in (6, 6, 7))
-    assert ids == again != other and len(set(map(tuple, ids))) > 1 and model.training
-    _, many = sample.starting_rows(model, 300, None, gen())
-    assert len({g.initial_seed() for g in many}) == 300
-    decode(model, 1, 8)  # torch's own generator
+    for decode in (lambda g: generate(model, 8, generator=g)[0][None],
+                   lambda g: generate_in_order(model, 4, 8, "random", generator=g)[0]):
+        ids, again, other = (decode(gen(seed)).tolist() for seed in (6, 6, 7))
+        assert ids == again != other and len(set(map(tuple, ids))) == len(ids) and model.training
+        decode(None)  # torch's own generator
 
 
 @pytest.mark.parametrize("device, how", [
@@ -194,7 +196,7 @@ def test_one_generator_gives_each_sequence_its_own_and_dropout_is_off(decode):
         not torch.cuda.is_available(), reason="needs CUDA: would check its graphs of the trunk"))])
 def test_a_compiled_trunk_gives_the_same_samples(device, how):
     model = model_of(n_layer=1).to(device)
-    decode = lambda: generate(model, 3, 20, "remdm-cap", generator=gen(9))[0]
+    decode = lambda: generate(model, 20, "remdm-cap", generator=gen(9))[0]
     expected = decode()
     model.net.trunk = torch.compile(model.net.trunk, **how)
     assert torch.equal(decode(), expected)
@@ -218,7 +220,7 @@ def run(saved, tmp_path):
 
 
 def test_the_same_command_goes_on_where_it_was(run, tmp_path):
-    whole = run("whole", count=5, batch_size=3)
+    whole = run("whole", count=5)
     assert [line["text"] for line in whole] == [BYTES.decode(line["ids"]) for line in whole]
     assert len({tuple(line["ids"]) for line in whole}) == 5
     run(count=2)
@@ -228,10 +230,6 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
         for _ in range(2):  # the second time nothing is left to do
             assert run(count=5, show=True) == whole
     refused("--length=99 exceeds the 32 that", run, length=99)
-    text = file.read_text()
-    file.write_text(text.replace('"compile": false', '"compile": true'))
-    refused(r"compile \(True there, False here\)", run, count=5)
-    file.write_text(text)
     for other in dict(sampler="mdlm"), dict(sampler="entropy", steps=8):
         refused("--threshold needs", run, **{"steps": None, "threshold": 0.9} | other)
     assert run(count=5) == whole
@@ -242,7 +240,7 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     made, own = dict(count=2, checkpoint=str(tmp_path / "own.pt")), checkpoint.load(saved)
     checkpoint.save(made["checkpoint"], **own)
     *_, line = run(**made)
-    anything = {"count", "batch_size", "seed", "out", "show", "tokenizer_dir", "device"}
+    anything = {"count", "seed", "out", "show", "device", "compile"}
     facts = {"step", "weights", "tokenizer", "dtype"}
     assert line["settings"].keys() == vars(sample.Config()).keys() - anything | facts
     other = "has other settings"

@@ -9,7 +9,7 @@ import torch.nn.functional as F
 import oracles
 import softmask
 from conftest import gen, recording
-from softmask import SoftMask, time_gain
+from softmask import SoftMask
 
 V, D, MASK = 11, 6, 7  # [MASK] need not be the last
 OPEN = dict(omega_s=0.8, omega_a=2.0, omega_b=-1.5)  # ω at which SM does something
@@ -180,13 +180,6 @@ def test_full_logits_compile_in_one_graph_under_autocast_too(k):
     with torch.autocast("cpu", torch.bfloat16):
         mixed = sm.embed(table, x, half)
     assert torch.equal(mixed, sm.embed(table, x, half.float()))  # λ, π and the mix in fp32
-
-
-def test_time_gain_table():
-    """App. C.9. The switch is strict [code]."""
-    for schedule in "none", "linear", "linear-late", "stepwise", "stepwise-late":
-        for t in 0.8, math.nextafter(0.5, 1), 0.5, 0.1:
-            assert time_gain(schedule, t, 0.5) == oracles.fading(schedule, t, 0.5)
 
 
 @pytest.mark.parametrize("head", ["init/topk3", "half/topk3", "half/dense_T1.0"])

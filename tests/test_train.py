@@ -19,7 +19,7 @@ import data
 import launch
 import oracles
 import train as script
-from conftest import ROOT, dying, refused, sigterm, spy, torchrun
+from conftest import ROOT, dying, kill, refused, sigterm, torchrun
 from eval import val_nats
 from mdlm import MDLM
 from train import Config, train
@@ -35,12 +35,12 @@ def corpus(tmp_path_factory):
 
 @pytest.fixture
 def tiny(corpus, tmp_path):
-    return Config(data=corpus, out_dir=str(tmp_path / "run"), device="cpu", n_layer=2, n_head=2,
-                  n_embd=32, n_cond=16, length=32, omega_s=0.5, omega_a=1.0, omega_b=-4.0,
-                  steps=6, batch_size=8, micro_batch=4, warmup=2,
-                  log_every=1, eval_every=0, keep_every=0, save_every=3)
+    return replace(TINY, data=corpus, out_dir=str(tmp_path / "run"))
 
 
+TINY = Config(device="cpu", n_layer=2, n_head=2, n_embd=32, n_cond=16, length=32, omega_s=0.5,
+              omega_a=1.0, omega_b=-4.0, steps=6, batch_size=8, micro_batch=4, warmup=2,
+              log_every=1, eval_every=0, keep_every=0, save_every=3)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # CUDA compiles
 beside = lambda cfg, name, **change: replace(cfg, out_dir=f"{cfg.out_dir}-{name}", **change)
 file = lambda cfg, name="last.pt": os.path.join(cfg.out_dir, name)
@@ -130,12 +130,12 @@ def test_bounds_files_and_what_is_shown_are_of_the_average(tiny, capsys):
     assert list(bounds(cfg)) == [2, 4]  # at a fresh start it is ln V, and not measured
     assert checkpoint.load(file(cfg))["metrics"]["val_soft"] == line["val_soft"]
     for name in "step-4.pt", "last.pt":
-        loaded = MDLM.load(file(cfg, name))
+        loaded = checkpoint.load_mdlm(file(cfg, name))
         assert torch.equal(loaded.net.table, ema.net.table)
         assert torch.equal(loaded.sm.raw_s, model.sm.raw_s)
         assert loaded.info["tokenizer"]["name"] == "bytes"
         assert (loaded.info["step"], loaded.info["seed"]) == (4, 5)
-    assert torch.equal(MDLM.load(file(cfg), ema=False).net.table, model.net.table)
+    assert torch.equal(checkpoint.load_mdlm(file(cfg), ema=False).net.table, model.net.table)
 
 
 # train.py in two processes. Rank 1 is killed in update 3, and torchrun restarts both. In update 4,
@@ -170,17 +170,17 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
     """1 process × 4 micro-batches is 2 × 2, and both ranks end with the same bits."""
     monkeypatch.setenv("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")  # REPRODUCE.md says why
     one = replace(tiny, micro_batch=2, p_sm=0.5, eval_every=3, eval_rows=4, save_every=2)
-    two = beside(one, "two", resume="auto")
+    two = beside(one, "two", resume=True)
     (tmp_path / "probe.py").write_text(TWO_RANKS)
     flags = [f"--{k}={v}" for k, v in vars(two).items() if v != getattr(Config, k)]
     done = torchrun("--max_restarts=1", tmp_path / "probe.py", *flags, cwd=tmp_path,
                     start_new_session=True)
-    for text in "updates 0 to 6", "updates 2 to 6", "stopped after update 4, saved in":
+    for text in "updates 0 to 6", "updates 2 to 6", "stopped after update 5, which":
         assert done.stdout.count(text) == 1, done.stdout + done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}", weights_only=True) for rank in (0, 1)]
     assert len(ranks[0]) and all(map(torch.equal, *ranks))
     assert sorted(os.listdir(two.out_dir)) == [".lock", "last.pt", "log.jsonl"]
-    assert checkpoint.load(file(two))["step"] == 4
+    assert checkpoint.load(file(two))["step"] == 5
     train(one)
     train(two)  # one process continues the run of two
     for a, b in zip(log(one), log(two), strict=True):
@@ -190,6 +190,67 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
     torch.testing.assert_close(weights(two), weights(one), rtol=1e-4, atol=1e-5)
 
 
+@pytest.fixture
+def whole(corpus, tmp_path_factory, request):
+    """Six updates that nothing stops. Epochs end inside of updates."""
+    folder = str(tmp_path_factory.getbasetemp() / "whole")
+    cfg = replace(TINY, data=corpus, out_dir=folder, p_sm=0.5, length=350, batch_size=12,
+                  eval_every=2, eval_rows=2, save_every=2, keep_every=2)
+    assert data.n_rows(data.open_split(corpus, "train")[0], 350) < 6 * 12
+    train(replace(cfg, resume=True))
+    return cfg
+
+
+def check_equal(whole, cut, stopped=0):
+    """stopped: the update after which a run was stopped, if this is no line of `whole`."""
+    assert [n for n in steps(cut) if n != stopped] == steps(whole)
+    assert bounds(cut) == bounds(whole)
+    if not stopped:  # else it cuts a line in two
+        assert [line["loss"] for line in log(whole)] == [line["loss"] for line in log(cut)]
+    seconds = [line["seconds"] for line in log(cut)]
+    assert seconds == sorted(seconds) and seconds[0] > 0
+    torch.testing.assert_close(weights(cut), weights(whole), rtol=0, atol=0)
+    names = sorted(os.listdir(whole.out_dir))
+    assert sorted(name for name in os.listdir(cut.out_dir) if not name.endswith(".tmp")) == names
+    for name in set(names) - {".lock", "log.jsonl"}:
+        a, b = (checkpoint.load(file(cfg, name)) for cfg in (whole, cut))
+        assert a["metrics"] == b["metrics"] and a["metrics"]["step"] == a["step"] == b["step"]
+        torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("then", [kill, sigterm])
+@pytest.mark.parametrize("module, name, at", [
+    *((torch.nn.utils, "clip_grad_norm_", n) for n in (1, 2, 5)),
+    (script, "evaluate", 2), (launch, "append_jsonl", 1), (launch, "append_jsonl", 4),
+    *((script, "save", n) for n in range(1, 5))])  # step-2.pt, last.pt, step-4.pt, last.pt
+def test_a_kill_or_a_stop_at_any_moment_loses_nothing(whole, tmp_path, then, module, name, at):
+    """Bit for bit. Lines of the log, evaluations and step files are there once."""
+    cut = replace(whole, out_dir=str(tmp_path / "cut"), resume=True)
+    with dying(module, name, at, then) as stop:
+        train(cut)
+    if then is sigterm:
+        done = checkpoint.load(file(cut))["step"]
+        assert stop.value.code == 128 + signal.SIGTERM and steps(cut) == [*range(1, done + 1)]
+    train(cut)
+    check_equal(whole, cut)
+    train(cut)  # nothing is left to do
+    check_equal(whole, cut)
+
+
+def test_a_stop_adds_no_line_but_its_own(whole, tmp_path):
+    """With signals of all kinds. A second stop comes before the next line."""
+    sparse = replace(whole, out_dir=str(tmp_path / "whole"), log_every=4, eval_every=4,
+                     save_every=4, keep_every=4)
+    train(sparse)
+    cut = beside(sparse, "cut", resume=True)
+    for number in signal.SIGHUP, signal.SIGUSR1:
+        with dying(torch.nn.utils, "clip_grad_norm_", 1, lambda: signal.raise_signal(number)):  # noqa: B023
+            train(cut)
+    assert steps(cut) == [1, 2, 4]  # a stop is after one more update
+    train(cut)
+    check_equal(sparse, cut, stopped=2)
+
+
 KILLED = """
 import os, torch
 from train import Config, train
@@ -197,7 +258,7 @@ write = torch.save
 
 def die(parts, f):
     write(parts, f)
-    if parts["step"] == 2:
+    if parts["step"] == 4:
         os.truncate(f.name, 1000)
         os.kill(os.getpid(), 9)
 torch.save = die
@@ -205,66 +266,28 @@ train(Config(**{fields!r}))
 """
 
 
-def test_a_run_killed_twice_and_stopped_twice_is_the_uninterrupted_one(tiny, capsys, monkeypatch):
-    """Bit for bit. What was cut off is made up: step-2.pt, and the evaluations of 4 and 6."""
-    whole = replace(tiny, p_sm=0.5, length=350, batch_size=12, eval_every=2, eval_rows=2,
-                    save_every=1, keep_every=2)
-    cut = beside(whole, "cut", resume="auto")
-    assert data.n_rows(data.open_split(tiny.data, "train")[0], 350) < 6 * 12
+def test_a_process_that_is_gone_half_way_through_a_save(whole, tmp_path):
+    cut = replace(whole, out_dir=str(tmp_path / "cut"), resume=True)
     # Threads split sums, so equal bits need equally many threads.
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     command = [sys.executable, "-c", KILLED.format(fields=vars(cut))]
-    assert subprocess.call(command, cwd=ROOT, env=env) == -signal.SIGKILL  # half-way through a save
-    assert checkpoint.load(file(cut))["step"] == 1 and steps(cut) == [1, 2]
+    assert subprocess.call(command, cwd=ROOT, env=env) == -signal.SIGKILL
+    assert checkpoint.load(file(cut))["step"] == 2 and steps(cut) == [1, 2, 3, 4]
     assert any(name.endswith(".tmp") for name in os.listdir(cut.out_dir))
     with open(file(cut, "log.jsonl"), "a") as f:
-        f.write('{"step": 3, "lo')  # the last line was cut by a kill
-    with dying(script, "save", 2):  # between last.pt and step-2.pt
-        train(cut)
-    for n in 4, 6:
-        with dying(launch, "append_jsonl", 1):  # before a line of the log; the last one is kept
-            train(cut)
-        with dying(torch.nn.utils, "clip_grad_norm_", 2, sigterm) as stop:
-            train(cut)  # it skips the evaluation that is due
-        assert stop.value.code == 128 + signal.SIGTERM and checkpoint.load(file(cut))["step"] == n
-        assert f"stopped after update {n}, saved in" in capsys.readouterr().out
-    assert list(bounds(cut)) == [2, 4]
-    train(replace(cut, eval_every=0, show=True))  # the new value decides
-    assert list(bounds(cut)) == [2, 4]
-    train(whole)
+        f.write('{"step": 5, "lo')  # the last line was cut by a kill
     train(cut)
-    calls = spy(monkeypatch, script, "evaluate")
-    train(cut)
-    assert not calls and bounds(cut) == bounds(whole) and steps(cut) == [*range(1, 7)]
-    assert [line["loss"] for line in log(whole)] == [line["loss"] for line in log(cut)]
-    seconds = [line["seconds"] for line in log(cut)]
-    assert seconds == sorted(seconds) and seconds[0] > 0
-    torch.testing.assert_close(weights(cut), weights(whole), rtol=0, atol=0)
-    names = ["step-2.pt", "step-4.pt", "step-6.pt"]
-    assert sorted(os.listdir(cut.out_dir)) == [".lock", "last.pt", "log.jsonl", *names]
-    for name in names:
-        a, b = (checkpoint.load(file(cfg, name)) for cfg in (whole, cut))
-        assert a["metrics"] == b["metrics"] and a["metrics"]["step"] == a["step"]
-        torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+    check_equal(whole, cut)
 
 
-def test_auto_starts_afresh_where_only_a_step_file_is_left(tiny):
-    cfg = replace(tiny, keep_every=2, save_every=4, resume="auto")
-    with dying(script, "save", 2):
-        train(cfg)
-    assert sorted(os.listdir(cfg.out_dir)) == [".lock", "log.jsonl", "step-2.pt"]
-    for resume in False, True:
-        refused("holds a run without last.pt: --overwrite", train, replace(cfg, resume=resume))
-    train(cfg)
-    refused("already holds a run: --resume", train, replace(cfg, resume=False))
-    refused("give one of them", train, replace(cfg, overwrite=True))
-    refused("already at update 6, beyond --steps=5", train, replace(cfg, steps=5))
-    for name in "last.pt.ppl.json", "step-2.pt.ppl.json", "mine.txt":
-        open(file(tiny, name), "w").close()
-    train(replace(tiny, overwrite=True, steps=1))  # no step-2.pt of the run before stays
-    assert sorted(os.listdir(tiny.out_dir)) == [
-        ".lock", "last.pt", "log.jsonl", "mine.txt", "step-1.pt"]
-    assert steps(tiny) == [1]
+def test_a_run_is_resumed_only_if_told_to(tiny):
+    train(replace(tiny, steps=2))
+    refused("--resume", train, tiny)
+    train(replace(tiny, resume=True))
+    assert steps(tiny) == [*range(1, 7)]
+    train(replace(tiny, resume=True, steps=5))  # it has made more already
+    assert checkpoint.load(file(tiny))["step"] == 6
+    refused("other settings: eta_bb", train, replace(tiny, resume=True, eta_bb=1e-3))
 
 
 def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
@@ -278,53 +301,41 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     train(replace(cfg, resume=True, steps=7))
     assert log(cfg)[0]["val_plain"] == pytest.approx(nats / n, rel=1e-6)
     assert list(bounds(cfg)) == [0, 3, 6, 7] and steps(cfg) == [*range(8)]
-    other = beside(tiny, "other", init_from=file(cfg), p_sm=0.0, steps=1, overwrite=True)
+    other = beside(tiny, "other", init_from=file(cfg), p_sm=0.0, steps=1)
     assert train(other)[0].sm is None
-    soft, _ = train(replace(cfg, overwrite=True, steps=1, eval_every=0))  # its learning rate is 0
+    soft, _ = train(beside(cfg, "soft", steps=1, eval_every=0))  # its learning rate is 0
     assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
     assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
     assert "feedback is off" not in capsys.readouterr().out
-    train(replace(cfg, overwrite=True, steps=1, eval_every=0, p_sm=1.0, omega_s=1e-6))
-    out, ce = capsys.readouterr().out, log(cfg)[0]["ce_per_mask"]
+    off = beside(cfg, "off", steps=1, eval_every=0, p_sm=1.0, omega_s=1e-6)
+    train(off)
+    out, ce = capsys.readouterr().out, log(off)[0]["ce_per_mask"]
     assert "feedback is off: λ is 2e-07 on average" in out and f"--omega_b={-ce:.2g}\n" in out
-    refused("is in --out_dir=.*replaces files", train, replace(other, out_dir=cfg.out_dir))
     ckpt = torch.load(file(cfg))
     torch.save(ckpt | {"model": dict([*ckpt["model"].items()][1:])}, file(cfg))
     with pytest.raises(RuntimeError, match="Missing key"):
-        train(other)
+        train(beside(other, "missing"))
 
 
-@pytest.mark.parametrize("flags, omega, origin", [
-    ("", (0.5, 1, -4), ""),  # not that of the preset
-    ("--omega_s=0.3", (0.3, 1, -4), ", --omega_s"),
-    ("--omega_b=-2.8 --omega_a=1", (0.5, 1, -2.8), ", --omega_a, --omega_b")])
-def test_a_flag_beats_the_omega_of_a_file_and_a_preset_does_not(tiny, capsys, flags, omega, origin):
+@pytest.mark.parametrize("given, omega, origin", [
+    ({}, (0.5, 1, -4), ""),
+    (dict(omega_s=0.3), (0.3, 1, -4), ", --omega_s"),
+    (dict(omega_b=-2.8, omega_a=1.5), (0.5, 1.5, -2.8), ", --omega_a, --omega_b")])
+def test_an_omega_that_is_not_the_default_beats_that_of_a_file(tiny, capsys, given, omega, origin):
     """Learning rates are 0 in the first update."""
     train(replace(tiny, steps=1))
-    cfg = beside(tiny, "more", init_from=file(tiny), steps=1, p_sm=1.0)
-    presets = {"more": vars(cfg) | dict(omega_s=0.9, omega_a=9.0, omega_b=-9.0)}
-    command = lambda *more: launch.from_cli(Config, ["more", *flags.split(), *more], presets)
-    model, _ = train(command())
+    unset = {name: getattr(Config, name) for name in ("omega_s", "omega_a", "omega_b")}
+    cfg = beside(tiny, "more", init_from=file(tiny), steps=1, p_sm=1.0, **unset | given)
+    model, _ = train(cfg)
     torch.testing.assert_close(torch.stack(model.sm.omega), torch.tensor(omega))
     assert f"ω from {file(tiny)}{origin}; cpu" in capsys.readouterr().out
-    train(command("--resume", "--steps=2"))
+    train(replace(cfg, resume=True, steps=2))
     assert f"ω from {file(cfg)}; cpu" in capsys.readouterr().out
 
 
 def test_a_wrong_flag_never_starts_a_run(tiny):
     for change, message in (
-            (dict(b_l=0.5, b_h=0.5), "must be below"), (dict(batch_size=6), "is not a multiple of"),
-            (dict(k=259), "--k=259 must be below the 259 tokens of")):
+            (dict(batch_size=6), "is not a multiple of"), (dict(n_head=3), "n_embd=32: an MDLM"),
+            (dict(omega_b=0.5), "omega_b out of range")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)
-    refused("multiple of the 12", script.resolved, tiny, {"mask_id": 258, "vocab_size": 259}, 3)
-
-
-def test_a_run_that_memory_cannot_hold_is_warned_of(monkeypatch, capsys):
-    """The paper's model on a laptop."""
-    for gigabytes, micro_batch, warned in (16, 32, True), (16, 8, False), (64, 32, False):
-        pages = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": gigabytes * 10**9 // 4096}
-        monkeypatch.setattr(os, "sysconf", pages.get)
-        script.warn_of_memory(Config(micro_batch=micro_batch), 169_000_000)
-        text = capsys.readouterr().out
-        assert text.startswith("this run needs about 40 GB") == warned == bool(text)
