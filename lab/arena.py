@@ -1,31 +1,29 @@
 # SPDX-License-Identifier: MIT
 """Which feedback is best? Eight arms on the Sudokus of examples/sudoku.py, six seeds each.
 
-    python lab/arena.py time                                      # first: CPU time per update
-    python lab/arena.py --seeds=41,42 --arms=binary,sm,slerp      # the same command resumes
-    python lab/arena.py table                                     # what results/README.md shows
+    python lab/arena.py time                                   # first: CPU time of an update
+    python lab/arena.py --seeds=41,42 --arms=binary,sm,slerp   # the same command resumes
+    python lab/arena.py table                                  # as results/README.md shows it
 
 The plan, written before any run was measured:
 
 - Seeds 41 to 46, none used before. 6,000 updates at a rate of 5e-4 (deep: 1e-3), ω from (0.5, 1,
-  −2.8), and the other settings of examples/sudoku.py. Its settings, ω, the rates and 6,000 were
-  chosen for binary, sm and deep on seeds 1 to 5, 11 to 16 and 31 to 36. Nothing was tuned for the
-  other arms, or on seeds 41 to 46.
+  −2.8), and examples/sudoku.py's settings. All of these were chosen for binary, sm and deep, on
+  seeds 1 to 5, 11 to 16 and 31 to 36. Nothing was tuned for the other arms, nor on these seeds.
 - Primary: the share of 500 puzzles with 12 of 36 cells given that are solved at two cells per call,
-  surest first, with the likeliest digit, and with feedback where the arm has it.
-- Twice: after as many updates, and after the CPU time of binary's (`time`, one core). For the
-  second, the last file before that time is measured: there is one every 250 updates.
-- Each arm is compared with sm by a paired t-test over the six seeds, in each of the two columns.
-  Its p is Holm-corrected over the seven arms. ± is the standard deviation over seeds.
-- All else is described and not tested: one, three, four and six cells per call, random order, a
+  surest first, with the likeliest digits, and with feedback where the arm has it.
+- Measured twice: after as many updates, and after the CPU time of binary's 6,000 (on one core; the
+  last file before that time, with a file every 250 updates).
+- In each of these two columns, each arm is compared with sm: a paired t-test over the six seeds,
+  its p Holm-corrected over the seven arms. ± is the standard deviation over seeds.
+- All else is described, not tested: one, three, four and six cells per call, random order, a
   threshold of 0.9 with its calls, the bound (nats per grid), and feedback switched off.
 """
 
 import contextlib
-import json
+import itertools
 import math
 import os
-import subprocess
 import sys
 import tempfile
 from dataclasses import dataclass
@@ -36,15 +34,17 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 
-sys.path[:0] = [os.path.join(os.path.dirname(__file__), folder) for folder in ("..", "../examples")]
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+sys.path.insert(0, ROOT)
+sys.path.insert(0, os.path.join(ROOT, "examples"))
 import launch
 import mdlm
 import sudoku
 from bench import interleaved
-from checkpoint import git_version
+from checkpoint import git_version, load_mdlm
 from data import rng
 from eval import val_nats
-from launch import Refused, Size
+from plot import markdown
 from sample import generate_in_order
 from softmask import SoftMask
 from train import Config as TrainConfig
@@ -52,41 +52,40 @@ from train import train
 
 
 class Slerp(SoftMask):
-    """[MASK]'s m, turned towards the mean of the v_i by the share λ of the angle. |m| stays."""
+    """[MASK]'s m, turned towards the mean Σ π v by the share λ of the angle. |m| stays."""
     def mix(self, table, lam, ids, pi):
-        m = table[self.mask_id].float()                                            # (D,)
-        mean = super().mix(table, torch.ones_like(lam), ids, pi).float()           # (N, D)  Σ π v
-        unit = F.normalize(m, dim=0)
-        along = (mean * unit).sum(-1, keepdim=True)                                # (N, 1)
-        across = mean - along * unit                                               # (N, D)  ⟂ m
-        turn = lam[:, None] * torch.atan2(across.norm(dim=-1, keepdim=True), along)    # (N, 1)
-        side = m.norm() * F.normalize(across, dim=-1)                              # (N, D)
-        return (turn.cos() * m + turn.sin() * side).to(table.dtype)                # (N, D)
+        m = table[self.mask_id].float()                                              # (D,)
+        mean = super().mix(table, torch.ones_like(lam), ids, pi).float()             # (N, D)
+        along = (mean * F.normalize(m, dim=0)).sum(-1, keepdim=True)                 # (N, 1)
+        across = mean - along * F.normalize(m, dim=0)  # at a right angle to m         (N, D)
+        angle = torch.atan2(across.norm(dim=-1, keepdim=True), along)                # (N, 1)
+        turn, side = lam[:, None] * angle, m.norm() * F.normalize(across, dim=-1)
+        return (turn.cos() * m + turn.sin() * side).to(table.dtype)                  # (N, D)
 
 
 class Constant(SoftMask):
     """λ = ω_s, whatever the entropy."""
     def strength(self, minus_h):
         omega_s, omega_a, omega_b = self.omega
-        return omega_s + 0 * (omega_a + omega_b + minus_h)                         # (N,)
+        return omega_s + 0 * (omega_a + omega_b + minus_h)                           # (N,)
 
 
 class Additive(SoftMask):
     """m + λ Σ π v: nothing of m is taken away."""
     def mix(self, table, lam, ids, pi):
-        return super().mix(table, lam, ids, pi) + lam[:, None] * table[self.mask_id]   # (N, D)
+        return super().mix(table, lam, ids, pi) + lam[:, None] * table[self.mask_id]  # (N, D)
 
 
 ARMS = {  # what differs from sm
-    "binary": (dict(p_sm=0.0), SoftMask), "sm": ({}, SoftMask), "slerp": ({}, Slerp),
-    "constant": ({}, Constant), "additive": ({}, Additive), "always": (dict(p_sm=1.0), SoftMask),
-    "gate frozen": (dict(eta_sm=0.0), SoftMask),
-    "deep": (dict(p_sm=0.0, n_layer=4, eta_bb=1e-3), SoftMask)}
+    "binary": (SoftMask, dict(p_sm=0.0)), "sm": (SoftMask, {}), "slerp": (Slerp, {}),
+    "constant": (Constant, {}), "additive": (Additive, {}), "always": (SoftMask, dict(p_sm=1.0)),
+    "frozen": (SoftMask, dict(eta_sm=0.0)),
+    "deep": (SoftMask, dict(p_sm=0.0, n_layer=4, eta_bb=1e-3))}
+STEPS, KEEP_EVERY, PUZZLES, PATH = 6000, 250, 500, "results/arena.jsonl"
 SETTINGS = sudoku.SETTINGS | dict(eta_bb=5e-4, omega_s=0.5, omega_a=1.0, omega_b=-2.8, show=False,
                                   device="cpu")
-PRIMARY = "2"
-WAYS = {n: dict(order="entropy", steps=24 // int(n)) for n in ("1", PRIMARY, "3", "4", "6")}
-WAYS |= {"random": dict(order="random", steps=24),
+WAYS = {str(n): dict(order="entropy", steps=24 // n) for n in (1, 2, 3, 4, 6)}  # cells per call
+WAYS |= {"random order": dict(order="random", steps=24),
          "p ≥ 0.9": dict(order="entropy", steps=24, threshold=0.9)}
 
 
@@ -95,46 +94,106 @@ class Config:
     what: Literal["run", "time", "table"] = "run"  # the first word
     seeds: str = "41,42,43,44,45,46"
     arms: str = ",".join(ARMS)
-    steps: Size = 6000
-    keep_every: Size = 250
-    puzzles: Size = 500
-    data: str = "data/sudoku"           # made if it does not exist
-    runs: str = "out/arena"             # checkpoints and logs, in ARM-SEED
-    out: str = "results/arena.jsonl"    # a line for `time`, and one for each arm and seed
 
 
-PRESETS = {what: {"what": what} for what in ("run", "time", "table")}
+def versions():
+    return {"torch": torch.__version__, "git": git_version()}
 
 
-def train_arm(cfg, arm, **settings):
-    """train.py with an arm's settings and soft mask."""
-    changes, mdlm.SoftMask = ARMS[arm]
-    train(TrainConfig(**SETTINGS | changes | {"data": cfg.data} | settings))
+def train_arm(arm, **settings):
+    mdlm.SoftMask, changes = ARMS[arm]
+    train(TrainConfig(**SETTINGS | changes | settings))
 
 
-def time_arms(cfg):
-    """CPU seconds of an update, from runs of 100, with all that they need. They take turns."""
-    def case(arm):  # in 80 of the first 100 updates of seed 14, the coin says feedback
+def time_arms():
+    """Write the CPU seconds of an update of each arm, from runs of 100 that take turns."""
+    if not os.path.exists("data/sudoku/meta.json"):
+        sudoku.prepare(sudoku.Data())
+
+    def case(arm):  # of the first 100 updates of seed 14, 80 have feedback
         with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
-            train_arm(cfg, arm, seed=14, steps=100, out_dir=folder)
+            train_arm(arm, seed=14, steps=100, out_dir=folder)
     found = interleaved({arm: partial(case, arm) for arm in ARMS}, 5, torch.device("cpu"), 1)
     cpu = {arm: columns["cpu"] / 100 for arm, columns in found.items()}
-    launch.append_jsonl(cfg.out, {"cpu": cpu, "torch": torch.__version__, "git": git_version()})
+    launch.append_jsonl(PATH, {"cpu": cpu, **versions()})
 
 
-def measure(path, arm, n):
-    """{side: {way: % of n puzzles solved}}, with the calls at a threshold, and the bound."""
-    model = mdlm.MDLM.load(path)
-    rows = sudoku.ids_of(sudoku.texts(4 * n, rng("sudoku", "val")), model.mask_id)   # (4 n, 39)
-    x = sudoku.puzzles(rows[:n], 12, model.mask_id, [rng("puzzle", i) for i in range(n)])
-    found = {}
+def measure(path):
+    """{side: {what: value}}: % of puzzles solved, calls at a threshold, nats per grid (Eq. 2)"""
+    model, found = load_mdlm(path), {}
+    rows = sudoku.ids_of(sudoku.texts(sudoku.HELD_OUT, rng("sudoku", "val")), model.mask_id)
+    draws = [rng("puzzle", i) for i in range(PUZZLES)]
+    x = sudoku.puzzles(rows[:PUZZLES], 12, model.mask_id, draws)                     # (n, 39)
     for side, soft in sudoku.sides_of(model).items():
-        values = found[side] = {}
-        for way, options in WAYS.items():
-            ids, nfe = generate_in_order(model, n, top_p=1e-12, x=x, soft=soft, **options,
-                                         generator=[rng("fill", i) for i in range(n)])
-            wrong = map(sudoku.mistake, sudoku.cells_of(ids, model.mask_id))
-            values[way] = 100 * [*wrong].count("") / n
-        values["calls"] = nfe.double().mean().item()  # of the last way, the threshold
-        values["bound"] = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)[0] / 4 / n
+        found[side] = {}
+        for way, how in WAYS.items():
+            ids, calls = generate_in_order(model, PUZZLES, top_p=1e-12, generator=rng("fill"), x=x,
+                                           soft=soft, **how)
+            solved = [not sudoku.mistake(cells) for cells in sudoku.cells_of(ids, model.mask_id)]
+            found[side][way] = 100 * mean(solved)
+        nats, _ = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)
+        found[side] |= {"calls": calls.double().mean().item(), "bound": nats / len(rows)}
     return found
+
+
+def run(arm, seed, cpu):
+    """Train and measure an arm, and write its line."""
+    folder = f"out/arena/{arm}-{seed}"
+    train_arm(arm, seed=seed, steps=STEPS, keep_every=KEEP_EVERY, out_dir=folder, resume=True)
+    files = int(STEPS * cpu["binary"] / cpu[arm] / KEEP_EVERY)  # written in binary's time
+    steps = {"updates": STEPS, "time": min(STEPS, files * KEEP_EVERY)}
+    found = {column: measure(f"{folder}/step-{step}.pt") for column, step in steps.items()}
+    launch.append_jsonl(PATH, {"arm": arm, "seed": seed, "steps": steps, **found, **versions()})
+
+
+def p_value(x):
+    """Two-sided p of a t-test that the mean of six differences is 0: 5 degrees of freedom."""
+    angle = math.atan2(abs(mean(x)) * math.sqrt(6), stdev(x) * math.sqrt(5))
+    more = math.sin(angle) * math.cos(angle) * (1 + 2 / 3 * math.cos(angle) ** 2)
+    return 1 - 2 / math.pi * (angle + more)
+
+
+def table(runs):
+    """Markdown of {(arm, seed): line}. In brackets: the difference from sm, and its corrected p."""
+    columns = {"2 per call": ("updates", "2"), "2, equal time": ("time", "2")}
+    columns |= {what: ("updates", what) for what in (*WAYS, "calls", "bound") if what != "2"}
+    rows = {}
+    for title, (column, what) in columns.items():
+        found, p = {}, {}
+        for (arm, seed), line in runs.items():
+            best, *off = line[column].values()  # with feedback first, where the arm has it
+            found.setdefault(arm, {})[seed] = best[what]
+            if off:
+                found.setdefault(f"{arm}, feedback off", {})[seed] = off[0][what]
+        for name, values in found.items():
+            deviation = f" ± {stdev(values.values()):.1f}" if len(values) > 1 else ""
+            rows.setdefault(name, {"arm": name})[title] = f"{mean(values.values()):.1f}{deviation}"
+        gaps = {arm: [found[arm][seed] - found["sm"][seed] for seed in found[arm]]
+                for arm in ARMS if arm != "sm" and what == "2"
+                and len(found.get(arm, {}).keys() & found.get("sm", {}).keys()) == 6}
+        p, worst = {arm: p_value(x) for arm, x in gaps.items()}, 0.0
+        for rank, arm in enumerate(sorted(p, key=p.get)):  # Holm's correction
+            worst = max(worst, min(1.0, (7 - rank) * p[arm]))
+            rows[arm][title] += f" ({mean(gaps[arm]):+.1f}, p = {worst:.2g})"
+    order = [row for arm in ARMS for row in (arm, f"{arm}, feedback off") if row in rows]
+    return markdown([rows[row] for row in order], ["arm", *columns])
+
+
+def main(cfg):
+    torch.set_num_threads(1)
+    lines = launch.read_jsonl(PATH)
+    cpu = next((line["cpu"] for line in lines if "cpu" in line), None)
+    runs = {(line["arm"], line["seed"]): line for line in lines if "arm" in line}
+    if cfg.what == "time":
+        return time_arms()
+    if cfg.what == "table":
+        return print(table(runs))
+    if not cpu:
+        raise launch.Refused(f"{PATH} has no CPU times: first run `python lab/arena.py time`")
+    for seed, arm in itertools.product(cfg.seeds.split(","), cfg.arms.split(",")):
+        if (arm, int(seed)) not in runs:
+            run(arm, int(seed), cpu)
+
+
+if __name__ == "__main__":
+    launch.run(main, Config, {what: {"what": what} for what in ("time", "table")})

@@ -22,8 +22,6 @@ from typing import Literal
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from chunks import compile_parts
-
 import checkpoint
 import dora
 import launch
@@ -31,7 +29,7 @@ from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream
 from launch import Refused, Size
-from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
+from mdlm import MDLM, ModelConfig, TwoPass, compile_parts, corrupt, sample_times
 from sample import generate
 from sample_dream import Pick, decode, decode_blocks
 from softmask import SoftMask
