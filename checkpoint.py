@@ -28,7 +28,7 @@ import types
 import numpy as np
 import torch
 
-from launch import Refused, atomic, check_same, in_short, read_json, run, unused
+from launch import Refused, atomic, check_same, in_short, read_json, run
 from mdlm import MDLM, ModelConfig
 from softmask import SoftMask
 
@@ -172,8 +172,6 @@ def git_version():
 def with_omega(sm, mask_id, cfg):
     """sm with each ω that cfg gives, for decoding. Without sm, omega_s makes one, k = 3 [ours]."""
     names = "omega_s", "omega_a", "omega_b"
-    if not cfg.soft:
-        unused(cfg, "with --soft=False", *names)
     given = {name: getattr(cfg, name) for name in names if getattr(cfg, name) is not None}
     if not given:
         return sm

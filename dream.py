@@ -15,9 +15,10 @@ and the few hundred unused ids above it. Nothing here suppresses them [code].
 """
 
 import hashlib
+import math
 import os
 import unicodedata
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import tiktoken
 import torch
@@ -28,65 +29,6 @@ from torch.utils.checkpoint import checkpoint
 import dora
 from checkpoint import check_numbers, read_safetensors, require
 from launch import Refused, read_json
-
-
-@dataclass
-class DreamConfig:
-    """The fields of config.json that are used here. Sizes have no defaults: models differ."""
-    vocab_size: int           # V, rows of the table; the tokenizer uses fewer
-    hidden_size: int          # D
-    intermediate_size: int
-    num_hidden_layers: int
-    num_attention_heads: int
-    num_key_value_heads: int  # fewer than heads: several queries share one key and value
-    rms_norm_eps: float
-    rope_theta: float
-    mask_token_id: int
-    pad_token_id: int         # also fills an answer after its end
-    eos_token_id: int
-    tie_word_embeddings: bool = False  # the table is also the head, as in small models
-
-    @classmethod
-    def read(cls, folder):
-        """config.json of a model folder. A missing mask id is looked up in added_tokens.json."""
-        raw = read_part(folder, "config.json")
-        nested = raw.get("rope_parameters") or {}  # transformers 5 puts rope_theta in here
-        raw |= {"rope_theta": nested.get("rope_theta") or raw["rope_theta"],
-                "rope_type": nested.get("rope_type", "default")}
-        # Each of these may be missing: Qwen2's default is the value needed here.
-        require(raw, folder, rope_scaling=None, hidden_act="silu", use_sliding_window=False,
-                rope_type="default")
-        raw.setdefault("tie_word_embeddings", False)
-        if raw.get("mask_token_id") is None:
-            raw["mask_token_id"] = added_mask(folder)
-        if raw.get("pad_token_id") is None:
-            raw["pad_token_id"] = raw["eos_token_id"]
-        return cls(**{f.name: raw[f.name] for f in fields(cls)})
-
-    @property
-    def head_dim(self):
-        return self.hidden_size // self.num_attention_heads
-
-
-def read_part(folder, name):
-    """A JSON file of a model folder, as a dict."""
-    path = os.path.join(folder, name)
-    if not os.path.exists(path):
-        raise Refused(f"there is no {path}: --model is the folder of a Dream model as published, "
-                      f"from `hf download Dream-org/Dream-v0-Instruct-7B --local-dir FOLDER`")
-    return read_json(path)
-
-
-def added_mask(folder):
-    """The id of [MASK]. Raises Refused unless added_tokens.json has exactly one of its names."""
-    names = "<|mask|>", "<M>", "[MASK]"  # Dream's, open-dCoder's, and BERT's
-    added = read_part(folder, "added_tokens.json")
-    found = [name for name in names if name in added]
-    if len(found) != 1:
-        raise Refused(f"{folder}: config.json has no mask_token_id, and added_tokens.json has "
-                      f"{' and '.join(found) or 'none'} of {', '.join(names)}: write the id into "
-                      f"config.json")
-    return added[found[0]]
 
 
 def rope(pos, cfg):
@@ -214,52 +156,110 @@ class Dream(nn.Module):
 
     def fingerprint(self):
         """A hash of 64 numbers per tensor. Neither the dtype nor an attached adapter changes it."""
-        digest = hashlib.sha256()
-        for name, p in self.named_parameters():
-            if ".lora_" not in name:
-                first = p.detach().flatten()[:64].bfloat16().view(torch.int16)
-                digest.update(first.cpu().numpy().tobytes())
-        return digest.hexdigest()[:16]
+        first = [p.detach().flatten()[:64].bfloat16() for name, p in self.named_parameters()
+                 if ".lora_" not in name]
+        numbers = torch.cat(first).view(torch.int16).cpu().numpy()
+        return hashlib.sha256(numbers.tobytes()).hexdigest()[:16]
 
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
         """A model from its published folder, frozen, in eval mode.   dtype: None, as stored."""
-        files, state = {"model.safetensors"}, {}
-        index = os.path.join(folder, "model.safetensors.index.json")
-        if os.path.exists(index):
-            files = set(read_json(index)["weight_map"].values())
-        for name in files:
-            state |= read_safetensors(os.path.join(folder, name))
         with torch.device("meta"):  # shapes without memory
             model = cls(DreamConfig.read(folder))
-        state = {name: t.to(device, dtype) for name, t in state.items()}
-        check_numbers(state, folder)
-        if model.cfg.tie_word_embeddings and "lm_head.weight" in state:
-            # Some files hold both, some only the head. If the two differ, nobody knows which is
-            # meant: transformers 4 used the table for both, transformers 5 uses both as they are.
-            head = state.pop("lm_head.weight")
-            if not torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
-                raise Refused(f"{folder} has tie_word_embeddings = True, but its lm_head.weight is "
-                              f"not its model.embed_tokens.weight: set it to false to use both")
-        model.load_state_dict(state, assign=True)
+        names, index = {"model.safetensors"}, f"{folder}/model.safetensors.index.json"
+        if os.path.exists(index):
+            names = set(read_json(index)["weight_map"].values())
+        files = [read_safetensors(f"{folder}/{name}") for name in names]
+        state = {name: t for file in files for name, t in file.items()
+                 if not name.endswith("rotary_emb.inv_freq")}
+        head = state.get("lm_head.weight") if model.cfg.tie_word_embeddings else None
+        if head is not None:  # a file has the table, the head, or both
+            if torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
+                del state["lm_head.weight"]  # if they differ, it stays and is refused
+        try:
+            model.load_state_dict(state, assign=True)
+        except RuntimeError as e:
+            raise Refused(f"{folder} does not fit its config.json: {' '.join(str(e).split()):.300}")
+        check_numbers(model.to(device, dtype).state_dict(), folder)
         return model.requires_grad_(False).eval()
 
 
-def load_adapter(model, folder):
-    """Attach the DoRA in `folder`, in place. Returns what `read_omega` does.
+# Fields of config.json and adapter_config.json that change nothing, or that the tensors show, too.
+HARMLESS = set("""
+    _attn_implementation_autoset _name_or_path architectures attention_dropout attn_implementation
+    auto_map auto_mapping base_model_name_or_path bos_token_id dtype eva_config exclude_modules
+    id2label inference_mode initializer_range label2id layers_pattern layers_to_transform
+    lora_dropout max_position_embeddings max_window_layers megatron_core model_type peft_version
+    qalora_group_size return_dict revision sliding_window task_type torch_dtype transformers_version
+    use_cache""".split())
 
-    Raises Refused for an adapter of another kind, another model or other shapes.
-    Models of the same shapes are told apart by finetune.json, which only our own folders have.
-    """
-    inside = [path for path in (f"{folder}/best", f"{folder}/last") if os.path.isdir(path)]
-    if inside:
-        raise Refused(f"{folder} is the folder of a run: give its adapter, {' or '.join(inside)}")
-    cfg = read_json(os.path.join(folder, "adapter_config.json"))
-    state = read_safetensors(os.path.join(folder, "adapter_model.safetensors"))
+
+def check_fields(raw, path, read, **wanted):
+    """Raises Refused for a field that may change what a model computes, and that nothing reads."""
+    require(raw, path, **wanted)
+    for name in raw.keys() - HARMLESS - {*read, *wanted}:
+        if raw[name]:  # else it is off
+            raise Refused(f"{path} has {name} = {raw[name]!r:.80}, and nothing here reads it: "
+                          f"remove it only if the model computes the same without it")
+
+
+@dataclass
+class DreamConfig:
+    """The fields of config.json that are used here. Sizes have no defaults: models differ."""
+    vocab_size: int           # V, rows of the table; the tokenizer uses fewer
+    hidden_size: int          # D
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int  # fewer than heads: several queries share one key and value
+    rms_norm_eps: float
+    rope_theta: float
+    mask_token_id: int
+    pad_token_id: int         # also fills an answer after its end
+    eos_token_id: list        # each of these ends an answer
+    tie_word_embeddings: bool = False  # the table is also the head, as in small models
+
+    @classmethod
+    def read(cls, folder):
+        """config.json of a model folder. A missing mask id is looked up in added_tokens.json."""
+        path = f"{folder}/config.json"
+        raw = {name: value for name, value in read_json(path).items() if value is not None}
+        raw |= raw.pop("rope_scaling", {}) | raw.pop("rope_parameters", {})  # transformers 4 and 5
+        raw["layer_types"] = {*raw.get("layer_types", [])} - {"full_attention"}
+        raw.setdefault("tie_word_embeddings", False)
+        if "mask_token_id" not in raw:
+            added = read_json(f"{folder}/added_tokens.json")
+            found = [added[name] for name in ("<|mask|>", "<M>", "[MASK]") if name in added]
+            raw["mask_token_id"] = found[0] if len(found) == 1 else None  # None: refused below
+        ends = raw.get("eos_token_id")
+        ends = raw["eos_token_id"] = ends if isinstance(ends, list) else [ends]
+        raw.setdefault("pad_token_id", ends[0] if ends else None)
+        for name, kind in cls.__annotations__.items():
+            low, high = (-1, raw["vocab_size"]) if name.endswith("_id") else (0, math.inf)
+            kinds = {list: [int], float: [int, float]}.get(kind, [kind])
+            for value in ends if kind is list else [raw.get(name)]:
+                if type(value) not in kinds or kind is not bool and not low < value < high:
+                    raise Refused(f"{path} has {name} = {value!r}: it must be of type "
+                                  f"{kinds[-1].__name__}, above {low} and below {high}")
+        check_fields(raw, path, cls.__annotations__, hidden_act="silu", rope_type="default",
+                     head_dim=raw["hidden_size"] // raw["num_attention_heads"])
+        return cls(**{name: raw[name] for name in cls.__annotations__})
+
+    @property
+    def head_dim(self):
+        return self.hidden_size // self.num_attention_heads
+
+
+def load_adapter(model, folder):
+    """Attach the DoRA in `folder`, in place. Returns what `read_omega` does."""
+    cfg = read_json(f"{folder}/adapter_config.json")
+    state = read_safetensors(f"{folder}/adapter_model.safetensors")
     cfg.setdefault("use_dora", False)  # peft's default if the field is missing
-    require(cfg, folder, peft_type="LORA", use_dora=True, bias="none", use_rslora=False,
-            rank_pattern={}, alpha_pattern={})
-    ours = os.path.join(folder, "finetune.json")
+    if cfg.get("init_lora_weights") in (False, "gaussian", "orthogonal", "eva"):
+        cfg["init_lora_weights"] = True  # peft's other starts change the base, too
+    check_fields(cfg, folder, {"r", "lora_alpha", "target_modules"}, peft_type="LORA",
+                 use_dora=True, bias="none", init_lora_weights=True)
+    ours = f"{folder}/finetune.json"  # tells apart models of the same shapes
     base = read_json(ours)["base"] if os.path.exists(ours) else None
     if base not in (None, model.fingerprint()):
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
@@ -275,7 +275,7 @@ def load_adapter(model, folder):
 
 def read_omega(cfg, folder):
     """SoftMask's arguments for the adapter in `folder`, or None if it has no SM."""
-    path = os.path.join(folder, "transparency_config.json")
+    path = f"{folder}/transparency_config.json"
     raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
     if raw["transparency_alg"] == "none":
         return None
@@ -304,14 +304,16 @@ class Tokenizer:
     """The tokenizer of a model folder, on tiktoken"""
 
     def __init__(self, folder):
-        vocab = read_part(folder, "vocab.json")
-        self.special = read_part(folder, "added_tokens.json")
+        vocab = read_json(f"{folder}/vocab.json")
+        self.special = read_json(f"{folder}/added_tokens.json")
         to_byte = byte_characters()
         ranks = {bytes(to_byte[c] for c in token): i for token, i in vocab.items()
                  if token not in self.special}
         self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks,
                                      special_tokens=self.special)
         self.ids = {*ranks.values(), *self.special.values()}
+        if max(self.ids) >= DreamConfig.read(folder).vocab_size:
+            raise Refused(f"{folder} has a token {max(self.ids)}, beyond vocab_size in config.json")
 
     def encode(self, text, special=False):
         """The token ids of a text, a list.   special: <|im_end|> and others are one token each."""

@@ -22,7 +22,7 @@ import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
 import torch
@@ -35,7 +35,7 @@ import dora
 import launch
 from data import rng
 from dream import Dream, DreamConfig, Tokenizer
-from launch import Count, Negative, Positive, Rate, Refused, Share, Size, progress, write_text
+from launch import Count, Positive, Refused, Share, Size, progress, write_text
 from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
@@ -58,9 +58,8 @@ class Config:
     # {"prompt": "…", "response": "…"}, or Alpaca's or ShareGPT's records; or a JSON list of these.
     data: str = ""              # the last answer of each dialogue is what the model learns
     out: str = "out/dream"
-    resume: bool | Literal["auto"] = False  # continue from last.pt in `out`; auto: if it exists
-    overwrite: bool = False     # replace the run in `out`
-    seed: Count = 1231          # the authors' five runs use 1231 to 1235
+    resume: bool = False        # continue from last.pt in `out`, or start if there is none
+    seed: int = 1231            # the authors' five runs use 1231 to 1235
     # dialogues
     n_train: Size = 300_000     # before filtering, which leaves 270k
     n_val: Size = 500           # held out; at most a tenth of a .jsonl
@@ -73,8 +72,8 @@ class Config:
     batch_size: Size = 8        # dialogues per update, one per forward pass
     # authors: the mean over a dialogue's masks [code]; paper: the sum. Both are divided by t.
     loss: Literal["authors", "paper"] = "authors"
-    eta_bb: Rate = 1e-5         # learning rate of DoRA
-    eta_sm: Rate = 1e-2         # learning rate of ω, which has a long way to go
+    eta_bb: float = 1e-5         # learning rate of DoRA
+    eta_sm: float = 1e-2         # learning rate of ω, which has a long way to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
     r: Size = 16                # rank of DoRA (torchrun refuses --r: put -- before the script)
@@ -86,9 +85,9 @@ class Config:
     # One coin toss per update [ours], or one per dialogue [code]: then more updates train ω.
     coin: Literal["update", "dialogue"] = "update"
     k: Size | None = 1          # as in Table 3; none: all tokens (App. C.8)
-    omega_s: Annotated[float, 1e-6, 1 - 1e-6] = 1e-6  # close to 0 (App. B.2); this value: [code]
-    omega_a: Positive = 10 / 1.5  # App. B.2: 95% of the values −H lie above −1.5 nats
-    omega_b: Negative = -0.75
+    omega_s: float = 1e-6  # close to 0 (App. B.2); this value: [code]
+    omega_a: float = 10 / 1.5  # App. B.2: 95% of the values −H lie above −1.5 nats
+    omega_b: float = -0.75
     # the machine
     checkpointing: bool = True  # saves memory, costs time: see dream.Dream
     device: str = "auto"        # cuda, else mps, else cpu
@@ -106,7 +105,7 @@ PRESETS = {
 
 # Settings that may change when a run is resumed. Model and data are compared by content instead.
 MAY_DIFFER_ON_RESUME = {
-    "model", "data", "out", "resume", "overwrite", "checkpointing", "device", "log_every",
+    "model", "data", "out", "resume", "checkpointing", "device", "log_every",
     "save_every", "eval_every"}
 
 
@@ -139,10 +138,10 @@ def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
         # Found on the CPU: N depends on the data, so on a GPU this would be a host sync.
         masks = (xt == net_cfg.mask_token_id).nonzero(as_tuple=True)           # 2 × (N,)
         x0, xt, *masks = (launch.to_device(x, here.device) for x in (x0, xt, *masks))
-        with launch.accumulate(parallel, last=j + here.world >= M):
-            nll = parallel(x0, xt, softs[j], tuple(masks))                     # (N,)          l.5-8
-            # DDP averages gradients over the ranks. Times `world`, they are summed.
-            (objective(nll, t, cfg.loss, M) * here.world).backward()
+        parallel.require_backward_grad_sync = j + here.world >= M  # DDP: only in the last one
+        nll = parallel(x0, xt, softs[j], tuple(masks))                         # (N,)          l.5-8
+        # DDP averages gradients over the ranks. Times `world`, they are summed.
+        (objective(nll, t, cfg.loss, M) * here.world).backward()
         nll = nll.detach()
         log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
@@ -212,26 +211,24 @@ def finetune(cfg):
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     dream_cfg = DreamConfig.read(cfg.model)
-    launch.check_training(cfg, dream_cfg.vocab_size, here.world)
+    launch.check_batch_size(cfg, here.world)
     with launch.lock(cfg.out, here.rank == 0):
         return loop(cfg, here, dream_cfg.mask_token_id)
 
 
 def loop(cfg, here, mask_id):
     """`finetune`, once the settings are checked and the folder is locked."""
-    master, last = here.rank == 0, os.path.join(cfg.out, "last.pt")
-    resuming = launch.resumes(last, cfg.resume, cfg.overwrite)  # refuses before minutes of reading
+    last = os.path.join(cfg.out, "last.pt")
+    resuming = launch.resumes(last, cfg.resume)  # refuses before minutes of reading
     train, val, dropped = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
     steps = cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-
-    # ---- the model, the optimizer
     model = model_of(cfg, here)
     omega = list(model.sm.parameters()) if model.sm else []
     groups = [{"params": list(trained(model.net).values())}, {"params": omega}]  # DoRA, ω  App. B.2
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
     source = {"dialogues": digest_of(train + val), "base": model.net.fingerprint(),
               "keys": data.KEYS}
-    done, metrics = 0, {}  # updates so far; the last evaluation
+    start, metrics = 0, {}  # updates so far; the last evaluation
     if resuming:
         ckpt = checkpoint.load_last(
             last, "dream-adapter", cfg, source, MAY_DIFFER_ON_RESUME,
@@ -239,55 +236,34 @@ def loop(cfg, here, mask_id):
         for name, p in trained(model).items():
             p.data.copy_(ckpt["model"][name])
         optimizer.load_state_dict(ckpt["optimizer"])
-        done, metrics = ckpt["step"], ckpt["metrics"]
+        start, metrics = ckpt["step"], ckpt["metrics"]
     parallel = model
     if here.world > 1:  # gradients are views of DDP's buckets, not copies: this saves memory
-        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True)
-
-    def measure():  # and keep the adapter, if it is the best so far
-        found = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
-        return keep_best(found, cfg, model, here)
-
-    # ---- the loop
-    start, stop, line = done, 0, {}  # stop: a signal's number, or 0.   line: the last in the log
-    with launch.signals() as caught:
-        log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, steps, master)
-        if master and cfg.overwrite:
-            launch.remove_checkpoints(cfg.out)  # an old ω would turn SM on for a binary adapter
-        if master:
-            sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
-            print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
-                  f"{sizes[0]:,} parameters of DoRA, {sizes[1]} of SM, {here.device} × "
-                  f"{here.world}; updates {start:,} to {steps:,}")
-        # Catch up on an evaluation that a stop prevented.
-        due_at_start = start and val and due(cfg.eval_every, start, steps)
-        if due_at_start and metrics.get("step") != start:
-            metrics = measure()
-            log.amend(metrics)
-        if master and start:  # a kill right after last.pt was saved may have left an older last/
-            save(last, cfg, model, optimizer, step=start, metrics=metrics, data=source)
-        for step in range(start, steps):
-            norm = update(step, steps, cfg, train, model, parallel, optimizer, here, log)
-            done = step + 1
-            stop = launch.any_rank(max(caught, default=0))
-            to_evaluate = val and due(cfg.eval_every, done, steps) and not stop
-            to_save = due(cfg.save_every, done, steps) or stop
-            if to_evaluate or to_save or due(cfg.log_every, done, steps) or done == 1:
-                line = log.line(done, optimizer.param_groups[0]["lr"], model.sm, norm)
-                if to_evaluate:
-                    metrics = measure()
-                    line |= metrics
-                log.write(line)
-            if to_save and master:
-                save(last, cfg, model, optimizer, step=done, metrics=metrics, data=source)
-            if stop:
-                break
-
-    if stop:
-        launch.stopped(here, done, last, stop)
+        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True,
+                                           broadcast_buffers=False)
+    log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, steps, here.rank == 0)
+    if here.rank == 0:
+        sizes = [sum(p.numel() for p in group["params"]) for group in optimizer.param_groups]
+        print(f"{len(train):,} dialogues, {len(val)} held out; dropped: {dropped}\n"
+              f"{sizes[0]:,} parameters of DoRA, {sizes[1]} of SM, {here.device} × {here.world}; "
+              f"updates {start:,} to {steps:,}")
+    line = {}
+    for done, due in launch.updates(here, start, steps, log=cfg.log_every, save=cfg.save_every,
+                                    eval=cfg.eval_every if val else 0):
+        norm = update(done - 1, steps, cfg, train, model, parallel, optimizer, here, log)
+        if due:
+            # Raises on NaN, before a save
+            line = log.line(done, optimizer.param_groups[0]["lr"], model.sm, norm)
+            if "eval" in due:
+                metrics = {**metrics, "step": done, **evaluate(model, val, cfg, here)}
+                keep_best(metrics, cfg, model, here)
+                line |= metrics
+            log.write(line)
+        if "save" in due and here.rank == 0:
+            save(last, cfg, model, optimizer, step=done, metrics=metrics, data=source)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
     command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
-    launch.leave(here, f"{model.warning(line)}\n{command}".strip(), 0)
+    launch.leave(here, f"{launch.warning(line, len(model.net.table))}\n{command}".strip(), 0)
     return model
 
 
@@ -297,7 +273,7 @@ def load_dialogues(cfg, tok, mask_id):
     train, dropped = encode_all(train, cfg, tok, mask_id)
     val, others = encode_all(val, cfg, tok, mask_id)
     dropped = ", ".join(f"{n:,} {reason}" for reason, n in (dropped + others).items())
-    if not train:  # refused before --overwrite removes a run
+    if not train:
         raise Refused(f"no dialogue of {cfg.data} is left to train on; dropped: {dropped}")
     return train, val, dropped or "none"
 
@@ -439,22 +415,21 @@ def evaluate(model, val, cfg, here):
 
 
 def keep_best(metrics, cfg, model, here):
-    """Save best/ if this evaluation is the best so far. Returns `metrics` with the best loss."""
+    """Save best/ if this evaluation is the best so far, and write its loss into `metrics`."""
     # All dialogues have feedback in this loss [ours]. The authors toss a coin for each [code].
     loss = metrics["val_soft" if model.sm else "val_plain"]
     if loss < metrics.get("best", math.inf):
         metrics["best"] = loss
         if here.rank == 0:
             save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, cfg)
-    return metrics
 
 
 def save(path, cfg, model, optimizer, **facts):
-    """Write last.pt and the adapter last/."""
+    """Write the adapter last/, and then last.pt: a kill in between only repeats updates."""
+    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, cfg)
     weights = {name: p.detach() for name, p in trained(model).items()}
     checkpoint.save(path, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, model=weights,
                     optimizer=optimizer.state_dict(), **facts)
-    save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, cfg)
 
 
 def save_adapter(folder, dream, sm, cfg):

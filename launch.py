@@ -3,14 +3,12 @@
 
 import argparse
 import contextlib
-import difflib
+import errno
 import functools
 import inspect
-import itertools
 import json
 import math
 import os
-import shutil
 import signal
 import sys
 import time
@@ -27,112 +25,91 @@ class Refused(ValueError):
     """Bad input, in one sentence: the value, the limit, the remedy. `run` exits with code 2."""
 
 
-# Types of Config fields, with the smallest and largest value allowed.
-Size = typing.Annotated[int, 1, 2**31]
-Count = typing.Annotated[int, 0, 2**62]
+# Types of Config fields, with the smallest and the largest value on a command line: for numbers
+# that would spoil a run without a word, such as --p_sm=80 or --save_every=0.
+Size = typing.Annotated[int, 1, math.inf]
+Count = typing.Annotated[int, 0, math.inf]
 Share = typing.Annotated[float, 0, 1]
-Rate = typing.Annotated[float, 0, 10]
-Positive = typing.Annotated[float, 1e-6, 1e9]
-Negative = typing.Annotated[float, -1e9, -1e-6]
+Positive = typing.Annotated[float, 1e-6, math.inf]
 DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a GradScaler
+Rate = Negative = float  # for Config classes that still name them
 
 WORDS = {"true": True, "false": False, "none": None}
-WORD_FOR = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
-PIP_NAMES = {"mauve": "mauve-text", "lm_eval": "lm-eval"}
+NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
+OPTIONAL = {"datasets": "datasets", "lm_eval": "lm-eval", "matplotlib": "matplotlib",
+            "mauve": "mauve-text", "pyarrow": "pyarrow", "transformers": "transformers"}
+FULL_OR_CLOSED = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE  # a disk, a pipe
 
 
-def run(main, Config, presets=None, paths=None):
-    """Run a script's main. Bad input prints one line to stderr, not a traceback."""
-    status = 2
-    for stream in sys.stdout, sys.stderr:
+def run(main, Config, presets=None):
+    """Run a script's main. Bad input is one line on stderr and code 2, all else a traceback."""
+    for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace", line_buffering=True)  # some terminals have no ω
     try:
-        return main(from_cli(Config, sys.argv[1:], presets, paths))
-    except ImportError as e:
-        reason = f"{e}: pip install {PIP_NAMES.get(e.name, e.name)}"
-    except OSError as e:
-        reason = f"{e.filename2 or e.filename}: {e.strerror}" if e.filename and e.strerror else e
-    except (Refused, argparse.ArgumentError) as e:
-        reason = e
-    except KeyboardInterrupt:
-        reason, status = "stopped by Ctrl-C", 130
-    report = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    if report:  # torchrun quotes it at the end of its own long report
-        message = {"message": str(reason), "extraInfo": {"timestamp": str(int(time.time()))}}
-        write_text(report, json.dumps({"message": message}))
-    if os.environ.get("LOCAL_RANK", "0") != "0":
-        time.sleep(5)  # rank 0 usually says the same first, and torchrun then ends this rank
-    print(f"{Path(sys.argv[0]).name}: {reason}", file=sys.stderr)
-    sys.exit(status)
+        return main(from_cli(Config, sys.argv[1:], presets))
+    except Exception as e:
+        if os.environ.get("LOCAL_RANK", "0") != "0":
+            # Rank 0 usually fails, too, and says why. Then torchrun sends SIGTERM to this rank.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            time.sleep(5)
+        package = OPTIONAL.get(e.name) if isinstance(e, ModuleNotFoundError) else None
+        file = isinstance(e, OSError) and (e.filename or e.errno in FULL_OR_CLOSED)
+        if not (package or file or isinstance(e, (Refused, argparse.ArgumentError))):
+            raise
+        remedy = f": pip install {package}" if package else ""
+        print(f"{Path(sys.argv[0]).name}: {e}{remedy}", file=sys.stderr)
+        sys.exit(2)
 
 
-def from_cli(Config, argv, presets=None, paths=None):
+def from_cli(Config, argv, presets=None):
     """A Config from the words of a command line: `[first words] --key=value --key value --flag …`
 
     presets: {name: fields}. The first word may be such a name, and flags override its fields.
-    paths: the name of a field. First words that are not a preset become its value.
-    The attribute `flags` has the names of the flags given. A Config built in Python lacks it.
+    A field of type list takes all other first words.
     """
-    if {"-h", "--help"} & set(argv):
+    presets = presets or {}
+    if {"-h", "--help"} & {*argv}:
         for cls in reversed(Config.__mro__[:-1]):  # the source of the class, with its comments
             print(inspect.getsource(cls))
-        for name, fields in (presets or {}).items():
+        for name, fields in presets.items():
             print(f"preset {name}: {fields}")
         sys.exit(0)
     values = {}
-    first = list(itertools.takewhile(lambda word: not word.startswith("-"), argv))
-    if presets and first and first[0] in presets:
-        values, argv = presets[first[0]], argv[1:]
-    elif paths and first:
-        values, argv = {paths: os.pathsep.join(first)}, argv[len(first):]
-    kinds = typing.get_type_hints(Config)
+    if argv and argv[0] in presets:
+        values, argv = presets[argv[0]], argv[1:]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
                                      argument_default=argparse.SUPPRESS)
-    for name, kind in kinds.items():
-        argument = parser.add_argument(f"--{name}", type=functools.partial(parse_value, kind=kind))
-        if bool in (kind, *typing.get_args(kind)):
-            argument.nargs, argument.const = "?", True  # --flag alone means True
+    for name, kind in typing.get_type_hints(Config, include_extras=True).items():
+        alone = {"nargs": "?", "const": True} if bool in (kind, *typing.get_args(kind)) else {}
+        if kind is not list:
+            parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind), **alone)
+        elif name not in values:  # else `data.py stdlib mine.txt` would take only the second
+            parser.add_argument(name, nargs="*")
     given, unknown = parser.parse_known_args(argv)
     if unknown:
-        word = unknown[0].strip("-").partition("=")[0]
-        near = difflib.get_close_matches(word, kinds, 1)
-        remedy = f"did you mean --{near[0]}?" if near else "--help shows all flags"
-        if presets and not unknown[0].startswith("-"):
-            remedy = f"the first word may be {', '.join(presets)}"
-        raise Refused(f"unknown argument {unknown[0]!r}: {remedy}")
-    cfg = Config(**values | vars(given))
-    cfg.flags = frozenset(vars(given))
-    check_ranges(cfg)
-    return cfg
+        raise Refused(f"unknown argument {unknown[0]!r}: see --help")
+    return Config(**values | vars(given))
 
 
-def parse_value(text, kind):
-    """The value of a flag. kind: int, float, str, bool or Literal, alone or in a union."""
-    parts = typing.get_args(kind) or (kind,)
-    # Size | None gives [int, NoneType]. bool | Literal["auto"] gives [bool, "auto"].
-    options = [option for part in parts for option in typing.get_args(part) or (part,)]
-    word = WORDS.get(text.lower(), text)  # true, false or none
-    if type(word) in options:
+def parse(text, kind):
+    """The value of a flag.   kind: int, float, str, bool, Literal, Annotated, or their union."""
+    parts = []  # of Share | None: float, 0, 1, NoneType
+    for part in typing.get_args(kind) or (kind,):
+        parts += typing.get_args(part) or (part,)
+    word = WORDS.get(text.lower(), text)
+    if type(word) in parts:
         return word
-    if text in options or str in options:
+    if str in parts or text in parts:
         return text
-    with contextlib.suppress(ValueError):
-        if options[0] in (int, float):
-            return options[0](text)
-    names = [WORD_FOR.get(option, option) for option in options]
-    if any(isinstance(option, str) for option in options):
-        raise argparse.ArgumentTypeError(f"{text}: choose {', '.join(names)}")
-    raise argparse.ArgumentTypeError(f"{text} is not {' or '.join(names)}")
-
-
-def check_ranges(cfg):
-    """Raises Refused if a field of cfg is out of range. None is allowed."""
-    for name, kind in typing.get_type_hints(type(cfg), include_extras=True).items():
-        value = getattr(cfg, name)
-        for part in (kind, *typing.get_args(kind)):  # the range may be in a union: Size | None
-            low, high = getattr(part, "__metadata__", (-math.inf, math.inf))
-            if isinstance(value, (int, float)) and not low <= value <= high:
-                raise Refused(f"--{name}={value} must be a number from {low} to {high}")
+    limits = [part for part in parts if isinstance(part, (int, float))]
+    low, high = limits or (-math.inf, math.inf)
+    for number in {int, float}.intersection(parts):
+        with contextlib.suppress(ValueError):
+            if low <= number(text) <= high:
+                return number(text)
+    names = " or ".join(NAMES.get(part, part) for part in parts if part not in limits)
+    span = f" (from {low:g} to {high:g})" if limits else ""
+    raise argparse.ArgumentTypeError(f"{text} is not {names}{span}")
 
 
 def in_short(e):
@@ -148,7 +125,7 @@ class Machine(typing.NamedTuple):
     dtype: torch.dtype | None   # for autocast; None: float32 throughout
 
     def autocast(self):
-        # No cache: pass 2 would get pass 1's bf16 weights, which have no graph (softmask.py, 6).
+        # No cache: pass 2 would get pass 1's bf16 weights, which have no graph.
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None,
                               cache_enabled=False)
 
@@ -164,16 +141,13 @@ def machine(device="auto", dtype="auto"):
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as e:  # AssertionError: not in this build of torch
         raise Refused(f"--device={device} does not work here ({in_short(e)}): --device=cpu does")
-    if dtype == "auto":
-        dtype = "float32"
-        if device.startswith("cuda") and torch.cuda.is_bf16_supported(including_emulation=False):
-            dtype = "bfloat16"
     if device.startswith("cuda"):
         torch.cuda.set_device(device)  # CUDA captures graphs on the current device
-    rank = int(os.environ.get("RANK", 0))
-    world = int(os.environ.get("WORLD_SIZE", 1))
-    autocast = {"float32": None, "bfloat16": torch.bfloat16}
-    return Machine(rank, world, torch.device(device), autocast[dtype])
+        if dtype == "auto" and torch.cuda.is_bf16_supported(including_emulation=False):
+            dtype = "bfloat16"
+    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+    autocast = torch.bfloat16 if dtype == "bfloat16" else None
+    return Machine(rank, world, torch.device(device), autocast)
 
 
 def join(here):
@@ -212,14 +186,10 @@ def any_rank(number):
 
 # ---- stopping and resuming -----------------------------------------------------------------------
 def resumes(last, resume):
-    """Whether to resume from the checkpoint `last`, if there is one. Every rank must call this.
-
-    Rank 0 must have locked the folder.
-    """
+    """Whether to resume from the checkpoint `last`. Call it on every rank, with the lock."""
     exists = any_rank(os.path.exists(last))
     if exists and not resume:
-        raise Refused(f"{last} is there already: --resume continues this run, another folder "
-                      f"starts a new one")
+        raise Refused(f"{last} exists already: --resume continues it, or give another folder")
     return exists
 
 
@@ -231,22 +201,8 @@ def check_same(path, before, here, names, remedy=""):
         raise Refused(f"{path} has other settings: {', '.join(different)}{remedy}")
 
 
-def unused(cfg, why, *names):
-    """Raises Refused if one of these flags is on the command line: it would do nothing."""
-    for name in names:
-        if name in getattr(cfg, "flags", ()):
-            raise Refused(f"--{name} does nothing {why}")
-
-
-def check_training(cfg, V, batch):
-    """Raises Refused for settings that training cannot use.   batch: per pass, all ranks."""
-    if cfg.p_sm == 0:
-        unused(cfg, "with --p_sm=0: there is no feedback", "omega_s", "omega_a", "omega_b", "k",
-               "two_updates", "coin", "eta_sm")
-    if not cfg.b_l < cfg.b_h:
-        raise Refused(f"--b_l={cfg.b_l} must be below --b_h={cfg.b_h}")
-    if (cfg.k or 1) >= V:
-        raise Refused(f"--k={cfg.k} must be below the {V} tokens of the vocabulary")
+def check_batch_size(cfg, batch):
+    """Raises Refused for a batch_size that would be cut short.   batch: per pass, all ranks."""
     if cfg.batch_size % batch:
         raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {batch} sequences "
                       f"in a pass of all processes (train.py: --micro_batch in each)")
@@ -341,7 +297,7 @@ class Log:
         if master:
             # Drop the lines of updates that will be repeated, and a line that a kill cut short.
             lines = [line for line in read_jsonl(path) if start and line["step"] <= start]
-            write_jsonl(path, lines)
+            write_text(path, "".join(json.dumps(line) + "\n" for line in lines))
             if lines:
                 self.began -= lines[-1]["seconds"]  # count from where the run stopped
 
@@ -425,10 +381,6 @@ def write_text(path, text):
         Path(tmp).write_text(text, encoding="utf-8")
 
 
-def write_jsonl(path, values):
-    write_text(path, "".join(json.dumps(value) + "\n" for value in values))
-
-
 class Fields(dict):
     """A JSON object. A missing field raises Refused with the name of the file."""
 
@@ -463,11 +415,3 @@ def read_jsonl(path):
             with contextlib.suppress(ValueError):
                 values.append(json.loads(line))
     return values
-
-
-def read_samples(path):
-    """The lines of a file from sample.py. Raises Refused for any other file."""
-    needed, lines = {"ids", "text", "seed", "index", "settings"}, read_jsonl(path)
-    if not all(isinstance(line, dict) and line.keys() >= needed for line in lines):
-        raise Refused(f"{path} has lines that are not from sample.py")
-    return lines

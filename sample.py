@@ -28,7 +28,7 @@ import torch.nn.functional as F
 import launch
 from checkpoint import load_mdlm, with_omega
 from data import rng, tokenizer
-from launch import Refused, Share, Size, append_jsonl, progress, read_samples, to_device
+from launch import Refused, Share, Size, append_jsonl, progress, read_jsonl, to_device
 from mdlm import compile_parts
 from show import show
 from softmask import neg_entropy
@@ -351,6 +351,14 @@ def load(cfg):
         raise Refused(f"--length={cfg.length} exceeds the {model.cfg.length} that {cfg.checkpoint} "
                       f"was trained on")
     return model, tok, cfg
+
+
+def read_samples(path):
+    """The lines of a file from sample.py. Raises Refused for any other file."""
+    needed, lines = {"ids", "text", "seed", "index", "settings"}, read_jsonl(path)
+    if not all(isinstance(line, dict) and line.keys() >= needed for line in lines):
+        raise Refused(f"{path} has lines that are not from sample.py")
+    return lines
 
 
 def file_and_lines(cfg, here):

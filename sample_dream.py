@@ -29,7 +29,7 @@ from data import seed_of
 from dream import Dream, Tokenizer, load_adapter
 from launch import Count, Negative, Positive, Refused, Share, Size, machine, progress, to_device
 from mdlm import TwoPass
-from softmask import SoftMask, time_gain
+from softmask import SoftMask
 
 Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest H first, highest p first
 Schedule = Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"]  # see `time_gain`
@@ -335,7 +335,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
             on_step(x)
 
     stats, begin = {"nfe": 0}, time.perf_counter()
-    mask_id, eos, device = model.cfg.mask_token_id, model.cfg.eos_token_id, model.table.device
+    mask_id, device = model.cfg.mask_token_id, model.table.device
     # Seeded by the prompt, too, so that the order of several prompts does not change answers.
     generator = torch.Generator("cpu" if device.type == "mps" else device)
     generator.manual_seed(seed_of(cfg.seed, ids))
@@ -351,7 +351,8 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=None):
     else:
         x = decode(two_pass, x, steps, **settings)
     new = x.cpu()[gaps].tolist()
-    kept = new[:new.index(eos)] if eos in new else new
+    ends = (i for i, token in enumerate(new) if token in model.cfg.eos_token_id)
+    kept = new[:next(ends, None)]
     text = tok.decode(kept)
     for stop in until:
         text = text.split(stop)[0]

@@ -166,7 +166,7 @@ def train(cfg):
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
     special = meta["tokenizer"]
-    launch.check_training(cfg, special["vocab_size"], cfg.micro_batch * here.world)
+    launch.check_batch_size(cfg, cfg.micro_batch * here.world)
     cfg = replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
                   soft_mask=cfg.p_sm > 0)
     model = fresh(cfg)  # refuses sizes that cannot work before it touches a folder
@@ -245,7 +245,8 @@ def starting(model, cfg, here, source, meta):
     omega_from = "the settings"
     if launch.resumes(last, cfg.resume):
         content = {name: source[name] for name in ("sha256", "val", "keys")}  # the path may differ
-        ckpt = checkpoint.load_last(last, "mdlm", cfg, content, MAY_DIFFER_ON_RESUME)
+        ckpt = checkpoint.load_last(last, "mdlm", cfg, content, MAY_DIFFER_ON_RESUME,
+                                    ". sha256 and val are hashes of the text in --data")
         model.load_state_dict(ckpt["model"])
         omega_from, done, metrics = last, ckpt["step"], ckpt["metrics"]
     elif cfg.init_from:
@@ -280,19 +281,19 @@ def load_initial(model, cfg, vocabulary):
     ckpt = checkpoint.load(cfg.init_from, "mdlm")
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
     now = asdict(cfg) | {"tokenizer": vocabulary["name"]}
-    # These can differ without a mismatch in shapes.
-    names = ["n_head", "time_conditioning", "mask_id", "tokenizer"]
+    # Some of these can differ without a mismatch in shapes.
+    names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
         names += ["k"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
     # ω comes from the settings where they are not the defaults, else from the file if it has one.
-    default, own = ModelConfig(), model.state_dict()
+    default = ModelConfig()
     given = [name for name in ("omega_s", "omega_a", "omega_b")
              if getattr(cfg, name) != getattr(default, name)]
-    state = {name: p for name, p in own.items() if name.startswith("sm.")}
+    state = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     for name, p in ckpt["model"].items():
-        if name.startswith("net.") or name in own and name.replace("sm.raw", "omega") not in given:
+        if name.startswith("net.") or model.sm and name.replace("sm.raw", "omega") not in given:
             state[name] = p
     model.load_state_dict(state)
     if "sm.raw_s" not in ckpt["model"]:

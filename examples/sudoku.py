@@ -127,7 +127,7 @@ def prepare(cfg):
 
 def train_model(cfg):
     """Write the grids, then run train.py. With --data, use the grids of that folder."""
-    if "data" not in cfg.flags and not os.path.exists(f"{cfg.data}/meta.json"):
+    if cfg.data == SETTINGS["data"] and not os.path.exists(f"{cfg.data}/meta.json"):
         here = launch.machine(cfg.device, cfg.dtype)
         launch.join(here)
         launch.first_rank(here, lambda: prepare(Data()))

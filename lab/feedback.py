@@ -14,7 +14,7 @@ are, for ten ranges of t, the bound without feedback and what feedback gains.   
 
 import os
 import sys
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Annotated
 
 import torch
@@ -23,7 +23,7 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 from checkpoint import load_mdlm
 from data import rng
 from eval import Config as EvalConfig
-from eval import corrupted, held_out_rows, mean_and_se, write_result
+from eval import corrupted, held_out_rows, mean_and_se, result_path, write_result
 from launch import Count, Refused, Size, machine, progress, run
 from sample import generate_in_order
 
@@ -87,8 +87,10 @@ def main(cfg):
     if not 1 <= min(calls) <= max(calls) <= cfg.width <= L - 2:
         raise Refused(f"--calls={cfg.calls} --width={cfg.width}: give calls from 1 to the width, "
                       f"and a width of at most {L - 2}, a row without its ends")
-    source = replace(cfg, metric="zero_shot" if cfg.text else "ppl")
-    rows, text = held_out_rows(source, model.info, L)                                # (n, L)
+    rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
+    settings = {"step": model.info["step"], "L": L, "n": len(rows), "data": text["path"],
+                "text": text}
+    path = result_path(cfg, cfg.checkpoint, "feedback", settings)
     span, values = spans(len(rows), L, cfg.width, cfg.seed), {}                      # (n, L)
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
         for n in calls:
@@ -98,9 +100,7 @@ def main(cfg):
                 found["gain"] = found["soft"] - found["plain"]
             values[f"spans right, calls {n}"] = means(**found)
         values |= bound_by_t(model, rows, cfg)
-    stem = f"{cfg.checkpoint.rstrip('/')}.{cfg.width}-in-{cfg.calls.replace(',', '-')}"
-    write_result(replace(cfg, metric="feedback"), stem, values,
-                 {"step": model.info["step"], "L": L, "n": len(rows), "text": text})
+    write_result(cfg, path, "feedback", values, settings)
 
 
 if __name__ == "__main__":

@@ -62,7 +62,8 @@ PY
 ddp() {  # SM in about half of the updates. Each has two micro-batches, so no_sync is used
     [ ! -e "$out/gpu-ddp.json" ] || return 0
     noise
-    local flags="--data=$work/noise $model --overwrite --batch_size=32 --micro_batch=16 --steps=20"
+    rm -rf "$work"/alone "$work"/ddp-*
+    local flags="--data=$work/noise $model --batch_size=32 --micro_batch=16 --steps=20"
     flags="$flags --eta_bb=1e-4 --warmup=1 --log_every=1 --eval_every=0 --p_sm=0.5 --omega_s=0.5"
     flags="$flags --omega_a=1 --omega_b=-9 --dropout=0"
     # train.py uses DDP if there are several processes. Here one process pretends to be several, so
@@ -144,7 +145,7 @@ PY
 
 train_text() {  # without compiling, which would take a part of the time, and a larger one with SM
     run train.py --data="$work/text" $text --compile=False --eta_bb=5e-4 --warmup=200 --dropout=0 \
-        --ema=0.999 --save_every=200 --eval_every=0 --keep_every=0 --resume=auto "$@"
+        --ema=0.999 --save_every=200 --eval_every=0 --keep_every=0 --resume "$@"
 }
 
 timed() {  # train for so many seconds in all, even if this block is stopped and called again
@@ -164,7 +165,7 @@ measured() {  # spans of 8 tokens in 8, 4, 2 and 1 calls, Eq. 2 in ten ranges of
         --width=8 --calls=8,4,2,1 --rows=$rows --out="$out/text-$name.json"
     run sample.py $checkpoint --count=$samples --steps=128 --out="$work/$name.jsonl"
     # The entropy is written first. Without GPT-2, the rest fails.
-    [ -e "$out/text-$name-entropy.json" ] || HF_HUB_OFFLINE=1 run eval.py samples --data= \
+    [ -e "$out/text-$name-entropy.json" ] || HF_HUB_OFFLINE=1 run lab/eval_samples.py --data= \
         --samples="$work/$name.jsonl" --out="$out/text-$name-entropy.json" ||
         [ -e "$out/text-$name-entropy.json" ]
 }

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """The paper's figures and markdown tables, from logs and results.    Tables 1-12, Fig. 3-5, 8-9
 
-    python lab/plot.py --table="out/*/*.json"                   # eval.py's results, as in Table 1
+    python lab/plot.py --table="out/*/*.json"                   # results of eval.py, as in Table 1
     python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # loss and bounds, as in Fig. 3
 
 The number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
@@ -26,13 +26,13 @@ from launch import Refused, atomic, read_json, read_jsonl, run, write_text
 @dataclass
 class Config:
     """Give one source. Where it is a pattern, several may be given with commas between them."""
-    table: str = ""          # pattern of eval.py's results, a row per --label: Tables 1, 2, 4-7
+    table: str = ""          # results of eval.py or eval_samples.py, by --label: Tables 1, 2, 4-7
     benchmarks: str = ""     # folder of eval_dream.py's results: Tables 3, 8-12
     runs: str = ""           # pattern of train.py's logs: Fig. 3
     throughput: str = ""     # folder of results of eval_dream.py --blocks=16,32,48: Fig. 4
     ablation: str = ""       # pattern of results of `eval.py ppl`: Fig. 5
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py: Fig. 8
-    frontier: str = ""       # pattern of eval.py's results: Fig. 9
+    frontier: str = ""       # pattern of eval_samples.py's results: Fig. 9
     out: str = ""            # (default: plot.png of a figure, else the screen)
 
 
@@ -62,14 +62,14 @@ METRICS = {"mauve": ("MAUVE ↑", ".3f"), "gen_ppl": ("gen. PPL ↓", ".2f"),
 
 
 def read_cells(pattern):
-    """{(unmasking, feedback, label): {(metric, NFE / L or text): [value]}} of eval.py's results."""
+    """{(unmasking, feedback, label): {(metric, NFE / L or text): [value]}} of results."""
     cells = {}
     for result in map(read_json, files(pattern)):
-        if result.get("metric") not in ("ppl", "zero_shot", "samples"):  # another file
+        if result.get("metric") not in ("ppl", "samples"):  # another file
             continue
         values, settings, evaluation = (result[k] for k in ("values", "settings", "evaluation"))
         unmasking, feedback, budget = "data", "", ""  # held-out rows can be scored like samples
-        if result["metric"] in ("ppl", "zero_shot"):
+        if result["metric"] == "ppl":
             unmasking, feedback = "", "soft" if "soft" in values else "binary"
             budget = Path(settings["text"]["path"]).name
             values = {"ppl": values[feedback]["ppl"]}
@@ -77,6 +77,7 @@ def read_cells(pattern):
             unmasking = settings["sampler"].partition("-")[0]  # remdm-cap and -loop share a row
             feedback = "soft" if settings["soft"] else "binary"
             budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
+        values = values.get("samples", values)
         label = evaluation["label"] or settings.get("checkpoint") or evaluation["checkpoint"]
         row = cells.setdefault((unmasking, feedback, label), {})
         for metric in METRICS.keys() & values.keys():

@@ -155,8 +155,6 @@ def page(found, columns, note=""):
 
 
 def main(cfg):
-    launch.unused(cfg, "here: one sample is shown, with feedback and without", "count",
-                  "batch_size", "soft", "show", "compile")
     if not cfg.out.endswith((".svg", ".html")):
         raise Refused(f"--out={cfg.out} must end in .svg or .html")
     found, grid = traces(cfg), len(cfg.given) == 36

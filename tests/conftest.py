@@ -105,12 +105,11 @@ def dying(module, name, at, then=kill):
 def configure(script, words):
     """The main function of a script, and its Config from the words of a command line."""
     module = importlib.import_module(os.path.basename(script))
-    paths = {"data": "source", "checkpoint": "checkpoint"}.get(script)
     name = {"train": "train", "finetune_dream": "finetune"}.get(script, "main")
     main, Config, presets = getattr(module, name), module.Config, getattr(module, "PRESETS", None)
     if words and words[0] in getattr(module, "COMMANDS", ()):
         main, Config, presets = module.COMMANDS[words[0]]
-    return main, from_cli(Config, words, presets, paths)
+    return main, from_cli(Config, words, presets)
 
 
 def start(script, *words):

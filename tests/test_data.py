@@ -1,17 +1,21 @@
 """data.py: the published row layout, the tokenizers, and how a corpus is prepared."""
 
+import bz2
 import gzip
 import hashlib
 import itertools
 import json
 import lzma
 import os
+import shutil
 import sys
+import tarfile
 import types
 from pathlib import Path
 
 import numpy as np
 import pytest
+import tiktoken
 import torch
 
 import data
@@ -20,6 +24,9 @@ from data import Config, main, open_split, prepare
 from launch import Refused, read_json
 
 BYTES = data.tokenizer("bytes")
+RANKS = {bytes([i]): i for i in range(256)} | {"é".encode(): 256, b"ab": 257, b"abab": 258}
+WORDS = tiktoken.Encoding("gpt2", pat_str=data.WORDS, mergeable_ranks=RANKS,
+                          special_tokens={"<|endoftext|>": 259})
 TEXTS = ["It was a dark night\r\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\r\n"]
 
 
@@ -47,11 +54,14 @@ def test_rows_are_the_recorded_blocks():
     assert data.rows(tokens, range(len(blocks)), L).tolist() == blocks
     assert data.rows(tokens, torch.tensor([4, 0]), L).tolist() == [blocks[4], blocks[0]]
     assert data.rows(tokens, [1], L).dtype == torch.int64
+    refused("tokens fill no row of length .* more text", data.n_rows, tokens, len(ids) + 3)
+    assert data.n_rows(tokens, len(ids) + 2) == 1
+    assert data.evenly(7, 3).tolist() == [0, 2, 4] and data.evenly(2, 3).tolist() == [0, 1]
 
 
 def test_gpt2_tokenizer_is_the_published_one():
     try:
-        tok = data.tokenizer("gpt2", os.environ.get("GPT2_DIR"))
+        tok = data.tokenizer("gpt2")
     except (Refused, ImportError):  # tiktoken downloads it with requests
         pytest.skip("needs GPT-2's vocabulary in tiktoken's cache or $GPT2_DIR: would check ids")
     ids = tok.encode_ordinary("Hello world,  don't\n\n stop")
@@ -60,30 +70,43 @@ def test_gpt2_tokenizer_is_the_published_one():
                                   "bos": 50256, "eos": 50256}
 
 
+def test_another_vocabulary_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
+    monkeypatch.setenv("GPT2_DIR", str(tmp_path))
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
+    refused("no vocabulary of GPT-2 .*No such file.*set GPT2_DIR", data.tokenizer)
+    for name in "vocab.bpe", "encoder.json":
+        (tmp_path / name).write_text("{}")
+    refused("no vocabulary of GPT-2 .*Hash mismatch", data.tokenizer)
+
+
 def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
     prepared(tmp_path)
     for split, texts in ("train", TEXTS[:3]), ("val", TEXTS[3:]):
         tokens, meta = open_split(tmp_path, split)
         assert tokens.ids.tolist() == ids_of(texts)
-        sha256 = hashlib.sha256((tmp_path / f"{split}.bin").read_bytes()).hexdigest()
-        assert meta[split] == {"documents": len([*filter(None, texts)]), "tokens": len(tokens.ids),
-                               "bytes": sum(len(t.encode()) for t in texts), "sha256": sha256}
+        assert meta[split]["sha256"] == hashlib.sha256(tokens.ids.tobytes()).hexdigest()
         assert meta["tokenizer"] == tokens.tokenizer == data.describe(BYTES)
+    assert meta["documents"] == 4
+    assert meta["val"]["bytes"] == sum(len(text.encode()) for text in TEXTS[3:])
 
 
-@pytest.mark.parametrize("sizes, whole, tokens", [
-    ([1000], 0, 100), ([9] * 464, 46, 464), ([9, 9_000, 9], 1, 902),  # a tenth: one is cut
-    ([3] * 170_000, 16_384, 65_536), ([99_999] * 464, 4, 400_000),    # 65,536 tokens; 1 %
-    ([9] * 1_010_000, 10_000, 100_000)])                              # at most 10,000 documents
-def test_enough_is_held_out_but_at_most_a_tenth(tmp_path, capsys, sizes, whole, tokens):
+@pytest.mark.parametrize("sizes, val_docs, n", [
+    ([1000], None, 100), ([9] * 464, None, 464), ([9, 9_000, 9], None, 902),  # a tenth
+    ([3] * 170_000, None, 65_536), ([99_999] * 70, None, 70_000),             # 65,536 tokens; 1 %
+    ([9, 99, 9], 2, 110), ([9, 9], 99, 20)])                                  # documents
+def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_docs, n):
     """sizes: bytes of the documents. Each has an EOS, too."""
-    assert data.held_out([size + 1 for size in sizes]) == (whole, tokens)
-    if sum(sizes) < 1e5:  # all bytes are counted once, also those of a document that is cut
-        meta = prepare(["é" * (size // 2) + "x" * (size % 2) for size in sizes], tmp_path, BYTES)
-        for split, n in ("train", sum(sizes) + len(sizes) - tokens), ("val", tokens):
-            ids = open_split(tmp_path, split)[0].ids
-            assert len(ids) == n and meta[split]["bytes"] == (ids < 256).sum()
-        assert capsys.readouterr().out.startswith("train.bin ends within a document.")
+    texts = ["é" * (size // 2) + "x" * (size % 2) for size in sizes]
+    meta = prepare(texts, tmp_path, BYTES, val_docs)
+    train, val = (open_split(tmp_path, split)[0].ids for split in ("train", "val"))
+    assert len(val) == meta["val"]["tokens"] == n
+    assert len(train) == meta["train"]["tokens"] == sum(sizes) + len(sizes) - n
+    assert meta["val"]["bytes"] == (val < 256).sum()
+
+
+def test_bytes_are_those_of_the_tokens(tmp_path):
+    meta = prepare(["seen", "ababé c", "abé"], tmp_path, WORDS, val_docs=2)["val"]
+    assert meta["bytes"] == 12 and meta["tokens"] == 8  # abab é _ c EOS ab é EOS
 
 
 def parquet(path):
@@ -94,50 +117,83 @@ def parquet(path):
     return types.SimpleNamespace(iter_batches=batches)
 
 
-def test_every_format_gives_the_same_tokens(tmp_path, capsys, monkeypatch):
+@pytest.fixture
+def pyarrow(monkeypatch):
     for name in "pyarrow", "pyarrow.parquet":
         monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ParquetFile=parquet))
+
+
+def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
     lines, other = jsonl(TEXTS), jsonl(TEXTS, "content")
-    files = {"a.jsonl": lines, "b/A.NDJSON.GZ": gzip.compress(b"\xef\xbb\xbf" + lines),
-             "c.jsonl": other, "d.parquet": other, "e/sub/4.txt": TEXTS[4].encode()}
+    files = {"a.jsonl": lines, "b/A.NDJSON": b"\xef\xbb\xbf" + lines, "c:d.jsonl": other,
+             "d.parquet": other, "e/sub/4.txt": TEXTS[4].encode()}
     files |= {f"e/{i}.txt": text.encode() for i, text in enumerate(TEXTS[:4])}
-    files |= {f"e/{name}": b"no part of the corpus" for name in ("README.md", "x.py", "y.py")}
+    files |= {f"e/{name}": b"no part of the corpus" for name in (
+        "x.json", "y.py", ".git/x.txt", "sub/.0.txt", "__MACOSX/0.txt", "sub/__MACOSX/4.txt")}
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
     out = str(tmp_path / "out")
-    for name in "a.jsonl", "b", "c.jsonl", "d.parquet", "e":
-        main(Config(source=str(tmp_path / name), out=out, tokenizer="bytes", val_docs=2,
-                    overwrite=True, field="content" if name[0] in "cd" else "text"))
+    for name in "a.jsonl", "b", "c:d.jsonl", "d.parquet", "e":
+        main(Config(source=[str(tmp_path / name)], out=out, tokenizer="bytes", val_docs=2,
+                    field="content" if name[0] in "cd" else "text"))
         train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
-    assert "skipped: 2 .py, 1 .md\n" in (said := capsys.readouterr().out) and "ends" not in said
-    refused("holds the text of .*--overwrite", main, Config(source=str(tmp_path / "e"), out=out))
-    refused("c.jsonl: line 1 .*--field=NAME", list, data.documents([tmp_path / "c.jsonl"]))
-    refused("d.parquet: .*--field=NAME", list, data.documents([tmp_path / "d.parquet"]))
-    assert data.find_files(f"{tmp_path}/e/x.py") == [tmp_path / "e/x.py"]
-    assert capsys.readouterr().out.endswith("e/x.py: read as one plain text\n")
+        shutil.rmtree(out)
+    assert "skipped" not in capsys.readouterr().out
+    found = data.find_files([tmp_path / "e/y.py", tmp_path / "e/.git"])  # both are named
+    assert found == [tmp_path / "e/y.py", tmp_path / "e/.git/x.txt"]
 
 
-def test_a_broken_file_is_refused(tmp_path):
-    lines = jsonl(["x" * 99] * 300)
-    for name, content, message in (
-            ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 "),
-            ("b.jsonl.gz", gzip.compress(lines[:20_000] + b"\xe9" + lines[20_000:]), "not UTF"),
-            ("c.txt.gz", gzip.compress(lines)[:-9], "ended before"),
-            ("d.txt.xz", lzma.compress(lines)[:-9], "ended before")):
-        (tmp_path / name).write_bytes(content)
-        refused(f"{name}.* {message}", list, data.documents([tmp_path / name]))
+TEXT, TAR = b"A text of some length. " * 99, tarfile.TarInfo("a.txt").tobuf()  # its header
+NO_TEXTS = {
+    "gzip": gzip.compress(TAR), "bzip2": bz2.compress(TEXT), "xz": lzma.compress(TEXT),
+    "zstd": b"\x28\xb5\x2f\xfd" + TEXT, "zip": b"PK\x03\x04" + TEXT, "tar": TAR + TEXT,
+    "UTF-16": b"\xff\xfea\0", "binary or UTF-16": TEXT.decode().encode("utf-16-be")}
 
 
-def test_a_text_needs_as_many_tokens_as_a_row_holds():
-    for n, L, hint in (0, 10, ""), (7, 10, ""), (3199, 4000, ""), (7001, 8000, ".*--length=64"):
-        texts = ["x" * (n - 1)] * min(n, 1)
-        refused(f"{n:,} tokens do not .* more text{hint}$", data.text_rows, texts, BYTES, L)
-    rows, counts = data.text_rows(["x" * 7, "", "y" * 8], BYTES, 10)
-    assert rows.tolist() == [[256, *7 * [120], 257, 257], [256, *8 * [121], 257]]
-    assert counts == {"documents": 2, "tokens": 17, "bytes": 15}
-    assert data.evenly(7, 3).tolist() == [0, 2, 4] and data.evenly(2, 3).tolist() == [0, 1]
+def test_what_is_no_text_is_refused_as_what_it_is_and_skipped_in_a_folder(tmp_path, capsys):
+    for i, (what, content) in enumerate(NO_TEXTS.items()):
+        for name in f"{i}.txt", f"{i}.jsonl":
+            (tmp_path / name).write_bytes(content)
+            refused(f"{name} is {what}: ", list, data.documents([tmp_path / name]))
+    refused("has no .txt", data.find_files, [tmp_path])
+    (tmp_path / "a.txt").write_bytes(TEXT)
+    assert data.find_files([tmp_path]) == [tmp_path / "a.txt"]
+    said = capsys.readouterr().out
+    assert all(said.count(f": skipped 2 × {what}\n") == 2 for what in NO_TEXTS)
+
+
+@pytest.mark.parametrize("name, content, message", [
+    ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 has .* int .*--field=NAME"),
+    ("b.json", b'{"text": "a"}\n' + b"[" * 10**5, "line 2 has"),
+    ("c.jsonl", b'{"text": "a"}\n' * 999 + b'{"text": "\xe9"}', "not UTF-8"),
+    ("d.txt", TEXT * 9 + b"\0", "not UTF-8"),
+    ("e.parquet", jsonl(["a", None]), "row 2 has .*NoneType"),
+    ("f.parquet", jsonl(["a", "b", ["c"]]), "row 3 has .*list"),
+    ("g.parquet", jsonl(["a"], "b"), "row 1 has .*KeyError.*--field=NAME")])
+def test_a_broken_file_or_record_is_refused(tmp_path, pyarrow, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    refused(f"{name}.* {message}", list, data.documents([tmp_path / name]))
+
+
+def test_texts_that_spell_out_an_end_token_are_counted(tmp_path, capsys):
+    prepared(tmp_path / "a", ["a<|eos|>", "b", "<|endoftext|>", "c<|eos|><|eos|>"], 1)
+    said = capsys.readouterr().out
+    assert "<|eos|> is spelled out in 2 of 4 documents" in said
+    assert "<|endoftext|> is spelled out in 1 of 4 documents" in said
+    prepared(tmp_path / "b")
+    assert not capsys.readouterr().out
+
+
+def test_a_run_of_blanks_that_ends_tiktoken_is_refused_with_its_name(tmp_path):
+    encoded = lambda *paths: [*data.encode(data.documents([tmp_path / p for p in paths]), WORDS)]
+    (tmp_path / "a.txt").write_text((999 * " " + "x") * 2_000)  # many, but not in a row
+    (tmp_path / "b.jsonl").write_bytes(jsonl(["short", "a table" + 600_000 * "\u3000\n" + "end"]))
+    assert len(encoded("a.txt")) == 1
+    refused("b.jsonl, line 2 has over", encoded, "a.txt", "b.jsonl")
+    refused("'a log .*' has over", list, data.encode(["a log " + 10**6 * "\t"], WORDS))
+    assert len([*data.encode([10**6 * " "], BYTES)]) == 1
 
 
 def test_the_published_split_and_the_library_in_the_order_of_a_hash():
@@ -149,18 +205,19 @@ def test_the_published_split_and_the_library_in_the_order_of_a_hash():
     assert not {"test", "site-packages"} & {part for name in names for part in name.split("/")}
 
 
-def test_a_stop_between_the_files_never_mixes_two_corpora(tmp_path):
+def test_a_stop_leaves_no_corpus_and_one_that_exists_is_refused(tmp_path):
     """The process dies when one or two of the three files have been renamed."""
     for renamed in 1, 2:
-        prepared(tmp_path, [text.upper() for text in TEXTS])
         with dying(os, "replace", renamed + 1):
-            prepared(tmp_path)
+            prepared(tmp_path, [text.upper() for text in TEXTS])
         for split in "train", "val":
-            refused("no data in", open_split, tmp_path, split)
+            refused("there is no .*meta.json", open_split, tmp_path, split)
+    for few in [], ["ab"]:
+        refused("too few to hold out", prepare, few, tmp_path, BYTES)
     prepared(tmp_path)
-    refused("held out: give more text", prepared, tmp_path, val_docs=4)
-    refused("0 of them held out", prepare, ["ab"], tmp_path, BYTES)
+    refused("holds the text of .*rm -r", prepared, tmp_path, ["other"])
     assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
-    os.truncate(tmp_path / "val.bin", 20)
-    refused("val.bin is incomplete", open_split, tmp_path, "val")
+    for size in 20, 0, 7:  # an odd one is no number of tokens
+        os.truncate(tmp_path / "val.bin", size)
+        refused("val.bin is incomplete", open_split, tmp_path, "val")
     assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]

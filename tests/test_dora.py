@@ -41,6 +41,25 @@ def test_fresh_adapter_is_exactly_the_layer():
         assert {p.dtype for p in layer.parameters() if p.requires_grad} == {torch.float32}
 
 
+def test_gain_of_a_row_of_zeros_is_1():
+    """Also in a gradient, in a row that training has moved, and in the merged layer."""
+    linear = nn.Linear(12, 5)
+    linear.weight.data[3] = 0
+    layer, x = DoRALinear(linear, 2, 4, gen()), torch.randn(7, 12, generator=gen(1))
+    assert torch.equal(layer(x), linear(x))
+    torch.testing.assert_close(layer.merged(), linear.weight)
+    layer(x).square().sum().backward()
+    assert all(p.grad.isfinite().all() for p in layer.parameters() if p.requires_grad)
+    assert layer.lora_B.grad[3].any() and not layer.lora_magnitude_vector.grad[3]
+    with torch.no_grad():
+        layer.lora_B[3] = 0.1
+        layer.lora_magnitude_vector[3] = 2
+    update = (layer.lora_A.sum(0) * 0.1).detach()  # times s = 2, but only its direction counts
+    want = x @ (2 * update / update.norm()) + linear.bias[3]
+    torch.testing.assert_close(layer(x)[:, 3], want)
+    torch.testing.assert_close(layer.merged()[3], 2 * update / update.norm())
+
+
 def test_recorded_logits_and_merge_and_only_the_adapter_is_trained(tiny_dream, recorded):
     dream = recorded_adapter(Dream.load(tiny_dream).requires_grad_())
     names = {name.split(".")[-1] for name, p in dream.named_parameters() if p.requires_grad}

@@ -20,7 +20,7 @@ import torch
 
 import conftest
 import data
-import eval as evaluation
+import eval_samples
 import finetune_dream
 import oracles
 import sample
@@ -148,7 +148,7 @@ def corpus(tmp_path_factory):
 
 def test_the_table_has_every_draw():
     words = {word for key in TABLE.values() for word in key.split(", ")}
-    for path in Path(ROOT).glob("*.py"):
+    for path in *Path(ROOT).glob("*.py"), Path(ROOT, "lab", "eval_samples.py"):
         for key in re.findall(r"\b(?:rng|seed_of|data\.order)\(([^()]*)", path.read_text("utf-8")):
             assert words.issuperset(re.findall('"(.*?)"', key)), (path, key)
 
@@ -260,8 +260,8 @@ def test_references(corpus, drawn):
     half, decode = len(val) // 2, data.tokenizer("bytes").decode
     for n, rows, expected in ((half, 3, shuffled[:half]), (None, 3, shuffled[-3:]),
                               (None, 0, shuffled[-half:]), (None, 99, shuffled[-half:])):
-        cfg = evaluation.Config(data=folder, seed=5, rows=rows)
-        found, _ = evaluation.held_out_samples(cfg, 22, n)  # without n, the row "Data"
+        cfg = eval_samples.Config(data=folder, seed=5, rows=rows)
+        found, _ = eval_samples.held_out_samples(cfg, 22, n)  # without n, the row "Data"
         assert [(row["ids"], row["text"]) for row in found] == [(r, decode(r)) for r in expected]
     assert drawn == keys("references", seed=[5])
 

@@ -1,8 +1,9 @@
-"""eval.py and lab/feedback.py: how bounds and samples are measured."""
+"""eval.py, lab/feedback.py and lab/eval_samples.py: how bounds and samples are measured."""
 
 import functools
 import math
 import os
+import shutil
 import sys
 import types
 from pathlib import Path
@@ -13,13 +14,14 @@ import torch
 import torch.nn as nn
 
 import data
-import eval as evaluation
+import eval_samples
 import feedback
 import oracles
-from conftest import GOLDEN, ROOT, gen, plain_omega, random_mdlm, refused, save_mdlm, start
-from eval import Config, bound, gen_ppl, mean_and_se, score, val_nats
+from checkpoint import load_mdlm
+from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, save_mdlm, start
+from eval import bound, mean_and_se, val_nats
+from eval_samples import gen_ppl, score
 from launch import append_jsonl, read_json, read_jsonl
-from mdlm import MDLM
 from sample import generate_in_order
 
 BYTES = data.tokenizer("bytes")
@@ -74,9 +76,9 @@ def test_a_span_is_right_where_the_model_writes_it_itself():
 
 def test_entropy_is_the_recorded_one():
     golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["entropy"]
-    found = [evaluation.entropy(ids) for ids in golden["tokens"]]
+    found = [eval_samples.entropy(ids) for ids in golden["tokens"]]
     assert found == pytest.approx(golden["nats"], abs=1e-6)
-    assert evaluation.entropy(range(32)) == pytest.approx(math.log(32))
+    assert eval_samples.entropy(range(32)) == pytest.approx(math.log(32))
 
 
 class Tok:
@@ -163,16 +165,24 @@ def test_samples_of_all_ranks_count_once(world):
     for name, texts, first in ("s", "ab", 0), ("s.0", "cd", 2), ("s.1", "bc", 1), ("s.x", "e", 4):
         samples_file(f"{name}.jsonl", texts, first)
     append_jsonl("s.1.jsonl", read_jsonl("s.jsonl")[0] | {"seed": 2, "text": "f"})
-    samples, settings = evaluation.read_samples("s.jsonl")
+    samples, settings = eval_samples.read_samples("s.jsonl")
     assert settings == SETTINGS
     assert [s["text"].removeprefix("<|bos|>")[0] for s in samples] == [*"abcd", "f"]
     samples_file("s.2.jsonl", "e", 4, top_p=0.8)
-    refused("mixes samples of different", evaluation.read_samples, "s.jsonl")
+    refused("mixes samples of different", eval_samples.read_samples, "s.jsonl")
 
 
-def result(*words):
-    start("eval", *words, "--out=r.json")
+def result(*words, script="eval"):
+    Path("r.json").unlink(missing_ok=True)
+    start(script, *words, "--out=r.json")
     return read_json("r.json")
+
+
+def test_a_number_that_does_not_exist_is_null(world):
+    found = result("ppl", "--checkpoint=binary.pt", "--data=data", "--rows=1")["values"]["binary"]
+    assert [name for name, value in found.items() if value is None] == ["nats_per_token_se",
+                                                                        "ppl_se"]
+    assert "NaN" not in Path("r.json").read_text()
 
 
 def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
@@ -182,6 +192,7 @@ def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
     found = result("ppl", "--checkpoint=own.pt")
     assert found == result("ppl", "--checkpoint=own.pt", "--data=data") | {
         "evaluation": found["evaluation"]}
+    shutil.rmtree("data")
     data.prepare(["another text"] * 99, "data", BYTES)
     refused("data has changed since own.pt was", result, "ppl", "--checkpoint=own.pt")
 
@@ -190,13 +201,12 @@ def test_ppl_of_a_checkpoint(world):
     """The EMA is the default. The rows are spread over the text."""
     ppl = "ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2"
     start("eval", *ppl, "--rows=5", "--label=tiny")
-    path = "last.pt.ppl.data-data.rows-5.repeats-2.json"
-    found = read_json(path)
+    found = read_json("last.pt.ppl.json")
     tokens, meta = data.open_split("data", "val")
     text, n = meta["val"], data.n_rows(tokens, 16)
     rows, nats = data.rows(tokens, [i * n // 5 for i in range(5)], 16), {}
     for name in "soft", "plain":
-        nll, ce, masks = bound(MDLM.load("last.pt", ema=True), rows, name == "soft", 1, repeats=2)
+        nll, ce, masks = bound(load_mdlm("last.pt", ema=True), rows, name == "soft", 1, repeats=2)
         nats[name] = nll / 16
         mean, se = nats[name].mean().item(), nats[name].std().item() / 5**0.5
         # the loss is over L positions, the text in L − 2 of them
@@ -208,13 +218,15 @@ def test_ppl_of_a_checkpoint(world):
     gain = nats["plain"] - nats["soft"]
     assert found["values"]["gain"] == pytest.approx({
         "nats_per_token": gain.mean().item(), "nats_per_token_se": gain.std().item() / 5**0.5})
-    assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5,
+    assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5, "data": "data",
                                  "text": text | {"path": "data"}, "dtype": "float32"}
-    start("eval", *ppl, "--rows=5", "--out=data")  # a folder: the file gets its usual name
-    assert read_json(f"data/{path}")["values"] == found["values"]
-    for other in "--ema=False", "--seed=2", "--floor=0":
-        assert result(*ppl, "--rows=5", other)["values"] != found["values"]
-    refused("--text does nothing with ppl", result, *ppl, "--text=other.txt")
+    for name, other in ("ema", "False"), ("seed", "2"), ("floor", "0"), ("repeats", "1"):
+        other = *ppl, "--rows=5", f"--{name}={other}"
+        refused(rf"^last.pt.ppl.json has other settings: {name} \(.*--out", start, "eval", *other)
+        assert result(*other)["values"] != found["values"]
+    again = "--rows=5", "--label=other", "--batch_size=2", "--device=cpu"
+    start("eval", *ppl, *again)  # the same numbers
+    assert read_json("last.pt.ppl.json")["values"]["gain"] == pytest.approx(found["values"]["gain"])
     save_mdlm("gpt2.pt", model_of(), tokenizer={"name": "gpt2"})
     refused("has other settings: name", result, "ppl", "--checkpoint=gpt2.pt", "--data=data")
 
@@ -224,35 +236,31 @@ def test_the_mean_of_the_bound_by_t_is_the_bound(world):
     ask = functools.partial(start, "feedback", *words)
     refused("give calls from 1 to the width", ask, "--width=3")  # the last call would be empty
     ask()
+    refused("r.json has other settings: width", ask, "--width=5")
     found, ppl = read_json("r.json")["values"], result("ppl", *words[:2], "--rows=20", "--floor=0")
     tenths = [row for title, row in found.items() if title.startswith("nats")]
     assert len(tenths) == 10
     for name in "plain", "gain":
         mean = np.mean([tenth[name] for tenth in tenths])
         assert mean == pytest.approx(ppl["values"][name]["nats_per_token"], rel=1e-4)
-    ask("--checkpoint=binary.pt")
-    assert {*map(tuple, read_json("r.json")["values"].values())} == {("plain", "plain_se")}
+    ask("--checkpoint=binary.pt", "--out=")
+    values = read_json("binary.pt.feedback.json")["values"].values()
+    assert {*map(tuple, values)} == {("plain", "plain_se")}
 
 
-def test_a_text_is_measured_like_prepared_data_also_without_sm(world):
-    text, words = "some other text\n" * 30, ("--checkpoint=binary.pt", "--rows=5")
+def test_a_text_that_is_held_out_whole_is_measured_whole(world):
+    text = "some other text\n" * 30
     Path("other.txt").write_text(text)
-    data.prepare(["-", text], "other", BYTES, val_docs=1)
-    a, b = result("zero_shot", "--text=other.txt", *words), result("ppl", "--data=other", *words)
-    assert a["values"] == b["values"] and [*a["values"]] == ["binary"]
-    assert a["settings"]["text"]["bytes"] == b["settings"]["text"]["bytes"] == 480
-
-
-def test_results_have_names_of_their_own_and_do_not_land_in_a_folder_of_git(world):
-    affects = dict(data="x", text="x", scorer="gpt2", seed=2, rows=3, repeats=2, floor=0.0,
-                   ema=False, dtype="float32", length=9, scale=1.0)
-    others = "metric out label device batch_size tokenizer_dir checkpoint samples".split()
-    assert {*affects, *others} == {*vars(Config())}
-    for change in {}, *({name: value} for name, value in affects.items()):
-        evaluation.write_result(Config(**change), "own/last.pt", {}, {})
-    assert len([*Path("own").iterdir()]) == 1 + len(affects)
-    evaluation.write_result(Config(), f"{ROOT}/results/sudoku.safetensors", {}, {})
-    assert os.path.exists("out/sudoku.safetensors.ppl.json")
+    start("data", "other.txt", "--tokenizer=bytes", "--val_docs=1000000")
+    rows, tokens = data.open_split("data/other", "val")[0], [*text.encode(), 257]
+    assert rows.ids.tolist() == tokens and not os.path.getsize("data/other/train.bin")
+    found = result("ppl", "--checkpoint=binary.pt", "--data=data/other")
+    assert [*found["values"]] == ["binary"] and found["settings"]["text"]["bytes"] == 480
+    x = torch.tensor([[256, *tokens[i:i + 14], 257] for i in range(0, 481 - 14, 14)])
+    nll = bound(load_mdlm("binary.pt"), x, False, 1)[0]
+    assert found["values"]["binary"]["nats_per_token"] == nll.sum().item() / x.numel()
+    words = "train", "--data=data/other", "--length=16", "--device=cpu"
+    refused("train.bin: 0 tokens fill no row", start, *words)
 
 
 def test_three_opinions_on_samples(world, lm, monkeypatch):
@@ -260,26 +268,30 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     compute = lambda **given: mauve.update(given) or types.SimpleNamespace(mauve=0.25)
     monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute))
     data.prepare(["abcdefghij" * 9] * 9, "letters", BYTES, val_docs=3)
-    samples = "samples", "--samples=samples.jsonl", "--data=letters", "--scale=3", "--seed=7"
-    found = result(*samples)
+    measure = functools.partial(result, script="eval_samples")
+    samples = "--samples=samples.jsonl", "--data=letters", "--scale=3", "--seed=7"
+    found = measure(*samples)
     *nats_and_tokens, features = score(["$abcdef$$", "$bcdefg$$", "$cdefgh$$", "$defgh$$"])
     ppl, se = gen_ppl(*nats_and_tokens)
-    assert found["values"] == pytest.approx({
+    assert found["values"]["samples"] == pytest.approx({
         "gen_ppl": ppl, "gen_ppl_se": se, "nfe": 4.5, "mauve": 0.25, "n": 4,
         "entropy": math.log(6**3 * 5) / 4, "entropy_min": math.log(5), "references": 4, "seed": 7,
         "scale": 3})
     assert found["settings"].items() >= (SETTINGS | {"n": 4, "seeds": [1]}).items()
     assert (mauve["mauve_scaling_factor"], mauve["seed"]) == (3, 7)
     np.testing.assert_array_equal(mauve["p_features"], features)
-    references, _ = evaluation.held_out_samples(Config(data="letters", seed=7), 6, 4)
+    cfg = eval_samples.Config(data="letters", seed=7)
+    references, _ = eval_samples.held_out_samples(cfg, 6, 4)
     theirs = score([row["text"] for row in references])[2]
     np.testing.assert_array_equal(mauve["q_features"], theirs)
-    own = result("samples", "--samples=", "--data=letters", "--length=16", "--rows=3", "--seed=7")
-    assert own["values"]["n"] == own["values"]["references"] == 3 and own["settings"]["L"] == 16
-    assert own["settings"]["sampler"] == "data" and own["values"]["nfe"] == 0
+    own = measure("--samples=", "--data=letters", "--length=16", "--rows=3", "--seed=7")
+    values = own["values"]["samples"]
+    assert values["n"] == values["references"] == 3 and own["settings"]["L"] == 16
+    assert own["settings"]["sampler"] == "data" and values["nfe"] == 0
     samples_file("gpt2.jsonl", ["abcdef"], tokenizer="gpt2")
-    refused("settings: tokenizer", result, "samples", "--samples=gpt2.jsonl", "--data=letters")
+    refused("settings: tokenizer", measure, "--samples=gpt2.jsonl", "--data=letters")
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
-        result(*samples)
-    assert "entropy" in read_json("r.json")["values"]  # which needs no package
+        start("eval_samples", *samples)
+    found = read_json("samples.samples.json")["values"]["samples"]
+    assert "entropy" in found  # which needs no package

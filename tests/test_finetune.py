@@ -94,10 +94,11 @@ def said(*turns):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
-def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tmp_path):
+def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tiny, tmp_path):
     vocab = [*byte_characters(), "ĊĊ"]
     (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
     (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 257, "<|im_end|>": 258}')
+    shutil.copy(f"{tiny[0]}/config.json", tmp_path)
     tok = Tokenizer(tmp_path)
     ids, prompt_len = ft.encode_chat(said(("HUMAN", "a"), ("ASSISTANT", "b"), ("user", "c"),
                                           ("assistant", "\nd"), ("user", "e")), tok)

@@ -1,17 +1,21 @@
 """launch.py: flags, the machine, signals, files that survive, the log. Ranks: test_train.py."""
 
+import errno
+import inspect
 import os
 import re
 import signal
-import subprocess
 import sys
+import time
+from dataclasses import dataclass
+from unittest.mock import Mock
 
 import pytest
 
 import checkpoint
 import data
 import launch
-from conftest import ROOT, random_mdlm, refused, save_mdlm, start
+from conftest import random_mdlm, refused, save_mdlm, start
 from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
 from train import Config
 
@@ -19,8 +23,8 @@ from train import Config
 @pytest.mark.parametrize("words, fields", [
     ([], {}),
     (["--resume", "--k=None"], dict(resume=True, k=None)),
-    (["--resume=auto", "--compile=false"], dict(resume="auto", compile=False)),
-    (["--resume", "auto", "--show", "--steps", "7"], dict(resume="auto", show=True, steps=7)),
+    (["--compile=false", "--show", "--steps", "7"], dict(compile=False, show=True, steps=7)),
+    (["--dtype", "bfloat16", "--p_sm=1", "--k=7"], dict(dtype="bfloat16", p_sm=1.0, k=7)),
     (["--data=x=y", "--init_from=", "--omega_b", "-2"], dict(data="x=y", omega_b=-2.0)),
     (["quick", "--steps=2"], dict(steps=2, k=5)),
 ])
@@ -28,42 +32,71 @@ def test_flags_become_typed_fields(words, fields):
     assert repr(from_cli(Config, words, {"quick": dict(steps=1, k=5)})) == repr(Config(**fields))
 
 
+@dataclass
+class Files:
+    words: list = ()
+    b_h: launch.Share = 0.5
+
+
+def test_a_list_takes_the_first_words_and_help_is_the_source(capsys):
+    presets = {"quick": dict(words=["d"])}
+    assert from_cli(Files, ["s3:a b", "c", "--b_h=1"], presets) == Files(["s3:a b", "c"], 1.0)
+    assert from_cli(Files, ["quick"], presets) == Files(["d"])
+    assert from_cli(Files, ["--b_h", "0"]) == Files((), 0.0)
+    with pytest.raises(SystemExit, match="0"):
+        from_cli(Files, ["a", "--b_h=9", "--help"], presets)
+    assert capsys.readouterr().out.startswith(inspect.getsource(Files) + "\npreset quick: {")
+
+
+def run_with(monkeypatch, main, *flags):
+    monkeypatch.setattr(sys, "stdin", None)  # some schedulers close it
+    monkeypatch.setattr(sys, "argv", ["folder/x.py", *flags])
+    launch.run(main, Config)
+
+
 @pytest.mark.parametrize("main, flags, message", [
-    (print, ["--stepz=1"], "unknown argument '--stepz=1': did you mean --steps?"),
+    (print, ["--step=1"], "unknown argument '--step=1': see --help"),
+    (print, ["stdlb"], "unknown argument 'stdlb': see --help"),
     (print, ["--k=ten"], "argument --k: ten is not a whole number or none"),
-    (print, ["--resume=yes"], "argument --resume: yes: choose true or false, auto"),
-    (print, ["--k=0"], "--k=0 must be a number from 1"),
-    (lambda cfg: open("no/x"), [], "no/x: No such file or directory"),
+    (print, ["--dtype=half"], "argument --dtype: half is not auto or float32 or bfloat16"),
+    (print, ["--p_sm=80"], "argument --p_sm: 80 is not a number (from 0 to 1)"),
+    (print, ["--eta_bb=nan"], "argument --eta_bb: nan is not a number"),
+    (print, ["--save_every=0"], "argument --save_every: 0 is not a whole number (from 1 to inf)"),
+    (lambda cfg: open("no/x"), [], "No such file or directory: 'no/x'"),
+    (Mock(side_effect=OSError(errno.ENOSPC, "no room")), [], "no room"),
+    (Mock(side_effect=BrokenPipeError(errno.EPIPE, "nobody reads")), [], "nobody reads"),
     (lambda cfg: __import__("mauve"), [], ": pip install mauve-text"),
     (lambda cfg: launch.machine("cuda:99"), [], "--device=cuda:99 does not work"),
 ])
 def test_bad_input_is_one_line_and_code_2(monkeypatch, capsys, main, flags, message):
+    """Rank 1 first waits, because torchrun ends it if rank 0 has said the same."""
+    calls = []
+    monkeypatch.setattr(signal, "signal", lambda *words: calls.append(words))
+    monkeypatch.setattr(time, "sleep", calls.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     monkeypatch.setitem(sys.modules, "mauve", None)  # as if it were not installed
-    monkeypatch.setattr(sys, "argv", ["folder/x.py", *flags])
-    with pytest.raises(SystemExit) as stop:
-        launch.run(main, Config)
+    with pytest.raises(SystemExit, match="2"):
+        run_with(monkeypatch, main, *flags)
     err = capsys.readouterr().err
-    assert stop.value.code == 2 and re.fullmatch(f"x.py: .*{re.escape(message)}.*\n", err)
+    assert re.fullmatch(f"x.py: .*{re.escape(message)}.*\n", err)
+    assert calls == [(signal.SIGTERM, signal.SIG_DFL), 5]
+
+
+@pytest.mark.parametrize("e", [ValueError("x"), OSError(errno.EIO, "x"), KeyboardInterrupt("x"),
+                               ImportError("x"), ModuleNotFoundError("x", name="torch.x")])
+def test_all_else_keeps_its_traceback(monkeypatch, e):
+    with pytest.raises(type(e), match="x"):
+        run_with(monkeypatch, Mock(side_effect=e))
 
 
 @pytest.mark.parametrize("words, message", [
     ("sample --checkpoint=adapter.pt", "adapter.pt has kind = 'dream-adapter'"),
     ("sample --checkpoint=mdlm.pt --out=x.jsonl", "x.jsonl has lines that are not from"),
     ("train --data=x", "x/meta.json is not a complete JSON object"),
-    ("finetune_dream --model=x --data=x", "x/config.json has no field"),
-    ("sample_dream --model=nowhere", "there is no nowhere/vocab.json: "),
-    ("sample_dream --model=TINY --adapter=x", "give its adapter, x/best"),
-    ("train --data=dta", "there is no folder dta"),
-    ("train --data=x/best", "no data in x/best, which has no meta.json"),
+    ("train --data=dta", "there is no dta/meta.json"),
+    ("train --data=x/best", "there is no x/best/meta.json"),
     ("train --data=data --length=20 --init_from=mdlm.pt", "n_cond .*`train.py stdlib --init_from"),
-    ("eval ppl --checkpoint=mdlm.pt --data=data --text=x", "--text does nothing"),
-    ("train --data=data --vocab_size=7", "--vocab_size does nothing"),
-    ("train --data=data --p_sm=0 --omega_s=0.5", "--omega_s does nothing"),
     ("sample --checkpoint=mdlm.pt --infill=b", "--infill has no ___"),
-    ("sample_dream --model=TINY --cache=dual", "--cache does nothing"),
-    ("sample_dream --model=TINY --schedule=linear", "--schedule does nothing"),
-    ("sample_dream --model=TINY --infill=a___ --prompt=b", "--prompt does nothing"),
-    ("sample --checkpoint=mdlm.pt --soft=False --omega_s=0.5", "--omega_s does nothing"),
 ])
 def test_a_bad_file_or_flag_is_refused(tmp_path, monkeypatch, tiny, words, message):
     monkeypatch.chdir(tmp_path)
@@ -76,31 +109,27 @@ def test_a_bad_file_or_flag_is_refused(tmp_path, monkeypatch, tiny, words, messa
     refused(message, start, *words.replace("TINY", tiny[0]).split())
 
 
-def test_printing_ends_no_run(tmp_path):
-    code = """
-import sys, launch, train
-def main(cfg):
-    log = launch.Log("log.jsonl", 0, 10, True)
-    for step in range(10):
-        log.write({"step": step + 1, "omega_s": 0.5})
-    print("ω end", file=sys.stderr)
-launch.run(main, train.Config)"""
-    env = os.environ | {"PYTHONPATH": ROOT, "PYTHONIOENCODING": "cp1252"}
-    end, pipe = os.pipe()
-    os.close(end)  # nobody reads
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, stdout=pipe,
-                          stderr=subprocess.PIPE)
-    os.close(pipe)
-    assert done.stderr == b"? end\n" and done.returncode == 0
-    assert len(read_jsonl(tmp_path / "log.jsonl")) == 10
-
-
-def test_the_first_signal_is_collected_and_a_second_ctrl_c_ends_the_process():
-    before = signal.getsignal(signal.SIGINT)
-    with launch.signals() as caught:
-        os.kill(os.getpid(), signal.SIGINT)
-        assert caught == [signal.SIGINT] and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-    assert signal.getsignal(signal.SIGINT) is before
+def test_one_more_update_after_a_signal_then_every_handler_is_back(capsys):
+    """A second Ctrl-C ends the process. What nohup ignores stays ignored."""
+    number = signal.SIGHUP
+    before = signal.getsignal(signal.SIGINT), signal.signal(number, signal.SIG_IGN)
+    here, every = launch.machine("cpu"), {"log": 4, "save": 3, "eval": 0}
+    assert list(launch.updates(here, 0, 7, **every)) == [
+        (1, {"log"}), (2, set()), (3, {"save"}), (4, {"log"}), (5, set()), (6, {"save"}),
+        (7, {"log", "save"})]
+    loop = launch.updates(here, 2, 7, **every)
+    assert next(loop) == (3, {"save"})
+    signal.raise_signal(number)
+    assert next(loop) == (4, {"log"})
+    signal.raise_signal(signal.SIGINT)
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+    assert next(loop) == (5, {"save"})
+    with pytest.raises(SystemExit) as stop:
+        next(loop)
+    assert stop.value.code == 130 and "stopped after update 5" in capsys.readouterr().out
+    assert signal.getsignal(number) == signal.SIG_IGN
+    signal.signal(number, before[1])
+    assert signal.getsignal(signal.SIGINT) is before[0]
 
 
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):

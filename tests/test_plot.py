@@ -26,8 +26,8 @@ def test_table_lays_results_out_as_the_paper_does(tmp_path):
             ("remdm-cap", "binary", {"gen_ppl": 42.53, "entropy": 5.5}),
             ("remdm-cap", "sm", {"gen_ppl": 29.5, "entropy": 5.4}),
             ("remdm-loop", "sm", {"gen_ppl": 29.7, "entropy": 5.4}))):
-        write(f"{sampler}-{i}", "samples", values, label, sampler=sampler, soft=label == "sm",
-              steps=128, L=1024)
+        write(f"{sampler}-{i}", "samples", {"samples": values}, label, sampler=sampler,
+              soft=label == "sm", steps=128, L=1024)
     text = {"path": "data/owt"}
     write("ppl-1", "ppl", {"binary": {"ppl": 8.0}}, "binary", text=text)
     write("ppl-2", "ppl", {"plain": {"ppl": 7.0}, "soft": {"ppl": 5.0}}, "sm", text=text)

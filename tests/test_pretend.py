@@ -109,12 +109,12 @@ def test_an_update_waits_for_nothing(folder, monkeypatch, script, words, draw, f
 def test_mdlm_keeps_to_one_device(folder):
     with gpu():
         for k in "--k=3", "--k=none":
-            model, ema = start("train", *TINY, k, f"--out_dir=run{k}")
-            start("train", *TINY, k, f"--out_dir=run{k}", "--resume", "--steps=6")
+            model, ema = start("train", *TINY, k, f"--out_dir={k}")
+            start("train", *TINY, k, f"--out_dir={k}", "--resume", "--steps=6")
             assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
             for words in ("sample --sampler=remdm-loop --show", "trajectory --sampler=entropy",
                           "sample --sampler=remdm-cap --soft=False --count=2", "trajectory",
                           "sample --sampler=random --soft=False --count=2"):
-                start(*words.split(), "--steps=8", f"--checkpoint=run{k}/last.pt")
+                start(*words.split(), "--steps=8", f"--checkpoint={k}/last.pt")
             for words in "eval ppl", "feedback":
-                start(*words.split(), "--data=data", "--rows=4", f"--checkpoint=run{k}/last.pt")
+                start(*words.split(), "--data=data", "--rows=4", f"--checkpoint={k}/last.pt")

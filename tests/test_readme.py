@@ -68,7 +68,7 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
     "train": ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=64 --batch_size=4 "
               "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split(),
     "examples/sudoku train": "--n_layer=1 --n_head=2 --n_embd=16 --steps=2 --device=cpu".split(),
-    "openwebtext": ["--overwrite", "--tokenizer=bytes"],
+    "openwebtext": ["--out=data/openwebtext", "--tokenizer=bytes"],
     "eval": ["--device=cpu", "--rows=4"],
     "lab/feedback": ["--device=cpu", "--rows=4"],
     "finetune_dream": ["--steps=2", "--device=cpu"],

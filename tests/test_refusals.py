@@ -16,16 +16,16 @@ import finetune_dream
 import launch
 import oracles
 import train
-from conftest import ROOT, refused, spy
+from conftest import ROOT, refused, spy, torchrun
 from mdlm import TwoPass
 
 SCRIPTS = {"train": train, "finetune_dream": finetune_dream}
 BOTH = dict(seed=5, steps=3, p_sm=0.7, eta_bb=2e-3, eta_sm=0.03, k=2, omega_s=0.3, b_l=0.1,
             b_h=0.9, eval_every=2, save_every=2, device="cpu")
 # What may change when a run is resumed, or is taken from the data. Model and data may move.
-FREE = {"train": "data out_dir resume overwrite steps log_every eval_every eval_rows save_every "
+FREE = {"train": "data out_dir resume steps log_every eval_every eval_rows save_every "
                  "keep_every show device dtype compile vocab_size mask_id soft_mask",
-        "finetune_dream": "model data out resume overwrite checkpointing device log_every "
+        "finetune_dream": "model data out resume checkpointing device log_every "
                           "save_every eval_every"}
 FIXED = [(script, field.name) for script, module in SCRIPTS.items()
          for field in fields(module.Config) if field.name not in FREE[script].split()]
@@ -94,30 +94,50 @@ def test_a_run_is_not_resumed_with_another_setting(runs, script, name):
 def test_a_run_is_not_resumed_with_other_data_or_draws(runs, tmp_path, monkeypatch, script,
                                                        changes, new_keys):
     monkeypatch.setattr(data, "KEYS", data.KEYS + new_keys)
-    refuses(runs[script], "on the text that was in|settings: dialogues|settings: keys",
+    refuses(runs[script], r"settings: (sha256|val) .* of the text in|settings: (dialogues|keys)",
             resume=True, data=write_data(script, tmp_path / "data", **changes))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-@pytest.mark.parametrize("how", ["resume", "overwrite"])
-def test_a_folder_has_one_writer(runs, monkeypatch, script, how):
+def test_a_folder_has_one_writer_and_one_run(runs, monkeypatch, script):
     """It is locked before its last save is read."""
     reading = spy(monkeypatch, checkpoint, "load")
     with launch.lock(out_of(runs[script][1])):
-        refuses(runs[script], "another process is writing into", **{how: True})
+        refuses(runs[script], "another process is writing into", resume=True)
     assert not reading
+    refuses(runs[script], "last.pt exists already: --resume continues it", resume=False)
 
 
-def test_a_second_process_ends_with_one_line_and_code_2(runs, tmp_path):
-    """Under torchrun, the line is in its report, too."""
-    cfg, report = runs["train"][1], tmp_path / "error.json"
-    flags = f"--data={cfg.data}", f"--out_dir={cfg.out_dir}"
-    with launch.lock(cfg.out_dir):
-        done = subprocess.run([sys.executable, "train.py", *flags], cwd=ROOT, capture_output=True,
-                              env=os.environ | {"TORCHELASTIC_ERROR_FILE": report}, text=True)
-    line = launch.read_json(report)["message"]["message"]
-    assert line.startswith(f"another process is writing into {cfg.out_dir}") and "\n" not in line
-    assert done.stderr == f"train.py: {line}\n" and done.returncode == 2
+def test_resume_starts_a_run_where_there_is_no_last_save(tmp_path):
+    (tmp_path / "step-2.pt").touch()
+    assert not any(launch.resumes(tmp_path / "last.pt", resume) for resume in (False, True))
+
+
+def test_two_ranks_refuse_with_one_line(runs):
+    cfg = runs["train"][1]
+    with launch.lock(cfg.out_dir):  # only rank 0 sees it
+        done = torchrun("train.py", f"--data={cfg.data}", f"--out_dir={cfg.out_dir}")
+    ours = done.stderr.partition(" torch/distributed/elastic/")[0]  # the rest is torchrun's report
+    assert ours.count("train.py: another process is writing") == 1 and "Traceback" not in ours
+
+
+def test_printing_ends_no_run(tmp_path):
+    code = """
+import sys, launch, train
+def main(cfg):
+    log = launch.Log("log.jsonl", 0, 10, True)
+    for step in range(10):
+        log.write({"step": step + 1, "omega_s": 0.5})
+    print("ω", sys.stdin.read(), "end", file=sys.stderr)
+launch.run(main, train.Config)"""
+    env = os.environ | {"PYTHONPATH": ROOT, "PYTHONIOENCODING": "cp1252"}
+    end, pipe = os.pipe()
+    os.close(end)  # nobody reads
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, stdout=pipe,
+                          stderr=subprocess.PIPE, input=b"\x81")  # no character of cp1252
+    os.close(pipe)
+    assert done.stderr == b"? ? end\n" and done.returncode == 0
+    assert len(launch.read_jsonl(tmp_path / "log.jsonl")) == 10
 
 
 HARM = {"loss NaN": lambda nll: nll + math.nan, "loss infinite": lambda nll: nll + math.inf,

@@ -4,6 +4,7 @@ import os
 import re
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -259,9 +260,10 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
 
 def test_a_sample_is_drawn_in_place(monkeypatch, capsys):
     """Tokens in bold, and guesses on green, darker for larger λ. Each picture replaces the last."""
-    for name, value in (("sys.stdout.isatty", True), ("time.sleep", None),
-                        ("shutil.get_terminal_size", os.terminal_size((4, 9)))):
+    for name, value in ("sys.stdout.isatty", True), ("time.sleep", None):
         monkeypatch.setattr(name, lambda *_, value=value: value)
+    size = SimpleNamespace(get_terminal_size=lambda: os.terminal_size((4, 9)))
+    monkeypatch.setattr(show, "shutil", size)  # pytest itself uses the real one
     x, guess = ([97, 258, 258, 10, 258, 98], 6 * [99]), ([99, 100, 258, 99, 101, 99], 6 * [99])
     lam = [0.9, 0.0, 1.0, 0.9, 0.5, 0.9], 6 * [0.0]
     watch = show.show(BYTES, 258)

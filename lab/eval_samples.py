@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: MIT
+"""Three measures of samples.                                                §4.1, App. B.1, C.2
+
+The entropy of their tokens (low if a sample repeats itself), how likely GPT-2 large finds them, and
+how close they are to held-out text (MAUVE):
+
+    python lab/eval_samples.py --samples=samples.jsonl --data=data/owt
+    python lab/eval_samples.py --samples= --data=data/owt --rows=5000  # held-out: Data in Table 1
+
+The last two need `pip install transformers mauve-text`: published numbers depend on these tools.
+"""
+
+import contextlib
+import functools
+import glob
+import importlib.metadata
+import math
+import os
+import re
+import statistics
+import sys
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+
+sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
+import data
+import launch
+import sample
+from eval import mean_and_se, result_path, write_result
+from launch import Count, Refused, Size, machine, progress, run
+
+
+@dataclass
+class Config:
+    samples: str = "samples.jsonl"  # from sample.py; NAME.jsonl includes all NAME.RANK.jsonl
+    data: str = "data/owt"          # MAUVE compares samples with its held-out rows ("": no MAUVE)
+    rows: Count = 0                 # how many held-out rows, if --samples= is empty (0: half)
+    length: Size = 1024             # tokens in such a row
+    seed: int = 1                   # for MAUVE's reference rows and clusters
+    scale: float = 5.0              # MAUVE's scaling factor, App. B.1
+    scorer: str = "gpt2-large"      # a causal LM: its name on the hub, or its folder
+    out: str = ""                   # the result (default: NAME.samples.json)
+    label: str = ""                 # its row in `lab/plot.py --table` (default: the checkpoint)
+    batch_size: Size = 8            # affects the speed only
+    device: str = "auto"            # cuda, else mps, else cpu
+
+
+def read_samples(path):
+    """(samples, settings): the lines of a file from sample.py, and what they were made with.
+
+    NAME.jsonl includes NAME.RANK.jsonl. Lines with the same seed and index count once.
+    """
+    shards = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
+    lines = [line for file in (path, *shards) for line in sample.read_samples(file)]
+    if not lines:
+        raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
+    settings = lines[0]["settings"]
+    if any(line["settings"] != settings for line in lines):
+        raise Refused(f"{path} mixes samples of different settings: evaluate them separately")
+    samples = {(line["seed"], line["index"]): line for line in lines}
+    return [samples[key] for key in sorted(samples)], settings
+
+
+def held_out_samples(cfg, L, n=None):
+    """(samples, settings), as from `read_samples`, but of held-out rows of cfg.data, shuffled
+
+    n: the first n rows, which MAUVE compares samples with. None: rows to measure as if they were
+        samples ("Data" in Table 1), the last --rows, at most half, so that none is a reference.
+    """
+    tokens, _ = data.open_split(cfg.data, "val")
+    name = tokens.tokenizer["name"]
+    tok = data.tokenizer(name)
+    shuffled = torch.randperm(data.n_rows(tokens, L), generator=data.rng("reference", cfg.seed))
+    half = len(shuffled) // 2
+    index = shuffled[:n] if n else shuffled[-min(cfg.rows or half, half):]
+    samples = [{"ids": row, "text": tok.decode(row), "nfe": 0, "seed": cfg.seed}
+               for row in data.rows(tokens, index, L).tolist()]
+    return samples, {"sampler": "data", "checkpoint": cfg.data, "tokenizer": name}
+
+
+def entropy(ids):
+    """Entropy of the tokens in one sample, ids (L,), in nats [code]; at most log L      App. B.1"""
+    counts = torch.unique(torch.as_tensor(ids), return_counts=True)[1]
+    return torch.special.entr(counts.double() / counts.sum()).sum().item()
+
+
+@torch.no_grad()
+def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
+    """Scores of texts under a causal LM                                                   App. B.1
+
+    The authors' rule [code]: each text is tokenized again and cut at 1,024 tokens. Its first token
+    is not scored. Of its EOS tokens, only the first is scored, and none if the text begins with
+    one, because GPT-2's BOS is the same token.
+    Returns nats (n,), the number of tokens scored (n,), and the last hidden states (n, D).
+    """
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    tok = AutoTokenizer.from_pretrained(scorer)
+    lm = AutoModelForCausalLM.from_pretrained(scorer).to(device).float().eval()
+    nats, tokens, features = [], [], []
+    for start in progress(range(0, len(texts), batch_size), f"scoring {len(texts)} texts"):
+        # Special tokens of GPT-2 and of `data.tokenizer("bytes")` become the scorer's EOS.
+        batch = [re.sub(r"<\|(endoftext|bos|eos)\|>", tok.eos_token, text)
+                 for text in texts[start:start + batch_size]]
+        ids = [torch.tensor(tok(text, truncation=True, max_length=1024).input_ids)
+               for text in batch]
+        lengths = torch.tensor([len(row) for row in ids])                            # (b,)
+        x = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)        # (b, T)
+        real = (torch.arange(x.shape[1]) < lengths[:, None]).to(device)              # (b, T)
+        out = lm(input_ids=x, attention_mask=real.long(), output_hidden_states=True)
+        # Keep V last. With (b, V, T−1), torch's log-softmax on the CPU would be ten times less
+        # exact (an error of 1e-4 nats per token).
+        logits = out.logits[:, :-1].flatten(0, 1)                                    # (b·(T−1), V)
+        nll = F.cross_entropy(logits, x[:, 1:].flatten(), reduction="none")          # (b·(T−1),)
+        eos = x == tok.eos_token_id                                                  # (b, T)
+        scored = (real & (~eos | (eos.cumsum(1) == 1)))[:, 1:]                       # (b, T−1)
+        nats += torch.where(scored, nll.view(scored.shape), 0).cpu().double().sum(1).tolist()
+        tokens += scored.sum(1).tolist()
+        features.append(out.hidden_states[-1][range(len(x)), lengths - 1].cpu().numpy())  # (b, D)
+    return np.array(nats), np.array(tokens), np.concatenate(features)
+
+
+def gen_ppl(nats, tokens):
+    """Generative perplexity and its standard error over texts, from `score`.      §4.1, App. B.1"""
+    mean, se = mean_and_se(nats, tokens)  # over the tokens of all texts
+    return math.exp(mean), math.exp(mean) * se
+
+
+def mauve(features, references, scale, seed, **scorer):
+    """MAUVE of samples against texts.   features: (n, D), from `score`.           §4.1, App. B.1"""
+    # It depends on the seed and both counts. The authors compare 5,000 with 5,000 [code].
+    from mauve import compute_mauve
+    theirs = score(references, **scorer)[2]                                          # (m, D)
+    return float(compute_mauve(p_features=features, q_features=theirs, seed=seed,
+                               mauve_scaling_factor=scale).mauve)
+
+
+def main(cfg):
+    """Measure a file of samples, or held-out rows if --samples= is empty.
+
+    The entropy comes first: if it is low, generative perplexity flatters the samples (App. C.2).
+    Results are written as they come in, so a missing package costs only the measures that need it.
+    """
+    if cfg.samples:
+        samples, settings = read_samples(cfg.samples)
+        source = cfg.samples.removesuffix(".jsonl")
+    else:
+        samples, settings = held_out_samples(cfg, cfg.length)
+        source = os.path.join(cfg.data, "val")
+    texts, L = [sample["text"] for sample in samples], len(samples[0]["ids"])
+    settings |= {"L": L, "n": len(samples), "seeds": sorted({s["seed"] for s in samples})}
+    path = result_path(cfg, source, "samples", settings)
+    for package in "transformers", "mauve-text":
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            settings[package] = importlib.metadata.version(package)
+    write = functools.partial(write_result, cfg, path, "samples", settings=settings)
+    entropies = [entropy(sample["ids"]) for sample in samples]
+    values = {"entropy": statistics.mean(entropies), "entropy_min": min(entropies),
+              "nfe": statistics.mean(sample["nfe"] for sample in samples), "n": len(samples)}
+    write({"samples": values})
+    scorer = {"scorer": cfg.scorer, "batch_size": cfg.batch_size,
+              "device": machine(cfg.device).device}
+    nats, tokens, features = score(texts, **scorer)
+    values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(nats, tokens)
+    write({"samples": values})
+    if cfg.data:
+        rows, theirs = held_out_samples(cfg, L, len(samples))
+        launch.check_same(cfg.data, theirs, settings, ["tokenizer"],
+                          ": give the data that the model was trained on")
+        references = [row["text"] for row in rows]
+        values["mauve"] = mauve(features, references, cfg.scale, cfg.seed, **scorer)
+        values |= {"references": len(references), "seed": cfg.seed, "scale": cfg.scale}
+        write({"samples": values})
+
+
+if __name__ == "__main__":
+    run(main, Config)
