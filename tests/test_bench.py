@@ -31,7 +31,8 @@ def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
 
     found = interleaved({"a": lambda: case("a", 1.0), "b": lambda: case("b", 1.5)}, 4, CPU, 8)
     assert calls == ["a", "b"] * 5  # the first two do not count
-    assert found["a"] == {"seconds": 2, "cpu": 4, "ratio": 1.0, "cpu ratio": 1.0, "tokens/s": 4}
+    assert found["a"] == {"seconds": 2, "cpu": 4, "ratio": 1.0, "cpu ratio": 1.0, "tokens/s": 4,
+                          "turns": [3, 1, 3, 1]}
     assert found["b"]["ratio"] == found["b"]["cpu ratio"] == pytest.approx(1.5)
 
 
@@ -52,16 +53,18 @@ def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch
     with dying(bench, "decoding_rows", 1):
         main(cfg)
     before = json.loads(out.read_text())
-    assert [*before][2:] == ["train", "sample, batch 1", "sample, batch 2", "dream, finetuning"]
+    assert [*before][2:] == ["train", "sample", "dream, finetuning"]
     monkeypatch.setattr(bench, "train_rows", None)  # not called again
     main(cfg)
     found = json.loads(out.read_text())
     assert before.items() <= found.items()
     binary, soft, expected = found["train"].values()
     assert expected["seconds"] == pytest.approx(0.2 * binary["seconds"] + 0.8 * soft["seconds"])
-    for row in found["sample, batch 2"].values():
-        assert row["s/call"] >= row["seconds"] / 8
-        assert row["tokens/s"] * row["seconds"] == pytest.approx(64)
+    for row in found["sample"].values():  # eight steps at most, and one that fills
+        assert 32 / 9 <= row["tokens/call"] <= 32
+    for row in (*found["sample"].values(), *found["dream, decoding"].values()):
+        assert row["tokens/s"] == pytest.approx(row["tokens/call"] * row["calls/s"])
+    assert found["dream, decoding"]["SM, at once"]["tokens/call"] == 2  # half as many steps
     assert len(found["dream, finetuning"]) == 2 and len(found["dream, decoding"]) == 6
     refused("another machine, commit or setting", main, replace(cfg, batch=3))
 
