@@ -40,7 +40,8 @@ from train import update_ema
 class Config(ModelConfig):
     """The fields of mdlm.ModelConfig, and what to measure."""
     parts: Literal["all", "train", "sample", "dream"] = "all"
-    repeats: Size = 5                  # turns that count; for sampling and decoding, half as many
+    repeats: Size = 5                  # turns that count; for sampling and decoding at most three
+    seconds: Size | None = None        # after this time, no case is started (default: no limit)
     json: str = ""                     # written after every case; cases already in it are skipped
     batch: Size = 32                   # sequences per update
     steps: Size = 1024                 # T of a sample
@@ -209,7 +210,7 @@ def sample_rows(cfg, device, dtype, graphs):
                                       soft=name == "SM")
         return calls[name]
     cases = {name: partial(run, name) for name in ("binary", "SM")}
-    rows = interleaved(cases, max(2, cfg.repeats // 2), device, cfg.length)
+    rows = interleaved(cases, min(3, cfg.repeats), device, cfg.length)
     return per_call(rows, cfg.length, calls)
 
 
@@ -268,17 +269,17 @@ def decoding_rows(cfg, device, dtype, compiling):
     ways = {"at once": "", "prefix cache": "prefix", "dual cache": "dual"}
     cases = {f"{name}, {way}": partial(run, f"{name}, {way}", feedback, cache)
              for way, cache in ways.items() for name, feedback in (("binary", None), ("SM", sm))}
-    return per_call(interleaved(cases, max(2, cfg.repeats // 2), device, n), n, calls)
+    return per_call(interleaved(cases, min(3, cfg.repeats), device, n), n, calls)
 
 
 def main(cfg):
-    _, _, device, dtype = launch.machine(cfg.device)
+    began, (*_, device, dtype) = time.perf_counter(), launch.machine(cfg.device)
     cuda = device.type == "cuda"
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
     found = {"machine": {"device": torch.cuda.get_device_name(device) if cuda else "CPU",
                          "threads": torch.get_num_threads(), "torch": torch.__version__,
                          "dtype": str(dtype or torch.float32), **checkpoint.git_version()},
-             "settings": asdict(replace(cfg, parts="", json=""))}
+             "settings": asdict(replace(cfg, parts="", json="", seconds=None))}
     if os.path.exists(cfg.json):
         here, found = found, launch.read_json(cfg.json)
         if not here.items() <= found.items():
@@ -293,7 +294,8 @@ def main(cfg):
         cases += [("sample, CUDA graphs", sample_rows, True),
                   ("dream, decoding, compiled", decoding_rows, True)]
     for name, measure, *args in cases:
-        if name not in found and cfg.parts in ("all", name.split(",")[0]):
+        late = cfg.seconds and time.perf_counter() - began > cfg.seconds
+        if name not in found and not late and cfg.parts in ("all", name.split(",")[0]):
             torch.manual_seed(0)
             torch.compiler.reset()  # else cases would share graphs, or run out of eight
             found[name] = measure(cfg, device, dtype, *args)

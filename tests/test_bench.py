@@ -55,6 +55,9 @@ def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch
     before = json.loads(out.read_text())
     assert [*before][2:] == ["train", "sample", "dream, finetuning"]
     monkeypatch.setattr(bench, "train_rows", None)  # not called again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", lambda now=iter(range(0, 99, 10)): next(now))
+        assert main(replace(cfg, seconds=9)) == before  # too late for what is left
     main(cfg)
     found = json.loads(out.read_text())
     assert before.items() <= found.items()
@@ -77,10 +80,12 @@ def test_gpu_sh_gives_flags_that_exist(tmp_path):
     for size in "toy", "gpu":
         env = {"PYTHON": stand_in, "WORK": tmp_path / "work", "OUT": tmp_path / size,
                "SIZE": size, "TEXT": tmp_path}
-        subprocess.run(["bash", f"{ROOT}/lab/gpu.sh"], capture_output=True, env=os.environ | env)
+        for blocks in [], ["first"]:
+            subprocess.run(["bash", f"{ROOT}/lab/gpu.sh", *blocks], capture_output=True,
+                           env=os.environ | env)
     commands = map(str.split, kept.read_text().splitlines())
     scripts = [words for words in commands if words[0].endswith(".py")]
     for script, *words in scripts:
         name = os.path.basename(script).removesuffix(".py")
-        configure({"rows": "bench", "ddp": "train"}.get(name, name), words)
-    assert len(scripts) == 58
+        configure({"ddp": "train"}.get(name, name), words)
+    assert len(scripts) == 62
