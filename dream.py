@@ -280,9 +280,12 @@ def read_omega(cfg, folder):
     if raw["transparency_alg"] == "none":
         return None
     require(raw, path, transparency_scheduling="none")  # a schedule is set by --schedule instead
-    k = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
+    kinds = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
+    if raw["transparency_alg"] not in kinds:  # another mix of theirs, or a class of one's own
+        raise Refused(f"{path} has transparency_alg = {raw['transparency_alg']!r}, but only "
+                      f"{' and '.join(kinds)} are read here")
     return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
-                k=k[raw["transparency_alg"]],  # KeyError for their other mixes, not in the paper
+                k=kinds[raw["transparency_alg"]],
                 # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects
                 omega_s=min(raw["transparency_scale"], 1 - 1e-6),
                 omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])

@@ -231,7 +231,7 @@ def loop(cfg, here, mask_id):
     start, metrics = 0, {}  # updates so far; the last evaluation
     if resuming:
         ckpt = checkpoint.load_last(
-            last, "dream-adapter", cfg, source, MAY_DIFFER_ON_RESUME,
+            last, "dream-adapter", cfg, model.sm, source, MAY_DIFFER_ON_RESUME,
             ". --steps must stay, too: the cosine of the learning rate depends on it")
         for name, p in trained(model).items():
             p.data.copy_(ckpt["model"][name])

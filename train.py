@@ -245,7 +245,7 @@ def starting(model, cfg, here, source, meta):
     omega_from = "the settings"
     if launch.resumes(last, cfg.resume):
         content = {name: source[name] for name in ("sha256", "val", "keys")}  # the path may differ
-        ckpt = checkpoint.load_last(last, "mdlm", cfg, content, MAY_DIFFER_ON_RESUME,
+        ckpt = checkpoint.load_last(last, "mdlm", cfg, model.sm, content, MAY_DIFFER_ON_RESUME,
                                     ". sha256 and val are hashes of the text in --data")
         model.load_state_dict(ckpt["model"])
         omega_from, done, metrics = last, ckpt["step"], ckpt["metrics"]
@@ -280,11 +280,11 @@ def load_initial(model, cfg, vocabulary):
     """
     ckpt = checkpoint.load(cfg.init_from, "mdlm")
     before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
-    now = asdict(cfg) | {"tokenizer": vocabulary["name"]}
+    now = asdict(cfg) | {"tokenizer": vocabulary["name"], "SoftMask": checkpoint.class_of(model.sm)}
     # Some of these can differ without a mismatch in shapes.
     names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
     if cfg.soft_mask and before["soft_mask"]:
-        names += ["k"]
+        names += ["k", "SoftMask"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
     # ω comes from the settings where they are not the defaults, else from the file if it has one.
@@ -321,8 +321,9 @@ def save(name, cfg, model, ema, **facts):
         facts["ema"] = average
     else:
         weights |= average
-    checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=asdict(cfg),
-                    seed=cfg.seed, model=weights, **facts)
+    config = asdict(cfg) | {"SoftMask": checkpoint.class_of(model.sm)}
+    checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=config, seed=cfg.seed,
+                    model=weights, **facts)
 
 
 def summarize(cfg, bounds, meta):

@@ -10,16 +10,16 @@ import torch
 import data
 import sudoku
 import trajectory
+from checkpoint import load_mdlm
 from conftest import ROOT
 from data import rng
 from eval import bound
-from mdlm import MDLM
 from sample import generate_in_order
 
 
 def test_the_shipped_model_is_as_good_as_is_claimed():
     """A bound of 0.5318 nats per token. Surest first, it fills 72 % of 128 empty grids."""
-    model = MDLM.load(os.path.join(ROOT, "results", "sudoku.safetensors"))
+    model = load_mdlm(os.path.join(ROOT, "results", "sudoku.safetensors"))
     generators = [rng("sample", 1, i) for i in range(128)]  # as `sample.py --seed=1`
     empty = torch.tensor([256, *[258] * 36, 257, 257])
     ids, _ = generate_in_order(model, 128, 36, "entropy", 1.0, generators, x=empty)
