@@ -10,14 +10,13 @@ The plan, written before any run was measured:
 - Seeds 41 to 46, none used before. 6,000 updates at a rate of 5e-4 (deep: 1e-3), ω from (0.5, 1,
   −2.8), and examples/sudoku.py's settings. All of these were chosen for binary, sm and deep, on
   seeds 1 to 5, 11 to 16 and 31 to 36. Nothing was tuned for the other arms, nor on these seeds.
-- Primary: the share of 500 puzzles with 12 of 36 cells given that are solved at two cells per call,
-  surest first, with the likeliest digits, and with feedback where the arm has it.
-- Measured twice: after as many updates, and after the CPU time of binary's 6,000 (on one core; the
-  last file before that time, with a file every 250 updates).
-- In each of these two columns, each arm is compared with sm: a paired t-test over the six seeds,
-  its p Holm-corrected over the seven arms. ± is the standard deviation over seeds.
-- All else is described, not tested: one, three, four and six cells per call, random order, a
-  threshold of 0.9 with its calls, the bound (nats per grid), and feedback switched off.
+- Primary: % of 500 puzzles (12 of 36 cells given) solved at two cells per call, surest first, with
+  the likeliest digits, and with feedback where the arm has it. Measured after as many updates, and
+  after the CPU time of binary's 6,000 (one core; the last file before it, one per 250 updates).
+- In both columns, each arm is compared with sm: a paired t-test over the six seeds, p corrected by
+  Holm for the seven arms. ± is the standard deviation over seeds.
+- Described, not tested: feedback off, other numbers of cells per call, random order, a threshold of
+  0.9 with its calls, and the bound (nats per grid).
 """
 
 import contextlib
@@ -96,10 +95,6 @@ class Config:
     arms: str = ",".join(ARMS)
 
 
-def versions():
-    return {"torch": torch.__version__, "git": git_version()}
-
-
 def train_arm(arm, **settings):
     mdlm.SoftMask, changes = ARMS[arm]
     train(TrainConfig(**SETTINGS | changes | settings))
@@ -115,25 +110,23 @@ def time_arms():
             train_arm(arm, seed=14, steps=100, out_dir=folder)
     found = interleaved({arm: partial(case, arm) for arm in ARMS}, 5, torch.device("cpu"), 1)
     cpu = {arm: columns["cpu"] / 100 for arm, columns in found.items()}
-    launch.append_jsonl(PATH, {"cpu": cpu, **versions()})
+    launch.append_jsonl(PATH, {"cpu": cpu, "git": git_version()})
 
 
-def measure(path):
-    """{side: {what: value}}: % of puzzles solved, calls at a threshold, nats per grid (Eq. 2)"""
-    model, found = load_mdlm(path), {}
+def measure(arm, path, soft):
+    """{what: value}: % of puzzles solved, calls at the threshold, nats per grid (Eq. 2)"""
+    model, found = load_mdlm(path, SoftMask=ARMS[arm][0]), {}
     rows = sudoku.ids_of(sudoku.texts(sudoku.HELD_OUT, rng("sudoku", "val")), model.mask_id)
     draws = [rng("puzzle", i) for i in range(PUZZLES)]
     x = sudoku.puzzles(rows[:PUZZLES], 12, model.mask_id, draws)                     # (n, 39)
-    for side, soft in sudoku.sides_of(model).items():
-        found[side] = {}
-        for way, how in WAYS.items():
-            ids, calls = generate_in_order(model, PUZZLES, top_p=1e-12, generator=rng("fill"), x=x,
-                                           soft=soft, **how)
-            solved = [not sudoku.mistake(cells) for cells in sudoku.cells_of(ids, model.mask_id)]
-            found[side][way] = 100 * mean(solved)
-        nats, _ = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)
-        found[side] |= {"calls": calls.double().mean().item(), "bound": nats / len(rows)}
-    return found
+    for way, how in WAYS.items():
+        ids, calls = generate_in_order(model, PUZZLES, top_p=1e-12, generator=rng("fill"), x=x,
+                                       soft=soft, **how)
+        solved = [not sudoku.mistake(cells) for cells in sudoku.cells_of(ids, model.mask_id)]
+        found[way] = 100 * mean(solved)
+    soft = soft and model.sm is not None
+    nats, _ = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)
+    return found | {"calls": calls.double().mean().item(), "bound": nats / len(rows)}
 
 
 def run(arm, seed, cpu):
@@ -141,9 +134,12 @@ def run(arm, seed, cpu):
     folder = f"out/arena/{arm}-{seed}"
     train_arm(arm, seed=seed, steps=STEPS, keep_every=KEEP_EVERY, out_dir=folder, resume=True)
     files = int(STEPS * cpu["binary"] / cpu[arm] / KEEP_EVERY)  # written in binary's time
-    steps = {"updates": STEPS, "time": min(STEPS, files * KEEP_EVERY)}
-    found = {column: measure(f"{folder}/step-{step}.pt") for column, step in steps.items()}
-    launch.append_jsonl(PATH, {"arm": arm, "seed": seed, "steps": steps, **found, **versions()})
+    in_time = min(STEPS, files * KEEP_EVERY)
+    line = {"arm": arm, "seed": seed, "in time": in_time, "git": git_version()}
+    ways = ("updates", STEPS, True), ("time", in_time, True), ("off", STEPS, False)
+    for name, step, soft in ways:
+        line[name] = measure(arm, f"{folder}/step-{step}.pt", soft)
+    launch.append_jsonl(PATH, line)
 
 
 def p_value(x):
@@ -155,28 +151,24 @@ def p_value(x):
 
 def table(runs):
     """Markdown of {(arm, seed): line}. In brackets: the difference from sm, and its corrected p."""
-    columns = {"2 per call": ("updates", "2"), "2, equal time": ("time", "2")}
+    columns = {"2 per call": ("updates", "2"), "2, equal time": ("time", "2"),
+               "2, feedback off": ("off", "2")}
     columns |= {what: ("updates", what) for what in (*WAYS, "calls", "bound") if what != "2"}
-    rows = {}
-    for title, (column, what) in columns.items():
-        found, p = {}, {}
-        for (arm, seed), line in runs.items():
-            best, *off = line[column].values()  # with feedback first, where the arm has it
-            found.setdefault(arm, {})[seed] = best[what]
-            if off:
-                found.setdefault(f"{arm}, feedback off", {})[seed] = off[0][what]
-        for name, values in found.items():
-            deviation = f" ± {stdev(values.values()):.1f}" if len(values) > 1 else ""
-            rows.setdefault(name, {"arm": name})[title] = f"{mean(values.values()):.1f}{deviation}"
-        gaps = {arm: [found[arm][seed] - found["sm"][seed] for seed in found[arm]]
-                for arm in ARMS if arm != "sm" and what == "2"
-                and len(found.get(arm, {}).keys() & found.get("sm", {}).keys()) == 6}
-        p, worst = {arm: p_value(x) for arm, x in gaps.items()}, 0.0
+    rows = {arm: {"arm": arm} for arm in ARMS if arm in {arm for arm, _ in runs}}
+    for i, (title, (name, what)) in enumerate(columns.items()):
+        found = {arm: {seed: line[name][what] for (a, seed), line in runs.items() if a == arm}
+                 for arm in rows}
+        for arm, values in found.items():
+            rows[arm][title] = f"{mean(values.values()):.1f}"
+            if len(values) > 1:
+                rows[arm][title] += f" ± {stdev(values.values()):.1f}"
+        gaps = {arm: [found[arm][seed] - value for seed, value in found.get("sm", {}).items()]
+                for arm in rows if i < 2 and found[arm].keys() == found.get("sm", {}).keys()}
+        p, worst = {arm: p_value(x) for arm, x in gaps.items() if arm != "sm" and len(x) == 6}, 0.0
         for rank, arm in enumerate(sorted(p, key=p.get)):  # Holm's correction
             worst = max(worst, min(1.0, (7 - rank) * p[arm]))
             rows[arm][title] += f" ({mean(gaps[arm]):+.1f}, p = {worst:.2g})"
-    order = [row for arm in ARMS for row in (arm, f"{arm}, feedback off") if row in rows]
-    return markdown([rows[row] for row in order], ["arm", *columns])
+    return markdown(rows.values(), ["arm", *columns])
 
 
 def main(cfg):

@@ -53,18 +53,18 @@ def test_two_arms_in_ten_updates(tmp_path, monkeypatch, capsys):
         arm: {"cpu": 100.0 + 100 * (arm == "slerp")} for arm in found})
     arena.main(arena.Config("time"))
     assert [*cases[0]] == [*arena.ARMS]
-    with dying(arena, "measure", 3):
+    with dying(arena, "measure", 5):
         arena.main(cfg)
     arena.main(cfg)
     cpu, binary, slerp = read_jsonl(arena.PATH)
     assert cpu["cpu"]["slerp"] == 2 and (binary["arm"], slerp["arm"]) == ("binary", "slerp")
-    assert binary["steps"] == {"updates": 10, "time": 10} == slerp["steps"] | {"time": 10}
-    assert slerp["steps"]["time"] == 5 and binary["updates"] == binary["time"]
-    assert [*slerp["updates"]] == ["with feedback", "without"] and [*binary["time"]] == ["without"]
-    assert 1 <= slerp["updates"]["without"]["calls"] <= 24
+    assert (binary["in time"], slerp["in time"]) == (10, 5)
+    assert binary["updates"] == binary["time"] == binary["off"]
+    bounds = [slerp[name]["bound"] for name in ("updates", "time", "off")]
+    assert len(set(bounds)) == 3 and 1 <= slerp["off"]["calls"] <= 24
     capsys.readouterr()
     arena.main(arena.Config("table"))
-    assert capsys.readouterr().out.count("\n") == 5
+    assert capsys.readouterr().out.count("\n") == 4
 
 
 def test_each_arm_feeds_back_as_its_name_says():
@@ -87,15 +87,14 @@ def test_the_table_says_what_a_second_computation_finds(tmp_path, monkeypatch, c
         for arm, values in zip(arms, solved.tolist()):
             for seed, value in enumerate(values):
                 ways = dict.fromkeys((*arena.WAYS, "calls", "bound"), 9.0) | {"2": value}
-                sides = {"with feedback": ways, "without": ways | {"2": 1.0}}
-                sides = {"without": ways} if arm == "binary" else sides
-                f.write(json.dumps({"arm": arm, "seed": seed, "updates": sides, "time": sides}))
-                f.write("\n")
+                line = {"arm": arm, "seed": seed, "updates": ways, "time": ways | {"2": 1 + seed},
+                        "off": ways | {"2": 1.0}}
+                f.write(json.dumps(line) + "\n")
     monkeypatch.setattr(arena, "PATH", str(tmp_path / "lines"))
     arena.main(arena.Config("table"))
     lines = capsys.readouterr().out.splitlines()
     rows = {line.split(" | ")[0].strip("| "): line.split(" | ")[1:] for line in lines[2:]}
-    assert len(rows) == 13 and rows["slerp, feedback off"][0] == "1.0 ± 0.0"
+    assert len(rows) == 7 and rows["slerp"][1:3] == ["3.5 ± 1.9 (+0.0, p = 1)", "1.0 ± 0.0"]
     x = torch.linspace(0, 400, 800_001, dtype=torch.float64)
     density = 8 / (3 * math.pi * math.sqrt(5)) * (1 + x * x / 5) ** -3
     p = {}
