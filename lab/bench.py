@@ -176,7 +176,8 @@ def train_rows(cfg, device, dtype):
     tokens = cfg.batch * cfg.length
     rows = interleaved(cases, cfg.repeats, device, tokens)
     binary, soft = rows.values()
-    mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in binary if key not in ("peak GB", "turns")}
+    mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in binary
+             if key not in ("peak GB", "turns")}
     rows["SM, p_sm = 0.8 (expected)"] = mixed | {"tokens/s": tokens / mixed["seconds"]}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)

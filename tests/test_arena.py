@@ -40,6 +40,7 @@ def test_slerp_turns_the_mask_towards_the_mean():
 def test_two_arms_in_ten_updates(tmp_path, monkeypatch, capsys):
     """In the time of two binary updates, slerp makes one. A stopped run goes on."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(arena.mdlm, "SoftMask", SoftMask)  # put back at the end
     for name, value in dict(STEPS=10, KEEP_EVERY=5, PUZZLES=4).items():
         monkeypatch.setattr(arena, name, value)
     monkeypatch.setattr(sudoku, "HELD_OUT", 20)
