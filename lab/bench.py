@@ -22,8 +22,6 @@ from typing import Literal
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from chunks import compile_parts
-
 import checkpoint
 import dora
 import launch
@@ -31,7 +29,7 @@ from data import rng
 from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream
 from launch import Refused, Size
-from mdlm import MDLM, ModelConfig, TwoPass, corrupt, sample_times
+from mdlm import MDLM, ModelConfig, TwoPass, compile_parts, corrupt, sample_times
 from sample import generate
 from sample_dream import Pick, decode, decode_blocks
 from softmask import SoftMask
@@ -42,17 +40,18 @@ from train import update_ema
 class Config(ModelConfig):
     """The fields of mdlm.ModelConfig, and what to measure."""
     parts: Literal["all", "train", "sample", "dream"] = "all"
-    repeats: Size = 5                  # turns that count; for sampling and decoding, half as many
+    repeats: Size = 5                  # turns that count; for sampling and decoding at most three
+    seconds: Size | None = None        # after this time, no case is started (default: no limit)
     json: str = ""                     # written after every case; cases already in it are skipped
     batch: Size = 32                   # sequences per update
-    steps: Size = 1024                 # T for one sequence, sampled alone
-    many: Size = 64                    # sequences sampled together
-    many_steps: Size = 128             # T for these
+    steps: Size = 1024                 # T of a sample
     top_p: float = 0.9
     dream_layers: Size = 28
     dream_width: Size = 3584
     dream_vocab: Size = 152064
     dream_length: Size = 2048          # tokens of a dialogue in finetuning
+    dream_masks: Size = 1600           # how many of them are masked
+    dream_k: Size | None = 1           # App. B.2
     dream_answer: Size = 256           # tokens of a prompt, and as many for its answer
     device: str = "auto"
     compile: bool | None = None        # (default: on CUDA)
@@ -60,12 +59,12 @@ class Config(ModelConfig):
 
 PRESETS = {
     "gpu": {},
-    "cpu": dict(n_layer=8, n_head=8, n_embd=256, length=256, batch=4, steps=64, many=8,
-                many_steps=64, dream_layers=4, dream_width=256, dream_vocab=20000,
-                dream_length=128, dream_answer=64),
+    "cpu": dict(n_layer=8, n_head=8, n_embd=256, length=256, batch=4, steps=64,
+                dream_layers=4, dream_width=256, dream_vocab=20000, dream_length=128,
+                dream_masks=100, dream_answer=64),
     "quick": dict(n_layer=2, n_head=2, n_embd=32, length=32, vocab_size=500, batch=2, steps=8,
-                  many=2, many_steps=8, repeats=2, dream_layers=2, dream_width=32,
-                  dream_vocab=300, dream_length=32, dream_answer=16),
+                  repeats=2, dream_layers=2, dream_width=32, dream_vocab=300, dream_length=32,
+                  dream_masks=20, dream_answer=16),
 }
 
 # Dense bf16 FLOP/s by a part of the device's name. Slower H100s (PCIe, NVL) have no "80GB HBM3".
@@ -107,7 +106,10 @@ def host_syncs(fn):
 
 
 def interleaved(cases, repeats, device, tokens):
-    """{name: {column: median}} of functions that take turns. The first turn does not count."""
+    """{name: {column: median}} of functions that take turns. The first turn does not count.
+
+    turns: the seconds of every turn that counts.
+    """
     turns = [{name: timed(fn, device) for name, fn in cases.items()}
              for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
     first, found = next(iter(cases)), {}
@@ -118,13 +120,14 @@ def interleaved(cases, repeats, device, tokens):
             columns[ratio] = [turn[name][key] / turn[first][key] for turn in turns[1:]]
         found[name] = {key: statistics.median(values) for key, values in columns.items()}
         found[name]["tokens/s"] = tokens / found[name]["seconds"]
+        found[name]["turns"] = columns["seconds"]
         if device.type == "cuda":
             found[name]["syncs"] = host_syncs(cases[name])
     return found
 
 
 def print_table(title, rows):
-    columns = list(next(iter(rows.values())))
+    columns = [column for column in next(iter(rows.values())) if column != "turns"]
     print(f"\n{title:32}" + "".join(f"{column:>12}" for column in columns))
     for name, row in rows.items():
         cells = [f"{row[column]:12,.3g}" if column in row else 12 * " " for column in columns]
@@ -173,7 +176,8 @@ def train_rows(cfg, device, dtype):
     tokens = cfg.batch * cfg.length
     rows = interleaved(cases, cfg.repeats, device, tokens)
     binary, soft = rows.values()
-    mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in binary if key != "peak GB"}
+    mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in binary
+             if key not in ("peak GB", "turns")}
     rows["SM, p_sm = 0.8 (expected)"] = mixed | {"tokens/s": tokens / mixed["seconds"]}
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
     peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
@@ -185,8 +189,16 @@ def train_rows(cfg, device, dtype):
     return rows
 
 
-def sample_rows(cfg, device, dtype, n, steps, graphs):
-    """n samples, binary and with SM. s/call: seconds per network call of a sequence.   App. C.4"""
+def per_call(rows, tokens, calls):
+    """Add, for {name: calls of the network}, what decoding is compared by."""
+    for name, row in rows.items():
+        row["tokens/call"] = tokens / calls[name]
+        row["calls/s"] = calls[name] / row["seconds"]
+    return rows
+
+
+def sample_rows(cfg, device, dtype, graphs):
+    """A sample, binary and with SM. Calls: forward passes of the network.               App. C.4"""
     model, calls = build(cfg, device).eval(), {}
     if dtype:
         model.net.cast_linears_(dtype)
@@ -194,16 +206,13 @@ def sample_rows(cfg, device, dtype, n, steps, graphs):
         compile_parts(model, "reduce-overhead")
 
     def run(name):
-        generators = [rng("bench", i) for i in range(n)]
         with torch.autocast(device.type, dtype, enabled=bool(dtype)):
-            _, nfe = generate(model, n, steps, "mdlm", cfg.top_p, generators, soft=name == "SM")
-        calls[name] = nfe.double().mean().item()
-        return nfe.max().item()
+            _, calls[name] = generate(model, cfg.steps, "mdlm", cfg.top_p, rng("bench"),
+                                      soft=name == "SM")
+        return calls[name]
     cases = {name: partial(run, name) for name in ("binary", "SM")}
-    rows = interleaved(cases, max(2, cfg.repeats // 2), device, n * cfg.length)
-    for name, row in rows.items():
-        row["s/call"] = row["seconds"] / calls[name]
-    return rows
+    rows = interleaved(cases, min(3, cfg.repeats), device, cfg.length)
+    return per_call(rows, cfg.length, calls)
 
 
 def build_dream(cfg, device, dtype):
@@ -217,7 +226,7 @@ def build_dream(cfg, device, dtype):
     with torch.device(device):  # in fp32, Dream-7B briefly takes 30 GB
         dream = Dream(size).to(dtype or torch.float32).requires_grad_(False).eval()
     torch.nn.init.normal_(dream.lm_head.weight, std=SHARPNESS / D ** 0.5)
-    return dream, SoftMask(V - 1, 1, omega_s=0.5).to(device)
+    return dream, SoftMask(V - 1, cfg.dream_k, omega_s=0.5).to(device)
 
 
 def finetuning_rows(cfg, device, dtype):
@@ -228,7 +237,7 @@ def finetuning_rows(cfg, device, dtype):
     model = TwoPassDream(dream, sm, sm.mask_id)
     x0 = torch.randint(sm.mask_id - 1, (1, cfg.dream_length), generator=rng("bench"))
     xt = x0.clone()
-    xt[:, cfg.dream_length // 2::2] = sm.mask_id  # half of the answer, every second token
+    xt[:, -cfg.dream_masks:] = sm.mask_id
     masks = (xt == sm.mask_id).nonzero(as_tuple=True)                          # 2 × (N,)
     x0, xt, *masks = (x.to(device) for x in (x0, xt, *masks))
 
@@ -245,30 +254,33 @@ def decoding_rows(cfg, device, dtype, compiling):
     if compiling:
         dream.trunk = torch.compile(dream.trunk, dynamic=True)
     n = cfg.dream_answer
-    x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench"))      # on the CPU
-    x[:, n:] = sm.mask_id
+    x, calls = torch.randint(sm.mask_id - 1, (2 * n,), generator=rng("bench")), {}
+    x[n:] = sm.mask_id                                                         # (L,)  on the CPU
 
-    def run(feedback, cache):
-        model = TwoPass(dream, feedback, sm.mask_id)
+    def run(name, feedback, cache):
+        model, calls[name] = TwoPass(dream, feedback, sm.mask_id), 0
         pick = Pick("entropy", 0.1, 0.9, torch.Generator(device).manual_seed(0))
+
+        def on_step(x):
+            calls[name] += 1
         if cache:
-            decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, pick=pick)
+            decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, pick=pick, on_step=on_step)
         else:
-            decode(model, x, n // 2, pick)
+            decode(model, x, n // 2, pick, on_step=on_step)
     ways = {"at once": "", "prefix cache": "prefix", "dual cache": "dual"}
-    cases = {f"{name}, {way}": partial(run, feedback, cache) for way, cache in ways.items()
-             for name, feedback in (("binary", None), ("SM", sm))}
-    return interleaved(cases, max(2, cfg.repeats // 2), device, n)
+    cases = {f"{name}, {way}": partial(run, f"{name}, {way}", feedback, cache)
+             for way, cache in ways.items() for name, feedback in (("binary", None), ("SM", sm))}
+    return per_call(interleaved(cases, min(3, cfg.repeats), device, n), n, calls)
 
 
 def main(cfg):
-    _, _, device, dtype = launch.machine(cfg.device)
+    began, (*_, device, dtype) = time.perf_counter(), launch.machine(cfg.device)
     cuda = device.type == "cuda"
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
     found = {"machine": {"device": torch.cuda.get_device_name(device) if cuda else "CPU",
                          "threads": torch.get_num_threads(), "torch": torch.__version__,
                          "dtype": str(dtype or torch.float32), **checkpoint.git_version()},
-             "settings": asdict(replace(cfg, parts="", json=""))}
+             "settings": asdict(replace(cfg, parts="", json="", seconds=None))}
     if os.path.exists(cfg.json):
         here, found = found, launch.read_json(cfg.json)
         if not here.items() <= found.items():
@@ -277,14 +289,14 @@ def main(cfg):
 
     # A case's name begins with the part that it belongs to.
     cases = [("train", train_rows),
-             ("sample, batch 1", sample_rows, 1, cfg.steps, False),
-             (f"sample, batch {cfg.many}", sample_rows, cfg.many, cfg.many_steps, cfg.compile),
+             ("sample", sample_rows, False),
              ("dream, finetuning", finetuning_rows), ("dream, decoding", decoding_rows, False)]
     if cfg.compile:
-        cases += [("sample, batch 1, CUDA graphs", sample_rows, 1, cfg.steps, True),
+        cases += [("sample, CUDA graphs", sample_rows, True),
                   ("dream, decoding, compiled", decoding_rows, True)]
     for name, measure, *args in cases:
-        if name not in found and cfg.parts in ("all", name.split(",")[0]):
+        late = cfg.seconds and time.perf_counter() - began > cfg.seconds
+        if name not in found and not late and cfg.parts in ("all", name.split(",")[0]):
             torch.manual_seed(0)
             torch.compiler.reset()  # else cases would share graphs, or run out of eight
             found[name] = measure(cfg, device, dtype, *args)

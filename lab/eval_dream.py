@@ -12,6 +12,7 @@ lengths are in tasks/. REPRODUCE.md downloads their problems.
 import itertools
 import json
 import logging
+import math
 import os
 import sys
 from dataclasses import asdict, dataclass, replace
@@ -99,6 +100,13 @@ class DreamInHarness:
         # The last message is the beginning of the assistant's answer.
         return self.tok.chat(messages[:-1]) + messages[-1]["content"]
 
+    def encode(self, prompt):
+        """Its last ids. The name of [MASK] in it is text, not a mask for the model to fill."""
+        mask_id, ids = self.model.cfg.mask_token_id, []
+        for i in self.tok.encode(prompt, special=True):
+            ids += self.tok.encode(self.tok.decode([i])) if i == mask_id else [i]
+        return ids[-PROMPT_TOKENS:]
+
     def generate_until(self, requests):
         folders = [folder for folder in (self.cell.model, self.cell.adapter) if folder]
         # The time of the newest file tells whether the model was trained further.
@@ -111,7 +119,7 @@ class DreamInHarness:
         rest = requests[len(lines):]
         for request in launch.progress(rest, "answers", len(requests), initial=len(lines)):
             prompt, until = request.args[0], request.args[1]["until"]
-            ids = self.tok.encode(prompt, special=True)[-PROMPT_TOKENS:]
+            ids = self.encode(prompt)
             if self.compiled and request is rest[0]:  # compiles: not timed
                 answer(self.model, self.tok, self.sm, ids, self.cell, until)
             text, stats = answer(self.model, self.tok, self.sm, ids, self.cell, until)
@@ -165,6 +173,8 @@ def evaluate(cfg):
     for budget, cell in grid:
         lm = DreamInHarness(model, tok, sm, cell, compiled)
         found = ask(lm, loaded, cfg.limit, scored).get("results", {}).get(cfg.task, {})
+        found = {name: None if isinstance(value, float) and not math.isfinite(value) else value
+                 for name, value in found.items()}
         scores = [100 * value for value in found.values() if isinstance(value, float)]
         lines = launch.read_jsonl(lm.path)
         result = {
@@ -176,9 +186,12 @@ def evaluate(cfg):
             "score": scores[-1] if scores else None, "harness": found}
         for name in "nfe", "tokens", "kept", "seconds":
             result[name] = sum(line[name] for line in lines)
+        result["tokens_per_pass"] = result["tokens"] / result["nfe"]
+        result["passes_per_s"] = result["nfe"] / result["seconds"]
         launch.write_text(cell_path(cell) + ".json", json.dumps(result, indent=1))
         print("{column}: score {score}, {feedback}, NFE {nfe}, {tokens} tokens ({kept} before the "
-              "end) in {seconds:.1f} s".format(**result))
+              "end) in {seconds:.1f} s: {tokens_per_pass:.2f} tokens per forward pass, "
+              "{passes_per_s:.1f} forward passes per second".format(**result))
         results.append(result)
     return results
 

@@ -2,6 +2,7 @@
 # What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes,
 # but text three calls of that length:
 #     bash lab/gpu.sh              # all blocks (text only if TEXT is given)
+#     bash lab/gpu.sh first        # the same numbers as train, dream, sample and tests in 9 minutes
 #     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
 #     TEXT=FOLDER bash lab/gpu.sh text   # does feedback pay on these texts, such as 100 novels?
 #     SIZE=toy bash lab/gpu.sh     # the same commands with tiny models, also on a CPU: minutes
@@ -119,17 +120,18 @@ PY
     return $status
 }
 
-train() {  # with all rows in one chunk, as in train.py, and then in chunks of 4,096 rows
+train() {
     run lab/bench.py $bench --parts=train --repeats=9 --json="$out/gpu-train.json"
-    cat > "$work/rows.py" <<'PY'
-import sys
-sys.path[:0] = [".", "lab"]
-import bench, launch, mdlm
-whole_or_not = mdlm.in_chunks
-mdlm.in_chunks = lambda *args, whole=False, **options: whole_or_not(*args, **options)
-launch.run(bench.main, bench.Config, bench.PRESETS)
-PY
-    run "$work/rows.py" $bench --parts=train --repeats=9 --json="$out/gpu-train-4096.json"
+}
+
+first() {  # in order of worth. After 540 seconds it starts nothing more
+    local part status=0
+    for part in train dream sample; do
+        [ "$SECONDS" -ge 540 ] || run lab/bench.py $bench --parts=$part --repeats=3 \
+            --seconds=$((540 - SECONDS)) --json="$out/first-$part.json" || status=1
+    done
+    [ "$SECONDS" -ge 540 ] || tests || status=1
+    return $status
 }
 
 last() {  # a field in the log's line of the update that last.pt holds, or 0
@@ -190,10 +192,10 @@ text() {  # one binary model of bytes, continued without SM and with it: two see
 
 block=$1
 case $block in
-    tests | train | ddp | text) $block ;;
+    tests | train | first | ddp | text) $block ;;
     dream) run lab/bench.py $bench --parts=dream --repeats=9 --json="$out/gpu-dream.json" ;;
     sample)  # fewer turns: without compiling, one sample takes 20 seconds
         run lab/bench.py $bench --parts=sample --repeats=5 --json="$out/gpu-sample.json" ;;
-    *) echo "no block of this name: $block (tests, train, sample, dream, ddp, text)" >&2; exit 2 ;;
+    *) echo "no block of this name: $block (first, tests, train, sample, dream, ddp, text)" >&2; exit 2 ;;
 esac | tee -a "$out/gpu.log"
 echo "$block: $SECONDS s" | tee -a "$out/gpu.log"

@@ -78,14 +78,16 @@ def traces(cfg):
                           f"them dots: give {model.cfg.length - 3}, some of them dots")
     cfg = sample.resolved(cfg, x.tolist().count(mask_id), here)
     model.to(here.device)
+    generator = partial(rng, "sample", cfg.seed, 0)
     decode = partial(sample.generate, sampler=cfg.sampler, eta=cfg.eta, every=True)
     if cfg.sampler in sample.ORDERS:
-        decode = partial(sample.generate_in_order, order=cfg.sampler, threshold=cfg.threshold)
+        decode = partial(sample.generate_in_order, n=1, order=cfg.sampler, threshold=cfg.threshold)
+        generator = lambda: [rng("sample", cfg.seed, 0)]  # one for each sequence
     found = {"with-feedback": [], "without": []} if model.sm else {"without": []}
     for name, steps in found.items():
         with here.autocast():
-            decode(model, 1, cfg.steps, top_p=cfg.top_p, generator=[rng("sample", cfg.seed, 0)],
-                   x=x, soft=name != "without", on_step=trace(tok, model, steps))
+            decode(model, steps=cfg.steps, top_p=cfg.top_p, generator=generator(), x=x,
+                   soft=name != "without", on_step=trace(tok, model, steps))
     return found
 
 

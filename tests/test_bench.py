@@ -31,7 +31,8 @@ def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
 
     found = interleaved({"a": lambda: case("a", 1.0), "b": lambda: case("b", 1.5)}, 4, CPU, 8)
     assert calls == ["a", "b"] * 5  # the first two do not count
-    assert found["a"] == {"seconds": 2, "cpu": 4, "ratio": 1.0, "cpu ratio": 1.0, "tokens/s": 4}
+    assert found["a"] == {"seconds": 2, "cpu": 4, "ratio": 1.0, "cpu ratio": 1.0, "tokens/s": 4,
+                          "turns": [3, 1, 3, 1]}
     assert found["b"]["ratio"] == found["b"]["cpu ratio"] == pytest.approx(1.5)
 
 
@@ -52,16 +53,21 @@ def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch
     with dying(bench, "decoding_rows", 1):
         main(cfg)
     before = json.loads(out.read_text())
-    assert [*before][2:] == ["train", "sample, batch 1", "sample, batch 2", "dream, finetuning"]
+    assert [*before][2:] == ["train", "sample", "dream, finetuning"]
     monkeypatch.setattr(bench, "train_rows", None)  # not called again
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(time, "perf_counter", iter(range(0, 99, 10)).__next__)
+        assert main(replace(cfg, seconds=9)) == before  # too late for what is left
     main(cfg)
     found = json.loads(out.read_text())
     assert before.items() <= found.items()
     binary, soft, expected = found["train"].values()
     assert expected["seconds"] == pytest.approx(0.2 * binary["seconds"] + 0.8 * soft["seconds"])
-    for row in found["sample, batch 2"].values():
-        assert row["s/call"] >= row["seconds"] / 8
-        assert row["tokens/s"] * row["seconds"] == pytest.approx(64)
+    for row in found["sample"].values():  # eight steps at most, and one that fills
+        assert 32 / 9 <= row["tokens/call"] <= 32
+    for row in (*found["sample"].values(), *found["dream, decoding"].values()):
+        assert row["tokens/s"] == pytest.approx(row["tokens/call"] * row["calls/s"])
+    assert found["dream, decoding"]["SM, at once"]["tokens/call"] == 2  # half as many steps
     assert len(found["dream, finetuning"]) == 2 and len(found["dream, decoding"]) == 6
     refused("another machine, commit or setting", main, replace(cfg, batch=3))
 
@@ -74,10 +80,12 @@ def test_gpu_sh_gives_flags_that_exist(tmp_path):
     for size in "toy", "gpu":
         env = {"PYTHON": stand_in, "WORK": tmp_path / "work", "OUT": tmp_path / size,
                "SIZE": size, "TEXT": tmp_path}
-        subprocess.run(["bash", f"{ROOT}/lab/gpu.sh"], capture_output=True, env=os.environ | env)
+        for blocks in [], ["first"]:
+            subprocess.run(["bash", f"{ROOT}/lab/gpu.sh", *blocks], capture_output=True,
+                           env=os.environ | env)
     commands = map(str.split, kept.read_text().splitlines())
     scripts = [words for words in commands if words[0].endswith(".py")]
     for script, *words in scripts:
         name = os.path.basename(script).removesuffix(".py")
-        configure({"rows": "bench", "ddp": "train"}.get(name, name), words)
-    assert len(scripts) == 58
+        configure({"ddp": "train"}.get(name, name), words)
+    assert len(scripts) == 62

@@ -106,6 +106,40 @@ def test_extracted_code_equals_the_recorded_and_follows_names():
     assert B.sanitize("\n".join(kept + others), "f") == "\n".join(kept)
 
 
+def test_extraction_keeps_annotated_globals_and_coroutines():
+    """And, unlike EvalPlus, decorated functions and the last of two definitions."""
+    kept = ["import asyncio", "SEEN: set = set()", "async def g():\n    return SEEN",
+            "@staticmethod\ndef f():\n    return asyncio.run(g())"]
+    assert B.sanitize("\n".join([*kept, "LEFT: int = 1"]), "f") == "\n".join(kept)
+    assert B.sanitize("def f():\n    return 1\ndef f():\n    return 2", "f")[-1] == "2"
+
+
+def test_an_answer_that_breaks_the_scorer_is_wrong_and_costs_nothing_else():
+    doc = SHIFT | {"scoring": {"timeout": 10.0, "plus": False}}
+    right = SHIFT["canonical_solution"]
+    broken = ["    return " + "-" * 900 + "x", "    return x" + "()" * 900, "    return \udc80",
+              "    return 0x" + "f" * 9000, "    return f\"{x!r:{'\u200b'}}\"",
+              "    return " + "[" * 99]
+    found = B.run_humaneval([[right], *([text] for text in broken), [right]], [doc] * 8)
+    assert found == [True, *[False] * 6, True]
+
+
+def test_problems_are_read_like_other_json_lines(tmp_path):
+    """With a BOM, blank lines and CRLF. A broken line is named."""
+    def write(text, name="p.jsonl", **how):
+        (tmp_path / name).write_text(text, newline="", **how)
+        return str(tmp_path / name)
+    line = json.dumps(WORDS | {"question": "wie viele äöü\u2028?"}, ensure_ascii=False)
+    for text in f"\n{line}\r\n \n{line}", f" [{line},\n{line}]\n":
+        for encoding in "utf-8", "utf-8-sig":
+            docs = B.documents(write(text, encoding=encoding))["test"]
+            assert [doc["question"] for doc in docs] == ["wie viele äöü\u2028?"] * 2
+    refused("p.jsonl, line 3: ", B.documents, write(f"{line}\n\n{line[:-9]}"))
+    refused("p.gz, line 1: ", B.documents, write(line, "p.gz"))
+    for text in "", "\n", "[]", "[3]", "7":
+        refused("p.jsonl has no problems", B.documents, write(text))
+
+
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
     """Output goes to a file, which ends at 16 MB. A pipe would fill our memory."""
     monkeypatch.setenv("SECRET", "1")
@@ -146,6 +180,8 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config):
         ("1/4", 2, 8, 2), ("1/1", 8, 8, 8)]
     for r in results:
         assert (r["feedback"], r["score"], r["n"]) == ("binary", 0, 1)
+        assert r["tokens_per_pass"] == r["tokens"] / r["nfe"]
+        assert r["tokens_per_pass"] * r["passes_per_s"] == pytest.approx(8 / r["seconds"])
         assert r["prompt"] == CHAT.format("Q: How many?\nA:", "")
     results = E.evaluate(replace(cfg, nfe="1/1", blocks="4,8", threshold=0.9))
     assert [(r["settings"]["block"], r["nfe"]) for r in results] == [(4, 8), (8, 8)]
@@ -161,6 +197,26 @@ def test_the_prompt_is_cut_to_its_last_tokens(config, monkeypatch):
     E.evaluate(config("gsm8k_cot", [WORDS | {"question": "how " * 2000}] * 2, limit=1))
     [(_, tok, _, ids, *_)] = answers
     assert len(ids) == 60 and tok.decode(ids).endswith("how \nA:" + CHAT.split("{}")[1])
+
+
+def test_the_name_of_the_mask_in_a_prompt_is_text(config, tiny):
+    tok = Tokenizer(tiny[0])
+    lm = E.DreamInHarness(None, tok, None, config("math500"))
+    [mask] = [i for name, i in tok.special.items() if "mask" in name]
+    lm.model = types.SimpleNamespace(cfg=types.SimpleNamespace(mask_token_id=mask))
+    prompt = f"{CHAT.format('a', 'b')}{tok.decode([mask])}c<|im_end|>"
+    ids = lm.encode(prompt)
+    assert mask in tok.encode(prompt, special=True) and mask not in ids
+    assert tok.decode(ids) == prompt and ids[-1] == tok.special["<|im_end|>"]
+
+
+def test_a_number_that_does_not_exist_is_null(config, monkeypatch):
+    monkeypatch.setattr(E, "ask", lambda lm, loaded, *_: [
+        lm.generate_until([types.SimpleNamespace(args=("Q", {"until": []}))]),
+        {"results": {"gsm8k_cot": {"m": 0.5, "m_stderr": float("nan")}}}][1])
+    cfg = config("gsm8k_cot")
+    [result] = E.evaluate(cfg)
+    assert result["score"] == 50 and result["harness"] == {"m": 0.5, "m_stderr": None}
 
 
 def test_without_the_flag_no_answer_is_executed(config, tmp_path, monkeypatch):

@@ -21,14 +21,12 @@ from collections import UserList
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 
-from launch import Refused
+from launch import Refused, in_short
 
 
 def documents(data="", timeout=30.0, column="", plus="none", **_):
     """{"test": rows} of a .json or .jsonl(.gz) file, each with its column in Table 3."""
-    with (gzip.open if data.endswith(".gz") else open)(data, "rt", encoding="utf-8") as f:
-        text = f.read().strip()
-    rows = json.loads(text) if text[0] == "[" else list(map(json.loads, text.split("\n")))
+    rows = read(data)
     holds = {bool(re.search("^ *inputs = ", str(row.get("test")), re.M)) for row in rows}
     # plus: whether the rows' plus tests are wanted or ignored. none: the rows must have none.
     if len(holds) > 1 or (plus != "ignored" and holds != {plus == "wanted"}):
@@ -40,6 +38,23 @@ def documents(data="", timeout=30.0, column="", plus="none", **_):
     docs = UserList(row | {"scoring": scoring} for row in rows)
     docs.features = docs[0]  # the harness also asks for the names of the fields
     return {"test": docs}
+
+
+def read(path):
+    """The objects of a .json list or of JSON lines. Blank lines and a BOM are skipped."""
+    rows, number = [], 1
+    try:
+        with (gzip.open if path.endswith(".gz") else open)(path, "rt", encoding="utf-8-sig") as f:
+            text = f.read()
+        parts = [text] if text.lstrip()[:1] == "[" else text.split("\n")
+        for number, part in enumerate(parts, 1):  # noqa: B007
+            value = json.loads(part) if part.strip() else []
+            rows += value if isinstance(value, list) else [value]
+    except (ValueError, EOFError, gzip.BadGzipFile) as e:
+        raise Refused(f"{path}, line {number}: {in_short(e)}")
+    if not rows or not all(isinstance(row, dict) for row in rows):
+        raise Refused(f"{path} has no problems: give JSON lines, or a list of objects")
+    return rows
 
 
 def longest_code(text):
@@ -54,17 +69,23 @@ def longest_code(text):
 
 
 def sanitize(text, *wanted):
-    """The imports, and the definitions that the wanted names need, directly or not [code]."""
+    """The imports, and the definitions that the wanted names need, directly or not [code].
+
+    As in EvalPlus, annotated assignments and `async def` count, too [ours]. EvalPlus drops
+    decorated functions, and keeps the first of two definitions. Here the last one counts [code].
+    """
     imports, found, keep, todo = [], {}, set(), list(wanted)
     for node in longest_code(text.replace("\t", "    ").strip()).body:
         if isinstance(node, (ast.Import, ast.ImportFrom)):
             imports.append(node)
-        elif isinstance(node, (ast.ClassDef, ast.FunctionDef)):
+        elif isinstance(node, (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
             returns = any(isinstance(n, ast.Return) for n in ast.walk(node))
             if returns or isinstance(node, ast.ClassDef):  # other functions are dropped [code]
                 found[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found[node.targets[0].id] = node
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+            found[node.target.id] = node
     while todo:
         name = todo.pop()
         if name in found and name not in keep:
@@ -142,7 +163,12 @@ def passes(program, timeout):
 
 def run_all(program_of, responses, docs):
     """Whether the program of each answer passes. One process per core runs at a time."""
-    programs = [program_of(response, doc) for [response], doc in zip(responses, docs)]
+    programs = []
+    for [response], doc in zip(responses, docs):
+        try:
+            programs.append(program_of(response, doc))
+        except (RecursionError, MemoryError, ValueError):  # ast fails, as for 400 nested brackets
+            programs.append("assert False")
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return list(pool.map(passes, programs, [doc["scoring"]["timeout"] for doc in docs]))
 
