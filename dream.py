@@ -141,7 +141,7 @@ class Dream(nn.Module):
     def predictors(self, h, masks):
         """h (B, L, D) → (N, D), the hidden states that predict the masked positions (b, l)."""
         # Dream grew out of a next-token model and kept its shift: hidden state i − 1 predicts
-        # position i. So position 0 must never be masked: `sample_dream.pad_prompts` checks this.
+        # position i. So position 0 must never be masked: `sample_dream.pad_prompt` checks this.
         b, l = masks
         return h[b, l - 1]                                              # (N, D)  the shift
 

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import checkpoint
-from checkpoint import (FORMAT, class_of, load, load_mdlm, read_safetensors, save, with_omega,
-                        write_safetensors)
+from checkpoint import FORMAT, class_of, load, load_mdlm, read_safetensors, save, with_omega
+from checkpoint import write_safetensors as write_tensors
 from conftest import random_mdlm, refused, save_mdlm
 from sample import Config
 from softmask import SoftMask
@@ -89,7 +89,7 @@ def test_shared_weights_are_read(tmp_path, k, soft):
     tensors = {name: t if name.startswith("sm.") else t.bfloat16()
                for name, t in model.state_dict().items()}
     rest = dict(format=FORMAT, kind="mdlm", config=vars(model.cfg), step=6000, tokenizer=SPECIAL)
-    write_safetensors(path, tensors, {FORMAT: json.dumps(rest)})
+    write_tensors(path, tensors, {FORMAT: json.dumps(rest)})
     loaded = load_mdlm(path)
     assert loaded.cfg == model.cfg and (loaded.sm is not None) == soft
     assert loaded.info["step"] == 6000 and loaded.info["tokenizer"] == SPECIAL
@@ -113,7 +113,7 @@ def test_safetensors_round_trip_with_every_dtype(tmp_path):
     tensors = {str(dtype): (torch.arange(6) % 2).to(dtype).view(2, 3) for dtype in dtypes}
     tensors |= {"odd": torch.ones(3, dtype=torch.uint8), "after odd": torch.ones(2),
                 "scalar": torch.tensor(1.5), "empty": torch.ones(0, 4)}
-    write_safetensors(path, tensors, {"a": "b"})
+    write_tensors(path, tensors, {"a": "b"})
     for tensor in read_safetensors(path).values():
         tensor.zero_()  # the file stays as it is
     back = read_safetensors(path)
@@ -174,7 +174,7 @@ def test_hub_layouts(tmp_path):
     """A folder with either file and its config.json, or that file, under any prefix."""
     model = trained(soft_mask=False, time_conditioning=True)
     writers = {"pytorch_model.bin": torch.save, "model.safetensors": lambda state, path:
-               write_safetensors(path, state, {"format": "pt"})}
+               write_tensors(path, state, {"format": "pt"})}
     (tmp_path / "config.json").write_text(json.dumps(HUB))
     for prefix, name in itertools.product(("backbone.", ""), writers):
         path = tmp_path / name
@@ -245,7 +245,7 @@ def test_a_soft_mask_of_ones_own_is_loaded_and_continued_as_what_it_is(tmp_path)
 def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused(tmp_path):
     model, ours, shared = trained(), str(tmp_path / "ours.pt"), str(tmp_path / "ours.safetensors")
     save_mdlm(ours, model)
-    write_safetensors(shared, model.state_dict())
+    write_tensors(shared, model.state_dict())
     for path in ours, shared:
         whole = Path(path).read_bytes()
         for size in 0, 5, 100, len(whole) // 2, len(whole) - 1:
