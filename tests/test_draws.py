@@ -249,8 +249,8 @@ def test_answers(tiny, drawn):
         text, _ = sample_dream.answer(model, tok, None, prompt, cfg)
         assert drawn == keys("an answer", seed=[5], prompt=[prompt])
         pick = sample_dream.Pick("entropy", 1.0, 0.9, oracles.rng(5, prompt))
-        x = sample_dream.pad_prompt(model.cfg, [prompt], 12)
-        x = sample_dream.decode(TwoPass(model, None, 261), x, 6, pick)[0, len(prompt):].tolist()
+        x = sample_dream.pad_prompt(model.cfg, prompt, 12)
+        x = sample_dream.decode(TwoPass(model, None, 261), x, 6, pick)[len(prompt):].tolist()
         assert text == tok.decode(x[:[*x, 256].index(256)])
 
 
