@@ -146,7 +146,10 @@ def with_omega(sm, mask_id, cfg):
              if getattr(cfg, name) is not None}
     if sm is None and given and "omega_s" not in given:  # the default ω_s is almost 0
         raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
-    start = SoftMask(mask_id, **given) if given else None
+    try:
+        start = SoftMask(mask_id, **given) if given else None
+    except ValueError as e:
+        raise Refused(e)
     for raw in (name.replace("omega", "raw") for name in given if sm):
         getattr(sm, raw).data.copy_(getattr(start, raw).data)
     return sm or start

@@ -266,7 +266,8 @@ def loop(cfg, here, mask_id):
         if "save" in due and here.rank == 0:
             save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, cfg)
             checkpoint.save(  # last of all: a kill before this only repeats updates
-                last, kind="dream-adapter", config=asdict(cfg), seed=cfg.seed, step=done,
+                last, kind="dream-adapter", seed=cfg.seed, step=done,
+                config=asdict(cfg) | {"SoftMask": checkpoint.class_of(model.sm)},
                 model={name: p.detach() for name, p in trained(model).items()},
                 optimizer=optimizer.state_dict(), metrics=metrics, data=source)
     adapter = f"{cfg.out}/{'best' if val else 'last'}"
@@ -458,8 +459,9 @@ def save_adapter(folder, dream, sm, cfg):
     omega = {"transparency_alg": "none"}  # said, so that no ω of an earlier run stays in the folder
     if sm:
         s, a, b = (w.item() for w in sm.omega)
+        mix = "mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk"
         omega = dict(
-            transparency_alg="mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk",
+            transparency_alg=checkpoint.class_of(sm) or mix,  # only SoftMask's own are read
             transparency_scale=s, transparency_steepness=a, transparency_centre=b,
             mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
             transparency_scheduling="none")

@@ -172,8 +172,7 @@ def test_adapters_of_others(tiny_dream, tmp_path):
                          ("init_lora_weights", "olora"), ("init_lora_weights", "pissa_niter_4"),
                          ("layer_replication", [[1, 3], [0, 1]]), ("use_of_tomorrow", 1)):
         refused(f"{field} = .*, (but only|and nothing)", read, **{field: value})
-    with pytest.raises(KeyError, match="slerp_sm"):
-        read(theirs | {"transparency_alg": "slerp_sm"})
+    refused("transparency_alg = 'slerp', but only", read, theirs | {"transparency_alg": "slerp"})
     for names in TARGETS[1:], [*TARGETS, "up_proj"]:
         refused("in only one of model and adapter", read, target_modules=names)
     refused("has another shape in the model", read, r=8)

@@ -7,6 +7,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+import arena
 import data
 import mdlm
 from conftest import gen, random_mdlm, save_mdlm, spy
@@ -198,14 +199,18 @@ def test_sedd_scores_become_probabilities_first():
 def test_a_lambda_and_a_mix_of_ones_own():
     model = random_mdlm(vocab_size=V, mask_id=MASK, length=6)
     x0, t = torch.randint(MASK, (4, 6), generator=gen()), torch.full((4,), 0.7)
-    for kind in RECIPES.Constant, RECIPES.OnTheSphere:
+    for kind in RECIPES.Constant, RECIPES.OnTheSphere, RECIPES.Slerp:
         model.sm = kind(MASK, omega_s=0.4)
         model(x0, mdlm.corrupt(x0, t, MASK, gen()), t, soft=True).sum().backward()
         assert model.sm.raw_s.grad and 0 < model.lam < 0.4 + 1e-6
-        mixed, lam, _ = model.feedback(torch.randn(5, 16, generator=gen()))
+        lam, ids, pi = model.predict_sm(torch.randn(5, 16, generator=gen()))
+        mixed = model.sm.mix(model.net.table, lam, ids, pi)
         assert (lam.std() == 0) == (kind is RECIPES.Constant)
         same = mixed.norm(dim=1).isclose(model.net.table[MASK].norm())
-        assert same.all() == (kind is RECIPES.OnTheSphere)
+        assert same.all() == (kind is not RECIPES.Constant)
+        if kind is RECIPES.Slerp:  # test_arena.py compares it with the formula
+            again = arena.Slerp(MASK).mix(model.net.table, lam, ids, pi)
+            assert torch.equal(mixed, again)
 
 
 def test_samples_from_python(tmp_path, monkeypatch, capsys):
@@ -214,9 +219,9 @@ def test_samples_from_python(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     scope = {}
     exec(SAMPLE, scope)
-    tok, rows = data.tokenizer("bytes"), scope["ids"].tolist()
-    assert len(rows) == 2 and len(rows[0]) == 12 and 258 not in rows[0] + rows[1]
-    assert capsys.readouterr().out == "".join(tok.decode(row) + "\n" for row in rows)
+    tok, ids = data.tokenizer("bytes"), scope["ids"].tolist()
+    assert len(ids) == 12 and 258 not in ids
+    assert capsys.readouterr().out == tok.decode(ids) + "\n"
 
 
 def test_a_loop_of_ones_own_trains_and_moves_omega_with_feedback_alone(monkeypatch):
