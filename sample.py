@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Text from masks: Alg. 2, the reverse process (l.3 and l.6 call mdlm.py).              §2.1, §2.2
+"""Text from masks: Alg. 2, the reverse process.                                         §2.1, §2.2
 
-    Alg. 2        generate, where each position changes at random; generate_in_order
-           l.3    DiT.trunk, a call of the network (mdlm.py)
+    Alg. 2        generate             each mask is revealed at random, whatever the others do
+                  generate_in_order    about as many in every step, the surest first
+           l.3    DiT.trunk, DiT.head (mdlm.py)
            l.4    nucleus, categorical    which token
-           l.5    step_probs              whether it appears, known before the call
-                  masks_to_reveal         the same for generate_in_order, but after the call
-           l.6    TwoPass.predict_sm (mdlm.py), SoftMask.mix (softmask.py)
+           l.5    step_probs              how likely a mask is revealed, known before the call
+                  masks_to_reveal         which masks are revealed, after the call
+           l.6    SoftMask.forward, by TwoPass.predict_sm (mdlm.py), and SoftMask.mix (softmask.py)
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
@@ -89,17 +90,20 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
         x = (m, …, m)                                                                l.1
         for each of T steps:                                                         l.2, 7
             p  = g_θ(x)         a forward pass                                       l.3
-            x~ = sample(p)      a token for every position, from the nucleus of p    l.4
-            x^ = unmask(x~)     a coin for every position: this token, or [MASK]?    l.5
+            x~ = sample(p)      a token for every mask, from the nucleus of p        l.4
+            x^ = unmask(x~)     a coin for every mask: this token, or still [MASK]?  l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
-    [ours]. Whether a position changes does not depend on the network. So the coins of l.5 are
-    tossed before l.3, and l.4 draws only the tokens that appear. Steps that change no token are
-    skipped (App. C.4), although they would renew SM's feedback [code]. So SM makes as many calls as
-    binary masking (648 ± 10 for 1,024 steps, so C.4's 651 and 636 may be chance). The last step is
-    never skipped if it starts with masks. With every=True (App. C.5) or time conditioning, no step
-    is skipped. Masks left at the end are filled by one more call, by argmax [code].
+    In the code, `x` holds the ids x^, and `emb` the embeddings x. The paper's l.6 has x^ and p of
+    the step before. Here both are those of this step, as in §3.1 [ours]. Whether a position changes
+    does not depend on the network. So the coins of l.5 are tossed before l.3, and l.4 draws only
+    the tokens that appear. ReMDM tosses coins for visible tokens, too: stay, or vanish?
+
+    Steps that change no token are skipped (App. C.4), although they would renew SM's feedback
+    [code]. So SM makes as many calls as binary masking (for 1,024 steps 648, with a standard
+    deviation of 10 over samples, so C.4's 651 and 636 may be chance). The last step is never
+    skipped if it starts with masks. With every=True (App. C.5) or time conditioning, no step is
+    skipped. Masks left at the end are filled by one more call, by argmax [code].
 
     steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.   generator: on the CPU.
     on_step(x, lam, guess, masks, h): called after every call of the network. x (1, L): ids. With
@@ -162,7 +166,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     n: sequences, side by side.   steps: network calls, at most. With as many steps as masks, each
         reveals one token.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
-        is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
+        is that of the whole prediction, not of its nucleus, which is often a single token [ours].
     threshold: reveal every position whose likeliest token has at least this probability (before
         the nucleus). A sequence without such a position reveals as many as without a threshold
         [ours], so one if there are as many steps as masks.
@@ -184,7 +188,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     x = to_device(x, device)                                                   # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     nfe = torch.zeros(n, dtype=torch.long)                                     # (n,)
-    for steps_left in range(steps, 0, -1):
+    for steps_left in range(steps, 0, -1):                                     #              l.2, 7
         if not masked_cpu.any():
             break
         masked = to_device(masked_cpu, device)                                 # (n, L)

@@ -47,8 +47,8 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """sm_ω(x̂, p) of §3.1. `forward` computes λ, the likeliest tokens and their shares π. `mix`
-    turns these into embeddings. `embed` does all of it for a batch.
+    """sm_ω(x̂, p) of §3.1 is `embed`, for a whole batch. Its halves are `forward`, for λ, the
+    likeliest tokens and their shares π, and `mix`, which turns these into embeddings.
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.

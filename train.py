@@ -7,8 +7,8 @@
     torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.ckpt
     python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6    # flags: see Config
 
-    update, batch      one update of θ and ω, l.2 to l.9; it calls mdlm.py for l.3 to l.8
-    train, loop        the data, the model, and the loop around `update`
+    update, batch      one update of θ and ω, l.2 to l.9; l.5 to l.8 are a call of mdlm.MDLM
+    train, loop        the data, the model, and the loop around `update`, l.1 and l.10
     the rest           what `train` starts from, measures and saves
 
 Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
@@ -100,12 +100,12 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
     # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
     coin = torch.rand((), generator=data.rng(cfg.seed, "p_sm", step)).item()
     soft = coin < cfg.p_sm
-    times = sample_times(cfg.batch_size, data.rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)
-    for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
+    times = sample_times(cfg.batch_size, data.rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)  #     l.3
+    for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):  # θ, ω      l.9
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
         x0 = batch(tokens, cfg, step, j, M)                                    # (B, L)          l.2
-        t = times[j::M]  # small and large ones, see `batch`                   # (B,)            l.3
+        t = times[j::M]  # small and large ones, see `batch`                     (B,)
         xt = corrupt(x0, t, cfg.mask_id, data.rng(cfg.seed, "q", step, j))     # (B, L)          l.4
         # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
@@ -160,7 +160,7 @@ def update_ema(ema, model, step, decay):
 
 
 def train(cfg):
-    """The data, the model, and Alg. 1. Returns the MDLM and its EMA."""
+    """Check the settings, open the data, and run `loop`. Returns the MDLM and its EMA."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
@@ -175,7 +175,7 @@ def train(cfg):
 
 
 def loop(cfg, here, model, tokens, meta):
-    """`train`, once the settings are checked and the folder is locked."""
+    """Alg. 1 from its start, or from a checkpoint: updates, evaluations, saves    Alg. 1 l.1, 10"""
     # train.bin is too long to hash at every start: if it is overwritten while meta.json stays the
     # same, this goes unnoticed. keys: the version of data.rng's keys.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
