@@ -352,8 +352,7 @@ def load(cfg):
     if model.mask_id != tok.n_vocab:  # [MASK] follows the last token
         raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, but {tok.name} {tok.n_vocab}")
     if cfg.length > model.cfg.length:
-        raise Refused(f"--length={cfg.length} exceeds the {model.cfg.length} that {cfg.checkpoint} "
-                      f"was trained on")
+        raise Refused(f"--length={cfg.length} exceeds the {model.cfg.length} of training")
     return model, tok, cfg
 
 
@@ -381,21 +380,11 @@ def resolved(cfg, n_masks, here):
     if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
         raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
     if cfg.threshold is not None and (cfg.steps or not in_order):
-        raise Refused("--threshold needs --sampler=entropy or random, and no --steps: it decides "
-                      "how many there are")
+        raise Refused("--threshold needs --sampler=entropy or random, and no --steps")
     steps, compiled = cfg.steps or (n_masks if in_order else cfg.length), cfg.compile
     if compiled is None:
         compiled = here.device.type == "cuda" and steps * cfg.count / here.world >= GRAPHS_PAY
     return replace(cfg, steps=steps, compile=compiled)
-
-
-def settings_of(cfg, model, tok, here):
-    """All that a sample depends on, besides its seed and index. Every line of --out holds it."""
-    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    # The model is still on the CPU here: MPS has no float64.
-    weights = sum(p.double().sum().item() for p in model.parameters())
-    return settings | {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
-                       "dtype": str(here.dtype or torch.float32)}
 
 
 def main(cfg):
@@ -406,11 +395,16 @@ def main(cfg):
     model, tok, cfg = load(cfg)
     x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
     cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
-    settings = settings_of(cfg, model, tok, here)
-    now = settings | {"seed": cfg.seed}
+    # All that a sample depends on, besides its seed and index. Every line of --out holds it. (The
+    # weights are summed up on the CPU, because MPS has no float64.)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
+    settings |= {"step": model.info["step"], "tokenizer": tok.name,
+                 "dtype": str(here.dtype or torch.float32),
+                 "weights": sum(p.double().sum().item() for p in model.parameters())}
     for line in lines:
-        launch.check_same(path, line["settings"] | {"seed": line["seed"]}, now,
-                          list(now), ": give the same flags, or another --out")
+        launch.check_same(path, line["settings"] | {"seed": line["seed"]},
+                          settings | {"seed": cfg.seed}, [*settings, "seed"],
+                          ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
 
     # ---- the device
