@@ -238,6 +238,11 @@ def updates(here, start, steps, **every):
     def take(number, frame):
         caught.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+        for output in 1, 2:  # a terminal that was closed: writing to it would end the process
+            try:
+                os.write(output, b"\n")
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
     # SIGHUP: the terminal was closed. SIGUSR1: Slurm is often told to send it before the time is up
     names = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]

@@ -2,7 +2,7 @@
 """Text from masks: Alg. 2, the reverse process.                                         §2.1, §2.2
 
     Alg. 2        generate             each mask is revealed at random, whatever the others do
-                  generate_in_order    about as many in every step, the surest first
+                  generate_in_order    about as many in every step, such as the surest
            l.3    DiT.trunk, DiT.head (mdlm.py)
            l.4    nucleus, categorical    which token
            l.5    step_probs              how likely a mask is revealed, known before the call
@@ -121,7 +121,7 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
     free = masked = x == mask_id                                               # (L,)  on the CPU
     x = to_device(x, device)                                                   # (L,)
     emb = F.embedding(x, table)                                                # (L, D)
-    lam, guess = torch.zeros(len(x), device=device), x.clone()  # only for on_step
+    lam, guess = torch.zeros(len(x), device=device), x.clone()  # guess: only for on_step
     dt, nfe = (1 - T_END) / steps, 0
     for i in progress(range(steps + 1), "steps", leave=False, disable=bool(on_step) or None):  # l.2
         t, filling = 1 - i * dt, i == steps  # filling: one more call, for masks that are left
@@ -135,14 +135,14 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
         masked, nfe, u = stay | vanish, nfe + 1, u[appear]                     # u: (m,)
         (appear,), (stay,), (vanish,) = (indices(each, device) for each in (appear, stay, vanish))
         h = net.trunk(emb[None], to_device(torch.tensor([t]), device))[0]      # (L, D)          l.3
-        p = net.head(h[appear]).softmax(-1)                                    # (m, V)
+        p = net.head(h[appear]).softmax(-1)                                    # (m, V)          l.3
         drawn = p.argmax(-1) if filling else categorical(nucleus(p, top_p), u)  # (m,)  of x~    l.4
         lost = x[vanish]                                                       # (r,)  with ReMDM
         x = x.index_put((appear,), drawn).index_fill(0, vanish, mask_id)       # (L,)         x^ l.5
         emb[appear], emb[vanish], guess[vanish] = F.embedding(drawn, table), table[mask_id], lost
         if soft and sm:
             lam[stay], ids, pi = model.predict_sm(h[stay])                     # (s,), (s, k)    l.6
-            emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)
+            emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)          l.6
             guess[stay] = pi.argmax(-1) if ids is None else ids[:, 0]          # (s,)
             # A token that was just re-masked was visible at l.3. So its p is 1 [code], and H is 0.
             lam[vanish] = sm.strength(torch.zeros(len(lost), device=device))   # (r,)
@@ -161,7 +161,7 @@ def indices(where, device):
 @torch.no_grad()
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
                       soft=True, threshold=None):
-    """Alg. 2 with about the same number of tokens in every step, the surest first              §2.2
+    """Alg. 2 with about the same number of tokens in every step, in an order                   §2.2
 
     n: sequences, side by side.   steps: network calls, at most. With as many steps as masks, each
         reveals one token.
@@ -197,7 +197,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
         t = masked.float().mean(-1)  # the share of masks, as if α_t = 1 − t      (n,)  [ours]
         h = net.hidden(emb, masks, t)                                          # (N, D)          l.3
-        logits = net.head(h)                                                   # (N, V)
+        logits = net.head(h)                                                   # (N, V)          l.3
         logp = logits.log_softmax(-1)                                          # (N, V)
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
@@ -220,7 +220,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         emb = F.embedding(x, table)                                            # (n, L, D)
         masked_cpu = masked_cpu & ~chosen                                      # (n, L)
         stay = indices(masked_cpu, device)                                     # 2 × (s,)
-        lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
+        lam, guess = torch.zeros_like(score), x.clone()  # guess: only for on_step
         if soft and sm:
             lam[stay], ids, pi = (each if each is None else each[left] for each in sm(logits))
             emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)          l.6
