@@ -122,7 +122,7 @@ class TwoPass(nn.Module):
         return nll, masks
 
     def predict_sm(self, h):
-        """λ (N,), ids and π (N, k), from hidden states h (N, D)      Alg. 1 l.5-7, Alg. 2 l.3, l.6"""
+        """λ (N,), ids and π (N, k), from hidden states h (N, D)    Alg. 1 l.5-7, Alg. 2 l.3, l.6"""
         logits = self.net.head(h)                                              # (N, V)       l.6 p~
         return self.sm(logits if self.two_updates else logits.detach())        # θ~      l.5, l.7 sm
 
