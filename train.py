@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import data
 import launch
-from eval import bits_per_byte, val_nats
+from eval import val_nats
 from launch import Refused, Share, Size
 from mdlm import MDLM, T_MIN, ModelConfig, compile_parts, corrupt, sample_times
 
@@ -62,7 +62,6 @@ class Config(ModelConfig):
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
     keep_every: int = 100_000        # step-N.pt, with EMA and ω only; 0: only at the end
-    show: bool = False               # at the end, print the bound in bits per byte
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
@@ -73,11 +72,11 @@ PRESETS = {  # the first word of a command
     # Text that every machine has. A small model is so unsure of each byte that the paper's ω_b
     # keeps λ near 0, and ω_s would grow too slowly. So ω starts near its final values [ours].
     "stdlib": dict(
-        data="data/stdlib", out_dir="out/stdlib", show=True,
+        data="data/stdlib", out_dir="out/stdlib",
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
         omega_s=0.5, omega_a=1.0, omega_b=-2.8,
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
-        log_every=50, eval_every=0, eval_rows=256, save_every=500, keep_every=0),
+        log_every=50, eval_every=2000, eval_rows=256, save_every=500, keep_every=0),
     "owt": {},
     # mdlm.ckpt: the checkpoint that MDLM's authors released, App. B.1
     "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),
@@ -87,7 +86,7 @@ PRESETS = {  # the first word of a command
 # What may change when a run is resumed (of the data, only the path). All else must stay as it was.
 MAY_DIFFER_ON_RESUME = {
     "data", "out_dir", "resume", "steps", "log_every", "eval_every", "eval_rows", "save_every",
-    "keep_every", "show", "device", "dtype", "compile"}
+    "keep_every", "device", "dtype", "compile"}
 
 
 def update(step, cfg, tokens, model, parallel, optimizer, here, log):
@@ -180,7 +179,7 @@ def loop(cfg, here, model, tokens, meta):
     # same, this goes unnoticed. keys: the version of data.rng's keys.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
-    held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
+    held_out = held_out_rows(cfg) if cfg.eval_every else None      # (m, L)
     model, ema, optimizer, start, metrics, omega_from = starting(model, cfg, here, source, meta)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
     if compiled:  # after the EMA was copied: compiled methods of a copy use the original's weights
@@ -221,11 +220,9 @@ def loop(cfg, here, model, tokens, meta):
         # Last of all: a kill before this repeats updates, and loses nothing.
         if "save" in due and here.rank == 0:
             save("last.pt", cfg, model, ema, optimizer=optimizer.state_dict(), **facts)
-    if cfg.show:
-        bounds = evaluate(ema, held_out, here)
-        if here.rank == 0:
-            summarize(cfg, bounds, meta)
-    launch.leave(here, launch.warning(line, cfg.vocab_size), status=0)  # returns
+    file = f"--checkpoint={cfg.out_dir}/last.pt"
+    more = f"Now: python sample.py {file} --show\n     python eval.py ppl {file}"
+    launch.leave(here, f"{launch.warning(line, cfg.vocab_size)}\n{more}".strip(), status=0)
     return model, ema
 
 
@@ -324,17 +321,6 @@ def save(name, cfg, model, ema, **facts):
     config = asdict(cfg) | {"SoftMask": checkpoint.class_of(model.sm)}
     checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=config, seed=cfg.seed,
                     model=weights, **facts)
-
-
-def summarize(cfg, bounds, meta):
-    """Print the bounds, {name: nats per token}, and what to do next.   meta: the data's."""
-    print("\nheld-out bound in bits per byte (same model, same masks)")
-    for name, nats in bounds.items():
-        bits = bits_per_byte(nats, cfg.length, meta["val"])
-        print(f"  {launch.Log.on_screen[name]:18}{bits:.4f}")
-    last = os.path.join(cfg.out_dir, "last.pt")
-    print(f"\nMore: python sample.py --checkpoint={last} --show"
-          f"\n      python eval.py ppl --checkpoint={last}")
 
 
 if __name__ == "__main__":
