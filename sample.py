@@ -343,17 +343,25 @@ def starting_ids(cfg, tok, special):
     return torch.tensor(ids)
 
 
-def load(cfg):
-    """The MDLM with ω from cfg, on the CPU; its tokenizer; cfg with defaults from the model."""
+def prepared(cfg, here):
+    """The MDLM with ω from cfg, on the CPU; its tokenizer; ids to start from (L,); cfg in full."""
     model = load_mdlm(cfg.checkpoint)
     model.sm = with_omega(model.sm, model.mask_id, cfg)
-    tok = tokenizer(model.info["tokenizer"]["name"])
+    tok, in_order = tokenizer(model.info["tokenizer"]["name"]), cfg.sampler in ORDERS
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
     if model.mask_id != tok.n_vocab:  # [MASK] follows the last token
         raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, but {tok.name} {tok.n_vocab}")
     if cfg.length > model.cfg.length:
         raise Refused(f"--length={cfg.length} exceeds the {model.cfg.length} of training")
-    return model, tok, cfg
+    if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
+        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
+    if cfg.threshold is not None and (cfg.steps or not in_order):
+        raise Refused("--threshold needs --sampler=entropy or random, and no --steps")
+    x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
+    steps = cfg.steps or (x.tolist().count(model.mask_id) if in_order else cfg.length)
+    pays = here.device.type == "cuda" and steps * cfg.count / here.world >= GRAPHS_PAY
+    return model, tok, x, replace(cfg, steps=steps,
+                                  compile=pays if cfg.compile is None else cfg.compile)
 
 
 def read_samples(path):
@@ -374,27 +382,12 @@ def file_and_lines(cfg, here):
     return paths[here.rank], [line for path in paths for line in read_samples(path)]
 
 
-def resolved(cfg, n_masks, here):
-    """cfg with its defaults filled in.   n_masks: masks at the start."""
-    in_order = cfg.sampler in ORDERS
-    if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
-        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
-    if cfg.threshold is not None and (cfg.steps or not in_order):
-        raise Refused("--threshold needs --sampler=entropy or random, and no --steps")
-    steps, compiled = cfg.steps or (n_masks if in_order else cfg.length), cfg.compile
-    if compiled is None:
-        compiled = here.device.type == "cuda" and steps * cfg.count / here.world >= GRAPHS_PAY
-    return replace(cfg, steps=steps, compile=compiled)
-
-
 def main(cfg):
     here = launch.machine(cfg.device)
     path, lines = file_and_lines(cfg, here)
 
     # ---- the model, and the samples that exist already
-    model, tok, cfg = load(cfg)
-    x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
-    cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
+    model, tok, x, cfg = prepared(cfg, here)
     # All that a sample depends on, besides its seed and index. Every line of --out holds it. (The
     # weights are summed up on the CPU, because MPS has no float64.)
     settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
