@@ -111,7 +111,7 @@ class TwoPass(nn.Module):
         if soft:
             with nullcontext() if self.two_updates else torch.no_grad():       # θ~              l.5
                 h = net.hidden(emb, masks, t)  # dropout is on here, too [code]  (N, D)          l.6
-            lam, ids, pi = self.predict_sm(h)  # gradients for ω alone           (N,), (N, k)    l.7
+            lam, ids, pi = self.predict_sm(h)  # its head has no gradients       (N,), (N, k)  l.6 7
             emb = emb.index_put(masks, sm.mix(net.table, lam, ids, pi))        # (B, L, D)    l.7 sm
             # For the log. Not mean(), which would be NaN if nothing is masked.
             self.lam = lam.detach().sum() / max(1, len(lam))

@@ -2,12 +2,12 @@
 """Text from masks: Alg. 2, the reverse process.                                         §2.1, §2.2
 
     Alg. 2        generate             each mask is revealed at random, whatever the others do
-                  generate_in_order    about as many in every step, such as the surest
+                  generate_in_order    about as many in every step, for example the surest first
            l.3    DiT.trunk, DiT.head (mdlm.py)
            l.4    nucleus, categorical    which token
            l.5    step_probs              how likely a mask is revealed, known before the call
                   masks_to_reveal         which masks are revealed, after the call
-           l.6    SoftMask.forward, by TwoPass.predict_sm (mdlm.py), and SoftMask.mix (softmask.py)
+           l.6    SoftMask.forward (in generate, by TwoPass.predict_sm) and SoftMask.mix
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
@@ -39,7 +39,7 @@ SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
 ORDERS = "entropy", "random"
 NOT_IN_SETTINGS = "count", "seed", "out", "show", "device", "compile"
-GRAPHS_PAY = 5000  # network calls: CUDA graphs take a minute to build, and save 12 ms a call
+GRAPHS_PAY = 5000  # steps: CUDA graphs take a minute to build, and save 12 ms a call
 
 
 def step_probs(t, s, sampler="mdlm", eta=None):
@@ -100,8 +100,8 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
     the tokens that appear. ReMDM tosses coins for visible tokens, too: stay, or vanish?
 
     Steps that change no token are skipped (App. C.4), although they would renew SM's feedback
-    [code]. So SM makes as many calls as binary masking (for 1,024 steps 648, with a standard
-    deviation of 10 over samples, so C.4's 651 and 636 may be chance). The last step is never
+    [code]. So here SM makes as many calls as binary masking: 648 for 1,024 steps, with a standard
+    deviation of 10 over samples (C.4 counts 651 and 636, and explains it by SM). The last is never
     skipped if it starts with masks. With every=True (App. C.5) or time conditioning, no step is
     skipped. Masks left at the end are filled by one more call, by argmax [code].
 
@@ -141,7 +141,7 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
         x = x.index_put((appear,), drawn).index_fill(0, vanish, mask_id)       # (L,)         x^ l.5
         emb[appear], emb[vanish], guess[vanish] = F.embedding(drawn, table), table[mask_id], lost
         if soft and sm:
-            lam[stay], ids, pi = model.predict_sm(h[stay])                     # (s,), (s, k)    l.6
+            lam[stay], ids, pi = model.predict_sm(h[stay])                     # (s,), (s, k)  l.3 6
             emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)          l.6
             guess[stay] = pi.argmax(-1) if ids is None else ids[:, 0]          # (s,)
             # A token that was just re-masked was visible at l.3. So its p is 1 [code], and H is 0.
@@ -164,7 +164,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     """Alg. 2 with about the same number of tokens in every step, in an order                   §2.2
 
     n: sequences, side by side.   steps: network calls, at most. With as many steps as masks, each
-        reveals one token.
+        reveals one token. With a threshold, give as many steps as masks, or some may be left.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
         is that of the whole prediction, not of its nucleus, which is often a single token [ours].
     threshold: reveal every position whose likeliest token has at least this probability (before
@@ -222,7 +222,9 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         stay = indices(masked_cpu, device)                                     # 2 × (s,)
         lam, guess = torch.zeros_like(score), x.clone()  # guess: only for on_step
         if soft and sm:
-            lam[stay], ids, pi = (each if each is None else each[left] for each in sm(logits))
+            every_lam, ids, pi = sm(logits)                                    # (N,), (N, k)    l.6
+            lam[stay], pi = every_lam[left], pi[left]                          # (s,), (s, k)
+            ids = ids if ids is None else ids[left]                            # (s, k)
             emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)          l.6
             guess[stay] = pi.argmax(-1) if ids is None else ids[:, 0]          # (s,)
         if on_step:
@@ -232,7 +234,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
 
 def masks_to_reveal(score, masked, steps_left):
-    """Which masks to reveal: in each row, a share 1 / steps_left of the masks, by score
+    """Which masks to reveal: in each row, 1 / steps_left of them, those of the largest scores
 
     The number is rounded up. Ties are broken from left to right [ours].
     """

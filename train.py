@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Train a soft-masked MDLM: Alg. 1 (l.3-8 are in mdlm.py), from one CPU to many nodes.     App. B.1
+"""Train a soft-masked MDLM: Alg. 1, from one CPU to many nodes.                            App. B.1
 
     python train.py stdlib          # the source code of Python itself: minutes on two CPU cores
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
@@ -14,8 +14,8 @@
 Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
 for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
 across all ranks. So, up to rounding, one process with four of them gives the same run as two with
-two each. And a stopped or killed run resumes from its last save as if nothing had happened, but a
-stop cuts a line of the log in two. (Update 1 of the log is step 0 in the keys.)
+two each. And a stopped or killed run resumes from its last save as if nothing had happened, but
+the log has a line more, where it was stopped. (Update 1 of the log is step 0 in the keys.)
 """
 
 import copy
@@ -39,7 +39,7 @@ class Config(ModelConfig):
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
     # Start from θ and ω of any MDLM that `python checkpoint.py FILE` can read (in a step-N.pt, θ is
-    # the EMA). An ω that is not the default here beats the file's.
+    # the EMA). An ω that is set to another value than its default replaces the file's.
     init_from: str = ""
     resume: bool = False             # continue from out_dir/last.pt, or start if there is none
     seed: int = 1
@@ -136,8 +136,8 @@ def batch(tokens, cfg, step, j, M):
     """x0 (B, L): micro-batch j of M                                                     Alg. 1 l.2
 
     Every epoch has a permutation of its own, and no row occurs twice in it. Times are sorted, so
-    micro-batch j takes every M-th sequence and every M-th time [ours]: about half of its tokens are
-    masked. If it took a slice of the times instead, nearly all could be masked.
+    micro-batch j takes every M-th time, and the sequences of these numbers [ours]: about half of
+    its tokens are masked. If it took a slice of the times instead, nearly all could be masked.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -204,7 +204,7 @@ def loop(cfg, here, model, tokens, meta):
     line = {}
     for done, due in launch.updates(
             here, start, cfg.steps, log=cfg.log_every, eval=cfg.eval_every,
-            keep=cfg.keep_every or cfg.steps, save=cfg.save_every):
+            keep=cfg.keep_every or cfg.steps, save=cfg.save_every):            #           l.1, l.10
         norm = update(done - 1, cfg, tokens, model, parallel, optimizer, here, log)
         update_ema(ema.net, model.net, done, cfg.ema)
         if due:
