@@ -125,7 +125,7 @@ def test_check_prints_what_is_wrong(name, capsys):
     before = [p.clone() for p in sm.parameters()]
     knows_here = lambda *args: getattr(RECIPES, name)(*args) + 9 * F.one_hot(x0, V)
     RECIPES.check(knows_here, *given)
-    off, lam, guess, loss, gradient = capsys.readouterr().out.splitlines()
+    off, lam, guess, loss, gradient, mix = capsys.readouterr().out.splitlines()
     assert off == "1. off is off: True"
     first = RECIPES.without_mask(knows_here(model, x, sm)[x == MASK], MASK)
     entropy = torch.distributions.Categorical(logits=first).entropy().mean()
@@ -136,6 +136,14 @@ def test_check_prints_what_is_wrong(name, capsys):
     plain, soft = (RECIPES.bound(knows_here, *given, on) for on in (False, True))
     assert loss == f"4. loss {plain:.3f} without feedback, with it {soft - plain:+.1e}"
     assert len(set(map(float, gradient.split()[4:])) - {0.0}) == 3
+    table, norms, angles = model.vocab_embed.weight.double(), [], []
+    m = table[MASK]
+    for share, ids, pi in zip(*sm(first)):
+        mean = pi.double() @ table[ids]
+        norms.append(((1 - share) * m + share * mean).norm() / m.norm())
+        angles.append(torch.rad2deg(torch.acos(m @ mean / m.norm() / mean.norm())))
+    norm, angle = sum(norms) / len(norms), sum(angles) / len(angles)
+    assert mix == f"6. norm of the mix {norm:.2f} of [MASK]'s, angle of Σ π v {angle:.0f}°"
     assert all(map(torch.equal, before, sm.parameters()))
     assert all(p.grad is None for p in (*sm.parameters(), *model.parameters()))
     RECIPES.check(lambda *args: torch.roll(knows_here(*args), -1, 1), *given)
