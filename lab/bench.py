@@ -106,17 +106,13 @@ def host_syncs(fn):
 
 
 def interleaved(cases, repeats, device, tokens):
-    """{name: {column: median}} of functions that take turns. The first turn does not count.
-
-    turns: the seconds of every turn that counts.
-    """
+    """{name: {column: median}, "turns": [seconds]} of functions that take turns, after one turn"""
     turns = [{name: timed(fn, device) for name, fn in cases.items()}
              for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
     first, found = next(iter(cases)), {}
     for name in cases:
         columns = {key: [turn[name][key] for turn in turns[1:]] for key in turns[0][name]}
         for ratio, key in ("ratio", "seconds"), ("cpu ratio", "cpu"):
-            # Within a turn, so that what slows the whole turn cancels out.
             columns[ratio] = [turn[name][key] / turn[first][key] for turn in turns[1:]]
         found[name] = {key: statistics.median(values) for key, values in columns.items()}
         found[name]["tokens/s"] = tokens / found[name]["seconds"]
@@ -288,8 +284,7 @@ def main(cfg):
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
 
     # A case's name begins with the part that it belongs to.
-    cases = [("train", train_rows),
-             ("sample", sample_rows, False),
+    cases = [("train", train_rows), ("sample", sample_rows, False),
              ("dream, finetuning", finetuning_rows), ("dream, decoding", decoding_rows, False)]
     if cfg.compile:
         cases += [("sample, CUDA graphs", sample_rows, True),
