@@ -138,8 +138,8 @@ def build(cfg, device):
     return model.to(device)
 
 
-def training(cfg, device, dtype):
-    """(a function that makes one update of train.py on random tokens, its model)"""
+def train_rows(cfg, device, dtype):
+    """An update of train.py on random tokens. hours: the paper's 1M at this FLOP/s.     App. B.1"""
     model = build(cfg, device)
     ema = copy.deepcopy(model.net).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
@@ -162,12 +162,6 @@ def training(cfg, device, dtype):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         update_ema(ema, model.net, 1, 0.9999)
-    return step, model
-
-
-def train_rows(cfg, device, dtype):
-    """An update, binary and with SM. hours: the paper's 1M updates at this FLOP/s.     App. B.1"""
-    step, model = training(cfg, device, dtype)
     cases = {"binary": partial(step, False), "SM, p_sm = 1": partial(step, True)}
     tokens = cfg.batch * cfg.length
     rows = interleaved(cases, cfg.repeats, device, tokens)
