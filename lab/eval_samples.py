@@ -121,6 +121,14 @@ def gen_ppl(nats, tokens):
     return math.exp(mean), math.exp(mean) * se
 
 
+def mauve(features, references, scale, seed):
+    """MAUVE of samples against texts, from features (n, D) and (m, D) of `score`  §4.1, App. B.1"""
+    # It depends on the seed and both counts. The authors compare 5,000 with 5,000 [code].
+    from mauve import compute_mauve
+    return float(compute_mauve(p_features=features, q_features=references, seed=seed,
+                               mauve_scaling_factor=scale).mauve)
+
+
 def main(cfg):
     """Measure a file of samples, or held-out rows if --samples= is empty.
 
@@ -150,11 +158,8 @@ def main(cfg):
         rows, theirs = held_out_samples(cfg, L, len(samples))
         launch.check_same(cfg.data, theirs, settings, ["tokenizer"],
                           ": give the data that the model was trained on")
-        from mauve import compute_mauve
-        # It depends on the seed and both counts. The authors compare 5,000 with 5,000 [code].
-        values["mauve"] = float(compute_mauve(
-            p_features=features, q_features=scores([row["text"] for row in rows])[2],
-            seed=cfg.seed, mauve_scaling_factor=cfg.scale).mauve)
+        references = scores([row["text"] for row in rows])[2]
+        values["mauve"] = mauve(features, references, cfg.scale, cfg.seed)
         values |= {"references": len(rows), "seed": cfg.seed, "scale": cfg.scale}
         write()
 
