@@ -1,12 +1,11 @@
 # SPDX-License-Identifier: MIT
 """Which feedback is best? Eight arms on the Sudokus of examples/sudoku.py, six seeds each.
 
-    python lab/arena.py time                                   # first: CPU time of an update
+    python examples/sudoku.py data; python lab/arena.py time   # first: CPU time of an update
     python lab/arena.py --seeds=41,42 --arms=binary,sm,slerp   # the same command resumes
     python lab/arena.py table                                  # as results/README.md shows it
 
 The plan, written before any run was measured:
-
 - Seeds 41 to 46, none used before. 6,000 updates at a rate of 5e-4 (deep: 1e-3), ω from (0.5, 1,
   −2.8), and examples/sudoku.py's settings. All of these were chosen for binary, sm and deep, on
   seeds 1 to 5, 11 to 16 and 31 to 36. Nothing was tuned for the other arms, nor on these seeds.
@@ -15,12 +14,10 @@ The plan, written before any run was measured:
   after the CPU time of binary's 6,000 (one core; the last file before it, one per 250 updates).
 - In both columns, each arm is compared with sm: a paired t-test over the six seeds, p corrected by
   Holm for the seven arms. ± is the standard deviation over seeds.
-- Described, not tested: feedback off, other numbers of cells per call, random order, a threshold of
+- Described, not tested: feedback off, 1, 3, 4 and 6 cells per call, random order, a threshold of
   0.9 with its calls, and the bound (nats per grid).
 """
 
-import contextlib
-import itertools
 import math
 import os
 import sys
@@ -28,7 +25,6 @@ import tempfile
 from dataclasses import dataclass
 from functools import partial
 from statistics import mean, stdev
-from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -38,15 +34,14 @@ sys.path.insert(1, os.path.join(sys.path[0], "examples"))
 import launch
 import mdlm
 import sudoku
+import train
 from bench import interleaved
 from checkpoint import git_version, load_mdlm
 from data import rng
 from eval import val_nats
-from plot import markdown
+from plot import markdown, with_gain
 from sample import generate_in_order
 from softmask import SoftMask
-from train import Config as TrainConfig
-from train import train
 
 
 class Slerp(SoftMask):
@@ -61,15 +56,13 @@ class Slerp(SoftMask):
         return (turn.cos() * m + turn.sin() * side).to(table.dtype)                  # (N, D)
 
 
-class Constant(SoftMask):
-    """λ = ω_s, whatever the entropy."""
+class Constant(SoftMask):  # λ = ω_s, whatever the entropy
     def strength(self, minus_h):
         omega_s, omega_a, omega_b = self.omega
         return omega_s + 0 * (omega_a + omega_b + minus_h)                           # (N,)
 
 
-class Additive(SoftMask):
-    """m + λ Σ π v: nothing of m is taken away."""
+class Additive(SoftMask):  # m + λ Σ π v: nothing of m is taken away
     def mix(self, table, lam, ids, pi):
         return super().mix(table, lam, ids, pi) + lam[:, None] * table[self.mask_id]  # (N, D)
 
@@ -85,59 +78,51 @@ SETTINGS = sudoku.SETTINGS | dict(eta_bb=5e-4, omega_s=0.5, omega_a=1.0, omega_b
 WAYS = {str(n): dict(order="entropy", steps=24 // n) for n in (1, 2, 3, 4, 6)}  # cells per call
 WAYS |= {"random order": dict(order="random", steps=24),
          "p ≥ 0.9": dict(order="entropy", steps=24, threshold=0.9)}
+COLUMNS = {"2": ("updates", "2"), "2, equal time": ("time", "2"), "2, feedback off": ("off", "2")}
+COLUMNS |= {what: ("updates", what) for what in (*WAYS, "calls", "bound")}
 
 
 @dataclass
 class Config:
-    what: Literal["run", "time", "table"] = "run"  # the first word
+    what: str = "run"  # the first word may be time or table
     seeds: str = "41,42,43,44,45,46"
     arms: str = ",".join(ARMS)
 
 
 def train_arm(arm, **settings):
     mdlm.SoftMask, changes = ARMS[arm]
-    train(TrainConfig(**SETTINGS | changes | settings))
+    train.train(train.Config(**SETTINGS | changes | settings))
 
 
 def time_arms():
     """Write the CPU seconds of an update of each arm, from runs of 100 that take turns."""
-    if not os.path.exists("data/sudoku/meta.json"):
-        sudoku.prepare(sudoku.Data())
-
     def case(arm):  # of the first 100 updates of seed 14, 80 have feedback
-        with tempfile.TemporaryDirectory() as folder, contextlib.redirect_stdout(None):
+        with tempfile.TemporaryDirectory() as folder:
             train_arm(arm, seed=14, steps=100, out_dir=folder)
     found = interleaved({arm: partial(case, arm) for arm in ARMS}, 5, torch.device("cpu"), 1)
     cpu = {arm: columns["cpu"] / 100 for arm, columns in found.items()}
     launch.append_jsonl(PATH, {"cpu": cpu, "git": git_version()})
 
 
-def measure(arm, path, soft):
-    """{what: value}: % of puzzles solved, calls at the threshold, nats per grid (Eq. 2)"""
-    model, found = load_mdlm(path, SoftMask=ARMS[arm][0]), {}
-    rows = sudoku.ids_of(sudoku.texts(sudoku.HELD_OUT, rng("sudoku", "val")), model.mask_id)
-    draws = [rng("puzzle", i) for i in range(PUZZLES)]
-    x = sudoku.puzzles(rows[:PUZZLES], 12, model.mask_id, draws)                     # (n, 39)
-    for way, how in WAYS.items():
-        ids, calls = generate_in_order(model, PUZZLES, top_p=1e-12, generator=rng("fill"), x=x,
-                                       soft=soft, **how)
-        solved = [not sudoku.mistake(cells) for cells in sudoku.cells_of(ids, model.mask_id)]
-        found[way] = 100 * mean(solved)
-    soft = soft and model.sm is not None
-    nats, _ = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)
-    return found | {"calls": calls.double().mean().item(), "bound": nats / len(rows)}
-
-
 def run(arm, seed, cpu):
-    """Train and measure an arm, and write its line."""
+    """Train an arm, and write a line with % of puzzles solved, calls at the threshold, and nats."""
     folder = f"out/arena/{arm}-{seed}"
     train_arm(arm, seed=seed, steps=STEPS, keep_every=KEEP_EVERY, out_dir=folder, resume=True)
-    files = int(STEPS * cpu["binary"] / cpu[arm] / KEEP_EVERY)  # written in binary's time
-    in_time = min(STEPS, files * KEEP_EVERY)
+    in_time = min(STEPS, int(STEPS * cpu["binary"] / cpu[arm]) // KEEP_EVERY * KEEP_EVERY)
     line = {"arm": arm, "seed": seed, "in time": in_time, "git": git_version()}
-    ways = ("updates", STEPS, True), ("time", in_time, True), ("off", STEPS, False)
-    for name, step, soft in ways:
-        line[name] = measure(arm, f"{folder}/step-{step}.pt", soft)
+    for name, step in ("updates", STEPS), ("time", in_time), ("off", STEPS):
+        model, found = load_mdlm(f"{folder}/step-{step}.pt", SoftMask=ARMS[arm][0]), {}
+        soft = name != "off" and model.sm is not None
+        rows = sudoku.ids_of(sudoku.texts(sudoku.HELD_OUT, rng("sudoku", "val")), model.mask_id)
+        draws = [rng("puzzle", i) for i in range(PUZZLES)]
+        x = sudoku.puzzles(rows[:PUZZLES], 12, model.mask_id, draws)                 # (n, 39)
+        for way, how in WAYS.items():
+            ids, calls = generate_in_order(model, PUZZLES, top_p=1e-12, generator=rng("fill"), x=x,
+                                           soft=soft, **how)
+            cells = sudoku.cells_of(ids, model.mask_id)
+            found[way] = 100 * mean(not mistake for mistake in map(sudoku.mistake, cells))
+        nats, _ = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)
+        line[name] = found | {"calls": calls.double().mean().item(), "bound": nats / len(rows)}
     launch.append_jsonl(PATH, line)
 
 
@@ -149,41 +134,38 @@ def p_value(x):
 
 
 def table(runs):
-    """Markdown of {(arm, seed): line}. In brackets: the difference from sm, and its corrected p."""
-    columns = {"2 per call": ("updates", "2"), "2, equal time": ("time", "2"),
-               "2, feedback off": ("off", "2")}
-    columns |= {what: ("updates", what) for what in (*WAYS, "calls", "bound") if what != "2"}
-    rows = {arm: {"arm": arm} for arm in ARMS if arm in {arm for arm, _ in runs}}
-    for i, (title, (name, what)) in enumerate(columns.items()):
-        found = {arm: {seed: line[name][what] for (a, seed), line in runs.items() if a == arm}
-                 for arm in rows}
-        for arm, values in found.items():
-            rows[arm][title] = f"{mean(values.values()):.1f}"
-            if len(values) > 1:
-                rows[arm][title] += f" ± {stdev(values.values()):.1f}"
-        gaps = {arm: [found[arm][seed] - value for seed, value in found.get("sm", {}).items()]
-                for arm in rows if i < 2 and found[arm].keys() == found.get("sm", {}).keys()}
-        p, worst = {arm: p_value(x) for arm, x in gaps.items() if arm != "sm" and len(x) == 6}, 0.0
-        for rank, arm in enumerate(sorted(p, key=p.get)):  # Holm's correction
-            worst = max(worst, min(1.0, (7 - rank) * p[arm]))
+    """Markdown of {arm: {seed: line}}. In brackets: the difference from sm, and its corrected p."""
+    found, rows = {}, {}
+    for arm in filter(runs.get, ARMS):
+        found[arm] = {title: [line[name][what] for _, line in sorted(runs[arm].items())]
+                      for title, (name, what) in COLUMNS.items()}
+        [rows[arm]] = with_gain({"arm": arm}, found[arm], {}, dict.fromkeys(COLUMNS, ".1f"))
+    whole = [arm for arm in rows if runs[arm].keys() == runs["sm"].keys() and len(runs[arm]) == 6]
+    for title in "2", "2, equal time":
+        gaps = {arm: [a - b for a, b in zip(found[arm][title], found["sm"][title])]
+                for arm in whole if arm != "sm"}
+        worst = 0.0
+        for rank, (p, arm) in enumerate(sorted((p_value(x), arm) for arm, x in gaps.items())):
+            worst = max(worst, min(1.0, (7 - rank) * p))  # Holm's correction
             rows[arm][title] += f" ({mean(gaps[arm]):+.1f}, p = {worst:.2g})"
-    return markdown(rows.values(), ["arm", *columns])
+    return markdown(rows.values(), ["arm", *COLUMNS])
 
 
 def main(cfg):
     torch.set_num_threads(1)
     lines = launch.read_jsonl(PATH)
     cpu = next((line["cpu"] for line in lines if "cpu" in line), None)
-    runs = {(line["arm"], line["seed"]): line for line in lines if "arm" in line}
+    runs = {arm: {line["seed"]: line for line in lines if line.get("arm") == arm} for arm in ARMS}
     if cfg.what == "time":
         return time_arms()
     if cfg.what == "table":
         return print(table(runs))
     if not cpu:
         raise launch.Refused(f"{PATH} has no CPU times: first run `python lab/arena.py time`")
-    for seed, arm in itertools.product(cfg.seeds.split(","), cfg.arms.split(",")):
-        if (arm, int(seed)) not in runs:
-            run(arm, int(seed), cpu)
+    for seed in map(int, cfg.seeds.split(",")):
+        for arm in cfg.arms.split(","):
+            if seed not in runs[arm]:
+                run(arm, seed, cpu)
 
 
 if __name__ == "__main__":

@@ -106,17 +106,13 @@ def host_syncs(fn):
 
 
 def interleaved(cases, repeats, device, tokens):
-    """{name: {column: median}} of functions that take turns. The first turn does not count.
-
-    turns: the seconds of every turn that counts.
-    """
+    """{name: {column: median}, "turns": [seconds]} of functions that take turns, after one turn"""
     turns = [{name: timed(fn, device) for name, fn in cases.items()}
              for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
     first, found = next(iter(cases)), {}
     for name in cases:
         columns = {key: [turn[name][key] for turn in turns[1:]] for key in turns[0][name]}
         for ratio, key in ("ratio", "seconds"), ("cpu ratio", "cpu"):
-            # Within a turn, so that what slows the whole turn cancels out.
             columns[ratio] = [turn[name][key] / turn[first][key] for turn in turns[1:]]
         found[name] = {key: statistics.median(values) for key, values in columns.items()}
         found[name]["tokens/s"] = tokens / found[name]["seconds"]
@@ -142,8 +138,8 @@ def build(cfg, device):
     return model.to(device)
 
 
-def training(cfg, device, dtype):
-    """(a function that makes one update of train.py on random tokens, its model)"""
+def train_rows(cfg, device, dtype):
+    """An update of train.py on random tokens. hours: the paper's 1M at this FLOP/s.     App. B.1"""
     model = build(cfg, device)
     ema = copy.deepcopy(model.net).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
@@ -166,12 +162,6 @@ def training(cfg, device, dtype):
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         update_ema(ema, model.net, 1, 0.9999)
-    return step, model
-
-
-def train_rows(cfg, device, dtype):
-    """An update, binary and with SM. hours: the paper's 1M updates at this FLOP/s.     App. B.1"""
-    step, model = training(cfg, device, dtype)
     cases = {"binary": partial(step, False), "SM, p_sm = 1": partial(step, True)}
     tokens = cfg.batch * cfg.length
     rows = interleaved(cases, cfg.repeats, device, tokens)
@@ -288,8 +278,7 @@ def main(cfg):
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
 
     # A case's name begins with the part that it belongs to.
-    cases = [("train", train_rows),
-             ("sample", sample_rows, False),
+    cases = [("train", train_rows), ("sample", sample_rows, False),
              ("dream, finetuning", finetuning_rows), ("dream, decoding", decoding_rows, False)]
     if cfg.compile:
         cases += [("sample, CUDA graphs", sample_rows, True),

@@ -4,9 +4,8 @@
     python lab/eval_dream.py --model=DIR --adapter=DIR --task=gsm8k_cot --data=F --nfe=1/4,1/2,1/1
     python lab/eval_dream.py --model=DIR --data=F --blocks=16,32,48,96 --threshold=0.9
 
-The harness asks and scores. This file is the model that it asks. One command covers several NFE
-budgets and block lengths, and a killed run keeps its answers. The paper's tasks, their prompts and
-lengths are in tasks/. REPRODUCE.md downloads their problems.
+The harness asks and scores. This file is the model that it asks. A killed run keeps its answers.
+The paper's tasks, their prompts and lengths are in tasks/. REPRODUCE.md downloads their problems.
 """
 
 import itertools

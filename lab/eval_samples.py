@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Three measures of samples.                                                §4.1, App. B.1, C.2
 
-The entropy of their tokens (low if a sample repeats itself), how likely GPT-2 large finds them, and
-how close they are to held-out text (MAUVE):
+Entropy (low if a sample repeats itself), perplexity under GPT-2 large, closeness to text (MAUVE):
 
     python lab/eval_samples.py --samples=samples.jsonl --data=data/owt
     python lab/eval_samples.py --samples= --data=data/owt --rows=5000  # held-out: Data in Table 1
@@ -17,7 +16,6 @@ import importlib.metadata
 import math
 import os
 import re
-import statistics
 import sys
 from dataclasses import dataclass
 
@@ -49,10 +47,7 @@ class Config:
 
 
 def read_samples(path):
-    """(samples, settings): the lines of a file from sample.py, and what they were made with.
-
-    NAME.jsonl includes NAME.RANK.jsonl. Lines with the same seed and index count once.
-    """
+    """(samples, settings): the lines of all ranks, each seed and index once, and their settings"""
     shards = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
     lines = [line for file in (path, *shards) for line in sample.read_samples(file)]
     if not lines:
@@ -61,24 +56,23 @@ def read_samples(path):
     if any(line["settings"] != settings for line in lines):
         raise Refused(f"{path} mixes samples of different settings: evaluate them separately")
     samples = {(line["seed"], line["index"]): line for line in lines}
-    return [samples[key] for key in sorted(samples)], settings
+    return [line for _, line in sorted(samples.items())], settings
 
 
 def held_out_samples(cfg, L, n=None):
-    """(samples, settings), as from `read_samples`, but of held-out rows of cfg.data, shuffled
+    """(samples, settings), as from `read_samples`, but of shuffled held-out rows
 
-    n: the first n rows, which MAUVE compares samples with. None: rows to measure as if they were
-        samples ("Data" in Table 1), the last --rows, at most half, so that none is a reference.
+    The first n are references. Without n, the last --rows are the samples ("Data" in Table 1): at
+    most half of all, so that none is a reference.
     """
     tokens, _ = data.open_split(cfg.data, "val")
-    name = tokens.tokenizer["name"]
-    tok = data.tokenizer(name)
+    tok = data.tokenizer(tokens.tokenizer["name"])
     shuffled = torch.randperm(data.n_rows(tokens, L), generator=data.rng("reference", cfg.seed))
     half = len(shuffled) // 2
     index = shuffled[:n] if n else shuffled[-min(cfg.rows or half, half):]
     samples = [{"ids": row, "text": tok.decode(row), "nfe": 0, "seed": cfg.seed}
                for row in data.rows(tokens, index, L).tolist()]
-    return samples, {"sampler": "data", "checkpoint": cfg.data, "tokenizer": name}
+    return samples, {"sampler": "data", "checkpoint": cfg.data, "tokenizer": tok.name}
 
 
 def entropy(ids):
@@ -110,8 +104,7 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
         x = torch.nn.utils.rnn.pad_sequence(ids, batch_first=True).to(device)        # (b, T)
         real = (torch.arange(x.shape[1]) < lengths[:, None]).to(device)              # (b, T)
         out = lm(input_ids=x, attention_mask=real.long(), output_hidden_states=True)
-        # Keep V last. With (b, V, T−1), torch's log-softmax on the CPU would be ten times less
-        # exact (an error of 1e-4 nats per token).
+        # With (b, V, T−1), torch's log-softmax would have errors of 1e-4 nats on the CPU.
         logits = out.logits[:, :-1].flatten(0, 1)                                    # (b·(T−1), V)
         nll = F.cross_entropy(logits, x[:, 1:].flatten(), reduction="none")          # (b·(T−1),)
         eos = x == tok.eos_token_id                                                  # (b, T)
@@ -128,12 +121,11 @@ def gen_ppl(nats, tokens):
     return math.exp(mean), math.exp(mean) * se
 
 
-def mauve(features, references, scale, seed, **scorer):
-    """MAUVE of samples against texts.   features: (n, D), from `score`.           §4.1, App. B.1"""
+def mauve(features, references, scale, seed):
+    """MAUVE of samples against texts, from features (n, D) and (m, D) of `score`  §4.1, App. B.1"""
     # It depends on the seed and both counts. The authors compare 5,000 with 5,000 [code].
     from mauve import compute_mauve
-    theirs = score(references, **scorer)[2]                                          # (m, D)
-    return float(compute_mauve(p_features=features, q_features=theirs, seed=seed,
+    return float(compute_mauve(p_features=features, q_features=references, seed=seed,
                                mauve_scaling_factor=scale).mauve)
 
 
@@ -143,36 +135,33 @@ def main(cfg):
     The entropy comes first: if it is low, generative perplexity flatters the samples (App. C.2).
     Results are written as they come in, so a missing package costs only the measures that need it.
     """
-    if cfg.samples:
-        samples, settings = read_samples(cfg.samples)
-        source = cfg.samples.removesuffix(".jsonl")
-    else:
-        samples, settings = held_out_samples(cfg, cfg.length)
-        source = os.path.join(cfg.data, "val")
-    texts, L = [sample["text"] for sample in samples], len(samples[0]["ids"])
+    samples, settings = (read_samples(cfg.samples) if cfg.samples else
+                         held_out_samples(cfg, cfg.length))
+    source = cfg.samples.removesuffix(".jsonl") or os.path.join(cfg.data, "val")
+    L = len(samples[0]["ids"])
     settings |= {"L": L, "n": len(samples), "seeds": sorted({s["seed"] for s in samples})}
     path = result_path(cfg, source, "samples", settings)
     for package in "transformers", "mauve-text":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             settings[package] = importlib.metadata.version(package)
-    write = functools.partial(write_result, cfg, path, "samples", settings=settings)
     entropies = [entropy(sample["ids"]) for sample in samples]
-    values = {"entropy": statistics.mean(entropies), "entropy_min": min(entropies),
-              "nfe": statistics.mean(sample["nfe"] for sample in samples), "n": len(samples)}
-    write({"samples": values})
-    scorer = {"scorer": cfg.scorer, "batch_size": cfg.batch_size,
-              "device": machine(cfg.device).device}
-    nats, tokens, features = score(texts, **scorer)
+    values = {"entropy": np.mean(entropies), "entropy_min": min(entropies),
+              "nfe": np.mean([sample["nfe"] for sample in samples]), "n": len(samples)}
+    write = functools.partial(write_result, cfg, path, "samples", {"samples": values}, settings)
+    write()
+    scores = functools.partial(score, scorer=cfg.scorer, batch_size=cfg.batch_size,
+                               device=machine(cfg.device).device)
+    nats, tokens, features = scores([sample["text"] for sample in samples])
     values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(nats, tokens)
-    write({"samples": values})
+    write()
     if cfg.data:
         rows, theirs = held_out_samples(cfg, L, len(samples))
         launch.check_same(cfg.data, theirs, settings, ["tokenizer"],
                           ": give the data that the model was trained on")
-        references = [row["text"] for row in rows]
-        values["mauve"] = mauve(features, references, cfg.scale, cfg.seed, **scorer)
-        values |= {"references": len(references), "seed": cfg.seed, "scale": cfg.scale}
-        write({"samples": values})
+        references = scores([row["text"] for row in rows])[2]
+        values["mauve"] = mauve(features, references, cfg.scale, cfg.seed)
+        values |= {"references": len(rows), "seed": cfg.seed, "scale": cfg.scale}
+        write()
 
 
 if __name__ == "__main__":

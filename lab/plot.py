@@ -86,11 +86,8 @@ def read_cells(pattern):
 
 
 def with_gain(words, values, base, spec):
-    """The row of a table, with mean ± deviation over seeds, and the row of its gain over a base.
-
-    words: {heading: cell}.   values, base: {heading: [value]}.   spec: {heading: format}.
-    """
-    row, gain = dict(words), {}
+    """The row of a table, with mean ± deviation over seeds, and the row of its gain over a base"""
+    row, gain = dict(words), {}  # values, base: {heading: [value]}, spec: {heading: format}
     for heading, seeds in values.items():
         form = spec[heading]
         row[heading] = f"{mean(seeds):{form}}"
@@ -119,10 +116,9 @@ def table(pattern):
 
 
 def dream_results(folder):
-    """{row: {task: [result]}} of all results of eval_dream.py in a folder that have a score.
+    """{row: {task: [result]}} of all results of eval_dream.py in a folder that have a score
 
-    row: (block, budget or threshold, the same in words, model, whether SM, FT, feedback, all other
-    settings). Only results that agree in all of these are averaged. Few passes come first.
+    Only results that agree in all settings are averaged. Few passes come first.
     """
     rows, problems = {}, {}
     for result in map(read_json, files(f"{folder}/*.json")):

@@ -8,8 +8,7 @@
     note="Puzzle 2 of python examples/sudoku.py, two cells per call: the first that only one side"
     python lab/trajectory.py $puzzle --note="$note solves." --out=results/trajectory.html
 
-An .svg has a row for each network call (Fig. 7). For a puzzle of 36 cells, it has grids that fill.
-An .html is a page to step through, which needs no network.
+An .svg has a row for each network call (Fig. 7), or grids that fill. An .html steps through them.
 """
 
 import html

@@ -1,7 +1,7 @@
 """bench.py: every case runs, and its report is right. No test depends on a clock."""
 
-import json
 import os
+import re
 import subprocess
 import time
 from dataclasses import replace
@@ -14,6 +14,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import bench
 from bench import PRESETS, Config, interleaved, main
 from conftest import ROOT, configure, dying, refused
+from launch import read_json
 
 CPU = torch.device("cpu")
 QUICK = PRESETS["quick"] | dict(device="cpu")
@@ -52,15 +53,14 @@ def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch
     cfg = Config(**QUICK, json=str(out))
     with dying(bench, "decoding_rows", 1):
         main(cfg)
-    before = json.loads(out.read_text())
+    before = read_json(out)
     assert [*before][2:] == ["train", "sample", "dream, finetuning"]
     monkeypatch.setattr(bench, "train_rows", None)  # not called again
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(time, "perf_counter", iter(range(0, 99, 10)).__next__)
         assert main(replace(cfg, seconds=9)) == before  # too late for what is left
-    main(cfg)
-    found = json.loads(out.read_text())
-    assert before.items() <= found.items()
+    assert before.items() <= main(cfg).items()
+    found = read_json(out)
     binary, soft, expected = found["train"].values()
     assert expected["seconds"] == pytest.approx(0.2 * binary["seconds"] + 0.8 * soft["seconds"])
     for row in found["sample"].values():  # eight steps at most, and one that fills
@@ -77,15 +77,11 @@ def test_gpu_sh_gives_flags_that_exist(tmp_path):
     stand_in, kept = tmp_path / "python", tmp_path / "commands"
     stand_in.write_text(f"#!/bin/sh\n[ \"$1\" != - ] || echo 9\nprintf '%s\\n' \"$*\" >> {kept}\n")
     stand_in.chmod(0o755)
-    for size in "toy", "gpu":
-        env = {"PYTHON": stand_in, "WORK": tmp_path / "work", "OUT": tmp_path / size,
-               "SIZE": size, "TEXT": tmp_path}
-        for blocks in [], ["first"]:
-            subprocess.run(["bash", f"{ROOT}/lab/gpu.sh", *blocks], capture_output=True,
-                           env=os.environ | env)
-    commands = map(str.split, kept.read_text().splitlines())
-    scripts = [words for words in commands if words[0].endswith(".py")]
-    for script, *words in scripts:
-        name = os.path.basename(script).removesuffix(".py")
-        configure({"ddp": "train"}.get(name, name), words)
+    env = os.environ | {"PYTHON": stand_in, "WORK": tmp_path / "work", "TEXT": tmp_path}
+    for size, *blocks in ["toy"], ["toy", "first"], ["gpu"], ["gpu", "first"]:
+        subprocess.run(["bash", f"{ROOT}/lab/gpu.sh", *blocks], capture_output=True,
+                       env=env | {"OUT": tmp_path / size, "SIZE": size})
+    scripts = re.findall(r"^(?:\S*/)?(\w+)\.py (.*)", kept.read_text(), re.M)
+    for name, words in scripts:
+        configure({"ddp": "train"}.get(name, name), words.split())
     assert len(scripts) == 62

@@ -96,21 +96,15 @@ def test_prompts_stop_strings_and_lengths(config, tiny):
 
 
 def test_extracted_code_equals_the_recorded_and_follows_names():
+    """Unlike EvalPlus, with decorated functions and the last of two definitions."""
     for case in RECORDED["sanitize_cases"]:
         code = case["response"].split("```python\n", 1)[-1].split("```")[0]
         found = B.sanitize(case["prompt"] + "\n" + code, case["entry_point"])
         assert found == case["prediction"], case
-    kept = ["import os", "A = 1", "class C:\n    pass", "def f():\n    return g() + A",
-            "def g():\n    return C"]
-    others = ["B = 2", "def h():\n    return B", "for"]
+    kept = ["import os", "SEEN: set = set()", "A = 1", "class C:\n    pass",
+            "@staticmethod\ndef f():\n    return g() + A", "async def g():\n    return C(SEEN)"]
+    others = ["LEFT: int = 1", "B = 2", "def h():\n    return B", "for"]
     assert B.sanitize("\n".join(kept + others), "f") == "\n".join(kept)
-
-
-def test_extraction_keeps_annotated_globals_and_coroutines():
-    """And, unlike EvalPlus, decorated functions and the last of two definitions."""
-    kept = ["import asyncio", "SEEN: set = set()", "async def g():\n    return SEEN",
-            "@staticmethod\ndef f():\n    return asyncio.run(g())"]
-    assert B.sanitize("\n".join([*kept, "LEFT: int = 1"]), "f") == "\n".join(kept)
     assert B.sanitize("def f():\n    return 1\ndef f():\n    return 2", "f")[-1] == "2"
 
 
@@ -159,14 +153,12 @@ def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
 
 
 def test_verdicts_equal_those_recorded_from_the_scorer_before(config):
-    """References, empty answers and spoilt ones, scored by a scorer without the harness."""
+    """References, empty answers and spoilt ones, scored by a scorer without the harness. Plus tests
+    run only in tasks with plus. A test may call what stands in the prompt."""
     for task, cases in VERDICTS.items():
         right = judge(config, task, [(case["row"], case["answer"]) for case in cases])
         assert right == [case["right"] for case in cases], task
         assert 0 < sum(right) < len(right)
-
-
-def test_plus_tests_run_and_a_test_may_call_what_stands_in_the_prompt(config):
     by_heart = "def twice(x):\n    return {1: 2, 0: 0, -1: -2}[x]\n"  # right in the base tests
     assert judge(config, "mbpp_instruct", [(PLUS, by_heart)]) == [True]
     assert judge(config, "mbpp_plus_instruct", [(PLUS, by_heart)]) == [False]
@@ -174,7 +166,7 @@ def test_plus_tests_run_and_a_test_may_call_what_stands_in_the_prompt(config):
 
 
 def test_a_model_at_several_nfe_budgets_and_blocks(config):
-    cfg = config("gsm8k_cot", gen_len=8, nfe="1/4,1/1", temperature=0.0)
+    cfg = config("gsm8k_cot", [WORDS] * 2, limit=1, gen_len=8, nfe="1/4,1/1", temperature=0.0)
     results = E.evaluate(replace(cfg, out=cfg.out + "-nfe"))
     assert [(r["budget"], r["nfe"], r["tokens"], r["settings"]["steps"]) for r in results] == [
         ("1/4", 2, 8, 2), ("1/1", 8, 8, 8)]
@@ -191,23 +183,18 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config):
     assert (cell.gen_len, cell.steps) == (512, 256)
 
 
-def test_the_prompt_is_cut_to_its_last_tokens(config, monkeypatch):
-    monkeypatch.setattr(E, "PROMPT_TOKENS", 60)
-    answers = spy(monkeypatch, E, "answer")
-    E.evaluate(config("gsm8k_cot", [WORDS | {"question": "how " * 2000}] * 2, limit=1))
-    [(_, tok, _, ids, *_)] = answers
-    assert len(ids) == 60 and tok.decode(ids).endswith("how \nA:" + CHAT.split("{}")[1])
-
-
-def test_the_name_of_the_mask_in_a_prompt_is_text(config, tiny):
+def test_a_prompt_is_cut_to_its_last_tokens_and_the_name_of_the_mask_is_text(
+        config, tiny, monkeypatch):
+    monkeypatch.setattr(E, "PROMPT_TOKENS", 200)
     tok = Tokenizer(tiny[0])
-    lm = E.DreamInHarness(None, tok, None, config("math500"))
     [mask] = [i for name, i in tok.special.items() if "mask" in name]
-    lm.model = types.SimpleNamespace(cfg=types.SimpleNamespace(mask_token_id=mask))
-    prompt = f"{CHAT.format('a', 'b')}{tok.decode([mask])}c<|im_end|>"
-    ids = lm.encode(prompt)
-    assert mask in tok.encode(prompt, special=True) and mask not in ids
-    assert tok.decode(ids) == prompt and ids[-1] == tok.special["<|im_end|>"]
+    prompt = CHAT.format("how " * 99, f"{tok.decode([mask])}c<|im_end|>")
+    answers = spy(monkeypatch, E, "answer")
+    E.evaluate(config("gsm8k_cot", [WORDS | {"question": prompt}]))
+    [(_, _, _, ids, *_)] = answers
+    assert mask in tok.encode(prompt, special=True) and mask not in ids and len(ids) == 200
+    assert tok.decode(ids).endswith(f"how {prompt.split('how ')[-1]}\nA:{CHAT.split('{}')[1]}")
+    assert tok.special["<|im_end|>"] in ids
 
 
 def test_a_number_that_does_not_exist_is_null(config, monkeypatch):
