@@ -200,7 +200,7 @@ def documents(paths, field="text"):
         n, unit = 0, units.get(path.suffix.lower(), "text")
         try:
             for n, text in enumerate(records(path, field, unit), 1):
-                text = Text("".join([text]))  # fails for what is not text
+                text = Text(text)
                 text.name = f"{path}, {unit} {n}"
                 yield text
         except UnicodeError:
@@ -211,16 +211,16 @@ def documents(paths, field="text"):
 
 
 def records(path, field, unit):
-    """Yields the text of each record. `documents` checks it, and makes all errors Refused."""
+    """Yields the text of each record in a file. `documents` makes its errors Refused."""
     if unit == "row":
         from pyarrow.parquet import ParquetFile
         for batch in ParquetFile(path).iter_batches(1000, columns=[field]):
-            yield from batch.column(field).to_pylist()
+            yield from ("".join([text]) for text in batch.column(field).to_pylist())
         return
     # utf-8-sig skips a byte-order mark. With newline="", line ends stay the bytes that they are.
     with open(path, encoding="utf-8-sig", newline="") as f:
-        if unit == "line":
-            yield from (json.loads(line)[field] if line.strip() else "" for line in f)
+        if unit == "line":  # "".join fails for what is not text
+            yield from ("".join([json.loads(line)[field]]) if line.strip() else "" for line in f)
             return
         text = f.read()
         if "\0" in text:
@@ -236,7 +236,7 @@ NO_TEXT = {
 
 
 def no_text(path):
-    """What the first bytes of a file say that it is, if neither a text nor a parquet file."""
+    """What a file is, by its first bytes. None for a text or a parquet file."""
     with open(path, "rb") as f:
         head = f.read(4096)
     return next((what for magic, what in NO_TEXT.items() if re.match(magic, head)), None)
@@ -263,7 +263,7 @@ def stdlib_files():
     """Python's library without its tests, ordered by a hash, so that a mix is held out [ours]."""
     root = Path(os.__file__).parent
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-    names = {path.relative_to(root) for path in root.rglob("*.py")}
+    names = [path.relative_to(root) for path in root.rglob("*.py")]
     hashed = lambda name: hashlib.sha256(name.as_posix().encode()).digest()
     return [root / name for name in sorted(names, key=hashed) if not left_out & {*name.parts}]
 
