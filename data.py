@@ -15,14 +15,12 @@ A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS a
 too [code]. Perplexities on rows of another form are not comparable with published ones.
 """
 
-import array
 import functools
 import hashlib
 import itertools
 import json
 import os
 import re
-import sysconfig
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -74,10 +72,7 @@ def n_rows(tokens, L):
 
 
 def rows(tokens, index, L):
-    """Rows (n, L) int64: BOS, L − 2 tokens, EOS.                                   App. B.1, [code]
-
-    tokens: Tokens.   index: (n,) row numbers, below n_rows(tokens, L).   L: with BOS and EOS.
-    """
+    """Rows (n, L) int64: BOS, L − 2 tokens, EOS.   index: (n,) numbers.         App. B.1, [code]"""
     x = torch.empty(len(index), L, dtype=torch.int64)                    # (n, L)
     x[:, 0] = tokens.tokenizer["bos"]
     x[:, -1] = tokens.tokenizer["eos"]
@@ -125,9 +120,8 @@ def tokenizer(name="gpt2"):
         return tiktoken.Encoding(
             "bytes", pat_str=r"(?s).{1,64}", mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|bos|>": 256, "<|eos|>": 257})
-    folder = os.environ.get("GPT2_DIR")
     try:
-        if not folder:
+        if not (folder := os.environ.get("GPT2_DIR")):
             return tiktoken.get_encoding(name)  # from tiktoken's cache, or a download
         ranks = data_gym_to_mergeable_bpe_ranks(
             os.path.join(folder, "vocab.bpe"), os.path.join(folder, "encoder.json"),
@@ -135,8 +129,7 @@ def tokenizer(name="gpt2"):
             "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")
     except (OSError, ValueError) as e:  # ValueError: not the files of these hashes
         raise Refused(f"there is no vocabulary of GPT-2 ({in_short(e):.70}): set GPT2_DIR to a "
-                      f"folder with vocab.bpe and encoder.json, or TIKTOKEN_CACHE_DIR to a copy of "
-                      f"tiktoken's cache, or use --tokenizer=bytes")
+                      f"folder with vocab.bpe and encoder.json, or use --tokenizer=bytes")
     return tiktoken.Encoding("gpt2", pat_str=WORDS, mergeable_ranks=ranks,
                              special_tokens={"<|endoftext|>": 50256})
 
@@ -150,17 +143,12 @@ def describe(tok):
 
 # ---- corpora -------------------------------------------------------------------------------------
 def prepare(docs, out, tok, val_docs=None, source=""):
-    """Write train.bin, val.bin and meta.json into the folder `out`: all of them or none.
-
-    docs: a stream of texts.   source: where they come from.   val_docs: see Config.
-    Returns the content of meta.json. Raises Refused if there is a corpus in `out`.
-    """
+    """Write a corpus of the texts `docs`: all its files or none. Returns what meta.json holds."""
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
         if os.path.exists(f"{out}/meta.json"):
-            before = read_json(f"{out}/meta.json")["source"]
-            raise Refused(f"{out} holds the text of {before}: give another --out, or `rm -r {out}`")
-        sizes, spelled = array.array("q"), Counter()  # tokens of each document; see `encode`
+            raise Refused(f"{out} holds a corpus already: give another --out, or `rm -r {out}`")
+        sizes, spelled = [], Counter()  # tokens of each document; see `encode`
         with open(train, "wb") as f:
             for ids, ends in encode(docs, tok):
                 f.write(ids.tobytes())
@@ -170,16 +158,15 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         held_out = sum(sizes[-val_docs:]) if val_docs else min(n // 10, max(n // 100, 65_536))
         if not held_out:
             raise Refused(f"{n:,} tokens are too few to hold out a tenth: give more text")
-        n -= held_out
-        ids = np.memmap(train, np.uint16, "r")
+        train_ids, val_ids = np.split(np.memmap(train, np.uint16, "r"), [-held_out])
         meta = {"tokenizer": special, "source": source, "documents": len(sizes)}
-        for split, part in ("train", ids[:n]), ("val", ids[n:]):
-            meta[split] = {"tokens": len(part), "sha256": hashlib.sha256(part).hexdigest()}
+        for split, ids in ("train", train_ids), ("val", val_ids):
+            meta[split] = {"tokens": len(ids), "sha256": hashlib.sha256(ids).hexdigest()}
         widths = [len(tok.decode_single_token_bytes(i)) for i in range(special["bos"])]
         widths = np.array([*widths, 0, 0], np.uint8)  # BOS and EOS, the last ids, are no text
-        meta["val"]["bytes"] = int(widths[ids[n:]].sum())
-        ids[n:].tofile(val)
-        os.truncate(train, 2 * n)
+        meta["val"]["bytes"] = int(widths[val_ids].sum())
+        val_ids.tofile(val)
+        os.truncate(train, train_ids.nbytes)
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
     for end, count in spelled.items():
         print(f"{end} is spelled out in {count:,} of {len(sizes):,} documents. It is ordinary text "
@@ -188,20 +175,15 @@ def prepare(docs, out, tok, val_docs=None, source=""):
 
 
 def encode(docs, tok):
-    """Yields uint16 ids for each text, and the end tokens that it spells out.
-
-    The last id is EOS [code]. Empty texts are dropped: a lone EOS would be their only trace [ours].
-    """
-    docs, eos = filter(None, docs), describe(tok)["eos"]
+    """Yields the uint16 ids of each text, EOS last [code], and the end tokens it spells out."""
+    docs, eos = filter(None, docs), describe(tok)["eos"]  # no lone EOS for an empty text [ours]
     ends = {"<|endoftext|>", *tok.special_tokens_set}
     while texts := list(itertools.islice(docs, 100)):  # few at a time: lists of ids take memory
-        for text in texts if tok.name == "gpt2" else ():
-            # A million blanks in a row end the process: tiktoken panics.
-            if len(text) > 900_000 and len(max(re.findall(r"\s{999,}|$", text), key=len)) > 900_000:
+        for text in texts if tok.name == "gpt2" else ():  # tiktoken panics at a million blanks
+            if len(text) > 900_000 and re.search(r"(?<!\s)\s{900000}", text):
                 name = getattr(text, "name", repr(text[:40]))
-                raise Refused(f"{name} has over 900,000 blanks in a row: shorten them")
-        batch = tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())
-        for ids, text in zip(batch, texts):
+                raise Refused(f"{name} has 900,000 blanks in a row: shorten them")
+        for text, ids in zip(texts, tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())):
             yield np.array([*ids, eos], np.uint16), [end for end in ends if end in text]
 
 
@@ -209,15 +191,13 @@ class Text(str):
     """A text that has a `name`, its file and record."""
 
 
-RECORDS = {".jsonl": "line", ".ndjson": "line", ".json": "line", ".parquet": "row"}
-
-
 def documents(paths, field="text"):
     """Yields the texts of all files. Raises Refused for a broken file or a record without text."""
+    units = {".jsonl": "line", ".ndjson": "line", ".json": "line", ".parquet": "row"}
     for path in paths:
         if path.is_file() and (what := no_text(path)):  # a pipe has its first bytes only once
             raise Refused(f"{path} is {what}: data.py reads UTF-8 text, .jsonl and .parquet")
-        n, unit = 0, RECORDS.get(path.suffix.lower(), "text")
+        n, unit = 0, units.get(path.suffix.lower(), "text")
         try:
             for n, text in enumerate(records(path, field, unit), 1):
                 text = Text(text)
@@ -248,7 +228,6 @@ def records(path, field, unit):
         yield text
 
 
-# None of these is a text, whatever its name. The first bytes of a file say so.
 NO_TEXT = {
     rb"\x1f\x8b": "gzip", rb"BZh\d1AY": "bzip2", rb"\xfd7zXZ": "xz", rb"\(\xb5/\xfd": "zstd",
     rb"\x04\x22M\x18": "LZ4", rb"PK\x03\x04": "zip", rb"7z\xbc\xaf": "7-Zip", rb"Rar!": "RAR",
@@ -257,7 +236,7 @@ NO_TEXT = {
 
 
 def no_text(path):
-    """What a file is, if it is neither a text nor a parquet file, else None."""
+    """What a file is, by its first bytes. None for a text or a parquet file."""
     with open(path, "rb") as f:
         head = f.read(4096)
     return next((what for magic, what in NO_TEXT.items() if re.match(magic, head)), None)
@@ -282,19 +261,17 @@ def find_files(sources):
 
 def stdlib_files():
     """Python's library without its tests, ordered by a hash, so that a mix is held out [ours]."""
-    root = Path(sysconfig.get_path("stdlib"))
+    root = Path(os.__file__).parent
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     names = [path.relative_to(root) for path in root.rglob("*.py")]
-    names = [name for name in names if not left_out & {*name.parts}]
     hashed = lambda name: hashlib.sha256(name.as_posix().encode()).digest()
-    return [root / name for name in sorted(names, key=hashed)]
+    return [root / name for name in sorted(names, key=hashed) if not left_out & {*name.parts}]
 
 
 # ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    # stdlib, openwebtext, or PATH PATH …
-    source: list = field(default_factory=lambda: ["yours.jsonl"])
+    source: list = field(default_factory=lambda: ["yours.jsonl"])  # stdlib, openwebtext, PATH …
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: Literal["gpt2", "bytes"] = "gpt2"
     field: str = "text"          # what holds the text in a JSON line or a parquet file
@@ -309,24 +286,17 @@ PRESETS = {
 }
 
 
-def openwebtext():
-    import datasets  # resumes a broken download
-    for record in datasets.load_dataset("Skylion007/openwebtext", split="train"):
-        yield record["text"]
-
-
 def main(cfg):
     out = cfg.out or f"data/{Path(cfg.source[0]).resolve().stem}"
     if cfg.source == ["openwebtext"]:
-        docs = openwebtext()
+        from datasets import load_dataset  # resumes a broken download
+        docs = (doc["text"] for doc in load_dataset("Skylion007/openwebtext", split="train"))
     else:
         paths = stdlib_files() if cfg.source == ["stdlib"] else find_files(cfg.source)
         docs = documents(paths, cfg.field)
     docs = progress(docs, desc="tokenizing", unit=" documents")
     meta = prepare(docs, out, tokenizer(cfg.tokenizer), cfg.val_docs, " ".join(cfg.source))
-    print(f"{out}: {meta['documents']:,} documents")
-    for split in "train", "val":
-        print("{}/{}.bin: {tokens:,} tokens, sha256 {sha256}".format(out, split, **meta[split]))
+    print(f"{out}/meta.json: {json.dumps(meta, indent=2)}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,6 @@ import torch
 import checkpoint
 import data
 import launch
-from checkpoint import load_mdlm
 from launch import Count, Refused, Size, machine, progress, read_json, run, write_text
 from mdlm import ALPHA_FLOOR, corrupt, sample_times
 
@@ -50,23 +49,19 @@ def mean_and_se(total, count):
     """Σ total / Σ count, both (n,), and its standard error over n sequences: NaN if n is 1."""
     total, count = np.asarray(total, np.float64), np.asarray(count, np.float64)
     n, mean = len(total), total.sum() / count.sum()
-    if n == 1:
-        return mean, math.nan
     squares = ((total - mean * count) ** 2).sum()
-    return mean, math.sqrt(n / (n - 1) * squares) / count.sum()
+    return mean, math.sqrt(n / (n - 1) * squares) / count.sum() if n > 1 else math.nan
 
 
 # ---- held-out text -------------------------------------------------------------------------------
 def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
     """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` times each.
 
-    The arguments are those of `bound`. Masks are keyed by row and repeat, so they depend on neither
-    batch_size nor world. Each row gets one time from each of `repeats` equal slices of [floor, 1].
-    One permutation, the same in every repeat, deals the n times of a slice to the rows.
+    Arguments: see `bound`. Masks are keyed by row and repeat, not by batch or rank. Each row gets
+    one time from each of `repeats` equal slices of [floor, 1], dealt by the same permutation.
     """
     n = len(rows)
-    rng = data.rng("times", seed)
-    times = sample_times(n * repeats, rng, b_l=max(floor, 1e-6))                     # (repeats·n,)
+    times = sample_times(n * repeats, data.rng("times", seed), b_l=max(floor, 1e-6))
     deal = torch.randperm(n, generator=data.rng("deal", seed))
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]
@@ -82,31 +77,27 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
 def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
     """Eq. 2 of each row, with fixed times and masks                               Eq. 2, App. C.1
 
-    model: MDLM, in eval mode during the call.   rows: (n, L) ids, on the CPU.
-    soft: with feedback, in two passes.   repeats: draws of t and x_t per row.
-    rank, world: this process takes every world-th batch, m of the n rows.
-    floor: smallest t and α, see Config.
+    rows: (n, L) ids, on the CPU.   soft: with feedback.   repeats: draws of t and x_t per row.
+    rank, world: this process takes every world-th batch, m of the n rows.   floor: see Config.
     Returns (3, m) float64, means over the repeats: the bound in nats, the cross-entropy in nats
     without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
     """
     device, was_training = next(model.parameters()).device, model.training
-    batches, losses = [], [torch.zeros(0, device=device)]  # a rank may have no batch
+    drawn, losses = [torch.zeros(3, 0)], [torch.zeros(0, device=device)]  # a rank may have none
     model.eval()
     for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, repeats, batch_size, rank,
                                       world, floor):
         masked = xt == model.cfg.mask_id                                             # (b, L)
-        batches.append((index, t, masked.sum(1)))
+        drawn.append(torch.stack((index, t.double(), masked.sum(1))))                # (3, b)
         inputs = x0, xt, t, *masked.nonzero(as_tuple=True)
         x0, xt, t, *masks = (launch.to_device(x, device) for x in inputs)
         losses.append(model(x0, xt, t, soft, tuple(masks)))                          # (b,)
     model.train(was_training)
-    losses = torch.cat(losses).cpu().double()  # the only host sync
-    total = torch.zeros(3, len(rows), dtype=torch.float64)                           # (3, n)
-    mine = torch.zeros(len(rows), dtype=torch.bool)                                  # (n,)
-    for (index, t, masked), loss in zip(batches, losses.split([len(t) for _, t, _ in batches])):
-        total[:, index] += torch.stack((loss, loss * t, masked)) / repeats
-        mine[index] = True
-    return total[:, mine]                                                            # (3, m)
+    loss = torch.cat(losses).cpu().double()  # the only host sync
+    index, t, masked = torch.cat(drawn, dim=1)                                       # (m·repeats,)
+    index, values = index.long(), torch.stack((loss, loss * t, masked)) / repeats
+    total = torch.zeros(3, len(rows), dtype=torch.float64).index_add(1, index, values)
+    return total[:, index.unique()]                                                  # (3, m)
 
 
 def val_nats(model, rows, soft, seed=0, **options):
@@ -163,7 +154,7 @@ def write_result(cfg, path, metric, values, settings):
 def main(cfg):
     """A checkpoint on held-out text, with feedback and without."""
     here = machine(cfg.device, cfg.dtype)
-    model = load_mdlm(cfg.checkpoint, cfg.ema).to(here.device)
+    model = checkpoint.load_mdlm(cfg.checkpoint, cfg.ema).to(here.device)
     L = model.cfg.length
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
     settings = {"step": model.info["step"], "L": L, "tokenizer": model.info["tokenizer"]["name"],

@@ -3,15 +3,12 @@
 import bz2
 import gzip
 import hashlib
-import itertools
 import json
 import lzma
 import os
-import shutil
 import sys
 import tarfile
 import types
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,8 +16,8 @@ import tiktoken
 import torch
 
 import data
-from conftest import GOLDEN, configure, dying, refused
-from data import Config, main, open_split, prepare
+from conftest import GOLDEN, configure, dying, refused, start
+from data import open_split, prepare
 from launch import Refused, read_json
 
 BYTES = data.tokenizer("bytes")
@@ -30,24 +27,18 @@ WORDS = tiktoken.Encoding("gpt2", pat_str=data.WORDS, mergeable_ranks=RANKS,
 TEXTS = ["It was a dark night\r\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\r\n"]
 
 
-def prepared(folder, texts=TEXTS, val_docs=2):
-    prepare(texts, folder, BYTES, val_docs)
-    return folder
-
-
 def jsonl(texts, field="text"):
     return b"".join(json.dumps({"id": "x", field: text}).encode() + b"\n" for text in texts)
 
 
 def ids_of(texts):
-    """The ids of the texts in the files: bytes, with EOS after each text that is not empty."""
-    return list(itertools.chain(*(list(text.encode()) + [257] for text in texts if text)))
+    return [i for text in texts if text for i in (*text.encode(), 257)]  # 257: EOS
 
 
 def test_rows_are_the_recorded_blocks():
     """BOS + L − 2 tokens + EOS. The authors' code cut the same ids into the same blocks."""
     golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["packing"]
-    ids = np.array(list(itertools.chain(*golden["docs"])), np.uint16)
+    ids = np.concatenate(golden["docs"]).astype(np.uint16)
     tokens = data.Tokens(ids, {"bos": golden["bos"], "eos": golden["eos"]}, "val.bin")
     L, blocks = golden["block_size"], golden["blocks"]
     assert data.n_rows(tokens, L) == len(blocks)
@@ -79,29 +70,22 @@ def test_another_vocabulary_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
     refused("no vocabulary of GPT-2 .*Hash mismatch", data.tokenizer)
 
 
-def test_eos_after_every_document_and_the_last_ones_held_out(tmp_path):
-    prepared(tmp_path)
-    for split, texts in ("train", TEXTS[:3]), ("val", TEXTS[3:]):
-        tokens, meta = open_split(tmp_path, split)
-        assert tokens.ids.tolist() == ids_of(texts)
-        assert meta[split]["sha256"] == hashlib.sha256(tokens.ids.tobytes()).hexdigest()
-        assert meta["tokenizer"] == tokens.tokenizer == data.describe(BYTES)
-    assert meta["documents"] == 4
-    assert meta["val"]["bytes"] == sum(len(text.encode()) for text in TEXTS[3:])
-
-
 @pytest.mark.parametrize("sizes, val_docs, n", [
     ([1000], None, 100), ([9] * 464, None, 464), ([9, 9_000, 9], None, 902),  # a tenth
-    ([3] * 170_000, None, 65_536), ([99_999] * 70, None, 70_000),             # 65,536 tokens; 1 %
-    ([9, 99, 9], 2, 110), ([9, 9], 99, 20)])                                  # documents
+    ([99_999] * 7, None, 65_536), ([99_999] * 70, None, 70_000),              # 65,536 tokens; 1 %
+    ([9, 99, 0, 9], 2, 110), ([9, 9], 99, 20)])                               # documents
 def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_docs, n):
-    """sizes: bytes of the documents. Each has an EOS, too."""
+    """sizes: bytes of the documents"""
     texts = ["é" * (size // 2) + "x" * (size % 2) for size in sizes]
+    ids = ids_of(texts)
     meta = prepare(texts, tmp_path, BYTES, val_docs)
-    train, val = (open_split(tmp_path, split)[0].ids for split in ("train", "val"))
-    assert len(val) == meta["val"]["tokens"] == n
-    assert len(train) == meta["train"]["tokens"] == sum(sizes) + len(sizes) - n
-    assert meta["val"]["bytes"] == (val < 256).sum()
+    assert meta["documents"] == len(sizes) - sizes.count(0)
+    for split, part in ("train", ids[:-n]), ("val", ids[-n:]):
+        tokens, found = open_split(tmp_path, split)
+        assert tokens.ids.tolist() == part and len(part) == meta[split]["tokens"]
+        assert meta[split]["sha256"] == hashlib.sha256(tokens.ids.tobytes()).hexdigest()
+        assert found == meta and meta["tokenizer"] == tokens.tokenizer == data.describe(BYTES)
+    assert meta["val"]["bytes"] == n - ids[-n:].count(257)
 
 
 def test_bytes_are_those_of_the_tokens(tmp_path):
@@ -109,40 +93,15 @@ def test_bytes_are_those_of_the_tokens(tmp_path):
     assert meta["bytes"] == 12 and meta["tokens"] == 8  # abab é _ c EOS ab é EOS
 
 
-def parquet(path):
-    """pyarrow's ParquetFile, as far as it is used, with batches of one row"""
-    column = lambda text: types.SimpleNamespace(to_pylist=lambda: [text])
-    batch = lambda row: types.SimpleNamespace(column=lambda name: column(row[name]))
-    batches = lambda size, columns: [batch(json.loads(line)) for line in open(path)]
-    return types.SimpleNamespace(iter_batches=batches)
-
-
 @pytest.fixture
 def pyarrow(monkeypatch):
+    """Its ParquetFile, as far as it is used, with batches of one row"""
+    column = lambda text: types.SimpleNamespace(to_pylist=lambda: [text])
+    batch = lambda row: types.SimpleNamespace(column=lambda name: column(row[name]))
+    batches = lambda path: [batch(json.loads(line)) for line in open(path)]
+    file = lambda path: types.SimpleNamespace(iter_batches=lambda size, columns: batches(path))
     for name in "pyarrow", "pyarrow.parquet":
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ParquetFile=parquet))
-
-
-def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
-    lines, other = jsonl(TEXTS), jsonl(TEXTS, "content")
-    files = {"a.jsonl": lines, "b/A.NDJSON": b"\xef\xbb\xbf" + lines, "c:d.jsonl": other,
-             "d.parquet": other, "e/sub/4.txt": TEXTS[4].encode()}
-    files |= {f"e/{i}.txt": text.encode() for i, text in enumerate(TEXTS[:4])}
-    files |= {f"e/{name}": b"no part of the corpus" for name in (
-        "x.json", "y.py", ".git/x.txt", "sub/.0.txt", "__MACOSX/0.txt", "sub/__MACOSX/4.txt")}
-    for name, content in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(content)
-    out = str(tmp_path / "out")
-    for name in "a.jsonl", "b", "c:d.jsonl", "d.parquet", "e":
-        main(Config(source=[str(tmp_path / name)], out=out, tokenizer="bytes", val_docs=2,
-                    field="content" if name[0] in "cd" else "text"))
-        train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
-        assert train[-1] == 257 and train + val == ids_of(TEXTS)
-        shutil.rmtree(out)
-    assert "skipped" not in capsys.readouterr().out
-    found = data.find_files([tmp_path / "e/y.py", tmp_path / "e/.git"])  # both are named
-    assert found == [tmp_path / "e/y.py", tmp_path / "e/.git/x.txt"]
+        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ParquetFile=file))
 
 
 TEXT, TAR = b"A text of some length. " * 99, tarfile.TarInfo("a.txt").tobuf()  # its header
@@ -152,54 +111,65 @@ NO_TEXTS = {
     "UTF-16": b"\xff\xfea\0", "binary or UTF-16": TEXT.decode().encode("utf-16-be")}
 
 
-def test_what_is_no_text_is_refused_as_what_it_is_and_skipped_in_a_folder(tmp_path, capsys):
-    for i, (what, content) in enumerate(NO_TEXTS.items()):
-        for name in f"{i}.txt", f"{i}.jsonl":
-            (tmp_path / name).write_bytes(content)
-            refused(f"{name} is {what}: ", list, data.documents([tmp_path / name]))
-    refused("has no .txt", data.find_files, [tmp_path])
-    (tmp_path / "a.txt").write_bytes(TEXT)
-    assert data.find_files([tmp_path]) == [tmp_path / "a.txt"]
+def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
+    lines, other = jsonl(TEXTS), jsonl(TEXTS, "content")
+    files = {"a.jsonl": lines, "b/A.NDJSON": b"\xef\xbb\xbf" + lines, "c:d.jsonl": other,
+             "d.parquet": other, "e/sub/4.txt": TEXTS[4].encode()}
+    files |= {f"e/{i}.txt": text.encode() for i, text in enumerate(TEXTS[:4])}
+    files |= {f"e/{what}.txt": content for what, content in NO_TEXTS.items()}
+    files |= {f"e/{name}": b"no part of the corpus" for name in (
+        "x.json", "y.py", ".git/x.txt", "sub/.0.txt", "__MACOSX/0.txt", "sub/__MACOSX/4.txt")}
+    for name, content in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(content)
+    for name in "a.jsonl", "b", "c:d.jsonl", "d.parquet", "e":
+        out = str(tmp_path / "out" / name)
+        start("data", str(tmp_path / name), f"--out={out}", "--tokenizer=bytes", "--val_docs=2",
+              "--field=content" if name[0] in "cd" else "--field=text")
+        train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
+        assert train[-1] == 257 and train + val == ids_of(TEXTS)
     said = capsys.readouterr().out
-    assert all(said.count(f": skipped 2 × {what}\n") == 2 for what in NO_TEXTS)
+    assert said.count("skipped") == len(NO_TEXTS) and "spelled" not in said
+    assert all(f"e: skipped 1 × {what}\n" in said for what in NO_TEXTS)
+    named = data.find_files([tmp_path / "e/y.py", tmp_path / "e/.git"])
+    assert named == [tmp_path / "e/y.py", tmp_path / "e/.git/x.txt"]
+    refused("has no .txt", data.find_files, [tmp_path / "out"])
 
 
 @pytest.mark.parametrize("name, content, message", [
     ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 has .* int .*--field=NAME"),
     ("b.json", b'{"text": "a"}\n' + b"[" * 10**5, "line 2 has"),
-    ("c.jsonl", b'{"text": "a"}\n' * 999 + b'{"text": "\xe9"}', "not UTF-8"),
-    ("d.txt", TEXT * 9 + b"\0", "not UTF-8"),
+    ("c.jsonl", b'{"text": "a"}\n' * 999 + b'{"text": "\xe9"}', "is not UTF-8"),
+    ("d.txt", TEXT * 9 + b"\0", "is not UTF-8"),
     ("e.parquet", jsonl(["a", None]), "row 2 has .*NoneType"),
-    ("f.parquet", jsonl(["a", "b", ["c"]]), "row 3 has .*list"),
-    ("g.parquet", jsonl(["a"], "b"), "row 1 has .*KeyError.*--field=NAME")])
+    ("f.parquet", jsonl(["a"], "b"), "row 1 has .*KeyError.*--field=NAME"),
+    *((f"{what}.jsonl", content, f"is {what}: ") for what, content in NO_TEXTS.items())])
 def test_a_broken_file_or_record_is_refused(tmp_path, pyarrow, name, content, message):
     (tmp_path / name).write_bytes(content)
-    refused(f"{name}.* {message}", list, data.documents([tmp_path / name]))
+    refused(f"{name},? {message}", list, data.documents([tmp_path / name]))
 
 
 def test_texts_that_spell_out_an_end_token_are_counted(tmp_path, capsys):
-    prepared(tmp_path / "a", ["a<|eos|>", "b", "<|endoftext|>", "c<|eos|><|eos|>"], 1)
+    prepare(["a<|eos|>", "b", "<|endoftext|>", "c<|eos|><|eos|>"], tmp_path, BYTES, 1)
     said = capsys.readouterr().out
     assert "<|eos|> is spelled out in 2 of 4 documents" in said
     assert "<|endoftext|> is spelled out in 1 of 4 documents" in said
-    prepared(tmp_path / "b")
-    assert not capsys.readouterr().out
 
 
 def test_a_run_of_blanks_that_ends_tiktoken_is_refused_with_its_name(tmp_path):
-    encoded = lambda *paths: [*data.encode(data.documents([tmp_path / p for p in paths]), WORDS)]
-    (tmp_path / "a.txt").write_text((999 * " " + "x") * 2_000)  # many, but not in a row
-    (tmp_path / "b.jsonl").write_bytes(jsonl(["short", "a table" + 600_000 * "\u3000\n" + "end"]))
-    assert len(encoded("a.txt")) == 1
-    refused("b.jsonl, line 2 has over", encoded, "a.txt", "b.jsonl")
-    refused("'a log .*' has over", list, data.encode(["a log " + 10**6 * "\t"], WORDS))
-    assert len([*data.encode([10**6 * " "], BYTES)]) == 1
+    path, encode = tmp_path / "b.jsonl", lambda docs, tok=WORDS: [*data.encode(docs, tok)]
+    path.write_bytes(jsonl(["short", "a table" + 600_000 * "\u3000\n" + "end"]))
+    refused("b.jsonl, line 2 has 900,000 blanks", encode, data.documents([path]))
+    refused("'a log .*' has 900,000 blanks", encode, ["a log " + 10**6 * "\t"])
+    in_parts = (999 * " " + "x") * 2_000
+    assert len(encode([in_parts])) == len(encode([10**6 * " "], BYTES)) == 1
 
 
 def test_the_published_split_and_the_library_in_the_order_of_a_hash():
     owt, library = (configure("data", [name])[1] for name in ("openwebtext", "stdlib"))
     assert (owt.val_docs, library.val_docs, library.tokenizer) == (100_000, 40, "bytes")
-    names = [p.relative_to(Path(os.__file__).parent).as_posix() for p in data.stdlib_files()]
+    root = os.path.dirname(os.__file__)
+    names = [path.relative_to(root).as_posix() for path in data.stdlib_files()]
     assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
     assert {"os.py", "json/decoder.py"} <= {*names}
     assert not {"test", "site-packages"} & {part for name in names for part in name.split("/")}
@@ -209,13 +179,12 @@ def test_a_stop_leaves_no_corpus_and_one_that_exists_is_refused(tmp_path):
     """The process dies when one or two of the three files have been renamed."""
     for renamed in 1, 2:
         with dying(os, "replace", renamed + 1):
-            prepared(tmp_path, [text.upper() for text in TEXTS])
-        for split in "train", "val":
-            refused("there is no .*meta.json", open_split, tmp_path, split)
+            prepare(["other"] * 9, tmp_path, BYTES)
+        refused("there is no .*meta.json", open_split, tmp_path, "val")
     for few in [], ["ab"]:
         refused("too few to hold out", prepare, few, tmp_path, BYTES)
-    prepared(tmp_path)
-    refused("holds the text of .*rm -r", prepared, tmp_path, ["other"])
+    prepare(TEXTS, tmp_path, BYTES, 2)
+    refused("holds a corpus already.*rm -r", prepare, ["other"], tmp_path, BYTES)
     assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
     for size in 20, 0, 7:  # an odd one is no number of tokens
         os.truncate(tmp_path / "val.bin", size)

@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-import torch.nn as nn
 
 import data
 import eval_samples
@@ -34,8 +33,7 @@ def model_of(**changes):
 
 @pytest.mark.parametrize("soft, floor", [(True, 1e-3), (False, 1e-3), (True, 0.3)])
 def test_bound_is_eq_2_at_fixed_times_and_masks(soft, floor):
-    """Of each row, means over the repeats: the loss, its cross-entropy, the number of masks. Two
-    ranks take rows 0, 1 and 4, and rows 2 and 3."""
+    """Means over the repeats. Of two ranks, one takes rows 0, 1 and 4, the other rows 2 and 3."""
     rows, model = torch.randint(258, (5, 16), generator=gen()), model_of(two_updates=True, **OPEN)
     measure = functools.partial(bound, model, rows, soft, 5, repeats=2, floor=floor)
     found = measure(batch_size=3)
@@ -76,8 +74,8 @@ def test_a_span_is_right_where_the_model_writes_it_itself():
 
 def test_entropy_is_the_recorded_one():
     golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["entropy"]
-    found = [eval_samples.entropy(ids) for ids in golden["tokens"]]
-    assert found == pytest.approx(golden["nats"], abs=1e-6)
+    found = map(eval_samples.entropy, golden["tokens"])
+    assert [*found] == pytest.approx(golden["nats"], abs=1e-6)
     assert eval_samples.entropy(range(32)) == pytest.approx(math.log(32))
 
 
@@ -90,7 +88,7 @@ class Tok:
         return types.SimpleNamespace(input_ids=[*text.encode()[:max_length]])
 
 
-class LM(nn.Linear):
+class LM(torch.nn.Linear):
     """A simple causal model: a running mean of embeddings, and the same table as the head."""
 
     def forward(self, input_ids, attention_mask, output_hidden_states):
@@ -178,29 +176,19 @@ def result(*words, script="eval"):
     return read_json("r.json")
 
 
-def test_a_number_that_does_not_exist_is_null(world):
-    found = result("ppl", "--checkpoint=binary.pt", "--data=data", "--rows=1")["values"]["binary"]
-    assert [name for name, value in found.items() if value is None] == ["nats_per_token_se",
-                                                                        "ppl_se"]
-    assert "NaN" not in Path("r.json").read_text()
-
-
 def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
-    tokens, meta = data.open_split("data", "train")
-    trained = {"path": "data", "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"]}
-    save_mdlm("own.pt", model_of(omega_s=0.5), data=trained)
-    found = result("ppl", "--checkpoint=own.pt")
-    assert found == result("ppl", "--checkpoint=own.pt", "--data=data") | {
-        "evaluation": found["evaluation"]}
+    _, meta = data.open_split("data", "train")
+    save_mdlm("own.pt", model_of(omega_s=0.5), data=meta["train"] | {"path": "data"})
+    own, given = (result("ppl", "--checkpoint=own.pt", *more) for more in ((), ("--data=data",)))
+    assert own["values"] == given["values"] and own["settings"] == given["settings"]
     shutil.rmtree("data")
     data.prepare(["another text"] * 99, "data", BYTES)
     refused("data has changed since own.pt was", result, "ppl", "--checkpoint=own.pt")
 
 
 def test_ppl_of_a_checkpoint(world):
-    """The EMA is the default. The rows are spread over the text."""
-    ppl = "ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2"
-    start("eval", *ppl, "--rows=5", "--label=tiny")
+    ppl = "ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2", "--rows=5"
+    start("eval", *ppl, "--label=tiny")
     found = read_json("last.pt.ppl.json")
     tokens, meta = data.open_split("data", "val")
     text, n = meta["val"], data.n_rows(tokens, 16)
@@ -221,11 +209,12 @@ def test_ppl_of_a_checkpoint(world):
     assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5, "data": "data",
                                  "text": text | {"path": "data"}, "dtype": "float32"}
     for name, other in ("ema", "False"), ("seed", "2"), ("floor", "0"), ("repeats", "1"):
-        other = *ppl, "--rows=5", f"--{name}={other}"
+        other = *ppl, f"--{name}={other}"
         refused(rf"^last.pt.ppl.json has other settings: {name} \(.*--out", start, "eval", *other)
         assert result(*other)["values"] != found["values"]
-    again = "--rows=5", "--label=other", "--batch_size=2", "--device=cpu"
-    start("eval", *ppl, *again)  # the same numbers
+    null = result(*ppl, "--rows=1")["values"]["soft"]["ppl_se"]  # of one row there is none
+    assert null is None and "NaN" not in Path("r.json").read_text()
+    start("eval", *ppl, "--label=other", "--batch_size=2", "--device=cpu")  # the same numbers
     assert read_json("last.pt.ppl.json")["values"]["gain"] == pytest.approx(found["values"]["gain"])
     save_mdlm("gpt2.pt", model_of(), tokenizer={"name": "gpt2"})
     refused("has other settings: name", result, "ppl", "--checkpoint=gpt2.pt", "--data=data")
@@ -259,8 +248,7 @@ def test_a_text_that_is_held_out_whole_is_measured_whole(world):
     x = torch.tensor([[256, *tokens[i:i + 14], 257] for i in range(0, 481 - 14, 14)])
     nll = bound(load_mdlm("binary.pt"), x, False, 1)[0]
     assert found["values"]["binary"]["nats_per_token"] == nll.sum().item() / x.numel()
-    words = "train", "--data=data/other", "--length=16", "--device=cpu"
-    refused("train.bin: 0 tokens fill no row", start, *words)
+    refused("train.bin: 0 tokens fill no row", start, "train", "--data=data/other", "--length=16")
 
 
 def test_three_opinions_on_samples(world, lm, monkeypatch):
@@ -280,8 +268,7 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     assert found["settings"].items() >= (SETTINGS | {"n": 4, "seeds": [1]}).items()
     assert (mauve["mauve_scaling_factor"], mauve["seed"]) == (3, 7)
     np.testing.assert_array_equal(mauve["p_features"], features)
-    cfg = eval_samples.Config(data="letters", seed=7)
-    references, _ = eval_samples.held_out_samples(cfg, 6, 4)
+    references, _ = eval_samples.held_out_samples(eval_samples.Config(data="letters", seed=7), 6, 4)
     theirs = score([row["text"] for row in references])[2]
     np.testing.assert_array_equal(mauve["q_features"], theirs)
     own = measure("--samples=", "--data=letters", "--length=16", "--rows=3", "--seed=7")
@@ -293,5 +280,4 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
         start("eval_samples", *samples)
-    found = read_json("samples.samples.json")["values"]["samples"]
-    assert "entropy" in found  # which needs no package
+    assert "entropy" in read_json("samples.samples.json")["values"]["samples"]  # needs no package
