@@ -51,7 +51,7 @@ class Decoding:
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
     # With block: whatever the algorithm, reveal all tokens with at least this probability p. After
-    # temperature and top_p, p can be 1 by a small lead (REPRODUCE.md, "Where this differs", 5).
+    # temperature and top_p, a small lead can make p 1 (REPRODUCE.md, "Where this differs", 5).
     threshold: Share | None = None
     # These replace the adapter's ω. Without an adapter, --omega_s=0.3 turns SM on, with k = 3, in a
     # model that never saw feedback. Add --omega_a=1 --omega_b=-3, or λ is near 0 where H is above 1
