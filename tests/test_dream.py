@@ -146,12 +146,12 @@ def test_adapters_of_others(tiny_dream, tmp_path):
     assert read(theirs) == dict(mask_id=194, k=2, omega_s=0.4, omega_a=2.0, omega_b=-2.5, tau=1.0)
     assert 0.99 < read(theirs | {"transparency_scale": 1.0})["omega_s"] < 1  # 1 by bf16's rounding
     refused("transparency_scheduling", read, theirs | {"transparency_scheduling": "linear"})
-    for field, value in (("use_dora", None), ("use_rslora", True), ("bias", "all"),  # None: False
-                         ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}),
-                         ("init_lora_weights", "olora"), ("init_lora_weights", "pissa_niter_4"),
-                         ("layer_replication", [[1, 3], [0, 1]]), ("tomorrows", 1), ("r", 8),
-                         ("target_modules", TARGETS[1:]), ("target_modules", TARGETS + ["up_proj"])):
-        refused(f"{field} = .*, (but only|and nothing)|one of|another shape", read, **{field: value})
+    for name, wrong in (("use_dora", None), ("use_rslora", True), ("bias", "all"),  # None: False
+                        ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}),
+                        ("init_lora_weights", "olora"), ("init_lora_weights", "pissa_niter_4"),
+                        ("layer_replication", [[1, 3], [0, 1]]), ("tomorrows", 1), ("r", 8),
+                        ("target_modules", TARGETS[1:]), ("target_modules", TARGETS + ["up_proj"])):
+        refused(f"{name} = .*, (but only|and nothing)|one of|another shape", read, **{name: wrong})
     refused("transparency_alg = 'slerp', and nothing", read, theirs | {"transparency_alg": "slerp"})
     next(iter(state.values()))[0] = math.nan
     refused("not finite", read)
