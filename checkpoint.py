@@ -22,7 +22,6 @@ import os
 import pickle
 import platform
 import subprocess
-import textwrap
 
 import numpy as np
 import torch
@@ -65,7 +64,7 @@ def readable(path):
     except Exception as e:
         if isinstance(e, Refused) or isinstance(e, OSError) and e.filename:  # cannot be opened
             raise
-        reason = textwrap.shorten(f"{type(e).__name__}: {e}", 200)
+        reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
         raise Refused(f"{path} is not a complete checkpoint that can be read here ({reason})")
 
 
@@ -142,8 +141,7 @@ def git_version():
 
 def with_omega(sm, mask_id, cfg):
     """sm with each ω that cfg gives, for decoding. Without sm, omega_s makes one, k = 3 [ours]."""
-    given = {name: getattr(cfg, name) for name in ("omega_s", "omega_a", "omega_b")
-             if getattr(cfg, name) is not None}
+    given = {k: v for k, v in vars(cfg).items() if k.startswith("omega_") and v is not None}
     if sm is None and given and "omega_s" not in given:  # the default ω_s is almost 0
         raise Refused(f"{' and '.join(given)} for a model without SM: give it --omega_s, too")
     try:
@@ -171,11 +169,9 @@ def from_mdlm_family(file, path):
     settings = settings or (read_json(beside) if os.path.exists(beside) else {})
     for section in "algo", "model", "data", "optim", "tran_head":  # a hub model's are not nested
         settings |= settings.get(section) or {}
-    # sm_t_min, sm_t_max: the authors' code can limit SM to some times t.
-    require(settings, path, model_type="mdlm", parameterization="subs", sm_t_min=0, sm_t_max=1,
-            causal_attention=False, tokenizer_name_or_path="gpt2", fixed_lambda=None)
-    ours = lambda name: name.replace(prefix, "net.", 1) if name.startswith(prefix) else name
-    model = {OMEGA.get(name, ours(name)): t for name, t in state.items()}
+    require(settings, path, model_type="mdlm", parameterization="subs", causal_attention=False,
+            tokenizer_name_or_path="gpt2", fixed_lambda=None, sm_t_min=0, sm_t_max=1)  # SM at all t
+    model = {OMEGA.get(name, name.replace(prefix, "net.", 1)): t for name, t in state.items()}
     V, D = model["net.vocab_embed.embedding"].shape
     n_head = int(settings.get("n_heads") or 0)
     inv_freq = model.pop("net.rotary_emb.inv_freq", None)                      # (head width / 2,)
@@ -230,7 +226,6 @@ class InertPickle:
 
 class Inert(dict):
     """Stands in for any foreign class: accepts all arguments, and keeps only the pickled state."""
-
     def __init__(self, *args, **kwargs):
         pass
 
@@ -283,8 +278,7 @@ def write_safetensors(path, tensors, metadata=None):
     with atomic(path) as tmp, open(tmp, "wb") as f:
         f.write(len(text).to_bytes(8, "little") + text)
         for tensor in tensors.values():
-            raw = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-            f.write(raw.numpy().data)
+            f.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 @dataclasses.dataclass

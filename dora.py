@@ -76,17 +76,12 @@ def layers(model):
     return {name: m for name, m in model.named_modules() if isinstance(m, DoRALinear)}
 
 
-def replace(model, name, module):
-    parent, _, child = name.rpartition(".")
-    setattr(model.get_submodule(parent), child, module)
-
-
 def attach(model, names, r=16, alpha=16, generator=None):
     """In place, put DoRA on each nn.Linear with one of these names ("q_proj"). Freeze the rest."""
     model.requires_grad_(False)
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name.split(".")[-1] in names:
-            replace(model, name, DoRALinear(module, r, alpha, generator))
+            model.set_submodule(name, DoRALinear(module, r, alpha, generator))
 
 
 def adapter_state(model):
@@ -115,4 +110,4 @@ def merge_(model):
     """Replace every DoRALinear by an nn.Linear that computes the same, in place."""
     for name, layer in layers(model).items():
         layer.base.weight = nn.Parameter(layer.merged(), requires_grad=False)
-        replace(model, name, layer.base)
+        model.set_submodule(name, layer.base)

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
-from checkpoint import check_numbers, read_safetensors, require
+from checkpoint import check_numbers, read_safetensors, readable, require
 from launch import Refused, read_json
 
 
@@ -37,8 +37,7 @@ def rope(pos, cfg):
     # radians. The released evaluation of finetuned models has this error.
     even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
     inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)            # (head_dim/2,)
-    angle = (pos[..., None].float() * inv_freq).repeat(1, 1, 2)         # (B, L, head_dim)
-    angle = angle[:, :, None]                                           # (B, L, 1, head_dim)
+    angle = (pos[..., None, None].float() * inv_freq).tile(2)           # (B, L, 1, head_dim)
     return angle.cos(), angle.sin()
 
 
@@ -51,12 +50,11 @@ class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.head_dim = cfg.head_dim
-        q_width = cfg.num_attention_heads * cfg.head_dim
-        kv_width = cfg.num_key_value_heads * cfg.head_dim
-        self.q_proj = nn.Linear(cfg.hidden_size, q_width)
-        self.k_proj = nn.Linear(cfg.hidden_size, kv_width)
-        self.v_proj = nn.Linear(cfg.hidden_size, kv_width)
-        self.o_proj = nn.Linear(q_width, cfg.hidden_size, bias=False)
+        D, kv_width = cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim
+        self.q_proj = nn.Linear(D, D)
+        self.k_proj = nn.Linear(D, kv_width)
+        self.v_proj = nn.Linear(D, kv_width)
+        self.o_proj = nn.Linear(D, D, bias=False)
 
     def forward(self, x, cos, sin, past, place):  # past: see Dream.trunk.   place: (L,)
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
@@ -176,22 +174,19 @@ class Dream(nn.Module):
         if head is not None:  # a file has the table, the head, or both
             if torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
                 del state["lm_head.weight"]  # if they differ, it stays and is refused
-        try:
+        with readable(folder):
             model.load_state_dict(state, assign=True)
-        except RuntimeError as e:
-            raise Refused(f"{folder} does not fit its config.json: {' '.join(str(e).split()):.300}")
         check_numbers(model.to(device, dtype).state_dict(), folder)
         return model.requires_grad_(False).eval()
 
 
 # Fields of config.json and adapter_config.json that change nothing, or that the tensors show, too.
-HARMLESS = set("""
-    _attn_implementation_autoset _name_or_path architectures attention_dropout attn_implementation
-    auto_map auto_mapping base_model_name_or_path bos_token_id dtype eva_config exclude_modules
-    id2label inference_mode initializer_range label2id layers_pattern layers_to_transform
-    lora_dropout max_position_embeddings max_window_layers megatron_core model_type peft_version
-    qalora_group_size return_dict revision sliding_window task_type torch_dtype transformers_version
-    use_cache""".split())
+HARMLESS = set("""_attn_implementation_autoset _name_or_path architectures attention_dropout
+    attn_implementation auto_map auto_mapping base_model_name_or_path bos_token_id dtype eva_config
+    exclude_modules id2label inference_mode initializer_range label2id layers_pattern
+    layers_to_transform lora_dropout max_position_embeddings max_window_layers megatron_core
+    model_type peft_version qalora_group_size return_dict revision sliding_window task_type
+    torch_dtype transformers_version use_cache""".split())
 
 
 def check_fields(raw, path, read, **wanted):
@@ -260,16 +255,13 @@ def load_adapter(model, folder):
     check_fields(cfg, folder, {"r", "lora_alpha", "target_modules"}, peft_type="LORA",
                  use_dora=True, bias="none", init_lora_weights=True)
     ours = f"{folder}/finetune.json"  # tells apart models of the same shapes
-    base = read_json(ours)["base"] if os.path.exists(ours) else None
-    if base not in (None, model.fingerprint()):
+    if os.path.exists(ours) and read_json(ours)["base"] != model.fingerprint():
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
                       f"{cfg['base_model_name_or_path']}: same shapes, other weights")
     check_numbers(state, folder)
     dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
-    try:
+    with readable(folder):
         dora.load_adapter_state(model, state)
-    except ValueError as e:
-        raise Refused(f"{folder}: {e}")
     return read_omega(model.cfg, folder)
 
 
@@ -277,15 +269,14 @@ def read_omega(cfg, folder):
     """SoftMask's arguments for the adapter in `folder`, or None if it has no SM."""
     path = f"{folder}/transparency_config.json"
     raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
-    if raw["transparency_alg"] == "none":
+    alg = raw["transparency_alg"]
+    if alg == "none":
         return None
     require(raw, path, transparency_scheduling="none")  # a schedule is set by --schedule instead
     kinds = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
-    if raw["transparency_alg"] not in kinds:  # another mix of theirs, or a class of one's own
-        raise Refused(f"{path} has transparency_alg = {raw['transparency_alg']!r}, but only "
-                      f"{' and '.join(kinds)} are read here")
-    return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"],
-                k=kinds[raw["transparency_alg"]],
+    if alg not in kinds:  # another mix of theirs, or a class of one's own
+        raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
+    return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"], k=kinds[alg],
                 # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects
                 omega_s=min(raw["transparency_scale"], 1 - 1e-6),
                 omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
@@ -297,15 +288,13 @@ PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\
 
 def byte_characters():
     """{character: byte}. Vocabulary files write unprintable bytes as U+0100, U+0101, and so on."""
-    ranges = (("!", "~"), ("¡", "¬"), ("®", "ÿ"))
-    shown = [b for first, last in ranges for b in range(ord(first), ord(last) + 1)]
+    shown = [*range(33, 127), *range(161, 173), *range(174, 256)]  # ! to ~, ¡ to ¬, ® to ÿ
     hidden = [b for b in range(256) if b not in shown]
     return {chr(b): b for b in shown} | {chr(256 + i): b for i, b in enumerate(hidden)}
 
 
 class Tokenizer:
     """The tokenizer of a model folder, on tiktoken"""
-
     def __init__(self, folder):
         vocab = read_json(f"{folder}/vocab.json")
         self.special = read_json(f"{folder}/added_tokens.json")

@@ -46,19 +46,16 @@ class Decoding:
     algorithm: Algorithm = "entropy"
     temperature: float = 0.1        # App. B.2; 0: argmax
     top_p: Share = 0.9              # App. B.2; 1: off. Dream's rule, see `filtered`
-    # App. C.9, see `time_gain`
     schedule: Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"] = "none"
-    switch: Share = 0.5             # t', share of masks left when a stepwise schedule switches
+    switch: Share = 0.5             # t' of the stepwise schedules, App. C.9: see `time_gain`
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # With block: whatever the algorithm, reveal all tokens with at least this probability p, after
-    # temperature and top_p. If these are 0.1 and 0.9, p can be 1 even for a token that leads by
-    # little (REPRODUCE.md, "Where this differs", 5).
+    # With block: whatever the algorithm, reveal all tokens with at least this probability p. After
+    # temperature and top_p, a small lead can make p 1 (REPRODUCE.md, "Where this differs", 5).
     threshold: Share | None = None
     # These replace the adapter's ω. Without an adapter, --omega_s=0.3 turns SM on, with k = 3, in a
     # model that never saw feedback. Add --omega_a=1 --omega_b=-3, or λ is near 0 where H is above 1
-    # nat. On HumanEval, at four tokens a step, arXiv 2609.37391 reports for a frozen Dream-7B: 17.7
-    # without feedback, 23.8 with a linear mix, 32.3 with one on the sphere. Not tried here.
+    # nat. For a frozen Dream-7B, arXiv 2609.37391 reports gains on HumanEval. Not tried here.
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
@@ -155,9 +152,7 @@ def propose(logits, pick, mask_id, forced=False):
 
 def filtered(logits, temperature=0.0, top_p=1.0):
     """Probabilities (n, V) of logits after temperature and top-p, in this order [code]  App. B.2"""
-    if temperature > 0:
-        logits = logits / temperature
-    p = logits.softmax(-1)                                              # (n, V)
+    p = (logits / (temperature or 1)).softmax(-1)                       # (n, V)
     if top_p == 1:
         return p
     # The token at which the sum crosses top_p is kept here, and dropped by sample.nucleus.
@@ -282,8 +277,7 @@ def check(gen_len, steps, block, threshold):
     if threshold is not None and not block:
         raise Refused(f"threshold {threshold} works on blocks: add --block=32")
     if block and (gen_len % block or (threshold is None and steps % (gen_len // block))):
-        raise Refused(f"gen_len {gen_len} and steps {steps} cannot be shared evenly by blocks of "
-                      f"{block}: change one of them")
+        raise Refused(f"blocks of {block} cannot share gen_len {gen_len} and steps {steps} evenly")
 
 
 def load_for_decoding(cfg):
@@ -357,8 +351,7 @@ def main(cfg):
         messages.append({"role": "assistant", "content": text})
         print(before + text + after)
         cost = "{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s; "
-        rate = f"{stats['tokens'] / stats['nfe']:.2f} tokens per forward pass; "
-        print(cost.format(**stats) + rate + str(sm or "without feedback"), file=sys.stderr)
+        print(cost.format(**stats) + str(sm or "without feedback"), file=sys.stderr)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,6 @@
 """checkpoint.py: files of every format, written here as the original code writes them."""
 
 import collections
-import itertools
 import json
 import os
 import pickle
@@ -29,14 +28,12 @@ SPECIAL = {"name": "bytes", "vocab_size": 30, "mask_id": 29, "bos": 27, "eos": 2
 THEIRS = {"raw_s": "raw_scale", "raw_a": "raw_steep", "raw_b": "raw_centre_neg",
           "raw_tau": "raw_temperature"}
 DENSE = {"transparency_alg": "mixinputs_with_temp"}
+INV_FREQ = "backbone.rotary_emb.inv_freq"
 
-
-def trained(**changes):
-    return random_mdlm(0.1, **TINY | changes).eval()
-
-
-def same(a, b):
-    return all(torch.equal(x, y) for x, y in zip(a.parameters(), b.parameters(), strict=True))
+trained = lambda **changes: random_mdlm(0.1, **TINY | changes).eval()
+pairs = lambda a, b: zip(a.parameters(), b.parameters(), strict=True)
+same = lambda a, b: all(torch.equal(x, y) for x, y in pairs(a, b))
+frequencies = lambda base: base ** (-torch.arange(0, 8, 2) / 8)  # of heads of width 8
 
 
 def node(value):
@@ -47,9 +44,8 @@ def node(value):
 
 
 def published(model, prefix="backbone."):
-    state = {prefix + name: t for name, t in model.net.state_dict().items()}
-    # a buffer of theirs, for heads of width 8
-    return state | {prefix + "rotary_emb.inv_freq": 10000 ** (-torch.arange(0, 8, 2) / 8)}
+    state = model.net.state_dict() | {"rotary_emb.inv_freq": frequencies(10000)}
+    return {prefix + name: t for name, t in state.items()}
 
 
 def training_file(path, model, /, tensors=None, hostile=None, **settings):
@@ -116,8 +112,7 @@ def test_safetensors_round_trip_with_every_dtype(tmp_path):
     write_tensors(path, tensors, {"a": "b"})
     for tensor in read_safetensors(path).values():
         tensor.zero_()  # the file stays as it is
-    back = read_safetensors(path)
-    _, metadata = read_safetensors(path, with_metadata=True)
+    back, metadata = read_safetensors(path, with_metadata=True)
     assert metadata == {"a": "b"} and Path(path).read_bytes()[0] % 8 == 0
     assert list(back) == list(tensors)
     assert all(torch.equal(back[n], t) and back[n].dtype == t.dtype for n, t in tensors.items())
@@ -144,11 +139,10 @@ def test_training_checkpoint_without_its_framework(tmp_path):
         torch.load(path, weights_only=True)  # so a reader of our own is needed
     averaged, raw = load_mdlm(path), load_mdlm(path, ema=False)
     assert averaged.cfg == replace(model.cfg, k=2, omega_s=1e-6, dropout=0.0)
-    assert averaged.info["step"] == 9
     assert same(raw, model) and same(averaged.sm, model.sm)  # ω has no average
-    assert averaged.info["tokenizer"] == SPECIAL | {"name": "gpt2", "bos": 28}
-    pairs = zip(averaged.net.parameters(), model.net.parameters())
-    assert all(torch.equal(a, b + 1) for a, b in pairs)
+    assert all(torch.equal(a, b + 1) for a, b in pairs(averaged.net, model.net))
+    tokenizer = SPECIAL | {"name": "gpt2", "bos": 28}
+    assert averaged.info["step"] == 9 and averaged.info["tokenizer"] == tokenizer
     dense = load_mdlm(training_file(path, model, algo={"tran_head": DENSE}))
     assert dense.cfg.k is None and dense.sm.raw_tau == 0.5
     # MDLM's code has it beside the sections, later code in one.
@@ -156,37 +150,30 @@ def test_training_checkpoint_without_its_framework(tmp_path):
         assert load_mdlm(training_file(path, model, **where)).cfg.time_conditioning
 
 
-def hostile(function, *args):
-    """An object that pickle makes again by calling function(*args)"""
-    return type("Hostile", (), {"__reduce__": lambda self: (function, args)})()
-
-
 def test_no_foreign_function_is_ever_called(tmp_path):
     owned, path = str(tmp_path / "owned"), tmp_path / "x.ckpt"
-    for call in ((os.mkdir, owned), (eval, f"__import__('os').mkdir({owned!r})"),
-                 (getattr, "", "upper"), (__import__, "antigravity"),
-                 (torch.hub.load_state_dict_from_url, f"file://{tmp_path}/x")):
-        load_mdlm(training_file(path, trained(), hostile=hostile(*call)))
+    for f, *args in ((os.mkdir, owned), (eval, f"__import__('os').mkdir({owned!r})"),
+                     (getattr, "", "upper"), (__import__, "antigravity"),
+                     (torch.hub.load_state_dict_from_url, f"file://{tmp_path}/x")):
+        hostile = type("Hostile", (), {"__reduce__": lambda self, call=(f, tuple(args)): call})()
+        load_mdlm(training_file(path, trained(), hostile=hostile))
         assert not os.path.exists(owned) and "antigravity" not in sys.modules
 
 
 def test_hub_layouts(tmp_path):
     """A folder with either file and its config.json, or that file, under any prefix."""
     model = trained(soft_mask=False, time_conditioning=True)
-    writers = {"pytorch_model.bin": torch.save, "model.safetensors": lambda state, path:
-               write_tensors(path, state, {"format": "pt"})}
+    write = lambda state, path: write_tensors(path, state, {"format": "pt"})
     (tmp_path / "config.json").write_text(json.dumps(HUB))
-    for prefix, name in itertools.product(("backbone.", ""), writers):
+    for prefix, name, save_as in (("backbone.", "pytorch_model.bin", torch.save),
+                                  ("", "model.safetensors", write)):
         path = tmp_path / name
-        writers[name](published(model, prefix), str(path))
+        save_as(published(model, prefix), str(path))
         for loaded in load_mdlm(str(tmp_path)), load_mdlm(str(path)):
             assert loaded.cfg == replace(model.cfg, length=512, dropout=0.2, omega_s=1e-6)
             assert loaded.sm is None and same(loaded.net, model.net)
             assert loaded.info["tokenizer"]["name"] == "gpt2"
         path.unlink()
-
-
-INV_FREQ = "backbone.rotary_emb.inv_freq"
 
 
 @pytest.mark.parametrize("change", [
@@ -197,8 +184,8 @@ INV_FREQ = "backbone.rotary_emb.inv_freq"
     {"algo": {"tran_head": DENSE | {"fixed_lambda": 0.3}}},
     {"algo": {"tran_head": {"transparency_alg": "add"}}},
     {"tensors": {"initial_nll": torch.tensor(7.0)}}, {"tensors": {"tran_head.x": torch.ones(())}},
-    {"tensors": {INV_FREQ: 11000 ** (-torch.arange(0, 8, 2) / 8)}},
-    {"tensors": {INV_FREQ: torch.ones(0)}}, {"tensors": {"e.vocab_embed.embedding": torch.ones(9)}},
+    {"tensors": {INV_FREQ: frequencies(11000)}}, {"tensors": {INV_FREQ: torch.ones(0)}},
+    {"tensors": {"e.vocab_embed.embedding": torch.ones(9)}},
     {"tensors": {"backbone.blocks.0.norm1.bias": torch.zeros(32)}},
     {"tensors": {"backbone.blocks.1.norm2.weight": torch.ones(31)}},
 ])
@@ -228,13 +215,12 @@ def test_what_a_file_of_mdlms_family_may_lack(tmp_path):
 def test_a_soft_mask_of_ones_own_is_loaded_and_continued_as_what_it_is(tmp_path):
     path, model = str(tmp_path / "x.pt"), trained()
     one, two, copy = (type(name, (SoftMask,), {}) for name in ("One", "Two", "SoftMask"))
-    for own, others in (one, (SoftMask, two)), (SoftMask, (one,)), (copy, (SoftMask,)):
+    for own, wrong in (one, SoftMask), (one, two), (SoftMask, one), (copy, SoftMask):
         model.sm.__class__ = own
         config = vars(model.cfg) | {"SoftMask": class_of(model.sm)}
         save_mdlm(path, model, config=config, data={"keys": 3, "path": "there"})
         assert type(load_mdlm(path, SoftMask=own).sm) is own
-        for wrong in others:
-            refused(rf"load_mdlm\(path, SoftMask={own.__name__}\)", load_mdlm, path, SoftMask=wrong)
+        refused(rf"load_mdlm\(path, SoftMask={own.__name__}\)", load_mdlm, path, SoftMask=wrong)
     save_mdlm(path, trained(), data={"keys": 3, "path": "there"})  # without the name
     last = lambda sm: checkpoint.load_last(path, "mdlm", model.cfg, sm,
                                            {"keys": 3, "path": "here"}, {"path"}, ": no")
