@@ -226,6 +226,11 @@ def updates(here, start, steps, **every):
     def take(number, frame):
         caught.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
+        for output in 1, 2:  # a terminal that was closed: writing to it would end the process
+            try:
+                os.write(output, b"\n")
+            except OSError:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
     # SIGHUP: a closed terminal; nohup ignores it. SIGUSR1: Slurm can send it before the time is up.
     stops = [n for n in signal.Signals if n.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")]

@@ -80,7 +80,7 @@ class TwoPass(nn.Module):
 
         θ~ = detach(θ)                                                               l.5
         p~ = g_θ~(x_t)         a forward pass over plain [MASK]s, without gradients  l.6
-        x' = sm_ω(x_t, p~)     each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i         l.7
+        x' = sm_ω(x_t, p~)     each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i: `emb`  l.7
         p  = g_θ(x')           a forward pass with gradients for θ, and for ω via x' l.7
         L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
 
@@ -111,7 +111,7 @@ class TwoPass(nn.Module):
         if soft:
             with nullcontext() if self.two_updates else torch.no_grad():       # θ~              l.5
                 h = net.hidden(emb, masks, t)  # dropout is on here, too [code]  (N, D)          l.6
-            lam, ids, pi = self.predict_sm(h)  # p~, also without gradients      (N,), (N, k)    l.6
+            lam, ids, pi = self.predict_sm(h)  # its head has no gradients       (N,), (N, k)  l.6 7
             emb = emb.index_put(masks, sm.mix(net.table, lam, ids, pi))        # (B, L, D)    l.7 sm
             # For the log. Not mean(), which would be NaN if nothing is masked.
             self.lam = lam.detach().sum() / max(1, len(lam))
@@ -122,9 +122,9 @@ class TwoPass(nn.Module):
         return nll, masks
 
     def predict_sm(self, h):
-        """λ (N,), ids and π (N, k) of what hidden states h (N, D) predict           Alg. 1 l.6-7"""
+        """λ (N,), ids and π (N, k), from hidden states h (N, D)    Alg. 1 l.5-7, Alg. 2 l.3, l.6"""
         logits = self.net.head(h)                                              # (N, V)       l.6 p~
-        return self.sm(logits if self.two_updates else logits.detach())        #                 l.5
+        return self.sm(logits if self.two_updates else logits.detach())        # θ~      l.5, l.7 sm
 
     def score(self, h, x0):
         """−log p(x0) in nats, (N,) fp32, for tokens x0 (N,) and h (N, D)              Alg. 1 l.8"""
@@ -306,7 +306,8 @@ class DiT(nn.Module):
 def compile_parts(model, mode=None):
     """Compile the slow parts of a TwoPass: its trunk, and its work on rows (N, V).           [ours]
 
-    mode: of the trunk; "reduce-overhead" uses CUDA graphs. Rows cannot: their number varies.
+    mode: of the trunk; "reduce-overhead" uses CUDA graphs. The work on rows cannot use them,
+        because the number of rows varies.
     """
     # Methods are compiled, because compiled modules have other names in the state_dict. Copy the
     # model before this call: methods in a deepcopy would use the original's weights.

@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: MIT
-"""Text from masks: Alg. 2, the reverse process (l.3 and l.6 call mdlm.py).              §2.1, §2.2
+"""Text from masks: Alg. 2, the reverse process.                                         §2.1, §2.2
 
-    Alg. 2        generate, where each position changes at random; generate_in_order
-           l.3    DiT.trunk, a call of the network (mdlm.py)
+    Alg. 2        generate             each mask is revealed at random, whatever the others do
+                  generate_in_order    about as many in every step, for example the surest first
+           l.3    DiT.trunk, DiT.head (mdlm.py)
            l.4    nucleus, categorical    which token
-           l.5    step_probs              whether it appears, known before the call
-                  masks_to_reveal         the same for generate_in_order, but after the call
-           l.6    TwoPass.predict_sm (mdlm.py), SoftMask.mix (softmask.py)
+           l.5    step_probs              how likely a mask is revealed, known before the call
+                  masks_to_reveal         which masks are revealed, after the call
+           l.6    SoftMask.forward (in generate, by TwoPass.predict_sm) and SoftMask.mix
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
@@ -38,7 +39,7 @@ SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
 ORDERS = "entropy", "random"
 NOT_IN_SETTINGS = "count", "seed", "out", "show", "device", "compile"
-GRAPHS_PAY = 5000  # network calls: CUDA graphs take a minute to build, and save 12 ms a call
+GRAPHS_PAY = 5000  # steps: CUDA graphs take a minute to build, and save 12 ms a call
 
 
 def step_probs(t, s, sampler="mdlm", eta=None):
@@ -89,17 +90,20 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
         x = (m, …, m)                                                                l.1
         for each of T steps:                                                         l.2, 7
             p  = g_θ(x)         a forward pass                                       l.3
-            x~ = sample(p)      a token for every position, from the nucleus of p    l.4
-            x^ = unmask(x~)     a coin for every position: this token, or [MASK]?    l.5
+            x~ = sample(p)      a token for every mask, from the nucleus of p        l.4
+            x^ = unmask(x~)     a coin for every mask: this token, or still [MASK]?  l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    The paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
-    [ours]. Whether a position changes does not depend on the network. So the coins of l.5 are
-    tossed before l.3, and l.4 draws only the tokens that appear. Steps that change no token are
-    skipped (App. C.4), although they would renew SM's feedback [code]. So SM makes as many calls as
-    binary masking (648 ± 10 for 1,024 steps, so C.4's 651 and 636 may be chance). The last step is
-    never skipped if it starts with masks. With every=True (App. C.5) or time conditioning, no step
-    is skipped. Masks left at the end are filled by one more call, by argmax [code].
+    In the code, `x` holds the ids x^, and `emb` the embeddings x. The paper's l.6 has x^ and p of
+    the step before. Here both are those of this step, as in §3.1 [ours]. Whether a position changes
+    does not depend on the network. So the coins of l.5 are tossed before l.3, and l.4 draws only
+    the tokens that appear. ReMDM tosses coins for visible tokens, too: stay, or vanish?
+
+    Steps that change no token are skipped (App. C.4), although they would renew SM's feedback
+    [code]. So here SM makes as many calls as binary masking: 648 for 1,024 steps, with a standard
+    deviation of 10 over samples (C.4 counts 651 and 636, and explains it by SM). The last is never
+    skipped if it starts with masks. With every=True (App. C.5) or time conditioning, no step is
+    skipped. Masks left at the end are filled by one more call, by argmax [code].
 
     steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.   generator: on the CPU.
     on_step(x, lam, guess, masks, h): called after every call of the network. x (1, L): ids. With
@@ -117,7 +121,7 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
     free = masked = x == mask_id                                               # (L,)  on the CPU
     x = to_device(x, device)                                                   # (L,)
     emb = F.embedding(x, table)                                                # (L, D)
-    lam, guess = torch.zeros(len(x), device=device), x.clone()  # only for on_step
+    lam, guess = torch.zeros(len(x), device=device), x.clone()  # guess: only for on_step
     dt, nfe = (1 - T_END) / steps, 0
     for i in progress(range(steps + 1), "steps", leave=False, disable=bool(on_step) or None):  # l.2
         t, filling = 1 - i * dt, i == steps  # filling: one more call, for masks that are left
@@ -131,14 +135,14 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
         masked, nfe, u = stay | vanish, nfe + 1, u[appear]                     # u: (m,)
         (appear,), (stay,), (vanish,) = (indices(each, device) for each in (appear, stay, vanish))
         h = net.trunk(emb[None], to_device(torch.tensor([t]), device))[0]      # (L, D)          l.3
-        p = net.head(h[appear]).softmax(-1)                                    # (m, V)
+        p = net.head(h[appear]).softmax(-1)                                    # (m, V)          l.3
         drawn = p.argmax(-1) if filling else categorical(nucleus(p, top_p), u)  # (m,)  of x~    l.4
         lost = x[vanish]                                                       # (r,)  with ReMDM
         x = x.index_put((appear,), drawn).index_fill(0, vanish, mask_id)       # (L,)         x^ l.5
         emb[appear], emb[vanish], guess[vanish] = F.embedding(drawn, table), table[mask_id], lost
         if soft and sm:
-            lam[stay], ids, pi = model.predict_sm(h[stay])                     # (s,), (s, k)    l.6
-            emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)
+            lam[stay], ids, pi = model.predict_sm(h[stay])                     # (s,), (s, k)  l.3 6
+            emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)          l.6
             guess[stay] = pi.argmax(-1) if ids is None else ids[:, 0]          # (s,)
             # A token that was just re-masked was visible at l.3. So its p is 1 [code], and H is 0.
             lam[vanish] = sm.strength(torch.zeros(len(lost), device=device))   # (r,)
@@ -157,12 +161,12 @@ def indices(where, device):
 @torch.no_grad()
 def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
                       soft=True, threshold=None):
-    """Alg. 2 with about the same number of tokens in every step, the surest first              §2.2
+    """Alg. 2 with about the same number of tokens in every step, in an order                   §2.2
 
     n: sequences, side by side.   steps: network calls, at most. With as many steps as masks, each
-        reveals one token.
+        reveals one token. With a threshold, give as many steps as masks, or some may be left.
     order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
-        is that of the whole prediction: a nucleus is often a single token, with entropy 0 [ours].
+        is that of the whole prediction, not of its nucleus, which is often a single token [ours].
     threshold: reveal every position whose likeliest token has at least this probability (before
         the nucleus). A sequence without such a position reveals as many as without a threshold
         [ours], so one if there are as many steps as masks.
@@ -184,7 +188,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
     x = to_device(x, device)                                                   # (n, L)
     emb = F.embedding(x, table)                                                # (n, L, D)
     nfe = torch.zeros(n, dtype=torch.long)                                     # (n,)
-    for steps_left in range(steps, 0, -1):
+    for steps_left in range(steps, 0, -1):                                     #              l.2, 7
         if not masked_cpu.any():
             break
         masked = to_device(masked_cpu, device)                                 # (n, L)
@@ -193,7 +197,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
         t = masked.float().mean(-1)  # the share of masks, as if α_t = 1 − t      (n,)  [ours]
         h = net.hidden(emb, masks, t)                                          # (N, D)          l.3
-        logits = net.head(h)                                                   # (N, V)
+        logits = net.head(h)                                                   # (N, V)          l.3
         logp = logits.log_softmax(-1)                                          # (N, V)
         score = to_device(chance.float(), device)                              # (n, L)
         if by_entropy:
@@ -216,9 +220,11 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         emb = F.embedding(x, table)                                            # (n, L, D)
         masked_cpu = masked_cpu & ~chosen                                      # (n, L)
         stay = indices(masked_cpu, device)                                     # 2 × (s,)
-        lam, guess = torch.zeros_like(score), x.clone()  # only for on_step
+        lam, guess = torch.zeros_like(score), x.clone()  # guess: only for on_step
         if soft and sm:
-            lam[stay], ids, pi = (each if each is None else each[left] for each in sm(logits))
+            every_lam, ids, pi = sm(logits)                                    # (N,), (N, k)    l.6
+            lam[stay], pi = every_lam[left], pi[left]                          # (s,), (s, k)
+            ids = ids if ids is None else ids[left]                            # (s, k)
             emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)          l.6
             guess[stay] = pi.argmax(-1) if ids is None else ids[:, 0]          # (s,)
         if on_step:
@@ -228,7 +234,7 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
 
 
 def masks_to_reveal(score, masked, steps_left):
-    """Which masks to reveal: in each row, a share 1 / steps_left of the masks, by score
+    """Which masks to reveal: in each row, 1 / steps_left of them, those of the largest scores
 
     The number is rounded up. Ties are broken from left to right [ours].
     """
@@ -339,18 +345,25 @@ def starting_ids(cfg, tok, special):
     return torch.tensor(ids)
 
 
-def load(cfg):
-    """The MDLM with ω from cfg, on the CPU; its tokenizer; cfg with defaults from the model."""
+def prepared(cfg, here):
+    """The MDLM with ω from cfg, on the CPU; its tokenizer; ids to start from (L,); cfg in full."""
     model = load_mdlm(cfg.checkpoint)
     model.sm = with_omega(model.sm, model.mask_id, cfg)
-    tok = tokenizer(model.info["tokenizer"]["name"])
+    tok, in_order = tokenizer(model.info["tokenizer"]["name"]), cfg.sampler in ORDERS
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
     if model.mask_id != tok.n_vocab:  # [MASK] follows the last token
         raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, but {tok.name} {tok.n_vocab}")
     if cfg.length > model.cfg.length:
-        raise Refused(f"--length={cfg.length} exceeds the {model.cfg.length} that {cfg.checkpoint} "
-                      f"was trained on")
-    return model, tok, cfg
+        raise Refused(f"--length={cfg.length} exceeds the {model.cfg.length} of training")
+    if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
+        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
+    if cfg.threshold is not None and (cfg.steps or not in_order):
+        raise Refused("--threshold needs --sampler=entropy or random, and no --steps")
+    x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
+    steps = cfg.steps or (x.tolist().count(model.mask_id) if in_order else cfg.length)
+    pays = here.device.type == "cuda" and steps * cfg.count / here.world >= GRAPHS_PAY
+    return model, tok, x, replace(cfg, steps=steps,
+                                  compile=pays if cfg.compile is None else cfg.compile)
 
 
 def read_samples(path):
@@ -371,42 +384,22 @@ def file_and_lines(cfg, here):
     return paths[here.rank], [line for path in paths for line in read_samples(path)]
 
 
-def resolved(cfg, n_masks, here):
-    """cfg with its defaults filled in.   n_masks: masks at the start."""
-    in_order = cfg.sampler in ORDERS
-    if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
-        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
-    if cfg.threshold is not None and (cfg.steps or not in_order):
-        raise Refused("--threshold needs --sampler=entropy or random, and no --steps: it decides "
-                      "how many there are")
-    steps, compiled = cfg.steps or (n_masks if in_order else cfg.length), cfg.compile
-    if compiled is None:
-        compiled = here.device.type == "cuda" and steps * cfg.count / here.world >= GRAPHS_PAY
-    return replace(cfg, steps=steps, compile=compiled)
-
-
-def settings_of(cfg, model, tok, here):
-    """All that a sample depends on, besides its seed and index. Every line of --out holds it."""
-    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
-    # The model is still on the CPU here: MPS has no float64.
-    weights = sum(p.double().sum().item() for p in model.parameters())
-    return settings | {"step": model.info["step"], "weights": weights, "tokenizer": tok.name,
-                       "dtype": str(here.dtype or torch.float32)}
-
-
 def main(cfg):
     here = launch.machine(cfg.device)
     path, lines = file_and_lines(cfg, here)
 
     # ---- the model, and the samples that exist already
-    model, tok, cfg = load(cfg)
-    x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
-    cfg = resolved(cfg, x.tolist().count(model.mask_id), here)
-    settings = settings_of(cfg, model, tok, here)
-    now = settings | {"seed": cfg.seed}
+    model, tok, x, cfg = prepared(cfg, here)
+    # All that a sample depends on, besides its seed and index. Every line of --out holds it. (The
+    # weights are summed up on the CPU, because MPS has no float64.)
+    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
+    settings |= {"step": model.info["step"], "tokenizer": tok.name,
+                 "dtype": str(here.dtype or torch.float32),
+                 "weights": sum(p.double().sum().item() for p in model.parameters())}
     for line in lines:
-        launch.check_same(path, line["settings"] | {"seed": line["seed"]}, now,
-                          list(now), ": give the same flags, or another --out")
+        launch.check_same(path, line["settings"] | {"seed": line["seed"]},
+                          settings | {"seed": cfg.seed}, [*settings, "seed"],
+                          ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
 
     # ---- the device

@@ -47,13 +47,13 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """sm_ω(x̂, p) of §3.1. `forward` computes λ, the likeliest tokens and their shares π. `mix`
-    turns these into embeddings. `embed` does all of it for a batch.
+    """`embed` is sm_ω(x̂, p) of §3.1, for your own model. mdlm.py and sample.py call its halves, on
+    only the masks: `forward`, for λ, the likeliest tokens and their shares π, and then `mix`.
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
     omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
-    Defaults: k from §4.1, ω from App. B.2. It gives no value for ω_s: 1e-6 is [code].
+    Defaults: k from §4.1, ω from App. B.2, which gives no value for ω_s: 1e-6 is [code].
     Parameters: raw_s, raw_a, raw_b; raw_tau for k = |V|. See `omega` and `tau`.
     """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""Train a soft-masked MDLM: Alg. 1 (l.3-8 are in mdlm.py), from one CPU to many nodes.     App. B.1
+"""Train a soft-masked MDLM: Alg. 1, from one CPU to many nodes.                            App. B.1
 
     python train.py stdlib          # the source code of Python itself: minutes on two CPU cores
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
@@ -7,15 +7,15 @@
     torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.ckpt
     python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6    # flags: see Config
 
-    update, batch      one update of θ and ω, l.2 to l.9; it calls mdlm.py for l.3 to l.8
-    train, loop        the data, the model, and the loop around `update`
+    update, batch      one update of θ and ω, l.2 to l.9; l.5 to l.8 are a call of mdlm.MDLM
+    train, loop        the data, the model, and the loop around `update`, l.1 and l.10
     the rest           what `train` starts from, measures and saves
 
 Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
 for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
 across all ranks. So, up to rounding, one process with four of them gives the same run as two with
-two each. And a stopped or killed run resumes from its last save as if nothing had happened, but a
-stop cuts a line of the log in two. (Update 1 of the log is step 0 in the keys.)
+two each. And a stopped or killed run resumes from its last save as if nothing had happened, but
+the log has a line more, where it was stopped. (Update 1 of the log is step 0 in the keys.)
 """
 
 import copy
@@ -28,7 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 import checkpoint
 import data
 import launch
-from eval import bits_per_byte, val_nats
+from eval import val_nats
 from launch import Refused, Share, Size
 from mdlm import MDLM, T_MIN, ModelConfig, compile_parts, corrupt, sample_times
 
@@ -39,7 +39,7 @@ class Config(ModelConfig):
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
     # Start from θ and ω of any MDLM that `python checkpoint.py FILE` can read (in a step-N.pt, θ is
-    # the EMA). An ω that is not the default here beats the file's.
+    # the EMA). An ω that is set to another value than its default replaces the file's.
     init_from: str = ""
     resume: bool = False             # continue from out_dir/last.pt, or start if there is none
     seed: int = 1
@@ -62,7 +62,6 @@ class Config(ModelConfig):
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
     save_every: Size = 1000          # last.pt
     keep_every: int = 100_000        # step-N.pt, with EMA and ω only; 0: only at the end
-    show: bool = False               # at the end, print the bound in bits per byte
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
@@ -73,11 +72,11 @@ PRESETS = {  # the first word of a command
     # Text that every machine has. A small model is so unsure of each byte that the paper's ω_b
     # keeps λ near 0, and ω_s would grow too slowly. So ω starts near its final values [ours].
     "stdlib": dict(
-        data="data/stdlib", out_dir="out/stdlib", show=True,
+        data="data/stdlib", out_dir="out/stdlib",
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
         omega_s=0.5, omega_a=1.0, omega_b=-2.8,
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
-        log_every=50, eval_every=0, eval_rows=256, save_every=500, keep_every=0),
+        log_every=50, eval_every=2000, eval_rows=256, save_every=500, keep_every=0),
     "owt": {},
     # mdlm.ckpt: the checkpoint that MDLM's authors released, App. B.1
     "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),
@@ -87,7 +86,7 @@ PRESETS = {  # the first word of a command
 # What may change when a run is resumed (of the data, only the path). All else must stay as it was.
 MAY_DIFFER_ON_RESUME = {
     "data", "out_dir", "resume", "steps", "log_every", "eval_every", "eval_rows", "save_every",
-    "keep_every", "show", "device", "dtype", "compile"}
+    "keep_every", "device", "dtype", "compile"}
 
 
 def update(step, cfg, tokens, model, parallel, optimizer, here, log):
@@ -100,12 +99,12 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
     # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
     coin = torch.rand((), generator=data.rng(cfg.seed, "p_sm", step)).item()
     soft = coin < cfg.p_sm
-    times = sample_times(cfg.batch_size, data.rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)
-    for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
+    times = sample_times(cfg.batch_size, data.rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)  #     l.3
+    for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):  # θ, ω      l.9
         group["lr"] = eta * lr_at(step, cfg)
     for j in range(here.rank, M, here.world):
         x0 = batch(tokens, cfg, step, j, M)                                    # (B, L)          l.2
-        t = times[j::M]  # small and large ones, see `batch`                   # (B,)            l.3
+        t = times[j::M]  # small and large ones, see `batch`                     (B,)
         xt = corrupt(x0, t, cfg.mask_id, data.rng(cfg.seed, "q", step, j))     # (B, L)          l.4
         # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
         masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
@@ -137,8 +136,8 @@ def batch(tokens, cfg, step, j, M):
     """x0 (B, L): micro-batch j of M                                                     Alg. 1 l.2
 
     Every epoch has a permutation of its own, and no row occurs twice in it. Times are sorted, so
-    micro-batch j takes every M-th sequence and every M-th time [ours]: about half of its tokens are
-    masked. If it took a slice of the times instead, nearly all could be masked.
+    micro-batch j takes every M-th time, and the sequences of these numbers [ours]: about half of
+    its tokens are masked. If it took a slice of the times instead, nearly all could be masked.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -160,7 +159,7 @@ def update_ema(ema, model, step, decay):
 
 
 def train(cfg):
-    """The data, the model, and Alg. 1. Returns the MDLM and its EMA."""
+    """Check the settings, open the data, and run `loop`. Returns the MDLM and its EMA."""
     here = launch.machine(cfg.device, cfg.dtype)
     launch.join(here)
     launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
@@ -175,12 +174,12 @@ def train(cfg):
 
 
 def loop(cfg, here, model, tokens, meta):
-    """`train`, once the settings are checked and the folder is locked."""
+    """Alg. 1 from its start, or from a checkpoint: updates, evaluations, saves    Alg. 1 l.1, 10"""
     # train.bin is too long to hash at every start: if it is overwritten while meta.json stays the
     # same, this goes unnoticed. keys: the version of data.rng's keys.
     source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
               "val": meta["val"]["sha256"], "keys": data.KEYS}
-    held_out = held_out_rows(cfg) if cfg.eval_every or cfg.show else None      # (m, L)
+    held_out = held_out_rows(cfg) if cfg.eval_every else None      # (m, L)
     model, ema, optimizer, start, metrics, omega_from = starting(model, cfg, here, source, meta)
     compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
     if compiled:  # after the EMA was copied: compiled methods of a copy use the original's weights
@@ -205,7 +204,7 @@ def loop(cfg, here, model, tokens, meta):
     line = {}
     for done, due in launch.updates(
             here, start, cfg.steps, log=cfg.log_every, eval=cfg.eval_every,
-            keep=cfg.keep_every or cfg.steps, save=cfg.save_every):
+            keep=cfg.keep_every or cfg.steps, save=cfg.save_every):            #           l.1, l.10
         norm = update(done - 1, cfg, tokens, model, parallel, optimizer, here, log)
         update_ema(ema.net, model.net, done, cfg.ema)
         if due:
@@ -221,11 +220,9 @@ def loop(cfg, here, model, tokens, meta):
         # Last of all: a kill before this repeats updates, and loses nothing.
         if "save" in due and here.rank == 0:
             save("last.pt", cfg, model, ema, optimizer=optimizer.state_dict(), **facts)
-    if cfg.show:
-        bounds = evaluate(ema, held_out, here)
-        if here.rank == 0:
-            summarize(cfg, bounds, meta)
-    launch.leave(here, launch.warning(line, cfg.vocab_size), status=0)  # returns
+    file = f"--checkpoint={cfg.out_dir}/last.pt"
+    more = f"Now: python sample.py {file} --show\n     python eval.py ppl {file}"
+    launch.leave(here, f"{launch.warning(line, cfg.vocab_size)}\n{more}".strip(), status=0)
     return model, ema
 
 
@@ -324,17 +321,6 @@ def save(name, cfg, model, ema, **facts):
     config = asdict(cfg) | {"SoftMask": checkpoint.class_of(model.sm)}
     checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=config, seed=cfg.seed,
                     model=weights, **facts)
-
-
-def summarize(cfg, bounds, meta):
-    """Print the bounds, {name: nats per token}, and what to do next.   meta: the data's."""
-    print("\nheld-out bound in bits per byte (same model, same masks)")
-    for name, nats in bounds.items():
-        bits = bits_per_byte(nats, cfg.length, meta["val"])
-        print(f"  {launch.Log.on_screen[name]:18}{bits:.4f}")
-    last = os.path.join(cfg.out_dir, "last.pt")
-    print(f"\nMore: python sample.py --checkpoint={last} --show"
-          f"\n      python eval.py ppl --checkpoint={last}")
 
 
 if __name__ == "__main__":

@@ -107,10 +107,10 @@ HELD_OUT = 2000  # grids
 # ω starts as in the paper. Eight heads, because with four, some seeds get stuck on a plateau for
 # thousands of updates, having learned only digit frequencies.
 SETTINGS = dict(
-    data="data/sudoku", out_dir="out/sudoku", show=True,
+    data="data/sudoku", out_dir="out/sudoku",
     n_layer=2, n_head=8, n_embd=128, n_cond=32, length=39, dropout=0.0,
     steps=3500, batch_size=32, micro_batch=32, eta_bb=1e-3, warmup=200, ema=0.995,
-    log_every=50, eval_every=0, eval_rows=2000, save_every=500, keep_every=0)
+    log_every=50, eval_every=3500, eval_rows=2000, save_every=500, keep_every=0)
 
 
 @dataclass

@@ -80,7 +80,7 @@ ARMS = {  # what differs from sm
     "frozen": (SoftMask, dict(eta_sm=0.0)),
     "deep": (SoftMask, dict(p_sm=0.0, n_layer=4, eta_bb=1e-3))}
 STEPS, KEEP_EVERY, PUZZLES, PATH = 6000, 250, 500, "results/arena.jsonl"
-SETTINGS = sudoku.SETTINGS | dict(eta_bb=5e-4, omega_s=0.5, omega_a=1.0, omega_b=-2.8, show=False,
+SETTINGS = sudoku.SETTINGS | dict(eta_bb=5e-4, omega_s=0.5, omega_a=1.0, omega_b=-2.8, eval_every=0,
                                   device="cpu")
 WAYS = {str(n): dict(order="entropy", steps=24 // n) for n in (1, 2, 3, 4, 6)}  # cells per call
 WAYS |= {"random order": dict(order="random", steps=24),

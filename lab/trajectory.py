@@ -67,16 +67,17 @@ def trace(tok, model, steps):
 def traces(cfg):
     """{name: the cells of every step}, with feedback and without."""
     here = launch.machine(cfg.device)
-    model, tok, cfg = sample.load(cfg)
+    chosen = cfg.steps
+    model, tok, x, cfg = sample.prepared(cfg, here)                                # x: (L,)
     special, mask_id = model.info["tokenizer"], model.mask_id
-    x = sample.starting_ids(cfg, tok, special)                                     # (L,)
     if cfg.given:  # BOS, the cells, EOS of the document, EOS of the row
         cells = [mask_id if c == "." else tok.encode_ordinary(c)[0] for c in cfg.given]
         x = torch.tensor([special["bos"], *cells, special["eos"], special["eos"]])  # (L,)
         if len(x) != model.cfg.length or mask_id not in x:
             raise Refused(f"--given has {len(cfg.given)} characters, {cfg.given.count('.')} of "
                           f"them dots: give {model.cfg.length - 3}, some of them dots")
-    cfg = sample.resolved(cfg, x.tolist().count(mask_id), here)
+        if cfg.sampler in sample.ORDERS and not chosen:
+            cfg.steps = x.tolist().count(mask_id)
     model.to(here.device)
     generator = partial(rng, "sample", cfg.seed, 0)
     decode = partial(sample.generate, sampler=cfg.sampler, eta=cfg.eta, every=True)

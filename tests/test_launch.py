@@ -23,7 +23,7 @@ from train import Config
 @pytest.mark.parametrize("words, fields", [
     ([], {}),
     (["--resume", "--k=None"], dict(resume=True, k=None)),
-    (["--compile=false", "--show", "--steps", "7"], dict(compile=False, show=True, steps=7)),
+    (["--compile=false", "--resume", "--steps", "7"], dict(compile=False, resume=True, steps=7)),
     (["--dtype", "bfloat16", "--p_sm=1", "--k=7"], dict(dtype="bfloat16", p_sm=1.0, k=7)),
     (["--data=x=y", "--init_from=", "--omega_b", "-2"], dict(data="x=y", omega_b=-2.0)),
     (["quick", "--steps=2"], dict(steps=2, k=5)),

@@ -24,7 +24,7 @@ BOTH = dict(seed=5, steps=3, p_sm=0.7, eta_bb=2e-3, eta_sm=0.03, k=2, omega_s=0.
             b_h=0.9, eval_every=2, save_every=2, device="cpu")
 # What may change when a run is resumed, or is taken from the data. Model and data may move.
 FREE = {"train": "data out_dir resume steps log_every eval_every eval_rows save_every "
-                 "keep_every show device dtype compile vocab_size mask_id soft_mask",
+                 "keep_every device dtype compile vocab_size mask_id soft_mask",
         "finetune_dream": "model data out resume checkpointing device log_every "
                           "save_every eval_every"}
 FIXED = [(script, field.name) for script, module in SCRIPTS.items()

@@ -230,7 +230,7 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
         file.write_bytes(cut)
         for _ in range(2):  # the second time nothing is left to do
             assert run(count=5, show=True) == whole
-    refused("--length=99 exceeds the 32 that", run, length=99)
+    refused("--length=99 exceeds the 32 of training", run, length=99)
     for other in dict(sampler="mdlm"), dict(sampler="entropy", steps=8):
         refused("--threshold needs", run, **{"steps": None, "threshold": 0.9} | other)
     assert run(count=5) == whole
