@@ -25,14 +25,12 @@ class Refused(ValueError):
     """Bad input, in one sentence: the value, the limit, the remedy. `run` exits with code 2."""
 
 
-# Types of Config fields, with the smallest and the largest value on a command line: for numbers
-# that would spoil a run without a word, such as --p_sm=80 or --save_every=0.
+# Types of Config fields. The bounds refuse what would spoil a run without a word: --p_sm=80.
 Size = typing.Annotated[int, 1, math.inf]
 Count = typing.Annotated[int, 0, math.inf]
 Share = typing.Annotated[float, 0, 1]
 Positive = typing.Annotated[float, 1e-6, math.inf]
 DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a GradScaler
-Rate = Negative = float  # for Config classes that still name them
 
 WORDS = {"true": True, "false": False, "none": None}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
@@ -41,7 +39,7 @@ OPTIONAL = {"datasets": "datasets", "lm_eval": "lm-eval", "matplotlib": "matplot
 FULL_OR_CLOSED = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE  # a disk, a pipe
 
 
-def run(main, Config, presets=None):
+def run(main, Config, presets=()):
     """Run a script's main. Bad input is one line on stderr and code 2, all else a traceback."""
     for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace", line_buffering=True)  # some terminals have no ω
@@ -49,7 +47,7 @@ def run(main, Config, presets=None):
         return main(from_cli(Config, sys.argv[1:], presets))
     except Exception as e:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Rank 0 usually fails, too, and says why. Then torchrun sends SIGTERM to this rank.
+            # Rank 0 usually says the same first. Then torchrun sends SIGTERM to this rank.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         package = OPTIONAL.get(e.name) if isinstance(e, ModuleNotFoundError) else None
@@ -61,18 +59,17 @@ def run(main, Config, presets=None):
         sys.exit(2)
 
 
-def from_cli(Config, argv, presets=None):
+def from_cli(Config, argv, presets=()):
     """A Config from the words of a command line: `[first words] --key=value --key value --flag …`
 
     presets: {name: fields}. The first word may be such a name, and flags override its fields.
     A field of type list takes all other first words.
     """
-    presets = presets or {}
     if {"-h", "--help"} & {*argv}:
         for cls in reversed(Config.__mro__[:-1]):  # the source of the class, with its comments
             print(inspect.getsource(cls))
-        for name, fields in presets.items():
-            print(f"preset {name}: {fields}")
+        for name in presets:
+            print(f"preset {name}: {presets[name]}")
         sys.exit(0)
     values = {}
     if argv and argv[0] in presets:
@@ -145,16 +142,14 @@ def machine(device="auto", dtype="auto"):
         torch.cuda.set_device(device)  # CUDA captures graphs on the current device
         if dtype == "auto" and torch.cuda.is_bf16_supported(including_emulation=False):
             dtype = "bfloat16"
-    rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
-    autocast = torch.bfloat16 if dtype == "bfloat16" else None
-    return Machine(rank, world, torch.device(device), autocast)
+    return Machine(int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)),
+                   torch.device(device), torch.bfloat16 if dtype == "bfloat16" else None)
 
 
 def join(here):
     """Connect to the other ranks, if any: over NCCL for GPU tensors, over gloo for CPU tensors."""
     if here.world > 1 and not dist.is_initialized():
-        gpu = here.device.type == "cuda"
-        dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo")
+        dist.init_process_group("cpu:gloo,cuda:nccl" if here.device.type == "cuda" else "gloo")
 
 
 def first_rank(here, make):
@@ -179,15 +174,10 @@ def over_ranks(tensor, operation=dist.ReduceOp.SUM):
     return tensor
 
 
-def any_rank(number):
-    """The maximum of a number over all ranks, so that all make the same decision."""
-    return over_ranks(torch.tensor(number), dist.ReduceOp.MAX).item()
-
-
 # ---- stopping and resuming -----------------------------------------------------------------------
 def resumes(last, resume):
     """Whether to resume from the checkpoint `last`. Call it on every rank, with the lock."""
-    exists = any_rank(os.path.exists(last))
+    exists = over_ranks(torch.tensor(os.path.exists(last)), dist.ReduceOp.MAX).item()
     if exists and not resume:
         raise Refused(f"{last} exists already: --resume continues it, or give another folder")
     return exists
@@ -204,22 +194,20 @@ def check_same(path, before, here, names, remedy=""):
 def check_batch_size(cfg, batch):
     """Raises Refused for a batch_size that would be cut short.   batch: per pass, all ranks."""
     if cfg.batch_size % batch:
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of the {batch} sequences "
-                      f"in a pass of all processes (train.py: --micro_batch in each)")
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of {batch}: processes × "
+                      "--micro_batch (1 in finetune_dream.py)")
 
 
 @contextlib.contextmanager
 def lock(folder, master=True):
     """A context that one process at a time may enter per folder. A kill releases the lock, too.
     Only rank 0, the master, writes, so only rank 0 locks. The others wait for it in `resumes`."""
-    if not master:
-        yield
-        return
     os.makedirs(folder, exist_ok=True)
     with open(f"{folder}/.lock", "a") as f:
         try:
             import fcntl
-            fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if master:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise Refused(f"another process is writing into {folder}: wait, or use another folder")
         except (ImportError, OSError):
@@ -244,15 +232,13 @@ def updates(here, start, steps, **every):
             except OSError:
                 os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
-    # SIGHUP: the terminal was closed. SIGUSR1: Slurm is often told to send it before the time is up
-    names = [name for name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1") if hasattr(signal, name)]
-    numbers = {getattr(signal, name) for name in names}
-    if "SIGHUP" in names and signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:  # nohup
-        numbers.remove(signal.SIGHUP)
-    before = {number: signal.signal(number, take) for number in numbers}
+    # SIGHUP: a closed terminal; nohup ignores it. SIGUSR1: Slurm can send it before the time is up.
+    stops = [n for n in signal.Signals if n.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")]
+    before = {n: signal.signal(n, take) for n in stops if signal.getsignal(n) != signal.SIG_IGN}
     try:
         for done in range(start + 1, steps + 1):
-            stop = any_rank(max(caught, default=0))  # a signal to one rank stops all of them
+            # A signal to one rank stops all of them.
+            stop = over_ranks(torch.tensor(max(caught, default=0)), dist.ReduceOp.MAX).item()
             due = {name for name, n in every.items() if n and (done % n == 0 or done == steps)}
             if done == 1:
                 due.add("log")
@@ -284,9 +270,6 @@ def progress(*args, **options):
         options["disable"] = True
     if not sys.stderr.isatty():
         options |= {"mininterval": 30, "maxinterval": 60, "delay": 10}
-    with contextlib.suppress(OSError):
-        if not min(os.get_terminal_size(sys.stderr.fileno())):  # tqdm would draw nothing
-            options |= {"ncols": 80, "nrows": 24, "dynamic_ncols": False}
     return tqdm(*args, **{"mininterval": 1, "dynamic_ncols": True} | options)
 
 
@@ -312,13 +295,10 @@ class Log:
             self.sums[name] = self.sums.get(name, 0) + value
 
     def line(self, done, eta_bb, sm, norm):
-        """The line for the updates since the last line, up to update `done`. Raises Refused on NaN.
-
-        It needs sums of loss, ce, masks, tokens, soft, lam, and n, which divides the loss.
-        """
-        values = [v.float() if torch.is_tensor(v) else norm.new_full((), v, dtype=torch.float32)
-                  for v in self.sums.values()]
-        values = torch.stack([*values, norm.float()]).cpu().double()  # a host sync
+        """The line for all updates since the last line, up to `done`. Raises Refused on NaN."""
+        values = [torch.as_tensor(value, dtype=torch.float32, device=norm.device)
+                  for value in (*self.sums.values(), norm)]
+        values = torch.stack(values).cpu().double()  # a host sync
         sums = dict(zip(self.sums, over_ranks(values[:-1]).tolist()), norm=values[-1].item())
         if not math.isfinite(sum(sums.values())):
             raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
@@ -330,8 +310,7 @@ class Log:
         if sums["soft"]:
             line["lam"] = sums["lam"] / sums["soft"]
         if sm:
-            omega = torch.stack(sm.omega).tolist()
-            line |= {"omega_" + name: value for name, value in zip("sab", omega)}
+            line |= zip(("omega_s", "omega_a", "omega_b"), torch.stack(sm.omega).tolist())
             if sm.k is None:
                 line["tau"] = sm.tau.item()
         return line
@@ -343,8 +322,7 @@ class Log:
             return
         done = line["step"]
         seconds = self.last - self.began
-        line = line | {"seconds": seconds}
-        append_jsonl(self.path, line)
+        append_jsonl(self.path, line | {"seconds": seconds})
         numbers = [f"{title} {line[name]:,.6g}" for name, title in self.on_screen.items()
                    if name in line]
         if done > 1:  # the first update is slow: it compiles
@@ -371,14 +349,10 @@ def atomic(path):
     """Yields a temporary path. It is renamed to `path` if the block ends without an exception."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     tmp = f"{path}.tmp"
-    try:
-        yield tmp
-        with open(tmp, "rb+") as f:
-            os.fsync(f.fileno())  # else a power cut could leave an empty file at `path`
-        os.replace(tmp, path)
-    except BaseException:  # Ctrl-C, too
-        Path(tmp).unlink(missing_ok=True)
-        raise
+    yield tmp
+    with open(tmp, "rb+") as f:
+        os.fsync(f.fileno())  # else a power cut could leave an empty file at `path`
+    os.replace(tmp, path)
 
 
 def write_text(path, text):
