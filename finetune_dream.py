@@ -6,12 +6,11 @@
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
 
-The model learns to fill in the last answer of each dialogue. Alg. 1 sums the loss over its masks;
-the default is their mean, as in the authors' code. The folder `out` gets log.jsonl, last.pt to
-resume from, and two adapters, best/ and last/, which sample_dream.py, peft and the authors' code
-can read. As in train.py, neither a resume nor the number of GPUs changes a draw.
+The model learns to fill in the last answer of each dialogue. The folder `out` gets log.jsonl,
+last.pt to resume from, and two adapters, best/ and last/, which sample_dream.py, peft and the
+authors' code can read. As in train.py, neither a resume nor the number of GPUs changes a draw.
 
-    dialogue, update    one update of DoRA and ω, step by step as in train.py         Alg. 1 l.2-9
+    update              one update of DoRA and ω, step by step as in train.py         Alg. 1 l.2-9
     finetune, loop      the whole run: data, model, and the loop around `update`
     the rest            what `finetune` loads, measures and saves
 """
@@ -19,7 +18,6 @@ can read. As in train.py, neither a resume nor the number of GPUs changes a draw
 import hashlib
 import json
 import math
-import os
 from collections import Counter
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -41,8 +39,7 @@ from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
-# Names of roles, in any case. Renaming Ling-Coder's SYSTEM is [ours]. The authors keep it, so the
-# chat template puts a default system message before it.
+# Roles, in any case [ours]. The authors keep Ling-Coder's SYSTEM, and get a default one before it.
 ROLES = {"user": "user", "human": "user", "system": "system", "developer": "system",
          **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant")}
 # Fields that hold a dialogue: all its turns, or a prompt and the answer
@@ -102,21 +99,13 @@ class Config:
 
 
 PRESETS = {
-    # §4: half the updates, because an update with feedback has two forward passes.
-    "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),
+    "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),  # §4: feedback takes two passes
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
 
 # Settings that may change when a run is resumed. Model and data are compared by content instead.
 MAY_DIFFER_ON_RESUME = {"model", "data", "out", "resume", "checkpointing", "device", "log_every",
                         "save_every", "eval_every"}
-
-
-def dialogue(dialogues, cfg, step, j, pad_id):
-    """Dialogue j of update `step`: x0 (1, L), and the length of its prompt            Alg. 1 l.2"""
-    epoch, row = divmod(step * cfg.batch_size + j, len(dialogues))
-    ids, prompt_len = dialogues[data.order(len(dialogues), epoch, cfg.seed)[row]]
-    return pad_with_eos(ids, pad_id, rng(cfg.seed, "n_end", step, j))[None], prompt_len
 
 
 def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
@@ -126,7 +115,7 @@ def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
     parallel: the model, or the DDP around it.   here: launch.machine().
     """
     M = cfg.batch_size  # dialogues, over all ranks
-    net_cfg = model.net.cfg
+    pad_id, mask_id = model.net.cfg.pad_token_id, model.mask_id
     # The coins of all dialogues, on all ranks: ω must not move if none of them has feedback.
     keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
     coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
@@ -134,12 +123,13 @@ def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
     for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
         group["lr"] = eta * lr_at(step, steps, cfg.warmup)
     for j in range(here.rank, M, here.world):
-        x0, prompt_len = dialogue(dialogues, cfg, step, j, net_cfg.pad_token_id)  # (1, L)       l.2
+        epoch, row = divmod(step * M + j, len(dialogues))
+        ids, prompt_len = dialogues[data.order(len(dialogues), epoch, cfg.seed)[row]]  #         l.2
+        x0 = pad_with_eos(ids, pad_id, rng(cfg.seed, "n_end", step, j))        # (1, L)
         t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()  #             l.3
-        q = rng(cfg.seed, "q", step, j)
-        xt = mask_response(x0, prompt_len, t, net_cfg.mask_token_id, q)        # (1, L)          l.4
+        xt = mask_response(x0, prompt_len, t, mask_id, rng(cfg.seed, "q", step, j))  # (1, L)    l.4
         # Found on the CPU: N depends on the data, so on a GPU this would be a host sync.
-        masks = (xt == net_cfg.mask_token_id).nonzero(as_tuple=True)           # 2 × (N,)
+        masks = (xt == mask_id).nonzero(as_tuple=True)                         # 2 × (N,)
         x0, xt, *masks = (launch.to_device(x, here.device) for x in (x0, xt, *masks))
         parallel.require_backward_grad_sync = j + here.world >= M  # DDP: only in the last one
         nll = parallel(x0, xt, softs[j], tuple(masks))                         # (N,)          l.5-8
@@ -150,8 +140,7 @@ def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
                 tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
     if model.sm and not any(softs):
         # ω has a gradient of 0 (TwoPass.token_nll), and Adam's momentum would move it [ours].
-        for p in model.sm.parameters():
-            p.grad = None
+        model.sm.zero_grad(set_to_none=True)
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
     optimizer.step()                                                           #                 l.9
     optimizer.zero_grad(set_to_none=True)
@@ -159,11 +148,11 @@ def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
 
 
 def pad_with_eos(ids, pad_id, generator):
-    """ids (L,), then 0 to 49 end tokens, then up to 7 more to reach a multiple of 8 [code]"""
+    """x0 (1, L): ids, then 0 to 49 end tokens, then up to 7 more to reach a multiple of 8 [code]"""
     # Masked and predicted, so that the model learns where to stop.
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     n_end += -(len(ids) + n_end) % 8
-    return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=pad_id)            # (L',)
+    return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=pad_id)[None]  # (1, L)
 
 
 def mask_response(x0, prompt_len, t, mask_id, generator):
@@ -182,11 +171,10 @@ def mask_response(x0, prompt_len, t, mask_id, generator):
 
 
 class TwoPassDream(TwoPass):
-    """Both passes of Dream in one forward, for DDP."""
+    """Both passes of Dream in one forward, for DDP                                  Alg. 1 l.5-8"""
 
     def forward(self, x0, xt, soft, masks=None):
-        """−log p(x0) of every masked token, (N,): see TwoPass.token_nll             Alg. 1 l.5-8"""
-        return self.token_nll(x0, xt, None, soft, masks)[0]  # None: Dream does not take t
+        return self.token_nll(x0, xt, None, soft, masks)[0]  # (N,). Dream does not take t
 
 
 def objective(nll, t, kind, batch_size):
@@ -196,9 +184,8 @@ def objective(nll, t, kind, batch_size):
     authors  1/t · mean over its masks, summed over the batch [code]. So a long answer counts no
              more than a short one, and clipping sees batch_size times the mean gradient.
     """
-    if kind == "authors":
-        return nll.mean() / t
-    return nll.sum() / t / batch_size
+    total = nll.mean() if kind == "authors" else nll.sum() / batch_size
+    return total / t
 
 
 def lr_at(step, steps, warmup):
@@ -221,21 +208,19 @@ def finetune(cfg):
 
 def loop(cfg, here, mask_id):
     """`finetune`, once the settings are checked and the folder is locked."""
-    last = os.path.join(cfg.out, "last.pt")
+    last = f"{cfg.out}/last.pt"
     resuming = launch.resumes(last, cfg.resume)  # refuses before minutes of reading
     train, val, left_out = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
     steps = cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size))
     model = model_of(cfg, here)
-    omega = list(model.sm.parameters()) if model.sm else []
-    groups = [{"params": list(trained(model.net).values())}, {"params": omega}]  # DoRA, ω  App. B.2
+    groups = [{"params": list(trained(part).values())} for part in (model.net, model.sm) if part]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
     source = {"dialogues": digest_of(train + val), "base": model.net.fingerprint(),
               "keys": data.KEYS}
     start, metrics = 0, {}  # updates so far; the last evaluation
     if resuming:
-        ckpt = checkpoint.load_last(
-            last, "dream-adapter", cfg, model.sm, source, MAY_DIFFER_ON_RESUME,
-            ". --steps must stay, too: the cosine of the learning rate depends on it")
+        ckpt = checkpoint.load_last(last, "dream-adapter", cfg, model.sm, source,
+                                    MAY_DIFFER_ON_RESUME)
         for name, p in trained(model).items():
             p.data.copy_(ckpt["model"][name])
         optimizer.load_state_dict(ckpt["optimizer"])
@@ -244,7 +229,7 @@ def loop(cfg, here, mask_id):
     if here.world > 1:  # gradients are views of DDP's buckets, not copies: this saves memory
         parallel = DistributedDataParallel(model, gradient_as_bucket_view=True,
                                            broadcast_buffers=False)
-    log = launch.Log(os.path.join(cfg.out, "log.jsonl"), start, steps, here.rank == 0)
+    log = launch.Log(f"{cfg.out}/log.jsonl", start, steps, here.rank == 0)
     if here.rank == 0:
         print(f"{len(train):,} dialogues, {len(val)} held out; {left_out}\n"
               f"updates {start:,} to {steps:,}, {here.device} × {here.world}")
@@ -260,11 +245,11 @@ def loop(cfg, here, mask_id):
                 loss = losses["val_soft" if model.sm else "val_plain"]
                 metrics = {"step": done, **losses, "best": min(loss, metrics.get("best", loss))}
                 if loss == metrics["best"] and here.rank == 0:
-                    save_adapter(os.path.join(cfg.out, "best"), model.net, model.sm, cfg)
+                    save_adapter(f"{cfg.out}/best", model.net, model.sm, cfg)
                 line |= metrics
             log.write(line)
         if "save" in due and here.rank == 0:
-            save_adapter(os.path.join(cfg.out, "last"), model.net, model.sm, cfg)
+            save_adapter(f"{cfg.out}/last", model.net, model.sm, cfg)
             checkpoint.save(  # last of all: a kill before this only repeats updates
                 last, kind="dream-adapter", seed=cfg.seed, step=done,
                 config=asdict(cfg) | {"SoftMask": checkpoint.class_of(model.sm)},
@@ -294,7 +279,7 @@ def read_lines(cfg):
     """[train, val] of a .jsonl or a JSON list: its records, shuffled by the seed"""
     if not cfg.data:
         raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
-    if os.path.isfile(cfg.data) and (what := data.no_text(cfg.data)):  # a pipe is read only once
+    if Path(cfg.data).is_file() and (what := data.no_text(cfg.data)):  # a pipe is read only once
         raise Refused(f"{cfg.data} is {what}: give a .jsonl in UTF-8")
     records, n = [], 1  # the number of a line, or of a record in a list
     text = Path(cfg.data).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte-order mark
@@ -308,23 +293,19 @@ def read_lines(cfg):
                 as_messages(records[-1])  # raises here, where n is known
             n += 1
     except (ValueError, LookupError, TypeError, AttributeError) as e:
-        raise Refused(f"{cfg.data}, line {n}: not a dialogue as --help shows them "
-                      f"({launch.in_short(e)})")
+        raise Refused(f"{cfg.data}, line {n}: not a dialogue, see --help ({launch.in_short(e)})")
     n_val = min(cfg.n_val, len(records) // 10)
     records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
     return [records[n_val:][:cfg.n_train], records[:n_val]]
 
 
 def as_messages(record):
-    """(messages up to the last answer, reasons to drop them, names of fields that are not read)
-
-    record: a dict in one of FORMATS, else an exception.   messages: [{"role": …, "content": …}].
-    """
+    """(messages up to the last answer, reasons to drop them, names of fields that are not read)"""
     formats = [names for names in FORMATS if {*record} >= {*names}]
     if not formats:
         raise ValueError(f"it has the fields {', '.join(record)}")
     # In a file joined from several, the fields of the other formats are empty.
-    names = next((names for names in formats if any(map(record.get, names))), formats[0])
+    names = max(formats, key=lambda names: any(map(record.get, names)))
     turns = [{"role": "system", "content": record["system"]}] if record.get("system") else []
     for name, role in zip(names, ("user", "assistant")):
         found = record[name]
@@ -339,6 +320,8 @@ def as_messages(record):
     why = [name for name in CONTEXT if any(part.get(name) for part, _ in parts)]
     if None in roles:
         why.append("roles other than user, assistant, system")
+    elif "assistant" not in roles:
+        why.append("no answer by assistant")
     turns = turns[:max((i for i, r in enumerate(roles, 1) if r == "assistant"), default=0)]
     answer = turns[-1] if turns else {}
     why += [f"{name} of 0" for name in WEIGHTS if 0 in (record.get(name), answer.get(name))]
@@ -352,24 +335,30 @@ def as_messages(record):
 def read_hub(cfg):
     """[train, val] of the paper's corpora. Without a test split, 1% is held out (10% [code])."""
     from datasets import concatenate_datasets, load_dataset
-    whole = load_dataset(HUB[cfg.data], split="train").select_columns(["messages"])
-    parts = [whole.train_test_split(0.01, seed=cfg.seed)]
+    parts = [load_dataset(HUB[cfg.data], split="train").train_test_split(0.01, seed=cfg.seed)]
     if cfg.data == "mix":
-        parts.append(load_dataset("HuggingFaceTB/smoltalk", "all").select_columns(["messages"]))
+        parts.append(load_dataset("HuggingFaceTB/smoltalk", "all"))
     drawn = []
     for split, n in (("train", cfg.n_train), ("test", cfg.n_val)):
-        rows = concatenate_datasets([part[split] for part in parts]).shuffle(seed=cfg.seed)
-        drawn.append(rows.select(range(min(n, len(rows)))))
+        rows = concatenate_datasets([part[split].select_columns(["messages"]) for part in parts])
+        drawn.append(rows.shuffle(seed=cfg.seed).select(range(min(n, len(rows)))))
     return drawn
 
 
 def encode_all(records, cfg, tok, mask_id, counts):
     """[(ids, prompt length)] of the dialogues kept. `counts` gets why others are dropped."""
-    kept = []
+    kept, calls = [], {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")}
     for record in progress(records, desc="dialogues", delay=5):
-        _, why, unread = as_messages(record)
-        ids, prompt_len = encode_chat(record, tok)
-        why += why_dropped(ids, prompt_len, cfg, tok, mask_id)
+        messages, why, unread = as_messages(record)
+        if not why:
+            ids, prompt_len = encode_chat(messages, tok)
+            why = [reason for reason, found in {
+                f"over {cfg.max_length} tokens": len(ids) > cfg.max_length,  # [ours]
+                f"response under {cfg.min_response} tokens":
+                    len(ids) - prompt_len < cfg.min_response,
+                "tool calls": calls & {*ids},
+                "[MASK] in the text": mask_id in ids,  # [ours]: it would count as masked
+            }.items() if found]
         if why:
             counts[f"dropped: {why[0]}"] += 1
         else:
@@ -378,25 +367,12 @@ def encode_all(records, cfg, tok, mask_id, counts):
     return kept
 
 
-def encode_chat(record, tok):
-    """(ids, prompt length) of a record up to its last answer, or ([], 0) if it must be dropped"""
-    messages, why, _ = as_messages(record)
-    if why or not messages:
-        return [], 0
+def encode_chat(messages, tok):
+    """(ids, prompt length) of messages, the last of which is the answer to learn"""
     # Encoded apart: in one text, the line breaks where they meet could become one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
     return prompt + response, len(prompt)
-
-
-def why_dropped(ids, prompt_len, cfg, tok, mask_id):
-    """Why a dialogue is dropped, a list. The first and the last reason are [ours]."""
-    return [reason for reason, found in {
-        "no answer by assistant": not ids,
-        f"over {cfg.max_length} tokens": len(ids) > cfg.max_length,
-        f"response under {cfg.min_response} tokens": len(ids) - prompt_len < cfg.min_response,
-        "tool calls": {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")} & {*ids},
-        "[MASK] in the text": mask_id in ids}.items() if found]  # it would count as masked
 
 
 def digest_of(dialogues):
@@ -413,13 +389,12 @@ def model_of(cfg, here):
     dream = Dream.load(cfg.model, here.device, dtype)
     dream.checkpointing = cfg.checkpointing
     dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
-    sm, mask_id = None, dream.cfg.mask_token_id
-    if cfg.p_sm > 0:
-        try:
-            sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b).to(here.device)
-        except ValueError as e:
-            raise Refused(e)
-    return TwoPassDream(dream, sm, mask_id)
+    mask_id = dream.cfg.mask_token_id
+    try:
+        sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b) if cfg.p_sm else None
+    except ValueError as e:
+        raise Refused(e)
+    return TwoPassDream(dream, sm, mask_id).to(here.device)
 
 
 def trained(model):
@@ -430,20 +405,17 @@ def trained(model):
 @torch.no_grad()
 def evaluate(model, val, cfg, here):
     """{name: mean loss over the held-out dialogues}, with feedback and without."""
-    losses, net_cfg = {}, model.net.cfg
+    losses, pad_id, mask_id = {}, model.net.cfg.pad_token_id, model.mask_id
     for soft in [True, False] if model.sm else [False]:
         found = [torch.zeros((), device=here.device)]  # a rank may have no dialogue
         for i in range(here.rank, len(val), here.world):
             ids, prompt_len = val[i]
-            x0 = pad_with_eos(ids, net_cfg.pad_token_id, rng(cfg.seed, "val n_end", i))[None]
-            # Evenly spaced times, for less noise [code].
-            t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)
-            q = rng(cfg.seed, "val q", i)
-            xt = mask_response(x0, prompt_len, t, net_cfg.mask_token_id, q)    # (1, L)
-            inputs = x0, xt, *(xt == net_cfg.mask_token_id).nonzero(as_tuple=True)
+            x0 = pad_with_eos(ids, pad_id, rng(cfg.seed, "val n_end", i))      # (1, L)
+            t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)  # evenly spaced [code]
+            xt = mask_response(x0, prompt_len, t, mask_id, rng(cfg.seed, "val q", i))  # (1, L)
+            inputs = x0, xt, *(xt == mask_id).nonzero(as_tuple=True)
             x0, xt, *masks = (launch.to_device(x, here.device) for x in inputs)
-            nll = model(x0, xt, soft, tuple(masks))                            # (N,)
-            found.append(objective(nll, t, cfg.loss, 1))
+            found.append(objective(model(x0, xt, soft, tuple(masks)), t, cfg.loss, 1))
         total = torch.stack(found).cpu().double().sum()  # the only host sync
         losses["val_soft" if soft else "val_plain"] = launch.over_ranks(total).item() / len(val)
     return losses
@@ -455,21 +427,21 @@ def save_adapter(folder, dream, sm, cfg):
              "adapter_config.json": dict(
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
-                 target_modules=TARGETS, inference_mode=True)}
-    omega = {"transparency_alg": "none"}  # said, so that no ω of an earlier run stays in the folder
+                 target_modules=TARGETS, inference_mode=True),
+             # Without SM, too: no ω of an earlier run may stay in the folder.
+             "transparency_config.json": {"transparency_alg": "none"}}
     if sm:
         s, a, b = (w.item() for w in sm.omega)
         mix = "mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk"
-        omega = dict(
+        files["transparency_config.json"] = dict(
             transparency_alg=checkpoint.class_of(sm) or mix,  # only SoftMask's own are read
-            transparency_scale=s, transparency_steepness=a, transparency_centre=b,
-            mixture_temp=sm.tau.item() if sm.k is None else 1.0, mixinputs_k=sm.k or 1,
-            transparency_scheduling="none")
-    files["transparency_config.json"] = omega
-    weights = os.path.join(folder, "adapter_model.safetensors")
-    checkpoint.write_safetensors(weights, dora.adapter_state(dream), {"format": "pt"})
+            transparency_scheduling="none", transparency_scale=s, transparency_steepness=a,
+            transparency_centre=b, mixture_temp=1.0 if sm.k else sm.tau.item(),
+            mixinputs_k=sm.k or 1)
+    checkpoint.write_safetensors(f"{folder}/adapter_model.safetensors", dora.adapter_state(dream),
+                                 {"format": "pt"})
     for name, values in files.items():
-        write_text(os.path.join(folder, name), json.dumps(values, indent=1))
+        write_text(f"{folder}/{name}", json.dumps(values, indent=1))
 
 
 if __name__ == "__main__":
