@@ -5,7 +5,8 @@
     App. A, Alg. 2                decode           the whole response at once
            l.4, App. B.2          propose          a token for each mask, and how sure the model is
            l.5, §2.2 unmasking    reveal           the surest of these tokens, placed in x
-           l.6, App. C.9          time_gain        how strong the soft masks of the others are
+           l.6                    SoftMask         soft masks for the others (softmask.py)
+           l.6, App. C.9          time_gain        a factor on their λ, if it is to change with time
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
@@ -86,7 +87,7 @@ class Pick(NamedTuple):
 def pad_prompt(cfg, prompt, gen_len):
     """A list of ids → x (L,): these, then gen_len [MASK]s            §2.2 conditional generation"""
     x = torch.tensor(prompt + gen_len * [cfg.mask_token_id])            # (L,)
-    # Masks inside the prompt are filled, too.
+    # `decode` fills masks inside the prompt, too.
     if x[0] == cfg.mask_token_id:
         raise Refused("position 0 is masked, and nothing before it can predict it: put text first")
     return x
@@ -125,7 +126,7 @@ def propose(logits, pick, mask_id, forced=False):
     """A token for each mask, and how sure the model is of it                            Alg. 2 l.4
 
     logits: (n, V). Temperature and top-p change tokens and conf, but not the soft masks [code].
-    forced: this may be the last chance to fill the masks. So where the model predicts [MASK]
+    forced: every mask that this pass may reveal must be filled. So where the model predicts [MASK]
     itself, take the best other token [ours]. The authors' code leaves masks in its answers.
     Returns x0 (n,) and conf (n,). The token with the highest conf is revealed first.
     """
