@@ -366,14 +366,6 @@ def prepared(cfg, here):
                                   compile=pays if cfg.compile is None else cfg.compile)
 
 
-def read_samples(path):
-    """The lines of a file from sample.py. Raises Refused for any other file."""
-    needed, lines = {"ids", "text", "seed", "index", "settings"}, read_jsonl(path)
-    if not all(isinstance(line, dict) and line.keys() >= needed for line in lines):
-        raise Refused(f"{path} has lines that are not from sample.py")
-    return lines
-
-
 def file_and_lines(cfg, here):
     """This rank's file, and all ranks' lines, so that all ranks make the same decisions."""
     if here.world > 1 and not cfg.out:
@@ -381,7 +373,7 @@ def file_and_lines(cfg, here):
     paths = [cfg.out]
     if here.world > 1:
         paths = [f"{cfg.out.removesuffix('.jsonl')}.{r}.jsonl" for r in range(here.world)]
-    return paths[here.rank], [line for path in paths for line in read_samples(path)]
+    return paths[here.rank], [line for path in paths for line in read_jsonl(path)]
 
 
 def main(cfg):
@@ -397,8 +389,8 @@ def main(cfg):
                  "dtype": str(here.dtype or torch.float32),
                  "weights": sum(p.double().sum().item() for p in model.parameters())}
     for line in lines:
-        launch.check_same(path, line["settings"] | {"seed": line["seed"]},
-                          settings | {"seed": cfg.seed}, [*settings, "seed"],
+        before = line.get("settings", {}) | {"seed": line.get("seed")}
+        launch.check_same(path, before, settings | {"seed": cfg.seed}, [*settings, "seed"],
                           ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
 

@@ -9,8 +9,8 @@ that stays masked, the next step sees
     λ(p)     = ω_s σ(ω_a (−H(p) − ω_b))         more feedback where the model is more confident
 
 Here p is the last prediction at this position, and H(p) is its entropy in nats. m and v_i are the
-embeddings of [MASK] and of token i. Three scalars are learned: ω_s, ω_a and ω_b.
-`python softmask.py` prints an example. To use SM with any model that takes embeddings:
+embeddings of [MASK] and of token i. Three scalars are learned: ω_s, ω_a and ω_b. To use SM with any
+model that takes embeddings:
 
     sm = SoftMask(mask_id=tokenizer.mask_token_id, omega_s=0.3, omega_a=1.0, omega_b=-3.0)
     table = model.get_input_embeddings().weight           # (V, D)
@@ -36,8 +36,6 @@ What can go wrong:
 
 RECIPES.md has what else can go wrong with autocast, with DDP, and if the model predicts [MASK].
 """
-
-import sys
 
 import torch
 import torch.nn as nn
@@ -206,24 +204,3 @@ def largest(logits, k):
     ids = torch.cat((ids, rest), 1)                                            # (N, < (k+1)·128)
     top, place = logits.gather(1, ids).topk(k)                                 # 2 × (N, k)
     return top, ids.gather(1, place)                                           # 2 × (N, k)
-
-
-def example():
-    """Print what SM does to one mask, with a vocabulary of five words."""
-    words = ["cat", "dog", "sat", "ran", "[MASK]"]
-    table = torch.tensor([[3.0, 1.0], [3.0, 2.0], [1.0, 3.0], [0.0, 3.0], [0.0, 0.0]])     # (V, D)
-    logits = torch.tensor([[2.0, 1.2, -0.5, -1.0, -torch.inf]])                            # (1, V)
-    sm = SoftMask(mask_id=4, k=3, omega_s=0.9, omega_a=3.0, omega_b=-1.0)
-    lam, ids, pi = sm(logits)                                               # (1,), (1, 3), (1, 3)
-    logp = logits.log_softmax(-1)                                                          # (1, V)
-    entropy, p = -neg_entropy(logp).item(), logp.exp()
-    print(f"{sm}\nH(p) = {entropy:.3f} nats, so λ = {lam.item():.3f} (Eq. 3)")
-    for i, share in zip(ids[0], pi[0]):
-        print(f"  {words[i]}  p = {p[0, i]:.3f}  π = {share:.3f}")
-    x, y = sm.mix(table, lam, ids, pi)[0].tolist()
-    print(f"The next step sees ({x:.3f}, {y:.3f}) instead of [MASK]'s (0, 0)")
-
-
-if __name__ == "__main__":
-    sys.stdout.reconfigure(errors="replace")  # not every terminal can show Greek letters
-    example()

@@ -26,7 +26,6 @@ import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import launch
-import sample
 from eval import mean_and_se, result_path, write_result
 from launch import Count, Refused, Size, machine, progress, run
 
@@ -49,7 +48,7 @@ class Config:
 def read_samples(path):
     """(samples, settings): the lines of all ranks, each seed and index once, and their settings"""
     shards = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
-    lines = [line for file in (path, *shards) for line in sample.read_samples(file)]
+    lines = [line for file in (path, *shards) for line in launch.read_jsonl(file)]
     if not lines:
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
