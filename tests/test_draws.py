@@ -8,7 +8,6 @@ decodes. Some take the plain seed: the weights of a new MDLM, the corpora of the
 of MAUVE. Not here: what is tried out in lab/. All seeds here differ from the defaults.
 """
 
-import json
 import re
 from dataclasses import asdict, replace
 from functools import partial
@@ -18,7 +17,6 @@ from pathlib import Path
 import pytest
 import torch
 
-import conftest
 import data
 import eval_samples
 import finetune_dream
@@ -29,7 +27,7 @@ import sudoku
 import tiny_dream
 import train
 from checkpoint import load_mdlm, read_safetensors
-from conftest import ROOT, random_mdlm, save_mdlm, spy
+from conftest import ROOT, random_mdlm, save_mdlm, spy, start
 from dream import Tokenizer
 from launch import read_jsonl
 from mdlm import TwoPass
@@ -113,6 +111,7 @@ def check(passes, updates, held_out):
     """The rows of training, and of evaluation with and without feedback, batched in any order"""
     trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
     assert rows_of(trained) == rows_of(updates)
+    assert {one[3] for one in trained} == {True, False} or not updates
     both = [(x0[None], xt[None], t, soft) for x0, xt, t in held_out for soft in (True, False)]
     assert sorted(rows_of(measured)) == sorted(rows_of(both))
     return trained
@@ -138,7 +137,7 @@ def ranks(monkeypatch):
 def corpus(tmp_path_factory):
     """Its folder, and the rows to train on and held out: more than one batch, less than two"""
     folder = tmp_path_factory.mktemp("corpus")
-    texts = ["".join(f"{i}·{i * i * start}, " for i in range(30)) for start in (3, 7)]
+    texts = ["".join(f"{i}·{i * i * factor}, " for i in range(30)) for factor in (3, 7)]
     data.prepare(texts, str(folder), data.tokenizer("bytes"), val_docs=1)
     splits = [data.open_split(folder, split)[0] for split in ("train", "val")]
     rows, val = (data.rows(split, range(data.n_rows(split, 22)), 22) for split in splits)
@@ -169,35 +168,30 @@ def test_training(corpus, tmp_path, drawn, passes, ranks, world):
     mine = [(step, j) for rank in range(world) for step in range(3) for j in range(rank, 6, world)]
     trained = check(passes, [updates[step][j] for step, j in mine],
                     oracles.held_out(val[torch.arange(9) * len(val) // 9], 258, seed=1))
-    assert {one[3] for one in trained} == {True, False}
     for (step, j), (*_, state) in zip(mine, trained, strict=True):
         assert torch.equal(state, oracles.rng(5, "dropout", step, j).get_state())
 
 
 @pytest.mark.parametrize("world, coin", [(1, "dialogue"), (2, "update")])
 def test_finetuning(tiny, tmp_path, drawn, passes, ranks, world, coin):
-    """Three updates of 8 over three epochs of 9 dialogues, three of 30 being held out."""
-    lines = Path(tiny[1]).read_text().splitlines()[::4]
-    (tmp_path / "some.jsonl").write_text("\n".join(lines))
+    """Three updates of 8 over three epochs of 9 dialogues, three of 120 being held out."""
     cfg = finetune_dream.Config(
-        model=tiny[0], data=str(tmp_path / "some.jsonl"), n_val=3, n_train=9, seed=5, steps=3,
-        coin=coin, p_sm=0.6, b_l=0.05, b_h=0.35, omega_s=0.3, eval_every=3, device="cpu")
+        model=tiny[0], data=tiny[1], n_val=3, n_train=9, seed=5, steps=3, coin=coin, p_sm=0.6,
+        b_l=0.05, b_h=0.35, omega_s=0.3, eval_every=3, device="cpu")
     for rank in ranks(world):
         finetune_dream.finetune(replace(cfg, out=str(tmp_path / str(rank))))
     assert drawn == keys("Dream", f"coin={coin}", seed=[5], step=range(3), j=range(8),
                          epoch=range(3), i=range(3))
     tok, special = Tokenizer(tiny[0]), {"mask_id": 261, "eos": 256}
-    dialogues = [finetune_dream.encode_chat(json.loads(line), tok) for line in lines]
-    dialogues, val = oracles.split(dialogues, 3, 5)
+    dialogues, val = oracles.split([finetune_dream.encode_chat(record["messages"], tok)
+                                    for record in read_jsonl(tiny[1])], 3, 5)
     updates = [list(oracles.dialogues_of_update(dialogues[:9], step, **special, **asdict(cfg)))
                for step in range(3)]
     held_out = [(*oracles.masked_dialogue(*val[i], t, **special, masks=oracles.rng(5, "val q", i),
                                           ends=oracles.rng(5, "val n_end", i)), t)
                 for i, t in enumerate((0.05, 0.2, 0.35))]
-    mine = [updates[step][j] for rank in range(world) for step in range(3)
-            for j in range(rank, 8, world)]
-    trained = check(passes, mine, held_out)
-    assert {one[3] for one in trained} == {True, False}
+    check(passes, [updates[step][j] for rank in range(world) for step in range(3)
+                   for j in range(rank, 8, world)], held_out)
 
 
 @pytest.mark.parametrize("batch_size", [3, 4])
@@ -205,8 +199,8 @@ def test_perplexity(corpus, tmp_path, drawn, passes, batch_size):
     folder, _, val = corpus
     path = str(tmp_path / "last.pt")
     save_mdlm(path, random_mdlm(vocab_size=259, mask_id=258, length=22))
-    conftest.start("eval", "ppl", f"--checkpoint={path}", f"--data={folder}", "--repeats=2",
-                   "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
+    start("eval", "ppl", f"--checkpoint={path}", f"--data={folder}", "--repeats=2",
+          "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
     assert drawn == keys("held-out rows", seed=[5], r=range(2), i=range(len(val)))
     check(passes, [], oracles.held_out(val, 258, 5, repeats=2))
 
@@ -224,13 +218,12 @@ def test_samples(tmp_path, drawn, ranks, world, words, decode):
     path, x = str(tmp_path / "last.pt"), torch.full((22,), 258)
     model, average = (random_mdlm(seed=seed, vocab_size=259, mask_id=258, length=22, omega_s=0.7,
                                   omega_a=1.0, omega_b=-5.0) for seed in (0, 3))
-    ema = {f"net.{name}": w for name, w in average.net.state_dict().items()}
-    save_mdlm(path, model, ema=ema)
+    save_mdlm(path, model, ema={f"net.{name}": w for name, w in average.net.state_dict().items()})
     words = f"{words} --count=5 --seed=5 --device=cpu --checkpoint={path} --out={tmp_path}/s.jsonl"
     if "--prompt=ab" in words:
         x[:3] = torch.tensor([256, 97, 98])
     for _ in ranks(world):
-        conftest.start("sample", *words.split())
+        start("sample", *words.split())
     assert drawn == keys("a sample", seed=[5], i=range(5))
     lines = [line for path in sorted(tmp_path.glob("s*.jsonl")) for line in read_jsonl(path)]
     own = [i for rank in range(world) for i in range(rank, 5, world)]

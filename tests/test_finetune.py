@@ -2,10 +2,9 @@
 
 import json
 import lzma
-import os
 import shutil
 import signal
-from collections import Counter
+from collections import Counter, defaultdict
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -26,15 +25,20 @@ from softmask import SoftMask
 HEAD = dict(omega_s=0.4, omega_a=2.0, omega_b=-2.5)  # of the recordings
 
 
-def config(tiny, out):
-    return Config(model=tiny[0], data=tiny[1], out=str(out), steps=4, eta_bb=1e-2, warmup=0.25,
-                  omega_s=0.3, omega_a=2.0, omega_b=-4.5, n_val=3, log_every=1, save_every=2,
-                  eval_every=4, r=4, alpha=6, device="cpu")
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """The settings of an uninterrupted run, which saves after 2, 4 and 5 and measures after 3, 5"""
+    cfg = Config(
+        model=tiny[0], data=tiny[1], out=str(tmp_path_factory.mktemp("whole")), steps=5, n_val=3,
+        eta_bb=1e-2, warmup=0.25, omega_s=0.3, omega_a=2.0, omega_b=-4.5, log_every=1,
+        save_every=2, eval_every=3, r=4, alpha=6, device="cpu")
+    finetune(cfg)
+    return cfg
 
 
 @pytest.fixture
-def cfg(tiny, tmp_path):
-    return config(tiny, tmp_path / "out")
+def cfg(whole, tmp_path):
+    return replace(whole, out=str(tmp_path / "out"))
 
 
 @pytest.fixture
@@ -78,7 +82,7 @@ def test_recorded_loss_and_all_gradients(tiny_dream, recorded, batch):
 def test_recorded_collator_draws(recorded):
     """The released collator restarts its generator for each of its three draws [code]."""
     c = lambda name: recorded["collator/" + name]
-    padded = ft.pad_with_eos(c("b1_raw0"), 190, gen(1231))[None]
+    padded = ft.pad_with_eos(c("b1_raw0"), 190, gen(1231))
     t = ft.sample_times(1, gen(1231), 0.2, 0.8).item()
     assert 1 / t == pytest.approx(c("b1_dsigma").item(), rel=1e-6)
     assert t + ft.MASK_FLOOR * (1 - t) == pytest.approx(c("b1_p_mask").item(), rel=1e-6)
@@ -98,15 +102,21 @@ def said(*turns):
     return {"messages": [{"role": role, "content": content} for role, content in turns]}
 
 
+def encoded(record, tok):
+    return ft.encode_chat(ft.as_messages(record)[0], tok)
+
+
 def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tiny, tmp_path):
     vocab = [*byte_characters(), "ĊĊ"]
     (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
     (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 257, "<|im_end|>": 258}')
     shutil.copy(f"{tiny[0]}/config.json", tmp_path)
     tok = Tokenizer(tmp_path)
-    ids, prompt_len = ft.encode_chat(said(("HUMAN", "a"), ("ASSISTANT", "b"), ("user", "c"),
-                                          ("assistant", "\nd"), ("user", "e")), tok)
-    prompt = tok.chat(said(("user", "a"), ("assistant", "b"), ("user", "c"))["messages"])
+    roles = {"System": "system", "DEVELOPER": "system", "HUMAN": "user", "USER": "user",
+             **dict.fromkeys(("Assistant", "ChatGPT", "bot", "Model"), "assistant")}
+    ids, prompt_len = encoded(said(*((name, "a") for name in roles), ("GPT", "\nd"),
+                                   ("user", "e")), tok)
+    prompt = tok.chat(said(*((role, "a") for role in roles.values()))["messages"])
     assert tok.decode(ids) == prompt + "\nd<|im_end|>\n"
     assert ids[:prompt_len] == tok.encode(prompt, special=True)
     assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # \n\n is one token
@@ -136,41 +146,50 @@ def test_dialogues_in_the_formats_that_people_have(tmp_path):
         refused(f"own.json.*{what}", ft.read_lines, Config(data=str(path)))
 
 
-def test_fields_and_roles_are_read_or_said_or_the_dialogue_is_dropped(tiny):
-    more = {"history": [["a", "b"]], "functions": [{}], "tools": '[{"name": "f"}]'}  # of a record
-    of_turn = {"tool_calls": [{"id": "1"}], "function_call": {"name": "f"}, "role": "ipython",
-               "content": [{"type": "text", "text": "bcd"}], "weight": 0, "train": False}
-    pair = lambda **turn: {"messages": [
-        {"role": "Human", "content": "a"}, {"role": "GPT", "content": "bcd", **turn}]}
-    records = [pair() | {name: value} for name, value in more.items()]
-    records += [pair(**{name: value}) for name, value in of_turn.items()]
-    records += [pair() | {"weight": 0.0}, pair(content="\t" * 1_000_001)]  # tiktoken fails at that
-    fine = {"weight": 1, "name": "Eve", "tool_calls": None}  # these change nothing
-    records += [pair(**fine) | {"system": "s", "id": i} for i in range(3)]
-    counts, tok = Counter(), Tokenizer(tiny[0])
-    kept = ft.encode_all(records, Config(), tok, 261, counts)
-    text = tok.chat(said(("system", "s"), ("user", "a"))["messages"]) + "bcd<|im_end|>\n"
-    assert [tok.decode(ids.tolist()) for ids, _ in kept] == 3 * [text]
+def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tmp_path):
+    tok, cfg = Tokenizer(tiny[0]), Config(max_length=200, data=str(tmp_path / "own.jsonl"))
+    talk = lambda prompt="a", answer="abc", **turn: {"messages": [
+        {"role": "Human", "content": prompt}, {"role": "GPT", "content": answer, **turn}]}
+    overhead = len(encoded(talk(""), tok)[0])
+    fine = talk(weight=1, name="Eve", tool_calls=None)  # these change nothing
+    kept = [*(fine | {"system": "s", "id": i} for i in range(3)), talk("a" * (200 - overhead))]
+    dropped = {
+        "history": [talk() | {"history": [["a", "b"]]}],
+        "functions": [talk() | {"functions": [{}]}],
+        "tools": [talk() | {"tools": '[{"name": "f"}]'}],
+        "tool_calls": [talk(tool_calls=[{"id": "1"}])],
+        "function_call": [talk(function_call={"name": "f"})],
+        "train of 0": [talk(train=False)],
+        "weight of 0": [talk(weight=0), talk() | {"weight": 0.0}],
+        "roles other than user, assistant, system": [talk(role="ipython")],
+        "a turn that is not text, or over 900,000 characters": [
+            talk(content=[{"type": "text", "text": "abc"}]), talk(content="\t" * 1_000_001)],
+        "no answer by assistant": [said(("user", "b")), {"messages": []}],
+        "response under 5 tokens": [talk(answer="ab")],  # abc: 3 bytes, <|im_end|>, line break
+        "over 200 tokens": [talk("a" * (201 - overhead))],
+        "tool calls": [talk(answer="abc</tool_call>")],
+        "[MASK] in the text": [talk("a <|mask|>")]}
+    counts = Counter()
+    found = ft.encode_all([*kept, *sum(dropped.values(), [])], cfg, tok, 261, counts)
+    assert [(ids.tolist(), n) for ids, n in found] == [encoded(record, tok) for record in kept]
+    text = tok.chat(said(("system", "s"), ("user", "a"))["messages"]) + "abc<|im_end|>\n"
+    assert tok.decode(found[0][0].tolist()) == text
     assert counts == {"not read: id": 3, "not read: weight": 3, "not read: name": 3} | {
-        f"dropped: {why}": n for why, n in (
-            ("history", 1), ("functions", 1), ("tools", 1), ("tool_calls", 1), ("train of 0", 1),
-            ("function_call", 1), ("roles other than user, assistant, system", 1),
-            ("weight of 0", 2), ("a turn that is not text, or over 900,000 characters", 2))}
-    for role, others in {"user": "USER", "assistant": "Assistant ChatGPT bot Model",
-                         "system": "System DEVELOPER"}.items():
-        for other in others.split():
-            assert ft.as_messages(said((other, "x"), ("gpt", "y")))[0][0]["role"] == role
+        f"dropped: {why}": len(records) for why, records in dropped.items()}
+    assert len({ft.digest_of([(ids, n)]) for ids, _ in found[2:] for n in (3, 4)}) == 4
+    Path(cfg.data).write_text(json.dumps(30 * dropped["no answer by assistant"]))
+    refused(r"no answer by assistant \(60\)", ft.load_dialogues, replace(cfg, n_val=99), tok, 261)
 
 
 def test_a_dialogue_is_in_one_part_only_and_without_duplicates_all_stays_as_it_was(tiny, tmp_path):
-    lines = Path(tiny[1]).read_text().splitlines()[:60]
-    cfg, tok = Config(data=str(tmp_path / "own.jsonl"), n_val=4), Tokenizer(tiny[0])
+    records, tok = launch.read_jsonl(tiny[1])[:60], Tokenizer(tiny[0])
+    cfg = Config(data=str(tmp_path / "own.json"), n_val=4)
+    all_ids = [encoded(record, tok)[0] for record in records]
     for copies in 1, 2:
-        Path(cfg.data).write_text("\n".join(copies * lines))
+        Path(cfg.data).write_text(json.dumps(copies * records))
         *parts, left_out = ft.load_dialogues(cfg, tok, 261)
         train, val = ([ids.tolist() for ids, _ in part] for part in parts)
-        encoded = [ft.encode_chat(json.loads(line), tok)[0] for line in copies * lines]
-        expected, held_out = oracles.split(encoded, 4, cfg.seed)
+        expected, held_out = oracles.split(copies * all_ids, 4, cfg.seed)
         assert val == held_out and train == [ids for ids in expected if ids not in val]
     assert len(train) < 116 and left_out == f"dropped: also held out ({116 - len(train)})"
 
@@ -188,33 +207,14 @@ def test_the_papers_corpora(monkeypatch):
     assert len(coding) == 396 and len(held_out) == 3 and not coding & held_out
 
 
-def test_the_filters(tiny, tmp_path):
-    tok, cfg = Tokenizer(tiny[0]), Config(max_length=200, data=str(tmp_path / "own.jsonl"))
-    talk = lambda prompt, answer: said(("user", prompt), ("assistant", answer))
-    overhead = len(ft.encode_chat(talk("", "abc"), tok)[0])
-    kept = talk("a", "abc"), talk("a" * (200 - overhead), "abc")  # 3 bytes, <|im_end|>, line break
-    dropped = {"response under 5 tokens": (talk("a", "ab"),),
-               "no answer by assistant": (said(("user", "b")), {"messages": []}),
-               "over 200 tokens": (talk("a" * (201 - overhead), "abc"),),
-               "tool calls": (talk("a", "abc</tool_call>"),),
-               "[MASK] in the text": (talk("a <|mask|>", "abc"),)}
-    counts = Counter()
-    found = ft.encode_all([*kept, *sum(dropped.values(), ())], cfg, tok, 261, counts)
-    assert [(ids.tolist(), n) for ids, n in found] == [ft.encode_chat(talk, tok) for talk in kept]
-    assert counts == {f"dropped: {why}": len(records) for why, records in dropped.items()}
-    assert len({ft.digest_of([(ids, n)]) for ids, _ in found for n in (3, 4)}) == 4
-    Path(cfg.data).write_text("\n".join(30 * [*map(json.dumps, sum(dropped.values(), ()))]))
-    refused(r"no answer by assistant \(60\)", ft.load_dialogues, replace(cfg, n_val=99), tok, 261)
-
-
 @pytest.mark.parametrize("kind, k, coin", [
     ("authors", 1, "update"), ("paper", 3, "update"), ("authors", None, "dialogue")])
 def test_four_updates_are_adam_by_hand(cfg, kind, k, coin):
     """Of 5 dialogues each, over three epochs, with a line after 1, 2 and 4, and an evaluation."""
     cfg = replace(cfg, loss=kind, k=k, coin=coin, clip=0.7, p_sm=0.4, warmup=0.2, batch_size=5,
-                  n_train=9, b_l=0.1, b_h=0.7, eta_sm=3e-2, log_every=2)
+                  n_train=9, b_l=0.1, b_h=0.7, eta_sm=3e-2, steps=4, log_every=2, eval_every=4)
     model, tok = finetune(cfg), Tokenizer(cfg.model)
-    dialogues = [ft.encode_chat(record, tok) for record in launch.read_jsonl(cfg.data)]
+    dialogues = [encoded(record, tok) for record in launch.read_jsonl(cfg.data)]
     dialogues, val = oracles.split(dialogues, cfg.n_val, cfg.seed)
     loss = lambda nll, t, n: nll.mean() / t if kind == "authors" else nll.sum() / t / n
     dream, sm = Dream.load(cfg.model), SoftMask(261, k, 0.3, 2.0, -4.5)
@@ -222,7 +222,7 @@ def test_four_updates_are_adam_by_hand(cfg, kind, k, coin):
     reference = TwoPassDream(dream, sm, 261)
     theta = list(ft.trained(dream).values())
     etas = dict.fromkeys(theta, cfg.eta_bb) | dict.fromkeys(sm.parameters(), cfg.eta_sm)
-    moments, tossed, losses, nlls, lams, lines = {}, set(), [], [], [], iter(logged(cfg.out))
+    moments, tossed, since, lines = {}, set(), defaultdict(list), iter(logged(cfg.out))
     for step, lr in enumerate([0, 1, 0.75, 0.25]):  # warm-up of ceil(0.2 · 4), cosine over three
         softs = []
         for x0, xt, t, soft in oracles.dialogues_of_update(dialogues[:9], step, mask_id=261,
@@ -230,9 +230,9 @@ def test_four_updates_are_adam_by_hand(cfg, kind, k, coin):
             softs.append(soft)
             nll = reference(x0, xt, soft)
             loss(nll, t, 5).backward()
-            losses.append(loss(nll, t, 1).item())
-            nlls += nll.tolist()
-            lams += [reference.lam.item()] * soft
+            since["loss"].append(loss(nll, t, 1).item())
+            since["ce_per_mask"] += nll.tolist()
+            since["lam"] += [reference.lam.item()] * soft
         tossed.add(sum(softs))
         have = list(etas) if any(softs) else theta  # ω stays as it is in a binary update
         norm = sum(p.grad.square().sum() for p in have).sqrt().item()
@@ -240,12 +240,12 @@ def test_four_updates_are_adam_by_hand(cfg, kind, k, coin):
             oracles.adam(p, p.grad * 0.7 / (norm + 1e-6), etas[p] * lr, moments)
             p.grad = None
         if step != 2:
-            line, sums = next(lines), {"loss": losses, "ce_per_mask": nlls, "lam": lams}
-            expected = {name: sum(found) / len(found) for name, found in sums.items() if found}
+            line = next(lines)
+            expected = {name: sum(found) / len(found) for name, found in since.items() if found}
             expected |= {"eta_bb": lr * cfg.eta_bb, "grad_norm": norm}
-            assert {name: line.get(name) for name in expected} == pytest.approx(expected, rel=1e-4)
-            assert ("lam" in line) == any(lams)
-            losses, nlls, lams = [], [], []
+            names = line.keys() & {*since, *expected}
+            assert {name: line[name] for name in names} == pytest.approx(expected, rel=1e-4)
+            since.clear()
     assert tossed == {0, 5} if coin == "update" else tossed - {0, 5}
     for name, soft in ("val_soft", True), ("val_plain", False):
         total = 0
@@ -256,13 +256,16 @@ def test_four_updates_are_adam_by_hand(cfg, kind, k, coin):
         assert line[name] == pytest.approx(total / 3, rel=1e-4)
     # Steps are up to 1e-2. The rounding of tiny gradients moves a weight by 2.6e-6.
     torch.testing.assert_close([*ft.trained(model).values()], [*etas], rtol=0, atol=5e-6)
+    saved = checkpoint.read_safetensors(f"{cfg.out}/last/adapter_model.safetensors")
+    assert all(saved[name].equal(p) for name, p in dora.adapter_state(model.net).items())
 
 
 def parts(folder):
-    """(step, all tensors of a run: what is trained, and Adam's moments)"""
-    ckpt = checkpoint.load(os.path.join(folder, "last.pt"))
-    moments = [t for s in ckpt["optimizer"]["state"].values() for t in s.values()]
-    return ckpt["step"], [*ckpt["model"].values(), *moments]
+    """(step, all tensors of a run: what is trained, Adam's moments, and both adapters)"""
+    ckpt = checkpoint.load(folder)
+    states = [ckpt["model"], *ckpt["optimizer"]["state"].values()]
+    states += map(checkpoint.read_safetensors, sorted(Path(folder).glob("*/*.safetensors")))
+    return ckpt["step"], [t for state in states for t in state.values()]
 
 
 def logged(folder):
@@ -270,19 +273,8 @@ def logged(folder):
     return [line | {"tokens_per_s": 0, "seconds": 0} for line in lines]  # both are measured
 
 
-def adapter_is_of_the_checkpoint(folder):
-    state = checkpoint.load(folder + "/last.pt")["model"]
-    saved = checkpoint.read_safetensors(folder + "/last/adapter_model.safetensors")
-    layer = "model.layers.1.self_attn.v_proj.lora_B"
-    return saved[f"base_model.model.{layer}.weight"].equal(state[f"net.{layer}"])
-
-
-@pytest.fixture(scope="module")
-def whole(tiny, tmp_path_factory):
-    """The settings of an uninterrupted run, which saves after 2, 4 and 5 and measures after 3, 5"""
-    cfg = replace(config(tiny, tmp_path_factory.mktemp("whole")), steps=5, eval_every=3)
-    finetune(cfg)
-    return cfg
+def files(folder):
+    return {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
 @pytest.mark.parametrize("module, name, at, then", [
@@ -290,9 +282,8 @@ def whole(tiny, tmp_path_factory):
     *[(torch.optim.AdamW, "step", 3, []), (ft, "evaluate", 1, []), (launch.Log, "write", 3, [])],
     *[(ft, "save_adapter", n, []) for n in (1, 2, 3, 4)],  # last/, best/, last/, best/
     *[(checkpoint, "save", n, []) for n in (1, 2, 3)]])
-def test_a_run_that_ends_at_any_moment_is_the_whole_one(whole, tmp_path, module, name, at, then):
+def test_a_run_that_ends_at_any_moment_is_the_whole_one(whole, cfg, module, name, at, then):
     """torchrun sends two SIGTERMs. An evaluation is due at the second stop, and made first."""
-    cfg = replace(whole, out=str(tmp_path / "out"))
     with dying(module, name, at, *then) as stopped:
         finetune(cfg)
     if then:
@@ -300,49 +291,38 @@ def test_a_run_that_ends_at_any_moment_is_the_whole_one(whole, tmp_path, module,
         assert logged(cfg.out) == logged(whole.out)[:at + 1]
     finetune(replace(cfg, resume=True))
     assert all(map(torch.equal, parts(cfg.out)[1], parts(whole.out)[1]))
-    assert logged(cfg.out) == logged(whole.out) and adapter_is_of_the_checkpoint(cfg.out)
-    best = [Path(run.out, "best/adapter_model.safetensors").read_bytes() for run in (cfg, whole)]
-    assert best[0] == best[1]
+    assert logged(cfg.out) == logged(whole.out)
 
 
 @pytest.mark.parametrize("p_sm", [0.5, 0.0])
-def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, tmp_path, monkeypatch, p_sm):
+def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, monkeypatch, p_sm):
     """Also over a resume. Without feedback, the worst of these would be the best."""
-    cfg = replace(cfg, p_sm=p_sm, steps=5, warmup=0.0, eval_every=1, save_every=9)
-    losses, seen = [3.0, 4.0, 2.0, 2.5, 2.2], []
-    files = lambda folder: {path.name: path.read_bytes() for path in Path(folder).iterdir()}
-
-    def evaluate(model, val, cfg, here):
-        ft.save_adapter(str(tmp_path / "now"), model.net, model.sm, cfg)
-        seen.append(files(tmp_path / "now"))
-        loss = losses[len(seen) - 1]
-        return {"val_soft": loss, "val_plain": 9 - loss} if p_sm else {"val_plain": loss}
-    monkeypatch.setattr(ft, "evaluate", evaluate)
-    with dying(torch.optim.AdamW, "step", 2, sigterm):
+    cfg = replace(cfg, p_sm=p_sm, warmup=0.0, eval_every=1, save_every=9)
+    losses = iter([{"val_soft": loss, "val_plain": 9 - loss} if p_sm else {"val_plain": loss}
+                   for loss in (3.0, 4.0, 2.0, 2.5, 2.2)])
+    monkeypatch.setattr(ft, "evaluate", lambda *_: next(losses))
+    with dying(torch.optim.AdamW, "step", 2, sigterm):  # which stops after update 3
         finetune(cfg)
-    assert len(seen) == 3 and files(f"{cfg.out}/best") == seen[2]
-    for _ in range(2):
+    third = files(f"{cfg.out}/last")
+    for _ in range(3):
+        assert files(f"{cfg.out}/best") == third
         finetune(replace(cfg, resume=True))
-    assert len(seen) == 5 and files(f"{cfg.out}/best") == seen[2]
+    assert files(f"{cfg.out}/last") != third
     assert [line["best"] for line in logged(cfg.out)] == [3.0, 3.0, 2.0, 2.0, 2.0]
 
 
-def test_two_ranks_are_one(cfg):
-    finetune(cfg)
-    two = replace(cfg, out=cfg.out + "-two")
-    flags = (f"--{name}={v}" for name, v in vars(two).items() if v != getattr(Config, name))
+def test_two_ranks_are_one(whole, cfg):
+    flags = (f"--{name}={v}" for name, v in vars(cfg).items() if v != getattr(Config, name))
     torchrun("--", "finetune_dream.py", *flags, check=True)  # else --r would be torchrun's
-    torch.testing.assert_close(parts(cfg.out), parts(two.out), rtol=1e-5, atol=2e-6)
-    for a, b in zip(logged(cfg.out), logged(two.out), strict=True):
+    torch.testing.assert_close(parts(whole.out), parts(cfg.out), rtol=1e-5, atol=2e-6)
+    for a, b in zip(logged(whole.out), logged(cfg.out), strict=True):
         assert a == pytest.approx(b, rel=1e-5)
 
 
 def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, tmp_path):
     cfg = replace(cfg, steps=0, epochs=0.19)
-    finetune(cfg)  # 2.8 updates, so 2, which the file must not say: it depends on the filters
-    assert checkpoint.load(cfg.out)["step"] == 2
-    for name in "last", "best":
-        assert launch.read_json(f"{cfg.out}/{name}/finetune.json")["steps"] == 0
+    finetune(cfg)
+    assert checkpoint.load(cfg.out)["step"] == 2  # of 2.8
     moved = shutil.copytree(cfg.model, str(tmp_path / "moved"))
     data = shutil.copy(cfg.data, str(tmp_path / "moved.jsonl"))
     cfg = replace(cfg, model=moved, data=data, resume=True)
@@ -351,28 +331,26 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
     state = {name: t.clone() for name, t in Dream.load(moved).state_dict().items()}
     state["model.layers.0.mlp.up_proj.weight"] += 0.01  # another model of the same shapes
     checkpoint.write_safetensors(f"{moved}/model.safetensors", state)
-    refused("other settings: base.*, steps.*the cosine", finetune, replace(cfg, steps=4))
+    refused("other settings: base", finetune, cfg)
     refused("of the one that was in", load_adapter, Dream.load(moved), cfg.out + "/last")
 
 
-def test_adapter_folder_brings_back_dora_and_every_omega(tiny_dream, tmp_path):
+def test_adapter_folder_brings_back_dora_and_every_omega_or_none(tiny_dream, tmp_path):
     dream = recorded_adapter(Dream.load(tiny_dream), alpha=40)
     full = SoftMask(194, 2, **HEAD)
     full.raw_s.data.fill_(20.0)
     assert full.omega[0] == 1  # in fp32
+    cfg = Config(model="", alpha=40)
     for sm in (full, SoftMask(194, None, **HEAD, tau=1.3)):
-        ft.save_adapter(str(tmp_path), dream, sm, Config(model="", alpha=40))
+        ft.save_adapter(str(tmp_path), dream, sm, cfg)
         back = Dream.load(tiny_dream)
         omega = SoftMask(**load_adapter(back, tmp_path))
         torch.testing.assert_close(omega.omega, sm.omega, rtol=0, atol=1e-4)
         assert omega.k == sm.k and (sm.k or abs(omega.tau - sm.tau) < 1e-5)
-        os.remove(tmp_path / "transparency_config.json")
     torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)
     assert {layer.s for layer in dora.layers(back).values()} == {40 / 16}
-    assert launch.read_json(tmp_path / "adapter_config.json") == dict(
-        peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path="", use_dora=True, r=16,
-        lora_alpha=40, lora_dropout=0, bias="none", target_modules=ft.TARGETS, inference_mode=True)
-    assert load_adapter(Dream.load(tiny_dream), tmp_path) is None  # no ω is left
+    ft.save_adapter(str(tmp_path), dream, None, cfg)  # a binary run where there was another
+    assert load_adapter(Dream.load(tiny_dream), tmp_path) is None
 
 
 def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(cfg, tmp_path):
@@ -388,16 +366,3 @@ def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(c
         words = dict(model=cfg.model, device="cpu", dtype=str(dtype).removeprefix("torch."))
         tuned = ft.model_of(Config(**words), launch.machine("cpu", words["dtype"])).net
         assert tuned.table.dtype == load_for_decoding(Decoding(**words))[0].table.dtype == dtype
-
-
-def test_a_binary_run_leaves_no_omega_of_an_earlier_one(cfg):
-    """Nor does a run start where there is a last.pt, or resume with other settings."""
-    with dying(checkpoint, "save", 1):  # best/ and last/ are there, last.pt is not
-        finetune(replace(cfg, eval_every=1))
-    assert load_adapter(Dream.load(cfg.model), cfg.out + "/best")
-    cfg = replace(cfg, p_sm=0.0)
-    finetune(replace(cfg, resume=True))
-    refused("exists already", finetune, cfg)
-    refused("other settings: p_sm", finetune, replace(cfg, p_sm=0.5, resume=True))
-    for adapter in "/best", "/last":
-        assert load_adapter(Dream.load(cfg.model), cfg.out + adapter) is None
