@@ -32,7 +32,6 @@ Share = typing.Annotated[float, 0, 1]
 Positive = typing.Annotated[float, 1e-6, math.inf]
 DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a GradScaler
 
-WORDS = {"true": True, "false": False, "none": None}
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
 OPTIONAL = {"datasets": "datasets", "lm_eval": "lm-eval", "matplotlib": "matplotlib",
             "mauve": "mauve-text", "pyarrow": "pyarrow", "transformers": "transformers"}
@@ -93,7 +92,7 @@ def parse(text, kind):
     parts = []  # of Share | None: float, 0, 1, NoneType
     for part in typing.get_args(kind) or (kind,):
         parts += typing.get_args(part) or (part,)
-    word = WORDS.get(text.lower(), text)
+    word = {"true": True, "false": False, "none": None}.get(text.lower(), text)
     if type(word) in parts:
         return word
     if str in parts or text in parts:
@@ -194,14 +193,13 @@ def check_same(path, before, here, names, remedy=""):
 def check_batch_size(cfg, batch):
     """Raises Refused for a batch_size that would be cut short.   batch: per pass, all ranks."""
     if cfg.batch_size % batch:
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of {batch}: processes × "
-                      "--micro_batch (1 in finetune_dream.py)")
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of {batch}, the sequences "
+                      "in a pass of all ranks (train.py: --micro_batch × ranks)")
 
 
 @contextlib.contextmanager
 def lock(folder, master=True):
-    """A context that one process at a time may enter per folder. A kill releases the lock, too.
-    Only rank 0, the master, writes, so only rank 0 locks. The others wait for it in `resumes`."""
+    """Let one process at a time into a folder. Only rank 0, the master, writes: it alone locks."""
     os.makedirs(folder, exist_ok=True)
     with open(f"{folder}/.lock", "a") as f:
         try:
@@ -226,11 +224,6 @@ def updates(here, start, steps, **every):
     def take(number, frame):
         caught.append(number)
         signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
-        for output in 1, 2:  # a terminal that was closed: writing to it would end the process
-            try:
-                os.write(output, b"\n")
-            except OSError:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), output)
 
     # SIGHUP: a closed terminal; nohup ignores it. SIGUSR1: Slurm can send it before the time is up.
     stops = [n for n in signal.Signals if n.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")]
@@ -275,8 +268,6 @@ def progress(*args, **options):
 
 class Log:
     """The log of a training run from update `start` to `steps`: on the screen, and in log.jsonl."""
-    on_screen = {"loss": "loss", "val_soft": "with feedback", "val_plain": "without feedback",
-                 "lam": "lam", "omega_s": "omega_s", "tokens_per_s": "tokens_per_s"}
 
     def __init__(self, path, start, steps, master):
         self.path, self.steps, self.master = path, steps, master
@@ -296,9 +287,8 @@ class Log:
 
     def line(self, done, eta_bb, sm, norm):
         """The line for all updates since the last line, up to `done`. Raises Refused on NaN."""
-        values = [torch.as_tensor(value, dtype=torch.float32, device=norm.device)
-                  for value in (*self.sums.values(), norm)]
-        values = torch.stack(values).cpu().double()  # a host sync
+        values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=norm.device)
+                              for v in (*self.sums.values(), norm)]).cpu().double()  # a host sync
         sums = dict(zip(self.sums, over_ranks(values[:-1]).tolist()), norm=values[-1].item())
         if not math.isfinite(sum(sums.values())):
             raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
@@ -320,16 +310,13 @@ class Log:
         self.last = time.time()  # an evaluation after `line` must not lower tokens/s
         if not self.master:
             return
-        done = line["step"]
-        seconds = self.last - self.began
-        append_jsonl(self.path, line | {"seconds": seconds})
-        numbers = [f"{title} {line[name]:,.6g}" for name, title in self.on_screen.items()
-                   if name in line]
-        if done > 1:  # the first update is slow: it compiles
-            numbers.append(tqdm.format_interval(seconds / done * (self.steps - done)) + " left")
+        append_jsonl(self.path, line | {"seconds": self.last - self.began})
+        titles = {"loss": "loss", "val_soft": "with feedback", "val_plain": "without feedback",
+                  "lam": "lam", "omega_s": "omega_s", "tokens_per_s": "tokens_per_s"}
+        numbers = [f"{titles[name]} {line[name]:,.6g}" for name in titles if name in line]
         try:
-            print(f"update {done:,} of {self.steps:,}", *numbers, sep="  ")
-        except BrokenPipeError:  # `train.py | head`: keep running, print nowhere
+            print(f"update {line['step']:,} of {self.steps:,}", *numbers, sep="  ")
+        except OSError:  # `train.py | head`, or a closed terminal: keep running, print nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

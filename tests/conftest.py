@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -40,10 +41,10 @@ def refused(message, function, *args, **kwargs):
 
 
 def torchrun(*words, ranks=2, cwd=ROOT, **options):
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node={ranks}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run([*command, f"--nproc_per_node={ranks}", *map(str, words)], cwd=cwd,
-                          env=env, capture_output=True, text=True, timeout=200, **options)
+    return subprocess.run([*command.split(), *map(str, words)], cwd=cwd, env=env, timeout=200,
+                          capture_output=True, text=True, **options)
 
 
 def random_mdlm(scale=0.3, seed=0, **fields):
@@ -76,8 +77,7 @@ class Killed(BaseException):
     """No `except Exception` catches it, as if the process were gone."""
 
 
-def kill():
-    raise Killed
+kill = Mock(side_effect=Killed)
 
 
 def spy(monkeypatch, module, name, at=None, then=None):
@@ -106,9 +106,8 @@ def configure(script, words):
     """The main function of a script, and its Config from the words of a command line."""
     module = importlib.import_module(os.path.basename(script))
     name = {"train": "train", "finetune_dream": "finetune"}.get(script, "main")
-    main, Config, presets = getattr(module, name), module.Config, getattr(module, "PRESETS", None)
-    if words and words[0] in getattr(module, "COMMANDS", ()):
-        main, Config, presets = module.COMMANDS[words[0]]
+    whole = getattr(module, name), module.Config, getattr(module, "PRESETS", ())
+    main, Config, presets = getattr(module, "COMMANDS", {}).get("".join(words[:1]), whole)
     return main, from_cli(Config, words, presets)
 
 
@@ -123,22 +122,19 @@ def tiny_dream(tmp_path_factory):
     folder = tmp_path_factory.mktemp("tiny_dream")
     shutil.copy(os.path.join(GOLDEN, "dream_tiny.json"), folder / "config.json")
     tensors, weight_map = recording("dream_tiny"), {}
-    for name in tensors:
-        shard = 3 if "lm_head" in name else 1 if "embed" in name or "layers.0" in name else 2
-        weight_map[name] = f"model-0000{shard}-of-00003.safetensors"
-    for file in set(weight_map.values()):
-        inside = {n: tensors[n] for n, its in weight_map.items() if its == file}
+    for shard in 1, 2, 3:
+        file = f"model-0000{shard}-of-00003.safetensors"
+        inside = {name: tensors[name] for name in [*tensors][shard - 1::3]}
         checkpoint.write_safetensors(folder / file, inside, {"format": "pt"})
-    index = json.dumps({"metadata": {}, "weight_map": weight_map})
-    (folder / "model.safetensors.index.json").write_text(index)
+        weight_map |= dict.fromkeys(inside, file)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return str(folder)
 
 
 @pytest.fixture(scope="session")
 def tiny(tmp_path_factory):
     """(model folder, dialogues) of examples/tiny_dream.py: bytes as tokens, [MASK] 261."""
-    folder = tmp_path_factory.mktemp("tiny")
-    paths = str(folder / "model"), str(folder / "dialogues.jsonl")
+    paths = [f"{tmp_path_factory.mktemp('tiny')}/{name}" for name in ("model", "dialogues.jsonl")]
     make(*paths)
     return paths
 

@@ -13,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 
 import checkpoint
-import data
 import launch
 from conftest import random_mdlm, refused, save_mdlm, start
 from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
@@ -42,7 +41,6 @@ def test_a_list_takes_the_first_words_and_help_is_the_source(capsys):
     presets = {"quick": dict(words=["d"])}
     assert from_cli(Files, ["s3:a b", "c", "--b_h=1"], presets) == Files(["s3:a b", "c"], 1.0)
     assert from_cli(Files, ["quick"], presets) == Files(["d"])
-    assert from_cli(Files, ["--b_h", "0"]) == Files((), 0.0)
     with pytest.raises(SystemExit, match="0"):
         from_cli(Files, ["a", "--b_h=9", "--help"], presets)
     assert capsys.readouterr().out.startswith(inspect.getsource(Files) + "\npreset quick: {")
@@ -56,11 +54,9 @@ def run_with(monkeypatch, main, *flags):
 
 @pytest.mark.parametrize("main, flags, message", [
     (print, ["--step=1"], "unknown argument '--step=1': see --help"),
-    (print, ["stdlb"], "unknown argument 'stdlb': see --help"),
     (print, ["--k=ten"], "argument --k: ten is not a whole number or none"),
     (print, ["--dtype=half"], "argument --dtype: half is not auto or float32 or bfloat16"),
-    (print, ["--p_sm=80"], "argument --p_sm: 80 is not a number (from 0 to 1)"),
-    (print, ["--eta_bb=nan"], "argument --eta_bb: nan is not a number"),
+    (print, ["--p_sm=nan"], "argument --p_sm: nan is not a number (from 0 to 1)"),
     (print, ["--save_every=0"], "argument --save_every: 0 is not a whole number (from 1 to inf)"),
     (lambda cfg: open("no/x"), [], "No such file or directory: 'no/x'"),
     (Mock(side_effect=OSError(errno.ENOSPC, "no room")), [], "no room"),
@@ -92,54 +88,44 @@ def test_all_else_keeps_its_traceback(monkeypatch, e):
 @pytest.mark.parametrize("words, message", [
     ("sample --checkpoint=adapter.pt", "adapter.pt has kind = 'dream-adapter'"),
     ("sample --checkpoint=mdlm.pt --out=x.jsonl", "x.jsonl has lines that are not from"),
-    ("train --data=x", "x/meta.json is not a complete JSON object"),
-    ("train --data=dta", "there is no dta/meta.json"),
-    ("train --data=x/best", "there is no x/best/meta.json"),
-    ("train --data=data --length=20 --init_from=mdlm.pt", "n_cond .*`train.py stdlib --init_from"),
     ("sample --checkpoint=mdlm.pt --infill=b", "--infill has no ___"),
+    ("train --data=x", "x/meta.json is not a complete JSON object"),
 ])
-def test_a_bad_file_or_flag_is_refused(tmp_path, monkeypatch, tiny, words, message):
+def test_a_bad_file_or_flag_is_refused(tmp_path, monkeypatch, words, message):
     monkeypatch.chdir(tmp_path)
-    data.prepare(["a text of some length"] * 99, "data", data.tokenizer("bytes"))
     save_mdlm("mdlm.pt", random_mdlm(vocab_size=259, mask_id=258, length=20))
     checkpoint.save("adapter.pt", kind="dream-adapter", config={}, model={})
-    for name, text in (("x.jsonl", "42"), ("x/meta.json", '{"cut'), ("x/config.json", "{}"),
-                       ("x/best/a", "")):
-        write_text(name, text)
-    refused(message, start, *words.replace("TINY", tiny[0]).split())
+    write_text("x.jsonl", "42")
+    write_text("x/meta.json", '{"cut')
+    refused(message, start, *words.split())
 
 
-def test_one_more_update_after_a_signal_then_every_handler_is_back(capsys):
+def test_one_more_update_after_a_signal_then_every_handler_is_back():
     """A second Ctrl-C ends the process. What nohup ignores stays ignored."""
-    number = signal.SIGHUP
-    before = signal.getsignal(signal.SIGINT), signal.signal(number, signal.SIG_IGN)
+    before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     here, every = launch.machine("cpu"), {"log": 4, "save": 3, "eval": 0}
-    assert list(launch.updates(here, 0, 7, **every)) == [
-        (1, {"log"}), (2, set()), (3, {"save"}), (4, {"log"}), (5, set()), (6, {"save"}),
-        (7, {"log", "save"})]
+    assert [*launch.updates(here, 0, 5, **every)] == [
+        (1, {"log"}), (2, set()), (3, {"save"}), (4, {"log"}), (5, {"log", "save"})]
     loop = launch.updates(here, 2, 7, **every)
     assert next(loop) == (3, {"save"})
-    signal.raise_signal(number)
+    signal.raise_signal(signal.SIGHUP)
     assert next(loop) == (4, {"log"})
     signal.raise_signal(signal.SIGINT)
     assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
     assert next(loop) == (5, {"save"})
-    with pytest.raises(SystemExit) as stop:
+    with pytest.raises(SystemExit, match="130"):
         next(loop)
-    assert stop.value.code == 130 and "stopped after update 5" in capsys.readouterr().out
-    assert signal.getsignal(number) == signal.SIG_IGN
-    signal.signal(number, before[1])
-    assert signal.getsignal(signal.SIGINT) is before[0]
+    after = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGHUP, before[1])
+    assert after == (before[0], signal.SIG_IGN)
 
 
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):
-    path = tmp_path / "very/deep/f"
+    path, calls, replace = tmp_path / "very/deep/f", [], os.replace
     write_text(path, "old ω")
     with pytest.raises(KeyboardInterrupt), atomic(path) as tmp:
         write_text(tmp, "half")
         raise KeyboardInterrupt
-    assert path.read_text(encoding="utf-8") == "old ω" and os.listdir(path.parent) == ["f"]
-    calls, replace = [], os.replace
+    assert path.read_text(encoding="utf-8") == "old ω"
     monkeypatch.setattr(os, "fsync", lambda file: calls.append("fsync"))
     monkeypatch.setattr(os, "replace", lambda *paths: calls.append("replace") or replace(*paths))
     write_text(path, "new")

@@ -23,15 +23,12 @@ def page(name):
     return Path(ROOT, name).read_text("utf-8")
 
 
-def blocks(name, language):
-    return re.findall(rf"```{language}\n(.*?)```", page(name), re.S)
-
-
 def commands(name):
     """[(script, its words)] of this project, as bash itself reads the blocks of a page."""
     programs = [f"{name}() {{ printf '%s\\x1f' {name} \"$@\"; printf '\\x1e'; }}"
                 for name in ("python", "torchrun", *OF_OTHERS)]
-    script = "\n".join(["set -u", "PATH=", *programs, *blocks(name, "sh")])
+    blocks = re.findall(r"```sh\n(.*?)```", page(name), re.S)
+    script = "\n".join(["set -u", "PATH=", *programs, *blocks])
     done = subprocess.run([shutil.which("bash"), "-c", script], capture_output=True, text=True)
     assert not done.stderr and not done.returncode, done.stderr
     found = []
@@ -102,5 +99,5 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
             start_short(script, *words)
         except ImportError:
             assert "openwebtext" in words  # which needs a package
-    runs = {"yours", "owt", "binary", "continue", "sudoku", "stdlib", "tiny_dream"}
-    assert runs <= {*os.listdir("out")}
+    runs = "binary continue owt stdlib sudoku tiny_dream yours".split()
+    assert sorted(os.listdir("out")) == runs

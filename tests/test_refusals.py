@@ -41,17 +41,13 @@ def write_data(script, path, seen="some text to train on. ", held_out="held out.
     return str(path)
 
 
-def out_of(cfg):
-    return getattr(cfg, "out_dir", None) or cfg.out
-
-
 def files(folder):
     return {str(path): path.read_bytes() for path in Path(folder).rglob("*") if path.is_file()}
 
 
 @pytest.fixture(scope="module")
 def runs(tiny, tmp_path_factory):
-    """{script: (its main function, Config)} of two runs of three updates"""
+    """{script: (its main function, Config, folder)} of two runs of three updates"""
     path = tmp_path_factory.mktemp("runs")
     mdlm = train.Config(
         data=write_data("train", path / "data"), out_dir=str(path / "train"), n_layer=1, n_head=2,
@@ -60,18 +56,18 @@ def runs(tiny, tmp_path_factory):
     dream = finetune_dream.Config(
         data=write_data("finetune_dream", path / "data.jsonl"), out=str(path / "dream"),
         model=tiny[0], r=4, alpha=6, n_val=3, n_train=5, batch_size=3, **BOTH)
-    found = {"train": (train.train, mdlm), "finetune_dream": (finetune_dream.finetune, dream)}
-    for main, cfg in found.values():
-        main(cfg)
-    return found
+    train.train(mdlm)
+    finetune_dream.finetune(dream)
+    return {"train": (train.train, mdlm, mdlm.out_dir),
+            "finetune_dream": (finetune_dream.finetune, dream, dream.out)}
 
 
 def refuses(run, message, **changes):
     """The run with some fields changed must be refused, and leave all files alone."""
-    main, cfg = run
-    before = files(out_of(cfg))
+    main, cfg, out = run
+    before = files(out)
     refused(message, main, replace(cfg, **changes))
-    assert files(out_of(cfg)) == before and f"{out_of(cfg)}/last.pt" in before
+    assert files(out) == before and f"{out}/last.pt" in before
 
 
 def other(name, value):
@@ -102,26 +98,22 @@ def test_a_run_is_not_resumed_with_other_data_or_draws(runs, tmp_path, monkeypat
 def test_a_folder_has_one_writer_and_one_run(runs, monkeypatch, script):
     """It is locked before its last save is read."""
     reading = spy(monkeypatch, checkpoint, "load")
-    with launch.lock(out_of(runs[script][1])):
+    with launch.lock(runs[script][2]):
         refuses(runs[script], "another process is writing into", resume=True)
     assert not reading
     refuses(runs[script], "last.pt exists already: --resume continues it", resume=False)
 
 
-def test_resume_starts_a_run_where_there_is_no_last_save(tmp_path):
-    (tmp_path / "step-2.pt").touch()
-    assert not any(launch.resumes(tmp_path / "last.pt", resume) for resume in (False, True))
-
-
 def test_two_ranks_refuse_with_one_line(runs):
-    cfg = runs["train"][1]
-    with launch.lock(cfg.out_dir):  # only rank 0 sees it
-        done = torchrun("train.py", f"--data={cfg.data}", f"--out_dir={cfg.out_dir}")
+    _, cfg, out = runs["train"]
+    with launch.lock(out):  # only rank 0 sees it
+        done = torchrun("train.py", f"--data={cfg.data}", f"--out_dir={out}")
     ours = done.stderr.partition(" torch/distributed/elastic/")[0]  # the rest is torchrun's report
     assert ours.count("train.py: another process is writing") == 1 and "Traceback" not in ours
 
 
-def test_printing_ends_no_run(tmp_path):
+@pytest.mark.parametrize("opened", [os.pipe, os.openpty])  # the other end is closed
+def test_printing_ends_no_run(tmp_path, opened):
     code = """
 import sys, launch, train
 def main(cfg):
@@ -131,11 +123,11 @@ def main(cfg):
     print("ω", sys.stdin.read(), "end", file=sys.stderr)
 launch.run(main, train.Config)"""
     env = os.environ | {"PYTHONPATH": ROOT, "PYTHONIOENCODING": "cp1252"}
-    end, pipe = os.pipe()
-    os.close(end)  # nobody reads
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, stdout=pipe,
+    end, stdout = opened()
+    os.close(end)
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, stdout=stdout,
                           stderr=subprocess.PIPE, input=b"\x81")  # no character of cp1252
-    os.close(pipe)
+    os.close(stdout)
     assert done.stderr == b"? ? end\n" and done.returncode == 0
     assert len(launch.read_jsonl(tmp_path / "log.jsonl")) == 10
 
@@ -148,7 +140,7 @@ HARM = {"loss NaN": lambda nll: nll + math.nan, "loss infinite": lambda nll: nll
 @pytest.mark.parametrize("harm", HARM)
 def test_what_is_not_finite_is_neither_saved_nor_kept(runs, tmp_path, monkeypatch, script, harm):
     """In one micro-batch, at update 3. The next line, save and evaluation are due at update 4."""
-    main, cfg = runs[script]
+    main, cfg, _ = runs[script]
     out, M = str(tmp_path), cfg.batch_size // getattr(cfg, "micro_batch", 1)
     whole, calls, before = TwoPass.token_nll, [], {}
     harmful = (3 if harm == "gradient NaN" else 2) * M + 2  # the loss: of update 3
@@ -171,12 +163,9 @@ def test_what_is_not_finite_is_neither_saved_nor_kept(runs, tmp_path, monkeypatc
                                   "mask_id", "k", "tokenizer"])
 def test_another_model_is_not_continued(runs, tmp_path, name):
     """Its tensors may fit."""
-    ckpt, path = checkpoint.load(out_of(runs["train"][1])), str(tmp_path / "other.pt")
-    if name == "tokenizer":
-        ckpt["tokenizer"]["name"] = "gpt2"
-    else:
-        ckpt["config"][name] = other(name, ckpt["config"][name])
+    ckpt, path = checkpoint.load(runs["train"][2]), str(tmp_path / "other.pt")
+    part, key = ("tokenizer", "name") if name == "tokenizer" else ("config", name)
+    ckpt[part][key] = other(key, ckpt[part][key])
     checkpoint.save(path, **ckpt)
     refuses(runs["train"], rf"other.pt has other settings: {name} \(", init_from=path,
             out_dir=str(tmp_path / "run"))
-    assert not (tmp_path / "run" / "last.pt").exists()
