@@ -153,7 +153,8 @@ def propose(logits, pick, mask_id, forced=False):
 
 def filtered(logits, temperature=0.0, top_p=1.0):
     """Probabilities (n, V) of logits after temperature and top-p, in this order [code]  App. B.2"""
-    p = (logits / (temperature or 1)).softmax(-1)                       # (n, V)
+    scaled = logits / temperature if temperature > 0 else logits        # (n, V)
+    p = scaled.softmax(-1)                                              # (n, V)
     if top_p == 1:
         return p
     # The token at which the sum crosses top_p is kept here, and dropped by sample.nucleus.
@@ -351,8 +352,9 @@ def main(cfg):
             text, stats = answer(model, tok, sm, ids, settings, until, lambda _: bar.update())
         messages.append({"role": "assistant", "content": text})
         print(before + text + after)
-        cost = "{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s; "
-        print(cost.format(**stats) + str(sm or "without feedback"), file=sys.stderr)
+        cost = "{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s"
+        rate = f"{stats['tokens'] / stats['nfe']:.2f} tokens per forward pass"
+        print(cost.format(**stats), rate, sm or "without feedback", sep="; ", file=sys.stderr)
 
 
 if __name__ == "__main__":
