@@ -6,7 +6,8 @@
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
 
-The model learns to fill in the last answer of each dialogue. The folder `out` gets log.jsonl,
+The model learns to fill in the last answer of each dialogue. Alg. 1 sums the loss over its masks,
+the default here takes their mean [code]. The folder `out` gets log.jsonl,
 last.pt to resume from, and two adapters, best/ and last/, which sample_dream.py, peft and the
 authors' code can read. As in train.py, neither a resume nor the number of GPUs changes a draw.
 
@@ -213,7 +214,8 @@ def loop(cfg, here, mask_id):
     train, val, left_out = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
     steps = cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size))
     model = model_of(cfg, here)
-    groups = [{"params": list(trained(part).values())} for part in (model.net, model.sm) if part]
+    omega = model.sm.parameters() if model.sm else []
+    groups = [{"params": list(trained(model.net).values())}, {"params": list(omega)}]  # DoRA, ω
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
     source = {"dialogues": digest_of(train + val), "base": model.net.fingerprint(),
               "keys": data.KEYS}

@@ -124,8 +124,7 @@ def update(step, cfg, tokens, model, parallel, optimizer, here, log):
                 tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
     if model.sm and not soft:
         # ω has a gradient of 0 (TwoPass.token_nll), and Adam's momentum would move it [ours].
-        for p in model.sm.parameters():
-            p.grad = None
+        model.sm.zero_grad(set_to_none=True)
     norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
     optimizer.step()                                                           #                 l.9
     optimizer.zero_grad(set_to_none=True)

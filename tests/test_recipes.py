@@ -1,5 +1,6 @@
 """RECIPES.md, and the snippet of README: they run as they stand, on stubs of the models."""
 
+import re
 import types
 
 import pytest
@@ -12,11 +13,12 @@ import data
 import mdlm
 from conftest import gen, random_mdlm, save_mdlm, spy
 from softmask import SoftMask
-from test_readme import blocks
+from test_readme import page
 
 V, D, MASK = 12, 6, 9
 RECIPES = types.SimpleNamespace()
-*BLOCKS, SAMPLE, LOOP = blocks("RECIPES.md", "python")
+blocks = lambda name: re.findall(r"```python\n(.*?)```", page(name), re.S)
+*BLOCKS, SAMPLE, LOOP = blocks("RECIPES.md")
 for block in BLOCKS:
     exec(block, vars(RECIPES))
 
@@ -76,7 +78,7 @@ def test_corrupt_masks_with_probability_t_and_never_what_is_fixed():
 
 
 def test_the_snippet_of_the_readme_runs():
-    [block] = blocks("README.md", "python")
+    [block] = blocks("README.md")
     tokenizer, (model, _, x, x0, *_) = types.SimpleNamespace(mask_token_id=MASK), arguments()
     scope = {"torch": torch, "tokenizer": tokenizer, "model": model, "x": x, "x0": x0,
              "cross_entropy": F.cross_entropy}
