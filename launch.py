@@ -232,9 +232,8 @@ def updates(here, start, steps, **every):
         for done in range(start + 1, steps + 1):
             # A signal to one rank stops all of them.
             stop = over_ranks(torch.tensor(max(caught, default=0)), dist.ReduceOp.MAX).item()
-            due = {name for name, n in every.items() if n and (done % n == 0 or done == steps)}
-            if done == 1:
-                due.add("log")
+            due = {name for name, n in every.items()
+                   if n and (done % n == 0 or done == steps) or done == 1 and name == "log"}
             yield done, due | {"save"} if stop else due
             if stop:
                 leave(here, f"stopped after update {done:,}, which is saved: to continue, run the "

@@ -219,8 +219,7 @@ def loop(cfg, here, model, tokens, meta):
         # Last of all: a kill before this repeats updates, and loses nothing.
         if "save" in due and here.rank == 0:
             save("last.pt", cfg, model, ema, optimizer=optimizer.state_dict(), **facts)
-    file = f"--checkpoint={cfg.out_dir}/last.pt"
-    more = f"Now: python sample.py {file} --show\n     python eval.py ppl {file}"
+    more = f"Now: sample.py --show, or eval.py ppl, with --checkpoint={cfg.out_dir}/last.pt"
     launch.leave(here, f"{launch.warning(line, cfg.vocab_size)}\n{more}".strip(), status=0)
     return model, ema
 
