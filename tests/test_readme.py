@@ -99,5 +99,5 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
             start_short(script, *words)
         except ImportError:
             assert "openwebtext" in words  # which needs a package
-    runs = "binary continue owt stdlib sudoku tiny_dream yours".split()
-    assert sorted(os.listdir("out")) == runs
+    runs = {"yours", "owt", "binary", "continue", "sudoku", "stdlib", "tiny_dream"}
+    assert runs <= {*os.listdir("out")}
