@@ -227,7 +227,8 @@ def updates(here, start, steps, **every):
 
     # SIGHUP: a closed terminal; nohup ignores it. SIGUSR1: Slurm can send it before the time is up.
     stops = [n for n in signal.Signals if n.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")]
-    before = {n: signal.signal(n, take) for n in stops if signal.getsignal(n) != signal.SIG_IGN}
+    before = {n: signal.signal(n, take) for n in stops
+              if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN}
     try:
         for done in range(start + 1, steps + 1):
             # A signal to one rank stops all of them.
@@ -309,12 +310,14 @@ class Log:
         self.last = time.time()  # an evaluation after `line` must not lower tokens/s
         if not self.master:
             return
-        append_jsonl(self.path, line | {"seconds": self.last - self.began})
+        done, seconds = line["step"], self.last - self.began
+        append_jsonl(self.path, line | {"seconds": seconds})
         titles = {"loss": "loss", "val_soft": "with feedback", "val_plain": "without feedback",
                   "lam": "lam", "omega_s": "omega_s", "tokens_per_s": "tokens_per_s"}
         numbers = [f"{titles[name]} {line[name]:,.6g}" for name in titles if name in line]
+        left = tqdm.format_interval(seconds / max(1, done) * (self.steps - done)) + " left"
         try:
-            print(f"update {line['step']:,} of {self.steps:,}", *numbers, sep="  ")
+            print(f"update {done:,} of {self.steps:,}", *numbers, left, sep="  ")
         except OSError:  # `train.py | head`, or a closed terminal: keep running, print nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

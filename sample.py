@@ -314,7 +314,7 @@ class Config:
     omega_b: float | None = None  # (the same)
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""            # text to continue; a ___ in it is filled as in infill
-    infill: str = ""            # text after the prompt; its blanks ___ share all free positions
+    infill: str = ""            # text after the prompt: its blanks ___ share all free positions
     seed: int = 1
     out: str = ""               # file to append to; its samples are not made again (default: print)
     show: bool = False          # watch the samples appear
@@ -324,8 +324,6 @@ class Config:
 
 def starting_ids(cfg, tok, special):
     """Ids (L,) to start from: a row as in training (data.rows), with masks for missing text."""
-    if cfg.infill and "___" not in cfg.infill:
-        raise Refused("--infill has no ___ to fill: --prompt continues a text")
     encode, L = tok.encode_ordinary, cfg.length
     bos, eos, mask = special["bos"], special["eos"], special["mask_id"]
     text = (cfg.prompt + cfg.infill).replace("\\n", "\n")

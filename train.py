@@ -207,8 +207,7 @@ def loop(cfg, here, model, tokens, meta):
         norm = update(done - 1, cfg, tokens, model, parallel, optimizer, here, log)
         update_ema(ema.net, model.net, done, cfg.ema)
         if due:
-            # Raises on NaN, before a save
-            line = log.line(done, lr_at(done - 1, cfg) * cfg.eta_bb, model.sm, norm)
+            line = log.line(done, lr_at(done - 1, cfg) * cfg.eta_bb, model.sm, norm)  # no NaN?
             if "eval" in due:
                 metrics = {"step": done, **evaluate(ema, held_out, here)}
                 line |= metrics
