@@ -13,7 +13,6 @@ authors' code can read. As in train.py, neither a resume nor the number of GPUs 
 
     update              one update of DoRA and ω, step by step as in train.py         Alg. 1 l.2-9
     finetune, loop      the whole run: data, model, and the loop around `update`
-    the rest            what `finetune` loads, measures and saves
 """
 
 import hashlib

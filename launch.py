@@ -338,10 +338,13 @@ def atomic(path):
     """Yields a temporary path. It is renamed to `path` if the block ends without an exception."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     tmp = f"{path}.tmp"
-    yield tmp
-    with open(tmp, "rb+") as f:
-        os.fsync(f.fileno())  # else a power cut could leave an empty file at `path`
-    os.replace(tmp, path)
+    try:
+        yield tmp
+        with open(tmp, "rb+") as f:
+            os.fsync(f.fileno())  # else a power cut could leave an empty file at `path`
+        os.replace(tmp, path)
+    finally:
+        Path(tmp).unlink(missing_ok=True)  # a full disk needs the room
 
 
 def write_text(path, text):

@@ -13,9 +13,8 @@
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --out=samples.jsonl
 
-The last command makes the samples behind "Standard, Binary, 1M, 1/1" in Tables 1 and 2, one by one
-as in the paper. Several processes can share a GPU. If it is stopped, the same command makes the
-rest. Each rank writes its own file, samples.RANK.jsonl.
+The last command makes the samples behind "Standard, Binary, 1M, 1/1" in Tables 1 and 2, one by one.
+If it is stopped, it makes the rest the next time. Each rank has its own file, samples.RANK.jsonl.
 """
 
 import math

@@ -9,7 +9,6 @@
 
     update, batch      one update of θ and ω, l.2 to l.9; l.5 to l.8 are a call of mdlm.MDLM
     train, loop        the data, the model, and the loop around `update`, l.1 and l.10
-    the rest           what `train` starts from, measures and saves
 
 Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
 for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
