@@ -319,6 +319,7 @@ def as_messages(record):
     unread = {name for part, known in parts for name, value in part.items()
               if name not in known and value not in (None, "", [], {})}
     why = [name for name in CONTEXT if any(part.get(name) for part, _ in parts)]
+    why += ["two system turns"] if record.get("system") and roles.count("system") > 1 else []
     if None in roles:
         why.append("roles other than user, assistant, system")
     elif "assistant" not in roles:
@@ -326,10 +327,9 @@ def as_messages(record):
     turns = turns[:max((i for i, r in enumerate(roles, 1) if r == "assistant"), default=0)]
     answer = turns[-1] if turns else {}
     why += [f"{name} of 0" for name in WEIGHTS if 0 in (record.get(name), answer.get(name))]
-    contents = [turn["value"] if "value" in turn else turn.get("content") for turn in turns]
-    # tiktoken fails at a million blanks in a row.
+    contents = [t.get("content") if t.get("value") is None else t["value"] for t in turns]
     if not all(isinstance(content, str) and len(content) < 900_000 for content in contents):
-        why.append("a turn that is not text, or over 900,000 characters")
+        why.append("a turn that is not text, or over 900,000 characters")  # tiktoken's limit
     return [{"role": r, "content": c} for r, c in zip(roles, contents)], why, unread
 
 

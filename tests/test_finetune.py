@@ -151,7 +151,7 @@ def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tm
     talk = lambda prompt="a", answer="abc", **turn: {"messages": [
         {"role": "Human", "content": prompt}, {"role": "GPT", "content": answer, **turn}]}
     overhead = len(encoded(talk(""), tok)[0])
-    fine = talk(weight=1, name="Eve", tool_calls=None)  # these change nothing
+    fine = talk(weight=1, name="Eve", tool_calls=None, value=None)  # these change nothing
     kept = [*(fine | {"system": "s", "id": i} for i in range(3)), talk("a" * (200 - overhead))]
     dropped = {
         "history": [talk() | {"history": [["a", "b"]]}],
@@ -164,6 +164,7 @@ def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tm
         "roles other than user, assistant, system": [talk(role="ipython")],
         "a turn that is not text, or over 900,000 characters": [
             talk(content=[{"type": "text", "text": "abc"}]), talk(content="\t" * 1_000_001)],
+        "two system turns": [said(("system", "s"), ("human", "a"), ("bot", "b")) | {"system": "t"}],
         "no answer by assistant": [said(("user", "b")), {"messages": []}],
         "response under 5 tokens": [talk(answer="ab")],  # abc: 3 bytes, <|im_end|>, line break
         "over 200 tokens": [talk("a" * (201 - overhead))],
