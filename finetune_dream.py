@@ -69,15 +69,15 @@ class Config:
     min_response: int = 5       # tokens, including the two that end the turn [code]
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
-    steps: int = 0              # updates (default: computed from epochs)
-    batch_size: int = 8         # dialogues per update, one per forward pass
+    steps: Count = 0            # updates (default: computed from epochs)
+    batch_size: Size = 8        # dialogues per update, one per forward pass
     # authors: the mean over a dialogue's masks [code]; paper: the sum. Both are divided by t.
     loss: Literal["authors", "paper"] = "authors"
     eta_bb: float = 1e-5        # learning rate of DoRA
     eta_sm: float = 1e-2        # learning rate of ω, which has a long way to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
-    r: int = 16                 # rank of DoRA (torchrun refuses --r: put -- before the script)
+    r: Size = 16                # rank of DoRA (torchrun refuses --r: put -- before the script)
     alpha: Size = 16            # DoRA's update is scaled by alpha / r
     b_l: Positive = 0.2         # t ~ U(b_l, b_h)
     b_h: Share = 0.8

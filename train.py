@@ -43,12 +43,12 @@ class Config(ModelConfig):
     resume: bool = False             # continue from out_dir/last.pt, or start if there is none
     seed: int = 1
     # optimisation
-    steps: int = 1_000_000           # updates (100k in a continuation)
+    steps: Size = 1_000_000          # updates (100k in a continuation)
     batch_size: Size = 512           # sequences per update, over all devices
     micro_batch: Size = 32           # sequences per device and pass; gradients are accumulated
     eta_bb: float = 3e-4             # learning rate of the backbone θ
     eta_sm: float = 1e-2             # learning rate of ω, which has a long way to go, App. B.2
-    warmup: int = 2500               # updates of linear warm-up; then both rates are constant
+    warmup: launch.Count = 2500      # updates of linear warm-up; then both rates are constant
     clip: launch.Positive = 1.0      # largest gradient norm, over θ and ω together [code]
     ema: Share = 0.9999              # decay of the average of θ; ω is not averaged [code]
     # soft-masking, §3.2

@@ -237,9 +237,11 @@ def test_a_stop_adds_no_line_but_its_own(whole, tmp_path):
                      save_every=4, keep_every=4)
     train(sparse)
     cut = beside(sparse, "cut", resume=True)
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)  # these tests may run under nohup
     for number in signal.SIGHUP, signal.SIGUSR1:
         with dying(torch.nn.utils, "clip_grad_norm_", 1, lambda: signal.raise_signal(number)):  # noqa: B023
             train(cut)
+    signal.signal(signal.SIGHUP, before)
     assert steps(cut) == [1, 2, 4]  # a stop is after one more update
     train(cut)
     check_equal(sparse, cut, stopped=2)
