@@ -216,8 +216,8 @@ def lock(folder, master=True):
 def updates(here, start, steps, **every):
     """Yields the number of each update, and what is due after it: a set of the names in `every`.
 
-    every: {name: n}. A name is due every n updates (0: never), and after the last one. After a
-    signal to stop there is one more update, after which "save" is due. Then every rank exits.
+    every: {name: n}. A name is due every n updates (0: never), and after the last one; "log" after
+    the first one, too. After a signal there is one more update, and "save" is due. Then all exit.
     """
     caught = []
 

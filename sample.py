@@ -99,10 +99,9 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
     the tokens that appear. ReMDM tosses coins for visible tokens, too: stay, or vanish?
 
     Steps that change no token are skipped (App. C.4), although they would renew SM's feedback
-    [code]. So here SM makes as many calls as binary masking: 648 for 1,024 steps, with a standard
-    deviation of 10 over samples (C.4 counts 651 and 636, and explains it by SM). The last is never
-    skipped if it starts with masks. With every=True (App. C.5) or time conditioning, no step is
-    skipped. Masks left at the end are filled by one more call, by argmax [code].
+    [code]. So SM makes as many calls as binary masking. The last step is not skipped if it starts
+    with masks. With every=True (App. C.5) or time conditioning, none is skipped. Masks left at the
+    end are filled by one more call, by argmax [code].
 
     steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.   generator: on the CPU.
     on_step(x, lam, guess, masks, h): called after every call of the network. x (1, L): ids. With
@@ -221,8 +220,8 @@ def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step
         stay = indices(masked_cpu, device)                                     # 2 × (s,)
         lam, guess = torch.zeros_like(score), x.clone()  # guess: only for on_step
         if soft and sm:
-            every_lam, ids, pi = sm(logits)                                    # (N,), (N, k)    l.6
-            lam[stay], pi = every_lam[left], pi[left]                          # (s,), (s, k)
+            lam_all, ids, pi = sm(logits)                                      # (N,), (N, k)    l.6
+            lam[stay], pi = lam_all[left], pi[left]                            # (s,), (s, k)
             ids = ids if ids is None else ids[left]                            # (s, k)
             emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)          l.6
             guess[stay] = pi.argmax(-1) if ids is None else ids[:, 0]          # (s,)
