@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""From text to rows of token ids, in the layout that published OpenWebText numbers use.   App. B.1
+"""From text to rows of token ids, and the text that is held out.                        App. B.1
 
     python data.py stdlib                                      # Python's own library, as bytes
     python data.py yours.jsonl more/ --val_docs=300 --out=data/yours
@@ -12,7 +12,7 @@ A corpus is a folder with three files. Every document ends with EOS.
     meta.json    the tokenizer, the source, the number of documents; of both splits: tokens, sha256
 
 A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS and EOS are masked,
-too [code]. Perplexities on rows of another form are not comparable with published ones.
+too [code]. Published perplexities are of such rows, which begin elsewhere (REPRODUCE.md, 16).
 """
 
 import functools

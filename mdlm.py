@@ -7,9 +7,9 @@
     Eq. 2                 MDLM.forward         the loss: −log p of the masked tokens, times 1/t
     §2.1 g_θ, App. B.1    DiT                  a bidirectional transformer, 169M in the paper
 
-It needs only torch and softmask.py, ready to copy. TwoPass uses three parts of a backbone
-(`sample.generate` also calls `trunk`). SM sits between `table` and `hidden`: at the masks, it mixes
-the last output of `head` into the embeddings.
+It needs only torch and softmask.py, ready to copy. All that TwoPass needs of a backbone is below.
+(compile_parts and `sample.generate` also call a DiT's `trunk`.) SM sits between `table` and
+`hidden`: at the masks, it mixes the last output of `head` into the embeddings.
 
     table                     (V, D)                              the embeddings
     hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks;
@@ -155,7 +155,7 @@ class MDLM(TwoPass):
 
         The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN make L 0.1 to 0.3 % too small.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
-        samples differently: one pass per step, with the last prediction in place of pass 1.
+        samples differently: in place of pass 1, it has the prediction of the step before.
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)                    # (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
