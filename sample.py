@@ -95,10 +95,9 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
 
     Training feeds back a plain pass over the same masks. Here, the pass that is fed back had other
     masks, and feedback itself. In the code, `x` holds the ids x^, and `emb` the embeddings x. The
-    paper's l.6 has x^ and p of the step before. Here both are those of this step, as in §3.1
-    [ours]. Whether a position changes does not depend on the network. So the coins of l.5 are
-    tossed before l.3, and l.4 draws only the tokens that appear. ReMDM tosses coins for tokens,
-    too.
+    paper's l.6 has x^ and p of the step before. Here both are of this step, as in §3.1 [ours].
+    Whether a position changes does not depend on the network. So the coins of l.5 are tossed before
+    l.3, and l.4 draws only the tokens that appear. ReMDM tosses coins for tokens, too.
 
     Steps that change no token are skipped (App. C.4), although they would renew SM's feedback
     [code]. So SM makes as many calls as binary masking. The last step is not skipped if it starts
