@@ -214,16 +214,14 @@ def test_a_lambda_and_a_mix_of_ones_own():
         same = mixed.norm(dim=1).isclose(model.net.table[MASK].norm())
         assert same.all() == (kind is not RECIPES.Constant)
         if kind is RECIPES.Slerp:  # test_arena.py compares it with the formula
-            again = arena.Slerp(MASK).mix(model.net.table, lam, ids, pi)
-            assert torch.equal(mixed, again)
+            assert torch.equal(mixed, arena.Slerp(MASK).mix(model.net.table, lam, ids, pi))
 
 
 def test_samples_from_python(tmp_path, monkeypatch, capsys):
     model = random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5)
     save_mdlm(tmp_path / "out/stdlib/last.pt", model)
     monkeypatch.chdir(tmp_path)
-    scope = {}
-    exec(SAMPLE, scope)
+    exec(SAMPLE, scope := {})
     tok, ids = data.tokenizer("bytes"), scope["ids"].tolist()
     assert len(ids) == 12 and 258 not in ids
     assert capsys.readouterr().out == tok.decode(ids) + "\n"

@@ -24,30 +24,26 @@ def example():
 
 @pytest.mark.parametrize("k", [1, 3, V, None])
 def test_sm_is_the_case_equation(k):
-    """§3.1. Σπ = 1 and λ ∈ [0, ω_s): the mix is convex."""
+    """§3.1, compiled in one graph, too. Σπ = 1 and λ ∈ [0, ω_s): the mix is convex. §3.3: λ = 0 is
+    MDLM bit for bit."""
     x, logits, table = example()
     sm, tau = SoftMask(MASK, k=k, tau=1.3, **OPEN), 1.3 if k is None else 1.0
     expected = table[x].double()
     for b, l in (x == MASK).nonzero():
         expected[b, l] = oracles.soft_mask(logits[b, l], table, MASK, k, tau=tau, **OPEN)
-    for given in (logits, logits[x == MASK]):
-        soft = sm.embed(table, x, given).double()
-        torch.testing.assert_close(soft, expected, rtol=0, atol=5e-6)
     lam, _, pi = sm(logits.flatten(0, 1))
     assert ((0 <= lam) & (lam < OPEN["omega_s"])).all() and (pi >= 0).all()
     torch.testing.assert_close(pi.sum(-1), torch.ones(len(pi)))
-
-
-def test_the_two_ends_of_the_interpolation():
-    """§3.3: λ = 0 is MDLM bit for bit. λ = 1 with k = 1 embeds the likeliest token."""
-    x, logits, table = example()
-    off = SoftMask(MASK, **OPEN)
-    off.raw_s.data.fill_(-1e3)  # ω_s = 0
-    for given in (logits, logits[x == MASK]):
-        assert torch.equal(off.embed(table, x, given), F.embedding(x, table))
-    rows, sm = logits.flatten(0, 1), SoftMask(MASK, k=1)
-    soft = sm.mix(table, torch.ones(x.numel()), *sm(rows)[1:])
-    assert torch.equal(soft, table[rows.argmax(-1)])
+    whole, rows = torch.compile(sm.embed, fullgraph=True, backend="aot_eager"), logits[x == MASK]
+    for embed, given in (sm.embed, logits), (sm.embed, rows), (whole, logits):
+        soft = embed(table, x, given).double()
+        torch.testing.assert_close(soft, expected, rtol=0, atol=5e-6)
+    with torch.autocast("cpu", torch.bfloat16):  # λ, π and the mix stay in fp32
+        mixed, half = sm.embed(table, x, logits.bfloat16()), logits.bfloat16().float()
+    assert torch.equal(mixed, sm.embed(table, x, half))
+    sm.raw_s.data.fill_(-1e3)  # ω_s = 0
+    for given in logits, rows:
+        assert torch.equal(sm.embed(table, x, given), F.embedding(x, table))
 
 
 def test_reparameterisation():
@@ -169,17 +165,6 @@ def test_minus_infinity_and_a_row_of_nan_in_the_padding_give_no_nan(k):
     assert all(p.grad.isfinite().all() for p in (table, logits, *sm.parameters()))
     x = torch.zeros(2, 3, dtype=torch.long)  # no masks at all
     assert torch.equal(SoftMask(MASK, k).embed(table, x, torch.empty(0, V)), F.embedding(x, table))
-
-
-@pytest.mark.parametrize("k", [3, None])
-def test_full_logits_compile_in_one_graph_under_autocast_too(k):
-    x, logits, table = example()
-    sm = SoftMask(MASK, k=k, **OPEN)
-    whole, half = torch.compile(sm.embed, fullgraph=True, backend="aot_eager"), logits.bfloat16()
-    torch.testing.assert_close(whole(table, x, logits), sm.embed(table, x, logits))
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = sm.embed(table, x, half)
-    assert torch.equal(mixed, sm.embed(table, x, half.float()))  # λ, π and the mix in fp32
 
 
 @pytest.mark.parametrize("head", ["init/topk3", "half/topk3", "half/dense_T1.0"])
