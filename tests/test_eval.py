@@ -66,17 +66,8 @@ def test_a_span_is_right_where_the_model_writes_it_itself():
 
 def test_entropy_is_the_recorded_one():
     golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["entropy"]
-    found = map(eval_samples.entropy, golden["tokens"])
-    assert [*found] == pytest.approx(golden["nats"], abs=1e-6)
-
-
-class Tok:
-    """Bytes. The end of a text is a $."""
-    eos_token, eos_token_id = "$", ord("$")
-
-    def __call__(self, text, truncation, max_length):
-        assert truncation and max_length == 1024
-        return types.SimpleNamespace(input_ids=[*text.encode()[:max_length]])
+    found = [*map(eval_samples.entropy, golden["tokens"])]
+    assert found == pytest.approx(golden["nats"], abs=1e-6)
 
 
 class LM(torch.nn.Linear):
@@ -90,12 +81,17 @@ class LM(torch.nn.Linear):
 
 @pytest.fixture
 def lm(monkeypatch):
+    """In place of transformers: this model, and bytes as tokens. The end of a text is a $."""
+    def tok(text, truncation, max_length):
+        assert truncation
+        return types.SimpleNamespace(input_ids=[*text.encode()[:max_length]])
+    tok.eos_token, tok.eos_token_id = "$", ord("$")
     torch.manual_seed(0)
     lm = LM(5, 128).requires_grad_(False).bfloat16()
     lm.weight.mul_(5)
     auto = lambda thing: types.SimpleNamespace(from_pretrained=lambda name: thing)
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(
-        AutoTokenizer=auto(Tok()), AutoModelForCausalLM=auto(lm)))
+        AutoTokenizer=auto(tok), AutoModelForCausalLM=auto(lm)))
     return lm
 
 

@@ -222,9 +222,8 @@ def test_samples_from_python(tmp_path, monkeypatch, capsys):
     save_mdlm(tmp_path / "out/stdlib/last.pt", model)
     monkeypatch.chdir(tmp_path)
     exec(SAMPLE, scope := {})
-    tok, ids = data.tokenizer("bytes"), scope["ids"].tolist()
-    assert len(ids) == 12 and 258 not in ids
-    assert capsys.readouterr().out == tok.decode(ids) + "\n"
+    text = data.tokenizer("bytes").decode(scope["ids"].tolist())
+    assert capsys.readouterr().out == text + "\n"
 
 
 def test_a_loop_of_ones_own_trains_and_moves_omega_with_feedback_alone(monkeypatch):

@@ -24,8 +24,10 @@ def example():
 
 @pytest.mark.parametrize("k", [1, 3, V, None])
 def test_sm_is_the_case_equation(k):
-    """§3.1, compiled in one graph, too. Σπ = 1 and λ ∈ [0, ω_s): the mix is convex. §3.3: λ = 0 is
-    MDLM bit for bit."""
+    """§3.1. Σπ = 1 and λ ∈ [0, ω_s): the mix is convex. §3.3: λ = 0 is MDLM bit for bit.
+
+    Nothing is detached: that is up to the caller's no_grad (App. C.3).
+    """
     x, logits, table = example()
     sm, tau = SoftMask(MASK, k=k, tau=1.3, **OPEN), 1.3 if k is None else 1.0
     expected = table[x].double()
@@ -41,6 +43,9 @@ def test_sm_is_the_case_equation(k):
     with torch.autocast("cpu", torch.bfloat16):  # λ, π and the mix stay in fp32
         mixed, half = sm.embed(table, x, logits.bfloat16()), logits.bfloat16().float()
     assert torch.equal(mixed, sm.embed(table, x, half))
+    inputs = rows[:2].double().requires_grad_(), table.double().requires_grad_()
+    torch.autograd.gradcheck(lambda rows, table: sm.mix(table, *sm(rows)), inputs, eps=1e-3,
+                             atol=1e-3, rtol=1e-3)
     sm.raw_s.data.fill_(-1e3)  # ω_s = 0
     for given in logits, rows:
         assert torch.equal(sm.embed(table, x, given), F.embedding(x, table))
@@ -87,16 +92,6 @@ def test_omega_never_becomes_bf16():
     sm.float().strength(torch.tensor(0.0))
 
 
-@pytest.mark.parametrize("k", [3, None])
-def test_gradients_of_logits_and_table_are_those_of_the_formula(k):
-    """Nothing is detached: that is up to the caller's no_grad (App. C.3)."""
-    x, logits, table = example()
-    sm, rows = SoftMask(MASK, k=k, **OPEN), logits[x == MASK][:2]
-    inputs = rows.double().requires_grad_(), table.double().requires_grad_()
-    torch.autograd.gradcheck(lambda rows, table: sm.mix(table, *sm(rows)), inputs, eps=1e-3,
-                             atol=1e-3, rtol=1e-3)
-
-
 def test_a_bf16_table_gives_the_mix_and_the_gradients_of_an_fp32_one(monkeypatch):
     """Without `embedding_bag`, whose shares have no bf16 gradient on CUDA."""
     monkeypatch.delattr(F, "embedding_bag")
@@ -130,24 +125,17 @@ def test_the_largest_by_groups_are_the_largest(k, vocabulary):
 
 
 @pytest.mark.parametrize("column", [0.0, -math.inf, -1e6])
-def test_entropy_and_its_gradient(column):
-    """λ against float64"""
+def test_lambda_and_its_gradient_against_float64(column):
     logits = 3 * torch.randn(7, 300, generator=gen())
     logits[:, -1] = logits[0, 1:] = column
-    sm = SoftMask(MASK, **OPEN | {"omega_b": -4.0})
-
-    def run(logits, layer):
-        logits = logits.clone().requires_grad_()
-        lam, *_ = layer(logits)
-        return lam.detach(), *torch.autograd.grad(lam.sum(), logits)
-
-    def by_hand(logits):
-        p = logits.softmax(-1)
-        minus_H = (p * p.clamp_min(1e-300).log()).sum(-1)
-        return 0.8 * torch.sigmoid(2.0 * (minus_H + 4.0)),
-
-    reference = run(logits.double().clamp_min(-1e5), by_hand)
-    torch.testing.assert_close(run(logits, sm), reference, rtol=2e-5, atol=1e-7, check_dtype=False)
+    exact = logits.double().clamp_min(-1e5).requires_grad_()
+    p = exact.softmax(-1)
+    minus_H = (p * p.clamp_min(1e-300).log()).sum(-1)
+    expected = 0.8 * torch.sigmoid(2.0 * (minus_H + 4.0))
+    lam, *_ = SoftMask(MASK, **OPEN | {"omega_b": -4.0})(logits.requires_grad_())
+    found = lam, *torch.autograd.grad(lam.sum(), logits)
+    expected = expected, *torch.autograd.grad(expected.sum(), exact)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-7, check_dtype=False)
 
 
 @pytest.mark.parametrize("k", [3, None])
