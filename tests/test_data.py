@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tarfile
-import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -85,12 +85,11 @@ def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_do
 @pytest.fixture
 def pyarrow(monkeypatch):
     """Its ParquetFile, as far as it is used, with batches of one row"""
-    column = lambda text: types.SimpleNamespace(to_pylist=lambda: [text])
-    batch = lambda row: types.SimpleNamespace(column=lambda name: column(row[name]))
-    batches = lambda path: [batch(json.loads(line)) for line in open(path)]
-    file = lambda path: types.SimpleNamespace(iter_batches=lambda size, columns: batches(path))
+    column = lambda text: SimpleNamespace(to_pylist=lambda: [text])
+    batch = lambda row: SimpleNamespace(column=lambda name: column(json.loads(row)[name]))
+    file = lambda path: SimpleNamespace(iter_batches=lambda size, columns: map(batch, open(path)))
     for name in "pyarrow", "pyarrow.parquet":
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ParquetFile=file))
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(ParquetFile=file))
 
 
 TEXT, TAR = b"A text of some length. " * 99, tarfile.TarInfo("a.txt").tobuf()  # its header

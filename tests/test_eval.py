@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import shutil
 import sys
 import types
@@ -65,7 +64,7 @@ def test_a_span_is_right_where_the_model_writes_it_itself():
 
 
 def test_entropy_is_the_recorded_one():
-    golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["entropy"]
+    golden = read_json(f"{GOLDEN}/language_misc.json")["entropy"]
     found = [*map(eval_samples.entropy, golden["tokens"])]
     assert found == pytest.approx(golden["nats"], abs=1e-6)
 
@@ -83,8 +82,7 @@ class LM(torch.nn.Linear):
 def lm(monkeypatch):
     """In place of transformers: this model, and bytes as tokens. The end of a text is a $."""
     def tok(text, truncation, max_length):
-        assert truncation
-        return types.SimpleNamespace(input_ids=[*text.encode()[:max_length]])
+        return types.SimpleNamespace(input_ids=[*text.encode()[:truncation * max_length]])
     tok.eos_token, tok.eos_token_id = "$", ord("$")
     torch.manual_seed(0)
     lm = LM(5, 128).requires_grad_(False).bfloat16()

@@ -3,7 +3,6 @@
 import copy
 import functools
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -76,8 +75,7 @@ def test_pass_1_has_gradients_only_with_two_updates(k, monkeypatch):
     ("cpu", {}), ("cpu", dict(k=None, two_updates=True)),
     pytest.param("cuda", {}, marks=pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs CUDA: would check its gradients in bf16"))])
-def test_compiled_gradients_in_bf16_are_as_near_to_those_in_fp32(device, changes, monkeypatch):
-    """As near as eager ones, for each parameter."""
+def test_compiled_gradients_in_bf16_are_as_near_to_fp32_as_eager_ones(device, changes, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
@@ -175,7 +173,9 @@ def test_recorded_two_pass_loss_and_gradients(name, changes):
             np.testing.assert_allclose(digest(p.grad), theirs, rtol=0, atol=1e-5 * theirs[0])
 
 
-ALONE = """
+def test_two_files_alone_train_a_dit(tmp_path):
+    """mdlm.py is to be copied, with softmask.py beside it."""
+    code = """
 import torch
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 model = MDLM(ModelConfig(2, 2, 32, 16, vocab_size=12, mask_id=11, length=8, omega_s=0.5))
@@ -183,15 +183,10 @@ optimizer = torch.optim.AdamW(model.parameters())
 x0, t = torch.randint(0, 11, (4, 8)), sample_times(4, None)
 model(x0, corrupt(x0, t, 11, None), t, soft=True).sum().backward()
 optimizer.step()
-assert model.net.output_layer.linear.weight.any()  # 0 at first
-"""
-
-
-def test_two_files_alone_train_a_dit(tmp_path):
-    """mdlm.py is to be copied, with softmask.py beside it."""
+assert model.net.output_layer.linear.weight.any()  # 0 at first"""
     for name in "mdlm.py", "softmask.py":
-        shutil.copy(os.path.join(ROOT, name), tmp_path)
-    subprocess.run([sys.executable, "-c", ALONE], cwd=tmp_path, check=True)
+        shutil.copy(f"{ROOT}/{name}", tmp_path)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
 def test_sizes_that_cannot_work_are_refused():

@@ -24,10 +24,7 @@ def example():
 
 @pytest.mark.parametrize("k", [1, 3, V, None])
 def test_sm_is_the_case_equation(k):
-    """§3.1. Σπ = 1 and λ ∈ [0, ω_s): the mix is convex. §3.3: λ = 0 is MDLM bit for bit.
-
-    Nothing is detached: that is up to the caller's no_grad (App. C.3).
-    """
+    """§3.1. Σπ = 1 and λ ∈ [0, ω_s): the mix is convex. §3.3: λ = 0 is MDLM bit for bit."""
     x, logits, table = example()
     sm, tau = SoftMask(MASK, k=k, tau=1.3, **OPEN), 1.3 if k is None else 1.0
     expected = table[x].double()
@@ -45,7 +42,7 @@ def test_sm_is_the_case_equation(k):
     assert torch.equal(mixed, sm.embed(table, x, half))
     inputs = rows[:2].double().requires_grad_(), table.double().requires_grad_()
     torch.autograd.gradcheck(lambda rows, table: sm.mix(table, *sm(rows)), inputs, eps=1e-3,
-                             atol=1e-3, rtol=1e-3)
+                             atol=1e-3, rtol=1e-3)  # nothing is detached
     sm.raw_s.data.fill_(-1e3)  # ω_s = 0
     for given in logits, rows:
         assert torch.equal(sm.embed(table, x, given), F.embedding(x, table))
