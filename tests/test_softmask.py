@@ -24,30 +24,28 @@ def example():
 
 @pytest.mark.parametrize("k", [1, 3, V, None])
 def test_sm_is_the_case_equation(k):
-    """§3.1. Σπ = 1 and λ ∈ [0, ω_s): the mix is convex."""
+    """§3.1. Σπ = 1 and λ ∈ [0, ω_s): the mix is convex. §3.3: λ = 0 is MDLM bit for bit."""
     x, logits, table = example()
     sm, tau = SoftMask(MASK, k=k, tau=1.3, **OPEN), 1.3 if k is None else 1.0
     expected = table[x].double()
     for b, l in (x == MASK).nonzero():
         expected[b, l] = oracles.soft_mask(logits[b, l], table, MASK, k, tau=tau, **OPEN)
-    for given in (logits, logits[x == MASK]):
-        soft = sm.embed(table, x, given).double()
-        torch.testing.assert_close(soft, expected, rtol=0, atol=5e-6)
     lam, _, pi = sm(logits.flatten(0, 1))
     assert ((0 <= lam) & (lam < OPEN["omega_s"])).all() and (pi >= 0).all()
     torch.testing.assert_close(pi.sum(-1), torch.ones(len(pi)))
-
-
-def test_the_two_ends_of_the_interpolation():
-    """§3.3: λ = 0 is MDLM bit for bit. λ = 1 with k = 1 embeds the likeliest token."""
-    x, logits, table = example()
-    off = SoftMask(MASK, **OPEN)
-    off.raw_s.data.fill_(-1e3)  # ω_s = 0
-    for given in (logits, logits[x == MASK]):
-        assert torch.equal(off.embed(table, x, given), F.embedding(x, table))
-    rows, sm = logits.flatten(0, 1), SoftMask(MASK, k=1)
-    soft = sm.mix(table, torch.ones(x.numel()), *sm(rows)[1:])
-    assert torch.equal(soft, table[rows.argmax(-1)])
+    whole, rows = torch.compile(sm.embed, fullgraph=True, backend="aot_eager"), logits[x == MASK]
+    for embed, given in (sm.embed, logits), (sm.embed, rows), (whole, logits):
+        soft = embed(table, x, given).double()
+        torch.testing.assert_close(soft, expected, rtol=0, atol=5e-6)
+    with torch.autocast("cpu", torch.bfloat16):  # λ, π and the mix stay in fp32
+        mixed, half = sm.embed(table, x, logits.bfloat16()), logits.bfloat16().float()
+    assert torch.equal(mixed, sm.embed(table, x, half))
+    inputs = rows[:2].double().requires_grad_(), table.double().requires_grad_()
+    torch.autograd.gradcheck(lambda rows, table: sm.mix(table, *sm(rows)), inputs, eps=1e-3,
+                             atol=1e-3, rtol=1e-3)  # nothing is detached
+    sm.raw_s.data.fill_(-1e3)  # ω_s = 0
+    for given in logits, rows:
+        assert torch.equal(sm.embed(table, x, given), F.embedding(x, table))
 
 
 def test_reparameterisation():
@@ -91,16 +89,6 @@ def test_omega_never_becomes_bf16():
     sm.float().strength(torch.tensor(0.0))
 
 
-@pytest.mark.parametrize("k", [3, None])
-def test_gradients_of_logits_and_table_are_those_of_the_formula(k):
-    """Nothing is detached: that is up to the caller's no_grad (App. C.3)."""
-    x, logits, table = example()
-    sm, rows = SoftMask(MASK, k=k, **OPEN), logits[x == MASK][:2]
-    inputs = rows.double().requires_grad_(), table.double().requires_grad_()
-    torch.autograd.gradcheck(lambda rows, table: sm.mix(table, *sm(rows)), inputs, eps=1e-3,
-                             atol=1e-3, rtol=1e-3)
-
-
 def test_a_bf16_table_gives_the_mix_and_the_gradients_of_an_fp32_one(monkeypatch):
     """Without `embedding_bag`, whose shares have no bf16 gradient on CUDA."""
     monkeypatch.delattr(F, "embedding_bag")
@@ -134,24 +122,17 @@ def test_the_largest_by_groups_are_the_largest(k, vocabulary):
 
 
 @pytest.mark.parametrize("column", [0.0, -math.inf, -1e6])
-def test_entropy_and_its_gradient(column):
-    """λ against float64"""
+def test_lambda_and_its_gradient_against_float64(column):
     logits = 3 * torch.randn(7, 300, generator=gen())
     logits[:, -1] = logits[0, 1:] = column
-    sm = SoftMask(MASK, **OPEN | {"omega_b": -4.0})
-
-    def run(logits, layer):
-        logits = logits.clone().requires_grad_()
-        lam, *_ = layer(logits)
-        return lam.detach(), *torch.autograd.grad(lam.sum(), logits)
-
-    def by_hand(logits):
-        p = logits.softmax(-1)
-        minus_H = (p * p.clamp_min(1e-300).log()).sum(-1)
-        return 0.8 * torch.sigmoid(2.0 * (minus_H + 4.0)),
-
-    reference = run(logits.double().clamp_min(-1e5), by_hand)
-    torch.testing.assert_close(run(logits, sm), reference, rtol=2e-5, atol=1e-7, check_dtype=False)
+    exact = logits.double().clamp_min(-1e5).requires_grad_()
+    p = exact.softmax(-1)
+    minus_H = (p * p.clamp_min(1e-300).log()).sum(-1)
+    expected = 0.8 * torch.sigmoid(2.0 * (minus_H + 4.0))
+    lam, *_ = SoftMask(MASK, **OPEN | {"omega_b": -4.0})(logits.requires_grad_())
+    found = lam, *torch.autograd.grad(lam.sum(), logits)
+    expected = expected, *torch.autograd.grad(expected.sum(), exact)
+    torch.testing.assert_close(found, expected, rtol=2e-5, atol=1e-7, check_dtype=False)
 
 
 @pytest.mark.parametrize("k", [3, None])
@@ -169,17 +150,6 @@ def test_minus_infinity_and_a_row_of_nan_in_the_padding_give_no_nan(k):
     assert all(p.grad.isfinite().all() for p in (table, logits, *sm.parameters()))
     x = torch.zeros(2, 3, dtype=torch.long)  # no masks at all
     assert torch.equal(SoftMask(MASK, k).embed(table, x, torch.empty(0, V)), F.embedding(x, table))
-
-
-@pytest.mark.parametrize("k", [3, None])
-def test_full_logits_compile_in_one_graph_under_autocast_too(k):
-    x, logits, table = example()
-    sm = SoftMask(MASK, k=k, **OPEN)
-    whole, half = torch.compile(sm.embed, fullgraph=True, backend="aot_eager"), logits.bfloat16()
-    torch.testing.assert_close(whole(table, x, logits), sm.embed(table, x, logits))
-    with torch.autocast("cpu", torch.bfloat16):
-        mixed = sm.embed(table, x, half)
-    assert torch.equal(mixed, sm.embed(table, x, half.float()))  # λ, π and the mix in fp32
 
 
 @pytest.mark.parametrize("head", ["init/topk3", "half/topk3", "half/dense_T1.0"])
