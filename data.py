@@ -236,11 +236,9 @@ NO_TEXT = {
 
 
 def no_text(path):
-    """What a file is, by its first bytes, or any NUL in a .txt. None for a text or parquet."""
+    """What a file is, by its first bytes, or a NUL anywhere in a .txt. None: text or parquet."""
     with open(path, "rb") as f:
-        head = f.read(4096)
-        if str(path).lower().endswith(".txt"):
-            head += next((line for line in f if b"\0" in line), b"")
+        head = f.read(-1 if path.suffix.lower() == ".txt" else 4096)
     return next((what for magic, what in NO_TEXT.items() if re.match(magic, head)), None)
 
 
