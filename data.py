@@ -238,7 +238,7 @@ NO_TEXT = {
 def no_text(path):
     """What a file is, by its first bytes, or a NUL anywhere in a .txt. None: text or parquet."""
     with open(path, "rb") as f:
-        head = f.read(-1 if path.suffix.lower() == ".txt" else 4096)
+        head = f.read(-1 if Path(path).suffix.lower() == ".txt" else 4096)
     return next((what for magic, what in NO_TEXT.items() if re.match(magic, head)), None)
 
 

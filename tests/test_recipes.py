@@ -79,11 +79,9 @@ def test_corrupt_masks_with_probability_t_and_never_what_is_fixed():
 
 def test_the_snippet_of_the_readme_runs():
     [block] = blocks("README.md")
-    tokenizer, (model, _, x, x0, *_) = types.SimpleNamespace(mask_token_id=MASK), arguments()
-    scope = {"torch": torch, "tokenizer": tokenizer, "model": model, "x": x, "x0": x0,
-             "cross_entropy": F.cross_entropy}
+    scope = {}
     exec(block, scope)
-    learn = [*scope["sm"].parameters(), *model.parameters()]
+    learn = [scope["table"], *scope["head"].parameters(), *scope["sm"].parameters()]
     assert all(p.grad is not None and p.grad.any() for p in learn)
 
 

@@ -1,7 +1,6 @@
 """examples/sudoku.py: the grids, the shipped model, the demonstration, the training."""
 
 import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,6 +13,7 @@ from conftest import ROOT
 from data import rng
 from eval import bound
 from sample import generate_in_order
+from test_readme import page
 
 
 def test_the_shipped_model_is_as_good_as_is_claimed():
@@ -30,13 +30,13 @@ def test_the_shipped_model_is_as_good_as_is_claimed():
 
 
 def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
-    """The row of two cells per call. lab/trajectory.py draws the same puzzle."""
-    row = r"surest cells first, two per call +(\d+) +(\d+)"
+    """How many are solved at two cells per call. lab/trajectory.py draws the same puzzle."""
     monkeypatch.setattr(sudoku, "WAYS", {sudoku.SHOWN: sudoku.WAYS[sudoku.SHOWN]})
     sudoku.main(sudoku.Config())
     out = capsys.readouterr().out
-    printed, in_readme = (re.search(row, text).groups()
-                          for text in (out, Path(ROOT, "README.md").read_text("utf-8")))
+    printed = re.search(r"surest cells first, two per call +(\d+) +(\d+)", out).groups()
+    claim = r"solves (\d+) with feedback and (\d+) without"
+    in_readme = re.search(claim, page("README.md")).groups()
     assert [*map(int, printed)] == pytest.approx([*map(int, in_readme)], abs=3)  # rounding differs
     assert "puzzle 2:" in out and "✓ no rule broken          ✗ 2 twice in box 1" in out
     [given] = re.findall(r"--given=(\S+)\"", trajectory.__doc__)
