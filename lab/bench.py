@@ -67,18 +67,7 @@ PRESETS = {
                   dream_masks=20, dream_answer=16),
 }
 
-# Dense bf16 FLOP/s by a part of the device's name. Slower H100s (PCIe, NVL) have no "80GB HBM3".
-PEAK_FLOPS = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12}
 SHARPNESS = 3.5  # standard deviation of the random logits, about that of a trained model
-
-
-def flops_per_token(cfg, p_sm):
-    """Useful FLOPs per training token: the trunk on all tokens, the head on the masked half."""
-    D = cfg.n_embd
-    trunk = cfg.n_layer * (12 * D * D + 2 * D * cfg.length)
-    # A backward pass costs two forward passes. SM's first pass has none, except with two updates.
-    passes = 3 + p_sm * (3 if cfg.two_updates else 1)
-    return 2 * (trunk + cfg.vocab_size * D / 2) * passes
 
 
 def timed(fn, device):
@@ -139,7 +128,7 @@ def build(cfg, device):
 
 
 def train_rows(cfg, device, dtype):
-    """An update of train.py on random tokens. hours: the paper's 1M at this FLOP/s.     App. B.1"""
+    """An update of train.py on random tokens, without SM and with it.                   App. B.1"""
     model = build(cfg, device)
     ema = copy.deepcopy(model.net).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
@@ -169,13 +158,6 @@ def train_rows(cfg, device, dtype):
     mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in binary
              if key not in ("peak GB", "turns")}
     rows["SM, p_sm = 0.8 (expected)"] = mixed | {"tokens/s": tokens / mixed["seconds"]}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-    for row, p_sm in zip(rows.values(), (0, 1, 0.8)):
-        rate = row["tokens/s"] * flops_per_token(model.cfg, p_sm)              # FLOP/s
-        if peak:
-            row["MFU %"] = 100 * rate / peak
-        row["hours"] = 1e6 * 512 * 1024 * flops_per_token(ModelConfig(), p_sm) / rate / 3600
     return rows
 
 

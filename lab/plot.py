@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The paper's figures and markdown tables, from logs and results.    Tables 1-12, Fig. 3-5, 8-9
+"""The paper's figures and markdown tables, from logs and results.    Tables 1-12, Fig. 3-5, 8, 9
 
     python lab/plot.py --table="out/*/*.json"                   # results of eval.py, as in Table 1
     python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # loss and bounds, as in Fig. 3
@@ -26,11 +26,10 @@ from launch import Refused, atomic, read_json, read_jsonl, run, write_text
 @dataclass
 class Config:
     """Give one source. Where it is a pattern, several may be given with commas between them."""
-    table: str = ""          # results of eval.py or eval_samples.py, by --label: Tables 1, 2, 4-7
+    table: str = ""          # of eval.py or eval_samples.py, by --label: Tables 1, 2, 4-7, Fig. 5
     benchmarks: str = ""     # folder of eval_dream.py's results: Tables 3, 8-12
     runs: str = ""           # pattern of train.py's logs: Fig. 3
     throughput: str = ""     # folder of results of eval_dream.py --blocks=16,32,48: Fig. 4
-    ablation: str = ""       # pattern of results of `eval.py ppl`: Fig. 5
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py: Fig. 8
     frontier: str = ""       # pattern of eval_samples.py's results: Fig. 9
     out: str = ""            # (default: plot.png of a figure, else the screen)
@@ -185,17 +184,6 @@ def over_updates(patterns, quantities):
     return fig
 
 
-def ablation(pattern):
-    """Validation perplexity, a row for each label and a dot for each seed.     App. C.3, Fig. 5"""
-    fig, [ax] = figure(1, width=7)
-    for (_, _, label), row in read_cells(pattern).items():
-        for (metric, _), values in row.items():
-            if metric == "ppl":
-                ax.plot(values, [label] * len(values), "o", color="C0")
-    ax.set(xlabel="perplexity")
-    return fig
-
-
 def named_points(series, xlabel, ylabel):
     """A figure of {name: [(label, x, y)]}: a line for each name, with a label at each point."""
     fig, [ax] = figure(1, width=7, height=5)
@@ -236,7 +224,7 @@ MAKERS = {
     "table": table, "benchmarks": benchmarks, "throughput": throughput,
     "runs": partial(over_updates, quantities=("loss", "bound", "omega_s")),
     "learned": partial(over_updates, quantities=("omega_s", "omega_a", "omega_b", "tau")),
-    "ablation": ablation, "frontier": frontier}
+    "frontier": frontier}
 
 
 def main(cfg):
