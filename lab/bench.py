@@ -45,13 +45,11 @@ class Config(ModelConfig):
     json: str = ""                     # written after every case; cases already in it are skipped
     batch: Size = 32                   # sequences per update
     steps: Size = 1024                 # T of a sample
-    top_p: float = 0.9
     dream_layers: Size = 28
     dream_width: Size = 3584
     dream_vocab: Size = 152064
     dream_length: Size = 2048          # tokens of a dialogue in finetuning
     dream_masks: Size = 1600           # how many of them are masked
-    dream_k: Size | None = 1           # App. B.2
     dream_answer: Size = 256           # tokens of a prompt, and as many for its answer
     device: str = "auto"
     compile: bool | None = None        # (default: on CUDA)
@@ -179,7 +177,7 @@ def sample_rows(cfg, device, dtype, graphs):
 
     def run(name):
         with torch.autocast(device.type, dtype, enabled=bool(dtype)):
-            _, calls[name] = generate(model, cfg.steps, "mdlm", cfg.top_p, rng("bench"),
+            _, calls[name] = generate(model, cfg.steps, "mdlm", 0.9, rng("bench"),
                                       soft=name == "SM")
         return calls[name]
     cases = {name: partial(run, name) for name in ("binary", "SM")}
@@ -198,7 +196,7 @@ def build_dream(cfg, device, dtype):
     with torch.device(device):  # in fp32, Dream-7B briefly takes 30 GB
         dream = Dream(size).to(dtype or torch.float32).requires_grad_(False).eval()
     torch.nn.init.normal_(dream.lm_head.weight, std=SHARPNESS / D ** 0.5)
-    return dream, SoftMask(V - 1, cfg.dream_k, omega_s=0.5).to(device)
+    return dream, SoftMask(V - 1, 1, omega_s=0.5).to(device)
 
 
 def finetuning_rows(cfg, device, dtype):

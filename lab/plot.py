@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The paper's figures and markdown tables, from logs and results.    Tables 1-12, Fig. 3-5, 8, 9
+"""The paper's figures and markdown tables, from logs and results.    Tables 1-12, Fig. 3-5, 8-9
 
     python lab/plot.py --table="out/*/*.json"                   # results of eval.py, as in Table 1
     python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # loss and bounds, as in Fig. 3
@@ -27,12 +27,11 @@ from launch import Refused, atomic, read_json, read_jsonl, run, write_text
 @dataclass
 class Config:
     """Give one source. Where it is a pattern, several may be given with commas between them."""
-    table: str = ""          # of eval.py or eval_samples.py, by --label: Tables 1, 2, 4-7, Fig. 5
+    table: str = ""          # results of eval.py and eval_samples.py: Tables 1, 2, 4-7, Fig. 5, 9
     benchmarks: str = ""     # folder of eval_dream.py's results: Tables 3, 8-12
     runs: str = ""           # pattern of train.py's logs: Fig. 3
     throughput: str = ""     # folder of results of eval_dream.py --blocks=16,32,48: Fig. 4
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py: Fig. 8
-    frontier: str = ""       # pattern of eval_samples.py's results: Fig. 9
     out: str = ""            # (default: plot.png of a figure, else the screen)
 
 
@@ -201,32 +200,8 @@ def over_updates(patterns, quantities):
     return fig
 
 
-def named_points(series, xlabel, ylabel):
-    """A figure of {name: [(label, x, y)]}: a line for each name, with a label at each point."""
-    fig, [ax] = figure(1, width=7, height=5)
-    for name, points in series.items():
-        _, x, y = zip(*points)
-        ax.plot(x, y, marker="o", label=name)
-        for label, *place in points:
-            ax.annotate(label, place, xytext=(3, 3), textcoords="offset points", size=8)
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.legend()
-    return fig
-
-
-def frontier(pattern):
-    """Generative perplexity over entropy. A dot is an NFE budget.                 App. D, Fig. 9"""
-    series = {}
-    for row, columns in read_cells(pattern).items():
-        budgets = [budget for metric, budget in columns if metric == "gen_ppl"]
-        for budget in sorted(budgets, key=lambda budget: Fraction(budget or 0)):
-            place = mean(columns["entropy", budget]), mean(columns["gen_ppl", budget])
-            series.setdefault(" ".join(row), []).append((budget, *place))
-    return named_points(series, "entropy (nats)", "generative perplexity")
-
-
 def throughput(folder):
-    """Score over tokens/s. A dot is a block length.                             App. B.2, Fig. 4"""
+    """Score over tokens/s. A dot is a block length, which stands beside it.     App. B.2, Fig. 4"""
     series = {}
     for (block, _, budget, model, _, FT, label, _), row in dream_results(folder).items():
         for task, results in row.items():
@@ -234,14 +209,21 @@ def throughput(folder):
             score = mean(result["score"] for result in results)
             name = f"{task}, {model}, {FT}, {label}, {budget}"
             series.setdefault(name, []).append((block, speed, score))
-    return named_points(series, "tokens/s", "score (%)")
+    fig, [ax] = figure(1, width=7, height=5)
+    for name, points in series.items():
+        _, x, y = zip(*points)
+        ax.plot(x, y, marker="o", label=name)
+        for block, *place in points:
+            ax.annotate(block, place, xytext=(3, 3), textcoords="offset points", size=8)
+    ax.set(xlabel="tokens/s", ylabel="score (%)")
+    ax.legend()
+    return fig
 
 
 MAKERS = {
     "table": table, "benchmarks": benchmarks, "throughput": throughput,
     "runs": partial(over_updates, quantities=("loss", "bound", "omega_s")),
-    "learned": partial(over_updates, quantities=("omega_s", "omega_a", "omega_b", "tau")),
-    "frontier": frontier}
+    "learned": partial(over_updates, quantities=("omega_s", "omega_a", "omega_b", "tau"))}
 
 
 def main(cfg):
