@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Which feedback is best? Eight arms on the Sudokus of examples/sudoku.py, six seeds each.
 
-    python examples/sudoku.py data; python lab/arena.py time   # first: CPU time of an update
-    python lab/arena.py --seeds=41,42 --arms=binary,sm,slerp   # the same command resumes
+    python lab/arena.py --seeds=41,42 --arms=binary,sm,slerp   # times all arms once; resumes
     python lab/arena.py table                                  # as results/README.md shows it
 
 The plan, written before any run was measured:
@@ -18,13 +17,12 @@ The plan, written before any run was measured:
   0.9 with its calls, and the bound (nats per grid).
 """
 
-import math
 import os
 import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
-from statistics import mean, stdev
+from statistics import mean
 
 import torch
 import torch.nn.functional as F
@@ -34,18 +32,16 @@ sys.path.insert(1, os.path.join(sys.path[0], "examples"))
 import launch
 import mdlm
 import sudoku
-import train
 from bench import interleaved
 from checkpoint import git_version, load_mdlm
 from data import rng
 from eval import val_nats
-from plot import markdown, with_gain
+from plot import markdown, p_values, with_gain
 from sample import generate_in_order
 from softmask import SoftMask
 
 
-class Slerp(SoftMask):
-    """[MASK]'s m, turned towards the mean Σ π v by the share λ of the angle. |m| stays."""
+class Slerp(SoftMask):  # m, turned towards the mean Σ π v by the share λ of the angle; |m| stays
     def mix(self, table, lam, ids, pi):
         m = table[self.mask_id].float()                                              # (D,)
         mean = super().mix(table, torch.ones_like(lam), ids, pi).float()             # (N, D)
@@ -56,12 +52,6 @@ class Slerp(SoftMask):
         return (turn.cos() * m + turn.sin() * side).to(table.dtype)                  # (N, D)
 
 
-class Constant(SoftMask):  # λ = ω_s, whatever the entropy
-    def strength(self, minus_h):
-        omega_s, omega_a, omega_b = self.omega
-        return omega_s + 0 * (omega_a + omega_b + minus_h)                           # (N,)
-
-
 class Additive(SoftMask):  # m + λ Σ π v: nothing of m is taken away
     def mix(self, table, lam, ids, pi):
         return super().mix(table, lam, ids, pi) + lam[:, None] * table[self.mask_id]  # (N, D)
@@ -69,39 +59,40 @@ class Additive(SoftMask):  # m + λ Σ π v: nothing of m is taken away
 
 ARMS = {  # what differs from sm
     "binary": (SoftMask, dict(p_sm=0.0)), "sm": (SoftMask, {}), "slerp": (Slerp, {}),
-    "constant": (Constant, {}), "additive": (Additive, {}), "always": (SoftMask, dict(p_sm=1.0)),
+    "constant": (SoftMask, dict(omega_b=-100.0)),  # the gate is open, so λ = ω_s
+    "additive": (Additive, {}), "always": (SoftMask, dict(p_sm=1.0)),
     "frozen": (SoftMask, dict(eta_sm=0.0)),
     "deep": (SoftMask, dict(p_sm=0.0, n_layer=4, eta_bb=1e-3))}
 STEPS, KEEP_EVERY, PUZZLES, PATH = 6000, 250, 500, "results/arena.jsonl"
 SETTINGS = sudoku.SETTINGS | dict(eta_bb=5e-4, omega_s=0.5, omega_a=1.0, omega_b=-2.8, eval_every=0,
                                   device="cpu")
-WAYS = {str(n): dict(order="entropy", steps=24 // n) for n in (1, 2, 3, 4, 6)}  # cells per call
-WAYS |= {"random order": dict(order="random", steps=24),
-         "p ≥ 0.9": dict(order="entropy", steps=24, threshold=0.9)}
+WAYS = {str(n): (24 // n, "entropy", None) for n in (1, 2, 3, 4, 6)}  # cells per call
+WAYS |= {"random order": (24, "random", None), "p ≥ 0.9": (24, "entropy", 0.9)}
 COLUMNS = {"2": ("updates", "2"), "2, equal time": ("time", "2"), "2, feedback off": ("off", "2")}
 COLUMNS |= {what: ("updates", what) for what in (*WAYS, "calls", "bound")}
 
 
 @dataclass
 class Config:
-    what: str = "run"  # the first word may be time or table
+    table: bool = False  # print the table; "table" as the first word does the same
     seeds: str = "41,42,43,44,45,46"
     arms: str = ",".join(ARMS)
 
 
 def train_arm(arm, **settings):
     mdlm.SoftMask, changes = ARMS[arm]
-    train.train(train.Config(**SETTINGS | changes | settings))
+    sudoku.train_model(sudoku.TrainConfig(**SETTINGS | changes | settings))
 
 
 def time_arms():
-    """Write the CPU seconds of an update of each arm, from runs of 100 that take turns."""
+    """{arm: CPU seconds of an update}, also a line of the file, from runs of 100 in turns."""
     def case(arm):  # of the first 100 updates of seed 14, 80 have feedback
         with tempfile.TemporaryDirectory() as folder:
             train_arm(arm, seed=14, steps=100, out_dir=folder)
     found = interleaved({arm: partial(case, arm) for arm in ARMS}, 5, torch.device("cpu"), 1)
     cpu = {arm: columns["cpu"] / 100 for arm, columns in found.items()}
     launch.append_jsonl(PATH, {"cpu": cpu, "git": git_version()})
+    return cpu
 
 
 def run(arm, seed, cpu):
@@ -116,21 +107,14 @@ def run(arm, seed, cpu):
         rows = sudoku.ids_of(sudoku.texts(sudoku.HELD_OUT, rng("sudoku", "val")), model.mask_id)
         draws = [rng("puzzle", i) for i in range(PUZZLES)]
         x = sudoku.puzzles(rows[:PUZZLES], 12, model.mask_id, draws)                 # (n, 39)
-        for way, how in WAYS.items():
-            ids, calls = generate_in_order(model, PUZZLES, top_p=1e-12, generator=rng("fill"), x=x,
-                                           soft=soft, **how)
+        for way, (steps, order, threshold) in WAYS.items():
+            ids, calls = generate_in_order(model, PUZZLES, steps, order, 1e-12, rng("fill"), x=x,
+                                           soft=soft, threshold=threshold)
             cells = sudoku.cells_of(ids, model.mask_id)
             found[way] = 100 * mean(not mistake for mistake in map(sudoku.mistake, cells))
         nats, _ = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)
         line[name] = found | {"calls": calls.double().mean().item(), "bound": nats / len(rows)}
     launch.append_jsonl(PATH, line)
-
-
-def p_value(x):
-    """Two-sided p of a t-test that the mean of six differences is 0: 5 degrees of freedom."""
-    angle = math.atan2(abs(mean(x)) * math.sqrt(6), stdev(x) * math.sqrt(5))
-    more = math.sin(angle) * math.cos(angle) * (1 + 2 / 3 * math.cos(angle) ** 2)
-    return 1 - 2 / math.pi * (angle + more)
 
 
 def table(runs):
@@ -144,24 +128,18 @@ def table(runs):
     for title in "2", "2, equal time":
         gaps = {arm: [a - b for a, b in zip(found[arm][title], found["sm"][title])]
                 for arm in whole if arm != "sm"}
-        worst = 0.0
-        for rank, (p, arm) in enumerate(sorted((p_value(x), arm) for arm, x in gaps.items())):
-            worst = max(worst, min(1.0, (7 - rank) * p))  # Holm's correction
-            rows[arm][title] += f" ({mean(gaps[arm]):+.1f}, p = {worst:.2g})"
+        for arm, p in p_values(gaps, 7).items():
+            rows[arm][title] += f" ({mean(gaps[arm]):+.1f}, p = {p:.2g})"
     return markdown(rows.values(), ["arm", *COLUMNS])
 
 
 def main(cfg):
     torch.set_num_threads(1)
     lines = launch.read_jsonl(PATH)
-    cpu = next((line["cpu"] for line in lines if "cpu" in line), None)
     runs = {arm: {line["seed"]: line for line in lines if line.get("arm") == arm} for arm in ARMS}
-    if cfg.what == "time":
-        return time_arms()
-    if cfg.what == "table":
+    if cfg.table:
         return print(table(runs))
-    if not cpu:
-        raise launch.Refused(f"{PATH} has no CPU times: first run `python lab/arena.py time`")
+    cpu = next((line["cpu"] for line in lines if "cpu" in line), None) or time_arms()
     for seed in map(int, cfg.seeds.split(",")):
         for arm in cfg.arms.split(","):
             if seed not in runs[arm]:
@@ -169,4 +147,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    launch.run(main, Config, {what: {"what": what} for what in ("time", "table")})
+    launch.run(main, Config, {"table": {"table": True}})

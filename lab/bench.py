@@ -45,13 +45,11 @@ class Config(ModelConfig):
     json: str = ""                     # written after every case; cases already in it are skipped
     batch: Size = 32                   # sequences per update
     steps: Size = 1024                 # T of a sample
-    top_p: float = 0.9
     dream_layers: Size = 28
     dream_width: Size = 3584
     dream_vocab: Size = 152064
     dream_length: Size = 2048          # tokens of a dialogue in finetuning
     dream_masks: Size = 1600           # how many of them are masked
-    dream_k: Size | None = 1           # App. B.2
     dream_answer: Size = 256           # tokens of a prompt, and as many for its answer
     device: str = "auto"
     compile: bool | None = None        # (default: on CUDA)
@@ -67,18 +65,7 @@ PRESETS = {
                   dream_masks=20, dream_answer=16),
 }
 
-# Dense bf16 FLOP/s by a part of the device's name. Slower H100s (PCIe, NVL) have no "80GB HBM3".
-PEAK_FLOPS = {"A100": 312e12, "H100 80GB HBM3": 989e12, "H200": 989e12}
 SHARPNESS = 3.5  # standard deviation of the random logits, about that of a trained model
-
-
-def flops_per_token(cfg, p_sm):
-    """Useful FLOPs per training token: the trunk on all tokens, the head on the masked half."""
-    D = cfg.n_embd
-    trunk = cfg.n_layer * (12 * D * D + 2 * D * cfg.length)
-    # A backward pass costs two forward passes. SM's first pass has none, except with two updates.
-    passes = 3 + p_sm * (3 if cfg.two_updates else 1)
-    return 2 * (trunk + cfg.vocab_size * D / 2) * passes
 
 
 def timed(fn, device):
@@ -139,7 +126,7 @@ def build(cfg, device):
 
 
 def train_rows(cfg, device, dtype):
-    """An update of train.py on random tokens. hours: the paper's 1M at this FLOP/s.     App. B.1"""
+    """An update of train.py on random tokens, without SM and with it.                   App. B.1"""
     model = build(cfg, device)
     ema = copy.deepcopy(model.net).requires_grad_(False)
     optimizer = torch.optim.AdamW(model.parameters(), weight_decay=0.0, lr=1e-5,
@@ -169,13 +156,6 @@ def train_rows(cfg, device, dtype):
     mixed = {key: 0.2 * binary[key] + 0.8 * soft[key] for key in binary
              if key not in ("peak GB", "turns")}
     rows["SM, p_sm = 0.8 (expected)"] = mixed | {"tokens/s": tokens / mixed["seconds"]}
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else ""
-    peak = next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
-    for row, p_sm in zip(rows.values(), (0, 1, 0.8)):
-        rate = row["tokens/s"] * flops_per_token(model.cfg, p_sm)              # FLOP/s
-        if peak:
-            row["MFU %"] = 100 * rate / peak
-        row["hours"] = 1e6 * 512 * 1024 * flops_per_token(ModelConfig(), p_sm) / rate / 3600
     return rows
 
 
@@ -197,7 +177,7 @@ def sample_rows(cfg, device, dtype, graphs):
 
     def run(name):
         with torch.autocast(device.type, dtype, enabled=bool(dtype)):
-            _, calls[name] = generate(model, cfg.steps, "mdlm", cfg.top_p, rng("bench"),
+            _, calls[name] = generate(model, cfg.steps, "mdlm", 0.9, rng("bench"),
                                       soft=name == "SM")
         return calls[name]
     cases = {name: partial(run, name) for name in ("binary", "SM")}
@@ -216,7 +196,7 @@ def build_dream(cfg, device, dtype):
     with torch.device(device):  # in fp32, Dream-7B briefly takes 30 GB
         dream = Dream(size).to(dtype or torch.float32).requires_grad_(False).eval()
     torch.nn.init.normal_(dream.lm_head.weight, std=SHARPNESS / D ** 0.5)
-    return dream, SoftMask(V - 1, cfg.dream_k, omega_s=0.5).to(device)
+    return dream, SoftMask(V - 1, 1, omega_s=0.5).to(device)
 
 
 def finetuning_rows(cfg, device, dtype):

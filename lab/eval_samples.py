@@ -37,7 +37,6 @@ class Config:
     rows: Count = 0                 # how many held-out rows, if --samples= is empty (0: half)
     length: Size = 1024             # tokens in such a row
     seed: int = 1                   # for MAUVE's reference rows and clusters
-    scale: float = 5.0              # MAUVE's scaling factor, App. B.1
     scorer: str = "gpt2-large"      # a causal LM: its name on the hub, or its folder
     out: str = ""                   # the result (default: NAME.samples.json)
     label: str = ""                 # its row in `lab/plot.py --table` (default: the checkpoint)
@@ -59,15 +58,12 @@ def read_samples(path):
 
 
 def held_out_samples(cfg, L, n=None):
-    """(samples, settings), as from `read_samples`, but of shuffled held-out rows
-
-    The first n are references. Without n, the last --rows are the samples ("Data" in Table 1): at
-    most half of all, so that none is a reference.
-    """
+    """(samples, settings), as from `read_samples`, but of shuffled held-out rows"""
     tokens, _ = data.open_split(cfg.data, "val")
     tok = data.tokenizer(tokens.tokenizer["name"])
     shuffled = torch.randperm(data.n_rows(tokens, L), generator=data.rng("reference", cfg.seed))
     half = len(shuffled) // 2
+    # References come first. The samples of "Data" in Table 1 come last, from the other half.
     index = shuffled[:n] if n else shuffled[-min(cfg.rows or half, half):]
     samples = [{"ids": row, "text": tok.decode(row), "nfe": 0, "seed": cfg.seed}
                for row in data.rows(tokens, index, L).tolist()]
@@ -82,12 +78,11 @@ def entropy(ids):
 
 @torch.no_grad()
 def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
-    """Scores of texts under a causal LM                                                   App. B.1
+    """Nats (n,), tokens scored (n,) and last hidden states (n, D), from a causal LM       App. B.1
 
     The authors' rule [code]: each text is tokenized again and cut at 1,024 tokens. Its first token
     is not scored. Of its EOS tokens, only the first is scored, and none if the text begins with
     one, because GPT-2's BOS is the same token.
-    Returns nats (n,), the number of tokens scored (n,), and the last hidden states (n, D).
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
     tok = AutoTokenizer.from_pretrained(scorer)
@@ -120,20 +115,15 @@ def gen_ppl(nats, tokens):
     return math.exp(mean), math.exp(mean) * se
 
 
-def mauve(features, references, scale, seed):
+def mauve(features, references, seed):
     """MAUVE of samples against texts, from features (n, D) and (m, D) of `score`  §4.1, App. B.1"""
     # It depends on the seed and both counts. The authors compare 5,000 with 5,000 [code].
     from mauve import compute_mauve
     return float(compute_mauve(p_features=features, q_features=references, seed=seed,
-                               mauve_scaling_factor=scale).mauve)
+                               mauve_scaling_factor=5.0).mauve)
 
 
 def main(cfg):
-    """Measure a file of samples, or held-out rows if --samples= is empty.
-
-    The entropy comes first: if it is low, generative perplexity flatters the samples (App. C.2).
-    Results are written as they come in, so a missing package costs only the measures that need it.
-    """
     samples, settings = (read_samples(cfg.samples) if cfg.samples else
                          held_out_samples(cfg, cfg.length))
     source = cfg.samples.removesuffix(".jsonl") or os.path.join(cfg.data, "val")
@@ -143,11 +133,12 @@ def main(cfg):
     for package in "transformers", "mauve-text":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             settings[package] = importlib.metadata.version(package)
+    # The entropy comes first: if it is low, generative perplexity flatters the samples (App. C.2).
     entropies = [entropy(sample["ids"]) for sample in samples]
     values = {"entropy": np.mean(entropies), "entropy_min": min(entropies),
               "nfe": np.mean([sample["nfe"] for sample in samples]), "n": len(samples)}
     write = functools.partial(write_result, cfg, path, "samples", {"samples": values}, settings)
-    write()
+    write()  # now, because the other measures need a package that may be missing
     scores = functools.partial(score, scorer=cfg.scorer, batch_size=cfg.batch_size,
                                device=machine(cfg.device).device)
     nats, tokens, features = scores([sample["text"] for sample in samples])
@@ -158,8 +149,8 @@ def main(cfg):
         launch.check_same(cfg.data, theirs, settings, ["tokenizer"],
                           ": give the data that the model was trained on")
         references = scores([row["text"] for row in rows])[2]
-        values["mauve"] = mauve(features, references, cfg.scale, cfg.seed)
-        values |= {"references": len(rows), "seed": cfg.seed, "scale": cfg.scale}
+        values["mauve"] = mauve(features, references, cfg.seed)
+        values |= {"references": len(rows), "seed": cfg.seed}
         write()
 
 

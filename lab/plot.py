@@ -9,6 +9,7 @@ figures show means over seeds, and ± and bands are standard deviations over see
 """
 
 import glob
+import math
 import re
 import sys
 from dataclasses import dataclass
@@ -26,13 +27,11 @@ from launch import Refused, atomic, read_json, read_jsonl, run, write_text
 @dataclass
 class Config:
     """Give one source. Where it is a pattern, several may be given with commas between them."""
-    table: str = ""          # results of eval.py or eval_samples.py, by --label: Tables 1, 2, 4-7
+    table: str = ""          # results of eval.py and eval_samples.py: Tables 1, 2, 4-7, Fig. 5, 9
     benchmarks: str = ""     # folder of eval_dream.py's results: Tables 3, 8-12
     runs: str = ""           # pattern of train.py's logs: Fig. 3
     throughput: str = ""     # folder of results of eval_dream.py --blocks=16,32,48: Fig. 4
-    ablation: str = ""       # pattern of results of `eval.py ppl`: Fig. 5
     learned: str = ""        # pattern of logs of train.py or finetune_dream.py: Fig. 8
-    frontier: str = ""       # pattern of eval_samples.py's results: Fig. 9
     out: str = ""            # (default: plot.png of a figure, else the screen)
 
 
@@ -96,6 +95,22 @@ def with_gain(words, values, base, spec):
         if heading in base:
             gain[heading] = f"{mean(seeds) - mean(base[heading]):+{form}}"
     return [row, {"feedback": "gain"} | gain] if gain else [row]
+
+
+def p_values(gaps, tests):
+    """{name: p} that a mean difference is 0.   gaps: {name: [six differences]}
+
+    Two-sided t-tests with 5 degrees of freedom, corrected by Holm for so many tests.
+    """
+    alone, found, worst = [], {}, 0.0
+    for name, x in gaps.items():
+        angle = math.atan2(abs(mean(x)) * math.sqrt(6), stdev(x) * math.sqrt(5))  # atan(|t| / √5)
+        more = math.sin(angle) * math.cos(angle) * (1 + 2 / 3 * math.cos(angle) ** 2)
+        alone.append((1 - 2 / math.pi * (angle + more), name))
+    for rank, (p, name) in enumerate(sorted(alone)):
+        worst = max(worst, min(1.0, (tests - rank) * p))
+        found[name] = worst
+    return found
 
 
 def table(pattern):
@@ -185,43 +200,8 @@ def over_updates(patterns, quantities):
     return fig
 
 
-def ablation(pattern):
-    """Validation perplexity, a row for each label and a dot for each seed.     App. C.3, Fig. 5"""
-    fig, [ax] = figure(1, width=7)
-    for (_, _, label), row in read_cells(pattern).items():
-        for (metric, _), values in row.items():
-            if metric == "ppl":
-                ax.plot(values, [label] * len(values), "o", color="C0")
-    ax.set(xlabel="perplexity")
-    return fig
-
-
-def named_points(series, xlabel, ylabel):
-    """A figure of {name: [(label, x, y)]}: a line for each name, with a label at each point."""
-    fig, [ax] = figure(1, width=7, height=5)
-    for name, points in series.items():
-        _, x, y = zip(*points)
-        ax.plot(x, y, marker="o", label=name)
-        for label, *place in points:
-            ax.annotate(label, place, xytext=(3, 3), textcoords="offset points", size=8)
-    ax.set(xlabel=xlabel, ylabel=ylabel)
-    ax.legend()
-    return fig
-
-
-def frontier(pattern):
-    """Generative perplexity over entropy. A dot is an NFE budget.                 App. D, Fig. 9"""
-    series = {}
-    for row, columns in read_cells(pattern).items():
-        budgets = [budget for metric, budget in columns if metric == "gen_ppl"]
-        for budget in sorted(budgets, key=lambda budget: Fraction(budget or 0)):
-            place = mean(columns["entropy", budget]), mean(columns["gen_ppl", budget])
-            series.setdefault(" ".join(row), []).append((budget, *place))
-    return named_points(series, "entropy (nats)", "generative perplexity")
-
-
 def throughput(folder):
-    """Score over tokens/s. A dot is a block length.                             App. B.2, Fig. 4"""
+    """Score over tokens/s. A dot is a block length, which stands beside it.     App. B.2, Fig. 4"""
     series = {}
     for (block, _, budget, model, _, FT, label, _), row in dream_results(folder).items():
         for task, results in row.items():
@@ -229,14 +209,21 @@ def throughput(folder):
             score = mean(result["score"] for result in results)
             name = f"{task}, {model}, {FT}, {label}, {budget}"
             series.setdefault(name, []).append((block, speed, score))
-    return named_points(series, "tokens/s", "score (%)")
+    fig, [ax] = figure(1, width=7, height=5)
+    for name, points in series.items():
+        _, x, y = zip(*points)
+        ax.plot(x, y, marker="o", label=name)
+        for block, *place in points:
+            ax.annotate(block, place, xytext=(3, 3), textcoords="offset points", size=8)
+    ax.set(xlabel="tokens/s", ylabel="score (%)")
+    ax.legend()
+    return fig
 
 
 MAKERS = {
     "table": table, "benchmarks": benchmarks, "throughput": throughput,
     "runs": partial(over_updates, quantities=("loss", "bound", "omega_s")),
-    "learned": partial(over_updates, quantities=("omega_s", "omega_a", "omega_b", "tau")),
-    "ablation": ablation, "frontier": frontier}
+    "learned": partial(over_updates, quantities=("omega_s", "omega_a", "omega_b", "tau"))}
 
 
 def main(cfg):

@@ -8,7 +8,7 @@
     note="Puzzle 2 of python examples/sudoku.py, two cells per call: the first that only one side"
     python lab/trajectory.py $puzzle --note="$note solves." --out=results/trajectory.html
 
-An .svg has a row for each network call (Fig. 7), or grids that fill. An .html steps through them.
+An .html steps through the network calls (Fig. 7). An .svg, for 6×6 puzzles only, shows them fill.
 """
 
 import html
@@ -103,35 +103,13 @@ def drawn_cell(x, y, width, text, lam, *_):
             f'{html.escape(text)}</text>')
 
 
-def drawing(width, height, parts):
-    """An SVG with a gray background."""
-    return "\n".join([
-        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
-        'font-family="monospace" font-size="18" text-anchor="middle">',
-        f'<rect width="{width}" height="{height}" rx="8" fill="#999"/>', *parts, "</svg>"])
-
-
-def rows(found):
-    """Samples as they appear, one below the other, a row for each network call.           Fig. 7"""
-    parts, y = [], 8
-    width = 10 + 11 * max(len(cell[0]) for side in found.values() for row in side for cell in row)
-    for name, steps in found.items():
-        parts.append(f'<text x="80" y="{y + 22}">{name.replace("-", " ")}</text>')
-        for step in steps:
-            y += 34
-            parts += [drawn_cell(8 + (width + 2) * column, y, width, *cell)
-                      for column, cell in enumerate(step)]
-        y += 34
-    return drawing(14 + (width + 2) * len(steps[0]), y + 6, parts)
-
-
 def grids(found):
-    """6×6 grids that fill side by side, a frame for each network call, and a legend for λ."""
+    """An SVG of 6×6 grids that fill, a frame for each network call, and a legend for λ."""
     names = [f'<text x="{120 + 232 * column}" y="26">{name.replace("-", " ")}</text>'
              for column, name in enumerate(found)]
     legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
               for i, lam in enumerate((0, 0.2, 0.4, 0.6))]
-    calls, parts = max(map(len, found.values())), []
+    calls, width, frames = max(map(len, found.values())), 8 + 232 * len(found), []
     seconds = 0.7 * calls + 4  # the last frame stays for four more
     for i in range(calls):
         cells = [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
@@ -139,12 +117,15 @@ def grids(found):
                  for column, steps in enumerate(found.values())
                  for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
         # Each frame covers those before it. Viewers without animation show the one in the middle.
-        parts.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
-                     f'<animate attributeName="visibility" calcMode="discrete" '
-                     f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
-                     f'dur="{seconds:.2f}s" repeatCount="indefinite"/>{"".join(cells)}</g>')
-    parts += [*names, '<text x="28" y="280">λ</text>', *legend]
-    return drawing(8 + 232 * len(found), 298, parts)
+        frames.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
+                      f'<animate attributeName="visibility" calcMode="discrete" '
+                      f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
+                      f'dur="{seconds:.2f}s" repeatCount="indefinite"/>{"".join(cells)}</g>')
+    return "\n".join([
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="298" '
+        'font-family="monospace" font-size="18" text-anchor="middle">',
+        f'<rect width="{width}" height="298" rx="8" fill="#999"/>', *frames, *names,
+        '<text x="28" y="280">λ</text>', *legend, "</svg>"])
 
 
 def page(found, columns, note=""):
@@ -157,13 +138,11 @@ def page(found, columns, note=""):
 
 
 def main(cfg):
-    if not cfg.out.endswith((".svg", ".html")):
-        raise Refused(f"--out={cfg.out} must end in .svg or .html")
-    found, grid = traces(cfg), len(cfg.given) == 36
-    if cfg.out.endswith(".html"):
-        made = page(found, 6 if grid else 0, cfg.note)
-    else:
-        made = grids(found) if grid else rows(found)
+    grid = len(cfg.given) == 36
+    if not cfg.out.endswith((".html", ".svg") if grid else ".html"):
+        raise Refused(f"--out={cfg.out} must end in .html, or in .svg for a 6×6 puzzle")
+    found = traces(cfg)
+    made = grids(found) if cfg.out.endswith(".svg") else page(found, 6 if grid else 0, cfg.note)
     write_text(cfg.out, made + "\n")
     print(f"written to {cfg.out}")
 

@@ -225,16 +225,15 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute))
     data.prepare(["abcdefghij" * 9] * 9, "letters", BYTES, val_docs=3)
     measure = functools.partial(result, script="eval_samples")
-    samples = "--samples=samples.jsonl", "--data=letters", "--scale=3", "--seed=7"
+    samples = "--samples=samples.jsonl", "--data=letters", "--seed=7"
     found = measure(*samples)
     *nats_and_tokens, features = score(["$abcdef$$", "$bcdefg$$", "$cdefgh$$", "$defgh$$"])
     ppl, se = gen_ppl(*nats_and_tokens)
     assert found["values"]["samples"] == pytest.approx({
         "gen_ppl": ppl, "gen_ppl_se": se, "nfe": 4.5, "mauve": 0.25, "n": 4,
-        "entropy": math.log(6**3 * 5) / 4, "entropy_min": math.log(5), "references": 4, "seed": 7,
-        "scale": 3})
+        "entropy": math.log(6**3 * 5) / 4, "entropy_min": math.log(5), "references": 4, "seed": 7})
     assert found["settings"].items() >= (SETTINGS | {"n": 4, "seeds": [1]}).items()
-    assert (mauve["mauve_scaling_factor"], mauve["seed"]) == (3, 7)
+    assert (mauve["mauve_scaling_factor"], mauve["seed"]) == (5, 7)
     np.testing.assert_array_equal(mauve["p_features"], features)
     references, _ = eval_samples.held_out_samples(eval_samples.Config(data="letters", seed=7), 6, 4)
     theirs = score([row["text"] for row in references])[2]
