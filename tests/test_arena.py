@@ -6,9 +6,10 @@ import torch
 
 import arena
 import sudoku
-from conftest import dying, gen
+from conftest import ROOT, dying, gen
 from launch import read_jsonl
 from softmask import SoftMask
+from test_readme import page
 
 
 def test_each_arm_feeds_back_as_its_name_says():
@@ -83,3 +84,9 @@ def test_p_values_are_students_and_holms():
         assert end in rows[arm], arm
     del runs["deep"][0], runs["always"]
     assert arena.table(runs).count("p =") == 10
+
+
+def test_the_page_shows_the_table(monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    arena.main(arena.Config(table=True))
+    assert "\n\n" + capsys.readouterr().out + "\n" in page("results/README.md")
