@@ -111,7 +111,7 @@ def check(passes, updates, held_out):
     """The rows of training, and of evaluation with and without feedback, batched in any order"""
     trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
     assert rows_of(trained) == rows_of(updates)
-    assert {one[3] for one in trained} == {True, False} or not updates
+    assert {one[3] for one in trained} == {True, False}
     both = [(x0[None], xt[None], t, soft) for x0, xt, t in held_out for soft in (True, False)]
     assert sorted(rows_of(measured)) == sorted(rows_of(both))
     return trained
@@ -192,17 +192,6 @@ def test_finetuning(tiny, tmp_path, drawn, passes, ranks, world, coin):
                 for i, t in enumerate((0.05, 0.2, 0.35))]
     check(passes, [updates[step][j] for rank in range(world) for step in range(3)
                    for j in range(rank, 8, world)], held_out)
-
-
-@pytest.mark.parametrize("batch_size", [3, 4])
-def test_perplexity(corpus, tmp_path, drawn, passes, batch_size):
-    folder, _, val = corpus
-    path = str(tmp_path / "last.pt")
-    save_mdlm(path, random_mdlm(vocab_size=259, mask_id=258, length=22))
-    start("eval", "ppl", f"--checkpoint={path}", f"--data={folder}", "--repeats=2",
-          "--seed=5", f"--batch_size={batch_size}", "--device=cpu")
-    assert drawn == keys("held-out rows", seed=[5], r=range(2), i=range(len(val)))
-    check(passes, [], oracles.held_out(val, 258, 5, repeats=2))
 
 
 @pytest.mark.parametrize("world, words, decode", [

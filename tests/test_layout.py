@@ -6,16 +6,9 @@ from pathlib import Path
 from conftest import FOLDERS, ROOT
 
 # A file imports only files in the lines above its own. lab and examples import all of them.
-LAYERS = [
-    {"softmask", "launch"},
-    {"mdlm", "data", "show"},
-    {"checkpoint"},
-    {"sample", "eval"},
-    {"train"},
-    {"dora"},  # from here on, Dream
-    {"dream"},
-    {"sample_dream", "finetune_dream"},
-]
+LAYERS = [{*layer.split()} for layer in (
+    "softmask launch", "mdlm data show", "checkpoint", "sample eval", "train",
+    "dora", "dream", "sample_dream finetune_dream")]  # these are for Dream
 TREES = {path.stem: ast.parse(path.read_text("utf-8"))
          for folder in FOLDERS for path in Path(folder).glob("*.py")}
 

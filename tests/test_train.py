@@ -91,22 +91,21 @@ def test_defaults_are_the_papers():
     assert vars(Config()).items() >= theirs.items()
 
 
-def test_everything_learns_also_in_the_ablations(tiny):
+@pytest.mark.parametrize("change", [
+    dict(k=None, two_updates=True, warmup=0), dict(k=1, time_conditioning=True),
+    dict(dtype="bfloat16", p_sm=1.0, device=DEVICE)])
+def test_everything_learns_also_in_the_ablations(tiny, change):
     """App. C.3. In bf16, older torch gave pass 2 the casts of pass 1, which have no graph."""
-    for i, change in enumerate((dict(k=None, two_updates=True, warmup=0),
-                                dict(k=1, time_conditioning=True),
-                                dict(dtype="bfloat16", p_sm=1.0, device=DEVICE))):
-        cfg = beside(tiny, i, steps=24, log_every=8, save_every=24, eta_bb=6e-3, **change)
-        model, _ = train(cfg)
-        first, *_, last = log(cfg)
-        assert steps(cfg) == [1, 8, 16, 24] and last["tokens_per_s"] > 0
-        assert last["loss"] < 0.8 * first["loss"], change
-        omega = [last[name] for name in ("omega_s", "omega_a", "omega_b")]
-        assert omega == pytest.approx([w.item() for w in model.sm.omega], rel=1e-6)
-        assert 0.01 < last["lam"] < 0.5 and ("tau" in last) == (cfg.k is None)
-        start = at_start(model.cfg).parameters()
-        for (name, p), before in zip(model.named_parameters(), start, strict=True):
-            assert not torch.equal(p.cpu(), before), (name, change)
+    model, _ = train(replace(tiny, steps=24, log_every=8, save_every=24, eta_bb=6e-3, **change))
+    first, *_, last = log(tiny)
+    assert steps(tiny) == [1, 8, 16, 24] and last["tokens_per_s"] > 0
+    assert last["loss"] < 0.8 * first["loss"] and 0.01 < last["lam"] < 0.5
+    omega = [last[name] for name in ("omega_s", "omega_a", "omega_b")]
+    assert omega == pytest.approx([w.item() for w in model.sm.omega], rel=1e-6)
+    assert ("tau" in last) == (model.sm.k is None)
+    start = at_start(model.cfg).parameters()
+    for (name, p), before in zip(model.named_parameters(), start, strict=True):
+        assert not torch.equal(p.cpu(), before), name
 
 
 def test_bounds_and_files_are_of_the_average(tiny):
@@ -276,16 +275,6 @@ def test_a_process_that_is_gone_half_way_through_a_save(whole, tmp_path):
     check_equal(whole, cut)
 
 
-def test_a_run_is_resumed_only_if_told_to(tiny):
-    train(replace(tiny, steps=2))
-    refused("--resume", train, tiny)
-    train(replace(tiny, resume=True))
-    assert steps(tiny) == [*range(1, 7)]
-    train(replace(tiny, resume=True, steps=5))  # it has made more already
-    assert checkpoint.load(file(tiny))["step"] == 6
-    refused("other settings: eta_bb", train, replace(tiny, resume=True, eta_bb=1e-3))
-
-
 def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     """The bound at update 0 shows whether the weights were read correctly (Fig. 3)."""
     binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, k=5))
@@ -295,14 +284,13 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     assert log(tiny)[-1]["val_plain"] != pytest.approx(nats / n, rel=1e-6)
     train(cfg)
     train(replace(cfg, resume=True, steps=7))
-    assert log(cfg)[0]["val_plain"] == pytest.approx(nats / n, rel=1e-6)
+    first, second, *_ = log(cfg)
+    assert first["val_plain"] == pytest.approx(nats / n, rel=1e-6)
+    assert second["omega_s"] == pytest.approx(0.5, rel=1e-4)  # its learning rate is 0
     assert list(bounds(cfg)) == [0, 3, 6, 7] and steps(cfg) == [*range(8)]
+    assert "feedback is off" not in capsys.readouterr().out
     other = beside(tiny, "other", init_from=file(cfg), p_sm=0.0, steps=1)
     assert train(other)[0].sm is None
-    soft, _ = train(beside(cfg, "soft", steps=1, eval_every=0))  # its learning rate is 0
-    assert all(map(torch.equal, binary.net.parameters(), soft.net.parameters()))
-    assert soft.sm.omega[0].item() == pytest.approx(0.5, rel=1e-4)
-    assert "feedback is off" not in capsys.readouterr().out
     off = beside(cfg, "off", steps=1, eval_every=0, p_sm=1.0, omega_s=1e-6)
     train(off)
     out, ce = capsys.readouterr().out, log(off)[0]["ce_per_mask"]
