@@ -202,13 +202,13 @@ def check_equal(whole, cut, stopped=0):
         assert [line["loss"] for line in log(whole)] == [line["loss"] for line in log(cut)]
     seconds = [line["seconds"] for line in log(cut)]
     assert seconds == sorted(seconds) and seconds[0] > 0
-    torch.testing.assert_close(weights(cut), weights(whole), rtol=0, atol=0)
     names = sorted(os.listdir(whole.out_dir))
     assert sorted(name for name in os.listdir(cut.out_dir) if not name.endswith(".tmp")) == names
     for name in set(names) - {".lock", "log.jsonl"}:
         a, b = (checkpoint.load(file(cfg, name)) for cfg in (whole, cut))
-        assert a["metrics"] == b["metrics"] and a["metrics"]["step"] == a["step"] == b["step"]
-        torch.testing.assert_close(a["model"], b["model"], rtol=0, atol=0)
+        assert a["metrics"]["step"] == a["step"]
+        for part in a.keys() & {"step", "metrics", "model", "ema"}:
+            torch.testing.assert_close(b[part], a[part], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("then", [kill, sigterm])
@@ -263,8 +263,7 @@ train(Config(**{fields!r}))
 
 def test_a_process_that_is_gone_half_way_through_a_save(whole, tmp_path):
     cut = replace(whole, out_dir=str(tmp_path / "cut"), resume=True)
-    # Threads split sums, so equal bits need equally many threads.
-    env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
+    env = os.environ | {"OMP_NUM_THREADS": "1"}  # as here: more threads add in another order
     command = [sys.executable, "-c", KILLED.format(fields=vars(cut))]
     assert subprocess.call(command, cwd=ROOT, env=env) == -signal.SIGKILL
     assert checkpoint.load(file(cut))["step"] == 2 and steps(cut) == [1, 2, 3, 4]
