@@ -307,14 +307,14 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
     A mask looks as its latest logits say. Returns x after each pass.
     """
     L, per_block = len(x), steps * block // gen_len
-    looks, states, past = [table[token] for token in x], [], None
+    looks, states, past = table[x].detach().clone(), [], None
     times = torch.linspace(1, 1e-3, per_block + 1)
     for b in range(L - gen_len, L, block):
         i = 0
         while i == 0 or (x[b:b + block] == mask_id).any():
             lo, hi = (0, L) if i == 0 or cache == "none" else (b, L)
             hi = b + block if cache == "dual" and i else hi
-            logits, kv = predict(torch.stack(looks[lo:hi]), lo, past if lo else None)
+            logits, kv = predict(looks[lo:hi], lo, past if lo else None)
             past = kv if i == 0 else past
             inside = [l for l in range(b, b + block) if x[l] == mask_id]
             p = {l: softmax(logits[l - lo]) for l in inside}
@@ -331,10 +331,7 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
             for l in chosen:
                 x[l] = p[l].index(max(p[l]))
             gain = fading(schedule, int((x == mask_id).sum()) / gen_len, switch)
-            for l in range(lo + 1, hi):
-                looks[l] = table[x[l]]
-                if x[l] == mask_id:
-                    looks[l] = soft_mask(logits[l - lo], table, mask_id, **soft, gain=gain).float()
+            looks[lo + 1:hi] = softened(table, x[lo + 1:hi], mask_id, logits[1:], soft, gain)
             states.append(x)
             i += 1
     return torch.stack(states)

@@ -26,7 +26,9 @@ FLAGS += [f"--{name}={size}" for name, size in SIZES.items()]
 FLAGS += ["--dropout=0.1" if BACKEND == "aot_eager" else "--dropout=0"]  # inductor draws others
 
 
-def prepare():
+def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
+    """Up to rounding, which grows. A micro-batch has its own dropout, whichever rank it is on."""
+    monkeypatch.chdir(tmp_path)
     special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
     meta, noise = {"tokenizer": special, "source": "noise"}, np.random.default_rng(0)
     os.mkdir("data")
@@ -38,12 +40,6 @@ def prepare():
     model = random_mdlm(0.1, vocab_size=V, mask_id=V - 1, omega_s=0.5, omega_a=1.0, omega_b=-9.0,
                         **SIZES)
     save_mdlm("start.pt", model, tokenizer=special, step=0)
-
-
-def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
-    """Up to rounding, which grows. A micro-batch has its own dropout, whichever rank it is on."""
-    monkeypatch.chdir(tmp_path)
-    prepare()
     train.train(launch.from_cli(train.Config, [*FLAGS, "--out_dir=eager"]))
     done = torchrun(__file__, *FLAGS, "--compile=True", "--out_dir=ranks", cwd=".")
     assert done.returncode == 0, done.stderr

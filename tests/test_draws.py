@@ -13,6 +13,7 @@ from dataclasses import asdict, replace
 from functools import partial
 from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -31,6 +32,7 @@ from conftest import ROOT, random_mdlm, save_mdlm, start
 from dream import Tokenizer
 from launch import read_jsonl
 from mdlm import TwoPass
+from softmask import SoftMask
 
 # The key of each draw. These words stand for values, all others for themselves:
 #   seed   of the run; for held-out rows 1, or --seed of eval.py.   r: a repeat
@@ -216,17 +218,23 @@ def test_samples(tmp_path, drawn, ranks, world, words, decode):
         assert line["index"] == i and line["settings"]["steps"] == decode.keywords["steps"]
 
 
-def test_answers(tiny, drawn):
-    cfg = sample_dream.Decoding(tiny[0], gen_len=12, steps=6, temperature=1.0, seed=5, device="cpu")
-    model, tok, _ = sample_dream.load_for_decoding(cfg)
-    for prompt in tok.encode("abc"), tok.encode("another"), tok.encode("abc"):
-        drawn.clear()
-        text, _ = sample_dream.answer(model, tok, None, prompt, cfg)
-        assert drawn == keys("an answer", seed=[5], prompt=[prompt])
-        pick = sample_dream.Pick("entropy", 1.0, 0.9, oracles.rng(5, prompt))
-        x = sample_dream.pad_prompt(model.cfg, prompt, 12)
-        x = sample_dream.decode(TwoPass(model, None, 261), x, 6, pick)[len(prompt):].tolist()
-        assert text == tok.decode(x[:[*x, 256].index(256)])
+@pytest.mark.parametrize("blocks", [{}, dict(block=4, cache="dual", threshold=0.4)])
+def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, monkeypatch, blocks):
+    how, name = dict(schedule="stepwise", switch=0.3), "decode_blocks" if blocks else "decode"
+    cfg = sample_dream.Decoding(tiny[0], gen_len=8, steps=6, algorithm="maskgit_plus", seed=5,
+                                temperature=0.7, top_p=0.6, dtype="bfloat16", **how, **blocks)
+    dream, tok, _ = sample_dream.load_for_decoding(cfg)
+    sm = SoftMask(261, omega_s=0.4).to(dream.table.device)
+    decoding = Mock(wraps=getattr(sample_dream, name))
+    monkeypatch.setattr(sample_dream, name, decoding)
+    _, stats = sample_dream.answer(dream, tok, sm, [1, 2], cfg)
+    assert drawn == keys("an answer", seed=[5], prompt=[[1, 2]])
+    (two, _, *words), given = decoding.call_args
+    *pick, generator = given["pick"]
+    assert stats["tokens"] == 8 and two.sm is sm
+    assert words == ([8, 6, 4, "dual", 0.4] if blocks else [6])
+    assert pick == ["maskgit_plus", 0.7, 0.6] and given.items() >= how.items()
+    assert generator.initial_seed() == oracles.rng(5, [1, 2]).initial_seed()
 
 
 def test_references(corpus, drawn):

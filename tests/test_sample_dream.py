@@ -26,7 +26,7 @@ MASK = 194
 RECORDED = recording("decode_recorded")
 PROMPT = RECORDED["prompt"][0].tolist()  # 8 ids
 CACHES = "none", "prefix", "dual"
-soft = lambda k, mask=MASK: SoftMask(mask, k, omega_s=0.4, omega_a=2.0, omega_b=-2.5, tau=1.3)
+soft = lambda k: SoftMask(MASK, k, omega_s=0.4, omega_a=2.0, omega_b=-2.5, tau=1.3)
 
 
 @pytest.fixture(scope="module")
@@ -278,18 +278,3 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     first, second = (call.args[1].decode(call.args[3]) for call in answer.call_args_list)
     more = "hi<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     assert second == first + more
-
-
-@pytest.mark.parametrize("blocks", [{}, dict(block=4, cache="dual", threshold=0.4)])
-def test_cuda_or_cpu_decodes_in_bf16_and_as_asked(tiny, monkeypatch, blocks):
-    how, name = dict(schedule="stepwise", switch=0.3), "decode_blocks" if blocks else "decode"
-    cfg = S.Decoding(tiny[0], gen_len=8, steps=6, algorithm="maskgit_plus", temperature=0.7,
-                     top_p=0.6, dtype="bfloat16", **how, **blocks)
-    dream, tok, _ = S.load_for_decoding(cfg)
-    sm, decoding = soft(3, 261).to(dream.table.device), mock.Mock(wraps=getattr(S, name))
-    monkeypatch.setattr(S, name, decoding)
-    _, stats = S.answer(dream, tok, sm, [1, 2], cfg)
-    (two, _, *words), given = decoding.call_args
-    assert stats["tokens"] == 8 and two.sm is sm
-    assert words == ([8, 6, 4, "dual", 0.4] if blocks else [6])
-    assert given["pick"][:3] == ("maskgit_plus", 0.7, 0.6) and given.items() >= how.items()
