@@ -5,7 +5,7 @@ from pathlib import Path
 
 from conftest import FOLDERS, ROOT
 
-# A file imports only files in the lines above its own. lab and examples import all of them.
+# A file imports only files of the layers before its own. lab and examples import all of them.
 LAYERS = [{*layer.split()} for layer in (
     "softmask launch", "mdlm data show", "checkpoint", "sample eval", "train",
     "dora", "dream", "sample_dream finetune_dream")]  # these are for Dream
