@@ -62,8 +62,8 @@ def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
     """
     emb, nll = table[xt], torch.zeros(len(t), dtype=torch.float64)
     if soft:
-        logits = predict(emb, t)                                     # l.6
-        emb = torch.stack([softened(table, x, mask_id, z, soft) for x, z in zip(xt, logits)])  # l.7
+        rows = zip(xt, predict(emb, t))                              # l.6
+        emb = torch.stack([softened(table, x, mask_id, z, soft) for x, z in rows])  # l.7
     logits = predict(emb, t)
     for b, l in (xt == mask_id).nonzero().tolist():                  # l.8
         nll[b] -= math.log(softmax(logits[b, l])[x0[b, l]]) / t[b].item()

@@ -28,7 +28,7 @@ import sudoku
 import tiny_dream
 import train
 from checkpoint import load_mdlm, read_safetensors
-from conftest import ROOT, random_mdlm, save_mdlm, start
+from conftest import ROOT, random_mdlm, save_mdlm, spy, start
 from dream import Tokenizer
 from launch import read_jsonl
 from mdlm import TwoPass
@@ -227,14 +227,16 @@ def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, monkeypatch, bloc
     sm = SoftMask(261, omega_s=0.4).to(dream.table.device)
     decoding = Mock(wraps=getattr(sample_dream, name))
     monkeypatch.setattr(sample_dream, name, decoding)
-    _, stats = sample_dream.answer(dream, tok, sm, [1, 2], cfg)
+    text, stats = sample_dream.answer(dream, tok, sm, [1, 2], cfg)
     assert drawn == keys("an answer", seed=[5], prompt=[[1, 2]])
-    (two, _, *words), given = decoding.call_args
+    (two, x, *words), given = decoding.call_args
     *pick, generator = given["pick"]
     assert stats["tokens"] == 8 and two.sm is sm
     assert words == ([8, 6, 4, "dual", 0.4] if blocks else [6])
     assert pick == ["maskgit_plus", 0.7, 0.6] and given.items() >= how.items()
-    assert generator.initial_seed() == oracles.rng(5, [1, 2]).initial_seed()
+    generator.manual_seed(oracles.rng(5, [1, 2]).initial_seed())
+    new = decoding(two, x, *words, **given)[2:].tolist()
+    assert text == tok.decode(new[:[*new, 256].index(256)])
 
 
 def test_references(corpus, drawn):
@@ -264,9 +266,10 @@ def test_grids_and_the_tiny_dream(tmp_path, drawn, monkeypatch):
         assert torch.equal(w, torch.ones(w.shape) if "norm" in name else noise)
 
 
-def test_puzzles(drawn):
-    model = load_mdlm(sudoku.SHIPPED)
+def test_puzzles(drawn, monkeypatch):
+    model, calls = load_mdlm(sudoku.SHIPPED), spy(monkeypatch, sudoku, "fill")
     sudoku.demonstrate(model, 2)
+    assert len(calls) == 3 and all(x is calls[0][1] for _, x, *_ in calls)
     assert drawn == keys("grids held out", "puzzle", i=range(2))
     blank, own = sudoku.ids_of(["." * 36] * 2, 258), [oracles.rng("fill", i) for i in range(2)]
     ids, _ = sample.generate_in_order(model, 2, 36, "random", 1e-12, own, x=blank)

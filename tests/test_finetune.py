@@ -337,6 +337,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega_or_none(tiny_dream, tmp
         omega = SoftMask(**load_adapter(back, tmp_path))
         torch.testing.assert_close(omega.omega, sm.omega, rtol=0, atol=1e-4)
         assert omega.k == sm.k and (sm.k or abs(omega.tau - sm.tau) < 1e-5)
+    torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)
     ft.save_adapter(str(tmp_path), dream, None, cfg)  # a binary run where there was another
     assert load_adapter(Dream.load(tiny_dream), tmp_path) is None
 

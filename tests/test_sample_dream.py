@@ -79,7 +79,7 @@ def test_probabilities_and_confidences_equal_the_recorded():
         assert temperature or torch.equal(x0, RECORDED[f"filter/{name}_x0_seed0"])
 
 
-def test_reveal_counts_equal_the_recorded():
+def test_reveal_counts_equal_the_recorded_and_ties_go_left_to_right():
     keys = [key for key in RECORDED if key.startswith("counts/")]
     assert len(keys) == 13
     for key in keys:
@@ -90,6 +90,9 @@ def test_reveal_counts_equal_the_recorded():
             x = S.reveal(x, l, 0 * l, l.float(), share)
             counts.append(len(l) - int((x == MASK).sum()))
         assert counts == RECORDED[key].tolist() and sum(counts) == masked, key
+    x, ids, masks = torch.full((40,), MASK), torch.zeros(40, dtype=torch.long), torch.arange(40)
+    assert S.reveal(x, masks, ids, torch.zeros(40), 0.25).tolist() == 10 * [0] + 30 * [MASK]
+    assert not S.reveal(x, masks, ids, torch.ones(40), threshold=1.0).any()  # 1 can be reached
 
 
 def test_trajectories_equal_the_recorded(model):
@@ -143,12 +146,6 @@ def test_draws_follow_the_filtered_probabilities_and_a_mask_becomes_the_best_rea
     best = logits[:, :5].argmax(-1)
     assert torch.equal(x0, torch.where(drawn == 5, best, drawn)) and 5 in drawn
     assert torch.equal(conf, p.gather(-1, x0[:, None])[:, 0])
-
-
-def test_ties_go_left_to_right_and_a_threshold_can_be_reached():
-    x, ids, masks = torch.full((40,), MASK), torch.zeros(40, dtype=torch.long), torch.arange(40)
-    assert S.reveal(x, masks, ids, torch.zeros(40), 0.25).tolist() == 10 * [0] + 30 * [MASK]
-    assert not S.reveal(x, masks, ids, torch.ones(40), threshold=1.0).any()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
