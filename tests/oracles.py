@@ -4,7 +4,6 @@ Nothing is imported from the code under test. Networks are functions of embeddin
 here, from keys that are written out: test_draws.py says what is in them.
 """
 
-import functools
 import hashlib
 import math
 
@@ -38,6 +37,17 @@ def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0, gai
     return (1 - lam) * table[mask_id].double() + lam * guess
 
 
+def softened(table, x, mask_id, logits, soft, gain=1.0):
+    """Embeddings of x (L,). Each [MASK] looks as its logits (L, V) say, if there are any.
+
+    soft: see `omega`; None for no feedback.
+    """
+    emb = table[x].detach().clone()
+    for l in (x == mask_id).nonzero()[:, 0] if soft and logits is not None else ():
+        emb[l] = soft_mask(logits[l], table, mask_id, **soft, gain=gain)
+    return emb
+
+
 def strength(p, omega_s, omega_a, omega_b, **others):
     """λ of one prediction, a list of V probabilities                                       Eq. 3"""
     minus_H = sum(v * math.log(v) for v in p if v > 0)
@@ -48,15 +58,14 @@ def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
     """−1/t Σ_l 1[x_t^l = m] log p(x_0^l), token by token: (B,) float64          Eq. 2, Alg. 1 l.5-8
 
     predict: (emb (B, L, D), t (B,)) → logits (B, L, V).
-    soft: see `omega`, for two passes; None for one.
+    soft: see `softened`.
     """
-    emb, masked = table[xt].detach().clone(), (xt == mask_id).nonzero().tolist()
-    if soft is not None:
-        logits = predict(emb, t)                                     # l.6
-        for b, l in masked:                                          # l.7
-            emb[b, l] = soft_mask(logits[b, l], table, mask_id, **soft)
-    logits, nll = predict(emb, t), torch.zeros(len(t), dtype=torch.float64)
-    for b, l in masked:                                              # l.8
+    emb, nll = table[xt], torch.zeros(len(t), dtype=torch.float64)
+    if soft:
+        rows = zip(xt, predict(emb, t))                              # l.6
+        emb = torch.stack([softened(table, x, mask_id, z, soft) for x, z in rows])  # l.7
+    logits = predict(emb, t)
+    for b, l in (xt == mask_id).nonzero().tolist():                  # l.8
         nll[b] -= math.log(softmax(logits[b, l])[x0[b, l]]) / t[b].item()
     return nll
 
@@ -74,7 +83,6 @@ def nucleus(p, top_p, keeps_crossing=False):
 
 
 minus_entropy = lambda p: sum(v * math.log(v + 1e-10) for v in p)  # −H(p), guarded [code]
-dream_filter = functools.partial(nucleus, keeps_crossing=True)
 
 
 def draw(p, u):
@@ -95,11 +103,7 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     """
     def call(t):
         """l.6 of the last turn, then l.3. What is visible is certain (SUBS [code])."""
-        emb = table[x].clone()
-        for l in range(len(x)):
-            if soft and feedback is not None and x[l] == mask_id:
-                emb[l] = soft_mask(feedback[l], table, mask_id, **soft)
-        logits = predict(emb, t)
+        logits = predict(softened(table, x, mask_id, feedback, soft), t)
         known = torch.eye(logits.shape[1]).log()
         return [z if token == mask_id else known[token] for token, z in zip(x, logits)]
 
@@ -133,10 +137,7 @@ def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=No
     for left in range(steps, 0, -1):
         u = torch.rand(len(x), 2, dtype=torch.float64, generator=generator)
         masks = (x == mask_id).nonzero()[:, 0].tolist()
-        emb = table[x].clone()
-        for l in masks:
-            if soft and seen is not None:
-                emb[l] = soft_mask(seen[l], table, mask_id, **soft)                    # l.6
+        emb = softened(table, x, mask_id, seen, soft)                                  # l.6
         seen = predict(emb, len(masks) / len(x))                                       # l.3
         p = {l: nucleus(softmax(seen[l]), top_p) for l in masks}
         chance = order == "random" or len(masks) == len(x)  # masks alone: all are equal
@@ -282,20 +283,17 @@ def slow_decode(predict, table, x, mask_id, steps, soft=None, schedule="none", s
     Feedback comes from the raw logits of the pass, without top-p [code]. Returns x after each step.
     """
     emb, times, states = table[x], torch.linspace(1, 1e-3, steps + 1), []                  # l.1
-    masks = start = int((x == mask_id).sum())
+    masks = start = (x == mask_id).nonzero()[:, 0].tolist()
     for i in range(steps):
         logits = predict(emb)                                                              # l.3
-        p = {l: dream_filter(softmax(logits[l]), top_p) for l in range(len(x)) if x[l] == mask_id}
-        n = masks if i == steps - 1 else int(masks * (1 - times[i + 1] / times[i]))
+        p = {l: nucleus(softmax(logits[l]), top_p, keeps_crossing=True) for l in masks}
+        n = len(p) if i == steps - 1 else int(len(p) * (1 - times[i + 1] / times[i]))
         x = x.clone()
         for l in sorted(p, key=lambda l: -minus_entropy(p[l]))[:n]:
             x[l] = p[l].index(max(p[l]))                                                   # l.4-5
-        masks = int((x == mask_id).sum())
-        emb = table[x]
-        for l in p:
-            if soft and x[l] == mask_id:                                                   # l.6
-                gain = fading(schedule, masks / start, switch)
-                emb[l] = soft_mask(logits[l], table, mask_id, **soft, gain=gain)
+        masks = [l for l in masks if x[l] == mask_id]
+        gain = fading(schedule, len(masks) / len(start), switch)
+        emb = softened(table, x, mask_id, logits, soft, gain)                              # l.6
         states.append(x)
     return torch.stack(states)
 
@@ -309,14 +307,14 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
     A mask looks as its latest logits say. Returns x after each pass.
     """
     L, per_block = len(x), steps * block // gen_len
-    looks, states, past = [table[token] for token in x], [], None
+    looks, states, past = table[x].detach().clone(), [], None
     times = torch.linspace(1, 1e-3, per_block + 1)
     for b in range(L - gen_len, L, block):
         i = 0
         while i == 0 or (x[b:b + block] == mask_id).any():
             lo, hi = (0, L) if i == 0 or cache == "none" else (b, L)
             hi = b + block if cache == "dual" and i else hi
-            logits, kv = predict(torch.stack(looks[lo:hi]), lo, past if lo else None)
+            logits, kv = predict(looks[lo:hi], lo, past if lo else None)
             past = kv if i == 0 else past
             inside = [l for l in range(b, b + block) if x[l] == mask_id]
             p = {l: softmax(logits[l - lo]) for l in inside}
@@ -333,10 +331,7 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
             for l in chosen:
                 x[l] = p[l].index(max(p[l]))
             gain = fading(schedule, int((x == mask_id).sum()) / gen_len, switch)
-            for l in range(lo + 1, hi):
-                looks[l] = table[x[l]]
-                if x[l] == mask_id:
-                    looks[l] = soft_mask(logits[l - lo], table, mask_id, **soft, gain=gain).float()
+            looks[lo + 1:hi] = softened(table, x[lo + 1:hi], mask_id, logits[1:], soft, gain)
             states.append(x)
             i += 1
     return torch.stack(states)

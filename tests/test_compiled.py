@@ -18,16 +18,17 @@ from conftest import random_mdlm, save_mdlm, torchrun
 
 V = 50_258
 BACKEND = os.environ.get("BACKEND", "aot_eager")  # .ci/run tries inductor too
-SIZES = dict(n_layer=3, n_head=2, n_embd=48, n_cond=16, vocab_size=V, mask_id=V - 1, length=64,
-             omega_s=0.5, omega_a=1.0, omega_b=-9.0)
-FLAGS = ("--data=data --device=cpu --n_layer=3 --n_head=2 --n_embd=48 --n_cond=16 --batch_size=16 "
-         "--steps=5 --warmup=2 --eval_every=5 --eval_rows=5 --save_every=100 --keep_every=0 "
-         "--log_every=1 --eta_bb=2e-3 --p_sm=0.5 --seed=3 --init_from=start.pt --length=64 "
-         "--micro_batch=4").split()
+SIZES = dict(n_layer=3, n_head=2, n_embd=48, n_cond=16, length=64)
+FLAGS = ("--data=data --device=cpu --batch_size=16 --micro_batch=4 --steps=5 --warmup=2 "
+         "--eval_every=5 --eval_rows=5 --save_every=100 --keep_every=0 --log_every=1 --eta_bb=2e-3 "
+         "--p_sm=0.5 --seed=3 --init_from=start.pt").split()
+FLAGS += [f"--{name}={size}" for name, size in SIZES.items()]
 FLAGS += ["--dropout=0.1" if BACKEND == "aot_eager" else "--dropout=0"]  # inductor draws others
 
 
-def prepare():
+def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
+    """Up to rounding, which grows. A micro-batch has its own dropout, whichever rank it is on."""
+    monkeypatch.chdir(tmp_path)
     special = {"name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}
     meta, noise = {"tokenizer": special, "source": "noise"}, np.random.default_rng(0)
     os.mkdir("data")
@@ -36,13 +37,9 @@ def prepare():
         ids.tofile(f"data/{split}.bin")
         meta[split] = {"documents": 1, "tokens": n, "bytes": n, "sha256": split}
     launch.write_text("data/meta.json", json.dumps(meta))
-    save_mdlm("start.pt", random_mdlm(0.1, **SIZES), tokenizer=special, step=0)
-
-
-def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
-    """Up to rounding, which grows. A micro-batch has its own dropout, whichever rank it is on."""
-    monkeypatch.chdir(tmp_path)
-    prepare()
+    model = random_mdlm(0.1, vocab_size=V, mask_id=V - 1, omega_s=0.5, omega_a=1.0, omega_b=-9.0,
+                        **SIZES)
+    save_mdlm("start.pt", model, tokenizer=special, step=0)
     train.train(launch.from_cli(train.Config, [*FLAGS, "--out_dir=eager"]))
     done = torchrun(__file__, *FLAGS, "--compile=True", "--out_dir=ranks", cwd=".")
     assert done.returncode == 0, done.stderr

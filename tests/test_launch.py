@@ -14,7 +14,7 @@ import pytest
 
 import checkpoint
 import launch
-from conftest import random_mdlm, refused, save_mdlm, start
+from conftest import refused, start
 from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
 from train import Config
 
@@ -85,17 +85,12 @@ def test_all_else_keeps_its_traceback(monkeypatch, e):
         run_with(monkeypatch, Mock(side_effect=e))
 
 
-@pytest.mark.parametrize("words, message", [
-    ("sample --checkpoint=adapter.pt", "adapter.pt has kind = 'dream-adapter'"),
-    ("train --data=x", "x/meta.json is not a complete JSON object"),
-])
-def test_a_bad_file_or_flag_is_refused(tmp_path, monkeypatch, words, message):
-    monkeypatch.chdir(tmp_path)
-    save_mdlm("mdlm.pt", random_mdlm(vocab_size=259, mask_id=258, length=20))
-    checkpoint.save("adapter.pt", kind="dream-adapter", config={}, model={})
-    write_text("x.jsonl", "42")
-    write_text("x/meta.json", '{"cut')
-    refused(message, start, *words.split())
+def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path):
+    adapter, meta = str(tmp_path / "adapter.pt"), tmp_path / "meta.json"
+    checkpoint.save(adapter, kind="dream-adapter")
+    meta.write_text('{"cut')
+    refused("adapter.pt has kind = 'dream-adapter'", start, "sample", f"--checkpoint={adapter}")
+    refused("meta.json is not a complete JSON object", start, "train", f"--data={tmp_path}")
 
 
 def test_one_more_update_after_a_signal_then_every_handler_is_back():

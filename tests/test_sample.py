@@ -27,6 +27,7 @@ BYTES = data.tokenizer("bytes")
 BLANK = torch.full((10,), MASK)
 ROWS = torch.stack((BLANK.index_fill(0, torch.tensor([0, 4]), 2), BLANK,
                     BLANK.index_fill(0, torch.arange(1, 5), 3)))
+OF_BYTES = dict(scale=0.15, vocab_size=259, mask_id=258, length=32)
 # A random network whose predictions feedback changes
 model_of = lambda seed=0, scale=0.35, **changes: random_mdlm(scale, seed, **SMALL | changes)
 generators = lambda n, seed=0: [data.rng("test", seed, i) for i in range(n)]
@@ -154,11 +155,10 @@ def test_decoding_in_order_is_its_loop(order, changes, soft):
 def test_what_is_told_after_every_step(at_random, k, soft, monkeypatch):
     """λ and the likeliest token of masks that stay, from their h. For a token that became a mask:
     itself, and H = 0. The head runs on masks that become tokens and, with SM, on the others."""
-    model, decode = model_of(k=k), partial(generate_in_order, n=3, order="entropy")
-    before = lost = x = ROWS
+    model, decode, x = model_of(k=k), partial(generate_in_order, n=3, order="entropy"), ROWS
     if at_random:
         decode, x = partial(generate, sampler="remdm-cap", eta=0.3), ROWS[0]
-        before = x[None]
+    before = x.view(-1, 10)
     lost = torch.full_like(before, MASK)
     omega, heads = plain_omega(model.sm), spy(monkeypatch, model.net, "head")
 
@@ -206,7 +206,7 @@ def test_a_compiled_trunk_gives_the_same_samples(device, how):
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory):
     path = str(tmp_path_factory.mktemp("sample") / "tiny.pt")
-    save_mdlm(path, model_of(scale=0.15, vocab_size=259, mask_id=258, length=32), ema=None)
+    save_mdlm(path, model_of(**OF_BYTES), ema=None)
     return path
 
 
@@ -223,7 +223,6 @@ def run(saved, tmp_path):
 def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     whole = run("whole", count=5)
     assert [line["text"] for line in whole] == [BYTES.decode(line["ids"]) for line in whole]
-    assert len({tuple(line["ids"]) for line in whole}) == 5
     run(count=2)
     file = tmp_path / "samples.jsonl"
     for cut in file.read_bytes()[:-20], file.read_bytes()[:40]:  # killed in the middle of a line
@@ -234,7 +233,6 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     for other in dict(sampler="mdlm"), dict(sampler="entropy", steps=8):
         refused("--threshold needs", run, **{"steps": None, "threshold": 0.9} | other)
     assert run(count=5) == whole
-    assert run("other", count=1, seed=2)[0]["ids"] != whole[0]["ids"]
 
 
 def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
@@ -287,12 +285,9 @@ def test_prompt_and_infill_stay_as_given(run):
     refused("fills all 32 positions", run, prompt="x" * 31)
 
 
-def test_decoding_takes_another_omega_also_for_a_binary_model(run, saved, tmp_path):
-    binary, ckpt = str(tmp_path / "binary.pt"), checkpoint.load(saved)
-    net = {name: t for name, t in ckpt["model"].items() if name.startswith("net.")}
-    config = ckpt["config"] | {"soft_mask": False}
-    checkpoint.save(binary, **ckpt | {"config": config, "model": net})
-    omega = dict(omega_s=0.9, omega_a=1.5, omega_b=-2.0)
+def test_decoding_takes_another_omega_also_for_a_binary_model(run, tmp_path):
+    binary, omega = str(tmp_path / "binary.pt"), dict(omega_s=0.9, omega_a=1.5, omega_b=-2.0)
+    save_mdlm(binary, model_of(**OF_BYTES, soft_mask=False), ema=None)
     [own], [soft] = run("own"), run("soft", **omega)
     [plain], [given] = run("plain", checkpoint=binary), run("given", checkpoint=binary, **omega)
     assert own["ids"] != soft["ids"] == given["ids"] != plain["ids"]

@@ -26,7 +26,7 @@ MASK = 194
 RECORDED = recording("decode_recorded")
 PROMPT = RECORDED["prompt"][0].tolist()  # 8 ids
 CACHES = "none", "prefix", "dual"
-soft = lambda k, mask=MASK: SoftMask(mask, k, omega_s=0.4, omega_a=2.0, omega_b=-2.5, tau=1.3)
+soft = lambda k: SoftMask(MASK, k, omega_s=0.4, omega_a=2.0, omega_b=-2.5, tau=1.3)
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +79,7 @@ def test_probabilities_and_confidences_equal_the_recorded():
         assert temperature or torch.equal(x0, RECORDED[f"filter/{name}_x0_seed0"])
 
 
-def test_reveal_counts_equal_the_recorded():
+def test_reveal_counts_equal_the_recorded_and_ties_go_left_to_right():
     keys = [key for key in RECORDED if key.startswith("counts/")]
     assert len(keys) == 13
     for key in keys:
@@ -90,6 +90,9 @@ def test_reveal_counts_equal_the_recorded():
             x = S.reveal(x, l, 0 * l, l.float(), share)
             counts.append(len(l) - int((x == MASK).sum()))
         assert counts == RECORDED[key].tolist() and sum(counts) == masked, key
+    x, ids, masks = torch.full((40,), MASK), torch.zeros(40, dtype=torch.long), torch.arange(40)
+    assert S.reveal(x, masks, ids, torch.zeros(40), 0.25).tolist() == 10 * [0] + 30 * [MASK]
+    assert not S.reveal(x, masks, ids, torch.ones(40), threshold=1.0).any()  # 1 can be reached
 
 
 def test_trajectories_equal_the_recorded(model):
@@ -143,12 +146,6 @@ def test_draws_follow_the_filtered_probabilities_and_a_mask_becomes_the_best_rea
     best = logits[:, :5].argmax(-1)
     assert torch.equal(x0, torch.where(drawn == 5, best, drawn)) and 5 in drawn
     assert torch.equal(conf, p.gather(-1, x0[:, None])[:, 0])
-
-
-def test_ties_go_left_to_right_and_a_threshold_can_be_reached():
-    x, ids, masks = torch.full((40,), MASK), torch.zeros(40, dtype=torch.long), torch.arange(40)
-    assert S.reveal(x, masks, ids, torch.zeros(40), 0.25).tolist() == 10 * [0] + 30 * [MASK]
-    assert not S.reveal(x, masks, ids, torch.ones(40), threshold=1.0).any()
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
@@ -278,18 +275,3 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     first, second = (call.args[1].decode(call.args[3]) for call in answer.call_args_list)
     more = "hi<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     assert second == first + more
-
-
-@pytest.mark.parametrize("blocks", [{}, dict(block=4, cache="dual", threshold=0.4)])
-def test_cuda_or_cpu_decodes_in_bf16_and_as_asked(tiny, monkeypatch, blocks):
-    how, name = dict(schedule="stepwise", switch=0.3), "decode_blocks" if blocks else "decode"
-    cfg = S.Decoding(tiny[0], gen_len=8, steps=6, algorithm="maskgit_plus", temperature=0.7,
-                     top_p=0.6, dtype="bfloat16", **how, **blocks)
-    dream, tok, _ = S.load_for_decoding(cfg)
-    sm, decoding = soft(3, 261).to(dream.table.device), mock.Mock(wraps=getattr(S, name))
-    monkeypatch.setattr(S, name, decoding)
-    _, stats = S.answer(dream, tok, sm, [1, 2], cfg)
-    (two, _, *words), given = decoding.call_args
-    assert stats["tokens"] == 8 and two.sm is sm
-    assert words == ([8, 6, 4, "dual", 0.4] if blocks else [6])
-    assert given["pick"][:3] == ("maskgit_plus", 0.7, 0.6) and given.items() >= how.items()
