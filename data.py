@@ -12,7 +12,7 @@ A corpus is a folder with three files. Every document ends with EOS.
     meta.json    the tokenizer, the source, the number of documents; of both splits: tokens, sha256
 
 A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS and EOS are masked,
-too [code]. Published perplexities are of such rows, which begin elsewhere (REPRODUCE.md, 16).
+too [code]. Published perplexities use rows of this form that begin elsewhere (REPRODUCE.md, 16).
 """
 
 import functools
@@ -236,7 +236,7 @@ NO_TEXT = {
 
 
 def no_text(path):
-    """What a file is, by its first bytes, or a NUL anywhere in a .txt. None: text or parquet."""
+    """What a file is by its first bytes, or by a NUL anywhere in a .txt. None: text or parquet."""
     with open(path, "rb") as f:
         head = f.read(-1 if Path(path).suffix.lower() == ".txt" else 4096)
     return next((what for magic, what in NO_TEXT.items() if re.match(magic, head)), None)

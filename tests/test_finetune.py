@@ -326,11 +326,11 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
 
 
 def test_adapter_folder_brings_back_dora_and_every_omega_or_none(tiny_dream, tmp_path):
-    dream = recorded_adapter(Dream.load(tiny_dream))
+    dream = recorded_adapter(Dream.load(tiny_dream), alpha=40)
     full = SoftMask(194, 2, **HEAD)
     full.raw_s.data.fill_(20.0)
     assert full.omega[0] == 1  # in fp32
-    cfg = Config()
+    cfg = Config(model="", alpha=40)
     for sm in (full, SoftMask(194, None, **HEAD, tau=1.3)):
         ft.save_adapter(str(tmp_path), dream, sm, cfg)
         back = Dream.load(tiny_dream)
@@ -338,6 +338,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega_or_none(tiny_dream, tmp
         torch.testing.assert_close(omega.omega, sm.omega, rtol=0, atol=1e-4)
         assert omega.k == sm.k and (sm.k or abs(omega.tau - sm.tau) < 1e-5)
     torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)
+    assert {layer.s for layer in dora.layers(back).values()} == {40 / 16}
     ft.save_adapter(str(tmp_path), dream, None, cfg)  # a binary run where there was another
     assert load_adapter(Dream.load(tiny_dream), tmp_path) is None
 
