@@ -94,7 +94,7 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
     Training feeds back a plain pass over the same masks. Here, the pass that is fed back had other
-    masks, and feedback itself. In the code, `x` holds the ids x^, and `emb` the embeddings x. The
+    masks and (later) feedback. In the code, `x` holds the ids x^, and `emb` the embeddings x. The
     paper's l.6 has x^ and p of the step before. Here both are of this step, as in §3.1 [ours].
     Whether a position changes does not depend on the network. So the coins of l.5 are tossed before
     l.3, and l.4 draws only the tokens that appear. ReMDM tosses coins for tokens, too.

@@ -6,8 +6,8 @@
 
 The plan, written before any run was measured:
 - Seeds 41 to 46, none used before. 6,000 updates at a rate of 5e-4 (deep: 1e-3), ω from (0.5, 1,
-  −2.8), and examples/sudoku.py's settings. All of these were chosen for binary, sm and deep, on
-  seeds 1 to 5, 11 to 16 and 31 to 36. Nothing was tuned for the other arms, nor on these seeds.
+  −2.8; constant: −100), and examples/sudoku.py's settings. All were chosen for binary, sm and deep,
+  on seeds 1 to 5, 11 to 16 and 31 to 36. Nothing was tuned for the other arms or on these.
 - Primary: % of 500 puzzles (12 of 36 cells given) solved at two cells per call, surest first, with
   the likeliest digits, and with feedback where the arm has it. Measured after as many updates, and
   after the CPU time of binary's 6,000 (one core; the last file before it, one per 250 updates).
