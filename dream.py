@@ -219,8 +219,9 @@ class DreamConfig:
         """config.json of a model folder. A missing mask id is looked up in added_tokens.json."""
         path = f"{folder}/config.json"
         raw = {name: value for name, value in read_json(path).items() if value is not None}
-        raw |= raw.pop("rope_scaling", {}) | raw.pop("rope_parameters", {})  # transformers 4 and 5
-        raw["layer_types"] = {*raw.get("layer_types", [])} - {"full_attention"}
+        with readable(path):  # transformers 4 and 5 name them differently
+            raw |= raw.pop("rope_scaling", {}) | raw.pop("rope_parameters", {})
+            raw["layer_types"] = {*raw.get("layer_types", [])} - {"full_attention"}
         raw.setdefault("tie_word_embeddings", False)
         if "mask_token_id" not in raw:
             added = read_json(f"{folder}/added_tokens.json")

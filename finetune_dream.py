@@ -313,7 +313,7 @@ def as_messages(record):
         if name == "instruction":
             found = "\n\n".join(filter(None, [found, record.get("input")]))
         turns += found if isinstance(found, list) else [{"role": role, "content": found}]
-    roles = [ROLES.get((turn.get("from") or turn["role"]).lower()) for turn in turns]
+    roles = [ROLES.get(str(turn.get("from") or turn["role"]).lower()) for turn in turns]
     read = {*names, "system", "input" if "instruction" in names else None}
     parts = [(record, read), *((turn, {"role", "content", "from", "value"}) for turn in turns)]
     unread = {name for part, known in parts for name, value in part.items()
@@ -325,8 +325,8 @@ def as_messages(record):
     elif "assistant" not in roles:
         why.append("no answer by assistant")
     turns = turns[:max((i for i, r in enumerate(roles, 1) if r == "assistant"), default=0)]
-    answer = turns[-1] if turns else {}
-    why += [f"{name} of 0" for name in WEIGHTS if 0 in (record.get(name), answer.get(name))]
+    why += [f"{name} of 0" for name in WEIGHTS for part in (record, *turns[-1:])
+            if str(part.get(name)).lower() in ("0", "0.0", "false")]
     contents = [t.get("content") if t.get("value") is None else t["value"] for t in turns]
     if not all(isinstance(content, str) and len(content) < 900_000 for content in contents):
         why.append("a turn that is not text, or over 900,000 characters")  # tiktoken's limit

@@ -62,8 +62,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
 
     t, s: times in [0, 1].   eta: η (default: that of App. B.1).
     """
-    if eta is None:
-        eta = SAMPLERS[sampler]
+    eta = SAMPLERS[sampler] if eta is None else eta
     sigma, share_t, share_s = 0.0, t, s  # 1 − α: shares of masks before and after the step
     if sampler == "remdm-cap":
         sigma = min(eta, s / max(1 - t, 1e-9))
@@ -247,9 +246,8 @@ def masks_to_reveal(score, masked, steps_left):
 def nucleus(probs, p):
     """Keep the likeliest tokens while their sum is at most p, and renormalise              App. B.1
 
-    probs: (n, V).   Returns (n, V).
-    The likeliest token is always kept. The token that crosses p is dropped [code]. The usual rule
-    keeps it, and so does Dream (sample_dream.filtered).
+    probs: (n, V).   Returns (n, V). The likeliest token is always kept. The token that crosses p is
+    dropped [code]. The usual rule keeps it, and so does Dream (sample_dream.filtered).
     """
     if p == 1:
         return probs

@@ -56,7 +56,8 @@ class Decoding:
     threshold: Share | None = None
     # These replace the adapter's ω. Without an adapter, --omega_s=0.3 turns SM on, with k = 3, in a
     # model that never saw feedback. Add --omega_a=1 --omega_b=-3, or λ is near 0 where H is above 1
-    # nat. For a frozen Dream-7B, arXiv 2609.37391 reports gains on HumanEval. Not tried here.
+    # nat. Not tried here. At four tokens a step, arXiv 2609.37391 reports, for a frozen Dream-7B on
+    # HumanEval: 17.7 % without feedback, 23.8 % with a linear mix, 32.3 % with one on the sphere.
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
@@ -352,9 +353,10 @@ def main(cfg):
             text, stats = answer(model, tok, sm, ids, settings, until, lambda _: bar.update())
         messages.append({"role": "assistant", "content": text})
         print(before + text + after)
-        cost = "{tokens} tokens, {kept} before the end token; NFE {nfe}, {seconds:.1f} s"
-        rate = f"{stats['tokens'] / stats['nfe']:.2f} tokens per forward pass"
-        print(cost.format(**stats), rate, sm or "without feedback", sep="; ", file=sys.stderr)
+        n, nfe, s = (stats[name] for name in ("tokens", "nfe", "seconds"))
+        print(f"{n} tokens ({stats['kept']} before the end), {n / s:.1f} per second; NFE {nfe}",
+              f"{n / nfe:.2f} tokens per forward pass, {nfe / s:.1f} passes per second; {s:.1f} s",
+              sm or "without feedback", sep="; ", file=sys.stderr)
 
 
 if __name__ == "__main__":

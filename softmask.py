@@ -95,9 +95,8 @@ class SoftMask(nn.Module):
     def strength(self, minus_h):
         """λ(p) = ω_s · σ(ω_a (−H(p) − ω_b)), the share of predicted tokens in the mix        Eq. 3
 
-        minus_h: (…) −H(p) in nats, at most 0.
-        Returns λ: (…) in [0, ω_s], near ω_s where the model is confident. ω_s = 0 would be binary
-        masking (§3.3).
+        minus_h: (…) −H(p) in nats, at most 0.   Returns λ (…) in [0, ω_s], near ω_s where the
+        model is confident. ω_s = 0 would be binary masking (§3.3).
         """
         omega_s, omega_a, omega_b = self.omega
         return omega_s * torch.sigmoid(omega_a * (minus_h - omega_b))              # (…)

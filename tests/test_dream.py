@@ -94,6 +94,9 @@ def test_a_field_of_config_that_is_wrong_or_not_read_is_refused(folder):
         for value in values:
             (folder / "config.json").write_text(json.dumps(raw | {field: value}))
             refused(f"config.json has ({field}|rope_type|partial_rot)", DreamConfig.read, folder)
+    for field, value in ("rope_scaling", 2.0), ("rope_parameters", "none"), ("layer_types", 28):
+        (folder / "config.json").write_text(json.dumps(raw | {field: value}))
+        refused(r"config.json is not .*TypeError.*\Z", DreamConfig.read, folder)
 
 
 def test_weights_of_another_model_are_refused_in_one_line(folder, dream):

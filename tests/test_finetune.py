@@ -155,8 +155,9 @@ def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tm
         "tool_calls": [talk(tool_calls=[{"id": "1"}])],
         "function_call": [talk(function_call={"name": "f"})],
         "train of 0": [talk(train=False)],
-        "weight of 0": [talk(weight=0), talk() | {"weight": 0.0}],
-        "roles other than user, assistant, system": [talk(role="ipython")],
+        "weight of 0": [talk(weight=0), talk() | {"weight": 0.0}, talk(weight="0.0")],
+        "loss_mask of 0": [talk() | {"loss_mask": "False"}],
+        "roles other than user, assistant, system": [talk(role="ipython"), talk(role=None)],
         "a turn that is not text, or over 900,000 characters": [
             talk(content=[{"type": "text", "text": "abc"}]), talk(content="\t" * 1_000_001)],
         "two system turns": [said(("system", "s"), ("human", "a"), ("bot", "b")) | {"system": "t"}],
