@@ -231,7 +231,7 @@ def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, monkeypatch, bloc
     assert drawn == keys("an answer", seed=[5], prompt=[[1, 2]])
     (two, x, *words), given = decoding.call_args
     *pick, generator = given["pick"]
-    assert stats["tokens"] == 8 and two.sm is sm
+    assert stats["tokens"] == 8 and two.sm is sm and dream.table.dtype == torch.bfloat16
     assert words == ([8, 6, 4, "dual", 0.4] if blocks else [6])
     assert pick == ["maskgit_plus", 0.7, 0.6] and given.items() >= how.items()
     generator.manual_seed(oracles.rng(5, [1, 2]).initial_seed())
