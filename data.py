@@ -243,7 +243,7 @@ def no_text(path):
 
 
 def find_files(sources):
-    """The files of all paths. In a folder: all texts, but no .json and nothing that is hidden."""
+    """Each file of the paths once. In a folder: all texts, but no .json and nothing hidden."""
     paths = []
     for source in map(Path, sources):
         source.stat()  # is it there?
@@ -256,7 +256,7 @@ def find_files(sources):
         if source.is_dir() and not inside:
             raise Refused(f"{source} has no .txt, .jsonl, .ndjson or .parquet in it")
         paths += inside or [source]
-    return paths
+    return [*{path.resolve(): path for path in paths}.values()]
 
 
 def stdlib_files():

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 import dora
 from checkpoint import check_numbers, read_safetensors, readable, require
 from launch import Refused, read_json
+from softmask import SoftMask
 
 
 def rope(pos, cfg):
@@ -161,22 +162,22 @@ class Dream(nn.Module):
 
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
-        """A model from its published folder, frozen, in eval mode.   dtype: None, as stored."""
+        """A model from its published folder, frozen, in eval mode.   dtype: None, its table's."""
         with torch.device("meta"):  # shapes without memory
             model = cls(DreamConfig.read(folder))
         names, index = {"model.safetensors"}, f"{folder}/model.safetensors.index.json"
-        if os.path.exists(index):
-            names = set(read_json(index)["weight_map"].values())
-        files = [read_safetensors(f"{folder}/{name}") for name in names]
-        state = {name: t for file in files for name, t in file.items()
-                 if not name.endswith("rotary_emb.inv_freq")}
-        head = state.get("lm_head.weight") if model.cfg.tie_word_embeddings else None
-        if head is not None:  # a file has the table, the head, or both
-            if torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
-                del state["lm_head.weight"]  # if they differ, it stays and is refused
         with readable(folder):
+            if os.path.exists(index):
+                names = set(read_json(index)["weight_map"].values())
+            files = [read_safetensors(f"{folder}/{name}") for name in names]
+            state = {name: t for file in files for name, t in file.items()
+                     if not name.endswith("rotary_emb.inv_freq")}
+            head = state.get("lm_head.weight") if model.cfg.tie_word_embeddings else None
+            if head is not None:  # a file has the table, the head, or both
+                if torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
+                    del state["lm_head.weight"]  # if they differ, it stays and is refused
             model.load_state_dict(state, assign=True)
-        check_numbers(model.to(device, dtype).state_dict(), folder)
+        check_numbers(model.to(device, dtype or model.table.dtype).state_dict(), folder)
         return model.requires_grad_(False).eval()
 
 
@@ -193,7 +194,7 @@ def check_fields(raw, path, read, **wanted):
     """Raises Refused for a field that may change what a model computes, and that nothing reads."""
     require(raw, path, **wanted)
     for name in raw.keys() - HARMLESS - {*read, *wanted}:
-        if raw[name]:  # else it is off
+        if raw[name] or type(raw[name]) in (int, float):  # else it is off
             raise Refused(f"{path} has {name} = {raw[name]!r:.80}, and nothing here reads it: "
                           f"remove it only if the model computes the same without it")
 
@@ -238,7 +239,7 @@ class DreamConfig:
                     raise Refused(f"{path} has {name} = {value!r}: it must be of type "
                                   f"{kinds[-1].__name__}, above {low} and below {high}")
         check_fields(raw, path, cls.__annotations__, hidden_act="silu", rope_type="default",
-                     head_dim=raw["hidden_size"] // raw["num_attention_heads"])
+                     type="default", head_dim=raw["hidden_size"] // raw["num_attention_heads"])
         return cls(**{name: raw[name] for name in cls.__annotations__})
 
     @property
@@ -247,7 +248,7 @@ class DreamConfig:
 
 
 def load_adapter(model, folder):
-    """Attach the DoRA in `folder`, in place. Returns what `read_omega` does."""
+    """Attach the DoRA in `folder`, in place. Returns the SoftMask beside it, or None."""
     cfg = read_json(f"{folder}/adapter_config.json")
     state = read_safetensors(f"{folder}/adapter_model.safetensors")
     cfg.setdefault("use_dora", False)  # peft's default if the field is missing
@@ -259,28 +260,27 @@ def load_adapter(model, folder):
     if os.path.exists(ours) and read_json(ours)["base"] != model.fingerprint():
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
                       f"{cfg['base_model_name_or_path']}: same shapes, other weights")
-    check_numbers(state, folder)
-    dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
     with readable(folder):
+        check_numbers(state, folder)
+        dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
         dora.load_adapter_state(model, state)
-    return read_omega(model.cfg, folder)
+        return read_soft_mask(model.cfg.mask_token_id, folder)
 
 
-def read_omega(cfg, folder):
-    """SoftMask's arguments for the adapter in `folder`, or None if it has no SM."""
+def read_soft_mask(mask_id, folder):
     path = f"{folder}/transparency_config.json"
     raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
     alg = raw["transparency_alg"]
     if alg == "none":
         return None
     require(raw, path, transparency_scheduling="none")  # a schedule is set by --schedule instead
-    kinds = {"mixinputs_with_topk": raw["mixinputs_k"], "mixinputs_with_temp": None}
+    kinds = {"mixinputs_with_topk": int(raw["mixinputs_k"]), "mixinputs_with_temp": None}
     if alg not in kinds:  # another mix of theirs, or a class of one's own
         raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
-    return dict(mask_id=cfg.mask_token_id, tau=raw["mixture_temp"], k=kinds[alg],
-                # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects
-                omega_s=min(raw["transparency_scale"], 1 - 1e-6),
-                omega_a=raw["transparency_steepness"], omega_b=raw["transparency_centre"])
+    # The authors save ω_s in bf16: what is above 0.998 becomes 1, which SoftMask rejects.
+    omega_s = 1 - 1e-6 if raw["transparency_scale"] == 1 else raw["transparency_scale"]
+    return SoftMask(mask_id, kinds[alg], omega_s, raw["transparency_steepness"],
+                    raw["transparency_centre"], raw["mixture_temp"])
 
 
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -297,16 +297,16 @@ def byte_characters():
 class Tokenizer:
     """The tokenizer of a model folder, on tiktoken"""
     def __init__(self, folder):
-        vocab = read_json(f"{folder}/vocab.json")
+        to_byte, vocab = byte_characters(), read_json(f"{folder}/vocab.json")
         self.special = read_json(f"{folder}/added_tokens.json")
-        to_byte = byte_characters()
-        ranks = {bytes(to_byte[c] for c in token): i for token, i in vocab.items()
-                 if token not in self.special}
-        self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks,
-                                     special_tokens=self.special)
-        self.ids = {*ranks.values(), *self.special.values()}
-        if max(self.ids) >= DreamConfig.read(folder).vocab_size:
-            raise Refused(f"{folder} has a token {max(self.ids)}, beyond vocab_size in config.json")
+        with readable(folder):
+            ranks = {bytes(to_byte[c] for c in token): i for token, i in vocab.items()
+                     if token not in self.special}
+            self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks,
+                                         special_tokens=self.special)
+            self.ids = {*ranks.values(), *self.special.values()}
+            if max(self.ids) >= DreamConfig.read(folder).vocab_size:
+                raise Refused(f"{folder} has a token {max(self.ids)}, beyond config's vocab_size")
 
     def encode(self, text, special=False):
         """The token ids of a text, a list.   special: <|im_end|> and others are one token each."""

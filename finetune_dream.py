@@ -47,7 +47,7 @@ FORMATS = (("messages",), ("conversations",), ("instruction", "output"), ("promp
            ("prompt", "completion"))
 # A dialogue with one of these is dropped: the model would not see what its answer depends on.
 CONTEXT = "history", "tools", "functions", "tool_calls", "function_call"
-WEIGHTS = "weight", "train", "loss_mask", "loss"  # 0 or false: an answer not to be learned
+WEIGHTS = "weight", "loss_weight", "train", "trainable", "loss_mask", "loss", "label"  # only if 0
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 MASK_FLOOR = 1e-3  # masked with (1 − floor) t + floor; mdlm.corrupt has no "+ floor" [code]
 
@@ -293,7 +293,7 @@ def read_lines(cfg):
                 records.append(json.loads(line))
                 as_messages(records[-1])  # raises here, where n is known
             n += 1
-    except (ValueError, LookupError, TypeError, AttributeError) as e:
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
         raise Refused(f"{cfg.data}, line {n}: not a dialogue, see --help ({launch.in_short(e)})")
     n_val = min(cfg.n_val, len(records) // 10)
     records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
@@ -326,8 +326,8 @@ def as_messages(record):
         why.append("no answer by assistant")
     turns = turns[:max((i for i, r in enumerate(roles, 1) if r == "assistant"), default=0)]
     why += [f"{name} of 0" for name in WEIGHTS for part in (record, *turns[-1:])
-            if str(part.get(name)).lower() in ("0", "0.0", "false")]
-    contents = [t.get("content") if t.get("value") is None else t["value"] for t in turns]
+            if (str(part.get(name)) or "1").strip(" -0.").lower() in ("", "false")]  # "0.00"
+    contents = [t.get("value") or t.get("content", t.get("value")) for t in turns]
     if not all(isinstance(content, str) and len(content) < 900_000 for content in contents):
         why.append("a turn that is not text, or over 900,000 characters")  # tiktoken's limit
     return [{"role": r, "content": c} for r, c in zip(roles, contents)], why, unread

@@ -389,7 +389,6 @@ def main(cfg):
                           ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
 
-    # ---- the device
     model.to(here.device)
     if here.dtype:
         model.net.cast_linears_(here.dtype)

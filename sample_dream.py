@@ -31,7 +31,6 @@ from dream import Dream, Tokenizer, load_adapter
 from launch import Count, Refused, Share, Size, machine, progress, to_device
 from mdlm import TwoPass
 from sample import categorical, likeliest
-from softmask import SoftMask
 
 Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest H first, highest p first
 
@@ -289,8 +288,8 @@ def load_for_decoding(cfg):
     *_, device, dtype = machine(cfg.device, cfg.dtype)
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32  # None: as stored
     tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
-    omega = load_adapter(model, cfg.adapter) if cfg.adapter else None
-    sm = with_omega(SoftMask(**omega) if omega else None, model.cfg.mask_token_id, cfg)
+    sm = load_adapter(model, cfg.adapter) if cfg.adapter else None
+    sm = with_omega(sm, model.cfg.mask_token_id, cfg)
     if cfg.merge:
         dora.merge_(model)
     if cfg.compile:  # one graph for whole sequences, another for cached parts
@@ -338,7 +337,7 @@ def main(cfg):
     mask_id, messages, before, after = model.cfg.mask_token_id, [], "", ""
     settings, until = cfg, ["<|im_end|>"]
     typed = [(cfg.infill or cfg.prompt).replace("\\n", "\n")]
-    for text in sys.stdin if cfg.chat and not cfg.infill else typed:
+    for text in sys.stdin or () if cfg.chat and not cfg.infill else typed:
         if mask_id in tok.encode(text, special=True):
             raise Refused(f"{tok.decode([mask_id])} would become a [MASK]: use --infill, with ___")
         if cfg.infill:

@@ -288,6 +288,7 @@ def load_initial(model, cfg, vocabulary):
     for name, p in ckpt["model"].items():
         if name.startswith("net.") or model.sm and name.replace("sm.raw", "omega") not in given:
             state[name] = p
+    checkpoint.check_numbers(state, cfg.init_from)
     model.load_state_dict(state)
     if "sm.raw_s" not in ckpt["model"]:
         return "the settings"

@@ -46,8 +46,7 @@ def test_two_arms_in_ten_updates(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(sudoku, "HELD_OUT", 20)
     for name, value in dict(
             STEPS=10, KEEP_EVERY=5, PUZZLES=4, SETTINGS=arena.SETTINGS | dict(n_embd=16, n_layer=1),
-            interleaved=lambda cases, *_: {arm: {"cpu": 100 + 100 * (arm == "slerp")}
-                                           for arm in cases}).items():
+            interleaved=lambda arms, *_: {a: {"cpu": 100 << (a == "slerp")} for a in arms}).items():
         monkeypatch.setattr(arena, name, value)
     sudoku.prepare(sudoku.Data(grids=400))
     cfg = arena.Config(seeds="7", arms="binary,slerp")

@@ -170,7 +170,7 @@ def test_hub_layouts(tmp_path):
 
 @pytest.mark.parametrize("change", [
     {"data": {"tokenizer_name_or_path": "bert"}},  # its mask is in the middle
-    {"model": {"n_heads": 2}}, {"model": {"n_heads": "four"}},  # the shapes would fit
+    {"model": {"n_heads": 2}}, {"model": {"n_heads": "four"}}, {"model": {"n_blocks": 3}},
     {"algo": {"parameterization": "ar"}}, {"algo": {"causal_attention": True}},
     {"optim": {"sm_t_min": 0.2}}, {"optim": {"sm_t_max": 0.8}}, {"model_type": "bd3lm"},
     {"algo": {"tran_head": DENSE | {"fixed_lambda": 0.3}}},

@@ -101,11 +101,10 @@ def test_extracted_code_equals_the_recorded_and_follows_names():
         code = case["response"].split("```python\n", 1)[-1].split("```")[0]
         found = B.sanitize(case["prompt"] + "\n" + code, case["entry_point"])
         assert found == case["prediction"], case
-    kept = ["import os", "SEEN: set = set()", "A = 1", "class C:\n    pass",
-            "@staticmethod\ndef f():\n    return g() + A", "async def g():\n    return C(SEEN)"]
-    others = ["LEFT: int = 1", "B = 2", "def h():\n    return B", "for"]
-    assert B.sanitize("\n".join(kept + others), "f") == "\n".join(kept)
-    assert B.sanitize("def f():\n    return 1\ndef f():\n    return 2", "f")[-1] == "2"
+    kept = ("import os\nSEEN: set = set()\nA = '\u2028'\nclass C:\n    pass\n@staticmethod\n"
+            "def f():\n    return g() + A\nasync def g():\n    return C(SEEN)")
+    others = "LEFT: int = 1\nB = 2\ndef h():\n    return B\nf: object\nfor"
+    assert B.sanitize(f"SEEN = 1\n{kept}\n{others}", "f") == kept.replace("\u2028", r"\u2028")
 
 
 def test_an_answer_that_breaks_the_scorer_is_wrong_and_costs_nothing_else():
@@ -130,6 +129,7 @@ def test_problems_are_read_like_other_json_lines(tmp_path):
             assert [doc["question"] for doc in docs] == ["wie viele äöü\u2028?"] * 2
     refused("p.jsonl, line 3: ", B.documents, write(f"{line}\n\n{line[:-9]}"))
     refused("p.gz, line 1: ", B.documents, write(line, "p.gz"))
+    refused("p.jsonl: each row needs .* code", B.documents, write(line), needs=["question", "code"])
     for text in "", "\n", "[]", "[3]", "7":
         refused("p.jsonl has no problems", B.documents, write(text))
 
@@ -142,8 +142,7 @@ def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
         "import os; assert os.environ['OMP_NUM_THREADS'] == '1'",
         "import sys; print('x' * (64 << 20), file=sys.stderr)",
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass A:\n    x: int\nA(1)",
-        "if __name__ == '__main__': assert False"]
+        "@dataclass\nclass A:\n    x: int\nA(1)", "if __name__ == '__main__': assert False"]
     wrong = ["assert False", "def f(:", "import sys; sys.exit(0)", "import os; os._exit(0)",
              "while True: pass", "input()"]
     if sys.platform == "linux":

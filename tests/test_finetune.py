@@ -133,7 +133,7 @@ def test_dialogues_in_the_formats_that_people_have(tmp_path):
         train, val = ft.read_lines(Config(data=str(path), n_val=0))
         assert len(train) == len(records) and not val
         assert all(ft.as_messages(record) == (pair, [], set()) for record in train)
-    for what, wrong in (("line 1", '{"text": "a"}'), ("line 1", "[1"), ("line 2", "\n3"),
+    for what, wrong in (("line 1", '{"text": "a"}'), ("line 1", 10**5 * "["), ("line 2", "\n3"),
                         ("line 2", json.dumps([records[0], 3])), ("line 3", "\n\n" + lines[:20]),
                         ("line 1", '{"messages": [{"content": "a"}]}'), ("line 2.*utf", b"\n\xe9"),
                         ("xz", lzma.compress(b"{}")), ("UTF-16", lines.encode("utf-16-be"))):
@@ -146,7 +146,7 @@ def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tm
     talk = lambda prompt="a", answer="abc", **turn: {"messages": [
         {"role": "Human", "content": prompt}, {"role": "GPT", "content": answer, **turn}]}
     overhead = len(encoded(talk(""), tok)[0])
-    fine = talk(weight=1, name="Eve", tool_calls=None, value=None)  # these change nothing
+    fine = talk(weight=1, name="Eve", tool_calls=None, value="")  # these change nothing
     kept = [*(fine | {"system": "s", "id": i} for i in range(3)), talk("a" * (200 - overhead))]
     dropped = {
         "history": [talk() | {"history": [["a", "b"]]}],
@@ -154,9 +154,8 @@ def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tm
         "tools": [talk() | {"tools": '[{"name": "f"}]'}],
         "tool_calls": [talk(tool_calls=[{"id": "1"}])],
         "function_call": [talk(function_call={"name": "f"})],
-        "train of 0": [talk(train=False)],
-        "weight of 0": [talk(weight=0), talk() | {"weight": 0.0}, talk(weight="0.0")],
-        "loss_mask of 0": [talk() | {"loss_mask": "False"}],
+        "train of 0": [talk(train=False)], "label of 0": [talk() | {"label": "False"}],
+        "weight of 0": [talk(weight=0), talk() | {"weight": 0.0}, talk(weight="-0.00")],
         "roles other than user, assistant, system": [talk(role="ipython"), talk(role=None)],
         "a turn that is not text, or over 900,000 characters": [
             talk(content=[{"type": "text", "text": "abc"}]), talk(content="\t" * 1_000_001)],
@@ -318,7 +317,7 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
     data = shutil.copy(cfg.data, str(tmp_path / "moved.jsonl"))
     cfg = replace(cfg, model=moved, data=data, resume=True)
     finetune(cfg)
-    assert load_adapter(Dream.load(moved, dtype=torch.bfloat16), cfg.out + "/last")["k"] == 1
+    assert load_adapter(Dream.load(moved, dtype=torch.bfloat16), cfg.out + "/last").k == 1
     state = {name: t.clone() for name, t in Dream.load(moved).state_dict().items()}
     state["model.layers.0.mlp.up_proj.weight"] += 0.01  # another model of the same shapes
     checkpoint.write_safetensors(f"{moved}/model.safetensors", state)
@@ -335,7 +334,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega_or_none(tiny_dream, tmp
     for sm in (full, SoftMask(194, None, **HEAD, tau=1.3)):
         ft.save_adapter(str(tmp_path), dream, sm, cfg)
         back = Dream.load(tiny_dream)
-        omega = SoftMask(**load_adapter(back, tmp_path))
+        omega = load_adapter(back, tmp_path)
         torch.testing.assert_close(omega.omega, sm.omega, rtol=0, atol=1e-4)
         assert omega.k == sm.k and (sm.k or abs(omega.tau - sm.tau) < 1e-5)
     torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)

@@ -71,8 +71,7 @@ def test_benchmarks_are_table_3(tmp_path):
     assert line.get_xydata().tolist() == [[15, 16], [15, 32]]
 
 
-def test_figures_over_updates_are_means_over_seeds(tmp_path):
-    """Figs. 3 and 8."""
+def test_figures_3_and_8_are_means_over_seeds(tmp_path):
     pytest.importorskip("matplotlib")
     for seed, omega_s in (1, 0.1), (2, 0.3):
         gate = {"omega_s": omega_s, "omega_a": 4.0 * seed, "omega_b": -0.5}

@@ -259,9 +259,8 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
     err = go(prompt="hello", omega_s=0.9, block=4, threshold=1e-9, schedule="linear").err
-    rates = (r"8 tokens \(. before the end\), (.*) per second; NFE 4; 2.00 tokens per forward "
-             r"pass, (.*) passes per second; .* s; SoftMask\(k=3.*\n")
-    tokens, passes = map(float, re.fullmatch(rates, err).groups())
+    tokens, passes = map(float, re.findall(r"([\d.]+) (?:passes )?per second", err))
+    assert "NFE 4; 2.00 tokens per forward pass" in err and "; SoftMask(k=3, omega_s=0.9" in err
     assert tokens == pytest.approx(2 * passes, abs=0.2)
     for blank in "___", 9 * "_":
         filled = go(infill=f"def __f__():\\n    {blank} # end").out

@@ -293,6 +293,8 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     torch.save(ckpt | {"model": dict([*ckpt["model"].items()][1:])}, file(cfg))
     with pytest.raises(RuntimeError, match="Missing key"):
         train(beside(other, "missing"))
+    torch.save(ckpt | {"model": {n: t / 0 for n, t in ckpt["model"].items()}}, file(cfg))
+    refused("not finite: use another", train, beside(other, "broken"))
 
 
 @pytest.mark.parametrize("given, omega, origin", [

@@ -17,6 +17,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import zlib
 from collections import UserList
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -24,9 +25,11 @@ from functools import partial
 from launch import Refused, in_short
 
 
-def documents(data="", timeout=30.0, column="", plus="none", **_):
+def documents(data="", timeout=30.0, column="", plus="none", needs=(), **_):
     """{"test": rows} of a .json or .jsonl(.gz) file, each with its column in Table 3."""
     rows = read(data)
+    if not all(isinstance(row.get(name), str) for row in rows for name in needs):
+        raise Refused(f"{data}: each row needs a text in the fields {', '.join(needs)}")
     holds = {bool(re.search("^ *inputs = ", str(row.get("test")), re.M)) for row in rows}
     # plus: whether the rows' plus tests are wanted or ignored. none: the rows must have none.
     if len(holds) > 1 or (plus != "ignored" and holds != {plus == "wanted"}):
@@ -50,7 +53,7 @@ def read(path):
         for number, part in enumerate(parts, 1):  # noqa: B007
             value = json.loads(part) if part.strip() else []
             rows += value if isinstance(value, list) else [value]
-    except (ValueError, EOFError, gzip.BadGzipFile) as e:
+    except (ValueError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as e:
         raise Refused(f"{path}, line {number}: {in_short(e)}")
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise Refused(f"{path} has no problems: give JSON lines, or a list of objects")
@@ -59,7 +62,7 @@ def read(path):
 
 def longest_code(text):
     """The syntax tree of the longest run of lines that parses, among the first 100 [code]."""
-    lines = text.splitlines()[:100]
+    lines = text.split("\n")[:100]  # splitlines would cut a string at U+2028
     # The sort is stable: among spans of the same length, the one that starts first wins.
     spans = itertools.combinations(range(len(lines) + 1), 2)
     for i, j in sorted(spans, key=lambda span: -sum(bool(s.strip()) for s in lines[slice(*span)])):
@@ -84,7 +87,7 @@ def sanitize(text, *wanted):
                 found[node.name] = node
         elif isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name):
             found[node.targets[0].id] = node
-        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
+        elif isinstance(node, ast.AnnAssign) and node.value and isinstance(node.target, ast.Name):
             found[node.target.id] = node
     while todo:
         name = todo.pop()
