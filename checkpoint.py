@@ -61,8 +61,8 @@ def readable(path):
     """Whatever a broken or foreign file raises in this block becomes Refused, in one line."""
     try:
         yield
-    except BaseException as e:  # tiktoken's panics are no Exception
-        if isinstance(e, (Refused, KeyboardInterrupt)) or isinstance(e, OSError) and e.filename:
+    except BaseException as e:  # a panic of tiktoken is not an Exception
+        if isinstance(e, (Refused, KeyboardInterrupt, SystemExit)) or getattr(e, "filename", None):
             raise
         reason = " ".join(f"{type(e).__name__}: {e}".split())[:200]
         raise Refused(f"{path} is not a complete checkpoint that can be read here ({reason})")
@@ -188,7 +188,7 @@ def from_mdlm_family(file, path):
         model.pop("sm.raw_tau", None)
     blocks = {name.split(".")[2] for name in model if name.startswith("net.blocks.")}
     cfg = ModelConfig(
-        n_layer=settings.get("n_blocks") or len(blocks), n_head=n_head, n_embd=D, vocab_size=V,
+        n_layer=int(settings.get("n_blocks") or len(blocks)), n_head=n_head, n_embd=D, vocab_size=V,
         n_cond=len(model["net.sigma_map.mlp.2.weight"]), mask_id=V - 1, k=k,
         length=settings.get("length", settings.get("model_length", 1024)),
         dropout=settings.get("dropout", 0.1), soft_mask="sm.raw_s" in model,
@@ -201,7 +201,7 @@ def from_mdlm_family(file, path):
         names = [f"net.{name}" for name, _ in empty.net.named_parameters()]
         ema = dict(zip(names, ema["shadow_params"], strict=True))
     return {"format": FORMAT, "kind": "mdlm", "config": vars(cfg), "model": model, "ema": ema,
-            "step": int(file.get("global_step") or 0), "tokenizer": {
+            "step": int(file.get("global_step", 0)), "tokenizer": {
                 "name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}}
 
 

@@ -243,7 +243,7 @@ def no_text(path):
 
 
 def find_files(sources):
-    """Each file of the paths once. In a folder: all texts, but no .json and nothing hidden."""
+    """All files of the paths, each once. In a folder: all texts, but no .json and no hidden one."""
     paths = []
     for source in map(Path, sources):
         source.stat()  # is it there?
@@ -256,7 +256,7 @@ def find_files(sources):
         if source.is_dir() and not inside:
             raise Refused(f"{source} has no .txt, .jsonl, .ndjson or .parquet in it")
         paths += inside or [source]
-    return [*{path.resolve(): path for path in paths}.values()]
+    return [*{path.resolve(): path for path in reversed(paths)}.values()][::-1]
 
 
 def stdlib_files():

@@ -48,7 +48,7 @@ class DoRALinear(nn.Module):
         A, B, s = self.lora_A, self.lora_B, self.s
         cross = (self.base.weight.float() @ A.T * B).sum(1)                      # (out,)
         update = (B @ (A @ A.T) * B).sum(1)                                      # (out,)
-        return (self.square + 2 * s * cross + s * s * update).clamp_min(0).sqrt()
+        return (self.square + 2 * s * cross + s * s * update).sqrt()
 
     def gain(self, n):
         """m/n (out,), but 1 where n is 0, as in a row of zeros. peft's is NaN there [ours]."""

@@ -194,7 +194,7 @@ def check_fields(raw, path, read, **wanted):
     """Raises Refused for a field that may change what a model computes, and that nothing reads."""
     require(raw, path, **wanted)
     for name in raw.keys() - HARMLESS - {*read, *wanted}:
-        if raw[name] or type(raw[name]) in (int, float):  # else it is off
+        if raw[name]:  # else it is off
             raise Refused(f"{path} has {name} = {raw[name]!r:.80}, and nothing here reads it: "
                           f"remove it only if the model computes the same without it")
 
@@ -220,7 +220,7 @@ class DreamConfig:
         """config.json of a model folder. A missing mask id is looked up in added_tokens.json."""
         path = f"{folder}/config.json"
         raw = {name: value for name, value in read_json(path).items() if value is not None}
-        with readable(path):  # transformers 4 and 5 name them differently
+        with readable(path):  # RoPE's fields, as transformers 4 and 5 name them
             raw |= raw.pop("rope_scaling", {}) | raw.pop("rope_parameters", {})
             raw["layer_types"] = {*raw.get("layer_types", [])} - {"full_attention"}
         raw.setdefault("tie_word_embeddings", False)
@@ -274,13 +274,12 @@ def read_soft_mask(mask_id, folder):
     if alg == "none":
         return None
     require(raw, path, transparency_scheduling="none")  # a schedule is set by --schedule instead
-    kinds = {"mixinputs_with_topk": int(raw["mixinputs_k"]), "mixinputs_with_temp": None}
+    kinds = {"mixinputs_with_topk": int(raw["mixinputs_k"] or 0), "mixinputs_with_temp": None}
     if alg not in kinds:  # another mix of theirs, or a class of one's own
         raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
-    # The authors save ω_s in bf16: what is above 0.998 becomes 1, which SoftMask rejects.
-    omega_s = 1 - 1e-6 if raw["transparency_scale"] == 1 else raw["transparency_scale"]
-    return SoftMask(mask_id, kinds[alg], omega_s, raw["transparency_steepness"],
-                    raw["transparency_centre"], raw["mixture_temp"])
+    # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects.
+    return SoftMask(mask_id, kinds[alg], min(raw["transparency_scale"], 1 - 1e-6),
+                    raw["transparency_steepness"], raw["transparency_centre"], raw["mixture_temp"])
 
 
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

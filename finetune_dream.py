@@ -47,7 +47,7 @@ FORMATS = (("messages",), ("conversations",), ("instruction", "output"), ("promp
            ("prompt", "completion"))
 # A dialogue with one of these is dropped: the model would not see what its answer depends on.
 CONTEXT = "history", "tools", "functions", "tool_calls", "function_call"
-WEIGHTS = "weight", "loss_weight", "train", "trainable", "loss_mask", "loss", "label"  # only if 0
+WEIGHTS = "weight", "loss_weight", "train", "loss_mask", "loss"  # 0: an answer not to be learned
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 MASK_FLOOR = 1e-3  # masked with (1 − floor) t + floor; mdlm.corrupt has no "+ floor" [code]
 
@@ -326,8 +326,9 @@ def as_messages(record):
         why.append("no answer by assistant")
     turns = turns[:max((i for i, r in enumerate(roles, 1) if r == "assistant"), default=0)]
     why += [f"{name} of 0" for name in WEIGHTS for part in (record, *turns[-1:])
-            if (str(part.get(name)) or "1").strip(" -0.").lower() in ("", "false")]  # "0.00"
-    contents = [t.get("value") or t.get("content", t.get("value")) for t in turns]
+            if (str(part.get(name)) or "1").strip(" -0.").lower() in ("", "false")]  # also "0.00"
+    contents = [max((t[name] for name in ("value", "content") if t.get(name) is not None),
+                    key=bool, default=None) for t in turns]
     if not all(isinstance(content, str) and len(content) < 900_000 for content in contents):
         why.append("a turn that is not text, or over 900,000 characters")  # tiktoken's limit
     return [{"role": r, "content": c} for r, c in zip(roles, contents)], why, unread

@@ -363,7 +363,7 @@ def read_json(path):
     """The JSON object in a file, as Fields."""
     try:
         fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (ValueError, TypeError, RecursionError) as e:
+    except (ValueError, TypeError) as e:
         raise Refused(f"{path} is not a complete JSON object ({in_short(e)})")
     fields.path = path
     return fields

@@ -337,7 +337,7 @@ def main(cfg):
     mask_id, messages, before, after = model.cfg.mask_token_id, [], "", ""
     settings, until = cfg, ["<|im_end|>"]
     typed = [(cfg.infill or cfg.prompt).replace("\\n", "\n")]
-    for text in sys.stdin or () if cfg.chat and not cfg.infill else typed:
+    for text in sys.stdin if cfg.chat and not cfg.infill else typed:
         if mask_id in tok.encode(text, special=True):
             raise Refused(f"{tok.decode([mask_id])} would become a [MASK]: use --infill, with ___")
         if cfg.infill:

@@ -93,6 +93,7 @@ def test_prompts_stop_strings_and_lengths(config, tiny):
         [(prompt, how)] = [request.args for request in task.instances]
         [until] = [v for k, v in RECORDED["until"].items() if k.startswith(family)]
         assert (prompt, how["until"], how["max_gen_toks"]) == (text, until, length), name
+        refused("each row needs a text", E.load_task, config(name, [{"test": "a"}]))
 
 
 def test_extracted_code_equals_the_recorded_and_follows_names():

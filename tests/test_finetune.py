@@ -154,7 +154,7 @@ def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tm
         "tools": [talk() | {"tools": '[{"name": "f"}]'}],
         "tool_calls": [talk(tool_calls=[{"id": "1"}])],
         "function_call": [talk(function_call={"name": "f"})],
-        "train of 0": [talk(train=False)], "label of 0": [talk() | {"label": "False"}],
+        "train of 0": [talk(train=False)], "loss_weight of 0": [talk(loss_weight="False")],
         "weight of 0": [talk(weight=0), talk() | {"weight": 0.0}, talk(weight="-0.00")],
         "roles other than user, assistant, system": [talk(role="ipython"), talk(role=None)],
         "a turn that is not text, or over 900,000 characters": [

@@ -17,7 +17,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import zlib
 from collections import UserList
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -53,7 +52,7 @@ def read(path):
         for number, part in enumerate(parts, 1):  # noqa: B007
             value = json.loads(part) if part.strip() else []
             rows += value if isinstance(value, list) else [value]
-    except (ValueError, EOFError, RecursionError, gzip.BadGzipFile, zlib.error) as e:
+    except (ValueError, EOFError, gzip.BadGzipFile) as e:
         raise Refused(f"{path}, line {number}: {in_short(e)}")
     if not rows or not all(isinstance(row, dict) for row in rows):
         raise Refused(f"{path} has no problems: give JSON lines, or a list of objects")
