@@ -4,10 +4,10 @@
     python lab/arena.py --seeds=41,42 --arms=binary,sm,slerp   # times all arms once; resumes
     python lab/arena.py table                                  # as results/README.md shows it
 
-The plan, written before any run was measured:
+The plan, written before any run was measured (commit 7f8ce79):
 - Seeds 41 to 46, none used before. 6,000 updates at a rate of 5e-4 (deep: 1e-3), ω from (0.5, 1,
-  −2.8; constant: −100), and examples/sudoku.py's settings. All were chosen for binary, sm and deep,
-  on seeds 1 to 5, 11 to 16 and 31 to 36. Nothing was tuned for the other arms or on these.
+  −2.8), and examples/sudoku.py's settings. All were chosen for binary, sm and deep, on seeds 1 to
+  5, 11 to 16 and 31 to 36. Nothing was tuned for the other arms or on these.
 - Primary: % of 500 puzzles (12 of 36 cells given) solved at two cells per call, surest first, with
   the likeliest digits, and with feedback where the arm has it. Measured after as many updates, and
   after the CPU time of binary's 6,000 (one core; the last file before it, one per 250 updates).
@@ -59,7 +59,7 @@ class Additive(SoftMask):  # m + λ Σ π v: nothing of m is taken away
 
 ARMS = {  # what differs from sm
     "binary": (SoftMask, dict(p_sm=0.0)), "sm": (SoftMask, {}), "slerp": (Slerp, {}),
-    "constant": (SoftMask, dict(omega_b=-100.0)),  # the gate is open, so λ = ω_s
+    "constant": (SoftMask, dict(omega_b=-100.0)),  # the gate is open: λ = ω_s
     "additive": (Additive, {}), "always": (SoftMask, dict(p_sm=1.0)),
     "frozen": (SoftMask, dict(eta_sm=0.0)),
     "deep": (SoftMask, dict(p_sm=0.0, n_layer=4, eta_bb=1e-3))}
