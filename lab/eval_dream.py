@@ -187,10 +187,11 @@ def evaluate(cfg):
             result[name] = sum(line[name] for line in lines)
         result["tokens_per_pass"] = result["tokens"] / result["nfe"]
         result["passes_per_s"] = result["nfe"] / result["seconds"]
+        result["tokens_per_s"] = result["tokens"] / result["seconds"]
         launch.write_text(cell_path(cell) + ".json", json.dumps(result, indent=1))
         print("{column}: score {score}, {feedback}, NFE {nfe}, {tokens} tokens ({kept} before the "
               "end) in {seconds:.1f} s: {tokens_per_pass:.2f} tokens per forward pass, "
-              "{passes_per_s:.1f} forward passes per second".format(**result))
+              "{tokens_per_s:.1f} tokens and {passes_per_s:.1f} passes per second".format(**result))
         results.append(result)
     return results
 
