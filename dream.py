@@ -264,22 +264,19 @@ def load_adapter(model, folder):
         check_numbers(state, folder)
         dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
         dora.load_adapter_state(model, state)
-        return read_soft_mask(model.cfg.mask_token_id, folder)
-
-
-def read_soft_mask(mask_id, folder):
-    path = f"{folder}/transparency_config.json"
-    raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
-    alg = raw["transparency_alg"]
-    if alg == "none":
-        return None
-    require(raw, path, transparency_scheduling="none")  # a schedule is set by --schedule instead
-    kinds = {"mixinputs_with_topk": int(raw["mixinputs_k"] or 0), "mixinputs_with_temp": None}
-    if alg not in kinds:  # another mix of theirs, or a class of one's own
-        raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
-    # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects.
-    return SoftMask(mask_id, kinds[alg], min(raw["transparency_scale"], 1 - 1e-6),
-                    raw["transparency_steepness"], raw["transparency_centre"], raw["mixture_temp"])
+        path = f"{folder}/transparency_config.json"
+        raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
+        alg = raw["transparency_alg"]
+        if alg == "none":
+            return None
+        require(raw, path, transparency_scheduling="none")  # --schedule sets it here
+        kinds = {"mixinputs_with_topk": int(raw["mixinputs_k"] or 0), "mixinputs_with_temp": None}
+        if alg not in kinds:  # another mix of theirs, or a class of one's own
+            raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
+        # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects.
+        omega_s = min(raw["transparency_scale"], 1 - 1e-6)
+        return SoftMask(model.cfg.mask_token_id, kinds[alg], omega_s, raw["transparency_steepness"],
+                        raw["transparency_centre"], raw["mixture_temp"])
 
 
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"
@@ -296,8 +293,9 @@ def byte_characters():
 class Tokenizer:
     """The tokenizer of a model folder, on tiktoken"""
     def __init__(self, folder):
-        to_byte, vocab = byte_characters(), read_json(f"{folder}/vocab.json")
+        vocab = read_json(f"{folder}/vocab.json")
         self.special = read_json(f"{folder}/added_tokens.json")
+        to_byte = byte_characters()
         with readable(folder):
             ranks = {bytes(to_byte[c] for c in token): i for token, i in vocab.items()
                      if token not in self.special}

@@ -246,8 +246,9 @@ def masks_to_reveal(score, masked, steps_left):
 def nucleus(probs, p):
     """Keep the likeliest tokens while their sum is at most p, and renormalise              App. B.1
 
-    probs: (n, V).   Returns (n, V). The likeliest token is always kept. The token that crosses p is
-    dropped [code]. The usual rule keeps it, and so does Dream (sample_dream.filtered).
+    probs: (n, V).   Returns (n, V).
+    The likeliest token is always kept. The token that crosses p is dropped [code]. The usual rule
+    keeps it, and so does Dream (sample_dream.filtered).
     """
     if p == 1:
         return probs
@@ -389,6 +390,7 @@ def main(cfg):
                           ": give the same flags, or another --out")
     texts = {line["index"]: line["text"] for line in lines}
 
+    # ---- the device
     model.to(here.device)
     if here.dtype:
         model.net.cast_linears_(here.dtype)
