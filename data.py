@@ -5,33 +5,34 @@
     python data.py yours.jsonl more/ --val_docs=300 --out=data/yours
     python data.py openwebtext                                 # needs `pip install datasets`
 
-A corpus is a folder with three files. Every document ends with EOS.
+Sources are .txt, one document each, .jsonl and .parquet, with a text in one field of every record,
+and folders of these, all in UTF-8. What cannot be read is refused, with its file and record. A
+corpus is a folder with three files. Every document ends with EOS.
 
-    train.bin    uint16 token ids
+    train.bin    token ids, in uint16, or in uint32 if there are more than 65,536
     val.bin      the same, for the end of the text, which is held out
-    meta.json    the tokenizer, the source, the number of documents; of both splits: tokens, sha256
+    meta.json    tokenizer, dtype, source, number of documents; of both splits: tokens, sha256
 
 A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS and EOS are masked,
 too [code]. Published perplexities use rows of this form that begin elsewhere (REPRODUCE.md, 16).
 """
 
 import functools
+import glob
 import hashlib
 import itertools
 import json
 import os
-import re
-from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
 
 import numpy as np
 import tiktoken
 import torch
 from tiktoken.load import data_gym_to_mergeable_bpe_ranks
 
-from launch import Refused, Size, atomic, in_short, lock, progress, read_json, run
+from launch import Refused, Size, atomic, lock, progress, read_json, readable, run
 
 
 # ---- rows ----------------------------------------------------------------------------------------
@@ -44,7 +45,7 @@ def prepare_preset(out):
 @dataclass
 class Tokens:
     """A split as one stream of token ids, its documents joined."""
-    ids: np.ndarray  # (n_tokens,) uint16
+    ids: np.ndarray  # (n_tokens,) uint16 or uint32
     tokenizer: dict  # see `describe`; `rows` needs BOS and EOS
     name: str        # for messages
 
@@ -53,13 +54,13 @@ def open_split(dir, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
     if not os.path.exists(f"{dir}/meta.json"):
         raise Refused(f"there is no {dir}/meta.json: make it, as by `python data.py yours.jsonl "
-                      f"--out={dir}`")
+                      f"--tokenizer=bytes --out={dir}`")
     meta = read_json(f"{dir}/meta.json")
-    path = f"{dir}/{split}.bin"
-    if os.path.getsize(path) != 2 * meta[split]["tokens"]:
+    path, dtype = f"{dir}/{split}.bin", np.dtype(meta.get("dtype", "uint16"))
+    if os.path.getsize(path) != dtype.itemsize * meta[split]["tokens"]:
         raise Refused(f"{path} is incomplete: `rm -r {dir}`, and prepare it again with data.py")
     # A file without tokens cannot be mapped.
-    ids = np.memmap(path, np.uint16, "r") if meta[split]["tokens"] else np.empty(0, np.uint16)
+    ids = np.memmap(path, dtype, "r") if meta[split]["tokens"] else np.empty(0, dtype)
     return Tokens(ids, meta["tokenizer"], path), meta
 
 
@@ -115,148 +116,150 @@ WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 
 
 def tokenizer(name="gpt2"):
-    """A tiktoken.Encoding: "gpt2", the paper's, or "bytes", with 256 bytes, BOS and EOS."""
+    """A tiktoken.Encoding: "bytes", with 256 bytes, BOS and EOS, or any that tiktoken knows by name.
+
+    tiktoken downloads a named one once, such as "gpt2", the paper's, to TIKTOKEN_CACHE_DIR. For
+    gpt2, GPT2_DIR can name a folder with its two files instead.
+    """
     if name == "bytes":
         return tiktoken.Encoding(
             "bytes", pat_str=r"(?s).{1,64}", mergeable_ranks={bytes([i]): i for i in range(256)},
             special_tokens={"<|bos|>": 256, "<|eos|>": 257})
-    try:
-        if not (folder := os.environ.get("GPT2_DIR")):
-            return tiktoken.get_encoding(name)  # from tiktoken's cache, or a download
+    folder = os.environ.get("GPT2_DIR")
+    names = ", ".join(tiktoken.list_encoding_names())
+    with readable(f"tokenizer {name}", f". Known by name: {names}. Without internet, use "
+                  "--tokenizer=bytes, or gpt2 and a folder GPT2_DIR with vocab.bpe, encoder.json"):
+        if name != "gpt2" or not folder:
+            return tiktoken.get_encoding(name)
         ranks = data_gym_to_mergeable_bpe_ranks(
             os.path.join(folder, "vocab.bpe"), os.path.join(folder, "encoder.json"),
             "1ce1664773c50f3e0cc8842619a93edc4624525b728b188a9e0be33b7726adc5",
             "196139668be63f3b5d6574427317ae82f612a97c5d1cdaf36ed2256dbf636783")
-    except (OSError, ValueError) as e:  # ValueError: not the files of these hashes
-        raise Refused(f"there is no vocabulary of GPT-2 ({in_short(e):.70}): set GPT2_DIR to a "
-                      f"folder with vocab.bpe and encoder.json, or use --tokenizer=bytes")
-    return tiktoken.Encoding("gpt2", pat_str=WORDS, mergeable_ranks=ranks,
-                             special_tokens={"<|endoftext|>": 50256})
+        return tiktoken.Encoding("gpt2", pat_str=WORDS, mergeable_ranks=ranks,
+                                 special_tokens={"<|endoftext|>": 50256})
 
 
 def describe(tok):
     """{name, vocab_size, mask_id, bos, eos}, as in meta.json. vocab_size includes [MASK]."""
-    ends = sorted(map(tok.encode_single_token, tok.special_tokens_set))  # GPT-2 has only one
+    bos, eos = 256, 257
+    if tok.name != "bytes":
+        with readable(f"tokenizer {tok.name}"):
+            bos = eos = tok.eot_token  # <|endoftext|>
     return {"name": tok.name, "vocab_size": tok.n_vocab + 1, "mask_id": tok.n_vocab,
-            "bos": ends[0], "eos": ends[-1]}
+            "bos": bos, "eos": eos}
 
 
 # ---- corpora -------------------------------------------------------------------------------------
 def prepare(docs, out, tok, val_docs=None, source=""):
-    """Write a corpus of the texts `docs`: all its files or none. Returns what meta.json holds."""
+    """Write a corpus: all its files or none. Returns what meta.json holds.
+
+    docs: yields (place, text). The place is for messages.   val_docs, source: see Config.
+    """
     with (lock(out), atomic(f"{out}/meta.json") as meta_path, atomic(f"{out}/val.bin") as val,
           atomic(f"{out}/train.bin") as train):
         if os.path.exists(f"{out}/meta.json"):
             raise Refused(f"{out} holds a corpus already: give another --out, or `rm -r {out}`")
-        sizes, spelled = [], Counter()  # tokens of each document; see `encode`
+        special, sizes = describe(tok), []  # tokens of each document
+        dtype = "uint16" if special["mask_id"] <= 65_536 else "uint32"
         with open(train, "wb") as f:
-            for ids, ends in encode(docs, tok):
-                f.write(ids.tobytes())
-                sizes.append(len(ids))
-                spelled.update(ends)
-        n, special = sum(sizes), describe(tok)
+            for ids in encode(docs, tok):
+                f.write(np.array([*ids, special["eos"]], dtype).tobytes())           # EOS: [code]
+                sizes.append(len(ids) + 1)
+        n = sum(sizes)
         held_out = sum(sizes[-val_docs:]) if val_docs else min(n // 10, max(n // 100, 65_536))
         if not held_out:
             raise Refused(f"{n:,} tokens are too few to hold out a tenth: give more text")
-        train_ids, val_ids = np.split(np.memmap(train, np.uint16, "r"), [-held_out])
-        meta = {"tokenizer": special, "source": source, "documents": len(sizes)}
+        train_ids, val_ids = np.split(np.memmap(train, dtype, "r"), [-held_out])
+        meta = {"tokenizer": special, "dtype": dtype, "source": source, "documents": len(sizes)}
         for split, ids in ("train", train_ids), ("val", val_ids):
             meta[split] = {"tokens": len(ids), "sha256": hashlib.sha256(ids).hexdigest()}
-        widths = [len(tok.decode_single_token_bytes(i)) for i in range(special["bos"])]
-        widths = np.array([*widths, 0, 0], np.uint8)  # BOS and EOS, the last ids, are no text
-        meta["val"]["bytes"] = int(widths[val_ids].sum())
+        # EOS is no text. An id without bytes does not occur.
+        meta["val"]["bytes"] = sum(count * len(tok.decode_single_token_bytes(i))
+                                   for i, count in enumerate(np.bincount(val_ids).tolist())
+                                   if count and i != special["eos"])
         val_ids.tofile(val)
         os.truncate(train, train_ids.nbytes)
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
-    for end, count in spelled.items():
-        print(f"{end} is spelled out in {count:,} of {len(sizes):,} documents. It is ordinary text "
-              f"here, and ends none: put each document on a line of a .jsonl, without {end}")
     return meta
 
 
 def encode(docs, tok):
-    """Yields the uint16 ids of each text, EOS last [code], and the end tokens it spells out."""
-    docs, eos = filter(None, docs), describe(tok)["eos"]  # no lone EOS for an empty text [ours]
-    ends = {"<|endoftext|>", *tok.special_tokens_set}
-    while texts := list(itertools.islice(docs, 100)):  # few at a time: lists of ids take memory
-        for text in texts if tok.name == "gpt2" else ():  # tiktoken panics at a million blanks
-            if len(text) > 900_000 and re.search(r"(?<!\s)\s{900000}", text):
-                name = getattr(text, "name", repr(text[:40]))
-                raise Refused(f"{name} has 900,000 blanks in a row: shorten them")
-        for text, ids in zip(texts, tok.encode_ordinary_batch(texts, num_threads=os.cpu_count())):
-            yield np.array([*ids, eos], np.uint16), [end for end in ends if end in text]
+    """Yields the token ids of each text that is not empty.   docs: see `prepare`."""
+    docs = ((place, text) for place, text in docs if text)  # no lone EOS for an empty one [ours]
+    with ThreadPoolExecutor() as pool:
+        while batch := list(itertools.islice(docs, 100)):  # few: lists of ids take memory
+            encoded = pool.map(tok.encode_ordinary, [text for _, text in batch])
+            for place, _ in batch:
+                with readable(place):  # tiktoken panics at a million blanks in a row
+                    ids = next(encoded)
+                yield ids
 
 
-class Text(str):
-    """A text that has a `name`, its file and record."""
+SUFFIXES = ".txt", ".jsonl", ".parquet"
 
 
 def documents(paths, field="text"):
-    """Yields the texts of all files. Raises Refused for a broken file or a record without text."""
-    units = {".jsonl": "line", ".ndjson": "line", ".json": "line", ".parquet": "row"}
+    """Yields (place, text) of each document in the files."""
     for path in paths:
-        if path.is_file() and (what := no_text(path)):  # a pipe has its first bytes only once
-            raise Refused(f"{path} is {what}: data.py reads UTF-8 text, .jsonl and .parquet")
-        n, unit = 0, units.get(path.suffix.lower(), "text")
-        try:
-            for n, text in enumerate(records(path, field, unit), 1):
-                text = Text(text)
-                text.name = f"{path}, {unit} {n}"
-                yield text
-        except UnicodeError:
-            raise Refused(f"{path} is not UTF-8 text: convert it from the encoding that it has")
-        except (ValueError, LookupError, TypeError, RuntimeError, OSError) as e:  # pyarrow's, too
-            raise Refused(f"{path}, {unit} {n + 1} has no text in its field {field!r} "
-                          f"({in_short(e)}). data.py takes another with --field=NAME")
+        yield from numbered(texts(path, field), path, ". data.py reads .txt in UTF-8, and .jsonl "
+                            f"and .parquet with a text in the field {field!r} (--field=NAME)")
 
 
-def records(path, field, unit):
-    """Yields the text of each record in a file. `documents` makes its errors Refused."""
-    if unit == "row":
-        from pyarrow.parquet import ParquetFile
-        for batch in ParquetFile(path).iter_batches(1000, columns=[field]):
-            yield from ("".join([text]) for text in batch.column(field).to_pylist())
-        return
-    # utf-8-sig skips a byte-order mark. With newline="", line ends stay the bytes that they are.
-    with open(path, encoding="utf-8-sig", newline="") as f:
-        if unit == "line":  # "".join fails for what is not text
-            yield from ("".join([json.loads(line)[field]]) if line.strip() else "" for line in f)
+def numbered(values, path, remedy):
+    """Yields ("FILE, record 17", value). Whatever `values` raises becomes Refused, with its place.
+
+    values: a generator of values that are not None, one for each record of the file.
+    """
+    for n in itertools.count(1):
+        place = f"{path}, record {n}"
+        with readable(place, remedy):
+            value = next(values, None)
+        if value is None:
             return
-        text = f.read()
-        if "\0" in text:
-            raise UnicodeError
+        yield place, value
+
+
+def texts(path, field):
+    """Yields the text of each record of a file. Raises whatever is wrong with it."""
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
+        from pyarrow.parquet import ParquetFile
+        batches = ParquetFile(path).iter_batches(1000, columns=[field])
+        found = (text for batch in batches for text in batch.column(field).to_pylist())
+    elif suffix == ".jsonl":
+        found = (record[field] for record in json_lines(path))
+    else:
+        found = [path.read_bytes().decode("utf-8-sig")]  # line ends stay as they are
+    for text in found:
+        if not isinstance(text, str) or b"\0" in text.encode():  # half a surrogate pair raises
+            raise ValueError("this is not text, or has a NUL in it")
         yield text
 
 
-NO_TEXT = {
-    rb"\x1f\x8b": "gzip", rb"BZh\d1AY": "bzip2", rb"\xfd7zXZ": "xz", rb"\(\xb5/\xfd": "zstd",
-    rb"\x04\x22M\x18": "LZ4", rb"PK\x03\x04": "zip", rb"7z\xbc\xaf": "7-Zip", rb"Rar!": "RAR",
-    rb"(?s).{257}ustar": "tar", rb"\xff\xfe|\xfe\xff": "UTF-16",
-    rb"version https://git-lfs": "a pointer of Git LFS", rb"(?s)(?!PAR1).*\0": "binary or UTF-16"}
-
-
-def no_text(path):
-    """What a file is by its first bytes, or by a NUL anywhere in a .txt. None: text or parquet."""
-    with open(path, "rb") as f:
-        head = f.read(-1 if Path(path).suffix.lower() == ".txt" else 4096)
-    return next((what for magic, what in NO_TEXT.items() if re.match(magic, head)), None)
+def json_lines(path):
+    """Yields the value of each line that is not blank. Raises whatever is wrong with it."""
+    with open(path, "rb") as f:  # decoded by lines, so that errors have the right number
+        for line in f:
+            if line.strip():
+                yield json.loads(line.decode("utf-8-sig"))  # without a byte-order mark
 
 
 def find_files(sources):
-    """All files of the paths, each once. In a folder: all texts, but no .json and no hidden one."""
-    paths = []
+    """All files of the paths, each once. In a folder, hidden ones are skipped, and others counted."""
+    found = {}
     for source in map(Path, sources):
         source.stat()  # is it there?
-        files = {path: no_text(path) for path in sorted(source.rglob("*")) if path.is_file() and not
-                 re.search(r"(^|/)(\.|__MACOSX/)", path.relative_to(source).as_posix())}
-        for what, n in Counter(filter(None, files.values())).items():
-            print(f"{source}: skipped {n:,} × {what}")
-        inside = [path for path, what in files.items() if not what
-                  and path.suffix.lower() in (".txt", ".jsonl", ".ndjson", ".parquet")]
-        if source.is_dir() and not inside:
-            raise Refused(f"{source} has no .txt, .jsonl, .ndjson or .parquet in it")
-        paths += inside or [source]
-    return [*{path.resolve(): path for path in reversed(paths)}.values()][::-1]
+        names = glob.glob("**", root_dir=source, recursive=True)  # without hidden ones
+        inside = sorted(path for path in map(source.joinpath, names) if path.is_file())
+        files = [path for path in inside or [source] if path.suffix.lower() in SUFFIXES]
+        if not files:
+            raise Refused(f"{source} has another format: data.py reads {', '.join(SUFFIXES)}")
+        if empty := [str(path) for path in files if not path.stat().st_size]:
+            raise Refused(f"empty: {', '.join(empty)}")
+        if len(files) < len(inside):
+            print(f"{source}: skipped {len(inside) - len(files):,} files of other formats")
+        found |= {path.resolve(): path for path in files}
+    return [*found.values()]
 
 
 def stdlib_files():
@@ -273,8 +276,8 @@ def stdlib_files():
 class Config:
     source: list = field(default_factory=lambda: ["yours.jsonl"])  # stdlib, openwebtext, PATH …
     out: str = ""                # folder to write (default: data/NAME of the first path)
-    tokenizer: Literal["gpt2", "bytes"] = "gpt2"
-    field: str = "text"          # what holds the text in a JSON line or a parquet file
+    tokenizer: str = "gpt2"      # the paper's; bytes; or another name that tiktoken knows
+    field: str = "text"          # what holds the text in a record of a .jsonl or .parquet
     # How many documents to hold out, the last ones, or all if there are fewer (default: the end of
     # the text: 1 % of its tokens, or 65,536 if that is more, but at most a tenth [ours]).
     val_docs: Size | None = None
@@ -290,13 +293,16 @@ def main(cfg):
     out = cfg.out or f"data/{Path(cfg.source[0]).resolve().stem}"
     if cfg.source == ["openwebtext"]:
         from datasets import load_dataset  # resumes a broken download
-        docs = (doc["text"] for doc in load_dataset("Skylion007/openwebtext", split="train"))
+        rows = load_dataset("Skylion007/openwebtext", split="train")
+        docs = ((n, row["text"]) for n, row in enumerate(rows))
     else:
         paths = stdlib_files() if cfg.source == ["stdlib"] else find_files(cfg.source)
         docs = documents(paths, cfg.field)
     docs = progress(docs, desc="tokenizing", unit=" documents")
     meta = prepare(docs, out, tokenizer(cfg.tokenizer), cfg.val_docs, " ".join(cfg.source))
-    print(f"{out}/meta.json: {json.dumps(meta, indent=2)}")
+    held_out = f"the last {cfg.val_docs:,} documents" if cfg.val_docs else "the end of the text"
+    print(f"{out}/meta.json: {json.dumps(meta, indent=2)}\nval.bin holds out {held_out}: "
+          f"{meta['val']['tokens']:,} tokens")
 
 
 if __name__ == "__main__":

@@ -11,6 +11,7 @@ import math
 import os
 import signal
 import sys
+import textwrap
 import time
 import typing
 from pathlib import Path
@@ -109,8 +110,8 @@ def parse(text, kind):
 
 
 def in_short(e):
-    """The type of an exception, and the first sentence of its message."""
-    return f"{type(e).__name__}: {e}".partition("\n")[0].partition(". ")[0]
+    """The type and the message of an exception, on one line, cut between two words."""
+    return textwrap.shorten(f"{type(e).__name__}: {e}", 150, placeholder=" …")
 
 
 # ---- the machine ---------------------------------------------------------------------------------
@@ -333,6 +334,22 @@ def warning(line, V):
 
 
 # ---- files ---------------------------------------------------------------------------------------
+@contextlib.contextmanager
+def readable(place, remedy=""):
+    """Whatever a broken file raises in this block becomes Refused, in one line with its place.
+
+    Keep the block small, or it hides a bug of ours as a broken file.
+    """
+    try:
+        yield
+    except BaseException as e:
+        broken = isinstance(e, Exception) or type(e).__name__ == "PanicException"  # tiktoken's
+        ours = isinstance(e, (Refused, ImportError)) or getattr(e, "filename", None)  # as they are
+        if ours or not broken:
+            raise
+        raise Refused(f"{place}: {in_short(e)}{remedy}")
+
+
 @contextlib.contextmanager
 def atomic(path):
     """Yields a temporary path. It is renamed to `path` if the block ends without an exception."""

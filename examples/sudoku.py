@@ -122,7 +122,7 @@ class Data:
 def prepare(cfg):
     """Write grids as data.py would. Under 1 % of the held-out ones are trained on, too."""
     grids = texts(cfg.grids, rng("sudoku", "train")) + texts(HELD_OUT, rng("sudoku", "val"))
-    data.prepare(grids, cfg.out, data.tokenizer("bytes"), HELD_OUT, "sudoku")
+    data.prepare(enumerate(grids), cfg.out, data.tokenizer("bytes"), HELD_OUT, "sudoku")
 
 
 def train_model(cfg):

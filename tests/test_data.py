@@ -5,7 +5,6 @@ import hashlib
 import json
 import os
 import sys
-import tarfile
 from types import SimpleNamespace
 
 import numpy as np
@@ -57,10 +56,47 @@ def test_gpt2_tokenizer_is_the_published_one():
 def test_another_vocabulary_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
     monkeypatch.setenv("GPT2_DIR", str(tmp_path))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    refused("no vocabulary of GPT-2 .*No such file.*set GPT2_DIR", data.tokenizer)
+    with pytest.raises(FileNotFoundError, match="vocab.bpe"):
+        data.tokenizer()
     for name in "vocab.bpe", "encoder.json":
         (tmp_path / name).write_text("{}")
-    refused("no vocabulary of GPT-2 .*Hash mismatch", data.tokenizer)
+    refused("tokenizer gpt2: .*Hash mismatch", data.tokenizer)
+    refused("tokenizer gpt-2: .*Known by name: .*cl100k_base", data.tokenizer, "gpt-2")
+
+
+@pytest.fixture
+def encodings(monkeypatch):
+    """Encodings that tiktoken then knows by name. Each has a gap before <|endoftext|>, its last."""
+    def register(name, end, special="<|endoftext|>"):
+        ranks = {bytes([i]): i for i in range(256)} | {"é".encode(): end - 9}
+        tok = tiktoken.Encoding(name, pat_str=r"(?s).", mergeable_ranks=ranks,
+                                special_tokens={"<|fim|>": end - 1, special: end})
+        monkeypatch.setitem(tiktoken.registry.ENCODINGS, name, tok)
+    return register
+
+
+@pytest.mark.parametrize("end, dtype", [(65_535, "uint16"), (65_536, "uint32")])
+def test_any_tokenizer_that_tiktoken_knows(tmp_path, encodings, end, dtype):
+    """The largest id is EOS, and it fits. A gap in the ids has no bytes."""
+    encodings("many", end)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["abé"] * 5))
+    start("data", f"{tmp_path}/a.jsonl", "--tokenizer=many", f"--out={tmp_path}", "--val_docs=2")
+    tokens, meta = open_split(tmp_path, "val")
+    document = [97, 98, end - 9, end]
+    assert tokens.ids.dtype == meta["dtype"] == dtype and tokens.ids.tolist() == 2 * document
+    assert meta["val"]["bytes"] == 2 * 4 and meta["train"]["tokens"] == 3 * 4
+    assert data.rows(tokens, [1], 5).tolist() == [[end, end, 97, 98, end]]
+    assert tokens.tokenizer == {"name": "many", "vocab_size": end + 2, "mask_id": end + 1,
+                                "bos": end, "eos": end}
+    encodings("endless", 300, "<|end|>")
+    refused("tokenizer endless: .*endoftext", data.describe, data.tokenizer("endless"))
+
+
+def test_a_corpus_without_a_dtype_is_uint16(tmp_path):
+    meta = prepare(enumerate(TEXTS), tmp_path, BYTES, 2)
+    del meta["dtype"]
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
 
 
 @pytest.mark.parametrize("sizes, val_docs, n", [
@@ -72,7 +108,7 @@ def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_do
     texts = [("x" + "é" * size)[:size] for size in sizes]
     id_of = {"x": ord("x"), "é": 256, ".": 257}
     ids = [id_of[letter] for text in texts if text for letter in text + "."]
-    meta = prepare(texts, tmp_path, WORDS, val_docs)
+    meta = prepare(enumerate(texts), tmp_path, WORDS, val_docs)
     assert meta["documents"] == len(sizes) - sizes.count(0)
     for split, part in ("train", ids[:-n]), ("val", ids[-n:]):
         tokens, found = open_split(tmp_path, split)
@@ -92,22 +128,17 @@ def pyarrow(monkeypatch):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(ParquetFile=file))
 
 
-TEXT, TAR = b"A text of some length. " * 99, tarfile.TarInfo("a.txt").tobuf()  # its header
-NO_TEXTS = {
-    "gzip": gzip.compress(TAR), "bzip2": b"BZh91AY&SY" + TEXT, "xz": b"\xfd7zXZ" + TEXT,
-    "zstd": b"\x28\xb5\x2f\xfd" + TEXT, "zip": b"PK\x03\x04" + TEXT, "tar": TAR + TEXT,
-    "UTF-16": b"\xff\xfea\0", "binary or UTF-16": TEXT.decode().encode("utf-16-be")}
+TEXT = b"A text of some length. " * 99
 
 
 def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
     lines, other = jsonl(TEXTS), jsonl(TEXTS, "content")
-    files = {"a.jsonl": lines, "b/A.NDJSON": b"\xef\xbb\xbf" + lines, "c:d.jsonl": other,
-             "d.parquet": other, "e/sub/4.txt": TEXTS[4].encode()}
-    files |= {f"e/{i}.txt": text.encode() for i, text in enumerate(TEXTS[:4])}
-    files["e/late.TXT"] = TEXT * 9 + b"\0"
-    files |= {f"e/{what}.txt": content for what, content in NO_TEXTS.items()}
-    files |= {f"e/{name}": b"no part of the corpus" for name in (
-        "x.json", "y.py", ".git/x.txt", "sub/.0.txt", "__MACOSX/0.txt", "sub/__MACOSX/4.txt")}
+    files = {"a.jsonl": lines, "b/A.JSONL": b"\xef\xbb\xbf" + lines + b"\r\n", "c:d.jsonl": other,
+             "d.parquet": other, "e/3.TXT": b"\xef\xbb\xbf" + TEXTS[3].encode()}
+    files |= {f"e/sub.x/{i}.txt": TEXTS[i].encode() for i in (4,)}
+    files |= {f"e/{i}.txt": TEXTS[i].encode() for i in (0, 2)}
+    files |= {f"e/{name}": b"\0 no part of the corpus" for name in (
+        "x.json", "y.py", "sub/z", "z.txt.gz", ".git/x.txt", "sub/.0.txt", "sub/.x/y.txt")}
     for name, content in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_bytes(content)
@@ -118,41 +149,46 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
         train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
     said = capsys.readouterr().out
-    assert said.count("skipped") == len(NO_TEXTS) and "spelled" not in said
-    counts = dict.fromkeys(NO_TEXTS, 1) | {"binary or UTF-16": 2}
-    assert all(f"e: skipped {n} × {what}\n" in said for what, n in counts.items())
-    named = data.find_files([tmp_path / name for name in ("e/y.py", "b/../e/y.py", "e/.git")])
-    assert named == [tmp_path / "e/y.py", tmp_path / "e/.git/x.txt"]
-    refused("has no .txt", data.find_files, [tmp_path / "out"])
+    assert said.count("skipped") == 1 and "e: skipped 4 files of other formats" in said
+    assert said.count("val.bin holds out the last 2 documents: ") == 5
+
+
+def test_files_are_found_once_and_what_is_no_text_is_refused(tmp_path):
+    for name in "b.txt", "a.txt", "empty/x.txt", "empty/.hid/y.txt", "n.md", "no/n.py":
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_bytes(TEXT * (name[0] != "e"))
+    find = lambda *names: data.find_files([tmp_path / name for name in names])
+    assert find("b.txt", "a.txt", "no/../b.txt") == [tmp_path / "no/../b.txt", tmp_path / "a.txt"]
+    assert find("empty/.hid/../../a.txt")
+    for name in "n.md", "no/n.py", "no":
+        refused(f"{name} has another format: .*txt, .jsonl, .parquet", find, "a.txt", name)
+    refused("empty: .*empty/x.txt$", find, ".")
+    with pytest.raises(FileNotFoundError):
+        find("c.txt")
+
+
+BAD_RECORDS = {  # after a good one
+    "cut": (b'{"text": "b', "JSONDecodeError"), "deep": (b"[" * 10**5, "RecursionError"),
+    "a list": (b'["b"]', "TypeError"), "no field": (b'{"body": "b"}', "KeyError: 'text'"),
+    "a number": (b'{"text": 3}', "is not text"), "null": (b'{"text": null}', "is not text"),
+    "NUL": (b'{"text": "b\\u0000"}', "NUL"), "surrogate": (b'{"text": "\\ud83d"}', "Unicode"),
+    "Latin-1": (b'{"text": "caf\xe9"}', "UnicodeDecodeError"),
+    "UTF-16": ('{"text": "b"}'.encode("utf-16"), "UnicodeDecodeError")}
 
 
 @pytest.mark.parametrize("name, content, message", [
-    ("a.jsonl", b'\n{"text": "a"}\n\n{"text": 3}\n', "line 4 has .* int .*--field=NAME"),
-    ("b.json", b'{"text": "a"}\n' + b"[" * 10**5, "line 2 has"),
-    ("c.jsonl", b'{"text": "a"}\n' * 999 + b'{"text": "\xe9"}', "is not UTF-8"),
-    ("d.md", TEXT * 9 + b"\0", "is not UTF-8"),
-    ("e.parquet", jsonl(["a", None]), "row 2 has .*NoneType"),
-    ("f.parquet", jsonl(["a"], "b"), "row 1 has .*KeyError.*--field=NAME"),
-    *((f"{what}.jsonl", content, f"is {what}: ") for what, content in NO_TEXTS.items())])
-def test_a_broken_file_or_record_is_refused(tmp_path, pyarrow, name, content, message):
-    (tmp_path / name).write_bytes(content)
-    refused(f"{name},? {message}", list, data.documents([tmp_path / name]))
-
-
-def test_texts_that_spell_out_an_end_token_are_counted(tmp_path, capsys):
-    prepare(["a<|eos|>", "b", "<|endoftext|>", "c<|eos|><|eos|>"], tmp_path, BYTES, 1)
-    said = capsys.readouterr().out
-    assert "<|eos|> is spelled out in 2 of 4 documents" in said
-    assert "<|endoftext|> is spelled out in 1 of 4 documents" in said
-
-
-def test_a_run_of_blanks_that_ends_tiktoken_is_refused_with_its_name(tmp_path):
-    path, encode = tmp_path / "b.jsonl", lambda docs, tok=WORDS: [*data.encode(docs, tok)]
-    path.write_bytes(jsonl(["short", "a table" + 600_000 * "\u3000\n" + "end"]))
-    refused("b.jsonl, line 2 has 900,000 blanks", encode, data.documents([path]))
-    refused("'a log .*' has 900,000 blanks", encode, ["a log " + 10**6 * "\t"])
-    in_parts = (999 * " " + "x") * 2_000
-    assert len(encode([in_parts])) == len(encode([10**6 * " "], BYTES)) == 1
+    *((f"{name}.jsonl", b'{"text": "a"}\n' * 999 + line, f"record 1000: .*{message}")
+      for name, (line, message) in BAD_RECORDS.items()),
+    ("a.txt", gzip.compress(TEXT), "record 1: Unicode"), ("b.jsonl", gzip.compress(TEXT), "Unicode"),
+    ("c.txt", TEXT + b"\0", "NUL"), ("d.txt", "text".encode("utf-16-le"), "NUL"),
+    ("e.parquet", jsonl(["a", None]), "record 2: .*is not text"),
+    ("f.parquet", jsonl(["a"], "b"), "record 1: KeyError: 'text'"),
+    ("blanks.jsonl", jsonl(["a", "a table" + 10**6 * " " + "end"]), "record 2: PanicException")])
+def test_a_broken_record_is_named_and_leaves_no_corpus(tmp_path, pyarrow, name, content, message):
+    path, out = tmp_path / name, tmp_path / "out"
+    path.write_bytes(content)
+    refused(f"{name}, .*{message}", prepare, data.documents([path]), out, WORDS, 1)
+    assert os.listdir(out) == [".lock"]
 
 
 def test_the_published_split_and_the_library_in_the_order_of_a_hash():
@@ -168,12 +204,12 @@ def test_a_stop_leaves_no_corpus_and_one_that_exists_is_refused(tmp_path):
     """The process dies when one or two of the three files have been renamed."""
     for renamed in 1, 2:
         with dying(os, "replace", renamed + 1):
-            prepare(["other"] * 9, tmp_path, BYTES)
+            prepare(enumerate(["other"] * 9), tmp_path, BYTES)
         refused("there is no .*meta.json", open_split, tmp_path, "val")
     for few in [], ["ab"]:
-        refused("too few to hold out", prepare, few, tmp_path, BYTES)
-    prepare(TEXTS, tmp_path, BYTES, 2)
-    refused("holds a corpus already.*rm -r", prepare, ["other"], tmp_path, BYTES)
+        refused("too few to hold out", prepare, enumerate(few), tmp_path, BYTES)
+    prepare(enumerate(TEXTS), tmp_path, BYTES, 2)
+    refused("holds a corpus already.*rm -r", prepare, enumerate(["other"]), tmp_path, BYTES)
     assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
     for size in 20, 0, 7:  # an odd one is no number of tokens
         os.truncate(tmp_path / "val.bin", size)

@@ -133,7 +133,7 @@ def corpus(tmp_path_factory):
     """Its folder, and the rows to train on and held out: more than one batch, less than two"""
     folder = tmp_path_factory.mktemp("corpus")
     texts = ["".join(f"{i}·{i * i * factor}, " for i in range(30)) for factor in (3, 7)]
-    data.prepare(texts, str(folder), data.tokenizer("bytes"), val_docs=1)
+    data.prepare(enumerate(texts), str(folder), data.tokenizer("bytes"), val_docs=1)
     splits = [data.open_split(folder, split)[0] for split in ("train", "val")]
     rows, val = (data.rows(split, range(data.n_rows(split, 22)), 22) for split in splits)
     assert 12 < len(rows) < 18 and 12 < len(val) < 18

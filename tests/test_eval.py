@@ -130,7 +130,7 @@ def samples_file(path, texts, start=0, **settings):
 def world(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     texts = (" ".join(str(i * j * j) for j in range(9, 25)) for i in range(20))
-    data.prepare(texts, "data", BYTES, val_docs=9)
+    data.prepare(enumerate(texts), "data", BYTES, val_docs=9)
     model = model_of(**OPEN)
     ema = {k: v + 0.01 for k, v in model.state_dict().items() if k.startswith("net.")}
     save_mdlm("last.pt", model, ema=ema, step=9)
@@ -161,7 +161,7 @@ def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
     own, given = (result("ppl", "--checkpoint=own.pt", *more) for more in ((), ("--data=data",)))
     assert own["values"] == given["values"] and own["settings"] == given["settings"]
     shutil.rmtree("data")
-    data.prepare(["another text"] * 99, "data", BYTES)
+    data.prepare(enumerate(["another text"] * 99), "data", BYTES)
     refused("data has changed since own.pt was", result, "ppl", "--checkpoint=own.pt")
 
 
@@ -223,7 +223,7 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     mauve = {}  # the arguments of its last call
     compute = lambda **given: mauve.update(given) or types.SimpleNamespace(mauve=0.25)
     monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute))
-    data.prepare(["abcdefghij" * 9] * 9, "letters", BYTES, val_docs=3)
+    data.prepare(enumerate(["abcdefghij" * 9] * 9), "letters", BYTES, val_docs=3)
     measure = functools.partial(result, script="eval_samples")
     samples = "--samples=samples.jsonl", "--data=letters", "--seed=7"
     found = measure(*samples)

@@ -89,7 +89,8 @@ def test_an_evaluation_waits_once(tiny_dream):
 @pytest.fixture
 def folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    data.prepare(30 * ["0 1 2 3 " * 40], "data", data.tokenizer("bytes"), val_docs=9)
+    texts = 30 * ["0 1 2 3 " * 40]
+    data.prepare(enumerate(texts), "data", data.tokenizer("bytes"), val_docs=9)
     make("dream", "dialogues.jsonl")
 
 

@@ -33,7 +33,8 @@ FIXED = [(script, field.name) for script, module in SCRIPTS.items()
 
 def write_data(script, path, seen="some text to train on. ", held_out="held out. "):
     if script == "train":
-        data.prepare([seen * 30, held_out * 30], path, data.tokenizer("bytes"), val_docs=1)
+        texts = seen * 30, held_out * 30
+        data.prepare(enumerate(texts), path, data.tokenizer("bytes"), val_docs=1)
     else:
         kept = oracles.order(30, "held out", 5)[:3]
         texts = (f"{i} {held_out if i in kept else seen}" for i in range(30))

@@ -27,7 +27,7 @@ from train import Config, train
 def corpus(tmp_path_factory):
     folder = str(tmp_path_factory.mktemp("corpus"))
     text = "".join(f"{i} is {['even', 'odd'][i % 2]}, {i * i} is its square. " for i in range(600))
-    data.prepare([text, text[:4000]], folder, data.tokenizer("bytes"), val_docs=1)
+    data.prepare(enumerate([text, text[:4000]]), folder, data.tokenizer("bytes"), val_docs=1)
     return folder
 
 
