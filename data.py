@@ -116,10 +116,10 @@ WORDS = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s
 
 
 def tokenizer(name="gpt2"):
-    """A tiktoken.Encoding: "bytes", with 256 bytes, BOS and EOS, or any that tiktoken knows by name.
+    """A tiktoken.Encoding: "bytes", with 256 bytes, BOS and EOS, or any other that tiktoken knows.
 
-    tiktoken downloads a named one once, such as "gpt2", the paper's, to TIKTOKEN_CACHE_DIR. For
-    gpt2, GPT2_DIR can name a folder with its two files instead.
+    tiktoken downloads it once, to TIKTOKEN_CACHE_DIR. For "gpt2", the paper's, GPT2_DIR can name a
+    folder with its two files instead.
     """
     if name == "bytes":
         return tiktoken.Encoding(
@@ -127,8 +127,8 @@ def tokenizer(name="gpt2"):
             special_tokens={"<|bos|>": 256, "<|eos|>": 257})
     folder = os.environ.get("GPT2_DIR")
     names = ", ".join(tiktoken.list_encoding_names())
-    with readable(f"tokenizer {name}", f". Known by name: {names}. Without internet, use "
-                  "--tokenizer=bytes, or gpt2 and a folder GPT2_DIR with vocab.bpe, encoder.json"):
+    with readable(f"tokenizer {name}", f". Known: bytes, {names}. Offline: bytes, or gpt2 with its "
+                  "vocab.bpe and encoder.json in a folder GPT2_DIR"):
         if name != "gpt2" or not folder:
             return tiktoken.get_encoding(name)
         ranks = data_gym_to_mergeable_bpe_ranks(
@@ -245,7 +245,7 @@ def json_lines(path):
 
 
 def find_files(sources):
-    """All files of the paths, each once. In a folder, hidden ones are skipped, and others counted."""
+    """All files of the paths, each once. Hidden ones and other formats in a folder are skipped."""
     found = {}
     for source in map(Path, sources):
         source.stat()  # is it there?
@@ -253,7 +253,7 @@ def find_files(sources):
         inside = sorted(path for path in map(source.joinpath, names) if path.is_file())
         files = [path for path in inside or [source] if path.suffix.lower() in SUFFIXES]
         if not files:
-            raise Refused(f"{source} has another format: data.py reads {', '.join(SUFFIXES)}")
+            raise Refused(f"{source} is no {', '.join(SUFFIXES)}, and no folder with such files")
         if empty := [str(path) for path in files if not path.stat().st_size]:
             raise Refused(f"empty: {', '.join(empty)}")
         if len(files) < len(inside):

@@ -20,7 +20,6 @@ import json
 import math
 from collections import Counter
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Literal
 
 import numpy as np
@@ -39,15 +38,6 @@ from mdlm import TwoPass, sample_times
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
-# Roles, in any case [ours]. The authors keep Ling-Coder's SYSTEM, and get a default one before it.
-ROLES = {"user": "user", "human": "user", "system": "system", "developer": "system",
-         **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant")}
-# Fields that hold a dialogue: all its turns, or a prompt and the answer
-FORMATS = (("messages",), ("conversations",), ("instruction", "output"), ("prompt", "response"),
-           ("prompt", "completion"))
-# A dialogue with one of these is dropped: the model would not see what its answer depends on.
-CONTEXT = "history", "tools", "functions", "tool_calls", "function_call"
-WEIGHTS = "weight", "loss_weight", "train", "loss_mask", "loss"  # 0: an answer not to be learned
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
 MASK_FLOOR = 1e-3  # masked with (1 − floor) t + floor; mdlm.corrupt has no "+ floor" [code]
 
@@ -56,8 +46,8 @@ MASK_FLOOR = 1e-3  # masked with (1 − floor) t + floor; mdlm.corrupt has no "+
 class Config:
     model: str = "Dream-v0-Instruct-7B"  # folder of a Dream, Dream-Coder or open-dCoder model
     # mix (Tulu 3 + SmolTalk), coding (Ling-Coder-SFT), or a .jsonl with one dialogue on each line:
-    # {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]},
-    # {"prompt": "…", "response": "…"}, or Alpaca's, ShareGPT's or TRL's; or a JSON list of these.
+    # {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}, where
+    # a role may also be system, or {"prompt": "…", "response": "…"}. RECIPES.md converts others.
     data: str = ""              # the last answer of each dialogue is what the model learns
     out: str = "out/dream"
     resume: bool = False        # continue from last.pt in `out`, or start if there is none
@@ -65,8 +55,8 @@ class Config:
     # dialogues
     n_train: Size = 300_000     # before filtering, which leaves 270k
     n_val: Count = 500          # held out; at most a tenth of a .jsonl
-    max_length: int = 2048      # tokens, also of the prompt; longer ones are dropped [ours]
-    min_response: int = 5       # tokens, including the two that end the turn [code]
+    max_length: int = 2048      # tokens, also of the prompt; longer ones are dropped: App. B.2
+    min_response: int = 5       # tokens, including the two that end the turn: App. B.2
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: computed from epochs)
@@ -264,77 +254,59 @@ def loop(cfg, here, mask_id):
 
 def load_dialogues(cfg, tok, mask_id):
     """train and val, [(ids, prompt length)], and a text that says what was dropped or not read"""
-    counts = Counter()
-    train, val = (encode_all(records, cfg, tok, mask_id, counts)
-                  for records in (read_hub(cfg) if cfg.data in HUB else read_lines(cfg)))
+    counts, unread = Counter(), set()
+    if not cfg.data:
+        raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
+    parts = read_hub(cfg, counts) if cfg.data in HUB else read_file(cfg, unread)
+    train, val = (encode_all(dialogues, cfg, tok, mask_id, counts) for dialogues in parts)
     held_out = {ids.tobytes() for ids, _ in val}
     alone = [(ids, n) for ids, n in train if ids.tobytes() not in held_out]
-    counts["dropped: also held out"] = len(train) - len(alone)
-    left_out = "; ".join(f"{what} ({n:,})" for what, n in (+counts).items()) or "none dropped"
+    counts["also held out"] = len(train) - len(alone)
+    left_out = [f"dropped: {why} ({n:,})" for why, n in (+counts).items()]
+    if unread:
+        left_out.append(f"not read: {', '.join(sorted(unread))}")
+    left_out = "; ".join(left_out) or "none dropped"
     if not alone:
         raise Refused(f"no dialogue of {cfg.data} is left to train on; {left_out}")
     return alone, val, left_out
 
 
-def read_lines(cfg):
-    """[train, val] of a .jsonl or a JSON list: its records, shuffled by the seed"""
-    if not cfg.data:
-        raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
-    if Path(cfg.data).is_file() and (what := data.no_text(cfg.data)):  # a pipe is read only once
-        raise Refused(f"{cfg.data} is {what}: give a .jsonl in UTF-8")
-    records, n = [], 1  # the number of a line, or of a record in a list
-    text = Path(cfg.data).read_bytes().removeprefix(b"\xef\xbb\xbf")  # a byte-order mark
-    lines = text.split(b"\n")
-    try:
-        if text.lstrip().startswith(b"["):
-            lines = map(json.dumps, json.loads(text))  # so that one loop reads both
-        for line in lines:
-            if line.strip():
-                records.append(json.loads(line))
-                as_messages(records[-1])  # raises here, where n is known
-            n += 1
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as e:
-        raise Refused(f"{cfg.data}, line {n}: not a dialogue, see --help ({launch.in_short(e)})")
-    n_val = min(cfg.n_val, len(records) // 10)
-    records = [records[i] for i in data.order(len(records), "held out", cfg.seed)]
-    return [records[n_val:][:cfg.n_train], records[:n_val]]
+def read_file(cfg, unread):
+    """[train, val] of a .jsonl, lists of (place, messages), shuffled by the seed"""
+    dialogues = [*data.numbered(messages_in(cfg.data, unread), cfg.data,
+                                ". Forms: see --help. RECIPES.md converts others")]
+    n_val = min(cfg.n_val, len(dialogues) // 10)
+    dialogues = [dialogues[i] for i in data.order(len(dialogues), "held out", cfg.seed)]
+    return [dialogues[n_val:][:cfg.n_train], dialogues[:n_val]]
+
+
+def messages_in(path, unread):
+    """Yields the messages of each line. `unread` gets the names of fields that are not read."""
+    for record in data.json_lines(path):
+        yield as_messages(record)
+        unread |= record.keys() - ({"messages"} if "messages" in record else {"prompt", "response"})
 
 
 def as_messages(record):
-    """(messages up to the last answer, reasons to drop them, names of fields that are not read)"""
-    formats = [names for names in FORMATS if {*record} >= {*names}]
-    if not formats:
-        raise ValueError(f"it has the fields {', '.join(record)}")
-    # In a file joined from several, the fields of the other formats are empty.
-    names = max(formats, key=lambda names: any(map(record.get, names)))
-    turns = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-    for name, role in zip(names, ("user", "assistant")):
-        found = record[name]
-        if name == "instruction":
-            found = "\n\n".join(filter(None, [found, record.get("input")]))
-        turns += found if isinstance(found, list) else [{"role": role, "content": found}]
-    roles = [ROLES.get(str(turn.get("from") or turn["role"]).lower()) for turn in turns]
-    read = {*names, "system", "input" if "instruction" in names else None}
-    parts = [(record, read), *((turn, {"role", "content", "from", "value"}) for turn in turns)]
-    unread = {name for part, known in parts for name, value in part.items()
-              if name not in known and value not in (None, "", [], {})}
-    why = [name for name in CONTEXT if any(part.get(name) for part, _ in parts)]
-    why += ["two system turns"] if record.get("system") and roles.count("system") > 1 else []
-    if None in roles:
-        why.append("roles other than user, assistant, system")
-    elif "assistant" not in roles:
-        why.append("no answer by assistant")
-    turns = turns[:max((i for i, r in enumerate(roles, 1) if r == "assistant"), default=0)]
-    why += [f"{name} of 0" for name in WEIGHTS for part in (record, *turns[-1:])
-            if (str(part.get(name)) or "1").strip(" -0.").lower() in ("", "false")]  # also "0.00"
-    contents = [max((t[name] for name in ("value", "content") if t.get(name) is not None),
-                    key=bool, default=None) for t in turns]
-    if not all(isinstance(content, str) and len(content) < 900_000 for content in contents):
-        why.append("a turn that is not text, or over 900,000 characters")  # tiktoken's limit
-    return [{"role": r, "content": c} for r, c in zip(roles, contents)], why, unread
+    """[{role, content}] up to the last answer. Raises an error if the record has another form."""
+    if "messages" in record:
+        turns = record["messages"]
+    else:
+        turns = [{"role": "user", "content": record["prompt"]},
+                 {"role": "assistant", "content": record["response"]}]
+    for turn in turns:
+        if not (turn.keys() == {"role", "content"} and isinstance(turn["content"], str)
+                and turn["role"] in ("system", "user", "assistant")):
+            raise ValueError(f"a turn is {turn}")
+        turn["content"].encode()  # raises if it has half a surrogate pair
+    while turns and turns[-1]["role"] != "assistant":
+        turns = turns[:-1]
+    if not turns:
+        raise ValueError("no turn is by the assistant")
+    return turns
 
 
-def read_hub(cfg):
+def read_hub(cfg, counts):
     """[train, val] of the paper's corpora. Without a test split, 1% is held out (10% [code])."""
     from datasets import concatenate_datasets, load_dataset
     parts = [load_dataset(HUB[cfg.data], split="train").train_test_split(0.01, seed=cfg.seed)]
@@ -343,29 +315,42 @@ def read_hub(cfg):
     drawn = []
     for split, n in (("train", cfg.n_train), ("test", cfg.n_val)):
         rows = concatenate_datasets([part[split].select_columns(["messages"]) for part in parts])
-        drawn.append(rows.shuffle(seed=cfg.seed).select(range(min(n, len(rows)))))
+        rows = rows.shuffle(seed=cfg.seed).select(range(min(n, len(rows))))
+        drawn.append(hub_dialogues(rows, counts))
     return drawn
 
 
-def encode_all(records, cfg, tok, mask_id, counts):
+def hub_dialogues(rows, counts):
+    """Yields (place, messages) of the rows that are dialogues, and counts the others."""
+    for n, row in enumerate(rows):
+        try:
+            # Ling-Coder's roles are HUMAN, ASSISTANT, SYSTEM. The authors' chat template does not
+            # know SYSTEM, and puts its default system turn before it. Here it is one [ours].
+            turns = [turn | {"role": turn["role"].lower().replace("human", "user")}
+                     for turn in row["messages"]]
+            messages = as_messages({"messages": turns})
+        except (AttributeError, LookupError, TypeError, ValueError):
+            counts["of another form"] += 1
+        else:
+            yield f"row {n}", messages
+
+
+def encode_all(dialogues, cfg, tok, mask_id, counts):
     """[(ids, prompt length)] of the dialogues kept. `counts` gets why others are dropped."""
     kept, calls = [], {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")}
-    for record in progress(records, desc="dialogues", delay=5):
-        messages, why, unread = as_messages(record)
-        if not why:
+    for place, messages in progress(dialogues, desc="dialogues", delay=5):
+        with launch.readable(place):
             ids, prompt_len = encode_chat(messages, tok)
-            why = [reason for reason, found in {
-                f"over {cfg.max_length} tokens": len(ids) > cfg.max_length,  # [ours]
-                f"response under {cfg.min_response} tokens":
-                    len(ids) - prompt_len < cfg.min_response,
-                "tool calls": calls & {*ids},
-                "[MASK] in the text": mask_id in ids,  # [ours]: it would count as masked
-            }.items() if found]
+        reasons = {  # App. B.2
+            f"over {cfg.max_length} tokens": len(ids) > cfg.max_length,
+            f"response under {cfg.min_response} tokens": len(ids) - prompt_len < cfg.min_response,
+            "tool calls": calls & {*ids},
+            "[MASK] in the text": mask_id in ids}  # [ours]: it would count as masked
+        why = [reason for reason, found in reasons.items() if found]
         if why:
-            counts[f"dropped: {why[0]}"] += 1
+            counts[why[0]] += 1
         else:
             kept.append((np.array(ids, np.int32), prompt_len))
-            counts.update(f"not read: {name}" for name in unread)
     return kept
 
 

@@ -1,7 +1,7 @@
 """finetune_dream.py against Alg. 1, App. B.2, and recorded numbers."""
 
+import gzip
 import json
-import lzma
 import shutil
 import signal
 from collections import Counter, defaultdict
@@ -24,7 +24,7 @@ from softmask import SoftMask
 
 HEAD = dict(omega_s=0.4, omega_a=2.0, omega_b=-2.5)  # of the recordings
 said = lambda *turns: {"messages": [{"role": role, "content": text} for role, text in turns]}
-encoded = lambda record, tok: ft.encode_chat(ft.as_messages(record)[0], tok)
+encoded = lambda record, tok: ft.encode_chat(ft.as_messages(record), tok)
 files = lambda folder: {path.name: path.read_bytes() for path in Path(folder).iterdir()}
 
 
@@ -107,80 +107,100 @@ def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(ti
     (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 257, "<|im_end|>": 258}')
     shutil.copy(f"{tiny[0]}/config.json", tmp_path)
     tok = Tokenizer(tmp_path)
-    roles = {"System": "system", "DEVELOPER": "system", "HUMAN": "user", "USER": "user",
-             **dict.fromkeys(("Assistant", "ChatGPT", "bot", "Model"), "assistant")}
-    ids, prompt_len = encoded(said(*((name, "a") for name in roles), ("GPT", "\nd"),
-                                   ("user", "e")), tok)
-    prompt = tok.chat(said(*((role, "a") for role in roles.values()))["messages"])
+    turns = ("system", "a"), ("user", "a"), ("assistant", "a"), ("system", "a"), ("user", "b")
+    ids, prompt_len = encoded(said(*turns, ("assistant", "\nd"), ("user", "e")), tok)
+    prompt = tok.chat(said(*turns)["messages"])
     assert tok.decode(ids) == prompt + "\nd<|im_end|>\n"
     assert ids[:prompt_len] == tok.encode(prompt, special=True)
     assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # \n\n is one token
 
 
-def test_dialogues_in_the_formats_that_people_have(tmp_path):
-    path, ask = tmp_path / "own.json", "a\n\nc"
-    pair = said(("user", ask), ("assistant", "b"))["messages"]
-    turns = [{"from": turn["role"], "value": turn["content"]} for turn in pair]
-    alpaca, after = {"instruction": ask, "output": "b"}, [{"role": "user", "content": "more"}]
-    records = [{"messages": pair}, {"conversations": turns}, {"prompt": ask, "response": "b"},
-               {"prompt": ask, "completion": "b"}, alpaca, alpaca | {"input": ""},
-               alpaca | {"instruction": "a", "input": "c"}, {"conversations": pair + after},
-               {"prompt": pair[:1], "completion": pair[1:]},
-               {"messages": None, "system": "", "tools": [], "prompt": ask, "response": "b"}]
+def test_both_forms_of_a_dialogue_and_the_fields_that_are_not_read(tmp_path):
+    path, pair = tmp_path / "own.jsonl", said(("user", "a"), ("assistant", "b"))
+    more = [*pair["messages"], *said(("user", "c"), ("system", "d"))["messages"]]
+    records = [pair | {"id": 1}, {"prompt": "a", "response": "b", "source": "x", "messages_": None},
+               {"messages": more, "history": [], "prompt": "c", "id": 2}]
     lines = "\n\n".join(map(json.dumps, records))
-    for text in lines, "\ufeff" + lines, "\n " + json.dumps(records, indent=1):
-        path.write_text(text, encoding="utf-8")
-        train, val = ft.read_lines(Config(data=str(path), n_val=0))
-        assert len(train) == len(records) and not val
-        assert all(ft.as_messages(record) == (pair, [], set()) for record in train)
-    for what, wrong in (("line 1", '{"text": "a"}'), ("line 1", 10**5 * "["), ("line 2", "\n3"),
-                        ("line 2", json.dumps([records[0], 3])), ("line 3", "\n\n" + lines[:20]),
-                        ("line 1", '{"messages": [{"content": "a"}]}'), ("line 2.*utf", b"\n\xe9"),
-                        ("xz", lzma.compress(b"{}")), ("UTF-16", lines.encode("utf-16-be"))):
-        path.write_bytes(wrong if isinstance(wrong, bytes) else wrong.encode())
-        refused(f"own.json.*{what}", ft.read_lines, Config(data=str(path)))
+    for text in lines, "\ufeff" + lines + "\r\n":
+        path.write_text(text, encoding="utf-8", newline="")
+        (train, val), unread = ft.read_file(Config(data=str(path), n_val=0), found := set()), found
+        assert [messages for _, messages in train] == 3 * [pair["messages"]] and not val
+        assert unread == {"id", "source", "messages_", "history", "prompt"}
+
+
+TURN = {"role": "user", "content": "a"}
+BAD_DIALOGUES = {
+    "cut": '{"prompt": "a"', "deep": "[" * 10**5, "a text": '"prompt"', "a list": [TURN],
+    "no response": {"prompt": "a"}, "null": {"messages": None}, "a number": {"messages": 3},
+    "Latin-1": b'{"prompt": "caf\xe9", "response": "b"}', "gzip": gzip.compress(b"{}"),
+    "UTF-16": json.dumps({"prompt": "a", "response": "b"}).encode("utf-16"),
+    "no answer": {"messages": [TURN]}, "no turns": {"messages": []},
+    "content of a number": {"prompt": "a", "response": 3},
+    "surrogate": {"prompt": "a", "response": "\ud83d"},
+    **{f"{name} {value}": {"messages": [TURN | {name: value}, TURN | {"role": "assistant"}]}
+       for name, value in (("role", "tool"), ("role", "Human"), ("role", None), ("content", None),
+                           ("content", [{"type": "text"}]), ("weight", 0), ("tool_calls", None))},
+    "no content": {"messages": [{"role": "user"}, TURN | {"role": "assistant"}]},
+    "turns of text": {"messages": ["a", "b"]}}
+
+
+@pytest.mark.parametrize("name", BAD_DIALOGUES)
+def test_another_form_in_a_file_is_refused_with_its_record_before_training(tiny, tmp_path, name):
+    bad, path = BAD_DIALOGUES[name], tmp_path / "own.jsonl"
+    bad = bad if isinstance(bad, (str, bytes)) else json.dumps(bad)
+    good = json.dumps(said(("user", "a"), ("assistant", "answer"))) + "\n"
+    path.write_bytes(40 * good.encode() + (bad if isinstance(bad, bytes) else bad.encode()))
+    refused("own.jsonl, record 41: .*Error", finetune, Config(
+        model=tiny[0], data=str(path), out=str(tmp_path), device="cpu", n_train=9))
+    assert not list(tmp_path.glob("last*"))
+
+
+def test_a_dialogue_that_tiktoken_cannot_encode_is_named(tiny, tmp_path):
+    tok, path = Tokenizer(tiny[0]), tmp_path / "own.jsonl"
+    records = [{"prompt": "a", "response": n * "\t" + "b"} for n in (10, 10**6)]
+    path.write_text("\n".join(map(json.dumps, records)))
+    refused("own.jsonl, record 2: PanicException", ft.load_dialogues, Config(data=str(path)), tok,
+            261)
+
+
+def test_dialogues_of_the_hub_that_do_not_fit_are_dropped_and_counted():
+    pair = said(("HUMAN", "a"), ("ASSISTANT", "b"), ("HUMAN", "c"))
+    bad = [{"messages": None}, said(("HUMAN", "a")), said(("TOOL", "a"), ("ASSISTANT", "b")),
+           {"messages": [{"role": None, "content": "a"}]}, said(("ASSISTANT", None))]
+    counts = Counter()
+    found = list(ft.hub_dialogues([pair, *bad, said(("SYSTEM", "s"), ("assistant", "b"))], counts))
+    assert [messages for _, messages in found] == [
+        said(*turns)["messages"] for turns in ((("user", "a"), ("assistant", "b")),
+                                               (("system", "s"), ("assistant", "b")))]
+    assert counts == {"of another form": len(bad)}
 
 
 def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tmp_path):
     tok, cfg = Tokenizer(tiny[0]), Config(max_length=200, data=str(tmp_path / "own.jsonl"))
-    talk = lambda prompt="a", answer="abc", **turn: {"messages": [
-        {"role": "Human", "content": prompt}, {"role": "GPT", "content": answer, **turn}]}
+    talk = lambda prompt="a", answer="abc": said(("user", prompt), ("assistant", answer))
     overhead = len(encoded(talk(""), tok)[0])
-    fine = talk(weight=1, name="Eve", tool_calls=None, value="")  # these change nothing
-    kept = [*(fine | {"system": "s", "id": i} for i in range(3)), talk("a" * (200 - overhead))]
+    kept = [*(talk(str(i)) | {"id": i} for i in range(3)), talk("a" * (200 - overhead))]
     dropped = {
-        "history": [talk() | {"history": [["a", "b"]]}],
-        "functions": [talk() | {"functions": [{}]}],
-        "tools": [talk() | {"tools": '[{"name": "f"}]'}],
-        "tool_calls": [talk(tool_calls=[{"id": "1"}])],
-        "function_call": [talk(function_call={"name": "f"})],
-        "train of 0": [talk(train=False)], "loss_weight of 0": [talk(loss_weight="False")],
-        "weight of 0": [talk(weight=0), talk() | {"weight": 0.0}, talk(weight="-0.00")],
-        "roles other than user, assistant, system": [talk(role="ipython"), talk(role=None)],
-        "a turn that is not text, or over 900,000 characters": [
-            talk(content=[{"type": "text", "text": "abc"}]), talk(content="\t" * 1_000_001)],
-        "two system turns": [said(("system", "s"), ("human", "a"), ("bot", "b")) | {"system": "t"}],
-        "no answer by assistant": [said(("user", "b")), {"messages": []}],
         "response under 5 tokens": [talk(answer="ab")],  # abc: 3 bytes, <|im_end|>, line break
-        "over 200 tokens": [talk("a" * (201 - overhead))],
-        "tool calls": [talk(answer="abc</tool_call>")],
+        "over 200 tokens": [talk("a" * (201 - overhead)), talk(answer="a" * 200)],
+        "tool calls": [talk(answer="abc</tool_call>"), talk("<tool_call>")],
         "[MASK] in the text": [talk("a <|mask|>")]}
-    counts = Counter()
-    found = ft.encode_all([*kept, *sum(dropped.values(), [])], cfg, tok, 261, counts)
-    assert [(ids.tolist(), n) for ids, n in found] == [encoded(record, tok) for record in kept]
-    text = tok.chat(said(("system", "s"), ("user", "a"))["messages"]) + "abc<|im_end|>\n"
-    assert tok.decode(found[0][0].tolist()) == text
-    assert counts == {"not read: id": 3, "not read: weight": 3, "not read: name": 3} | {
-        f"dropped: {why}": len(records) for why, records in dropped.items()}
-    assert len({ft.digest_of([(ids, n)]) for ids, _ in found[2:] for n in (3, 4)}) == 4
-    Path(cfg.data).write_text(json.dumps(30 * dropped["no answer by assistant"]))
-    refused(r"no answer by assistant \(60\)", ft.load_dialogues, replace(cfg, n_val=99), tok, 261)
+    Path(cfg.data).write_text("\n".join(map(json.dumps, [*kept, *sum(dropped.values(), [])])))
+    train, val, left_out = ft.load_dialogues(replace(cfg, n_val=0), tok, 261)
+    order = [i for i in oracles.order(10, "held out", cfg.seed) if i < 4]
+    assert not val
+    assert [(ids.tolist(), n) for ids, n in train] == [encoded(kept[i], tok) for i in order]
+    assert {*left_out.split("; ")} == {"not read: id"} | {
+        f"dropped: {why} ({len(records)})" for why, records in dropped.items()}
+    assert len({ft.digest_of([(ids, n)]) for ids, _ in train[2:] for n in (3, 4)}) == 4
+    Path(cfg.data).write_text(30 * (json.dumps(dropped["tool calls"][0]) + "\n"))
+    refused(r"left to train on; dropped: tool calls \(30\)", ft.load_dialogues, cfg, tok, 261)
 
 
 def test_a_dialogue_is_in_one_part_only(tiny, tmp_path):
     records, tok = 2 * launch.read_jsonl(tiny[1])[:60], Tokenizer(tiny[0])
-    cfg = Config(data=str(tmp_path / "own.json"), n_val=4)
-    Path(cfg.data).write_text(json.dumps(records))
+    cfg = Config(data=str(tmp_path / "own.jsonl"), n_val=4)
+    launch.append_jsonl(cfg.data, *records)
     *parts, left_out = ft.load_dialogues(cfg, tok, 261)
     train, val = ([ids.tolist() for ids, _ in part] for part in parts)
     expected, held_out = oracles.split([encoded(record, tok)[0] for record in records], 4, cfg.seed)
@@ -190,11 +210,13 @@ def test_a_dialogue_is_in_one_part_only(tiny, tmp_path):
 
 def test_the_papers_corpora(monkeypatch):
     datasets = pytest.importorskip("datasets", reason="would draw from numbers instead of texts")
-    part = lambda *ids: datasets.Dataset.from_dict({"messages": range(*ids)})
+    part = lambda *ids: datasets.Dataset.from_dict({"messages": [
+        said(("user", str(i)), ("assistant", "b"))["messages"] for i in range(*ids)]})
     hub = {name: part(400) for name in ft.HUB.values()} | {
         "HuggingFaceTB/smoltalk": datasets.DatasetDict(train=part(400, 500), test=part(500, 505))}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: hub[name])
-    read = lambda **words: [{*part["messages"]} for part in ft.read_hub(Config(**words))]
+    read = lambda **words: [{int(messages[0]["content"]) for _, messages in part}
+                            for part in ft.read_hub(Config(**words), Counter())]
     (train, val), (coding, held_out) = read(data="mix", n_train=300), read(data="coding", n_val=3)
     assert len(train) == 300 and min(train) < 20 and 480 < max(train) < 500 and not train & val
     assert len(val) == 4 + 5 and {*range(500, 505)} < val
