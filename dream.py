@@ -15,7 +15,6 @@ and the few hundred unused ids above it. Nothing here suppresses them [code].
 """
 
 import hashlib
-import math
 import os
 import unicodedata
 from dataclasses import dataclass
@@ -27,6 +26,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
+import launch
 from checkpoint import check_numbers, read_safetensors, readable, require
 from launch import Refused, read_json
 from softmask import SoftMask
@@ -181,22 +181,20 @@ class Dream(nn.Module):
         return model.requires_grad_(False).eval()
 
 
-# Fields of config.json and adapter_config.json that change nothing, or that the tensors show, too.
-HARMLESS = set("""_attn_implementation_autoset _name_or_path architectures attention_dropout
-    attn_implementation auto_map auto_mapping base_model_name_or_path bos_token_id dtype eva_config
-    exclude_modules id2label inference_mode initializer_range label2id layers_pattern
-    layers_to_transform lora_dropout max_position_embeddings max_window_layers megatron_core
-    model_type peft_version qalora_group_size return_dict revision sliding_window task_type
-    torch_dtype transformers_version use_cache""".split())
+# Settings of config.json and adapter_config.json. Another value would change the result, but not
+# the names and shapes of the tensors.
+ONLY = {
+    "hidden_act": "silu", "rope_scaling": {}, "rope_type": "default", "partial_rotary_factor": 1,
+    "quantization_config": {}, "use_sliding_window": False,
+    "peft_type": "LORA", "use_dora": True, "use_rslora": False, "bias": "none", "rank_pattern": {},
+    "alpha_pattern": {}, "layer_replication": [], "init_lora_weights": True}
 
 
-def check_fields(raw, path, read, **wanted):
-    """Raises Refused for a field that may change what a model computes, and that nothing reads."""
-    require(raw, path, **wanted)
-    for name in raw.keys() - HARMLESS - {*read, *wanted}:
-        if raw[name]:  # else it is off
-            raise Refused(f"{path} has {name} = {raw[name]!r:.80}, and nothing here reads it: "
-                          f"remove it only if the model computes the same without it")
+def check_settings(raw, path, **more):
+    """Raises Refused for a setting of another value than in ONLY or more. If missing, it's fine."""
+    for name, value in (ONLY | more).items():
+        if raw.get(name) not in (None, value):
+            raise Refused(f"{path} has {name} = {raw[name]!r:.80}, but only {value!r} works here")
 
 
 @dataclass
@@ -217,29 +215,33 @@ class DreamConfig:
 
     @classmethod
     def read(cls, folder):
-        """config.json of a model folder. A missing mask id is looked up in added_tokens.json."""
-        path = f"{folder}/config.json"
-        raw = {name: value for name, value in read_json(path).items() if value is not None}
-        with readable(path):  # RoPE's fields, as transformers 4 and 5 name them
-            raw |= raw.pop("rope_scaling", {}) | raw.pop("rope_parameters", {})
-            raw["layer_types"] = {*raw.get("layer_types", [])} - {"full_attention"}
-        raw.setdefault("tie_word_embeddings", False)
-        if "mask_token_id" not in raw:
-            added = read_json(f"{folder}/added_tokens.json")
-            found = [added[name] for name in ("<|mask|>", "<M>", "[MASK]") if name in added]
-            raw["mask_token_id"] = found[0] if len(found) == 1 else None  # None: refused below
-        ends = raw.get("eos_token_id")
-        ends = raw["eos_token_id"] = ends if isinstance(ends, list) else [ends]
-        raw.setdefault("pad_token_id", ends[0] if ends else None)
-        for name, kind in cls.__annotations__.items():
-            low, high = (-1, raw["vocab_size"]) if name.endswith("_id") else (0, math.inf)
-            kinds = {list: [int], float: [int, float]}.get(kind, [kind])
-            for value in ends if kind is list else [raw.get(name)]:
-                if type(value) not in kinds or kind is not bool and not low < value < high:
-                    raise Refused(f"{path} has {name} = {value!r}: it must be of type "
-                                  f"{kinds[-1].__name__}, above {low} and below {high}")
-        check_fields(raw, path, cls.__annotations__, hidden_act="silu", rope_type="default",
-                     type="default", head_dim=raw["hidden_size"] // raw["num_attention_heads"])
+        """config.json of a model folder. Raises Refused if it is, or may be, another model."""
+        if not os.path.exists(folder):
+            raise Refused(f"there is no {folder}: `hf download Dream-org/Dream-v0-Instruct-7B "
+                          f"--local-dir={folder}`")
+        if os.path.exists(f"{folder}/adapter_config.json"):
+            raise Refused(f"{folder} is an adapter: give it as --adapter, and its model as --model")
+        path, added = f"{folder}/config.json", f"{folder}/added_tokens.json"
+        raw = read_json(path) if os.path.exists(path) else {}
+        raw = {name: value for name, value in raw.items() if value is not None}
+        if "mask_token_id" not in raw and os.path.exists(added):  # open-dCoder
+            raw["mask_token_id"] = read_json(added).get("<M>")
+        with launch.readable(path):
+            raw |= raw.get("rope_parameters", {})  # of transformers 5
+            ends = raw.get("eos_token_id")
+            ends = raw["eos_token_id"] = ends if isinstance(ends, list) else [ends]
+            raw.setdefault("pad_token_id", ends[0])
+            raw.setdefault("tie_word_embeddings", False)
+            for name, kind in cls.__annotations__.items():
+                if not isinstance(raw.get(name), (kind, int)):
+                    raise ValueError(f"{name} is {raw.get(name)!r}, not of type {kind.__name__}. "
+                                     "Is this a Dream model? An MDLM is for sample.py")
+            ids = [raw["mask_token_id"], raw["pad_token_id"], *ends]
+            if not all(i in range(raw["vocab_size"]) for i in ids):
+                raise ValueError(f"mask, pad and eos_token_id are {ids}, beyond vocab_size")
+            head_dim = raw["hidden_size"] // raw["num_attention_heads"]
+            layer_types = raw["num_hidden_layers"] * ["full_attention"]
+        check_settings(raw, path, head_dim=head_dim, layer_types=layer_types)
         return cls(**{name: raw[name] for name in cls.__annotations__})
 
     @property
@@ -251,11 +253,9 @@ def load_adapter(model, folder):
     """Attach the DoRA in `folder`, in place. Returns the SoftMask beside it, or None."""
     cfg = read_json(f"{folder}/adapter_config.json")
     state = read_safetensors(f"{folder}/adapter_model.safetensors")
-    cfg.setdefault("use_dora", False)  # peft's default if the field is missing
     if cfg.get("init_lora_weights") in (False, "gaussian", "orthogonal", "eva"):
         cfg["init_lora_weights"] = True  # peft's other starts change the base, too
-    check_fields(cfg, folder, {"r", "lora_alpha", "target_modules"}, peft_type="LORA",
-                 use_dora=True, bias="none", init_lora_weights=True)
+    check_settings(cfg, f"{folder}/adapter_config.json")
     ours = f"{folder}/finetune.json"  # tells apart models of the same shapes
     if os.path.exists(ours) and read_json(ours)["base"] != model.fingerprint():
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
@@ -293,6 +293,7 @@ def byte_characters():
 class Tokenizer:
     """The tokenizer of a model folder, on tiktoken"""
     def __init__(self, folder):
+        V = DreamConfig.read(folder).vocab_size  # first: it says what the folder is
         vocab = read_json(f"{folder}/vocab.json")
         self.special = read_json(f"{folder}/added_tokens.json")
         to_byte = byte_characters()
@@ -302,7 +303,7 @@ class Tokenizer:
             self.bpe = tiktoken.Encoding(folder, pat_str=PATTERN, mergeable_ranks=ranks,
                                          special_tokens=self.special)
             self.ids = {*ranks.values(), *self.special.values()}
-            if max(self.ids) >= DreamConfig.read(folder).vocab_size:
+            if max(self.ids) >= V:
                 raise Refused(f"{folder} has a token {max(self.ids)}, beyond config's vocab_size")
 
     def encode(self, text, special=False):

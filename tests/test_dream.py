@@ -73,27 +73,49 @@ def test_configs_as_published_and_as_transformers_4_and_5_write_them(folder):
            "layer_types": ["full_attention"] * 28, "eos_token_id": ends, "pad_token_id": None,
            "mask_token_id": None}
     rewrite(folder, "added_tokens.json", **{"<M>": 0})
-    for changes in {}, {"rope_scaling": {"type": "default"}, "head_dim": 128}, new:
+    for changes in {}, {"rope_scaling": {}, "head_dim": 128}, new:
         rewrite(folder, "config.json", **raw | changes)
         cfg = DreamConfig.read(folder)
         assert (cfg.rope_theta, cfg.head_dim, cfg.pad_token_id) == (1e6, 128, 151643)
         assert cfg.eos_token_id == (ends if changes is new else ends[:1])
         assert cfg.mask_token_id == (0 if changes is new else 151666)
-    rewrite(folder, "added_tokens.json", **{"[MASK]": 194})
-    refused("has mask_token_id = None", DreamConfig.read, folder)
+    (folder / "added_tokens.json").write_text('{"[MASK]": 194}')
+    refused("mask_token_id is None", DreamConfig.read, folder)
 
 
-def test_a_field_of_config_that_is_wrong_or_not_read_is_refused(folder):
-    raw = json.loads((folder / "config.json").read_text())
-    for field, *values in (
-            ("logits_scaling", 8.0), ("quantization_config", {"bits": 4}), ("head_dim", 8),
-            ("hidden_act", "gelu"), ("layer_types", ["full_attention", "linear_attention"], 28),
-            ("rope_parameters", {"rope_type": "yarn"}, {"partial_rotary_factor": 0.25}, "none"),
-            ("num_hidden_layers", 0, "3", 3.0, True, None), ("rope_theta", math.nan),
-            ("tie_word_embeddings", "no"), ("mask_token_id", 200), ("eos_token_id", [190, 200])):
-        for value in values:
-            (folder / "config.json").write_text(json.dumps(raw | {field: value}))
-            refused(f"config.json (has ({field}|rope_t|partial)|.*TypeE)", DreamConfig.read, folder)
+OPTIONAL = "tie_word_embeddings", "pad_token_id"
+
+
+@pytest.mark.parametrize("name, value, message", [
+    *((name, value, f"{name}|_token_id are") for value in (None, "3", {"a": 1})
+      for name in DreamConfig.__annotations__ if value or name not in OPTIONAL),
+    ("num_hidden_layers", 3.0, "num_hidden_layers is 3.0, not of type int"),
+    ("mask_token_id", 200, "_id are"), ("eos_token_id", [190, 200], "_id are"),
+    ("pad_token_id", -1, "_id are"), ("num_attention_heads", 0, "ZeroDiv"),
+    ("hidden_act", "gelu", "hidden_act"), ("head_dim", 8, "head_dim"),
+    ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling"),
+    ("rope_parameters", {"rope_type": "yarn"}, "rope_type"), ("rope_parameters", "none", "Error"),
+    ("rope_parameters", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
+    ("quantization_config", {"bits": 4}, "quantization_config"),
+    ("use_sliding_window", True, "use_sliding_window"), ("layer_types", 28, "layer_types"),
+    ("layer_types", 2 * ["full_attention"] + ["linear_attention"], "layer_types")])
+def test_a_field_of_config_that_is_missing_wrong_or_means_another_model(folder, name, value,
+                                                                        message):
+    rewrite(folder, "config.json", **{name: value})
+    refused(f"^[^\n]*config.json.*({message})[^\n]*$", DreamConfig.read, folder)
+
+
+def test_a_folder_that_is_no_dream_model_is_told_what_it_is(folder, tmp_path):
+    mdlm = tmp_path / "mdlm"
+    mdlm.mkdir()
+    for read in Tokenizer, Dream.load, DreamConfig.read:
+        refused(r"^there is no nope: `hf download [\w/-]+ --local-dir=nope`$", read, "nope")
+        for text in None, '{"model_type": "mdlm", "n_heads": 12}':
+            if text:
+                (mdlm / "config.json").write_text(text)
+            refused("vocab_size is None.*An MDLM is for sample.py", read, mdlm)
+    (folder / "adapter_config.json").write_text("{}")
+    refused("is an adapter: give it as --adapter", Tokenizer, folder)
 
 
 def test_weights_of_another_model_are_refused_in_one_line(folder, dream):
@@ -138,7 +160,7 @@ def test_adapters_of_others(tiny_dream, tmp_path):
         write_safetensors(folder / "adapter_model.safetensors", state, {"format": "pt"})
         config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=16, lora_alpha=40, bias="none",
                       use_dora=True, rank_pattern={}, target_modules=TARGETS[::-1],
-                      init_lora_weights="orthogonal", layers_to_transform=[], qalora_group_size=16)
+                      init_lora_weights="orthogonal", layers_to_transform=[0, 1, 2], new=1)
         rewrite(folder, "adapter_config.json", **config | changes)
         if omega:
             rewrite(folder, "transparency_config.json", **omega)
@@ -152,13 +174,25 @@ def test_adapters_of_others(tiny_dream, tmp_path):
     for name, wrong in ("steepness", "1"), ("alg", ["none"]), ("alg", "slerp"):
         refused("Error|= 'slerp', and nothing", read, theirs | {f"transparency_{name}": wrong})
     refused("transparency_scheduling", read, theirs | {"transparency_scheduling": "linear"})
-    for name, wrong in (("use_dora", None), ("use_rslora", True), ("bias", "all"),  # None: False
+    for name, wrong in (("use_dora", False), ("use_rslora", True), ("bias", "all"),
                         ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}),
                         ("init_lora_weights", "olora"), ("init_lora_weights", "pissa_niter_4"),
-                        ("layer_replication", [[1, 3], [0, 1]]), ("new", 1), ("r", 8), ("r", "8"),
-                        ("target_modules", TARGETS[1:]), ("target_modules", TARGETS + ["up_proj"])):
-        refused(f"{name} = .*, (but only|and nothing)|one of|shape|TypeE", read, **{name: wrong})
-    next(iter(state.values()))[0] = math.nan
+                        ("layer_replication", [[1, 3], [0, 1]]), ("peft_type", "ADALORA")):
+        refused(f"adapter_config.json has {name} = .*, but only", read, **{name: wrong})
+    for name, wrong, message in (
+            ("r", 8, "another shape"), ("r", "8", "TypeE"), ("lora_alpha", None, "no field"),
+            ("target_modules", TARGETS[1:], "only one of"), ("target_modules", None, "no field"),
+            ("target_modules", [*TARGETS, "up_proj"], "only one of")):
+        refused(message, read, **{name: wrong})
+    whole = dict(state)
+    for extra in "lora_magnitude_vector", "q_proj.bias", "layers.2":  # missing; added; missing
+        state.clear()
+        state.update({k: t for k, t in whole.items() if extra not in k})
+        if extra == "q_proj.bias":
+            state["base_model.model.model.layers.0.self_attn.q_proj.bias"] = torch.ones(9)
+        refused("only one of", read)
+    state |= whole | {min(whole): whole[min(whole)] + math.nan}
+    state.pop("base_model.model.model.layers.0.self_attn.q_proj.bias", None)
     refused("not finite", read)
 
 
