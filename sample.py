@@ -156,12 +156,13 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
         x = x.index_put((new,), x0).index_fill(0, again, model.mask_id)        # (L,)  x^        l.5
         emb = F.embedding(x, net.table)                                        # (L, D)
         predicted = sm and model.predict_sm(h[len(new):])                      # (s,), 2 × (s, k)
-        lam = feed_back(sm, net.table, emb, x, (old,), predicted)              # (L,)            l.6
+        emb, lam = feed_back(sm, net.table, emb, x, (old,), predicted)         # (L, D), (L,)    l.6
         if sm and len(again):
             # A token that was just re-masked was visible at l.3. So its p is 1 [code], and H is 0.
             strength = sm.strength(torch.zeros(len(again), device=device))     # (r,)
             certain = strength, lost[:, None], torch.ones_like(lost[:, None])  # (r,), 2 × (r, 1)
-            lam += feed_back(sm, net.table, emb, x, (again,), certain)         # (L,)            l.6
+            emb, more = feed_back(sm, net.table, emb, x, (again,), certain)    # (L, D), (L,)    l.6
+            lam = lam + more                                                   # (L,)
         on_step(x[None], lam[None], masks, h, x[l] != model.mask_id)
     return x.cpu()
 
@@ -216,7 +217,7 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
         masked = masks_left(x, conf, model.mask_id)                     # (n, L)  on the CPU
         left = masked.sum().item() / n_masks
         predicted = sm and sm(logits)                                   # (N,), 2 × (N, k)
-        lam = feed_back(sm, net.table, emb, x, masks, predicted, gain(left))  # (n, L)          l.6
+        emb, lam = feed_back(sm, net.table, emb, x, masks, predicted, gain(left))  #            l.6
         on_step(x, lam, masks, h, x[masks] != model.mask_id)
     return x.cpu()
 
@@ -254,10 +255,10 @@ def propose(logits, mask_id, forced, pick):
         first, second = logits.topk(2).indices.unbind(-1)               # 2 × (N,)
         best = torch.where(first == mask_id, second, first)             # (N,)
         x0 = torch.where(x0 == mask_id, best, x0)                       # (N,)
-    if callable(pick.confidence):
-        conf = pick.confidence(p)                                       # (N,)
-    elif pick.confidence == "maskgit_plus" or pick.threshold is not None:
+    if pick.confidence == "maskgit_plus" or pick.threshold is not None:
         conf = p.gather(-1, x0[:, None])[:, 0]                          # (N,)
+    elif callable(pick.confidence):
+        conf = pick.confidence(p)                                       # (N,)
     elif pick.confidence == "entropy":
         # −H of what the nucleus leaves [code], guarded against log 0. At App. B.2's settings, it
         # can leave a single token, with H = 0.

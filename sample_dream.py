@@ -164,7 +164,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
             masked = masks_left(x, conf, model.mask_id)                 # (1, L)  on the CPU
             left = masked.sum().item() / n_masks
             predicted = sm and sm(logits)                               # (N,), 2 × (N, k)
-            lam = feed_back(sm, net.table, emb, x, (b, l), predicted, gain(left))  # (1, L)     l.6
+            emb, lam = feed_back(sm, net.table, emb, x, (b, l), predicted, gain(left))  #       l.6
             on_step(x, lam, (b, l), h, x[b, l] != model.mask_id)
     return x.cpu()
 

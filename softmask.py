@@ -175,24 +175,24 @@ class SoftMask(nn.Module):
 
 
 def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
-    """Write into emb what the next pass reads where this one predicted                   Alg. 2 l.6
+    """What the next pass reads: sm(x̂, p) where this pass predicted, emb elsewhere       Alg. 2 l.6
 
     A position that was revealed gets its token, one that stays masked its soft mask.
 
-    sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), changed in place.
+    sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), what this pass read.
     x: (…) ids, after the reveal.   masks: an index into x, such as a pair (b, l), each (N,).
     predicted: λ (N,), ids and π (N, k), from sm(logits).   gain: a factor on λ, App. C.9.
-    Returns λ (…): of each soft mask that was written, and 0 elsewhere.
+    Returns emb (…, D), and λ (…): of each soft mask that was made, and 0 elsewhere.
     """
-    emb[masks] = F.embedding(x[masks], table)                                  # (N, D)
-    written = torch.zeros(x.shape, device=x.device)                            # (…)
+    new = F.embedding(x[masks], table)                                         # (N, D)
+    lam = torch.zeros(x.shape, device=x.device)                                # (…)
     if sm:
-        lam, ids, pi = predicted
-        soft = sm.mix(table, gain * lam, ids, pi)                              # (N, D)
+        strength, ids, pi = predicted
+        soft = sm.mix(table, gain * strength, ids, pi)                         # (N, D)
         stays = x[masks] == sm.mask_id                                         # (N,)
-        emb[masks] = torch.where(stays[:, None], soft, emb[masks])             # (N, D)
-        written[masks] = gain * lam * stays                                    # (N,)
-    return written
+        new = torch.where(stays[:, None], soft, new)                           # (N, D)
+        lam = lam.index_put(masks, gain * strength * stays)                    # (…)
+    return emb.index_put(masks, new), lam
 
 
 def neg_entropy(logp):

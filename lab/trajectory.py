@@ -2,10 +2,11 @@
 """A sample or a puzzle as it appears, with feedback and without: every step of decoding.  App. C.5
 
     python lab/trajectory.py --checkpoint=out/stdlib/last.pt --prompt="def main(" --steps=16
-    model="--checkpoint=results/sudoku.safetensors --sampler=entropy --steps=12 --temperature=0"
+    model="--checkpoint=results/sudoku.safetensors"
     puzzle="$model --given=2.....65..3....6...65......256..6.1."
+    puzzle="$puzzle --sampler=entropy --steps=12 --temperature=0 --top_p=1"
     python lab/trajectory.py $puzzle --out=results/figures/sudoku.svg            # README's picture
-    note="Puzzle 2 of python examples/sudoku.py, two cells per call: the first that only one side"
+    note="Puzzle 2 of python examples/sudoku.py, two cells per pass: the first that only one side"
     python lab/trajectory.py $puzzle --note="$note solves." --out=results/trajectory.html
 
 An .html steps through the passes (Fig. 7). An .svg, for 6×6 puzzles only, shows them fill.

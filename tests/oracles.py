@@ -149,13 +149,15 @@ def in_order(predict, table, x, mask_id, counts, soft=None, confidence="entropy"
         for l in masks if n == len(masks) else ():  # no mask may be left
             if token[l] == mask_id:
                 token[l] = logits[l].index_fill(0, torch.tensor(mask_id), -math.inf).argmax().item()
-        best = {l: sorted(p[l])[-1] for l in masks}
-        sure = {"entropy": lambda l: minus_entropy(p[l]), "maskgit_plus": lambda l: p[l][token[l]],
-                "margin": lambda l: best[l] - sorted(p[l])[-2]}
-        if confidence == "random":
-            chance = dict(zip(masks, torch.rand(len(masks), generator=generator).tolist()))
-            sure["random"] = chance.get
-        order = sorted(masks, key=lambda l: -sure["maskgit_plus" if threshold else confidence](l))
+        if threshold or confidence == "maskgit_plus":
+            sure = {l: p[l][token[l]] for l in masks}
+        elif confidence == "entropy":
+            sure = {l: minus_entropy(p[l]) for l in masks}
+        elif confidence == "margin":
+            sure = {l: sorted(p[l])[-1] - sorted(p[l])[-2] for l in masks}
+        else:
+            sure = dict(zip(masks, torch.rand(len(masks), generator=generator).tolist()))
+        order = sorted(masks, key=sure.get, reverse=True)
         if threshold:
             order = [l for l in order if p[l][token[l]] >= threshold or l == order[0]]
         x = x.clone()
