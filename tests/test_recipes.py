@@ -227,7 +227,7 @@ def test_samples_from_python(tmp_path, monkeypatch, capsys):
     assert len(scope["reads"]) == 6 and (logp < 0).all() and not (ids == 258).any()
     torch.testing.assert_close(total, logp.sum())
     total.backward()
-    assert scope["model"].net.table.grad.any()
+    assert scope["model"].net.blocks[0].attn_qkv.weight.grad.any()
 
 
 def test_a_loop_of_ones_own_trains_and_moves_omega_with_feedback_alone(monkeypatch):

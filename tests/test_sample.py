@@ -159,13 +159,16 @@ def test_decode_is_its_loop(changes, soft):
 
 
 def test_an_order_of_ones_own_is_a_function():
-    model = model_of(6, 0.3)
-    margin = lambda p: p.topk(2).values @ torch.tensor([1.0, -1.0])
-    named, own = (decode(model, BLANK[None], shares_of([2] * 5), Pick(rule))
-                  for rule in ("margin", margin))
-    assert torch.equal(named, own)
-    last = decode(model, BLANK[None], shares_of([1] * 10), Pick(lambda p: -margin(p)))
-    assert not torch.equal(last, named)
+    model, margin = model_of(6, 0.3), lambda p: p.topk(2).values @ torch.tensor([1.0, -1.0])
+    predict, omega = oracle_of(model, True)
+    with torch.no_grad():
+        expected = oracles.in_order(predict, model.net.table, ROWS[2], MASK, [2, 2, 2], omega,
+                                    confidence="margin")
+    for order in margin, lambda p: -margin(p):
+        seen = []
+        decode(model, ROWS[2:], shares_of([2] * 3), Pick(order),
+               on_step=lambda x, *_: seen.append(x[0]))  # noqa: B023
+        assert torch.equal(torch.stack(seen), expected) == (order is margin)
 
 
 def test_shares_reveal_the_counts_exactly():
