@@ -1,5 +1,8 @@
 """RECIPES.md, and the snippet of README: they run as they stand, on stubs of the models."""
 
+import gzip
+import json
+import math
 import re
 import types
 
@@ -10,8 +13,9 @@ import torch.nn.functional as F
 
 import arena
 import data
+import finetune_dream
 import mdlm
-from conftest import gen, random_mdlm, save_mdlm, spy
+from conftest import gen, random_mdlm, save_mdlm, spy, start
 from softmask import SoftMask
 from test_readme import page
 
@@ -213,6 +217,42 @@ def test_a_lambda_and_a_mix_of_ones_own():
         assert same.all() == (kind is not RECIPES.Constant)
         if kind is RECIPES.Slerp:  # test_arena.py compares it with the formula
             assert torch.equal(mixed, arena.Slerp(MASK).mix(model.net.table, lam, ids, pi))
+
+
+def test_records_of_others_become_dialogues_and_texts(tmp_path):
+    turns = [("system", "s"), ("user", "a\n\nc"), ("assistant", "b")]
+    whole = RECIPES.dialogue(turns)
+    pair = {"messages": whole["messages"][1:]}
+    given = [{"from": "human", "value": "a\n\nc"}, {"from": "gpt", "value": "b"}]
+    asked, answer = pair["messages"][:1], pair["messages"][1:]
+    for record, wanted in (
+            (RECIPES.alpaca({"instruction": "a", "input": "c", "output": "b"}), pair),
+            (RECIPES.alpaca({"instruction": "a\n\nc", "input": "", "output": "b"}), pair),
+            (RECIPES.sharegpt({"conversations": given, "system": ""}), pair),
+            (RECIPES.sharegpt({"conversations": given, "system": "s"}), whole),
+            (RECIPES.trl({"prompt": asked, "completion": answer}), pair),
+            (RECIPES.trl({"prompt": "a\n\nc", "completion": "b"}), pair)):
+        assert finetune_dream.as_messages(record) == wanted["messages"]
+    (tmp_path / "a.txt").write_text("once\n<|endoftext|>\ntwice\n")
+    RECIPES.write_lines(tmp_path / "b.jsonl", RECIPES.stories(tmp_path / "a.txt"))
+    (tmp_path / "c.gz").write_bytes(gzip.compress((tmp_path / "b.jsonl").read_bytes()))
+    assert [text for _, text in data.documents([tmp_path / "b.jsonl"])] == ["once", "twice"]
+    assert list(RECIPES.unpacked(tmp_path / "c.gz")) == [{"text": "once"}, {"text": "twice"}]
+
+
+def test_a_corpus_of_another_tokenizer_trains_and_is_measured(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    ids = 40 * [*range(9), 70_001]
+    RECIPES.write_corpus("mine", 9 * ids, ids, val_bytes=720, vocab_size=70_002, bos=70_000,
+                         eos=70_001)
+    start("train", "--data=mine", "--out_dir=run", "--n_layer=1", "--n_head=2", "--n_embd=8",
+          "--n_cond=8", "--length=12", "--batch_size=4", "--micro_batch=4", "--steps=2",
+          "--device=cpu")
+    start("eval", "--checkpoint=run/last.pt", "--device=cpu")
+    values = json.loads((tmp_path / "run/last.pt.ppl.json").read_text())["values"]["soft"]
+    tokens_per_byte = 12 / (10 * 720 / 400)  # of a row
+    assert values["bits_per_byte"] * math.log(2) == pytest.approx(
+        values["nats_per_token"] * tokens_per_byte)
 
 
 def test_samples_from_python(tmp_path, monkeypatch, capsys):
