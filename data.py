@@ -127,8 +127,8 @@ def tokenizer(name="gpt2"):
             special_tokens={"<|bos|>": 256, "<|eos|>": 257})
     folder = os.environ.get("GPT2_DIR")
     names = ", ".join(tiktoken.list_encoding_names())
-    with readable(f"tokenizer {name}", f". Known: bytes, {names}. Offline: bytes, or gpt2 with its "
-                  "vocab.bpe and encoder.json in a folder GPT2_DIR"):
+    with readable(f"tokenizer {name}", f" (known: bytes, {names}; offline: bytes, or gpt2 with its "
+                  "vocab.bpe and encoder.json in a folder GPT2_DIR)"):
         if name != "gpt2" or not folder:
             return tiktoken.get_encoding(name)
         ranks = data_gym_to_mergeable_bpe_ranks(
@@ -201,8 +201,8 @@ SUFFIXES = ".txt", ".jsonl", ".parquet"
 def documents(paths, field="text"):
     """Yields (place, text) of each document in the files."""
     for path in paths:
-        yield from numbered(texts(path, field), path, ". data.py reads .txt in UTF-8, and .jsonl "
-                            f"and .parquet with a text in the field {field!r} (--field=NAME)")
+        yield from numbered(texts(path, field), path, " (data.py reads UTF-8, and in .jsonl and "
+                            f".parquet a text in the field {field!r}: --field=NAME)")
 
 
 def numbered(values, path, remedy):
@@ -253,7 +253,7 @@ def find_files(sources):
         inside = sorted(path for path in map(source.joinpath, names) if path.is_file())
         files = [path for path in inside or [source] if path.suffix.lower() in SUFFIXES]
         if not files:
-            raise Refused(f"{source} is no {', '.join(SUFFIXES)}, and no folder with such files")
+            raise Refused(f"{source} is no {', '.join(SUFFIXES)} file, nor a folder of such files")
         if empty := [str(path) for path in files if not path.stat().st_size]:
             raise Refused(f"empty: {', '.join(empty)}")
         if len(files) < len(inside):

@@ -61,7 +61,7 @@ def test_another_vocabulary_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
     for name in "vocab.bpe", "encoder.json":
         (tmp_path / name).write_text("{}")
     refused("tokenizer gpt2: .*Hash mismatch", data.tokenizer)
-    refused("tokenizer gpt-2: .*Known: bytes.*cl100k_base", data.tokenizer, "gpt-2")
+    refused("tokenizer gpt-2: .*known: bytes.*cl100k_base", data.tokenizer, "gpt-2")
 
 
 @pytest.fixture
@@ -160,7 +160,7 @@ def test_files_are_found_once_and_what_is_no_text_is_refused(tmp_path):
     assert find("b.txt", "a.txt", "no/../b.txt") == [tmp_path / "no/../b.txt", tmp_path / "a.txt"]
     assert find("empty/.hid/../../a.txt")
     for name in "n.md", "no/n.py", "no":
-        refused(f"{name} is no .txt, .jsonl, .parquet", find, "a.txt", name)
+        refused(f"{name} is no .txt, .jsonl, .parquet file", find, "a.txt", name)
     refused("empty: .*empty/x.txt$", find, ".")
     with pytest.raises(FileNotFoundError):
         find("c.txt")

@@ -150,7 +150,8 @@ def test_another_form_in_a_file_is_refused_with_its_record_before_training(tiny,
     bad = bad if isinstance(bad, (str, bytes)) else json.dumps(bad)
     good = json.dumps(said(("user", "a"), ("assistant", "answer"))) + "\n"
     path.write_bytes(40 * good.encode() + (bad if isinstance(bad, bytes) else bad.encode()))
-    refused("own.jsonl, record 41: .*Error", finetune, Config(
+    turn = "a turn is .*" * name.startswith(("role", "content", "weight", "tool", "no content"))
+    refused(f"own.jsonl, record 41: .*Error.*{turn}help", finetune, Config(
         model=tiny[0], data=str(path), out=str(tmp_path), device="cpu", n_train=9))
     assert not list(tmp_path.glob("last*"))
 
