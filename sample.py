@@ -11,7 +11,7 @@
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
-    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --out=samples.jsonl
+    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.pt --count=5000 --out=samples.jsonl
 
 The last command makes the samples behind "Standard, Binary, 1M, 1/1" in Tables 1 and 2, one by one.
 If it is stopped, it makes the rest the next time. Each rank has its own file, samples.RANK.jsonl.
@@ -26,12 +26,11 @@ import torch
 import torch.nn.functional as F
 
 import launch
-from checkpoint import load_mdlm, with_omega
 from data import rng, tokenizer
 from launch import Refused, Share, Size, append_jsonl, progress, read_jsonl, to_device
-from mdlm import compile_parts
+from mdlm import MDLM, compile_parts
 from show import show
-from softmask import neg_entropy
+from softmask import SoftMask, neg_entropy
 
 T_END = 1e-5  # the time at which the last step ends, not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
@@ -293,7 +292,7 @@ def categorical(probs, u):
 
 @dataclass
 class Config:
-    checkpoint: str = "out/stdlib/last.pt"  # any MDLM that `python checkpoint.py` can describe
+    checkpoint: str = "out/stdlib/last.pt"  # made by train.py, or by lab/convert.py
     count: Size = 1             # samples to make (not --n: torchrun refuses it)
     length: Size | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
@@ -306,16 +305,17 @@ class Config:
     threshold: Share | None = None
     top_p: Share = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model without feedback
-    # These replace the model's ω. With --omega_s, a binary model decodes with feedback too (k = 3).
+    # All three replace the model's soft mask. So a binary model decodes with feedback too (k = 3).
     omega_s: float | None = None
-    omega_a: float | None = None  # (default for a binary model: the paper's initial ω)
-    omega_b: float | None = None  # (the same)
+    omega_a: float | None = None
+    omega_b: float | None = None
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""            # text to continue; a ___ in it is filled as in infill
     infill: str = ""            # text after the prompt: its blanks ___ share all free positions
     seed: int = 1
     out: str = ""               # file to append to; its samples are not made again (default: print)
     show: bool = False          # watch the samples appear
+    code: str = ""              # a Python file to run first: its SoftMask replaces ours
     device: str = "auto"        # cuda, else mps, else cpu
     compile: bool | None = None  # CUDA graphs (default: where they pay off)
 
@@ -341,9 +341,21 @@ def starting_ids(cfg, tok, special):
     return torch.tensor(ids)
 
 
+def with_omega(sm, mask_id, cfg):
+    """sm, or a SoftMask of cfg's ω_s, ω_a and ω_b if they are given, with k as in sm, or 3"""
+    omega = cfg.omega_s, cfg.omega_a, cfg.omega_b
+    if omega == (None, None, None):
+        return sm
+    if None in omega:
+        raise Refused("--omega_s, --omega_a and --omega_b replace the learned ω: give all three")
+    with launch.one_line():
+        return SoftMask(mask_id, sm.k if sm else 3, *omega)
+
+
 def prepared(cfg, here):
     """The MDLM with ω from cfg, on the CPU; its tokenizer; ids to start from (L,); cfg in full."""
-    model = load_mdlm(cfg.checkpoint)
+    with launch.one_line():
+        model = MDLM.load(cfg.checkpoint, sm=launch.soft_mask(cfg.code))
     model.sm = with_omega(model.sm, model.mask_id, cfg)
     tok, in_order = tokenizer(model.info["tokenizer"]["name"]), cfg.sampler in ORDERS
     cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))

@@ -25,12 +25,11 @@ import torch.nn.functional as F
 
 import dora
 import launch
-from checkpoint import with_omega
 from data import seed_of
 from dream import Dream, Tokenizer, load_adapter
 from launch import Count, Refused, Share, Size, machine, progress, to_device
 from mdlm import TwoPass
-from sample import categorical, likeliest
+from sample import categorical, likeliest, with_omega
 
 Algorithm = Literal["entropy", "maskgit_plus"]  # Dream's names: lowest H first, highest p first
 
@@ -57,6 +56,7 @@ class Decoding:
     # model that never saw feedback. Add --omega_a=1 --omega_b=-3, or λ is near 0 where H is above 1
     # nat. Not tried here. At four tokens a step, arXiv 2609.37391 reports, for a frozen Dream-7B on
     # HumanEval: 17.7 % without feedback, 23.8 % with a linear mix, 32.3 % with one on the sphere.
+    code: str = ""                  # a Python file to run first: its SoftMask replaces ours
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
@@ -288,7 +288,7 @@ def load_for_decoding(cfg):
     *_, device, dtype = machine(cfg.device, cfg.dtype)
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32  # None: as stored
     tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
-    sm = load_adapter(model, cfg.adapter) if cfg.adapter else None
+    sm = load_adapter(model, cfg.adapter, launch.soft_mask(cfg.code)) if cfg.adapter else None
     sm = with_omega(sm, model.cfg.mask_token_id, cfg)
     if cfg.merge:
         dora.merge_(model)
