@@ -8,7 +8,7 @@
     §2.1 g_θ, App. B.1    DiT                  a bidirectional transformer, 169M in the paper
 
 It needs only torch and softmask.py, ready to copy. All that TwoPass needs of a backbone is below.
-(compile_parts and `sample.generate` also use a DiT's `trunk`.) SM sits between `table` and
+(`compile_parts` also uses a DiT's `trunk`.) SM sits between `table` and
 `hidden`: at the masks, it mixes the last output of `head` into the embeddings.
 
     table                     (V, D)                              the embeddings

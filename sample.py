@@ -1,26 +1,36 @@
 # SPDX-License-Identifier: MIT
 """Text from masks: Alg. 2, the reverse process.                                         §2.1, §2.2
 
-    Alg. 2        generate             each mask is revealed at random, whatever the others do
-                  generate_in_order    about as many in every step, for example the surest first
-           l.3    DiT.trunk, DiT.head (mdlm.py)
-           l.4    nucleus, categorical    which token
-           l.5    step_probs              how likely a mask is revealed, known before the call
-                  masks_to_reveal         which masks are revealed, after the call
-           l.6    SoftMask.forward (in generate, by TwoPass.predict_sm) and SoftMask.mix
+    Alg. 2         generate       each mask is revealed at random, whatever the others do
+                   decode         in an order: in each step a share of the masks, the surest first
+           l.3     hidden, head   the forward pass (mdlm.py)
+           l.4     nucleus, categorical; in decode by `propose`: which token
+           l.5     step_probs     in generate: how likely a mask is revealed, known before the pass
+                   reveal         in decode: which masks are revealed, after the pass
+           l.6     feed_back      what the next pass reads (softmask.py)
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
-    python sample.py --checkpoint=out/owt/last.pt --infill="She ran. ___ Nobody spoke." --length=64
-    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.pt --count=5000 --out=samples.jsonl
+    python sample.py --checkpoint=out/owt/last.pt --prompt="She ran. ___ Nobody spoke." --length=64
+    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.pt --count=5000 --compile \
+        --out=samples.jsonl
 
 The last command makes the samples behind "Standard, Binary, 1M, 1/1" in Tables 1 and 2, one by one.
-If it is stopped, it makes the rest the next time. Each rank has its own file, samples.RANK.jsonl.
+Each rank has its own file, samples.RANK.jsonl. If it is stopped, the same command makes the rest,
+also on another number of ranks.
 """
 
+import glob
+import hashlib
 import math
 import re
+import shutil
+import sys
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
-from typing import Literal
+from fractions import Fraction
+from itertools import repeat
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -29,17 +39,18 @@ import launch
 from data import rng, tokenizer
 from launch import Refused, Share, Size, append_jsonl, progress, read_jsonl, to_device
 from mdlm import MDLM, compile_parts
-from show import show
-from softmask import SoftMask, neg_entropy
+from softmask import SoftMask, feed_back
 
 T_END = 1e-5  # the time at which the last step ends, not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
-T_ON, T_OFF, ALPHA_ON = 0.55, 0.05, 0.9  # the plateau of remdm-loop, App. B.1
-ORDERS = "entropy", "random"
-NOT_IN_SETTINGS = "count", "seed", "out", "show", "device", "compile"
-GRAPHS_PAY = 5000  # steps: CUDA graphs take a minute to build, and save 12 ms a call
+T_ON = 0.55     # the plateau of remdm-loop begins, App. B.1
+T_OFF = 0.05    # and ends
+ALPHA_ON = 0.9  # the share of tokens there
+ORDERS = "entropy", "maskgit_plus", "margin", "random"
+Temperature = Annotated[float, 0, math.inf]  # a negative one would turn the order around
 
 
+# ---- each mask at random -------------------------------------------------------------------------
 def step_probs(t, s, sampler="mdlm", eta=None):
     """One reverse step t → s < t: P[reveal a mask], P[re-mask a token]              Eq. 1, App. B.1
 
@@ -62,17 +73,20 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     t, s: times in [0, 1].   eta: η (default: that of App. B.1).
     """
     eta = SAMPLERS[sampler] if eta is None else eta
-    sigma, share_t, share_s = 0.0, t, s  # 1 − α: shares of masks before and after the step
+    sigma = 0.0
+    share_t = t  # of masks, 1 − α, before the step
+    share_s = s  # and after it
     if sampler == "remdm-cap":
         sigma = min(eta, s / max(1 - t, 1e-9))
     elif sampler == "remdm-loop" and t > T_ON:
-        speed = ALPHA_ON / (1 - T_ON)
-        share_t, share_s = 1 - (1 - t) * speed, 1 - (1 - s) * speed
+        share_t = 1 - (1 - t) * ALPHA_ON / (1 - T_ON)
+        share_s = 1 - (1 - s) * ALPHA_ON / (1 - T_ON)
     elif sampler == "remdm-loop" and t > T_OFF:
-        sigma, share_t, share_s = eta, 1 - ALPHA_ON, 1 - ALPHA_ON
+        sigma = eta
+        share_t = share_s = 1 - ALPHA_ON
     elif sampler == "remdm-loop":
-        speed = (1 - ALPHA_ON) / T_OFF
-        share_t, share_s = t * speed, s * speed
+        share_t = t * (1 - ALPHA_ON) / T_OFF
+        share_s = s * (1 - ALPHA_ON) / T_OFF
     reveal = (share_t - share_s + sigma * (1 - share_t)) / share_t
     # With remdm-loop, a long step across T_ON has share_s < 0, and reveals every mask. On the
     # plateau, reveal is 9 η. With η > 1/9, even revealing every mask leaves more than share_s.
@@ -80,8 +94,8 @@ def step_probs(t, s, sampler="mdlm", eta=None):
 
 
 @torch.no_grad()
-def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=None, x=None,
-             soft=True, every=False, eta=None):
+def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=False,
+             on_step=lambda *_: None):
     """Inference with soft-masking, for one sequence                                  Alg. 2, App. A
 
         x = (m, …, m)                                                                l.1
@@ -93,61 +107,127 @@ def generate(model, steps, sampler="mdlm", top_p=0.9, generator=None, on_step=No
 
     Training feeds back a plain pass over the same masks. Here, the pass that is fed back had other
     masks and (later) feedback. In the code, `x` holds the ids x^, and `emb` the embeddings x. The
-    paper's l.6 has x^ and p of the step before. Here both are of this step, as in §3.1 [ours].
+    paper's l.6 has x^ and p of the step before. Here both are of this step, as in §3.1 [code].
     Whether a position changes does not depend on the network. So the coins of l.5 are tossed before
     l.3, and l.4 draws only the tokens that appear. ReMDM tosses coins for tokens, too.
 
-    Steps that change no token are skipped (App. C.4), although they would renew SM's feedback
-    [code]. So SM makes as many calls as binary masking. The last step is not skipped if it starts
-    with masks. With every=True (App. C.5) or time conditioning, none is skipped. Masks left at the
-    end are filled by one more call, by argmax [code].
+    A step that changes no token makes no pass (App. C.4), although a pass would renew SM's feedback
+    [code]. So SM makes as many passes as binary masking. The last step makes one if it starts with
+    masks. Masks left at the end are filled by one more pass, by argmax [code].
 
-    steps: T.   sampler, eta: for `step_probs`.   top_p: for `nucleus`.   generator: on the CPU.
-    on_step(x, lam, guess, masks, h): called after every call of the network. x (1, L): ids. With
-        feedback, where x is [MASK], lam (1, L) is λ and guess (1, L) the likeliest token. masks:
-        the index pair (b, l) of the masks that stay. h (m, D): the hidden states that predict them.
-    x: (L,) ids on the CPU to start from (default: all [MASK]). Tokens in it never change.
-    soft: False decodes without feedback.
-    Returns ids (L,) on the CPU, and the number of network calls.
+    model: TwoPass or MDLM, put in eval mode. Without its sm, it decodes without feedback.
+    x: (L,) ids on the CPU. Its masks are filled, and its tokens never change.
+    steps: T.   sampler: for `step_probs`.   top_p: for `nucleus`.   generator: on the CPU.
+    every: make a pass in every step, App. C.5. The authors do, with time conditioning [code].
+    on_step: see `decode`, with n = 1.
+    Returns ids (L,) on the CPU.
     """
-    net, sm, mask_id, table = model.net, model.sm, model.mask_id, model.net.table
-    device, was_training = table.device, model.training
     model.eval()
-    every = every or model.cfg.time_conditioning  # a network that sees t predicts anew each time
-    x = torch.full((model.cfg.length,), mask_id) if x is None else x           # (L,)            l.1
-    free = masked = x == mask_id                                               # (L,)  on the CPU
-    x = to_device(x, device)                                                   # (L,)
-    emb = F.embedding(x, table)                                                # (L, D)
-    lam, guess = torch.zeros(len(x), device=device), x.clone()  # guess: only for on_step
-    dt, nfe = (1 - T_END) / steps, 0
-    for i in progress(range(steps + 1), "steps", leave=False, disable=bool(on_step) or None):  # l.2
-        t, filling = 1 - i * dt, i == steps  # filling: one more call, for masks that are left
-        reveal, remask = (1, 0) if filling else step_probs(t, t - dt, sampler, eta)
+    net = model.net
+    sm = model.sm
+    device = net.table.device
+    masked = x == model.mask_id                                                # (L,)  on the CPU
+    free = masked  # where ReMDM may turn a token into [MASK] again
+    x = to_device(x, device)                                                   # (L,)            l.1
+    emb = F.embedding(x, net.table)                                            # (L, D)
+    dt = (1 - T_END) / steps
+    for i in range(steps + 1):                                                 #                 l.2
+        t = 1 - i * dt
+        end = i == steps  # one more pass, for masks that are left
+        reveal, remask = (1, 0) if end else step_probs(t, t - dt, sampler)
         coin, u = torch.rand(2, len(x), dtype=torch.float64, generator=generator)  # 2 × (L,)
-        appear, vanish = masked & (coin < reveal), free & ~masked & (coin < remask)  # (L,)      l.5
+        appear = masked & (coin < reveal)                                      # (L,)            l.5
+        vanish = free & ~masked & (coin < remask)                              # (L,)            l.5
         stay = masked & ~appear                                                # (L,)
         last = i == steps - 1 and masked.any()
-        if not ((appear | vanish).any() or last or every and not filling):
+        if not ((appear | vanish).any() or last or every and not end):
             continue
-        masked, nfe, u = stay | vanish, nfe + 1, u[appear]                     # u: (m,)
-        (appear,), (stay,), (vanish,) = (indices(each, device) for each in (appear, stay, vanish))
-        h = net.trunk(emb[None], to_device(torch.tensor([t]), device))[0]      # (L, D)          l.3
-        p = net.head(h[appear]).softmax(-1)                                    # (m, V)          l.3
-        drawn = p.argmax(-1) if filling else categorical(nucleus(p, top_p), u)  # (m,)  of x~    l.4
-        lost = x[vanish]                                                       # (r,)  with ReMDM
-        x = x.index_put((appear,), drawn).index_fill(0, vanish, mask_id)       # (L,)         x^ l.5
-        emb[appear], emb[vanish], guess[vanish] = F.embedding(drawn, table), table[mask_id], lost
-        if soft and sm:
-            lam[stay], ids, pi = model.predict_sm(h[stay])                     # (s,), (s, k)  l.3 6
-            emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)          l.6
-            guess[stay] = pi.argmax(-1) if ids is None else ids[:, 0]          # (s,)
+        masked = stay | vanish                                                 # (L,)
+        # The places of the three are found on the CPU: on a GPU, this would be a host sync.
+        new, old, again = (to_device(where.nonzero()[:, 0], device)
+                           for where in (appear, stay, vanish))                # (m,), (s,), (r,)
+        l = torch.cat((new, old))                                              # (N,)
+        masks = torch.zeros_like(l), l                                         # 2 × (N,)
+        h = net.hidden(emb[None], masks, torch.full((1,), t, device=device))   # (N, D)          l.3
+        p = net.head(h[:len(new)]).softmax(-1)                                 # (m, V)          l.3
+        x0 = p.argmax(-1) if end else categorical(nucleus(p, top_p), u[appear])  # (m,)  of x~   l.4
+        lost = x[again]                                                        # (r,)
+        x = x.index_put((new,), x0).index_fill(0, again, model.mask_id)        # (L,)  x^        l.5
+        emb = F.embedding(x, net.table)                                        # (L, D)
+        predicted = sm and model.predict_sm(h[len(new):])                      # (s,), 2 × (s, k)
+        emb, lam = feed_back(sm, net.table, emb, x, (old,), predicted)         # (L, D), (L,)    l.6
+        if sm and len(again):
             # A token that was just re-masked was visible at l.3. So its p is 1 [code], and H is 0.
-            lam[vanish] = sm.strength(torch.zeros(len(lost), device=device))   # (r,)
-            emb[vanish] = sm.mix(table, lam[vanish], lost[:, None], torch.ones_like(lost[:, None]))
-        if on_step:
-            on_step(x[None], lam[None], guess[None], (torch.zeros_like(stay), stay), h[stay])
-    model.train(was_training)
-    return x.cpu(), nfe
+            strength = sm.strength(torch.zeros(len(again), device=device))     # (r,)
+            certain = strength, lost[:, None], torch.ones_like(lost[:, None])  # (r,), 2 × (r, 1)
+            emb, more = feed_back(sm, net.table, emb, x, (again,), certain)    # (L, D), (L,)    l.6
+            lam = lam + more                                                   # (L,)
+        on_step(x[None], lam[None], masks, h, x[l] != model.mask_id)
+    return x.cpu()
+
+
+# ---- in an order ---------------------------------------------------------------------------------
+class Pick(NamedTuple):
+    """How a step of `decode` picks tokens                                 Alg. 2 l.4-5, App. B.2"""
+    # Where the model is surest. entropy: lowest H. maskgit_plus: highest p of the token. margin:
+    # highest p of the best token minus p of the second. random: a control. Or a function of your
+    # own: probabilities (N, V), after temperature and nucleus, to (N,), large where it is sure.
+    confidence: Literal[ORDERS] | Callable = "entropy"
+    temperature: float = 0.0        # 0: the likeliest token
+    top_p: float = 1.0              # 1: no nucleus
+    threshold: float | None = None  # see `reveal`; the confidence is then that of maskgit_plus
+    generator: torch.Generator | None = None  # on the CPU (default: torch's own)
+
+
+@torch.no_grad()
+def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: None):
+    """Fill the masks of x. Each step reveals a share of them, in an order              Alg. 2, §2.2
+
+    model: TwoPass or MDLM, put in eval mode. Without its sm, it decodes without feedback.
+    x: (n, L) ids on the CPU. Each row needs as many masks as the others, else ValueError.
+    shares: for each step, the share of a row's masks that it reveals, rounded down, such as
+        `shares_of`. With a threshold: itertools.repeat(1), for as many steps as needed.
+    pick: Pick. All rows draw from its generator.
+    gain: a factor on λ, from the share of the first masks that are left, App. C.9.
+    on_step(x, lam, masks, h, revealed): called after every pass. x (n, L): ids. lam (n, L): λ of
+        each mask that got feedback, else 0. masks: the index pair (b, l), each (N,), of the masks
+        before the pass. h (N, D): the hidden states that predict them. revealed (N,): bool.
+    Returns ids (n, L) on the CPU.
+    """
+    model.eval()
+    net = model.net
+    sm = model.sm
+    masked = x == model.mask_id                                         # (n, L)  on the CPU
+    if len(masked.sum(-1).unique()) > 1:
+        raise ValueError("each row of x needs as many masks as the others")
+    n_masks = masked.sum().item()
+    x = to_device(x, net.table.device)                                  # (n, L)
+    emb = F.embedding(x, net.table)                                     # (n, L, D)             l.1
+    for share in shares:                                                #                       l.2
+        if not masked.any():
+            break
+        masks = indices(masked, x.device)                               # 2 × (N,)
+        # The share of masks, as if α_t = 1 − t [ours]
+        t = (x == model.mask_id).float().mean(-1)                       # (n,)
+        h = net.hidden(emb, masks, t)                                   # (N, D)                l.3
+        logits = net.head(h)                                            # (N, V)                l.3
+        x0, conf = propose(logits, model.mask_id, share == 1, pick)     # 2 × (N,)              l.4
+        x = reveal(x, masks, x0, conf, share, pick.threshold)           # (n, L)                l.5
+        masked = masks_left(x, conf, model.mask_id)                     # (n, L)  on the CPU
+        left = masked.sum().item() / n_masks
+        predicted = sm and sm(logits)                                   # (N,), 2 × (N, k)
+        emb, lam = feed_back(sm, net.table, emb, x, masks, predicted, gain(left))  #            l.6
+        on_step(x, lam, masks, h, x[masks] != model.mask_id)
+    return x.cpu()
+
+
+def shares_of(counts):
+    """Shares for `decode`: [2, 2, 1] is 2/5 of the masks, 2/3 of those left, and all of the rest.
+
+    So T equal counts share the masks evenly, L/T in each step (§2.2). As fractions, because in
+    floats, 49 · (1 / 49) is below 1.
+    """
+    return [Fraction(n, sum(counts[i:])) for i, n in enumerate(counts)]
 
 
 def indices(where, device):
@@ -155,107 +235,83 @@ def indices(where, device):
     return tuple(to_device(part, device) for part in where.nonzero(as_tuple=True))
 
 
-@torch.no_grad()
-def generate_in_order(model, n, steps, order, top_p=0.9, generator=None, on_step=None, x=None,
-                      soft=True, threshold=None):
-    """Alg. 2 with about the same number of tokens in every step, in an order                   §2.2
+def propose(logits, mask_id, forced, pick):
+    """A token for each mask, and how sure the model is of it                            Alg. 2 l.4
 
-    n: sequences, side by side.   steps: network calls, at most. With as many steps as masks, each
-        reveals one token. With a threshold, give as many steps as masks, or some may be left.
-    order: "entropy", the positions of lowest entropy first, or "random", the control. The entropy
-        is that of the whole prediction, not of its nucleus, which is often a single token [ours].
-    threshold: reveal every position whose likeliest token has at least this probability (before
-        the nucleus). A sequence without such a position reveals as many as without a threshold
-        [ours], so one if there are as many steps as masks.
-    generator: a torch.Generator on the CPU, which seeds one for each sequence, or a list of n. A
-        sample does not depend on the others.
-    x: (L,) or (n, L) ids to start from.   Other arguments: see `generate`, with n in place of 1.
-    Returns ids (n, L) on the CPU, and nfe (n,), the network calls that each sequence needed.
+    logits: (N, V). Temperature and nucleus, in this order [code], change tokens and conf, but not
+        the soft masks [code].
+    forced: each mask that this step may reveal must be filled. So where Dream predicts [MASK]
+        itself, take the best other token [ours]. The authors' code leaves masks in its answers.
+    Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
-    net, sm, mask_id, table = model.net, model.sm, model.mask_id, model.net.table
-    device, was_training = table.device, model.training
-    by_entropy = {"entropy": True, "random": False}[order]  # KeyError for any other word
-    model.eval()
-    x = torch.full((model.cfg.length,), mask_id) if x is None else x           # (L,)            l.1
-    x = x.expand(n, -1)                                                        # (n, L)
-    if not isinstance(generator, list):
-        seeds = torch.randint(2**62, (n,), generator=generator).tolist()
-        generator = [torch.Generator().manual_seed(seed) for seed in seeds]
-    masked_cpu = x == mask_id                                                  # (n, L)
-    x = to_device(x, device)                                                   # (n, L)
-    emb = F.embedding(x, table)                                                # (n, L, D)
-    nfe = torch.zeros(n, dtype=torch.long)                                     # (n,)
-    for steps_left in range(steps, 0, -1):                                     #              l.2, 7
-        if not masked_cpu.any():
-            break
-        masked = to_device(masked_cpu, device)                                 # (n, L)
-        masks = indices(masked_cpu, device)                                    # 2 × (N,)
-        draws = [torch.rand(x.shape[1], 2, dtype=torch.float64, generator=g) for g in generator]
-        u, chance = torch.stack(draws).unbind(-1)                              # 2 × (n, L)
-        t = masked.float().mean(-1)  # the share of masks, as if α_t = 1 − t      (n,)  [ours]
-        h = net.hidden(emb, masks, t)                                          # (N, D)          l.3
-        logits = net.head(h)                                                   # (N, V)          l.3
-        logp = logits.log_softmax(-1)                                          # (N, V)
-        score = to_device(chance.float(), device)                              # (n, L)
-        if by_entropy:
-            # From masks alone, a DiT predicts the same everywhere: attention averages equal values.
-            # Rounding would break these ties, differently in every batch. So the order stays random
-            # there [ours].
-            only_masks = masked.all(-1, keepdim=True)                          # (n, 1)
-            score = torch.where(only_masks, score, score.index_put(masks, neg_entropy(logp)))
-        chosen = masks_to_reveal(score, masked, steps_left)                    # (n, L)          l.5
-        if threshold is not None:
-            sure = logp.amax(-1).exp() >= threshold                            # (N,)
-            sure = torch.zeros_like(masked).index_put(masks, sure)             # (n, L)
-            chosen = torch.where(sure.any(-1, keepdim=True), sure, chosen)     # (n, L)
-        chosen = chosen.cpu()  # a host sync                                     (n, L)
-        nfe += masked_cpu.any(-1)
-        (new,) = indices(chosen[masked_cpu], device)  # which rows of h appear   (m,)
-        (left,) = indices(~chosen[masked_cpu], device)  # and which stay         (s,)
-        drawn = categorical(nucleus(logp[new].exp(), top_p), u[chosen])        # (m,)            l.4
-        x = x.index_put(indices(chosen, device), drawn)                        # (n, L)          l.5
-        emb = F.embedding(x, table)                                            # (n, L, D)
-        masked_cpu = masked_cpu & ~chosen                                      # (n, L)
-        stay = indices(masked_cpu, device)                                     # 2 × (s,)
-        lam, guess = torch.zeros_like(score), x.clone()  # guess: only for on_step
-        if soft and sm:
-            lam_all, ids, pi = sm(logits)                                      # (N,), (N, k)    l.6
-            lam[stay], pi = lam_all[left], pi[left]                            # (s,), (s, k)
-            ids = ids if ids is None else ids[left]                            # (s, k)
-            emb[stay] = sm.mix(table, lam[stay], ids, pi)                      # (s, D)          l.6
-            guess[stay] = pi.argmax(-1) if ids is None else ids[:, 0]          # (s,)
-        if on_step:
-            on_step(x, lam, guess, stay, h[left])
-    model.train(was_training)
-    return x.cpu(), nfe
+    scaled = logits / pick.temperature if pick.temperature > 0 else logits  # (N, V)
+    p = nucleus(scaled.softmax(-1), pick.top_p, keep_crossing=True)     # (N, V)
+    x0 = p.argmax(-1)                                                   # (N,)
+    if pick.temperature > 0:
+        u = torch.rand(len(p), dtype=torch.float64, generator=pick.generator)  # (N,)
+        x0 = categorical(p, u).clamp_max(p.shape[1] - 1)                # (N,)  it is V if p is NaN
+    if forced:  # before conf, because a threshold must test the token that is written
+        first, second = logits.topk(2).indices.unbind(-1)               # 2 × (N,)
+        best = torch.where(first == mask_id, second, first)             # (N,)
+        x0 = torch.where(x0 == mask_id, best, x0)                       # (N,)
+    if pick.confidence == "maskgit_plus" or pick.threshold is not None:
+        conf = p.gather(-1, x0[:, None])[:, 0]                          # (N,)
+    elif callable(pick.confidence):
+        conf = pick.confidence(p)                                       # (N,)
+    elif pick.confidence == "entropy":
+        # −H of what the nucleus leaves [code], guarded against log 0. At App. B.2's settings, it
+        # can leave a single token, with H = 0.
+        conf = (p * (p + 1e-10).log()).sum(-1)                          # (N,)
+    elif pick.confidence == "margin":
+        best, second = p.topk(2).values.unbind(-1)                      # 2 × (N,)
+        conf = best - second                                            # (N,)
+    else:
+        conf = to_device(torch.rand(len(p), generator=pick.generator), p.device)  # (N,)
+    return x0, conf
 
 
-def masks_to_reveal(score, masked, steps_left):
-    """Which masks to reveal: in each row, 1 / steps_left of them, those of the largest scores
+def reveal(x, masks, x0, conf, share, threshold=None):
+    """x (n, L) with the surest proposals written into it                          Alg. 2 l.5, §2.2
 
-    The number is rounded up. Ties are broken from left to right [ours].
+    masks: (b, l), each (N,): what may be revealed.   x0, conf: (N,), from `propose`.
+    share: of the N / n masks in each row, rounded down.   threshold: instead of a share, reveal a
+        row's surest token, and all with at least this conf (Fast-dLLM).
+    A proposal can be [MASK] itself. Then the position stays masked [code].
     """
-    score = score.masked_fill(~masked, -torch.inf)
-    ranking = score.argsort(dim=-1, descending=True, stable=True)              # (n, L)  positions
-    count = (masked.sum(-1, keepdim=True) + steps_left - 1) // steps_left      # (n, 1)
-    among = torch.arange(masked.shape[1], device=masked.device) < count        # (n, L)  by rank
-    return torch.zeros_like(masked).scatter(1, ranking, among)                 # (n, L)
+    score = torch.full(x.shape, -torch.inf, device=x.device).index_put(masks, conf)  # (n, L)
+    # 0 for the surest. Ties go left to right [ours]; in the authors' topk, in no fixed order.
+    rank = score.argsort(descending=True, stable=True).argsort()[masks]  # (N,)
+    chosen = rank < int(len(conf) // len(x) * share)                    # (N,)
+    if threshold is not None:
+        chosen = (rank == 0) | (conf >= threshold)                      # (N,)
+    return x.index_put(masks, torch.where(chosen, x0, x[masks]))        # (n, L)
 
 
-def nucleus(probs, p):
+def masks_left(x, conf, mask_id):
+    """Where x (n, L) is [MASK], on the CPU. Raises Refused if the logits behind conf are broken."""
+    both = torch.cat((x.flatten(), conf.isnan().any()[None])).cpu()     # (n·L + 1,)  a host sync
+    if both[-1]:
+        raise Refused("the model's logits are not finite: try --dtype=float32 or other weights")
+    return both[:-1].view(x.shape) == mask_id                           # (n, L)
+
+
+# ---- which token ---------------------------------------------------------------------------------
+def nucleus(probs, p, keep_crossing=False):
     """Keep the likeliest tokens while their sum is at most p, and renormalise              App. B.1
 
     probs: (n, V).   Returns (n, V).
-    The likeliest token is always kept. The token that crosses p is dropped [code]. The usual rule
-    keeps it, and so does Dream (sample_dream.filtered).
+    The likeliest token is always kept. The token that crosses p is dropped in MDLM's code, and kept
+    in Dream's [code], as usual.
     """
     if p == 1:
         return probs
     top, ids = likeliest(probs, p)                                             # 2 × (n, m)
     dropped = top.cumsum(-1) > p                                               # (n, m)
+    if keep_crossing:
+        dropped = dropped.roll(1, -1)                                          # (n, m)
     dropped[:, 0] = False
-    top = top.masked_fill(dropped, 0)                                          # (n, m)
-    return torch.zeros_like(probs).scatter(1, ids, top / top.sum(-1, keepdim=True))  # (n, V)
+    kept = torch.zeros_like(probs).scatter(1, ids, top.masked_fill(dropped, 0))  # (n, V)
+    return kept / kept.sum(-1, keepdim=True)
 
 
 def likeliest(probs, p):
@@ -277,65 +333,58 @@ def likeliest(probs, p):
 def categorical(probs, u):
     """Draw one token per row, (n,): the first whose cumulative sum exceeds u Σ p
 
-    probs: (n, V), with any positive sum per row.   u: (n,) float64, uniform in [0, 1).
+    probs: (n, V), with any positive sum per row.   u: (n,) float64, uniform in [0, 1), on the CPU.
     One number per row [ours] gives the same distribution as V exponentials [code]. With an fp32 u,
     only a few of the tokens rarer than 6e-8 could be drawn, and those too often. torch.multinomial
     would cost two host syncs.
     """
     device = "cpu" if probs.device.type == "mps" else probs.device  # MPS has no float64
     cdf = probs.to(device, torch.float64).cumsum(-1)                           # (n, V)
-    if u.device != cdf.device:
-        u = to_device(u, cdf.device)
-    drawn = torch.searchsorted(cdf, u[:, None] * cdf[:, -1:], right=True)  # never one with p = 0
+    u = to_device(u, cdf.device)[:, None] * cdf[:, -1:]                        # (n, 1)
+    drawn = torch.searchsorted(cdf, u, right=True)  # never one with p = 0       (n, 1)
     return drawn[:, 0].to(probs.device)                                        # (n,)
 
 
+# ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    checkpoint: str = "out/stdlib/last.pt"  # made by train.py, or by lab/convert.py
+    checkpoint: str = "out/stdlib/last.pt"
     count: Size = 1             # samples to make (not --n: torchrun refuses it)
     length: Size | None = None  # L (default: the model's)
-    steps: Size | None = None   # T (default: L; with entropy and random, one per mask)
+    steps: Size | None = None   # T (default: L; with an order, one for each mask)
     # mdlm, remdm-cap (in the paper for T < L) and remdm-loop reveal at random, App. B.1. The others
-    # reveal about the same number per step: the surest first (§2.2), or in random order.
+    # are orders: each step reveals about as many, the surest first (§2.2; see Pick).
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
-    eta: Share | None = None    # largest P[re-mask] of a remdm sampler (default: as in App. B.1)
-    # For entropy and random: reveal every position whose likeliest token has at least this
-    # probability, or, if there is none, the first in the order.
-    threshold: Share | None = None
+    temperature: Temperature = 1.0  # with an order; 0: the likeliest tokens
+    threshold: Share | None = None  # with an order, in place of steps: see `reveal`
     top_p: Share = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model without feedback
-    # All three replace the model's soft mask. So a binary model decodes with feedback too (k = 3).
+    # These three together replace the model's soft mask. A binary model gets one, too, with k = 3.
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
-    # In prompt and infill, the two characters \n stand for a line break.
-    prompt: str = ""            # text to continue; a ___ in it is filled as in infill
-    infill: str = ""            # text after the prompt: its blanks ___ share all free positions
+    # Text to continue. If it has blanks ___, they share all free positions. The two characters \n
+    # stand for a line break.
+    prompt: str = ""
     seed: int = 1
     out: str = ""               # file to append to; its samples are not made again (default: print)
     show: bool = False          # watch the samples appear
     code: str = ""              # a Python file to run first: its SoftMask replaces ours
     device: str = "auto"        # cuda, else mps, else cpu
-    compile: bool | None = None  # CUDA graphs (default: where they pay off)
-
-
-def starting_ids(cfg, tok, special):
+    compile: bool = False       # CUDA graphs: a minute to build, then a pass takes a fourth
+def starting_ids(prompt, L, tok, special):
     """Ids (L,) to start from: a row as in training (data.rows), with masks for missing text."""
-    encode, L = tok.encode_ordinary, cfg.length
-    bos, eos, mask = special["bos"], special["eos"], special["mask_id"]
-    text = (cfg.prompt + cfg.infill).replace("\\n", "\n")
-    first, *parts = [encode(part) for part in re.split("_{3,}", text)]
-    ids = [bos, *first] if text else []
-    if parts:
-        room = L - len(ids) - sum(map(len, parts)) - 1  # masks to distribute
-        for i, part in enumerate(parts):
-            width = math.ceil(room / (len(parts) - i))  # an even share
-            room -= width
-            ids += width * [mask] + part
-        ids.append(eos)
-    else:
-        ids += (L - len(ids)) * [mask]
+    mask = special["mask_id"]
+    text = prompt.replace("\\n", "\n")
+    first, *parts = [tok.encode_ordinary(part) for part in re.split("_{3,}", text)]
+    ids = [special["bos"], *first] if text else []
+    end = [special["eos"]] if parts else []
+    room = L - len(ids) - sum(map(len, parts)) - len(end)  # masks to share
+    for i, part in enumerate(parts):
+        width = math.ceil(room / (len(parts) - i))
+        room -= width
+        ids += width * [mask] + part
+    ids += end or room * [mask]
     if len(ids) != L or mask not in ids:
         raise Refused(f"the text fills all {L} positions and leaves no masks: shorten it")
     return torch.tensor(ids)
@@ -343,98 +392,150 @@ def starting_ids(cfg, tok, special):
 
 def with_omega(sm, mask_id, cfg):
     """sm, or a SoftMask of cfg's ω_s, ω_a and ω_b if they are given, with k as in sm, or 3"""
-    omega = cfg.omega_s, cfg.omega_a, cfg.omega_b
-    if omega == (None, None, None):
+    omega = [cfg.omega_s, cfg.omega_a, cfg.omega_b]
+    if omega == [None] * 3:
         return sm
     if None in omega:
-        raise Refused("--omega_s, --omega_a and --omega_b replace the learned ω: give all three")
+        raise Refused("--omega_s, --omega_a and --omega_b replace a soft mask: give all three")
     with launch.one_line():
         return SoftMask(mask_id, sm.k if sm else 3, *omega)
 
 
-def prepared(cfg, here):
-    """The MDLM with ω from cfg, on the CPU; its tokenizer; ids to start from (L,); cfg in full."""
+def prepared(cfg):
+    """The MDLM, its tokenizer, ids to start from (L,), and cfg with the defaults filled in."""
+    if cfg.sampler in SAMPLERS and (cfg.temperature != 1 or cfg.threshold is not None):
+        raise Refused(f"--temperature and --threshold do nothing with --sampler={cfg.sampler}: "
+                      f"choose one of {', '.join(ORDERS)}")
+    if cfg.threshold is not None and cfg.steps:
+        raise Refused("--threshold decides how many steps there are: leave --steps out")
     with launch.one_line():
         model = MDLM.load(cfg.checkpoint, sm=launch.soft_mask(cfg.code))
-    model.sm = with_omega(model.sm, model.mask_id, cfg)
-    tok, in_order = tokenizer(model.info["tokenizer"]["name"]), cfg.sampler in ORDERS
-    cfg = replace(cfg, length=cfg.length or model.cfg.length, soft=cfg.soft and bool(model.sm))
-    if model.mask_id != tok.n_vocab:  # [MASK] follows the last token
-        raise Refused(f"{cfg.checkpoint} has {model.mask_id} tokens, but {tok.name} {tok.n_vocab}")
-    if cfg.length > model.cfg.length:
-        raise Refused(f"--length={cfg.length} exceeds the {model.cfg.length} of training")
-    if cfg.eta is not None and not cfg.sampler.startswith("remdm"):
-        raise Refused(f"--eta does nothing with --sampler={cfg.sampler}: choose a remdm sampler")
-    if cfg.threshold is not None and (cfg.steps or not in_order):
-        raise Refused("--threshold needs --sampler=entropy or random, and no --steps")
-    x = starting_ids(cfg, tok, model.info["tokenizer"])                        # (L,)
-    steps = cfg.steps or (x.tolist().count(model.mask_id) if in_order else cfg.length)
-    pays = here.device.type == "cuda" and steps * cfg.count / here.world >= GRAPHS_PAY
-    return model, tok, x, replace(cfg, steps=steps,
-                                  compile=pays if cfg.compile is None else cfg.compile)
+    model.sm = with_omega(model.sm, model.mask_id, cfg) if cfg.soft else None
+    special = model.info["tokenizer"]
+    tok = tokenizer(special["name"])
+    length = cfg.length or model.cfg.length
+    if length > model.cfg.length:
+        raise Refused(f"--length={length} exceeds the {model.cfg.length} of training")
+    x = starting_ids(cfg.prompt, length, tok, special)                         # (L,)
+    steps = cfg.steps or length
+    if cfg.sampler in ORDERS:
+        n_masks = x.tolist().count(model.mask_id)
+        steps = min(cfg.steps or n_masks, n_masks)
+    return model, tok, x, replace(cfg, length=length, steps=steps, soft=bool(model.sm))
 
 
-def file_and_lines(cfg, here):
-    """This rank's file, and all ranks' lines, so that all ranks make the same decisions."""
-    if here.world > 1 and not cfg.out:
-        raise Refused("torchrun needs --out=FILE, such as --out=samples.jsonl")
-    paths = [cfg.out]
-    if here.world > 1:
-        paths = [f"{cfg.out.removesuffix('.jsonl')}.{r}.jsonl" for r in range(here.world)]
-    return paths[here.rank], [line for path in paths for line in read_jsonl(path)]
+def sample(model, x, cfg, generator, on_step):
+    """x (L,) with its masks filled, as cfg says"""
+    if cfg.sampler in SAMPLERS:
+        return generate(model, x, cfg.steps, cfg.sampler, cfg.top_p, generator,
+                        model.cfg.time_conditioning, on_step)
+    shares = shares_of(cfg.steps * [1]) if cfg.threshold is None else repeat(1)
+    pick = Pick(cfg.sampler, cfg.temperature, cfg.top_p, cfg.threshold, generator)
+    return decode(model, x[None], shares, pick, on_step=on_step)[0]
+
+
+def read_samples(path):
+    """All samples of a run: the lines of NAME.jsonl, and of each rank's NAME.RANK.jsonl"""
+    ranks = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
+    return [line for file in (path, *sorted(ranks)) for line in read_jsonl(file)]
+
+
+def shown(tok, ids, special):
+    """The text of a sample, without BOS, up to the first EOS"""
+    ends = special["bos"], special["eos"]
+    start = int(ids[0] in ends)
+    stop = next((i for i in range(start, len(ids)) if ids[i] in ends), len(ids))
+    return tok.decode(ids[start:stop])
 
 
 def main(cfg):
     here = launch.machine(cfg.device)
-    path, lines = file_and_lines(cfg, here)
+    if here.world > 1 and not cfg.out:
+        raise Refused("torchrun needs --out=FILE, such as --out=samples.jsonl")
 
-    # ---- the model, and the samples that exist already
-    model, tok, x, cfg = prepared(cfg, here)
-    # All that a sample depends on, besides its seed and index. Every line of --out holds it. (The
-    # weights are summed up on the CPU, because MPS has no float64.)
-    settings = {name: value for name, value in asdict(cfg).items() if name not in NOT_IN_SETTINGS}
+    # ---- load the model, encode the prompt
+    model, tok, x, cfg = prepared(cfg)                                         # x: (L,)
+    # All that a sample depends on besides its index. The table tells checkpoints of a step apart.
+    table = model.net.table.detach().numpy()                                   # (V, D)
+    settings = {name: value for name, value in asdict(cfg).items()
+                if name not in ("count", "out", "show", "device", "compile")}
     settings |= {"step": model.info["step"], "tokenizer": tok.name,
                  "dtype": str(here.dtype or torch.float32),
-                 "weights": sum(p.double().sum().item() for p in model.parameters())}
-    for line in lines:
-        before = line.get("settings", {}) | {"seed": line.get("seed")}
-        launch.check_same(path, before, settings | {"seed": cfg.seed}, [*settings, "seed"],
-                          ": give the same flags, or another --out")
-    texts = {line["index"]: line["text"] for line in lines}
-
-    # ---- the device
+                 "table": hashlib.sha256(table.tobytes()).hexdigest()[:16]}
     model.to(here.device)
     if here.dtype:
         model.net.cast_linears_(here.dtype)
     if cfg.compile:
         compile_parts(model, "reduce-overhead")
 
-    # ---- the samples
-    todo = [i for i in range(here.rank, cfg.count, here.world) if i not in texts]
-    title = "samples, the first after a minute of compiling" if cfg.compile else "samples"
-    bar = progress(total=len(todo), desc=title, disable=cfg.show or not todo)
-    how = {"top_p": cfg.top_p, "x": x, "soft": cfg.soft,
-           "on_step": show(tok, model.mask_id) if here.rank == 0 and cfg.show else None}
+    # ---- which samples are missing
+    made = read_samples(cfg.out) if cfg.out else []
+    for line in made:
+        launch.check_same(cfg.out, line.get("settings", {}), settings, settings,
+                          ": give the same flags, or another --out")
+    indices_made = {line["index"] for line in made}
+    todo = [i for i in range(here.rank, cfg.count, here.world) if i not in indices_made]
+    path = cfg.out
+    if here.world > 1:
+        path = f"{cfg.out.removesuffix('.jsonl')}.{here.rank}.jsonl"
+
+    # ---- make them
+    bar = progress(total=len(todo) * cfg.steps, unit="step", disable=cfg.show or not todo)
+    print_text = bar.write if sys.stderr.isatty() else print  # bar.write would show the bar at once
+    watch = show(tok, model) if cfg.show and sys.stdout.isatty() else lambda *_: None
     for i in todo:
-        generator = rng("sample", cfg.seed, i)
+        nfe = 0
+
+        def on_step(*now):
+            nonlocal nfe
+            nfe += 1
+            bar.update()
+            watch(*now)
         with here.autocast():
-            if cfg.sampler in ORDERS:
-                ids, nfe = generate_in_order(model, 1, cfg.steps, cfg.sampler, **how,
-                                             generator=[generator], threshold=cfg.threshold)
-            else:
-                ids, nfe = generate(model, cfg.steps, cfg.sampler, **how, generator=generator,
-                                    eta=cfg.eta)
-        ids = ids.flatten().tolist()
-        texts[i] = tok.decode(ids)
+            ids = sample(model, x, cfg, rng("sample", cfg.seed, i), on_step).tolist()
+        bar.update(cfg.steps - nfe)  # the steps that made no pass
         if path:
-            append_jsonl(path, {"ids": ids, "text": texts[i], "nfe": int(nfe), "seed": cfg.seed,
+            append_jsonl(path, {"ids": ids, "text": tok.decode(ids), "nfe": nfe, "seed": cfg.seed,
                                 "index": i, "settings": settings})
         else:
-            bar.write("\n---\n" * (len(texts) > 1) + texts[i])
-        bar.update()
+            print_text(shown(tok, ids, model.info["tokenizer"]) + "\n---")
     bar.close()
     if path and here.rank == 0:
-        print(f"{texts[0]}\nsamples are in {path}")
+        print(f"samples are in {path}")
+
+
+# ---- on a terminal -------------------------------------------------------------------------------
+def cell_text(tok, token):
+    """A token id as text: ↵ for a line break, a dot for [MASK] and for what cannot be printed."""
+    text = tok.decode([token]) if token < tok.n_vocab else "·"
+    return "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in text)
+
+
+def painted(text, lam):
+    """Text for a terminal: a token (lam None) in bold, a guess on green, darker for larger λ."""
+    if lam is None:
+        return f"\x1b[1m{text}\x1b[0m"
+    pale = int(220 * (1 - lam))
+    return f"\x1b[48;2;{pale};{100 + pale * 2 // 3};{pale};38;2;0;0;0m{text}\x1b[0m"
+
+
+def show(tok, model):
+    """An `on_step` that draws the first row on a clear terminal, with the likeliest tokens in
+    place of its masks"""
+    def on_step(x, lam, masks, h, revealed):
+        guess = x.index_put(masks, model.net.head(h).argmax(-1))               # (n, L)
+        columns, lines = shutil.get_terminal_size()
+        room = columns * (lines - 1)
+        cells = []
+        for token, strength, best in zip(x[0].tolist(), lam[0].tolist(), guess[0].tolist()):
+            masked = token == model.mask_id
+            text = cell_text(tok, best if masked else token)
+            room -= len(text)
+            if room > 0:
+                cells.append(painted(text, strength if masked else None))
+        print("\x1b[H\x1b[J" + "".join(cells), flush=True)
+        time.sleep(0.05)
+    return on_step
 
 
 if __name__ == "__main__":

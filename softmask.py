@@ -172,6 +172,27 @@ class SoftMask(nn.Module):
         return words.format(self.k, *self.omega)
 
 
+def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
+    """What the next pass reads: sm(x̂, p) where this pass predicted, emb elsewhere       Alg. 2 l.6
+
+    A position that was revealed gets its token, one that stays masked its soft mask.
+
+    sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), what this pass read.
+    x: (…) ids, after the reveal.   masks: an index into x, such as a pair (b, l), each (N,).
+    predicted: λ (N,), ids and π (N, k), from sm(logits).   gain: a factor on λ, App. C.9.
+    Returns emb (…, D), and λ (…): of each soft mask that was made, and 0 elsewhere.
+    """
+    new = F.embedding(x[masks], table)                                         # (N, D)
+    lam = torch.zeros(x.shape, device=x.device)                                # (…)
+    if sm:
+        strength, ids, pi = predicted
+        soft = sm.mix(table, gain * strength, ids, pi)                         # (N, D)
+        stays = x[masks] == sm.mask_id                                         # (N,)
+        new = torch.where(stays[:, None], soft, new)                           # (N, D)
+        lam = lam.index_put(masks, gain * strength * stays)                    # (…)
+    return emb.index_put(masks, new), lam
+
+
 def neg_entropy(logp):
     """−H(p) = Σ p log p in nats, at most 0.   logp: (…, V) log-probabilities.   Returns (…)."""
     return (logp.exp() * logp.clamp_min(-100)).sum(-1)  # without the clamp, 0 · −inf would be NaN

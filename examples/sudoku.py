@@ -18,6 +18,7 @@ import math
 import os
 import re
 import sys
+import time
 from dataclasses import dataclass
 
 import torch
@@ -27,9 +28,8 @@ import data
 import launch
 from data import rng
 from launch import Refused, Size, progress, run
-from mdlm import MDLM
-from sample import generate_in_order
-from show import draw, painted
+from mdlm import MDLM, TwoPass
+from sample import Pick, decode, painted, shares_of
 from train import Config as TrainConfig
 from train import train, val_nats
 
@@ -145,8 +145,9 @@ WAYS = {("entropy", 1): "surest cell first, one per call",
 
 
 def sides_of(model):
-    """{title: whether with feedback}, the columns of the table. A binary model has only one."""
-    return {"with feedback": True, "without": False} if model.sm else {"without": False}
+    """{title: TwoPass}, the columns of the table. A binary model has only one."""
+    without = {"without": TwoPass(model.net, None, model.mask_id)}
+    return {"with feedback": model} | without if model.sm else without
 
 
 def fill(model, x, order, cells):
@@ -155,17 +156,18 @@ def fill(model, x, order, cells):
     All puzzles must have the same number of masks.
     Returns {title: [(cells, λ, guesses) after each call]}: n texts, n lists of 36 λ, n texts.
     """
-    mask, n_masks = model.mask_id, int((x[0] == model.mask_id).sum())
-    steps, sides = math.ceil(n_masks / cells), {title: [] for title in sides_of(model)}
+    mask = model.mask_id
+    steps = math.ceil((x[0] == mask).sum().item() / cells)
+    sides = {title: [] for title in sides_of(model)}
     with progress(total=len(sides) * steps, desc=WAYS[order, cells], leave=False) as bar:
-        for title, soft in sides_of(model).items():
+        for title, side in sides_of(model).items():
 
-            def on_step(now, lam, guess, *_, states=sides[title]):
+            def on_step(now, lam, masks, h, revealed, states=sides[title]):
+                guess = now.index_put(masks, model.net.head(h).argmax(-1))           # (n, 39)
                 states.append((cells_of(now, mask), lam[:, 1:37].tolist(), cells_of(guess, mask)))
                 bar.update()
-            generators = [rng("fill", i) for i in range(len(x))]
-            generate_in_order(model, len(x), steps, order, top_p=1e-12, generator=generators,
-                              on_step=on_step, x=x, soft=soft)
+            pick = Pick(order, generator=rng("fill"))
+            decode(side, x, shares_of(steps * [1]), pick, on_step=on_step)
     return sides
 
 
@@ -189,15 +191,20 @@ def picture(title, cells, lam, guesses):
 
 
 def compare(sides, i):
-    """Draw puzzle i of `fill`'s result, side by side: every call on a terminal, else the last."""
-    drawn, calls = 0, list(zip(*sides.values()))
+    """Draw puzzle i of `fill`'s result, side by side: every pass on a terminal, else the last."""
+    passes = list(zip(*sides.values()))
     if sys.stdout.isatty():
-        print("Empty cells are green, darker for larger λ. The next call sees the guesses in them.")
-    for call in calls if sys.stdout.isatty() else calls[-1:]:
+        print("Empty cells are green, darker for larger λ. The next pass sees the guesses in them.")
+    else:
+        passes = passes[-1:]
+    for number, states in enumerate(passes):
         columns = [picture(title, cells[i], lam[i], guesses[i])
-                   for title, (cells, lam, guesses) in zip(sides, call)]
+                   for title, (cells, lam, guesses) in zip(sides, states)]
         lines = ["     ".join(parts) for parts in zip(*columns)]
-        drawn = draw(lines, drawn, pause=0.4)
+        if number:
+            print(f"\x1b[{len(lines)}F\x1b[J", end="")  # over the picture before
+        print("\n".join(lines), flush=True)
+        time.sleep(0.4 if sys.stdout.isatty() else 0)
 
 
 def print_bound(model):

@@ -2,7 +2,8 @@
 """A dry run of finetune_dream.py without weights or data, too short to learn to add.
 
     python examples/tiny_dream.py            # with any flag of finetune_dream.py, --resume too
-    python sample_dream.py --model=out/tiny_dream/model --adapter=out/tiny_dream/last --prompt=...
+    answer="--model=out/tiny_dream/model --adapter=out/tiny_dream/last --gen_len=32"
+    python sample_dream.py $answer --prompt="3 + 4 = ?"
 """
 
 import json
@@ -26,7 +27,7 @@ class Config(finetune_dream.Config):
     model: str = "out/tiny_dream/model"
     data: str = "out/tiny_dream/dialogues.jsonl"
     out: str = "out/tiny_dream"
-    steps: int = 60
+    steps: int = 200
     eta_bb: float = 1e-2
     # From this start, feedback shows after some ten updates; from the paper's, not within 2,000.
     omega_s: float = 0.3

@@ -22,6 +22,7 @@ import sys
 import tempfile
 from dataclasses import dataclass
 from functools import partial
+from itertools import repeat
 from statistics import mean
 
 import torch
@@ -34,9 +35,9 @@ import sudoku
 from bench import interleaved
 from data import rng
 from launch import git_version
-from mdlm import MDLM
+from mdlm import MDLM, TwoPass
 from plot import markdown, p_values, with_gain
-from sample import generate_in_order
+from sample import Pick, decode, shares_of
 from softmask import SoftMask
 from train import val_nats
 
@@ -108,8 +109,14 @@ def run(arm, seed, cpu):
         draws = [rng("puzzle", i) for i in range(PUZZLES)]
         x = sudoku.puzzles(rows[:PUZZLES], 12, model.mask_id, draws)                 # (n, 39)
         for way, (steps, order, threshold) in WAYS.items():
-            ids, calls = generate_in_order(model, PUZZLES, steps, order, 1e-12, rng("fill"), x=x,
-                                           soft=soft, threshold=threshold)
+            calls = torch.zeros(PUZZLES)  # passes of each puzzle
+
+            def on_step(x, lam, masks, h, revealed):
+                calls[masks[0].unique()] += 1  # noqa: B023
+            shares = shares_of(steps * [1]) if threshold is None else repeat(1)
+            pick = Pick(order, threshold=threshold, generator=rng("fill"))
+            ids = decode(TwoPass(model.net, model.sm if soft else None, model.mask_id), x, shares,
+                         pick, on_step=on_step)
             cells = sudoku.cells_of(ids, model.mask_id)
             found[way] = 100 * mean(not mistake for mistake in map(sudoku.mistake, cells))
         nats, _ = val_nats(model, rows, soft, seed=1, batch_size=100, floor=0.0)

@@ -29,8 +29,8 @@ from dream import Dream, DreamConfig
 from finetune_dream import TARGETS, TwoPassDream
 from launch import Refused, Size
 from mdlm import MDLM, ModelConfig, TwoPass, compile_parts, corrupt, sample_times
-from sample import generate
-from sample_dream import Pick, decode, decode_blocks
+from sample import Pick, decode, generate
+from sample_dream import decode_blocks, reveal_shares
 from softmask import SoftMask
 from train import update_ema
 
@@ -168,16 +168,23 @@ def per_call(rows, tokens, calls):
 
 def sample_rows(cfg, device, dtype, graphs):
     """A sample, binary and with SM. Calls: forward passes of the network.               App. C.4"""
-    model, calls = build(cfg, device).eval(), {}
+    model = build(cfg, device)
+    sm = model.sm
+    x = torch.full((cfg.length,), model.mask_id)                               # (L,)
+    calls = {}
     if dtype:
         model.net.cast_linears_(dtype)
     if graphs:
         compile_parts(model, "reduce-overhead")
 
     def run(name):
+        calls[name] = 0
+        model.sm = sm if name == "SM" else None
+
+        def on_step(*now):
+            calls[name] += 1
         with torch.autocast(device.type, dtype, enabled=bool(dtype)):
-            _, calls[name] = generate(model, cfg.steps, "mdlm", 0.9, rng("bench"),
-                                      soft=name == "SM")
+            generate(model, x, cfg.steps, generator=rng("bench"), on_step=on_step)
         return calls[name]
     cases = {name: partial(run, name) for name in ("binary", "SM")}
     rows = interleaved(cases, min(3, cfg.repeats), device, cfg.length)
@@ -223,19 +230,23 @@ def decoding_rows(cfg, device, dtype, compiling):
     if compiling:
         dream.trunk = torch.compile(dream.trunk, dynamic=True)
     n = cfg.dream_answer
-    x, calls = torch.randint(sm.mask_id - 1, (2 * n,), generator=rng("bench")), {}
-    x[n:] = sm.mask_id                                                         # (L,)  on the CPU
+    x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench"))
+    x[:, n:] = sm.mask_id                                                      # (1, L)  on the CPU
+    block = min(32, n // 4)
+    calls = {}
 
     def run(name, feedback, cache):
-        model, calls[name] = TwoPass(dream, feedback, sm.mask_id), 0
-        pick = Pick("entropy", 0.1, 0.9, torch.Generator(device).manual_seed(0))
+        model = TwoPass(dream, feedback, sm.mask_id)
+        calls[name] = 0
+        pick = Pick("entropy", 0.1, 0.9, generator=rng("bench"))
 
-        def on_step(x):
+        def on_step(*now):
             calls[name] += 1
         if cache:
-            decode_blocks(model, x, n, n // 2, min(32, n // 4), cache, pick=pick, on_step=on_step)
+            shares = reveal_shares(block // 2)
+            decode_blocks(model, x, n, shares, block, cache, pick, on_step=on_step)
         else:
-            decode(model, x, n // 2, pick, on_step=on_step)
+            decode(model, x, reveal_shares(n // 2), pick, on_step=on_step)
     ways = {"at once": "", "prefix cache": "prefix", "dual cache": "dual"}
     cases = {f"{name}, {way}": partial(run, f"{name}, {way}", feedback, cache)
              for way, cache in ways.items() for name, feedback in (("binary", None), ("SM", sm))}

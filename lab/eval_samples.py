@@ -11,7 +11,6 @@ The last two need `pip install transformers mauve-text`: published numbers depen
 
 import contextlib
 import functools
-import glob
 import importlib.metadata
 import math
 import os
@@ -26,6 +25,7 @@ import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import launch
+import sample
 from eval import mean_and_se, result_path, write_result
 from launch import Count, Refused, Size, machine, progress, run
 
@@ -45,15 +45,14 @@ class Config:
 
 
 def read_samples(path):
-    """(samples, settings): the lines of all ranks, each seed and index once, and their settings"""
-    shards = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
-    lines = [line for file in (path, *shards) for line in launch.read_jsonl(file)]
+    """(samples, settings): the lines of all ranks, each index once, and their settings"""
+    lines = sample.read_samples(path)
     if not lines:
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
     if any(line["settings"] != settings for line in lines):
         raise Refused(f"{path} mixes samples of different settings: evaluate them separately")
-    samples = {(line["seed"], line["index"]): line for line in lines}
+    samples = {line["index"]: line for line in lines}
     return [line for _, line in sorted(samples.items())], settings
 
 

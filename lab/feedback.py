@@ -25,8 +25,8 @@ from data import rng
 from eval import Config as EvalConfig
 from eval import held_out_rows, mean_and_se, result_path, write_result
 from launch import Count, Refused, Size, machine, progress, run
-from mdlm import MDLM
-from sample import generate_in_order
+from mdlm import MDLM, TwoPass
+from sample import Pick, decode, shares_of
 from train import corrupted
 
 
@@ -57,7 +57,8 @@ def spans(n, L, width, seed):
 def right(model, rows, span, calls, soft, batch_size):
     """(n,): 1 where all of a row's span comes back right, else 0. rows, span: (n, L)"""
     batches = rows.masked_fill(span, model.mask_id).split(batch_size)                # of (b, L)
-    found = [generate_in_order(model, len(x), calls, "entropy", top_p=1e-12, x=x, soft=soft)[0]
+    side = TwoPass(model.net, model.sm if soft else None, model.mask_id)
+    found = [decode(side, x, shares_of(calls * [1]), Pick())
              for x in progress(batches, f"{len(rows):,} spans in {calls} calls", leave=False)]
     return (torch.cat(found) == rows).all(1).double()
 

@@ -2,20 +2,20 @@
 """A sample or a puzzle as it appears, with feedback and without: every step of decoding.  App. C.5
 
     python lab/trajectory.py --checkpoint=out/stdlib/last.pt --prompt="def main(" --steps=16
-    model="--checkpoint=results/sudoku.pt --sampler=entropy --steps=12 --top_p=1e-12"
+    model="--checkpoint=results/sudoku.pt"
     puzzle="$model --given=2.....65..3....6...65......256..6.1."
+    puzzle="$puzzle --sampler=entropy --steps=12 --temperature=0 --top_p=1"
     python lab/trajectory.py $puzzle --out=results/figures/sudoku.svg            # README's picture
-    note="Puzzle 2 of python examples/sudoku.py, two cells per call: the first that only one side"
+    note="Puzzle 2 of python examples/sudoku.py, two cells per pass: the first that only one side"
     python lab/trajectory.py $puzzle --note="$note solves." --out=results/trajectory.html
 
-An .html steps through the network calls (Fig. 7). An .svg, for 6×6 puzzles only, shows them fill.
+An .html steps through the passes (Fig. 7). An .svg, for 6×6 puzzles only, shows them fill.
 """
 
 import html
 import json
 import sys
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,7 +25,6 @@ import launch
 import sample
 from data import rng
 from launch import Refused, write_text
-from show import cell_text
 from softmask import neg_entropy
 
 
@@ -44,22 +43,29 @@ def trace(tok, model, steps):
     …]] with the k tokens that SM mixes. Three are listed without SM, and five for k = |V|.
     """
     k = model.sm.k if model.sm else 3  # None: |V|
+    before = None                                                                  # (1, L)
 
     @torch.no_grad()
-    def on_step(x, lam, guess, masks, h):
+    def on_step(x, lam, masks, h, revealed):
+        nonlocal before
         logits = model.net.head(h)                                                 # (m, V)
         logp = (logits if k else logits / model.sm.tau).log_softmax(-1)            # (m, V)
         pi, ids = logp.exp().topk(k or 5)                                          # (m, k)
         pi = pi / pi.sum(-1, keepdim=True) if k else pi                            # (m, k)
         predictions = zip(neg_entropy(logp).tolist(), ids.tolist(), pi.tolist())
         predicted = dict(zip(masks[1].tolist(), predictions))
-        cells = [[cell_text(tok, token), None] for token in x[0].tolist()]
+        cells = [[sample.cell_text(tok, token), None] for token in x[0].tolist()]
         for i in (x[0] == model.mask_id).nonzero()[:, 0].tolist():
-            certain = 0.0, [guess[0, i].item()], [1.0]  # just re-masked
-            minus_H, tokens, shares = predicted.get(i, certain)
-            mixed = [[cell_text(tok, j), round(share, 4)] for j, share in zip(tokens, shares)]
+            if i in predicted:
+                minus_H, tokens, shares = predicted[i]
+            else:  # it was just re-masked
+                minus_H = 0.0
+                tokens, shares = [before[0, i].item()], [1.0]
+            mixed = [[sample.cell_text(tok, j), round(share, 4)]
+                     for j, share in zip(tokens, shares)]
             cells[i] = [mixed[0][0], round(lam[0, i].item(), 4), round(minus_H, 4), mixed]
         steps.append(cells)
+        before = x
     return on_step
 
 
@@ -67,7 +73,7 @@ def traces(cfg):
     """{name: the cells of every step}, with feedback and without."""
     here = launch.machine(cfg.device)
     chosen = cfg.steps
-    model, tok, x, cfg = sample.prepared(cfg, here)                                # x: (L,)
+    model, tok, x, cfg = sample.prepared(cfg)                                      # x: (L,)
     special, mask_id = model.info["tokenizer"], model.mask_id
     if cfg.given:  # BOS, the cells, EOS of the document, EOS of the row
         cells = [mask_id if c == "." else tok.encode_ordinary(c)[0] for c in cfg.given]
@@ -78,16 +84,16 @@ def traces(cfg):
         if cfg.sampler in sample.ORDERS and not chosen:
             cfg.steps = x.tolist().count(mask_id)
     model.to(here.device)
-    generator = partial(rng, "sample", cfg.seed, 0)
-    decode = partial(sample.generate, sampler=cfg.sampler, eta=cfg.eta, every=True)
-    if cfg.sampler in sample.ORDERS:
-        decode = partial(sample.generate_in_order, n=1, order=cfg.sampler, threshold=cfg.threshold)
-        generator = lambda: [rng("sample", cfg.seed, 0)]  # one for each sequence
-    found = {"with-feedback": [], "without": []} if model.sm else {"without": []}
-    for name, steps in found.items():
+    sides = {"with-feedback": model.sm, "without": None} if model.sm else {"without": None}
+    found = {name: [] for name in sides}
+    for name, model.sm in sides.items():
+        on_step, generator = trace(tok, model, found[name]), rng("sample", cfg.seed, 0)
         with here.autocast():
-            decode(model, steps=cfg.steps, top_p=cfg.top_p, generator=generator(), x=x,
-                   soft=name != "without", on_step=trace(tok, model, steps))
+            if cfg.sampler in sample.SAMPLERS:
+                sample.generate(model, x, cfg.steps, cfg.sampler, cfg.top_p, generator, True,
+                                on_step)
+            else:
+                sample.sample(model, x, cfg, generator, on_step)
     return found
 
 

@@ -127,26 +127,56 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     return x, calls + bool(len(left)) - useless
 
 
-def in_order(predict, table, x, mask_id, steps, order, top_p, generator, soft=None, threshold=2.0):
-    """Alg. 2 with ⌈masks / steps left⌉ tokens a step: ids (L,), and x after each step.
+def in_order(predict, table, x, mask_id, counts, soft=None, confidence="entropy", temperature=0,
+             top_p=1.0, threshold=None, generator=None, schedule="none", switch=0.5):
+    """Alg. 2 in an order, for one sequence: x after each step.
 
-    order: "entropy", the surest first, or "random".   threshold: where any token has at least this
-    probability, all that have it instead.   Others: as in `alg2`.
+    predict: (emb (L, D), the share of masks) → logits (L, V).   x: (L,) ids.
+    counts: how many tokens each step reveals. None with a threshold: where the token has at least
+    this probability, or one token.   soft: as in `dense_nll`.
+    Feedback comes from the raw logits, without temperature and nucleus [code].
     """
-    seen, states, x = None, [], x.clone()
-    for left in range(steps, 0, -1):
-        u = torch.rand(len(x), 2, dtype=torch.float64, generator=generator)
-        masks = (x == mask_id).nonzero()[:, 0].tolist()
-        emb = softened(table, x, mask_id, seen, soft)                                  # l.6
-        seen = predict(emb, len(masks) / len(x))                                       # l.3
-        p = {l: nucleus(softmax(seen[l]), top_p) for l in masks}
-        chance = order == "random" or len(masks) == len(x)  # masks alone: all are equal
-        value = {l: u[l, 1] if chance else minus_entropy(softmax(seen[l])) for l in masks}
-        first = sorted(masks, key=lambda l: -value[l])[:math.ceil(len(masks) / left)]
-        for l in [l for l in masks if max(softmax(seen[l])) >= threshold] or first:   # l.4-5
-            x[l] = draw(p[l], u[l, 0].item())
-        states.append(x.clone())
-    return x, states
+    emb, states, i = table[x], [], 0                                                       # l.1
+    masks = start = (x == mask_id).nonzero()[:, 0].tolist()
+    while masks and (threshold or i < len(counts)):                                        # l.2
+        logits = predict(emb, len(masks) / len(x))                                         # l.3
+        p = {l: nucleus(softmax(logits[l], temperature or 1), top_p, True) for l in masks}
+        token = {l: p[l].index(max(p[l])) for l in masks}                                  # l.4
+        if temperature:
+            u = torch.rand(len(masks), dtype=torch.float64, generator=generator).tolist()
+            token = {l: draw(p[l], value) for l, value in zip(masks, u)}
+        n = len(masks) if threshold else counts[i]
+        for l in masks if n == len(masks) else ():  # no mask may be left
+            if token[l] == mask_id:
+                token[l] = logits[l].index_fill(0, torch.tensor(mask_id), -math.inf).argmax().item()
+        if threshold or confidence == "maskgit_plus":
+            sure = {l: p[l][token[l]] for l in masks}
+        elif confidence == "entropy":
+            sure = {l: minus_entropy(p[l]) for l in masks}
+        elif confidence == "margin":
+            sure = {l: sorted(p[l])[-1] - sorted(p[l])[-2] for l in masks}
+        else:
+            sure = dict(zip(masks, torch.rand(len(masks), generator=generator).tolist()))
+        order = sorted(masks, key=sure.get, reverse=True)
+        if threshold:
+            order = [l for l in order if p[l][token[l]] >= threshold or l == order[0]]
+        x = x.clone()
+        for l in order[:n]:                                                                # l.5
+            x[l] = token[l]
+        masks = [l for l in masks if x[l] == mask_id]
+        gain = fading(schedule, len(masks) / len(start), switch)
+        emb = softened(table, x, mask_id, logits, soft, gain)                              # l.6
+        states.append(x)
+        i += 1
+    return torch.stack(states)
+
+
+def floor_counts(n, steps):
+    """How many of n masks each step reveals, from time 1 to 1e-3, rounded down [code]"""
+    times, counts = torch.linspace(1, 1e-3, steps + 1), []
+    for i in range(steps - 1):
+        counts.append(int((n - sum(counts)) * (1 - times[i + 1] / times[i])))
+    return [*counts, n - sum(counts)]
 
 
 def rng(*key):
@@ -275,35 +305,12 @@ def fading(schedule, t, switch):
             "stepwise-late": int(t <= switch)}[schedule]
 
 
-def slow_decode(predict, table, x, mask_id, steps, soft=None, schedule="none", switch=0.5,
-                top_p=1.0):
-    """Alg. 2 with greedy tokens for one sequence, one position after the other.
-
-    predict: emb (L, D) → logits (L, V).   x: (L,) ids.   soft: as in `dense_nll`.
-    Feedback comes from the raw logits of the pass, without top-p [code]. Returns x after each step.
-    """
-    emb, times, states = table[x], torch.linspace(1, 1e-3, steps + 1), []                  # l.1
-    masks = start = (x == mask_id).nonzero()[:, 0].tolist()
-    for i in range(steps):
-        logits = predict(emb)                                                              # l.3
-        p = {l: nucleus(softmax(logits[l]), top_p, keeps_crossing=True) for l in masks}
-        n = len(p) if i == steps - 1 else int(len(p) * (1 - times[i + 1] / times[i]))
-        x = x.clone()
-        for l in sorted(p, key=lambda l: -minus_entropy(p[l]))[:n]:
-            x[l] = p[l].index(max(p[l]))                                                   # l.4-5
-        masks = [l for l in masks if x[l] == mask_id]
-        gain = fading(schedule, len(masks) / len(start), switch)
-        emb = softened(table, x, mask_id, logits, soft, gain)                              # l.6
-        states.append(x)
-    return torch.stack(states)
-
-
 def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, threshold, soft,
                 schedule, switch):
     """Fast-dLLM with feedback, greedy, for one sequence.
 
     predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, the first row
-    unused, and the past of a later call.   Others: as in `slow_decode`.
+    unused, and the past of a later call.   Others: as in `in_order`.
     A mask looks as its latest logits say. Returns x after each pass.
     """
     L, per_block = len(x), steps * block // gen_len

@@ -3,15 +3,14 @@
 A draw depends on the words of its key alone. No key has the world size or the device: a rank takes
 every world-th j or i. Batch size matters in training alone, because step and j count in batches.
 
-Two draws are made on the device, so a GPU and a CPU differ: dropout, and the tokens that Dream
-decodes. Some take the plain seed: the weights of a new MDLM, the corpora of the hub, the clusters
-of MAUVE. Not here: what is tried out in lab/. All seeds here differ from the defaults.
+Only dropout is drawn on the device, so there a GPU and a CPU differ. Some draws take the plain
+seed: the weights of a new MDLM, the corpora of the hub, the clusters of MAUVE. Not here: what is
+tried out in lab/. All seeds here differ from the defaults.
 """
 
 import re
 from dataclasses import asdict, replace
-from functools import partial
-from itertools import product
+from itertools import product, repeat
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -63,7 +62,7 @@ TABLE = {
     "grids to train on":          "sudoku, train",
     "grids held out":             "sudoku, val",
     "puzzle: which are given":    "puzzle, i",
-    "puzzle: how it is filled":   "fill, i",
+    "puzzles: how they are filled": "fill",
     "tiny Dream":                 "tiny, name",          # of a weight
 }
 
@@ -78,8 +77,7 @@ def keys(*draws, **values):
 def drawn(monkeypatch):
     """The keys of a run"""
     found, whole = set(), data.seed_of
-    for module in data, sample_dream:
-        monkeypatch.setattr(module, "seed_of", lambda *key: found.add(repr(key)) or whole(*key))
+    monkeypatch.setattr(data, "seed_of", lambda *key: found.add(repr(key)) or whole(*key))
     data.order.cache_clear()
     return found
 
@@ -189,14 +187,18 @@ def test_finetuning(tiny, tmp_path, drawn, passes, ranks, world, coin):
                    for j in range(rank, 8, world)], held_out)
 
 
+without = lambda model: TwoPass(model.net, None, model.mask_id)
+
+
 @pytest.mark.parametrize("world, words, decode", [
-    (1, "--steps=9 --sampler=remdm-loop --eta=0.1 --top_p=0.5",
-     partial(sample.generate, steps=9, sampler="remdm-loop", eta=0.1, top_p=0.5)),
-    (2, "--soft=False --prompt=ab", partial(sample.generate, steps=22, soft=False)),
-    (2, "--sampler=entropy --top_p=0.5 --prompt=ab",
-     partial(sample.generate_in_order, n=1, steps=19, order="entropy", top_p=0.5)),
-    (1, "--sampler=random --threshold=0.1",
-     partial(sample.generate_in_order, n=1, steps=22, order="random", threshold=0.1))])
+    (1, "--steps=9 --sampler=remdm-loop --top_p=0.5",
+     lambda model, x, g: sample.generate(model, x, 9, "remdm-loop", 0.5, g)),
+    (2, "--soft=False --prompt=ab",
+     lambda model, x, g: sample.generate(without(model), x, 22, "mdlm", 0.9, g)),
+    (2, "--sampler=margin --top_p=0.5 --prompt=ab", lambda model, x, g: sample.decode(
+        model, x[None], sample.shares_of(19 * [1]), sample.Pick("margin", 1, 0.5, generator=g))[0]),
+    (1, "--sampler=random --temperature=0.7 --threshold=0.1", lambda model, x, g: sample.decode(
+        model, x[None], repeat(1), sample.Pick("random", 0.7, 0.9, 0.1, g))[0])])
 def test_samples(tmp_path, drawn, ranks, world, words, decode):
     """Of the average of the weights, as the flags say"""
     path, x = str(tmp_path / "last.pt"), torch.full((22,), 258)
@@ -212,16 +214,14 @@ def test_samples(tmp_path, drawn, ranks, world, words, decode):
     lines = [line for path in sorted(tmp_path.glob("s*.jsonl")) for line in read_jsonl(path)]
     own = [i for rank in range(world) for i in range(rank, 5, world)]
     for i, line in zip(own, lines, strict=True):
-        g = oracles.rng("sample", 5, i)
-        ids, nfe = decode(average, generator=[g] if "n" in decode.keywords else g, x=x)
-        assert line["ids"] == ids.flatten().tolist() and line["nfe"] == int(nfe)
-        assert line["index"] == i and line["settings"]["steps"] == decode.keywords["steps"]
+        ids = decode(average, x, oracles.rng("sample", 5, i))
+        assert line["ids"] == ids.tolist() and line["index"] == i
 
 
 @pytest.mark.parametrize("blocks", [{}, dict(block=4, cache="dual", threshold=0.4)])
 def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, monkeypatch, blocks):
     how, name = dict(schedule="stepwise", switch=0.3), "decode_blocks" if blocks else "decode"
-    cfg = sample_dream.Decoding(tiny[0], gen_len=8, steps=6, algorithm="maskgit_plus", seed=5,
+    cfg = sample_dream.Decoding(tiny[0], gen_len=8, steps=6, algorithm="topk_margin", seed=5,
                                 temperature=0.7, top_p=0.6, dtype="bfloat16", **how, **blocks)
     dream, tok, _ = sample_dream.load_for_decoding(cfg)
     sm = SoftMask(261, omega_s=0.4).to(dream.table.device)
@@ -229,13 +229,16 @@ def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, monkeypatch, bloc
     monkeypatch.setattr(sample_dream, name, decoding)
     text, stats = sample_dream.answer(dream, tok, sm, [1, 2], cfg)
     assert drawn == keys("an answer", seed=[5], prompt=[[1, 2]])
-    (two, x, *words), given = decoding.call_args
-    *pick, generator = given["pick"]
+    two, x, *words, pick, gain, _ = decoding.call_args.args
     assert stats["tokens"] == 8 and two.sm is sm and dream.table.dtype == torch.bfloat16
-    assert words == ([8, 6, 4, "dual", 0.4] if blocks else [6])
-    assert pick == ["maskgit_plus", 0.7, 0.6] and given.items() >= how.items()
-    generator.manual_seed(oracles.rng(5, [1, 2]).initial_seed())
-    new = decoding(two, x, *words, **given)[2:].tolist()
+    if blocks:
+        assert words == [8, 4 * [1], 4, "dual"]
+    else:
+        assert torch.equal(words[0], sample_dream.reveal_shares(6))
+    assert pick[:4] == ("margin", 0.7, 0.6, blocks.get("threshold"))
+    assert [gain(left) for left in (0.31, 0.3)] == [1, 0]
+    pick.generator.manual_seed(oracles.rng(5, [1, 2]).initial_seed())
+    new = decoding(two, x, *words, pick, gain)[0, 2:].tolist()
     assert text == tok.decode(new[:[*new, 256].index(256)])
 
 
@@ -271,7 +274,8 @@ def test_puzzles(drawn, monkeypatch):
     sudoku.demonstrate(model, 2)
     assert len(calls) == 3 and all(x is calls[0][1] for _, x, *_ in calls)
     assert drawn == keys("grids held out", "puzzle", i=range(2))
-    blank, own = sudoku.ids_of(["." * 36] * 2, 258), [oracles.rng("fill", i) for i in range(2)]
-    ids, _ = sample.generate_in_order(model, 2, 36, "random", 1e-12, own, x=blank)
+    blank = sudoku.ids_of(["." * 36] * 2, 258)
+    ids = sample.decode(model, blank, sample.shares_of(36 * [1]),
+                        sample.Pick("random", generator=oracles.rng("fill")))
     *_, (cells, _, _) = sudoku.fill(model, blank, "random", 1)["with feedback"]
     assert cells == sudoku.cells_of(ids, 258)

@@ -1,7 +1,5 @@
 """On a pretended GPU (pretend.py): devices are not mixed, and host syncs are counted."""
 
-from functools import partial
-
 import pytest
 import torch
 
@@ -12,7 +10,7 @@ import train
 from conftest import gen, random_mdlm, start
 from eval import bound
 from pretend import gpu
-from sample import ORDERS, SAMPLERS, generate, generate_in_order, likeliest
+from sample import ORDERS, SAMPLERS, Pick, decode, generate, likeliest, shares_of
 from tiny_dream import make
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests named cuda use the GPU")
@@ -47,12 +45,17 @@ def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
 def test_sampling_waits_only_for_what_it_returns(sampler, soft):
     """In order, every step also waits for the masks that are left."""
     model = random_mdlm(vocab_size=1100, mask_id=1099, length=10, omega_s=0.7)  # nucleus: 1,024
-    turns, make = [], partial(generate_in_order, n=3) if sampler in ORDERS else generate
+    model.sm = model.sm if soft else None
+    x, turns = torch.full((10,), 1099), []
     with gpu() as waits:
         model.to("cuda")
         waits.clear()
-        how = {"order" if sampler in ORDERS else "sampler": sampler, "steps": 8, "soft": soft}
-        make(model, **how, generator=data.rng(9), on_step=lambda *args: turns.append(len(waits)))
+        how = {"generator": data.rng(9), "on_step": lambda *args: turns.append(len(waits))}
+        if sampler in ORDERS:
+            pick = Pick(sampler, 1.0, 0.9, generator=how.pop("generator"))
+            decode(model, x.expand(3, -1), shares_of(8 * [1]), pick, **how)
+        else:
+            generate(model, x, 8, sampler, **how)
     if sampler in ORDERS:
         assert waits == (8 + 1) * ["to"]
     else:

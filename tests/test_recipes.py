@@ -18,7 +18,7 @@ from test_readme import page
 V, D, MASK = 12, 6, 9
 RECIPES = types.SimpleNamespace()
 blocks = lambda name: re.findall(r"```python\n(.*?)```", page(name), re.S)
-*BLOCKS, SAMPLE, LOOP = blocks("RECIPES.md")
+*BLOCKS, SAMPLE, ORDER, GRADIENTS, LOOP = blocks("RECIPES.md")
 for block in BLOCKS:
     exec(block, vars(RECIPES))
 
@@ -222,6 +222,12 @@ def test_samples_from_python(tmp_path, monkeypatch, capsys):
     exec(SAMPLE, scope := {})
     text = data.tokenizer("bytes").decode(scope["ids"].tolist())
     assert capsys.readouterr().out == text + "\n"
+    exec(ORDER + GRADIENTS, scope)
+    logp, [ids], total = scope["logp"], scope["ids"], scope["total"]
+    assert len(scope["reads"]) == 6 and (logp < 0).all() and not (ids == 258).any()
+    torch.testing.assert_close(total, logp.sum())
+    total.backward()
+    assert scope["model"].net.blocks[0].attn_qkv.weight.grad.any()
 
 
 def test_a_loop_of_ones_own_trains_and_moves_omega_with_feedback_alone(monkeypatch):

@@ -2,9 +2,7 @@
 
 import os
 import re
-from functools import partial
-from itertools import product
-from types import SimpleNamespace
+from itertools import product, repeat
 
 import numpy as np
 import pytest
@@ -15,10 +13,10 @@ import checkpoint
 import data
 import oracles
 import sample
-import show
 from conftest import gen, plain_omega, random_mdlm, recording, refused, save_mdlm, spy
 from launch import append_jsonl, read_jsonl
-from sample import SAMPLERS, generate, generate_in_order, nucleus, step_probs
+from mdlm import DiT
+from sample import SAMPLERS, Pick, decode, generate, nucleus, shares_of, step_probs
 
 SMALL = dict(n_layer=2, vocab_size=12, mask_id=11, length=10, dropout=0.3, omega_s=0.7, omega_a=2.5,
              omega_b=-1.3)
@@ -82,8 +80,9 @@ def test_nucleus_is_its_definition():
         logits = spread * torch.randn(6, V, generator=gen(2), dtype=torch.float64)
         logits[:2] *= 8
         probs = (logits + 1e-6 * torch.arange(V)).softmax(-1)  # no ties
-        expected = [oracles.nucleus(row, p) for row in probs.tolist()]
-        torch.testing.assert_close(nucleus(probs, p), torch.tensor(expected, dtype=torch.float64))
+        for keeps in False, True:
+            expected = [oracles.nucleus(row, p, keeps) for row in probs.tolist()]
+            torch.testing.assert_close(nucleus(probs, p, keeps), probs.new_tensor(expected))
 
 
 def test_a_token_is_drawn_where_u_falls_in_its_part_of_the_cumulative_sum():
@@ -97,98 +96,149 @@ def test_a_token_is_drawn_where_u_falls_in_its_part_of_the_cumulative_sum():
 def oracle_of(model, soft):
     """The network as an oracle calls it: (emb (L, D), t) → logits (L, V). And its ω."""
     net = model.eval().net
-    predict = lambda emb, t: net.head(net.trunk(emb[None], torch.tensor([t]))[0])
+    every = torch.zeros(10, dtype=torch.long), torch.arange(10)
+    predict = lambda emb, t: net.head(net.hidden(emb[None], every, torch.tensor([t])))
     return predict, plain_omega(model.sm) if soft else None
 
 
 @pytest.mark.parametrize("sampler, soft", [*product(SAMPLERS, (True, False))])
 @pytest.mark.parametrize("changes, t_end, every", [
     ({}, 1e-5, False), (dict(k=None), 1e-5, False), ({}, 0.2, False), ({}, 1e-5, True),
-    (dict(time_conditioning=True), 0.1, False)])
+    (dict(time_conditioning=True), 0.1, True)])
 def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
     monkeypatch.setattr(sample, "T_END", t_end)
     model, eta = model_of(**changes), 0.3 if "remdm" in sampler else 0.0
+    monkeypatch.setitem(SAMPLERS, sampler, eta)
     predict, omega = oracle_of(model, soft)
+    if not soft:
+        model.sm = None
     probs = lambda t, s: step_probs(t, s, sampler, eta)
-    always = every or model.cfg.time_conditioning
     for T, (top_p, x) in product((1, 24), ((0.9, BLANK), (1.0, ROWS))):
         for start, own, g in zip(x.expand(3, -1), generators(3, T), generators(3, T)):
-            ids, nfe = generate(model, T, sampler, top_p, own, x=start, soft=soft, eta=eta,
-                                every=every)
+            passes = []
+            ids = generate(model, start, T, sampler, top_p, own, every,
+                           lambda x, *_: passes.append(x[0]))  # noqa: B023
             with torch.no_grad():
                 expected, needed = oracles.alg2(predict, model.net.table, start, MASK, steps_of(T),
-                                                probs, top_p, g, omega, always)
-            assert ids.tolist() == expected.tolist() and nfe == needed
+                                                probs, top_p, g, omega, every)
+            assert ids.tolist() == expected.tolist() and len(passes) == needed
+            assert not passes or ids.tolist() == passes[-1].tolist()
 
 
-@pytest.mark.parametrize("order", ["entropy", "random"])
+PICKS = (dict(), dict(top_p=0.7, confidence="maskgit_plus"), dict(confidence="margin"),
+         dict(temperature=0.8, top_p=0.9), dict(temperature=1.5, confidence="random"),
+         dict(threshold=0.8), dict(threshold=0.5, temperature=1.2, confidence="random"))
+
+
 @pytest.mark.parametrize("changes, soft", [
     ({}, True), (dict(k=None), True), (dict(time_conditioning=True), False)])
-def test_decoding_in_order_is_its_loop(order, changes, soft):
-    """One token a call if there are as many steps as masks, or more that pass a threshold."""
-    model, calls = model_of(6, 0.3, **changes), set()
+def test_decode_is_its_loop(changes, soft):
+    """Any number of tokens in a step. Rows side by side give what each gives alone."""
+    model, passes = model_of(6, 0.3, **changes), set()
     predict, omega = oracle_of(model, soft)
-    for x, steps, top_p, p in ((BLANK, 10, 1.0, None), (ROWS, 10, 0.7, None), (ROWS, 3, 1, None),
-                               (BLANK, 10, 1.0, 0.8), (ROWS, 10, 0.3, 0.8)):
-        seen, own = [], generators(3, steps)
-        decode = partial(generate_in_order, model, steps=steps, order=order, top_p=top_p,
-                         soft=soft, threshold=p)
-        ids, nfe = decode(3, generator=own, x=x, on_step=lambda x, *_: seen.append(x))  # noqa: B023
-        x = x.expand(3, -1)
-        for i, g in enumerate(generators(3, steps)):
+    if not soft:
+        model.sm = None
+    rows = torch.stack([ROWS[2].roll(i) for i in range(3)])                       # 6 masks each
+    for how, counts in product(PICKS, ([1] * 6, [1, 2, 2, 1], [2, 4], [6])):
+        shares = repeat(1) if "threshold" in how else shares_of(counts)
+        for x, own, g in zip(rows, generators(3, 1), generators(3, 1)):
+            seen = []
+            ids = decode(model, x[None], shares, Pick(**how, generator=own),
+                         on_step=lambda x, *_: seen.append(x[0]))  # noqa: B023
             with torch.no_grad():
-                expected, states = oracles.in_order(predict, model.net.table, x[i], MASK, steps,
-                                                    order, top_p, g, omega, p or 2)
-            rows = [row[i].tolist() for row in seen]
-            assert rows == [state.tolist() for state in states[:len(seen)]]
-            needed = 1 + sum((state == MASK).any().item() for state in states)
-            assert ids[i].tolist() == expected.tolist() and nfe[i] == needed
-            assert needed == min(steps, (x[i] == MASK).sum()) or p
-            calls |= {needed} if p else set()
-        _, first, last = generators(3, steps)
-        assert torch.equal(decode(2, generator=[last, first], x=x[[2, 1]])[0], ids[[2, 1]])
-    assert len(calls) > 2  # the threshold was passed, and not always by all
+                expected = oracles.in_order(predict, model.net.table, x, MASK, counts, omega, **how,
+                                            generator=g)
+            assert torch.equal(torch.stack(seen), expected) and torch.equal(ids[0], expected[-1])
+            passes |= {len(seen)} if "threshold" in how else set()
+        if not how.keys() & {"temperature"} and how.get("confidence") != "random":
+            alone = [decode(model, x[None], shares, Pick(**how)) for x in rows]
+            assert torch.equal(decode(model, rows, shares, Pick(**how)), torch.cat(alone))
+    assert len(passes) > 2  # the threshold was passed, and not always by all
+    with pytest.raises(ValueError, match="as many masks as the others"):
+        decode(model, ROWS, shares_of([1]), Pick())
+
+
+def test_an_order_of_ones_own_is_a_function():
+    model, margin = model_of(6, 0.3), lambda p: p.topk(2).values @ torch.tensor([1.0, -1.0])
+    predict, omega = oracle_of(model, True)
+    with torch.no_grad():
+        expected = oracles.in_order(predict, model.net.table, ROWS[2], MASK, [2, 2, 2], omega,
+                                    confidence="margin")
+    for order in margin, lambda p: -margin(p):
+        seen = []
+        decode(model, ROWS[2:], shares_of([2] * 3), Pick(order),
+               on_step=lambda x, *_: seen.append(x[0]))  # noqa: B023
+        assert torch.equal(torch.stack(seen), expected) == (order is margin)
+
+
+def test_shares_reveal_the_counts_exactly():
+    for counts in [1] * 49, [1, *[2] * 11, 1], [3, 0, 4]:
+        left, found = sum(counts), []
+        for share in shares_of(counts):
+            found.append(int(left * share))
+            left -= found[-1]
+        assert found == counts
+
+
+def test_a_backbone_is_sampled_as_it_is_trained():
+    """Through `hidden`: here, it scales its states."""
+    class Gated(DiT):
+        def hidden(self, emb, masks, t):
+            return 3 * super().hidden(emb, masks, t)
+    model, other = model_of(), model_of()
+    other.net.__class__ = Gated
+    for run in (lambda m: generate(m, BLANK, 20, "remdm-cap", generator=gen(9)),
+                lambda m: decode(m, BLANK[None], shares_of([1] * 10), Pick(temperature=1.0,
+                                                                           generator=gen(9)))):
+        assert not torch.equal(run(model), run(other))
 
 
 @pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
 @pytest.mark.parametrize("at_random", [True, False])
-def test_what_is_told_after_every_step(at_random, k, soft, monkeypatch):
-    """λ and the likeliest token of masks that stay, from their h. For a token that became a mask:
-    itself, and H = 0. The head runs on masks that become tokens and, with SM, on the others."""
-    model, decode, x = model_of(k=k), partial(generate_in_order, n=3, order="entropy"), ROWS
-    if at_random:
-        decode, x = partial(generate, sampler="remdm-cap", eta=0.3), ROWS[0]
-    before = x.view(-1, 10)
-    lost = torch.full_like(before, MASK)
+def test_what_is_told_after_every_pass(at_random, k, soft, monkeypatch):
+    """λ of masks that stay, from their h. For a token that became a mask: that of H = 0. The head
+    runs once on each row, and in generate without SM only on masks that become tokens."""
+    monkeypatch.setitem(SAMPLERS, "remdm-cap", 0.3)
+    model = model_of(k=k)
     omega, heads = plain_omega(model.sm), spy(monkeypatch, model.net, "head")
+    model.sm = model.sm if soft else None
+    before = ROWS[2][None] if at_random else torch.stack((ROWS[2], ROWS[2].roll(1)))
+    again = 0
 
-    def told(x, lam, guess, masks, h):
-        nonlocal before
-        assert torch.equal(torch.stack(masks, 1), ((before == MASK) & (x == MASK)).nonzero())
-        rows = [((before == MASK) & (x != MASK)).sum(), len(h)]
-        assert [len(h) for h, in heads] == (rows[:1 + soft] if at_random else [sum(rows)])
-        predicted = [oracles.softmax(logits, omega["tau"]) for logits in model.net.head(h)]
-        again = ((before != MASK) & (x == MASK)).nonzero(as_tuple=True)
-        lost[again] = before[again]
-        for b, l, p in [*zip(*masks, predicted), *((b, l, None) for b, l in zip(*again))]:
-            strength = oracles.strength(p or [1.0], **omega) if soft else 0
-            assert lam[b, l].item() == pytest.approx(strength, rel=1e-5)
-            assert guess[b, l] == (p.index(max(p)) if p and soft else lost[b, l])
+    def told(x, lam, masks, h, revealed):
+        nonlocal before, again
+        b, l = masks
+        assert {*zip(b.tolist(), l.tolist())} == {*map(tuple, (before == MASK).nonzero().tolist())}
+        assert torch.equal(revealed, x[masks] != MASK)
+        m, rows = revealed.sum().item(), sum(len(h) for h, in heads)
+        assert rows == (m if at_random and not soft else len(h))
+        expected = torch.zeros(x.shape)
+        for place, row, new in zip(zip(*masks), model.net.head(h), revealed):
+            p = oracles.softmax(row, omega["tau"])
+            expected[place] = oracles.strength(p, **omega) if soft and not new else 0
+        for place in zip(*((before != MASK) & (x == MASK)).nonzero(as_tuple=True)):
+            expected[place] = oracles.strength([1.0], **omega) if soft else 0
+            again += 1
+        torch.testing.assert_close(lam, expected, rtol=1e-5, atol=0)
         before = x
         heads.clear()
-    own = gen(1) if at_random else generators(3)
-    decode(model=model, steps=10, generator=own, x=x, soft=soft, on_step=told)
-    assert (lost != MASK).any() == at_random
+    if at_random:
+        generate(model, before[0], 10, "remdm-cap", generator=gen(1), on_step=told)
+    else:
+        decode(model, before, shares_of([1, 2, 3]), Pick(), on_step=told)
+    assert (again > 0) == at_random
 
 
 def test_a_generator_decides_all_and_dropout_is_off():
-    """In order, one generator gives each sequence its own."""
     model = model_of().train()
-    for decode in (lambda g: generate(model, 8, generator=g)[0][None],
-                   lambda g: generate_in_order(model, 4, 8, "random", generator=g)[0]):
-        ids, again, other = (decode(gen(seed)).tolist() for seed in (6, 6, 7))
-        assert ids == again != other and len(set(map(tuple, ids))) == len(ids) and model.training
-        decode(None)  # torch's own generator
+    for run in (lambda g: generate(model, BLANK, 8, generator=g),
+                lambda g: decode(model, BLANK[None], shares_of([1] * 10),
+                                 Pick("random", 1.0, generator=g))[0]):
+        ids, again, other = (run(gen(seed)).tolist() for seed in (6, 6, 7))
+        assert ids == again != other
+        run(None)  # torch's own generator
+    rows = decode(model, BLANK.expand(4, -1), shares_of([1] * 10), Pick("random", 1.0))
+    assert len(set(map(tuple, rows.tolist()))) == 4
 
 
 @pytest.mark.parametrize("device, how", [
@@ -197,10 +247,10 @@ def test_a_generator_decides_all_and_dropout_is_off():
         not torch.cuda.is_available(), reason="needs CUDA: would check its graphs of the trunk"))])
 def test_a_compiled_trunk_gives_the_same_samples(device, how):
     model = model_of(n_layer=1).to(device)
-    decode = lambda: generate(model, 20, "remdm-cap", generator=gen(9))[0]
-    expected = decode()
+    run = lambda: generate(model, BLANK, 20, "remdm-cap", generator=gen(9))
+    expected = run()
     model.net.trunk = torch.compile(model.net.trunk, **how)
-    assert torch.equal(decode(), expected)
+    assert torch.equal(run(), expected)
 
 
 @pytest.fixture(scope="module")
@@ -230,8 +280,9 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
         for _ in range(2):  # the second time nothing is left to do
             assert run(count=5, show=True) == whole
     refused("--length=99 exceeds the 32 of training", run, length=99)
-    for other in dict(sampler="mdlm"), dict(sampler="entropy", steps=8):
-        refused("--threshold needs", run, **{"steps": None, "threshold": 0.9} | other)
+    refused("leave --steps out", run, sampler="entropy", threshold=0.9)
+    for other in dict(threshold=0.9), dict(temperature=0.5):
+        refused("do nothing with --sampler=mdlm", run, **other)
     assert run(count=5) == whole
 
 
@@ -239,8 +290,8 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     made, own = dict(count=2, checkpoint=str(tmp_path / "own.pt")), checkpoint.load(saved)
     checkpoint.save(made["checkpoint"], **own)
     *_, line = run(**made)
-    anything = {"count", "seed", "out", "show", "device", "compile"}
-    facts = {"step", "weights", "tokenizer", "dtype"}
+    anything = {"count", "out", "show", "device", "compile"}
+    facts = {"step", "table", "tokenizer", "dtype"}
     assert line["settings"].keys() == vars(sample.Config()).keys() - anything | facts
     other = "has other settings"
     for change in dict(seed=2), dict(top_p=0.8), dict(checkpoint=saved):
@@ -249,39 +300,59 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
         checkpoint.save(made["checkpoint"], **own | change)
         refused(other, run, **made)
     checkpoint.save(made["checkpoint"], **own)
-    append_jsonl(tmp_path / "samples.jsonl", line | {"index": 2, "seed": 2})  # only the last line
+    append_jsonl(tmp_path / "samples.jsonl", {"index": 2})  # a file of something else
     refused(other, run, **made)
-    refused("--eta does nothing with --sampler=entropy", run, sampler="entropy", eta=0.1)
-    save_mdlm(made["checkpoint"], model_of(vocab_size=260, mask_id=259))
-    refused("has 259 tokens, but bytes 258", run, **made)
 
 
-def test_a_sample_is_drawn_in_place(monkeypatch, capsys):
-    """Tokens in bold, and guesses on green, darker for larger λ. Each picture replaces the last."""
-    for name, value in ("sys.stdout.isatty", True), ("time.sleep", None):
-        monkeypatch.setattr(name, lambda *_, value=value: value)
-    size = SimpleNamespace(get_terminal_size=lambda: os.terminal_size((4, 9)))
-    monkeypatch.setattr(show, "shutil", size)  # pytest itself uses the real one
-    x, guess = ([97, 258, 258, 10, 258, 98], 6 * [99]), ([99, 100, 258, 99, 101, 99], 6 * [99])
-    lam = [0.9, 0.0, 1.0, 0.9, 0.5, 0.9], 6 * [0.0]
-    watch = show.show(BYTES, 258)
-    for _ in range(2):
-        watch(torch.tensor(x), torch.tensor(lam), torch.tensor(guess), None, None)
-    first, second = capsys.readouterr().out.split("\x1b[2F\x1b[J")  # two lines up
-    assert first == second and re.sub("\x1b.*?m", "", first) == "ad·↵\neb\n"
-    assert re.findall("\x1b.1m(.)", first) == ["a", "↵", "b"]
-    assert re.findall(r"48;2;(\d+)", first) == ["220", "0", "110"]
+def test_a_sample_is_drawn_on_a_clear_terminal(monkeypatch, capsys):
+    """Tokens in bold, and guesses on green, darker for larger λ, as many as the terminal holds"""
+    monkeypatch.setattr(sample.time, "sleep", lambda _: None)
+    monkeypatch.setattr(sample.shutil, "get_terminal_size", lambda: os.terminal_size((4, 3)))
+    model = model_of(**OF_BYTES)
+    x = torch.tensor([[97, 258, 258, 10, 258, 98, 99, 99, 99]])
+    lam = torch.tensor([[0, 0.0, 1.0, 0, 0.5, 0, 0, 0, 0]])
+    logits = F.one_hot(torch.tensor([100, 101, 0, 102]), 259).float()  # of positions 1, 2, 3, 4
+    model.net.head = lambda h: logits
+    masks = torch.zeros(4, dtype=torch.long), torch.tensor([1, 2, 3, 4])  # 3 was revealed
+    sample.show(BYTES, model)(x, lam, masks, None, None)
+    out = capsys.readouterr().out
+    assert out.startswith("\x1b[H\x1b[J") and re.sub("\x1b.*?[mHJ]", "", out) == "ade↵fbc\n"
+    assert re.findall("\x1b.1m(.)", out) == ["a", "↵", "b", "c"]
+    assert re.findall(r"48;2;(\d+)", out) == ["220", "0", "110"]
+
+
+def test_a_text_ends_where_it_ends(run, capsys):
+    """On the screen. The file keeps all ids. In a pipe, nothing but the text is printed."""
+    special, ids = data.describe(BYTES), [256, *b"ab", 257, *b"cd", 257]
+    assert sample.shown(BYTES, ids, special) == "ab" == sample.shown(BYTES, ids[1:], special)
+    gpt2 = {"bos": 257, "eos": 257}
+    assert sample.shown(BYTES, [257, *b"ab", 257, 97], gpt2) == "ab"
+    run(out="", prompt="x", count=2)
+    out, err = capsys.readouterr()
+    assert err == "" and out.count("\n---\n") == 2 and out[0] == "x" and "<|bos|>" not in out
+
+
+def test_other_ranks_go_on_with_what_is_left(run, tmp_path, monkeypatch):
+    def ranks(world):
+        for rank in map(str, range(world)):
+            monkeypatch.setenv("RANK", rank)
+            monkeypatch.setenv("WORLD_SIZE", str(world))
+            run(count=7)
+        lines = sample.read_samples(str(tmp_path / "samples.jsonl"))
+        return sorted((line["index"], line["ids"]) for line in lines)
+    run(count=2)
+    whole = ranks(3)
+    (tmp_path / "samples.1.jsonl").unlink()
+    assert ranks(2) == whole == ranks(1) and [i for i, _ in whole] == [*range(7)]
 
 
 def test_prompt_and_infill_stay_as_given(run):
-    lines = run(prompt="def f(x):", count=3, sampler="remdm-cap", eta=0.5)
+    lines = run(prompt="def f(x):", count=3, sampler="remdm-cap")
     assert all(line["ids"][:10] == [256, *b"def f(x):"] for line in lines)
-    [line] = run("infill", infill="a\\n= ___; b = ___!", length=20)
+    [line] = run("infill", prompt="a\\n= ___; b = ___!", length=20)
     ids = line["ids"]
     assert ids[:5] == [256, *b"a\n= "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
     assert bytes(ids[9:15]) == b"; b = "  # gaps of 4 and 3
-    [line] = run("both", prompt="a\\n=", infill=" ___; b = ___!", length=20)
-    assert line["ids"] == ids
     refused("fills all 32 positions", run, prompt="x" * 31)
 
 

@@ -20,7 +20,8 @@ import sample_dream as S
 from conftest import gen, plain_omega, recorded_adapter, recording, refused, spy
 from dream import Dream
 from mdlm import TwoPass
-from oracles import draw, fading, slow_blocks, slow_decode
+from oracles import draw, fading, floor_counts, in_order, slow_blocks, softmax, strength
+from sample import Pick, nucleus, reveal
 from softmask import SoftMask
 
 MASK = 194
@@ -35,16 +36,22 @@ def model(tiny_dream):
     return Dream.load(tiny_dream)
 
 
-def decode(model, prompt, gen_len, steps, sm=None, **settings):
+def decode(model, prompt, gen_len, steps, sm=None, schedule="none", switch=0.5, block=0,
+           cache="prefix", **pick):
     """x after every pass, (passes, L). With `block`, block after block."""
     seen, x = [], S.pad_prompt(model.cfg, prompt, gen_len)
-    two = TwoPass(model, sm, model.cfg.mask_token_id)
-    pick = S.Pick(**{name: settings.pop(name) for name in S.Pick._fields if name in settings})
-    settings |= {"pick": pick, "on_step": lambda x: seen.append((x, torch.is_grad_enabled()))}
-    run = functools.partial(S.decode_blocks, gen_len=gen_len) if "block" in settings else S.decode
-    last = run(two, x, steps=steps, **settings)
+    two, pick = TwoPass(model, sm, model.cfg.mask_token_id), Pick(**pick)
+    gain = functools.partial(S.time_gain, schedule=schedule, switch=switch)
+    told = lambda x, *_: seen.append((x[0], torch.is_grad_enabled()))
+    if block:
+        shares = S.reveal_shares(steps * block // gen_len)
+        shares = shares if pick.threshold is None else block * [1]
+        last = S.decode_blocks(two, x, gen_len, shares, block, cache, pick, gain, told)
+    else:
+        shares = S.reveal_shares(steps) if pick.threshold is None else itertools.repeat(1)
+        last = S.decode(two, x, shares, pick, gain, told)
     states, grads = zip(*seen)
-    assert torch.equal(last, states[-1]) and not any(grads)
+    assert torch.equal(last[0], states[-1].cpu()) and not any(grads)
     return torch.stack(states)
 
 
@@ -57,7 +64,12 @@ def loving(model, token):
 
 def propose(logits, forced=False, **pick):
     """x0 and conf for rows of logits (n, V). The last token is [MASK]."""
-    return S.propose(logits, S.Pick(**pick), logits.shape[1] - 1, forced)
+    return S.propose(logits, logits.shape[1] - 1, forced, Pick(**pick))
+
+
+def filtered(logits, temperature, top_p):
+    """Probabilities (n, V) after temperature and Dream's top-p"""
+    return nucleus((logits / (temperature or 1)).softmax(-1), top_p, keep_crossing=True)
 
 
 def shifted(model, emb, lo=0, past=None):
@@ -71,9 +83,9 @@ def test_probabilities_and_confidences_equal_the_recorded():
     logits = RECORDED["filter/logits"]
     for name, temperature, top_p in (("t0.0_pNone_kNone", 0, 1), ("t0.1_p0.9_kNone", 0.1, 0.9)):
         how = dict(temperature=temperature, top_p=top_p)
-        probs = S.filtered(logits, **how)
+        probs = filtered(logits, **how)
         x0, minus_H = propose(logits, generator=gen(), **how)
-        _, p = propose(logits, algorithm="maskgit_plus", generator=gen(), **how)
+        _, p = propose(logits, confidence="maskgit_plus", generator=gen(), **how)
         for found, key in (probs, "filtered_probs"), (minus_H, "negent_conf"):
             torch.testing.assert_close(found, RECORDED[f"filter/{name}_{key}"], atol=1e-6, rtol=0)
         assert torch.equal(p, probs.gather(-1, x0[:, None])[:, 0])
@@ -88,12 +100,14 @@ def test_reveal_counts_equal_the_recorded_and_ties_go_left_to_right():
         x, counts = torch.full((masked,), MASK), []
         for share in S.reveal_shares(steps):
             l = (x == MASK).nonzero()[:, 0]
-            x = S.reveal(x, l, 0 * l, l.float(), share)
+            x = reveal(x[None], (0 * l, l), 0 * l, l.float(), share)[0]
             counts.append(len(l) - int((x == MASK).sum()))
         assert counts == RECORDED[key].tolist() and sum(counts) == masked, key
-    x, ids, masks = torch.full((40,), MASK), torch.zeros(40, dtype=torch.long), torch.arange(40)
-    assert S.reveal(x, masks, ids, torch.zeros(40), 0.25).tolist() == 10 * [0] + 30 * [MASK]
-    assert not S.reveal(x, masks, ids, torch.ones(40), threshold=1.0).any()  # 1 can be reached
+    x, ids, masks = torch.full((2, 20), MASK), torch.zeros(40, dtype=torch.long), torch.ones(2, 20)
+    masks = masks.nonzero(as_tuple=True)
+    first = 5 * [0] + 15 * [MASK]
+    assert reveal(x, masks, ids, torch.zeros(40), 0.25).tolist() == [first, first]
+    assert not reveal(x, masks, ids, torch.ones(40), 0, threshold=1.0).any()  # 1 can be reached
 
 
 def test_trajectories_equal_the_recorded(model):
@@ -109,20 +123,65 @@ def test_time_gain_table():
     """App. C.9. The switch is strict [code]."""
     schedules = "none", "linear", "stepwise", "linear-late", "stepwise-late"
     for schedule, t in itertools.product(schedules, (0.8, math.nextafter(0.5, 1), 0.5, 0.1)):
-        assert S.time_gain(schedule, t, 0.5) == fading(schedule, t, 0.5)
+        assert S.time_gain(t, schedule, 0.5) == fading(schedule, t, 0.5)
 
 
 def test_decode_is_algorithm_2(model):
     """Feedback comes from the raw logits: top-p changes tokens and order, not λ and π."""
-    x = S.pad_prompt(model.cfg, PROMPT, 16)
-    predict = lambda emb: shifted(model, emb)[0]
-    for k, schedule in ((0, "none"), (1, "none"), (3, "none"), (None, "none"), (1, "linear"),
-                        (3, "linear-late"), (None, "stepwise"), (3, "stepwise-late")):
-        sm, how = None if k == 0 else soft(k), dict(schedule=schedule, switch=0.4, top_p=0.3)
-        want = slow_decode(predict, model.table, x, MASK, 10, sm and plain_omega(sm), **how)
+    [x] = S.pad_prompt(model.cfg, PROMPT, 16)
+    predict, counts = lambda emb, t: shifted(model, emb)[0], floor_counts(16, 10)
+    for k, schedule, confidence in (
+            (0, "none", "entropy"), (1, "none", "margin"), (3, "none", "maskgit_plus"),
+            (None, "none", "entropy"), (1, "linear", "entropy"), (3, "linear-late", "margin"),
+            (None, "stepwise", "entropy"), (3, "stepwise-late", "maskgit_plus")):
+        sm = None if k == 0 else soft(k)
+        how = dict(schedule=schedule, switch=0.4, top_p=0.3, confidence=confidence)
+        want = in_order(predict, model.table, x, MASK, counts, sm and plain_omega(sm), **how)
         got = decode(model, PROMPT, 16, 10, sm=sm, **how)
         assert torch.equal(got, want), (k, schedule)
         assert len(got.unique(dim=0)) > 5 and not (got[-1] == MASK).any()
+
+
+def test_a_threshold_without_blocks(model):
+    [x] = S.pad_prompt(model.cfg, PROMPT, 16)
+    predict, passes = lambda emb, t: shifted(model, emb)[0], set()
+    for p in 0.11, 0.15, 0.9:
+        sm = soft(3)
+        want = in_order(predict, model.table, x, MASK, None, plain_omega(sm), threshold=p)
+        got = decode(model, PROMPT, 16, 16, sm=sm, threshold=p)
+        assert torch.equal(got, want)
+        passes.add(len(got))
+    assert len(passes) == 3 and max(passes) == 16
+
+
+def test_a_block_without_masks_is_skipped(model):
+    x = S.pad_prompt(model.cfg, PROMPT, 8)
+    x[0, 8:12] = 7
+    seen = []
+    S.decode_blocks(TwoPass(model, None, MASK), x, 8, S.reveal_shares(4), 4, "dual", Pick(),
+                    on_step=lambda x, lam, masks, h, revealed: seen.append((masks[1], revealed)))
+    assert len(seen) == 4 and seen[0][0].tolist() == [12, 13, 14, 15]
+    assert seen[0][1].tolist() == [True, False, False, False]
+
+
+def test_blocks_tell_what_they_saw(model):
+    """λ of masks that stay, also of later blocks, from the states that predict them"""
+    sm, before = soft(3), None
+    omega = plain_omega(sm)
+
+    def told(x, lam, masks, h, revealed):
+        nonlocal before
+        before = S.pad_prompt(model.cfg, PROMPT, 8) if before is None else before
+        assert (before[masks] == MASK).all() and torch.equal(revealed, x[masks] != MASK)
+        expected = [strength(softmax(row), **omega) for row in model.head(h)]
+        expected = torch.tensor(expected) * ~revealed
+        torch.testing.assert_close(lam[masks], expected, rtol=1e-5, atol=0)
+        assert lam.count_nonzero() == (~revealed).sum()
+        before = x
+    two = TwoPass(model, sm, MASK)
+    S.decode_blocks(two, S.pad_prompt(model.cfg, PROMPT, 8), 8, S.reveal_shares(2), 4, "prefix",
+                    Pick(), on_step=told)
+    assert not (before == MASK).any()
 
 
 def test_no_mask_is_left_though_the_model_predicts_masks(model):
@@ -140,9 +199,9 @@ def test_no_mask_is_left_though_the_model_predicts_masks(model):
 def test_draws_follow_the_filtered_probabilities_and_a_mask_becomes_the_best_real_token():
     """A threshold is about the token that is written, even if Dream is surer of [MASK]."""
     logits, how = torch.randn(99, 6, generator=gen(1)), dict(temperature=0.8, top_p=0.9)
-    (drawn, _), (x0, conf) = (propose(logits, forced, algorithm="maskgit_plus", generator=gen(2),
+    (drawn, _), (x0, conf) = (propose(logits, forced, confidence="maskgit_plus", generator=gen(2),
                                       **how) for forced in (False, True))
-    p, u = S.filtered(logits, **how), torch.rand(99, dtype=torch.float64, generator=gen(2))
+    p, u = filtered(logits, **how), torch.rand(99, dtype=torch.float64, generator=gen(2))
     assert drawn.tolist() == list(map(draw, p.tolist(), u.tolist()))
     best = logits[:, :5].argmax(-1)
     assert torch.equal(x0, torch.where(drawn == 5, best, drawn)) and 5 in drawn
@@ -155,8 +214,8 @@ def test_logits_that_are_not_finite_end_the_decoding(model, value):
     broken = copy.copy(model)
     broken.head = lambda h: model.head(h) + torch.where(h.sum(-1, keepdim=True) > 3, value, 0.0)
     for how, algorithm, temperature in itertools.product(
-            ({}, dict(block=4), dict(block=8, threshold=0.4)), ("entropy", "maskgit_plus"), (0, 1)):
-        how |= dict(algorithm=algorithm, temperature=temperature, top_p=0.9, generator=gen())
+            ({}, dict(block=4), dict(block=8, threshold=0.4)), ("entropy", "margin"), (0, 1)):
+        how |= dict(confidence=algorithm, temperature=temperature, top_p=0.9, generator=gen())
         refused("not finite", decode, broken, PROMPT, 16, 16, sm=soft(3), **how)
 
 
@@ -181,7 +240,7 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
 
 def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     """At this ω, no two proposals are so close that rounding decides between them."""
-    x, predict = S.pad_prompt(model.cfg, PROMPT, 16), functools.partial(shifted, model)
+    [x], predict = S.pad_prompt(model.cfg, PROMPT, 16), functools.partial(shifted, model)
     heads, differs = itertools.cycle([(1, "none"), (3, "stepwise"), (None, "linear")]), []
     for cache, threshold, block in itertools.product(CACHES, (None, 0.12), (4, 8)):
         k, schedule = next(heads)
@@ -205,9 +264,8 @@ def test_cuda_is_waited_for_once_in_a_pass(model):
         with pretend.gpu() as waits:
             two = TwoPass(copy.deepcopy(model), copy.deepcopy(sm), MASK).to("cuda")
             waits.clear()
-            g = torch.Generator("cuda").manual_seed(0)
-            got = decode(two.net, PROMPT, 8, 4, sm=two.sm, generator=g, **words)
-        assert waits == ["to"] * len(got) + ["equal"], words  # the last is of `decode` above
+            got = decode(two.net, PROMPT, 8, 4, sm=two.sm, generator=gen(), **words)
+        assert waits == ["to"] * (len(got) + 2), words  # the last are of the result, twice
         assert torch.equal(got, want), words
 
 
@@ -260,7 +318,7 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
         return capsys.readouterr()
     err = go(prompt="hello", omega_s=0.9, block=4, threshold=1e-9, schedule="linear").err
     tokens, passes = map(float, re.findall(r"([\d.]+) (?:passes )?per second", err))
-    assert "NFE 4; 2.00 tokens per forward pass" in err and "; SoftMask(k=3, omega_s=0.9" in err
+    assert "NFE 4; 2.00 tokens per pass" in err and "; SoftMask(k=3, omega_s=0.9" in err
     assert tokens == pytest.approx(2 * passes, abs=0.2)
     for blank in "___", 9 * "_":
         filled = go(infill=f"def __f__():\\n    {blank} # end").out
@@ -275,6 +333,9 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     answer = mock.Mock(return_value=("hi", {"nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}))
     monkeypatch.setattr(S, "answer", answer)
     assert go(chat=True).out == "hi\nhi\n"
-    first, second = (call.args[1].decode(call.args[3]) for call in answer.call_args_list)
+    first, second = (call.args[3] for call in answer.call_args_list)
+    go(prompt="hello")
+    assert answer.call_args.args[3] == first and [257, 258] == sorted(set(first) & {257, 258})
+    tok = answer.call_args.args[1]  # the chat's markers are tokens of their own
     more = "hi<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
-    assert second == first + more
+    assert second == first + tok.encode(more, special=True)
