@@ -89,27 +89,27 @@ def from_cli(Config, argv, presets=()):
         argv = argv[1:]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
                                      argument_default=argparse.SUPPRESS)
-    flags = []
+    names = []
     for name, kind in typing.get_type_hints(Config, include_extras=True).items():
         alone = {"nargs": "?", "const": True} if bool in (kind, *typing.get_args(kind)) else {}
         if kind is list and name not in values:  # `data.py stdlib mine.txt` would drop the first
             parser.add_argument(name, nargs="*")
         elif kind is not list and name not in getattr(Config, "NO_FLAGS", ()):
             parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind), **alone)
-            flags.append(f"--{name}")
+            names.append(name)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise Refused(what_is_meant(unknown[0], flags, presets))
+        raise Refused(what_is_meant(unknown[0], names, presets))
     return Config(**values | vars(known))
 
 
-def what_is_meant(word, flags, presets):
+def what_is_meant(word, names, presets):
     """A line that answers an unknown word of a command."""
     if not word.startswith("-"):
         return f"unknown first word {word!r}: known are {', '.join(presets) or 'none'}; see --help"
-    name = word.partition("=")[0]
-    nearest = difflib.get_close_matches(name, flags, n=1)
-    return f"unknown flag {name}: {f'did you mean {nearest[0]}?' if nearest else 'see --help'}"
+    flag = word.partition("=")[0]
+    nearest = difflib.get_close_matches(flag.strip("-"), names, n=1)
+    return f"unknown flag {flag}: {f'did you mean --{nearest[0]}?' if nearest else 'see --help'}"
 
 
 def parse(text, kind):

@@ -180,12 +180,14 @@ class MDLM(TwoPass):
         names = info["config"].keys() & ModelConfig.__dataclass_fields__  # train.Config has more
         model = cls(ModelConfig(**{name: info["config"][name] for name in names}), sm=sm)
         check_classes(path, info, model)
+        state = info.pop("model")
         average = info.pop("ema", None)
         if not (ema or average):
             raise ValueError(f"{path} has one set of weights: leave out --ema=False")
-        state = info.pop("model") | (average if ema and average else {})
-        check_finite(state, path)
+        check_finite(state | (average or {}), path)
         model.load_state_dict(state)
+        if ema and average:
+            model.net.load_state_dict(average)
         info.pop("optimizer", None)
         model.info = info
         return model.eval()

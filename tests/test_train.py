@@ -12,15 +12,13 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-import checkpoint
 import data
 import launch
 import oracles
 import train as script
 from conftest import ROOT, dying, kill, refused, sigterm, torchrun
-from eval import val_nats
 from mdlm import MDLM
-from train import Config, train
+from train import Config, train, val_nats
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +102,7 @@ def test_everything_learns_also_in_the_ablations(tiny, change):
 
 
 def test_bounds_and_files_are_of_the_average(tiny):
-    """The bounds are those of `eval.py ppl --rows=6`, whatever the seed of the run."""
+    """The bounds are those of `lab/eval.py --rows=6`, whatever the seed of the run."""
     cfg = replace(tiny, steps=4, eval_every=2, eval_rows=6, keep_every=2, ema=0.5, eta_bb=3e-3,
                   seed=5, dtype="bfloat16")
     model, ema = train(cfg)
@@ -116,19 +114,19 @@ def test_bounds_and_files_are_of_the_average(tiny):
         averaged, raw = (pytest.approx(nats / count, rel=1e-5) for nats, count in found)
         assert line[name] == averaged and line[name] != raw
     assert list(bounds(cfg)) == [2, 4]  # at a fresh start it is ln V, and not measured
-    assert checkpoint.load(file(cfg))["metrics"]["val_soft"] == line["val_soft"]
+    assert torch.load(file(cfg))["metrics"]["val_soft"] == line["val_soft"]
     for name in "step-4.pt", "last.pt":
-        loaded = checkpoint.load_mdlm(file(cfg, name))
+        loaded = MDLM.load(file(cfg, name))
         assert torch.equal(loaded.net.table, ema.net.table)
         assert torch.equal(loaded.sm.raw_s, model.sm.raw_s)
         assert loaded.info["tokenizer"]["name"] == "bytes"
-        assert (loaded.info["step"], loaded.info["seed"]) == (4, 5)
+        assert loaded.info["step"] == 4 and loaded.info["config"]["seed"] == 5
 
 
 # train.py in two processes. Rank 1 is killed in update 3, and torchrun restarts both. In update 4,
 # rank 0 sends SIGTERM to torchrun's group, as a scheduler does, and waits until it has arrived.
 TWO_RANKS = """
-import inspect, os, signal, time, torch
+import os, signal, time, torch
 import train
 clip, updates = torch.nn.utils.clip_grad_norm_, []
 rank, again = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
@@ -141,8 +139,7 @@ def watched(params, limit):
         os.kill(os.getpid(), signal.SIGKILL)
     if again and rank == "0" and len(updates) == 2:
         os.killpg(os.getppid(), signal.SIGTERM)
-        handler = signal.getsignal(signal.SIGTERM)
-        while not inspect.getclosurevars(handler).nonlocals["caught"]:
+        while not signal.getsignal(signal.SIGTERM).__self__.number:
             time.sleep(0.01)
     return clip(params, limit)
 torch.nn.utils.clip_grad_norm_ = watched
@@ -162,12 +159,12 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
     flags = [f"--{k}={v}" for k, v in vars(two).items() if v != getattr(Config, k)]
     done = torchrun("--max_restarts=1", tmp_path / "probe.py", *flags, cwd=tmp_path,
                     start_new_session=True)
-    for text in "updates 0 to 6", "updates 2 to 6", "stopped after update 5, which":
+    for text in "updates 0 to 6", "updates 2 to 6", "stopped after update 4, which":
         assert done.stdout.count(text) == 1, done.stdout + done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}", weights_only=True) for rank in (0, 1)]
     assert len(ranks[0]) and all(map(torch.equal, *ranks))
     assert sorted(os.listdir(two.out_dir)) == [".lock", "last.pt", "log.jsonl"]
-    assert checkpoint.load(file(two))["step"] == 5
+    assert torch.load(file(two))["step"] == 4
     train(one)
     train(two)  # one process continues the run of two
     for a, b in zip(log(one), log(two), strict=True):
@@ -175,7 +172,7 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
             del line["seconds"], line["tokens_per_s"]
         assert a == pytest.approx(b, rel=1e-5, abs=1e-7)
     for part in "model", "ema":
-        weights = (checkpoint.load(file(cfg))[part] for cfg in (one, two))
+        weights = (torch.load(file(cfg))[part] for cfg in (one, two))
         torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
@@ -201,7 +198,7 @@ def check_equal(whole, cut, stopped=0):
     names = sorted(os.listdir(whole.out_dir))
     assert sorted(name for name in os.listdir(cut.out_dir) if not name.endswith(".tmp")) == names
     for name in set(names) - {".lock", "log.jsonl"}:
-        a, b = (checkpoint.load(file(cfg, name)) for cfg in (whole, cut))
+        a, b = (torch.load(file(cfg, name)) for cfg in (whole, cut))
         assert a["metrics"]["step"] == a["step"]
         for part in a.keys() & {"step", "metrics", "model", "ema"}:
             torch.testing.assert_close(b[part], a[part], rtol=0, atol=0)
@@ -211,14 +208,15 @@ def check_equal(whole, cut, stopped=0):
 @pytest.mark.parametrize("module, name, at", [
     *((torch.nn.utils, "clip_grad_norm_", n) for n in (1, 2, 5)),
     (script, "evaluate", 2), (launch, "append_jsonl", 1), (launch, "append_jsonl", 4),
-    *((script, "save", n) for n in range(1, 5))])  # step-2.pt, last.pt, step-4.pt, last.pt
+    # last.pt at the start, step-2.pt, last.pt, step-4.pt, last.pt, and the end of each
+    *((launch, "save", n) for n in range(1, 6)), *((os, "replace", n) for n in range(1, 7))])
 def test_a_kill_or_a_stop_at_any_moment_loses_nothing(whole, tmp_path, then, module, name, at):
     """Bit for bit. Lines of the log, evaluations and step files are there once."""
     cut = replace(whole, out_dir=str(tmp_path / "cut"), resume=True)
     with dying(module, name, at, then) as stop:
         train(cut)
     if then is sigterm:
-        done = checkpoint.load(file(cut))["step"]
+        done = torch.load(file(cut))["step"]
         assert stop.value.code == 128 + signal.SIGTERM and steps(cut) == [*range(1, done + 1)]
     train(cut)
     check_equal(whole, cut)
@@ -258,7 +256,7 @@ train.train(train.Config(**{vars(cut)}))"""
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env)
     assert done.returncode == -signal.SIGKILL
-    assert checkpoint.load(file(cut))["step"] == 2 and steps(cut) == [1, 2, 3, 4]
+    assert torch.load(file(cut))["step"] == 2 and steps(cut) == [1, 2, 3, 4]
     assert any(name.endswith(".tmp") for name in os.listdir(cut.out_dir))
     with open(file(cut, "log.jsonl"), "a") as f:
         f.write('{"step": 5, "lo')  # the last line was cut by a kill
@@ -276,7 +274,7 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     train(cfg)
     train(replace(cfg, resume=True, steps=7))
     train(replace(cfg, resume=True, steps=5))  # it has made more already
-    assert checkpoint.load(file(cfg))["step"] == 7
+    assert torch.load(file(cfg))["step"] == 7
     first, second, *_ = log(cfg)
     assert first["val_plain"] == pytest.approx(nats / n, rel=1e-6)
     assert second["omega_s"] == pytest.approx(0.5, rel=1e-4)  # its learning rate is 0
