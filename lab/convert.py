@@ -27,7 +27,7 @@ OMEGA = {"tran_head.raw_scale": "sm.raw_s", "tran_head.raw_steep": "sm.raw_a",
 
 
 def read(path):
-    """The dict of a checkpoint (launch.save), from a file of ours or of others, or from a folder."""
+    """The dict of launch.save, from a file of ours or of others, or from a folder."""
     for name in "model.safetensors", "pytorch_model.bin":
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)

@@ -16,7 +16,7 @@ import data
 import launch
 import oracles
 import train as script
-from conftest import ROOT, dying, kill, refused, sigterm, torchrun
+from conftest import ROOT, dying, kill, refused, sigterm, start, torchrun
 from mdlm import MDLM
 from train import Config, train, val_nats
 
@@ -292,26 +292,62 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     with pytest.raises(RuntimeError, match="Missing key"):
         train(beside(other, "missing"))
     torch.save(ckpt | {"model": {n: t / 0 for n, t in ckpt["model"].items()}}, file(cfg))
-    refused("not finite: use another", train, beside(other, "broken"))
+    refused("values that are not finite", train, beside(other, "broken"))
 
 
-@pytest.mark.parametrize("given, omega, origin", [
-    ({}, (0.5, 1, -4), ""),
-    (dict(omega_s=0.3), (0.3, 1, -4), ", --omega_s"),
-    (dict(omega_b=-2.8, omega_a=1.5), (0.5, 1.5, -2.8), ", --omega_a, --omega_b")])
-def test_an_omega_that_is_not_the_default_beats_that_of_a_file(tiny, capsys, given, omega, origin):
+@pytest.mark.parametrize("new", [False, True])
+def test_omega_comes_from_the_file_unless_a_new_one_is_wanted(tiny, capsys, new):
     """Learning rates are 0 in the first update."""
     train(replace(tiny, steps=1))
-    unset = {name: getattr(Config, name) for name in ("omega_s", "omega_a", "omega_b")}
-    cfg = beside(tiny, "more", init_from=file(tiny), steps=1, p_sm=1.0, **unset | given)
+    cfg = beside(tiny, "more", init_from=file(tiny), steps=1, p_sm=1.0, omega_s=0.3, new_omega=new,
+                 k=5 if new else 3)
     model, _ = train(cfg)
-    torch.testing.assert_close(torch.stack(model.sm.omega), torch.tensor(omega))
-    assert f"ω from {file(tiny)}{origin}; cpu" in capsys.readouterr().out
+    omega = torch.tensor((0.3 if new else 0.5, 1.0, -4.0))
+    torch.testing.assert_close(torch.stack(model.sm.omega), omega)
+    assert f"ω from {'the settings' if new else file(tiny)}; cpu" in capsys.readouterr().out
+
+
+MINE = """
+import softmask, torch
+class SoftMask(softmask.SoftMask):  # λ has a bias for each of 259 tokens
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.bias = torch.nn.Parameter(torch.zeros(259))
+    def forward(self, logits):
+        lam, ids, pi = super().forward(logits)
+        return lam * 2 * torch.sigmoid(self.bias[logits.argmax(-1)]), ids, pi
+print("mine is run")
+"""
+
+
+def test_a_soft_mask_of_ones_own_from_training_to_evaluation(tiny, tmp_path, capsys):
+    """With a vector of its own parameters, on two ranks, by flags alone."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    cfg = replace(tiny, code=str(mine), p_sm=1.0, steps=4, micro_batch=2)
+    flags = [f"--{k}={v}" for k, v in vars(cfg).items()
+             if v != getattr(Config, k) and k not in Config.NO_FLAGS]
+    done = torchrun("train.py", *flags, check=True)
+    assert done.stdout.count("mine is run") == 2
+    ckpt = torch.load(file(cfg))
+    assert ckpt["SoftMask"] == "SoftMask" and ckpt["model"]["sm.bias"].abs().max() > 1e-3
+    train(replace(cfg, resume=True, steps=5))
+    words = f"--checkpoint={file(cfg)}", f"--code={mine}", "--device=cpu"
+    start("sample", *words, "--steps=4")
+    start("eval", *words, "--rows=4")
+    assert "gain" in launch.read_json(file(cfg) + ".ppl.json")["values"]
+    refused("--code=FILE.py", start, "sample", words[0])
+    refused("SoftMask .*there", train, replace(cfg, resume=True, code="", steps=6))
+    own = launch.soft_mask(str(mine))
+    other = beside(cfg, "other", code="", init_from=file(cfg))
+    assert type(train(other, sm=own)[0].sm) is own
+    assert torch.load(file(other))["SoftMask"] == "SoftMask"
 
 
 def test_a_wrong_flag_never_starts_a_run(tiny):
     for change, message in (
-            (dict(batch_size=6), "is not a multiple of"), (dict(n_head=3), "n_embd=32: an MDLM"),
-            (dict(omega_b=0.5), "omega_b out of range")):
+            (dict(batch_size=6), "is not a multiple of"), (dict(n_head=3), "n_embd=32 is"),
+            (dict(omega_b=0.5), "omega_b = 0.5"), (dict(k=300), "k=300 is more than all 259"),
+            (dict(new_omega=True), "--new_omega needs --init_from")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)
