@@ -15,10 +15,12 @@ and the few hundred unused ids above it. Nothing here suppresses them [code].
 """
 
 import hashlib
+import json
 import os
 import unicodedata
 from dataclasses import dataclass
 
+import numpy as np
 import tiktoken
 import torch
 import torch.nn as nn
@@ -26,9 +28,8 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
-import launch
-from checkpoint import check_numbers, read_safetensors, readable, require
-from launch import Refused, read_json
+from launch import Refused, atomic, one_line, read_json, readable
+from mdlm import check_finite, own_class, read_checkpoint
 from softmask import SoftMask
 
 
@@ -177,22 +178,25 @@ class Dream(nn.Module):
                 if torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
                     del state["lm_head.weight"]  # if they differ, it stays and is refused
             model.load_state_dict(state, assign=True)
-        check_numbers(model.to(device, dtype or model.table.dtype).state_dict(), folder)
+        model.to(device, dtype or model.table.dtype)
+        with one_line():
+            check_finite(model.state_dict(), folder)
         return model.requires_grad_(False).eval()
 
 
-# Settings of config.json and adapter_config.json. Another value would change the result, but not
-# the names and shapes of the tensors.
+# Settings of config.json, adapter_config.json and transparency_config.json. Another value would
+# change the result, but not the names and shapes of the tensors.
 ONLY = {
     "hidden_act": "silu", "rope_scaling": {}, "rope_type": "default", "partial_rotary_factor": 1,
     "quantization_config": {}, "use_sliding_window": False,
     "peft_type": "LORA", "use_dora": True, "use_rslora": False, "bias": "none", "rank_pattern": {},
-    "alpha_pattern": {}, "layer_replication": [], "init_lora_weights": True}
+    "alpha_pattern": {}, "layer_replication": [], "init_lora_weights": True,
+    "transparency_scheduling": "none"}  # --schedule sets it here
 
 
-def check_settings(raw, path, **more):
-    """Raises Refused for a setting of another value than in ONLY or more. If missing, it's fine."""
-    for name, value in (ONLY | more).items():
+def check_settings(raw, path, only=ONLY):
+    """Raises Refused for a setting that is there, but with another value than in `only`."""
+    for name, value in only.items():
         if raw.get(name) not in (None, value):
             raise Refused(f"{path} has {name} = {raw[name]!r:.80}, but only {value!r} works here")
 
@@ -226,7 +230,7 @@ class DreamConfig:
         raw = {name: value for name, value in raw.items() if value is not None}
         if "mask_token_id" not in raw and os.path.exists(added):  # open-dCoder
             raw["mask_token_id"] = read_json(added).get("<M>")
-        with launch.readable(path):
+        with readable(path):
             raw |= raw.get("rope_parameters", {})  # of transformers 5
             ends = raw.get("eos_token_id")
             ends = raw["eos_token_id"] = ends if isinstance(ends, list) else [ends]
@@ -241,7 +245,7 @@ class DreamConfig:
                 raise ValueError(f"mask, pad and eos_token_id are {ids}, beyond vocab_size")
             head_dim = raw["hidden_size"] // raw["num_attention_heads"]
             layer_types = raw["num_hidden_layers"] * ["full_attention"]
-        check_settings(raw, path, head_dim=head_dim, layer_types=layer_types)
+        check_settings(raw, path, ONLY | {"head_dim": head_dim, "layer_types": layer_types})
         return cls(**{name: raw[name] for name in cls.__annotations__})
 
     @property
@@ -249,8 +253,11 @@ class DreamConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def load_adapter(model, folder):
-    """Attach the DoRA in `folder`, in place. Returns the SoftMask beside it, or None."""
+def load_adapter(model, folder, sm=None):
+    """Attach the DoRA in `folder`, in place. Returns the soft mask beside it, or None.
+
+    sm: the class of the soft mask (default: SoftMask).
+    """
     cfg = read_json(f"{folder}/adapter_config.json")
     state = read_safetensors(f"{folder}/adapter_model.safetensors")
     if cfg.get("init_lora_weights") in (False, "gaussian", "orthogonal", "eva"):
@@ -261,22 +268,84 @@ def load_adapter(model, folder):
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
                       f"{cfg['base_model_name_or_path']}: same shapes, other weights")
     with readable(folder):
-        check_numbers(state, folder)
+        check_finite(state, folder)
         dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
         dora.load_adapter_state(model, state)
-        path = f"{folder}/transparency_config.json"
-        raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
-        alg = raw["transparency_alg"]
-        if alg == "none":
-            return None
-        require(raw, path, transparency_scheduling="none")  # --schedule sets it here
+    if os.path.exists(f"{folder}/softmask.pt"):
+        return load_soft_mask(f"{folder}/softmask.pt", model.cfg.mask_token_id, sm or SoftMask)
+    return authors_soft_mask(f"{folder}/transparency_config.json", model.cfg.mask_token_id)
+
+
+def load_soft_mask(path, mask_id, sm):
+    """The soft mask of class sm in an adapter of finetune_dream.py, or None."""
+    with one_line():
+        ckpt = read_checkpoint(path, "soft mask")
+    if ckpt["model"] is None:
+        return None
+    soft_mask = sm(mask_id, ckpt["k"])
+    if ckpt["SoftMask"] != own_class(soft_mask):
+        raise Refused(f"{path} is of the class {ckpt['SoftMask'] or 'SoftMask'}: name the file "
+                      f"that defines it, --code=FILE.py")
+    soft_mask.load_state_dict(ckpt["model"])
+    return soft_mask
+
+
+def authors_soft_mask(path, mask_id):
+    """The SoftMask of an adapter of the authors, or None."""
+    raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
+    alg = raw["transparency_alg"]
+    if alg == "none":
+        return None
+    check_settings(raw, path)
+    with readable(path):
         kinds = {"mixinputs_with_topk": int(raw["mixinputs_k"] or 0), "mixinputs_with_temp": None}
         if alg not in kinds:  # another mix of theirs, or a class of one's own
             raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
         # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects.
         omega_s = min(raw["transparency_scale"], 1 - 1e-6)
-        return SoftMask(model.cfg.mask_token_id, kinds[alg], omega_s, raw["transparency_steepness"],
+        return SoftMask(mask_id, kinds[alg], omega_s, raw["transparency_steepness"],
                         raw["transparency_centre"], raw["mixture_temp"])
+
+
+# ---- safetensors: the header's length in 8 bytes, the header in JSON, the raw tensors ------------
+DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
+          "I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8,
+          "U8": torch.uint8, "BOOL": torch.bool}
+
+
+def read_safetensors(path):
+    """{name: tensor} of a safetensors file. A tensor is read from disk when it is used."""
+    tensors = {}
+    with readable(path), open(path, "rb") as f:
+        header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
+        header.pop("__metadata__", None)
+        # torch wants writable memory. Mode "c" is copy-on-write, so the file never changes.
+        data = torch.from_numpy(np.memmap(path, np.uint8, mode="c", offset=f.tell()))
+        for name, entry in header.items():
+            dtype = DTYPES[entry["dtype"]]
+            start, end = entry["data_offsets"]
+            # view() needs an aligned address.
+            part = data[start:end].clone() if start % dtype.itemsize else data[start:end]
+            tensors[name] = part.view(dtype).view(entry["shape"])
+    return tensors
+
+
+def write_safetensors(path, tensors, metadata=None):
+    """Write a safetensors file, atomically.   tensors: {name: tensor}.   metadata: {str: str}."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    header = {"__metadata__": metadata or {}}
+    start = 0
+    for name, tensor in tensors.items():
+        end = start + tensor.nbytes
+        header[name] = {"dtype": names[tensor.dtype], "shape": list(tensor.shape),
+                        "data_offsets": [start, end]}
+        start = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)  # readers expect the data to start at a multiple of 8
+    with atomic(path) as tmp, open(tmp, "wb") as f:
+        f.write(len(text).to_bytes(8, "little") + text)
+        for tensor in tensors.values():
+            f.write(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
 
 
 PATTERN = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*"

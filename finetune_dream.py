@@ -11,8 +11,7 @@ the default here takes their mean [code]. The folder `out` gets log.jsonl,
 last.pt to resume from, and two adapters, best/ and last/, which sample_dream.py, peft and the
 authors' code can read. As in train.py, neither a resume nor the number of GPUs changes a draw.
 
-    update              one update of DoRA and ω, step by step as in train.py         Alg. 1 l.2-9
-    finetune, loop      the whole run: data, model, and the loop around `update`
+`finetune` is the whole run, from top to bottom, in the order of train.train.
 """
 
 import hashlib
@@ -27,14 +26,14 @@ import torch
 import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
-import checkpoint
 import data
 import dora
 import launch
+import mdlm
 from data import rng
-from dream import Dream, DreamConfig, Tokenizer
+from dream import Dream, DreamConfig, Tokenizer, write_safetensors
 from launch import Count, Positive, Refused, Share, Size, progress, write_text
-from mdlm import TwoPass, sample_times
+from mdlm import TwoPass, own_class, sample_times
 from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
@@ -86,6 +85,7 @@ class Config:
     log_every: int = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
     eval_every: int = 500       # may write best/. At 100 [code], evaluating takes a third of a run
+    code: str = ""              # a Python file to run first: its SoftMask replaces ours
 
 
 PRESETS = {
@@ -93,48 +93,143 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
 
-# Settings that may change when a run is resumed. Model and data are compared by content instead.
-MAY_DIFFER_ON_RESUME = {"model", "data", "out", "resume", "checkpointing", "device", "log_every",
-                        "save_every", "eval_every"}
+def finetune(cfg, sm=None):
+    """Alg. 1 on dialogues, or the rest of it. Returns the TwoPassDream.
 
-
-def update(step, steps, cfg, dialogues, model, parallel, optimizer, here, log):
-    """One update of DoRA and ω. Returns the gradient norm, 0-d.                       Alg. 1 l.2-9
-
-    steps: updates in all.   dialogues: [(ids, prompt length)].   log: launch.Log.
-    parallel: the model, or the DDP around it.   here: launch.machine().
+    sm: the class of its soft mask, see mdlm.MDLM (default: that of cfg.code, or SoftMask).
     """
-    M = cfg.batch_size  # dialogues, over all ranks
-    pad_id, mask_id = model.net.cfg.pad_token_id, model.mask_id
-    # The coins of all dialogues, on all ranks: ω must not move if none of them has feedback.
-    keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
-    coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
-    softs = [coin < cfg.p_sm for coin in coins]                                #               §3.2
-    for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):
-        group["lr"] = eta * lr_at(step, steps, cfg.warmup)
-    for j in range(here.rank, M, here.world):
-        epoch, row = divmod(step * M + j, len(dialogues))
-        ids, prompt_len = dialogues[data.order(len(dialogues), epoch, cfg.seed)[row]]  #         l.2
-        x0 = pad_with_eos(ids, pad_id, rng(cfg.seed, "n_end", step, j))        # (1, L)
-        t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()  #             l.3
-        xt = mask_response(x0, prompt_len, t, mask_id, rng(cfg.seed, "q", step, j))  # (1, L)    l.4
-        # Found on the CPU: N depends on the data, so on a GPU this would be a host sync.
-        masks = (xt == mask_id).nonzero(as_tuple=True)                         # 2 × (N,)
-        x0, xt, *masks = (launch.to_device(x, here.device) for x in (x0, xt, *masks))
-        parallel.require_backward_grad_sync = j + here.world >= M  # DDP: only in the last one
-        nll = parallel(x0, xt, softs[j], tuple(masks))                         # (N,)          l.5-8
-        # DDP averages gradients over the ranks. Times `world`, they are summed.
-        (objective(nll, t, cfg.loss, M) * here.world).backward()
-        nll = nll.detach()
-        log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
-                tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
-    if model.sm and not any(softs):
-        # ω has a gradient of 0 (TwoPass.token_nll), and Adam's momentum would move it [ours].
-        model.sm.zero_grad(set_to_none=True)
-    norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
-    optimizer.step()                                                           #                 l.9
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    # ---- the machine
+    machine = launch.machine(cfg.device, cfg.dtype)
+    launch.join(machine)
+    master = machine.rank == 0
+    sm = sm or launch.soft_mask(cfg.code)
+    mask_id = DreamConfig.read(cfg.model).mask_token_id
+    M = cfg.batch_size  # dialogues of an update, over all ranks
+    if M % machine.world:
+        raise Refused(f"--batch_size={M} is not a multiple of the {machine.world} ranks")
+
+    with launch.lock(cfg.out, master), launch.Stop() as stop:
+        # ---- the data
+        last = f"{cfg.out}/last.pt"
+        resuming = launch.resumes(cfg.out, cfg.resume, "best", "last")  # before minutes of reading
+        dialogues, val, left_out = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
+        steps = cfg.steps or max(1, int(cfg.epochs * len(dialogues) / M))
+
+        # ---- the model: a frozen Dream, with a new DoRA and ω
+        model = model_of(cfg, machine, sm)
+        pad_id = model.net.cfg.pad_token_id
+        omega = list(model.sm.parameters()) if model.sm else []
+        optimizer = torch.optim.AdamW([{"params": list(trained(model.net).values())},  # DoRA
+                                       {"params": omega}],
+                                      betas=(0.9, 0.999), weight_decay=0.0)  # [code]
+        # With any of these changed, it would be another run. What else changes is printed.
+        identity = {name: getattr(cfg, name)
+                    for name in ("seed", "batch_size", "r", "alpha", "loss", "k")}
+        identity |= {"p_sm > 0": cfg.p_sm > 0, "SoftMask": own_class(model.sm), "keys": data.KEYS,
+                     "dialogues": digest_of(dialogues + val), "base": model.net.fingerprint()}
+        about = dict(kind="dream-adapter", config=asdict(cfg), identity=identity)
+
+        # ---- what to start from
+        start = 0      # updates made
+        metrics = {}   # of the last evaluation
+        if resuming:
+            with launch.one_line():
+                ckpt = mdlm.read_checkpoint(last, "dream-adapter")
+            launch.check_same(last, ckpt["identity"], identity, identity)
+            if master:
+                launch.print_changes(ckpt["config"], asdict(cfg))
+            for name, p in trained(model).items():
+                p.data.copy_(ckpt["model"][name])
+            optimizer.load_state_dict(ckpt["optimizer"])
+            start = ckpt["step"]
+            metrics = ckpt["metrics"]
+        parallel = model
+        if machine.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
+            parallel = DistributedDataParallel(model, gradient_as_bucket_view=True,
+                                               broadcast_buffers=False)
+        log = launch.Log(f"{cfg.out}/log.jsonl", start, steps, master)
+        if master:
+            print(f"{len(dialogues):,} dialogues, {len(val)} held out; {left_out}\n"
+                  f"updates {start:,} to {steps:,}, {machine.device} × {machine.world}")
+        made = start
+
+        def save_last():
+            if master:
+                weights = {name: p.detach() for name, p in trained(model).items()}
+                launch.save(last, **about, step=made, metrics=metrics, model=weights,
+                            optimizer=optimizer.state_dict())
+
+        if not resuming:  # so that no adapter is ever without it
+            save_last()
+
+        # ---- Alg. 1
+        line = {}
+        stopped = 0
+        for step in range(start, steps):                                       #          l.1, l.10
+            # The coins of all dialogues, on all ranks: ω must not move if none has feedback.
+            keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
+            coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
+            softs = [coin < cfg.p_sm for coin in coins]                        #               §3.2
+            for j in range(machine.rank, M, machine.world):
+                epoch, row = divmod(step * M + j, len(dialogues))
+                order = data.order(len(dialogues), epoch, cfg.seed)
+                ids, prompt_len = dialogues[order[row]]                        #                l.2
+                x0 = pad_with_eos(ids, pad_id, rng(cfg.seed, "n_end", step, j))  # (1, L)
+                t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()  #    l.3
+                xt = mask_response(x0, prompt_len, t, mask_id,
+                                   rng(cfg.seed, "q", step, j))                # (1, L)         l.4
+                # Found on the CPU: N depends on the data, so on a GPU this would be a host sync.
+                masks = (xt == mask_id).nonzero(as_tuple=True)                 # 2 × (N,)
+                x0, xt, b, l = (launch.to_device(x, machine.device) for x in (x0, xt, *masks))
+                # DDP: only in the last one
+                parallel.require_backward_grad_sync = j + machine.world >= M
+                nll = parallel(x0, xt, softs[j], (b, l))                       # (N,)         l.5-8
+                # DDP averages gradients over the ranks. Times `world`, they are summed.
+                (objective(nll, t, cfg.loss, M) * machine.world).backward()
+                nll = nll.detach()
+                log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
+                        tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
+            if model.sm and not any(softs):
+                # ω has a gradient of 0 (TwoPass.token_nll). Adam's momentum would move it [ours].
+                model.sm.zero_grad(set_to_none=True)
+            norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
+            for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):  # DoRA, ω
+                group["lr"] = eta * lr_at(step, steps, cfg.warmup)
+            optimizer.step()                                                   #                l.9
+            optimizer.zero_grad(set_to_none=True)
+            made = step + 1
+
+            # ---- report and save: the log's line, best/, last/, last.pt
+            stopped = stop()
+            evaluating = val and launch.is_due(made, cfg.eval_every, steps)
+            saving = launch.is_due(made, cfg.save_every, steps) or stopped
+            logging = launch.is_due(made, cfg.log_every, steps) or made == 1
+            if logging or evaluating or saving:
+                lr = optimizer.param_groups[0]["lr"]
+                line = log.line(made, lr, model.sm, norm)  # no NaN?
+                if evaluating:
+                    losses = evaluate(model, val, cfg, machine)
+                    # With feedback in all dialogues [ours]. The authors toss a coin [code].
+                    loss = losses["val_soft" if model.sm else "val_plain"]
+                    best = min(loss, metrics.get("best", loss))
+                    metrics = {"step": made, **losses, "best": best}
+                    if loss == best and master:
+                        save_adapter(f"{cfg.out}/best", model.net, model.sm, cfg)
+                log.write(line | metrics if evaluating else line)
+            if saving and master:
+                save_adapter(f"{cfg.out}/last", model.net, model.sm, cfg)
+            if saving:  # last of all: a kill before this repeats updates, and loses nothing
+                save_last()
+            if stopped:
+                break
+
+    if stopped:
+        launch.end_run(machine, f"stopped after update {made:,}, which is saved: to continue, run "
+                                f"the same command with --resume", 128 + stopped)
+    adapter = f"{cfg.out}/{'best' if val else 'last'}"
+    launch.end_run(machine, f"{launch.warning(line, len(model.net.table))}python sample_dream.py "
+                            f"--model={cfg.model} --adapter={adapter} --prompt=…")
+    return model
 
 
 def pad_with_eos(ids, pad_id, generator):
@@ -184,72 +279,6 @@ def lr_at(step, steps, warmup):
     if step < warm:
         return step / warm
     return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
-
-
-def finetune(cfg):
-    """The whole run. Returns the TwoPassDream."""
-    here = launch.machine(cfg.device, cfg.dtype)
-    launch.join(here)
-    dream_cfg = DreamConfig.read(cfg.model)
-    launch.check_batch_size(cfg, here.world)
-    with launch.lock(cfg.out, here.rank == 0):
-        return loop(cfg, here, dream_cfg.mask_token_id)
-
-
-def loop(cfg, here, mask_id):
-    """`finetune`, once the settings are checked and the folder is locked."""
-    last = f"{cfg.out}/last.pt"
-    resuming = launch.resumes(last, cfg.resume)  # refuses before minutes of reading
-    train, val, left_out = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
-    steps = cfg.steps or max(1, int(cfg.epochs * len(train) / cfg.batch_size))
-    model = model_of(cfg, here)
-    omega = model.sm.parameters() if model.sm else []
-    groups = [{"params": list(trained(model.net).values())}, {"params": list(omega)}]  # DoRA, ω
-    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0)  # [code]
-    source = {"dialogues": digest_of(train + val), "base": model.net.fingerprint(),
-              "keys": data.KEYS}
-    start, metrics = 0, {}  # updates so far; the last evaluation
-    if resuming:
-        ckpt = checkpoint.load_last(last, "dream-adapter", cfg, model.sm, source,
-                                    MAY_DIFFER_ON_RESUME)
-        for name, p in trained(model).items():
-            p.data.copy_(ckpt["model"][name])
-        optimizer.load_state_dict(ckpt["optimizer"])
-        start, metrics = ckpt["step"], ckpt["metrics"]
-    parallel = model
-    if here.world > 1:  # gradients are views of DDP's buckets, not copies: this saves memory
-        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True,
-                                           broadcast_buffers=False)
-    log = launch.Log(f"{cfg.out}/log.jsonl", start, steps, here.rank == 0)
-    if here.rank == 0:
-        print(f"{len(train):,} dialogues, {len(val)} held out; {left_out}\n"
-              f"updates {start:,} to {steps:,}, {here.device} × {here.world}")
-    line = {}
-    for done, due in launch.updates(here, start, steps, log=cfg.log_every, save=cfg.save_every,
-                                    eval=cfg.eval_every if val else 0):
-        norm = update(done - 1, steps, cfg, train, model, parallel, optimizer, here, log)
-        if due:
-            line = log.line(done, optimizer.param_groups[0]["lr"], model.sm, norm)  # no NaN?
-            if "eval" in due:
-                losses = evaluate(model, val, cfg, here)
-                # With feedback in all dialogues [ours]. The authors toss a coin for each [code].
-                loss = losses["val_soft" if model.sm else "val_plain"]
-                metrics = {"step": done, **losses, "best": min(loss, metrics.get("best", loss))}
-                if loss == metrics["best"] and here.rank == 0:
-                    save_adapter(f"{cfg.out}/best", model.net, model.sm, cfg)
-                line |= metrics
-            log.write(line)
-        if "save" in due and here.rank == 0:
-            save_adapter(f"{cfg.out}/last", model.net, model.sm, cfg)
-            checkpoint.save(  # last of all: a kill before this only repeats updates
-                last, kind="dream-adapter", seed=cfg.seed, step=done,
-                config=asdict(cfg) | {"SoftMask": checkpoint.class_of(model.sm)},
-                model={name: p.detach() for name, p in trained(model).items()},
-                optimizer=optimizer.state_dict(), metrics=metrics, data=source)
-    adapter = f"{cfg.out}/{'best' if val else 'last'}"
-    command = f"python sample_dream.py --model={cfg.model} --adapter={adapter} --prompt=…"
-    launch.leave(here, f"{launch.warning(line, len(model.net.table))}\n{command}".strip(), 0)
-    return model
 
 
 def load_dialogues(cfg, tok, mask_id):
@@ -370,18 +399,18 @@ def digest_of(dialogues):
     return digest.hexdigest()[:16]
 
 
-def model_of(cfg, here):
-    """A frozen Dream with a new DoRA and, if p_sm > 0, a soft mask                      App. B.2"""
-    dtype = None if cfg.dtype == "auto" else here.dtype or torch.float32
-    dream = Dream.load(cfg.model, here.device, dtype)
+def model_of(cfg, machine, sm=None):
+    """A frozen Dream with a new DoRA and, if p_sm > 0, a soft mask of class sm          App. B.2"""
+    dtype = None if cfg.dtype == "auto" else machine.dtype or torch.float32
+    dream = Dream.load(cfg.model, machine.device, dtype)
     dream.checkpointing = cfg.checkpointing
     dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
     mask_id = dream.cfg.mask_token_id
-    try:
-        sm = SoftMask(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b) if cfg.p_sm else None
-    except ValueError as e:
-        raise Refused(e)
-    return TwoPassDream(dream, sm, mask_id).to(here.device)
+    soft_mask = None
+    if cfg.p_sm:
+        with launch.one_line():
+            soft_mask = (sm or SoftMask)(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+    return TwoPassDream(dream, soft_mask, mask_id).to(machine.device)
 
 
 def trained(model):
@@ -390,26 +419,26 @@ def trained(model):
 
 
 @torch.no_grad()
-def evaluate(model, val, cfg, here):
+def evaluate(model, val, cfg, machine):
     """{name: mean loss over the held-out dialogues}, with feedback and without."""
     losses, pad_id, mask_id = {}, model.net.cfg.pad_token_id, model.mask_id
     for soft in [True, False] if model.sm else [False]:
-        found = [torch.zeros((), device=here.device)]  # a rank may have no dialogue
-        for i in range(here.rank, len(val), here.world):
+        terms = [torch.zeros((), device=machine.device)]  # a rank may have no dialogue
+        for i in range(machine.rank, len(val), machine.world):
             ids, prompt_len = val[i]
             x0 = pad_with_eos(ids, pad_id, rng(cfg.seed, "val n_end", i))      # (1, L)
             t = cfg.b_l + (cfg.b_h - cfg.b_l) * i / max(1, len(val) - 1)  # evenly spaced [code]
             xt = mask_response(x0, prompt_len, t, mask_id, rng(cfg.seed, "val q", i))  # (1, L)
             inputs = x0, xt, *(xt == mask_id).nonzero(as_tuple=True)
-            x0, xt, *masks = (launch.to_device(x, here.device) for x in inputs)
-            found.append(objective(model(x0, xt, soft, tuple(masks)), t, cfg.loss, 1))
-        total = torch.stack(found).cpu().double().sum()  # the only host sync
+            x0, xt, *masks = (launch.to_device(x, machine.device) for x in inputs)
+            terms.append(objective(model(x0, xt, soft, tuple(masks)), t, cfg.loss, 1))
+        total = torch.stack(terms).cpu().double().sum()  # the only host sync
         losses["val_soft" if soft else "val_plain"] = launch.over_ranks(total).item() / len(val)
     return losses
 
 
 def save_adapter(folder, dream, sm, cfg):
-    """Write an adapter folder: DoRA in peft's format, ω in the authors', and cfg."""
+    """Write an adapter folder: DoRA in peft's format, ω in the authors' and in ours, and cfg."""
     files = {"finetune.json": asdict(cfg) | {"base": dream.fingerprint()},
              "adapter_config.json": dict(
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
@@ -417,18 +446,21 @@ def save_adapter(folder, dream, sm, cfg):
                  target_modules=TARGETS, inference_mode=True),
              # Without SM, too: no ω of an earlier run may stay in the folder.
              "transparency_config.json": {"transparency_alg": "none"}}
-    if sm:
+    if sm and not own_class(sm):
         s, a, b = (w.item() for w in sm.omega)
-        mix = "mixinputs_with_temp" if sm.k is None else "mixinputs_with_topk"
         files["transparency_config.json"] = dict(
-            transparency_alg=checkpoint.class_of(sm) or mix,  # only SoftMask's own are read
+            transparency_alg="mixinputs_with_topk" if sm.k else "mixinputs_with_temp",
             transparency_scheduling="none", transparency_scale=s, transparency_steepness=a,
             transparency_centre=b, mixture_temp=1.0 if sm.k else sm.tau.item(),
             mixinputs_k=sm.k or 1)
-    checkpoint.write_safetensors(f"{folder}/adapter_model.safetensors", dora.adapter_state(dream),
-                                 {"format": "pt"})
+    elif sm:  # nothing but softmask.pt holds a λ of one's own
+        files["transparency_config.json"]["transparency_alg"] = own_class(sm)
+    write_safetensors(f"{folder}/adapter_model.safetensors", dora.adapter_state(dream),
+                      {"format": "pt"})
     for name, values in files.items():
         write_text(f"{folder}/{name}", json.dumps(values, indent=1))
+    launch.save(f"{folder}/softmask.pt", kind="soft mask", SoftMask=own_class(sm), k=cfg.k,
+                model=sm.state_dict() if sm else None)
 
 
 if __name__ == "__main__":

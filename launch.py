@@ -3,13 +3,18 @@
 
 import argparse
 import contextlib
+import difflib
 import errno
 import functools
 import inspect
 import json
 import math
 import os
+import platform
+import re
+import runpy
 import signal
+import subprocess
 import sys
 import textwrap
 import time
@@ -43,8 +48,12 @@ def run(main, Config, presets=()):
     """Run a script's main. Bad input is one line on stderr and code 2, all else a traceback."""
     for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace", line_buffering=True)  # some terminals have no ω
+    if {"-h", "--help"} & {*sys.argv}:
+        return print_help(Config, presets)
     try:
         return main(from_cli(Config, sys.argv[1:], presets))
+    except KeyboardInterrupt:
+        sys.exit(130)
     except Exception as e:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # Rank 0 usually says the same first. Then torchrun sends SIGTERM to this rank.
@@ -59,33 +68,49 @@ def run(main, Config, presets=()):
         sys.exit(2)
 
 
+def print_help(Config, presets):
+    """Print the commands in the script's docstring, the fields with their comments, the presets."""
+    doc = sys.modules["__main__"].__doc__ or ""
+    print(*re.findall(r"^ +(?:python|torchrun) .*", doc, re.M), "", sep="\n")
+    for cls in reversed(Config.__mro__[:-1]):
+        print(inspect.getsource(cls))
+    for name in presets:
+        print(f"preset {name}: {presets[name]}")
+
+
 def from_cli(Config, argv, presets=()):
     """A Config from the words of a command line: `[first words] --key=value --key value --flag …`
 
     presets: {name: fields}. The first word may be such a name, and flags override its fields.
-    A field of type list takes all other first words.
+    A field of type list takes all other first words. Config.NO_FLAGS names fields without a flag.
     """
-    if {"-h", "--help"} & {*argv}:
-        for cls in reversed(Config.__mro__[:-1]):  # the source of the class, with its comments
-            print(inspect.getsource(cls))
-        for name in presets:
-            print(f"preset {name}: {presets[name]}")
-        sys.exit(0)
     values = {}
     if argv and argv[0] in presets:
-        values, argv = presets[argv[0]], argv[1:]
+        values = presets[argv[0]]
+        argv = argv[1:]
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False,
                                      argument_default=argparse.SUPPRESS)
+    names = []
     for name, kind in typing.get_type_hints(Config, include_extras=True).items():
         alone = {"nargs": "?", "const": True} if bool in (kind, *typing.get_args(kind)) else {}
-        if kind is not list:
-            parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind), **alone)
-        elif name not in values:  # else `data.py stdlib mine.txt` would take only the second
+        if kind is list and name not in values:  # `data.py stdlib mine.txt` would drop the first
             parser.add_argument(name, nargs="*")
-    given, unknown = parser.parse_known_args(argv)
+        elif kind is not list and name not in getattr(Config, "NO_FLAGS", ()):
+            parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind), **alone)
+            names.append(name)
+    known, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise Refused(f"unknown argument {unknown[0]!r}: see --help")
-    return Config(**values | vars(given))
+        raise Refused(what_is_meant(unknown[0], names, presets))
+    return Config(**values | vars(known))
+
+
+def what_is_meant(word, names, presets):
+    """A line that answers an unknown word of a command."""
+    if not word.startswith("-"):
+        return f"unknown first word {word!r}: known are {', '.join(presets) or 'none'}; see --help"
+    flag = word.partition("=")[0]
+    nearest = difflib.get_close_matches(flag.strip("-"), names, n=1)
+    return f"unknown flag {flag}: {f'did you mean --{nearest[0]}?' if nearest else 'see --help'}"
 
 
 def parse(text, kind):
@@ -146,18 +171,30 @@ def machine(device="auto", dtype="auto"):
                    torch.device(device), torch.bfloat16 if dtype == "bfloat16" else None)
 
 
-def join(here):
+def join(machine):
     """Connect to the other ranks, if any: over NCCL for GPU tensors, over gloo for CPU tensors."""
-    if here.world > 1 and not dist.is_initialized():
-        dist.init_process_group("cpu:gloo,cuda:nccl" if here.device.type == "cuda" else "gloo")
+    if machine.world > 1 and not dist.is_initialized():
+        dist.init_process_group("cpu:gloo,cuda:nccl" if machine.device.type == "cuda" else "gloo")
 
 
-def first_rank(here, make):
+def first_rank(machine, make):
     """Call make() on rank 0. The others wait for it."""
-    if here.rank == 0:
+    if machine.rank == 0:
         make()
-    if here.world > 1:
+    if machine.world > 1:
         dist.barrier()
+
+
+def end_run(machine, message, status=0):
+    """End a run on every rank. Rank 0 prints the message. A nonzero status exits the process."""
+    if machine.world > 1:
+        # Wait: if a rank exits with a nonzero status, torchrun kills the others, even mid-save.
+        dist.barrier()
+        dist.destroy_process_group()
+    if machine.rank == 0:
+        print(message)
+    if status:
+        sys.exit(status)
 
 
 def to_device(x, device):
@@ -175,27 +212,65 @@ def over_ranks(tensor, operation=dist.ReduceOp.SUM):
 
 
 # ---- stopping and resuming -----------------------------------------------------------------------
-def resumes(last, resume):
-    """Whether to resume from the checkpoint `last`. Call it on every rank, with the lock."""
-    exists = over_ranks(torch.tensor(os.path.exists(last)), dist.ReduceOp.MAX).item()
-    if exists and not resume:
-        raise Refused(f"{last} exists already: --resume continues it, or give another folder")
-    return exists
+class Stop:
+    """After a signal to any rank, stop() is its number on all of them, else 0. Call it on all.
+
+    with Stop() as stop: in this block, a signal ends nothing by itself. A second Ctrl-C does.
+    """
+
+    def __enter__(self):
+        self.number = 0
+        # SIGHUP: a closed terminal; nohup ignores it. SIGUSR1: Slurm can send it before the time is
+        # up. Windows lacks some of these.
+        names = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"
+        self.before = {n: signal.signal(n, self.take) for n in signal.Signals if n.name in names
+                       and (n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN)}
+        return self
+
+    def take(self, number, frame):
+        self.number = number
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+
+    def __call__(self):
+        return over_ranks(torch.tensor(self.number), dist.ReduceOp.MAX).item()
+
+    def __exit__(self, *error):
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
-def check_same(path, before, here, names, remedy=""):
-    """Raises Refused unless a checkpoint's settings (before) equal this run's (here)."""
-    different = [f"{name} ({before.get(name)!r} there, {here[name]!r} here)"
-                 for name in sorted(names) if before.get(name) != here[name]]
+def resumes(folder, resume, *results):
+    """Whether last.pt continues the run in a folder. Call it on every rank, with the lock.
+
+    results: patterns of what a run leaves beside it. Nothing replaces them if last.pt is missing.
+    """
+    holds = [any(Path(folder).glob(name)) for name in ("last.pt", "log.jsonl", *results)]
+    last, log, *left = over_ranks(torch.tensor(holds).int(), dist.ReduceOp.MAX).tolist()
+    if not resume and (last or log):
+        raise Refused(f"{folder} holds a run: --resume continues it, or give another folder")
+    if any(left) and not last:
+        raise Refused(f"{folder} holds what a run has left, but no last.pt: give another folder")
+    return bool(last)
+
+
+def is_due(step, every, steps):
+    """Whether something is due after update `step`: every so many (0: never), and at the end."""
+    return every > 0 and (step % every == 0 or step == steps)
+
+
+def check_same(path, before, now, names, remedy=""):
+    """Raises Refused unless the settings in a file (before) equal those of this command (now)."""
+    different = [f"{name} ({before.get(name)!r} there, {now[name]!r} here)"
+                 for name in sorted(names) if before.get(name) != now[name]]
     if different:
         raise Refused(f"{path} has other settings: {', '.join(different)}{remedy}")
 
 
-def check_batch_size(cfg, batch):
-    """Raises Refused for a batch_size that would be cut short.   batch: per pass, all ranks."""
-    if cfg.batch_size % batch:
-        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of {batch}, the sequences "
-                      "in a pass of all ranks (train.py: --micro_batch × ranks)")
+def print_changes(before, now):
+    """Print a line for each setting of a run that is resumed with another value."""
+    for name, value in now.items():
+        if name != "resume" and before.get(name) != value:
+            print(f"{name} {before.get(name)} → {value}")
 
 
 @contextlib.contextmanager
@@ -214,49 +289,6 @@ def lock(folder, master=True):
         yield
 
 
-def updates(here, start, steps, **every):
-    """Yields the number of each update, and what is due after it: a set of the names in `every`.
-
-    every: {name: n}. A name is due every n updates (0: never), and after the last one; "log" after
-    the first one, too. After a signal there is one more update, and "save" is due. Then all exit.
-    """
-    caught = []
-
-    def take(number, frame):
-        caught.append(number)
-        signal.signal(signal.SIGINT, signal.SIG_DFL)  # a second Ctrl-C ends the process at once
-
-    # SIGHUP: a closed terminal; nohup ignores it. SIGUSR1: Slurm can send it before the time is up.
-    stops = [n for n in signal.Signals if n.name in ("SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1")]
-    before = {n: signal.signal(n, take) for n in stops
-              if n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN}
-    try:
-        for done in range(start + 1, steps + 1):
-            # A signal to one rank stops all of them.
-            stop = over_ranks(torch.tensor(max(caught, default=0)), dist.ReduceOp.MAX).item()
-            due = {name for name, n in every.items()
-                   if n and (done % n == 0 or done == steps) or done == 1 and name == "log"}
-            yield done, due | {"save"} if stop else due
-            if stop:
-                leave(here, f"stopped after update {done:,}, which is saved: to continue, run the "
-                            f"same command with --resume", 128 + stop)
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-def leave(here, message, status):
-    """End a run on every rank. Rank 0 prints the message. A nonzero status exits the process."""
-    if here.world > 1:
-        # Wait: if a rank exits with a nonzero status, torchrun kills the others, even mid-save.
-        dist.barrier()
-        dist.destroy_process_group()
-    if message and here.rank == 0:
-        print(message)
-    if status:
-        sys.exit(status)
-
-
 # ---- the log -------------------------------------------------------------------------------------
 def progress(*args, **options):
     """tqdm, on rank 0 only. Without a terminal: a line twice a minute, after ten seconds."""
@@ -271,9 +303,12 @@ class Log:
     """The log of a training run from update `start` to `steps`: on the screen, and in log.jsonl."""
 
     def __init__(self, path, start, steps, master):
-        self.path, self.steps, self.master = path, steps, master
-        self.sums = {}        # since the last line
-        self.began = self.last = time.time()
+        self.path = path
+        self.steps = steps
+        self.master = master
+        self.sums = {}            # since the last line
+        self.last = time.time()   # of the last line
+        self.began = self.last
         if master:
             # Drop the lines of updates that will be repeated, and a line that a kill cut short.
             lines = [line for line in read_jsonl(path) if start and line["step"] <= start]
@@ -286,15 +321,15 @@ class Log:
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
-    def line(self, done, eta_bb, sm, norm):
-        """The line for all updates since the last line, up to `done`. Raises Refused on NaN."""
+    def line(self, step, eta_bb, sm, norm):
+        """The line for all updates since the last line, up to `step`. Raises Refused on NaN."""
         values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=norm.device)
                               for v in (*self.sums.values(), norm)]).cpu().double()  # a host sync
         sums = dict(zip(self.sums, over_ranks(values[:-1]).tolist()), norm=values[-1].item())
         if not math.isfinite(sum(sums.values())):
             raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
         self.sums = {}
-        line = {"step": done, "loss": sums["loss"] / sums["n"],
+        line = {"step": step, "loss": sums["loss"] / sums["n"],
                 "ce_per_mask": sums["ce"] / max(1, sums["masks"]), "eta_bb": eta_bb,
                 "grad_norm": sums["norm"],
                 "tokens_per_s": sums["tokens"] / (time.time() - self.last)}
@@ -311,26 +346,27 @@ class Log:
         self.last = time.time()  # an evaluation after `line` must not lower tokens/s
         if not self.master:
             return
-        done, seconds = line["step"], self.last - self.began
+        step = line["step"]
+        seconds = self.last - self.began
         append_jsonl(self.path, line | {"seconds": seconds})
         titles = {"loss": "loss", "val_soft": "with feedback", "val_plain": "without feedback",
                   "lam": "lam", "omega_s": "omega_s", "tokens_per_s": "tokens_per_s"}
         numbers = [f"{titles[name]} {line[name]:,.6g}" for name in titles if name in line]
-        left = tqdm.format_interval(seconds / max(1, done) * (self.steps - done)) + " left"
+        left = tqdm.format_interval(seconds / max(1, step) * (self.steps - step)) + " left"
         try:
-            print(f"update {done:,} of {self.steps:,}", *numbers, left, sep="  ")
+            print(f"update {step:,} of {self.steps:,}", *numbers, left, sep="  ")
         except OSError:  # `train.py | head`, or a closed terminal: keep running, print nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def warning(line, V):
-    """A sentence for the user if λ is near 0 in a line of the log, else "".   V: vocabulary"""
+    """A line for the user if λ is near 0 in a line of the log, else "".   V: vocabulary"""
     if line.get("lam", 1.0) >= 1e-3:  # 1.0: if no update had feedback
         return ""
     # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
     H = min(max(0.01, line["ce_per_mask"]), math.log(V))
     return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
-            f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}")
+            f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}\n")
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -367,6 +403,51 @@ def atomic(path):
 def write_text(path, text):
     with atomic(path) as tmp:
         Path(tmp).write_text(text, encoding="utf-8")
+
+
+def save(path, **parts):
+    """A checkpoint: a dict of tensors and plain values, by torch.save. Raises OSError if it fails.
+
+    kind       "mdlm", "dream-adapter" or "soft mask"    step, metrics, git, versions
+    config     {field: value}; what must be the same when a run is resumed: identity
+    net, SoftMask   classes that are not ours, by name   tokenizer  as in meta.json
+    model      {name: tensor}                            ema        {name: tensor}, backbone [code]
+    optimizer  only to resume the run                    data       {path, n_tokens, sha256, …}
+
+    Every random draw is keyed by seed and step, so no other random state is saved.
+    """
+    versions = {"python": platform.python_version(), "torch": str(torch.__version__)}
+    try:
+        with atomic(path) as tmp, open(tmp, "wb") as f:
+            torch.save({"git": git_version(), "versions": versions, **parts}, f)
+    except (OSError, RuntimeError) as e:  # torch.save may hide the disk's error behind its own
+        raise OSError(*(e if isinstance(e, OSError) else e.__context__ or e).args, path)
+
+
+def git_version():
+    """{commit, dirty} of this source code, or {commit: "unknown"}"""
+    # Without --git-dir, a copy inside another repository would report the other's commit.
+    command = "git --git-dir=.git --work-tree=. describe --always --exclude=* --abbrev=40 --dirty"
+    try:
+        version = subprocess.check_output(command.split(), cwd=os.path.dirname(__file__) or ".",
+                                          stderr=subprocess.DEVNULL, text=True)
+    except (OSError, subprocess.CalledProcessError):
+        return {"commit": "unknown"}
+    return {"commit": version.strip().removesuffix("-dirty"), "dirty": "-dirty" in version}
+
+
+@contextlib.contextmanager
+def one_line():
+    """A ValueError in this block is about the input. It becomes Refused."""
+    try:
+        yield
+    except ValueError as e:
+        raise Refused(e)
+
+
+def soft_mask(code):
+    """The class SoftMask that a Python file defines, or None. This runs the file: --code=FILE."""
+    return runpy.run_path(code).get("SoftMask") if code else None
 
 
 class Fields(dict):

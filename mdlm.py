@@ -22,7 +22,6 @@ Submodules have the names and the order of the released checkpoints.
 """
 
 import math
-from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -42,13 +41,13 @@ class ModelConfig:
     n_head: int = 12
     n_embd: int = 768
     n_cond: int = 128                # width of the time embedding, for adaLN [code]
-    vocab_size: int = 50258          # GPT-2's 50,257 and [MASK]
-    mask_id: int = 50257
+    vocab_size: int = 50258          # GPT-2's 50,257 and [MASK]; train.py takes it from the data
+    mask_id: int = 50257             # also from the data
     length: int = 1024               # L, tokens per sequence
     dropout: float = 0.1
     time_conditioning: bool = False  # on in §4.1, off in the authors' configurations [code]
     # Soft-masking, §3.1
-    soft_mask: bool = True           # False: a binary MDLM, without ω. train.py sets it to p_sm > 0
+    soft_mask: bool = True           # False: a binary MDLM, without ω. In train.py: p_sm > 0
     k: int | None = 3                # None: all of V, with a trainable temperature, App. C.3
     omega_s: float = 1e-6            # initial ω: ω_s close to 0, App. B.2 [code]
     omega_a: float = 10 / 1.5
@@ -109,22 +108,27 @@ class TwoPass(nn.Module):
             masks = (xt == self.mask_id).nonzero(as_tuple=True)                # 2 × (N,)
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
         if soft:
-            with nullcontext() if self.two_updates else torch.no_grad():       # θ~              l.5
+            with self.first_pass():                                            # θ~              l.5
                 h = net.hidden(emb, masks, t)  # dropout is on here, too [code]  (N, D)          l.6
-            lam, ids, pi = self.predict_sm(h)  # its head has no gradients       (N,), (N, k)  l.6 7
-            emb = emb.index_put(masks, sm.mix(net.table, lam, ids, pi))        # (B, L, D)    l.7 sm
+            lam, ids, pi = self.predict_sm(h)                                  # (N,), (N, k)    l.6
+            emb = emb.index_put(masks, sm.mix(net.table, lam, ids, pi))        # (B, L, D)       l.7
             # For the log. Not mean(), which would be NaN if nothing is masked.
             self.lam = lam.detach().sum() / max(1, len(lam))
-        h = net.hidden(emb, masks, t)                                          # (N, D)        l.7 g
+        h = net.hidden(emb, masks, t)                                          # (N, D)          l.7
         nll = self.score(h, x0[masks])                                         # (N,)            l.8
         if sm:  # DDP wants a gradient for every parameter, ω too, in every backward pass
             nll = nll + sum((0 * p).sum() for p in sm.parameters())
         return nll, masks
 
+    def first_pass(self):
+        """For a `with`: no gradients, unless two_updates (App. C.3)                   Alg. 1 l.5"""
+        return torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled())
+
     def predict_sm(self, h):
-        """λ (N,), ids and π (N, k), from hidden states h (N, D)    Alg. 1 l.5-7, Alg. 2 l.3, l.6"""
-        logits = self.net.head(h)                                              # (N, V)       l.6 p~
-        return self.sm(logits if self.two_updates else logits.detach())        # θ~      l.5, l.7 sm
+        """λ (N,), ids and π (N, k), from hidden states h (N, D)      Alg. 1 l.6, Alg. 2 l.3, l.6"""
+        with self.first_pass():
+            logits = self.net.head(h)                                          # (N, V)          l.6
+        return self.sm(logits)
 
     def score(self, h, x0):
         """−log p(x0) in nats, (N,) fp32, for tokens x0 (N,) and h (N, D)              Alg. 1 l.8"""
@@ -132,20 +136,24 @@ class TwoPass(nn.Module):
 
 
 class MDLM(TwoPass):
-    """The DiT, its soft mask, and Eq. 2.   cfg: ModelConfig. Raises ValueError if it cannot work"""
+    """A network, its soft mask, and Eq. 2. Raises ValueError if this cannot work.
 
-    def __init__(self, cfg):
-        pairs = 2 * max(1, cfg.n_head)  # the rotation pairs the entries of a head
-        fits = {"n_layer": cfg.n_layer > 0, "n_head": cfg.n_head > 0, "length": cfg.length > 2,
-                "n_embd": cfg.n_embd > 0 == cfg.n_embd % pairs, "dropout": 0 <= cfg.dropout < 1}
-        wrong = ", ".join(f"{name}={getattr(cfg, name)}" for name in fits if not fits[name])
-        if wrong:
-            raise ValueError(f"{wrong}: an MDLM needs n_layer > 0, n_head > 0, n_embd a multiple "
-                             f"of 2 n_head, length > 2, and 0 <= dropout < 1")
-        sm = None
+    cfg: ModelConfig.   net: a backbone (default: a new DiT).
+    sm: a class, called as SoftMask(mask_id, k, omega_s, omega_a, omega_b) (default: SoftMask).
+    """
+
+    def __init__(self, cfg, net=None, sm=None):
+        if cfg.n_layer < 1 or cfg.n_head < 1 or cfg.length < 3 or not 0 <= cfg.dropout < 1:
+            raise ValueError("an MDLM needs n_layer >= 1, n_head >= 1, length >= 3, and a dropout "
+                             "from 0 to below 1")
+        if cfg.n_embd < 1 or cfg.n_embd % (2 * cfg.n_head):  # the rotation pairs entries of a head
+            raise ValueError(f"n_embd={cfg.n_embd} is no multiple of 2 n_head = {2 * cfg.n_head}")
+        if cfg.k and cfg.k > cfg.vocab_size:
+            raise ValueError(f"k={cfg.k} is more than all {cfg.vocab_size} tokens")
+        soft_mask = None
         if cfg.soft_mask:
-            sm = SoftMask(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
-        super().__init__(DiT(cfg), sm, cfg.mask_id, cfg.two_updates)
+            soft_mask = (sm or SoftMask)(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+        super().__init__(net or DiT(cfg), soft_mask, cfg.mask_id, cfg.two_updates)
         self.cfg = cfg
 
     def forward(self, x0, xt, t, soft, masks=None):
@@ -158,7 +166,71 @@ class MDLM(TwoPass):
         samples differently: in place of pass 1, it has the prediction of the step before.
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)                    # (N,), 2 × (N,)
-        return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)        l.8 1/t
+        return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)            l.8
+
+    @classmethod
+    def load(cls, path, ema=True, sm=None):
+        """An MDLM in eval mode, from a checkpoint of train.py. Its `info` is the rest of the file.
+
+        ema: take the averaged θ, or the file's only one (a step-N.pt has its average). False: take
+        θ as trained. ω is not averaged [code].   sm: see MDLM.
+        Raises ValueError if the file is no such checkpoint, or has other classes.
+        """
+        info = read_checkpoint(path, "mdlm")
+        names = info["config"].keys() & ModelConfig.__dataclass_fields__  # train.Config has more
+        model = cls(ModelConfig(**{name: info["config"][name] for name in names}), sm=sm)
+        check_classes(path, info, model)
+        state = info.pop("model")
+        average = info.pop("ema", None)
+        if not (ema or average):
+            raise ValueError(f"{path} has one set of weights: leave out --ema=False")
+        check_finite(state | (average or {}), path)
+        model.load_state_dict(state)
+        if ema and average:
+            model.net.load_state_dict(average)
+        info.pop("optimizer", None)
+        model.info = info
+        return model.eval()
+
+
+def read_checkpoint(path, kind):
+    """The dict in a file of launch.save, on the CPU. Raises ValueError if it is not of this kind.
+
+    It holds tensors and plain values. Nothing in the file can run.
+    """
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        found = ckpt["kind"]
+    except OSError:  # it is missing, or a folder
+        raise
+    except Exception as e:
+        raise ValueError(f"{path} is not a whole checkpoint of this project ({type(e).__name__}). "
+                         f"If another wrote it: python lab/convert.py {path} OUT.pt")
+    if found != kind:
+        raise ValueError(f"{path} has kind {found!r}, and {kind!r} is needed here")
+    return ckpt
+
+
+def own_class(part):
+    """The class of a network or soft mask by name, or None if it is DiT, SoftMask or missing."""
+    return None if part is None or type(part) in (DiT, SoftMask) else type(part).__name__
+
+
+def check_classes(path, ckpt, model):
+    """Raises ValueError if a checkpoint is of another class of network or soft mask."""
+    if ckpt.get("net") != own_class(model.net):
+        raise ValueError(f"{path} has a network of the class {ckpt['net']}, not DiT: build it, and "
+                         f"load the file's \"model\" into MDLM(cfg, net)")
+    if ckpt.get("SoftMask") != own_class(model.sm):
+        raise ValueError(f"{path} has a soft mask of the class {ckpt.get('SoftMask') or 'SoftMask'}"
+                         f": name the file that defines it, --code=FILE.py")
+
+
+def check_finite(state, path):
+    """Raises ValueError if a weight is not finite: decoding would silently produce nonsense."""
+    for name, t in state.items():
+        if not all(value.isfinite() for value in t.aminmax()):  # t.isfinite() would take memory
+            raise ValueError(f"{path}: {name} has values that are not finite")
 
 
 class LayerNorm(nn.Module):

@@ -11,7 +11,7 @@
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --prompt="She ran. ___ Nobody spoke." --length=64
-    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.ckpt --count=5000 --compile \
+    torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.pt --count=5000 --compile \
         --out=samples.jsonl
 
 The last command makes the samples behind "Standard, Binary, 1M, 1/1" in Tables 1 and 2, one by one.
@@ -36,11 +36,10 @@ import torch
 import torch.nn.functional as F
 
 import launch
-from checkpoint import load_mdlm, with_omega
 from data import rng, tokenizer
 from launch import Refused, Share, Size, append_jsonl, progress, read_jsonl, to_device
-from mdlm import compile_parts
-from softmask import feed_back
+from mdlm import MDLM, compile_parts
+from softmask import SoftMask, feed_back
 
 T_END = 1e-5  # the time at which the last step ends, not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
@@ -349,7 +348,7 @@ def categorical(probs, u):
 # ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    checkpoint: str = "out/stdlib/last.pt"  # any MDLM that `python checkpoint.py` can describe
+    checkpoint: str = "out/stdlib/last.pt"
     count: Size = 1             # samples to make (not --n: torchrun refuses it)
     length: Size | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with an order, one for each mask)
@@ -360,16 +359,17 @@ class Config:
     threshold: Share | None = None  # with an order, in place of steps: see `reveal`
     top_p: Share = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model without feedback
-    # These replace the model's ω. With --omega_s, a binary model decodes with feedback too (k = 3).
+    # These three together replace the model's soft mask. A binary model gets one, too, with k = 3.
     omega_s: float | None = None
-    omega_a: float | None = None  # (default for a binary model: the paper's initial ω)
-    omega_b: float | None = None  # (the same)
+    omega_a: float | None = None
+    omega_b: float | None = None
     # Text to continue. If it has blanks ___, they share all free positions. The two characters \n
     # stand for a line break.
     prompt: str = ""
     seed: int = 1
     out: str = ""               # file to append to; its samples are not made again (default: print)
     show: bool = False          # watch the samples appear
+    code: str = ""              # a Python file to run first: its SoftMask replaces ours
     device: str = "auto"        # cuda, else mps, else cpu
     compile: bool = False       # CUDA graphs: a minute to build, then a pass takes a fourth
 def starting_ids(prompt, L, tok, special):
@@ -390,6 +390,17 @@ def starting_ids(prompt, L, tok, special):
     return torch.tensor(ids)
 
 
+def with_omega(sm, mask_id, cfg):
+    """sm, or a SoftMask of cfg's ω_s, ω_a and ω_b if they are given, with k as in sm, or 3"""
+    omega = [cfg.omega_s, cfg.omega_a, cfg.omega_b]
+    if omega == [None] * 3:
+        return sm
+    if None in omega:
+        raise Refused("--omega_s, --omega_a and --omega_b replace a soft mask: give all three")
+    with launch.one_line():
+        return SoftMask(mask_id, sm.k if sm else 3, *omega)
+
+
 def prepared(cfg):
     """The MDLM, its tokenizer, ids to start from (L,), and cfg with the defaults filled in."""
     if cfg.sampler in SAMPLERS and (cfg.temperature != 1 or cfg.threshold is not None):
@@ -397,7 +408,8 @@ def prepared(cfg):
                       f"choose one of {', '.join(ORDERS)}")
     if cfg.threshold is not None and cfg.steps:
         raise Refused("--threshold decides how many steps there are: leave --steps out")
-    model = load_mdlm(cfg.checkpoint)
+    with launch.one_line():
+        model = MDLM.load(cfg.checkpoint, sm=launch.soft_mask(cfg.code))
     model.sm = with_omega(model.sm, model.mask_id, cfg) if cfg.soft else None
     special = model.info["tokenizer"]
     tok = tokenizer(special["name"])

@@ -25,12 +25,11 @@ import torch.nn.functional as F
 
 import dora
 import launch
-from checkpoint import with_omega
 from data import rng
 from dream import Dream, Tokenizer, load_adapter
 from launch import Count, Refused, Share, Size, machine, progress, to_device
 from mdlm import TwoPass
-from sample import Pick, Temperature, decode, indices, masks_left, propose, reveal
+from sample import Pick, Temperature, decode, indices, masks_left, propose, reveal, with_omega
 from softmask import feed_back
 
 # Dream's word for each confidence, see sample.Pick
@@ -55,9 +54,10 @@ class Decoding:
     # Whatever algorithm and steps are: a pass reveals all tokens with at least this probability.
     # After temperature and top_p, a small lead can make it 1 (REPRODUCE.md, "Where this differs").
     threshold: Share | None = None
-    # These replace the adapter's ω. Without an adapter, --omega_s=0.3 turns SM on, with k = 3, in a
-    # model that never saw feedback. Add --omega_a=1 --omega_b=-3, or λ is near 0 where H is above 1
-    # nat. Not tried here. At four tokens a step, arXiv 2609.37391 reports, for a frozen Dream-7B on
+    code: str = ""                  # a Python file to run first: its SoftMask replaces ours
+    # These three together replace the adapter's soft mask. Without an adapter, --omega_s=0.3
+    # --omega_a=1 --omega_b=-3 turns SM on, with k = 3, in a model that never saw feedback. Not
+    # tried here. At four tokens a step, arXiv 2609.37391 reports, for a frozen Dream-7B on
     # HumanEval: 17.7 % without feedback, 23.8 % with a linear mix, 32.3 % with one on the sphere.
     omega_s: float | None = None
     omega_a: float | None = None
@@ -180,7 +180,8 @@ def load_for_decoding(cfg):
     *_, device, dtype = machine(cfg.device, cfg.dtype)
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32  # None: as stored
     tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
-    sm = load_adapter(model, cfg.adapter) if cfg.adapter else None
+    own = launch.soft_mask(cfg.code)
+    sm = load_adapter(model, cfg.adapter, own) if cfg.adapter else None
     sm = with_omega(sm, model.cfg.mask_token_id, cfg)
     if cfg.merge:
         dora.merge_(model)

@@ -57,20 +57,18 @@ class SoftMask(nn.Module):
 
     def __init__(self, mask_id, k=3, omega_s=1e-6, omega_a=10 / 1.5, omega_b=-0.75, tau=1.0):
         super().__init__()
-        fits = {"mask_id": mask_id is not None, "k": k is None or k >= 1, "tau": tau > 0,
-                "omega_s": 0 <= omega_s < 1, "omega_a": omega_a > 0, "omega_b": omega_b < 0}
-        wrong = [name for name in fits if not fits[name]]
-        if wrong:
-            raise ValueError(f"SoftMask: {', '.join(wrong)} out of range. 0 <= omega_s < 1, "
-                             f"omega_a > 0, omega_b < 0, tau > 0, k >= 1 or None, and a mask_id "
-                             f"are needed")
-        self.mask_id, self.k = mask_id, k
-        s, a, minus_b, tau = torch.tensor([omega_s, omega_a, -omega_b, tau], dtype=torch.float32)
-        self.raw_s = nn.Parameter(torch.logit(s, eps=EPS))
-        self.raw_a = nn.Parameter(softplus_inverse(a))
-        self.raw_b = nn.Parameter(softplus_inverse(minus_b))
+        if not (0 <= omega_s < 1 and omega_a > 0 and omega_b < 0 and tau > 0):
+            raise ValueError(f"omega_s = {omega_s}, omega_a = {omega_a}, omega_b = {omega_b}, "
+                             f"tau = {tau}: out of range, see SoftMask")
+        if mask_id is None or k is not None and k < 1:
+            raise ValueError(f"mask_id = {mask_id}, k = {k}: SoftMask needs an id, and k > 0")
+        self.mask_id = mask_id
+        self.k = k
+        self.raw_s = nn.Parameter(torch.logit(fp32(omega_s), eps=EPS))
+        self.raw_a = nn.Parameter(softplus_inverse(fp32(omega_a)))
+        self.raw_b = nn.Parameter(softplus_inverse(fp32(-omega_b)))
         if k is None:  # with top-k, nothing depends on τ
-            self.raw_tau = nn.Parameter(softplus_inverse(tau))
+            self.raw_tau = nn.Parameter(softplus_inverse(fp32(tau)))
 
     def forward(self, logits):
         """How much feedback each mask gets, from which tokens, and in what shares       §3.1, Eq. 3
@@ -198,6 +196,10 @@ def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
 def neg_entropy(logp):
     """−H(p) = Σ p log p in nats, at most 0.   logp: (…, V) log-probabilities.   Returns (…)."""
     return (logp.exp() * logp.clamp_min(-100)).sum(-1)  # without the clamp, 0 · −inf would be NaN
+
+
+def fp32(number):
+    return torch.tensor(number, dtype=torch.float32)
 
 
 def softplus_inverse(y):

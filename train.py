@@ -4,11 +4,11 @@
     python train.py stdlib          # the source code of Python itself: minutes on two CPU cores
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
-    torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.ckpt
+    torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.pt
     python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6    # flags: see Config
 
-    update, batch      one update of θ and ω, l.2 to l.9; l.5 to l.8 are a call of mdlm.MDLM
-    train, loop        the data, the model, and the loop around `update`, l.1 and l.10
+`train` is the whole run, from top to bottom. Alg. 1 l.5 to l.8 are a call of mdlm.MDLM, and `bound`
+measures Eq. 2 on held-out rows.
 
 Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
 for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
@@ -18,28 +18,27 @@ the log has a line more, where it was stopped. (Update 1 of the log is step 0 in
 """
 
 import copy
-import os
 from dataclasses import asdict, dataclass, replace
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-import checkpoint
 import data
 import launch
-from eval import val_nats
+import mdlm
+from data import rng
 from launch import Refused, Share, Size
-from mdlm import MDLM, T_MIN, ModelConfig, compile_parts, corrupt, sample_times
+from mdlm import ALPHA_FLOOR, MDLM, T_MIN, ModelConfig, corrupt, own_class, sample_times
 
 
 @dataclass
 class Config(ModelConfig):
-    """mdlm.ModelConfig (with the vocabulary of the data), and how to train: App. B.1"""
+    """mdlm.ModelConfig, and how to train: App. B.1"""
+    NO_FLAGS = "vocab_size", "mask_id", "soft_mask"  # they follow from the data and from p_sm
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    # Start from θ and ω of any MDLM that `python checkpoint.py FILE` can read (in a step-N.pt, θ is
-    # the EMA). An ω that is set to another value than its default replaces the file's.
-    init_from: str = ""
+    init_from: str = ""              # start from its θ, and from its ω if it has one
+    new_omega: bool = False          # with init_from: start from the ω of the settings
     resume: bool = False             # continue from out_dir/last.pt, or start if there is none
     seed: int = 1
     # optimisation
@@ -58,13 +57,14 @@ class Config(ModelConfig):
     # reporting: what is due every so many updates is also done after the last
     log_every: int = 10
     eval_every: int = 10_000         # 0: never
-    eval_rows: Size = 512            # rows of val.bin, evenly spaced; eval.py takes all of them
+    eval_rows: Size = 512            # rows of val.bin, evenly spaced; lab/eval.py takes all of them
     save_every: Size = 1000          # last.pt
     keep_every: int = 100_000        # step-N.pt, with EMA and ω only; 0: only at the end
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
     compile: bool | None = None      # trunk, loss and feedback (default: on CUDA)
+    code: str = ""                   # a Python file to run first: its SoftMask replaces ours
 
 
 PRESETS = {  # the first word of a command
@@ -77,57 +77,178 @@ PRESETS = {  # the first word of a command
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
         log_every=50, eval_every=2000, eval_rows=256, save_every=500, keep_every=0),
     "owt": {},
-    # mdlm.ckpt: the checkpoint that MDLM's authors released, App. B.1
-    "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.ckpt"),
+    # mdlm.pt: the checkpoint that MDLM's authors released (lab/convert.py), App. B.1
+    "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.pt"),
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# What may change when a run is resumed (of the data, only the path). All else must stay as it was.
-MAY_DIFFER_ON_RESUME = {
-    "data", "out_dir", "resume", "steps", "log_every", "eval_every", "eval_rows", "save_every",
-    "keep_every", "device", "dtype", "compile"}
+def train(cfg, sm=None):
+    """Alg. 1, or the rest of it. Returns the MDLM and its EMA.
 
-
-def update(step, cfg, tokens, model, parallel, optimizer, here, log):
-    """One update of θ and ω. Returns the gradient norm, 0-d.                          Alg. 1 l.2-9
-
-    parallel: the model, or DDP around it.   here: launch.machine().   log: launch.Log.
+    sm: the class of its soft mask, see mdlm.MDLM (default: that of cfg.code, or SoftMask).
     """
-    M = cfg.batch_size // cfg.micro_batch    # micro-batches, over all ranks
-    n_tokens = cfg.batch_size * cfg.length   # masked or not
-    # One coin per update, the same on every rank [ours]. The authors draw one per micro-batch.
-    coin = torch.rand((), generator=data.rng(cfg.seed, "p_sm", step)).item()
-    soft = coin < cfg.p_sm
-    times = sample_times(cfg.batch_size, data.rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)  #     l.3
-    for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):  # θ, ω      l.9
-        group["lr"] = eta * lr_at(step, cfg)
-    for j in range(here.rank, M, here.world):
-        x0 = batch(tokens, cfg, step, j, M)                                    # (B, L)          l.2
-        t = times[j::M]  # small and large ones, see `batch`                     (B,)
-        xt = corrupt(x0, t, cfg.mask_id, data.rng(cfg.seed, "q", step, j))     # (B, L)          l.4
-        # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
-        masks = (xt == cfg.mask_id).nonzero(as_tuple=True)                     # 2 × (N,)
-        x0, xt, t, b, l = (launch.to_device(x, here.device) for x in (x0, xt, t, *masks))
-        if cfg.dropout:  # keyed by step and j, like the masks
-            torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
-        parallel.require_backward_grad_sync = j + here.world >= M  # DDP: only in the last one
-        with here.autocast():
-            loss = parallel(x0, xt, t, soft, (b, l))  # MDLM.forward             (B,)          l.5-8
-        # Alg. 1 l.8 sums over a sequence. Here it is the mean over all tokens, masked or not
-        # [code]. DDP averages gradients over ranks, and `world` undoes that.
-        (loss.sum() * here.world / n_tokens).backward()
-        loss = loss.detach()
-        # loss @ t: the cross-entropy without the weight 1/t. n: what the log divides the loss by,
-        # tokens here, and dialogues in finetune_dream.py.
-        log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(b),
-                tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
-    if model.sm and not soft:
-        # ω has a gradient of 0 (TwoPass.token_nll), and Adam's momentum would move it [ours].
-        model.sm.zero_grad(set_to_none=True)
-    norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
-    optimizer.step()                                                           #                 l.9
-    optimizer.zero_grad(set_to_none=True)
-    return norm
+    # ---- the machine and the data
+    machine = launch.machine(cfg.device, cfg.dtype)
+    launch.join(machine)
+    master = machine.rank == 0
+    launch.first_rank(machine, lambda: data.prepare_preset(cfg.data))
+    tokens, meta = data.open_split(cfg.data, "train")
+    special = meta["tokenizer"]
+    cfg = replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
+                  soft_mask=cfg.p_sm > 0)
+    M = cfg.batch_size // cfg.micro_batch     # micro-batches of an update, over all ranks
+    n_tokens = cfg.batch_size * cfg.length    # masked or not
+    if cfg.batch_size % (cfg.micro_batch * machine.world):
+        raise Refused(f"--batch_size={cfg.batch_size} is not a multiple of --micro_batch × ranks = "
+                      f"{cfg.micro_batch * machine.world}")
+    if cfg.new_omega and not cfg.init_from:
+        raise Refused("--new_omega needs --init_from: without it, ω is new anyway")
+    held_out = held_out_rows(cfg) if cfg.eval_every else None                  # (m, L)
+
+    # ---- the model: θ and ω, random, and the same on every rank
+    torch.manual_seed(cfg.seed)
+    with launch.one_line():
+        model = MDLM(cfg, sm=sm or launch.soft_mask(cfg.code))
+    # train.bin is too long to hash at every start: if it is overwritten while meta.json stays the
+    # same, this goes unnoticed. keys: the version of data.rng's keys.
+    source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
+              "val": meta["val"]["sha256"], "keys": data.KEYS}
+    # With any of these changed, it would be another run. What else changes is printed.
+    identity = {name: getattr(cfg, name) for name in ("seed", "batch_size", *vars(ModelConfig()))
+                if name not in ("dropout", "omega_s", "omega_a", "omega_b")}
+    identity |= {"SoftMask": own_class(model.sm), "tokenizer": special} | source
+    del identity["path"], identity["n_tokens"]
+    about = dict(kind="mdlm", config=asdict(cfg), identity=identity, tokenizer=special, data=source,
+                 net=own_class(model.net), SoftMask=own_class(model.sm))
+
+    with launch.lock(cfg.out_dir, master), launch.Stop() as stop:
+        # ---- what to start from
+        last = f"{cfg.out_dir}/last.pt"
+        ckpt = None
+        start = 0      # updates made
+        metrics = {}   # of the last evaluation
+        omega_from = "the settings"
+        if launch.resumes(cfg.out_dir, cfg.resume, "step-*.pt"):
+            with launch.one_line():
+                ckpt = mdlm.read_checkpoint(last, "mdlm")
+            launch.check_same(last, ckpt["identity"], identity, identity)
+            if master:
+                launch.print_changes(ckpt["config"], asdict(cfg))
+            model.load_state_dict(ckpt["model"])
+            start = ckpt["step"]
+            metrics = ckpt["metrics"]
+            omega_from = last
+        elif cfg.init_from:
+            omega_from = load_initial(model, cfg, special)
+        model.to(machine.device)
+        # The EMA: a second backbone. ω is not averaged [code], so it is the model's. A
+        # continuation's average starts from the file's weights [ours]; the authors' from random.
+        ema = copy.deepcopy(model).eval().requires_grad_(False)
+        ema.sm = model.sm
+        groups = [{"params": list(model.net.parameters())}]                    # θ
+        if model.sm:
+            groups.append({"params": list(model.sm.parameters())})             # ω       App. B.1
+        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0,  # [code]
+                                      fused=machine.device.type in ("cuda", "cpu"))
+        if ckpt:
+            ema.net.load_state_dict(ckpt["ema"])
+            optimizer.load_state_dict(ckpt["optimizer"])
+        compiled = machine.device.type == "cuda" if cfg.compile is None else cfg.compile
+        if compiled:  # after the copy, whose compiled methods would use the original's weights
+            mdlm.compile_parts(model)
+        parallel = model
+        if machine.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
+            parallel = DistributedDataParallel(model, gradient_as_bucket_view=True,
+                                               broadcast_buffers=False)
+        log = launch.Log(f"{cfg.out_dir}/log.jsonl", start, cfg.steps, master)
+        if master:
+            feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
+            wait = ", the first after a minute or more of compiling" if compiled else ""
+            print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {feedback}; "
+                  f"{machine.device} × {machine.world}, {machine.dtype or 'float32'}; "
+                  f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length} from {cfg.data}; "
+                  f"updates {start:,} to {cfg.steps:,}{wait}")
+
+        made = start
+
+        def save_last():
+            if master:
+                launch.save(last, **about, step=made, metrics=metrics, model=model.state_dict(),
+                            ema=ema.net.state_dict(), optimizer=optimizer.state_dict())
+
+        # A continuation measures the bound before its first update (Fig. 3): a check of the weights
+        if cfg.init_from and cfg.eval_every and not start:
+            metrics = {"step": 0, **evaluate(ema, held_out, machine)}
+            log.write(metrics)
+        if not ckpt:  # so that no step-N.pt is ever without it, and a disk without room shows now
+            save_last()
+
+        # ---- Alg. 1
+        model.train()
+        line = {}
+        stopped = 0
+        for step in range(start, cfg.steps):                                   #          l.1, l.10
+            # One coin per update, the same on every rank [ours]. The authors draw one per
+            # micro-batch.
+            soft = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm  #  §3.2
+            times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)  # l.3
+            for j in range(machine.rank, M, machine.world):
+                x0 = batch(tokens, cfg, step, j, M)                            # (B, L)         l.2
+                t = times[j::M]  # small and large ones, see `batch`             (B,)           l.3
+                xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))  # (B, L)         l.4
+                # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
+                masks = (xt == cfg.mask_id).nonzero(as_tuple=True)             # 2 × (N,)
+                x0, xt, t, b, l = (launch.to_device(x, machine.device) for x in (x0, xt, t, *masks))
+                if cfg.dropout:  # keyed by step and j, like the masks
+                    torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
+                # DDP: only in the last one
+                parallel.require_backward_grad_sync = j + machine.world >= M
+                with machine.autocast():
+                    loss = parallel(x0, xt, t, soft, (b, l))  # MDLM.forward     (B,)         l.5-8
+                # Alg. 1 l.8 sums over a sequence. Here it is the mean over all tokens, masked or
+                # not [code]. DDP averages gradients over ranks, and `world` undoes that.
+                (loss.sum() * machine.world / n_tokens).backward()
+                loss = loss.detach()
+                # loss @ t: the cross-entropy without the weight 1/t. n: what the log divides the
+                # loss by, tokens here, and dialogues in finetune_dream.py.
+                log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(b),
+                        tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
+            if model.sm and not soft:
+                # ω has a gradient of 0 (TwoPass.token_nll). Adam's momentum would move it [ours].
+                model.sm.zero_grad(set_to_none=True)
+            norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
+            for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):  # θ, ω
+                group["lr"] = eta * lr_at(step, cfg)
+            optimizer.step()                                                   #                l.9
+            optimizer.zero_grad(set_to_none=True)
+            made = step + 1
+            update_ema(ema.net, model.net, made, cfg.ema)
+
+            # ---- report and save: the log's line, step-N.pt, last.pt
+            stopped = stop()
+            evaluating = launch.is_due(made, cfg.eval_every, cfg.steps)
+            keeping = launch.is_due(made, cfg.keep_every or cfg.steps, cfg.steps)
+            saving = launch.is_due(made, cfg.save_every, cfg.steps) or stopped
+            logging = launch.is_due(made, cfg.log_every, cfg.steps) or made == 1
+            if logging or evaluating or keeping or saving:
+                line = log.line(made, cfg.eta_bb * lr_at(step, cfg), model.sm, norm)  # no NaN?
+                if evaluating:
+                    metrics = {"step": made, **evaluate(ema, held_out, machine)}
+                log.write(line | metrics if evaluating else line)
+            if keeping and master:
+                launch.save(f"{cfg.out_dir}/step-{made}.pt", **about, step=made, metrics=metrics,
+                            model=ema.state_dict())
+            if saving:  # last of all: a kill before this repeats updates, and loses nothing
+                save_last()
+            if stopped:
+                break
+
+    if stopped:
+        launch.end_run(machine, f"stopped after update {made:,}, which is saved: to continue, run "
+                                f"the same command with --resume", 128 + stopped)
+    launch.end_run(machine, f"{launch.warning(line, cfg.vocab_size)}Now: python sample.py --show, "
+                            f"or python lab/eval.py, with --checkpoint={last}")
+    return model, ema
 
 
 def batch(tokens, cfg, step, j, M):
@@ -156,109 +277,34 @@ def update_ema(ema, model, step, decay):
     torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - d)
 
 
-def train(cfg):
-    """Check the settings, open the data, and run `loop`. Returns the MDLM and its EMA."""
-    here = launch.machine(cfg.device, cfg.dtype)
-    launch.join(here)
-    launch.first_rank(here, lambda: data.prepare_preset(cfg.data))
-    tokens, meta = data.open_split(cfg.data, "train")
-    special = meta["tokenizer"]
-    launch.check_batch_size(cfg, cfg.micro_batch * here.world)
-    cfg = replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
-                  soft_mask=cfg.p_sm > 0)
-    model = fresh(cfg)  # refuses sizes that cannot work before it touches a folder
-    with launch.lock(cfg.out_dir, here.rank == 0):
-        return loop(cfg, here, model, tokens, meta)
+def load_initial(model, cfg, tokenizer):
+    """Load θ from --init_from, and ω if the file has one. Returns where ω comes from.
+
+    θ gets the raw weights [code], or their average from a step-N.pt, which has only that.
+    """
+    with launch.one_line():
+        ckpt = mdlm.read_checkpoint(cfg.init_from, "mdlm")
+        mdlm.check_finite(ckpt["model"], cfg.init_from)
+    before = ckpt | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
+    now = asdict(cfg) | {"tokenizer": tokenizer["name"], "net": own_class(model.net),
+                         "SoftMask": own_class(model.sm)}
+    # Some of these can differ without a mismatch in shapes.
+    names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer",
+             "net"]
+    takes_omega = cfg.soft_mask and before["soft_mask"] and not cfg.new_omega
+    if takes_omega:
+        names += ["k", "SoftMask"]
+    launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
+                      f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
+    state = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
+    for name, p in ckpt["model"].items():
+        if takes_omega or name.startswith("net."):
+            state[name] = p
+    model.load_state_dict(state)
+    return cfg.init_from if takes_omega else "the settings"
 
 
-def loop(cfg, here, model, tokens, meta):
-    """Alg. 1 from its start, or from a checkpoint: updates, evaluations, saves    Alg. 1 l.1, 10"""
-    # train.bin is too long to hash at every start: if it is overwritten while meta.json stays the
-    # same, this goes unnoticed. keys: the version of data.rng's keys.
-    source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
-              "val": meta["val"]["sha256"], "keys": data.KEYS}
-    held_out = held_out_rows(cfg) if cfg.eval_every else None      # (m, L)
-    model, ema, optimizer, start, metrics, omega_from = starting(model, cfg, here, source, meta)
-    compiled = here.device.type == "cuda" if cfg.compile is None else cfg.compile
-    if compiled:  # after the EMA was copied: compiled methods of a copy use the original's weights
-        compile_parts(model)
-    parallel = model
-    if here.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
-        parallel = DistributedDataParallel(model, gradient_as_bucket_view=True,
-                                           broadcast_buffers=False)
-    log = launch.Log(os.path.join(cfg.out_dir, "log.jsonl"), start, cfg.steps, here.rank == 0)
-    if here.rank == 0:
-        feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
-        wait = ", the first after a minute or more of compiling" if compiled else ""
-        print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {feedback}; "
-              f"{here.device} × {here.world}, {here.dtype or 'float32'}; "
-              f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length} from {cfg.data}; "
-              f"updates {start:,} to {cfg.steps:,}{wait}")
-    # A continuation measures the bound before its first update (Fig. 3): a check of the weights
-    if cfg.eval_every and cfg.init_from and not start:
-        metrics = {"step": 0, **evaluate(ema, held_out, here)}
-        log.write(metrics)
-    model.train()
-    line = {}
-    for done, due in launch.updates(
-            here, start, cfg.steps, log=cfg.log_every, eval=cfg.eval_every,
-            keep=cfg.keep_every or cfg.steps, save=cfg.save_every):            #           l.1, l.10
-        norm = update(done - 1, cfg, tokens, model, parallel, optimizer, here, log)
-        update_ema(ema.net, model.net, done, cfg.ema)
-        if due:
-            line = log.line(done, lr_at(done - 1, cfg) * cfg.eta_bb, model.sm, norm)  # no NaN?
-            if "eval" in due:
-                metrics = {"step": done, **evaluate(ema, held_out, here)}
-                line |= metrics
-            log.write(line)
-        facts = dict(step=done, metrics=metrics, data=source, tokenizer=meta["tokenizer"])
-        if "keep" in due and here.rank == 0:
-            save(f"step-{done}.pt", cfg, model, ema, **facts)
-        # Last of all: a kill before this repeats updates, and loses nothing.
-        if "save" in due and here.rank == 0:
-            save("last.pt", cfg, model, ema, optimizer=optimizer.state_dict(), **facts)
-    more = f"Now: sample.py --show, or eval.py ppl, with --checkpoint={cfg.out_dir}/last.pt"
-    launch.leave(here, f"{launch.warning(line, cfg.vocab_size)}\n{more}".strip(), status=0)
-    return model, ema
-
-
-def fresh(cfg):
-    """An MDLM with random weights, the same on every rank. Raises Refused for bad sizes or ω."""
-    with torch.random.fork_rng(devices=[]):  # torch's own generator stays as it was
-        torch.manual_seed(cfg.seed)
-        try:
-            return MDLM(cfg)
-        except ValueError as e:
-            raise Refused(e)
-
-
-def starting(model, cfg, here, source, meta):
-    """(model, EMA, optimizer, updates made, last evaluation, where ω comes from) to start from"""
-    last, ckpt, done, metrics = os.path.join(cfg.out_dir, "last.pt"), None, 0, {}
-    omega_from = "the settings"
-    if launch.resumes(last, cfg.resume):
-        content = {name: source[name] for name in ("sha256", "val", "keys")}  # the path may differ
-        ckpt = checkpoint.load_last(last, "mdlm", cfg, model.sm, content, MAY_DIFFER_ON_RESUME,
-                                    ". sha256 and val are hashes of the text in --data")
-        model.load_state_dict(ckpt["model"])
-        omega_from, done, metrics = last, ckpt["step"], ckpt["metrics"]
-    elif cfg.init_from:
-        omega_from = load_initial(model, cfg, meta["tokenizer"])
-    model.to(here.device)
-    # The EMA: a second backbone. ω is not averaged [code], so it is the model's. A continuation's
-    # average starts from the file's weights [ours]; the authors' starts from random ones.
-    ema = copy.deepcopy(model).eval().requires_grad_(False)
-    ema.sm = model.sm
-    parts = [model.net, model.sm] if model.sm else [model.net]  # θ, and ω: two groups  App. B.1
-    optimizer = torch.optim.AdamW([{"params": list(part.parameters())} for part in parts],
-                                  betas=(0.9, 0.999), weight_decay=0.0,  # [code]
-                                  fused=model.net.table.device.type in ("cuda", "cpu"))
-    if ckpt:
-        ema.load_state_dict(model.state_dict() | ckpt["ema"])  # ω is the model's
-        optimizer.load_state_dict(ckpt["optimizer"])
-    return model, ema, optimizer, done, metrics, omega_from
-
-
+# ---- held-out text -------------------------------------------------------------------------------
 def held_out_rows(cfg):
     """cfg.eval_rows rows of val.bin (m, L), evenly spaced"""
     val, _ = data.open_split(cfg.data, "val")
@@ -266,58 +312,69 @@ def held_out_rows(cfg):
     return data.rows(val, index, cfg.length)                                   # (m, L)
 
 
-def load_initial(model, cfg, vocabulary):
-    """Load θ from a file, and ω if the file has it. Returns where ω comes from.
-
-    θ gets the raw weights [code], or their average from a step-N.pt, which has only that.
-    """
-    ckpt = checkpoint.load(cfg.init_from, "mdlm")
-    before = asdict(ModelConfig()) | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
-    now = asdict(cfg) | {"tokenizer": vocabulary["name"], "SoftMask": checkpoint.class_of(model.sm)}
-    # Some of these can differ without a mismatch in shapes.
-    names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer"]
-    if cfg.soft_mask and before["soft_mask"]:
-        names += ["k", "SoftMask"]
-    launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
-                      f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
-    # ω comes from the settings where they are not the defaults, else from the file if it has one.
-    default = ModelConfig()
-    given = [name for name in ("omega_s", "omega_a", "omega_b")
-             if getattr(cfg, name) != getattr(default, name)]
-    state = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
-    for name, p in ckpt["model"].items():
-        if name.startswith("net.") or model.sm and name.replace("sm.raw", "omega") not in given:
-            state[name] = p
-    checkpoint.check_numbers(state, cfg.init_from)
-    model.load_state_dict(state)
-    if "sm.raw_s" not in ckpt["model"]:
-        return "the settings"
-    return ", ".join([cfg.init_from, *(f"--{name}" for name in given)])
-
-
-def evaluate(ema, held_out, here):
+def evaluate(ema, held_out, machine):
     """{name: nats per token} of the EMA on held-out rows, with feedback and without."""
     bounds = {}
     for soft in [True, False] if ema.sm else [False]:
-        with here.autocast():
-            # seed=1, as in `eval.py ppl`: all runs are measured with the same times and masks.
-            found = val_nats(ema, held_out, soft, seed=1, rank=here.rank, world=here.world)
-        nats, count = launch.over_ranks(torch.tensor(found, dtype=torch.float64)).tolist()
+        with machine.autocast():
+            # seed=1, as in lab/eval.py: all runs are measured with the same times and masks.
+            sums = val_nats(ema, held_out, soft, seed=1, rank=machine.rank, world=machine.world)
+        nats, count = launch.over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
         bounds["val_soft" if soft else "val_plain"] = nats / count
     return bounds
 
 
-def save(name, cfg, model, ema, **facts):
-    """Write last.pt, with the optimizer, or a step-N.pt, with the EMA in place of the weights."""
-    weights = model.state_dict()                                      # of θ and ω
-    average = {"net." + name: t for name, t in ema.net.state_dict().items()}  # of θ
-    if "optimizer" in facts:  # last.pt
-        facts["ema"] = average
-    else:
-        weights |= average
-    config = asdict(cfg) | {"SoftMask": checkpoint.class_of(model.sm)}
-    checkpoint.save(os.path.join(cfg.out_dir, name), kind="mdlm", config=config, seed=cfg.seed,
-                    model=weights, **facts)
+def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
+    """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` times each.
+
+    Arguments: see `bound`. Masks are keyed by row and repeat, not by batch or rank. Each row gets
+    one time from each of `repeats` equal slices of [floor, 1], dealt by the same permutation.
+    """
+    n = len(rows)
+    times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))
+    deal = torch.randperm(n, generator=rng("deal", seed))
+    times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
+    mine = torch.arange(n).split(batch_size)[rank::world]
+    for index in launch.progress(mine, f"{n:,} held-out rows", leave=False):
+        for r, t in enumerate(times[:, index]):                                      # (b,)
+            xt = torch.cat([
+                corrupt(x[None], s[None], mask_id, rng("masks", seed, r, int(i)), floor)
+                for i, x, s in zip(index, rows[index], t)])                          # (b, L)
+            yield index, rows[index], xt, t
+
+
+@torch.no_grad()
+def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
+    """Eq. 2 of each row, with fixed times and masks                               Eq. 2, App. C.1
+
+    rows: (n, L) ids, on the CPU.   soft: with feedback.   repeats: draws of t and x_t per row.
+    rank, world: this process takes every world-th batch, m of the n rows.   floor: least t and α.
+    Returns (3, m) float64, means over the repeats: the bound in nats, the cross-entropy in nats
+    without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
+    """
+    device, was_training = next(model.parameters()).device, model.training
+    drawn, losses = [torch.zeros(3, 0)], [torch.zeros(0, device=device)]  # a rank may have none
+    model.eval()
+    for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, repeats, batch_size, rank,
+                                      world, floor):
+        masked = xt == model.cfg.mask_id                                             # (b, L)
+        drawn.append(torch.stack((index, t.double(), masked.sum(1))))                # (3, b)
+        inputs = x0, xt, t, *masked.nonzero(as_tuple=True)
+        x0, xt, t, *masks = (launch.to_device(x, device) for x in inputs)
+        losses.append(model(x0, xt, t, soft, tuple(masks)))                          # (b,)
+    model.train(was_training)
+    loss = torch.cat(losses).cpu().double()  # the only host sync
+    index, t, masked = torch.cat(drawn, dim=1)                                       # (m·repeats,)
+    index, values = index.long(), torch.stack((loss, loss * t, masked)) / repeats
+    total = torch.zeros(3, len(rows), dtype=torch.float64).index_add(1, index, values)
+    return total[:, index.unique()]                                                  # (3, m)
+
+
+def val_nats(model, rows, soft, seed=0, **options):
+    """(nats, tokens) of this rank. Summed over ranks: perplexity = exp(nats / tokens).  App. C.1"""
+    nats = bound(model, rows, soft, seed, **options)[0]                              # (m,)
+    # All L positions count, even BOS, EOS and those that were never masked [code].
+    return nats.sum().item(), nats.numel() * rows.shape[1]
 
 
 if __name__ == "__main__":

@@ -26,14 +26,12 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import launch
-from checkpoint import load_mdlm
 from data import rng
-from eval import val_nats
 from launch import Refused, Size, progress, run
-from mdlm import TwoPass
+from mdlm import MDLM, TwoPass
 from sample import Pick, decode, painted, shares_of
 from train import Config as TrainConfig
-from train import train
+from train import train, val_nats
 
 # ---- the language --------------------------------------------------------------------------------
 # Entropy of a uniform draw: there are 39,168 `canonical` grids, each with 6! = 720 relabelings.
@@ -126,19 +124,19 @@ def prepare(cfg):
     data.prepare(enumerate(grids), cfg.out, data.tokenizer("bytes"), HELD_OUT, "sudoku")
 
 
-def train_model(cfg):
+def train_model(cfg, sm=None):
     """Write the grids, then run train.py. With --data, use the grids of that folder."""
     if cfg.data == SETTINGS["data"] and not os.path.exists(f"{cfg.data}/meta.json"):
         here = launch.machine(cfg.device, cfg.dtype)
         launch.join(here)
         launch.first_rank(here, lambda: prepare(Data()))
-    train(cfg)
+    train(cfg, sm)
     if launch.machine(cfg.device, cfg.dtype).rank == 0:
         print(f"Try it: python examples/sudoku.py --checkpoint={cfg.out_dir}/last.pt")
 
 
 # ---- the demonstration ---------------------------------------------------------------------------
-SHIPPED = os.path.join(os.path.dirname(launch.__file__), "results", "sudoku.safetensors")
+SHIPPED = os.path.join(os.path.dirname(launch.__file__), "results", "sudoku.pt")
 SHOWN = "entropy", 2  # the way of decoding that is drawn, and that fills --given
 # Ways of decoding: (order of sample.py, cells per call)
 WAYS = {("entropy", 1): "surest cell first, one per call",
@@ -247,10 +245,12 @@ def demonstrate(model, count=200):
 class Config:
     given: str = ""       # your own puzzle: 36 characters, row by row, with dots for empty cells
     checkpoint: str = ""  # a model of yours (default: the shipped one)
+    code: str = ""        # a Python file to run first: its SoftMask replaces ours
 
 
 def main(cfg):
-    model = load_mdlm(cfg.checkpoint or SHIPPED)
+    with launch.one_line():
+        model = MDLM.load(cfg.checkpoint or SHIPPED, sm=launch.soft_mask(cfg.code))
     if model.cfg.length != 39:
         raise Refused(f"{cfg.checkpoint} is not a model of Sudokus: its rows have "
                       f"{model.cfg.length} tokens, not 39")

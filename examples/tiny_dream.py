@@ -16,9 +16,8 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import finetune_dream
 import launch
-from checkpoint import write_safetensors
 from data import rng
-from dream import Dream, DreamConfig, byte_characters
+from dream import Dream, DreamConfig, byte_characters, write_safetensors
 from launch import Size, write_text
 
 

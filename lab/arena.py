@@ -31,16 +31,15 @@ import torch.nn.functional as F
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 sys.path.insert(1, os.path.join(sys.path[0], "examples"))
 import launch
-import mdlm
 import sudoku
 from bench import interleaved
-from checkpoint import git_version, load_mdlm
 from data import rng
-from eval import val_nats
-from mdlm import TwoPass
+from launch import git_version
+from mdlm import MDLM, TwoPass
 from plot import markdown, p_values, with_gain
 from sample import Pick, decode, shares_of
 from softmask import SoftMask
+from train import val_nats
 
 
 class Slerp(SoftMask):  # m, turned towards the mean Σ π v by the share λ of the angle; |m| stays
@@ -82,8 +81,8 @@ class Config:
 
 
 def train_arm(arm, **settings):
-    mdlm.SoftMask, changes = ARMS[arm]
-    sudoku.train_model(sudoku.TrainConfig(**SETTINGS | changes | settings))
+    sm, changes = ARMS[arm]
+    sudoku.train_model(sudoku.TrainConfig(**SETTINGS | changes | settings), sm)
 
 
 def time_arms():
@@ -104,7 +103,7 @@ def run(arm, seed, cpu):
     in_time = min(STEPS, int(STEPS * cpu["binary"] / cpu[arm]) // KEEP_EVERY * KEEP_EVERY)
     line = {"arm": arm, "seed": seed, "in time": in_time, "git": git_version()}
     for name, step in ("updates", STEPS), ("time", in_time), ("off", STEPS):
-        model, found = load_mdlm(f"{folder}/step-{step}.pt", SoftMask=ARMS[arm][0]), {}
+        model, found = MDLM.load(f"{folder}/step-{step}.pt", sm=ARMS[arm][0]), {}
         soft = name != "off" and model.sm is not None
         rows = sudoku.ids_of(sudoku.texts(sudoku.HELD_OUT, rng("sudoku", "val")), model.mask_id)
         draws = [rng("puzzle", i) for i in range(PUZZLES)]

@@ -22,7 +22,6 @@ from typing import Literal
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-import checkpoint
 import dora
 import launch
 from data import rng
@@ -260,7 +259,7 @@ def main(cfg):
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
     found = {"machine": {"device": torch.cuda.get_device_name(device) if cuda else "CPU",
                          "threads": torch.get_num_threads(), "torch": torch.__version__,
-                         "dtype": str(dtype or torch.float32), **checkpoint.git_version()},
+                         "dtype": str(dtype or torch.float32), **launch.git_version()},
              "settings": asdict(replace(cfg, parts="", json="", seconds=None))}
     if os.path.exists(cfg.json):
         here, found = found, launch.read_json(cfg.json)

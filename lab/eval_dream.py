@@ -22,7 +22,6 @@ import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
-from checkpoint import git_version
 from launch import Count, Positive, Refused
 from plot import benchmarks, run_name
 from sample_dream import Decoding, answer, check, load_for_decoding
@@ -177,7 +176,7 @@ def evaluate(cfg):
         scores = [100 * value for value in found.values() if isinstance(value, float)]
         lines = launch.read_jsonl(lm.path)
         result = {
-            "git": git_version(), "lm_eval": lm_eval.__version__, "n": len(lines),
+            "git": launch.git_version(), "lm_eval": lm_eval.__version__, "n": len(lines),
             "machine": torch.cuda.get_device_name() if gpu else "CPU", "compiled": compiled,
             "column": task.eval_docs[0]["scoring"]["column"], "budget": budget,
             "feedback": feedback, "settings": asdict(cell), "prompt": lines[0]["prompt"],

@@ -2,7 +2,7 @@
 """Does feedback help a model fill gaps in your text in few calls?
 
     python lab/feedback.py --checkpoint=out/owt/last.pt --data=data/owt --width=6 --calls=6,3,2
-    python lab/feedback.py --checkpoint=results/sudoku.safetensors --data=data/sudoku --width=12
+    python lab/feedback.py --checkpoint=results/sudoku.pt --data=data/sudoku --width=12
 
 In each held-out row, one span at a random place is masked. Each call fills its surest positions
 with their likeliest tokens (§2.2). The first lines are the share of spans that come out exactly
@@ -20,18 +20,19 @@ from typing import Annotated
 import torch
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
-from checkpoint import load_mdlm
+import launch
 from data import rng
 from eval import Config as EvalConfig
-from eval import corrupted, held_out_rows, mean_and_se, result_path, write_result
+from eval import held_out_rows, mean_and_se, result_path, write_result
 from launch import Count, Refused, Size, machine, progress, run
-from mdlm import TwoPass
+from mdlm import MDLM, TwoPass
 from sample import Pick, decode, shares_of
+from train import corrupted
 
 
 @dataclass
 class Config(EvalConfig):
-    """The flags of `eval.py ppl`, two of them with other defaults, and two more."""
+    """The flags of lab/eval.py, two of them with other defaults, and two more."""
     rows: Count = 1000      # how many held-out rows, evenly spaced (0: all)
     floor: Annotated[float, 0, 0.01] = 0.0  # Eq. 2 itself
     width: Size = 6         # tokens in a span
@@ -83,7 +84,8 @@ def bound_by_t(model, rows, cfg):
 
 def main(cfg):
     device, dtype = machine(cfg.device, cfg.dtype)[2:]
-    model = load_mdlm(cfg.checkpoint, cfg.ema).to(device)
+    with launch.one_line():
+        model = MDLM.load(cfg.checkpoint, cfg.ema, launch.soft_mask(cfg.code)).to(device)
     L = model.cfg.length
     calls = [int(n) if n.isdecimal() else 0 for n in cfg.calls.split(",")]
     if not 1 <= min(calls) <= max(calls) <= cfg.width <= L - 2:

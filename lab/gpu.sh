@@ -137,9 +137,10 @@ first() {  # in order of worth. After 540 seconds it starts nothing more
 last() {  # a field in the log's line of the update that last.pt holds, or 0
     "$python" - "$work/$1" "$2" <<'PY'
 import os, sys
-from checkpoint import load
 from launch import read_jsonl
-step = load(sys.argv[1])["step"] if os.path.exists(f"{sys.argv[1]}/last.pt") else 0
+from mdlm import MDLM
+last = f"{sys.argv[1]}/last.pt"
+step = MDLM.load(last).info["step"] if os.path.exists(last) else 0
 lines = [line for line in read_jsonl(f"{sys.argv[1]}/log.jsonl") if line["step"] <= step]
 print(int(lines[-1][sys.argv[2]]) if lines else 0)
 PY

@@ -2,7 +2,7 @@
 """A sample or a puzzle as it appears, with feedback and without: every step of decoding.  App. C.5
 
     python lab/trajectory.py --checkpoint=out/stdlib/last.pt --prompt="def main(" --steps=16
-    model="--checkpoint=results/sudoku.safetensors"
+    model="--checkpoint=results/sudoku.pt"
     puzzle="$model --given=2.....65..3....6...65......256..6.1."
     puzzle="$puzzle --sampler=entropy --steps=12 --temperature=0 --top_p=1"
     python lab/trajectory.py $puzzle --out=results/figures/sudoku.svg            # README's picture

@@ -18,12 +18,13 @@ ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 FOLDERS = ROOT, os.path.join(ROOT, "lab"), os.path.join(ROOT, "examples")
 sys.path[:0] = FOLDERS  # so that plain `pytest` finds the scripts
 
-import checkpoint  # noqa: E402
 import data  # noqa: E402
 import dora  # noqa: E402
+import launch  # noqa: E402
 import oracles  # noqa: E402
+from dream import write_safetensors  # noqa: E402
 from launch import Refused, from_cli  # noqa: E402
-from mdlm import MDLM, ModelConfig  # noqa: E402
+from mdlm import MDLM, ModelConfig, own_class  # noqa: E402
 from tiny_dream import make  # noqa: E402
 
 GOLDEN = os.path.join(ROOT, "tests", "golden")
@@ -60,8 +61,9 @@ def random_mdlm(scale=0.3, seed=0, **fields):
 def save_mdlm(path, model, **others):
     """A checkpoint as train.py writes it, of bytes."""
     tokenizer = data.describe(data.tokenizer("bytes"))
-    fields = dict(step=1, seed=1, config=vars(model.cfg), model=model.state_dict())
-    checkpoint.save(path, kind="mdlm", **fields | {"tokenizer": tokenizer} | others)
+    fields = dict(step=1, config=vars(model.cfg), model=model.state_dict(), tokenizer=tokenizer,
+                  net=own_class(model.net), SoftMask=own_class(model.sm))
+    launch.save(path, kind="mdlm", **fields | others)
 
 
 def recording(name):
@@ -125,7 +127,7 @@ def tiny_dream(tmp_path_factory):
     for shard in 1, 2, 3:
         file = f"model-0000{shard}-of-00003.safetensors"
         inside = {name: tensors[name] for name in [*tensors][shard - 1::3]}
-        checkpoint.write_safetensors(folder / file, inside, {"format": "pt"})
+        write_safetensors(folder / file, inside, {"format": "pt"})
         weight_map |= dict.fromkeys(inside, file)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
     return str(folder)

@@ -42,7 +42,6 @@ def test_each_arm_feeds_back_as_its_name_says():
 def test_two_arms_in_ten_updates(tmp_path, monkeypatch, capsys):
     """In the time of two binary updates, slerp makes one. A stopped run goes on."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(arena.mdlm, "SoftMask", SoftMask)  # put back at the end
     monkeypatch.setattr(sudoku, "HELD_OUT", 20)
     for name, value in dict(
             STEPS=10, KEEP_EVERY=5, PUZZLES=4, SETTINGS=arena.SETTINGS | dict(n_embd=16, n_layer=1),
@@ -50,7 +49,7 @@ def test_two_arms_in_ten_updates(tmp_path, monkeypatch, capsys):
         monkeypatch.setattr(arena, name, value)
     sudoku.prepare(sudoku.Data(grids=400))
     cfg = arena.Config(seeds="7", arms="binary,slerp")
-    with dying(arena, "load_mdlm", 5):
+    with dying(arena.MDLM, "load", 5):
         arena.main(cfg)
     arena.main(cfg)
     cpu, binary, slerp = read_jsonl(arena.PATH)

@@ -26,11 +26,10 @@ import sample_dream
 import sudoku
 import tiny_dream
 import train
-from checkpoint import load_mdlm, read_safetensors
 from conftest import ROOT, random_mdlm, save_mdlm, spy, start
-from dream import Tokenizer
+from dream import Tokenizer, read_safetensors
 from launch import read_jsonl
-from mdlm import TwoPass
+from mdlm import MDLM, TwoPass
 from softmask import SoftMask
 
 # The key of each draw. These words stand for values, all others for themselves:
@@ -204,7 +203,7 @@ def test_samples(tmp_path, drawn, ranks, world, words, decode):
     path, x = str(tmp_path / "last.pt"), torch.full((22,), 258)
     model, average = (random_mdlm(seed=seed, vocab_size=259, mask_id=258, length=22, omega_s=0.7,
                                   omega_a=1.0, omega_b=-5.0) for seed in (0, 3))
-    save_mdlm(path, model, ema={f"net.{name}": w for name, w in average.net.state_dict().items()})
+    save_mdlm(path, model, ema=average.net.state_dict())
     words = f"{words} --count=5 --seed=5 --device=cpu --checkpoint={path} --out={tmp_path}/s.jsonl"
     if "--prompt=ab" in words:
         x[:3] = torch.tensor([256, 97, 98])
@@ -270,7 +269,7 @@ def test_grids_and_the_tiny_dream(tmp_path, drawn, monkeypatch):
 
 
 def test_puzzles(drawn, monkeypatch):
-    model, calls = load_mdlm(sudoku.SHIPPED), spy(monkeypatch, sudoku, "fill")
+    model, calls = MDLM.load(sudoku.SHIPPED), spy(monkeypatch, sudoku, "fill")
     sudoku.demonstrate(model, 2)
     assert len(calls) == 3 and all(x is calls[0][1] for _, x, *_ in calls)
     assert drawn == keys("grids held out", "puzzle", i=range(2))

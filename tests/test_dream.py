@@ -11,9 +11,8 @@ import torch
 import torch.nn.functional as F
 
 import dora
-from checkpoint import write_safetensors
 from conftest import GOLDEN, digest, gen, recorded_adapter, refused
-from dream import Dream, DreamConfig, Tokenizer, load_adapter
+from dream import Dream, DreamConfig, Tokenizer, load_adapter, write_safetensors
 from finetune_dream import TARGETS
 
 everywhere = lambda dream, x: dream.head(dream.trunk(F.embedding(x, dream.table))[0])

@@ -1,4 +1,4 @@
-"""eval.py, lab/feedback.py and lab/eval_samples.py: how bounds and samples are measured."""
+"""lab/eval.py, lab/feedback.py and lab/eval_samples.py: how bounds and samples are measured."""
 
 import functools
 import math
@@ -15,12 +15,12 @@ import data
 import eval_samples
 import feedback
 import oracles
-from checkpoint import load_mdlm
 from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, save_mdlm, start
-from eval import bound, val_nats
 from eval_samples import gen_ppl, score
 from launch import append_jsonl, read_json
+from mdlm import MDLM
 from sample import Pick, decode, shares_of
+from train import bound, val_nats
 
 BYTES = data.tokenizer("bytes")
 OPEN = dict(omega_s=0.5, omega_a=1.0, omega_b=-5.0)  # ω at which SM does something
@@ -132,7 +132,7 @@ def world(tmp_path, monkeypatch):
     texts = (" ".join(str(i * j * j) for j in range(9, 25)) for i in range(20))
     data.prepare(enumerate(texts), "data", BYTES, val_docs=9)
     model = model_of(**OPEN)
-    ema = {k: v + 0.01 for k, v in model.state_dict().items() if k.startswith("net.")}
+    ema = {k: v + 0.01 for k, v in model.net.state_dict().items()}
     save_mdlm("last.pt", model, ema=ema, step=9)
     save_mdlm("binary.pt", model_of(soft_mask=False))
     samples_file("samples.jsonl", ["abcdef", "bcdefg", "cdefgh", "defgh"])
@@ -157,22 +157,22 @@ def result(*words, script="eval"):
 def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
     _, meta = data.open_split("data", "train")
     save_mdlm("own.pt", model_of(omega_s=0.5), data=meta["train"] | {"path": "data"})
-    own, given = (result("ppl", "--checkpoint=own.pt", *more) for more in ((), ("--data=data",)))
+    own, given = (result("--checkpoint=own.pt", *more) for more in ((), ("--data=data",)))
     assert own["values"] == given["values"] and own["settings"] == given["settings"]
     shutil.rmtree("data")
     data.prepare(enumerate(["another text"] * 99), "data", BYTES)
-    refused("data has changed since own.pt was", result, "ppl", "--checkpoint=own.pt")
+    refused("data has changed since own.pt was", result, "--checkpoint=own.pt")
 
 
 def test_ppl_of_a_checkpoint(world):
-    ppl = "ppl", "--checkpoint=last.pt", "--data=data", "--repeats=2", "--rows=5"
+    ppl = "--checkpoint=last.pt", "--data=data", "--repeats=2", "--rows=5"
     start("eval", *ppl, "--label=tiny")
     found = read_json("last.pt.ppl.json")
     tokens, meta = data.open_split("data", "val")
     text, n = meta["val"], data.n_rows(tokens, 16)
     rows, nats = data.rows(tokens, [i * n // 5 for i in range(5)], 16), {}
     for name in "soft", "plain":
-        nll, ce, masks = bound(load_mdlm("last.pt", ema=True), rows, name == "soft", 1, repeats=2)
+        nll, ce, masks = bound(MDLM.load("last.pt", ema=True), rows, name == "soft", 1, repeats=2)
         nats[name] = nll / 16
         mean, se = nats[name].mean().item(), nats[name].std().item() / 5**0.5
         # the loss is over L positions, the text in L − 2 of them
@@ -194,11 +194,11 @@ def test_ppl_of_a_checkpoint(world):
     assert null is None and "NaN" not in Path("r.json").read_text()
     start("eval", *ppl, "--label=other", "--batch_size=2", "--device=cpu")  # the same numbers
     assert read_json("last.pt.ppl.json")["values"]["gain"] == pytest.approx(found["values"]["gain"])
-    binary = result("ppl", "--checkpoint=binary.pt", "--data=data")["values"]  # of all rows
-    nll = bound(load_mdlm("binary.pt"), data.rows(tokens, range(n), 16), False, 1)[0]
+    binary = result("--checkpoint=binary.pt", "--data=data")["values"]  # of all rows
+    nll = bound(MDLM.load("binary.pt"), data.rows(tokens, range(n), 16), False, 1)[0]
     assert [*binary] == ["binary"] and binary["binary"]["nats_per_token"] == nll.mean().item() / 16
     save_mdlm("gpt2.pt", model_of(), tokenizer={"name": "gpt2"})
-    refused("has other settings: name", result, "ppl", "--checkpoint=gpt2.pt", "--data=data")
+    refused("has other settings: name", result, "--checkpoint=gpt2.pt", "--data=data")
 
 
 def test_the_mean_of_the_bound_by_t_is_the_bound(world):
@@ -207,7 +207,7 @@ def test_the_mean_of_the_bound_by_t_is_the_bound(world):
     refused("give calls from 1 to the width", ask, "--width=3")  # the last call would be empty
     ask()
     refused("r.json has other settings: width", ask, "--width=5")
-    found, ppl = read_json("r.json")["values"], result("ppl", *words[:2], "--rows=20", "--floor=0")
+    found, ppl = read_json("r.json")["values"], result(*words[:2], "--rows=20", "--floor=0")
     tenths = [row for title, row in found.items() if title.startswith("nats")]
     assert len(tenths) == 10
     for name in "plain", "gain":

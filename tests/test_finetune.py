@@ -11,13 +11,19 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
 import dora
 import finetune_dream as ft
 import launch
 import oracles
 from conftest import digest, dying, gen, plain_omega, recorded_adapter, refused, sigterm, torchrun
-from dream import Dream, Tokenizer, byte_characters, load_adapter
+from dream import (
+    Dream,
+    Tokenizer,
+    byte_characters,
+    load_adapter,
+    read_safetensors,
+    write_safetensors,
+)
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from sample_dream import Decoding, load_for_decoding
 from softmask import SoftMask
@@ -273,15 +279,15 @@ def test_four_updates_are_adam_by_hand(cfg, kind, k, coin):
         assert line[name] == pytest.approx(total / 3, rel=1e-4)
     # Steps are up to 1e-2. The rounding of tiny gradients moves a weight by 2.6e-6.
     torch.testing.assert_close([*ft.trained(model).values()], [*etas], rtol=0, atol=5e-6)
-    saved = checkpoint.read_safetensors(f"{cfg.out}/last/adapter_model.safetensors")
+    saved = read_safetensors(f"{cfg.out}/last/adapter_model.safetensors")
     assert all(saved[name].equal(p) for name, p in dora.adapter_state(model.net).items())
 
 
 def parts(folder):
     """(step, all tensors of a run: what is trained, Adam's moments, and both adapters)"""
-    ckpt = checkpoint.load(folder)
+    ckpt = torch.load(f"{folder}/last.pt")
     states = [ckpt["model"], *ckpt["optimizer"]["state"].values()]
-    states += map(checkpoint.read_safetensors, sorted(Path(folder).glob("*/*.safetensors")))
+    states += map(read_safetensors, sorted(Path(folder).glob("*/*.safetensors")))
     return ckpt["step"], [t for state in states for t in state.values()]
 
 
@@ -294,14 +300,15 @@ def logged(folder):
     *[(torch.optim.AdamW, "step", n, [lambda: (sigterm(), sigterm())]) for n in (1, 2, 3)],
     *[(torch.optim.AdamW, "step", 3, []), (ft, "evaluate", 1, []), (launch.Log, "write", 3, [])],
     *[(ft, "save_adapter", n, []) for n in (1, 2, 3, 4)],  # last/, best/, last/, best/
-    *[(checkpoint, "save", n, []) for n in (1, 2, 3)]])
+    # last.pt, of softmask.pt in last/, last.pt, of best/, of last/, last.pt
+    *[(launch, "save", n, []) for n in range(1, 7)]])
 def test_a_run_that_ends_at_any_moment_is_the_whole_one(whole, cfg, module, name, at, then):
     """torchrun sends two SIGTERMs. An evaluation is due at the second stop, and made first."""
     with dying(module, name, at, *then) as stopped:
         finetune(cfg)
     if then:
-        assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == at + 1
-        assert logged(cfg.out) == logged(whole.out)[:at + 1]
+        assert stopped.value.code == 128 + signal.SIGTERM and parts(cfg.out)[0] == at
+        assert logged(cfg.out) == logged(whole.out)[:at]
     finetune(replace(cfg, resume=True))
     assert all(map(torch.equal, parts(cfg.out)[1], parts(whole.out)[1]))
     assert logged(cfg.out) == logged(whole.out)
@@ -314,7 +321,7 @@ def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, monkeypatch, 
     losses = iter([{"val_soft": loss, "val_plain": 9 - loss} if p_sm else {"val_plain": loss}
                    for loss in (3.0, 4.0, 2.0, 2.5, 2.2)])
     monkeypatch.setattr(ft, "evaluate", lambda *_: next(losses))
-    with dying(torch.optim.AdamW, "step", 2, sigterm):  # which stops after update 3
+    with dying(torch.optim.AdamW, "step", 3, sigterm):  # which stops after update 3
         finetune(cfg)
     third = files(f"{cfg.out}/last")
     for _ in range(3):
@@ -335,7 +342,7 @@ def test_two_ranks_are_one(whole, cfg):
 def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, tmp_path):
     cfg = replace(cfg, steps=0, epochs=0.19)
     finetune(cfg)
-    assert checkpoint.load(cfg.out)["step"] == 2  # of 2.8
+    assert torch.load(f"{cfg.out}/last.pt")["step"] == 2  # of 2.8
     moved = shutil.copytree(cfg.model, str(tmp_path / "moved"))
     data = shutil.copy(cfg.data, str(tmp_path / "moved.jsonl"))
     cfg = replace(cfg, model=moved, data=data, resume=True)
@@ -343,7 +350,7 @@ def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, t
     assert load_adapter(Dream.load(moved, dtype=torch.bfloat16), cfg.out + "/last").k == 1
     state = {name: t.clone() for name, t in Dream.load(moved).state_dict().items()}
     state["model.layers.0.mlp.up_proj.weight"] += 0.01  # another model of the same shapes
-    checkpoint.write_safetensors(f"{moved}/model.safetensors", state)
+    write_safetensors(f"{moved}/model.safetensors", state)
     refused("other settings: base", finetune, cfg)
     refused("of the one that was in", load_adapter, Dream.load(moved), cfg.out + "/last")
 
@@ -353,8 +360,8 @@ def test_adapter_folder_brings_back_dora_and_every_omega_or_none(tiny_dream, tmp
     full = SoftMask(194, 2, **HEAD)
     full.raw_s.data.fill_(20.0)
     assert full.omega[0] == 1  # in fp32
-    cfg = Config(model="", alpha=40)
     for sm in (full, SoftMask(194, None, **HEAD, tau=1.3)):
+        cfg = Config(model="", alpha=40, k=sm.k)
         ft.save_adapter(str(tmp_path), dream, sm, cfg)
         back = Dream.load(tiny_dream)
         omega = load_adapter(back, tmp_path)
@@ -369,7 +376,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega_or_none(tiny_dream, tmp
 def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(cfg, tmp_path):
     folder = shutil.copytree(cfg.model, tmp_path / "model")
     state = Dream.load(cfg.model, dtype=torch.bfloat16).state_dict()
-    checkpoint.write_safetensors(folder / "model.safetensors", state)
+    write_safetensors(folder / "model.safetensors", state)
     cfg = replace(cfg, model=str(folder), device="auto", p_sm=1.0, warmup=0.0)
     model, start = finetune(cfg), ft.trained(ft.model_of(cfg, launch.machine("cpu")))
     assert model.net.table.dtype == torch.bfloat16

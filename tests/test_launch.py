@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -12,11 +13,10 @@ from unittest.mock import Mock
 
 import pytest
 
-import checkpoint
 import launch
-from conftest import refused, start
+from conftest import ROOT, refused, start
 from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
-from train import Config
+from train import PRESETS, Config
 
 
 @pytest.mark.parametrize("words, fields", [
@@ -41,19 +41,31 @@ def test_a_list_takes_the_first_words_and_help_is_the_source(capsys):
     presets = {"quick": dict(words=["d"])}
     assert from_cli(Files, ["s3:a b", "c", "--b_h=1"], presets) == Files(["s3:a b", "c"], 1.0)
     assert from_cli(Files, ["quick"], presets) == Files(["d"])
-    with pytest.raises(SystemExit, match="0"):
-        from_cli(Files, ["a", "--b_h=9", "--help"], presets)
-    assert capsys.readouterr().out.startswith(inspect.getsource(Files) + "\npreset quick: {")
+    launch.print_help(Files, presets)
+    assert inspect.getsource(Files) + "\npreset quick: {" in capsys.readouterr().out
+
+
+def test_help_begins_with_commands():
+    done = subprocess.run([sys.executable, "train.py", "--b_h=9", "--help"], cwd=ROOT, text=True,
+                          capture_output=True, check=True)
+    assert done.stdout.startswith("    python train.py stdlib ")
+    assert "class ModelConfig" in done.stdout and "preset binary: {'p_sm': 0.0" in done.stdout
 
 
 def run_with(monkeypatch, main, *flags):
     monkeypatch.setattr(sys, "stdin", None)  # some schedulers close it
     monkeypatch.setattr(sys, "argv", ["folder/x.py", *flags])
-    launch.run(main, Config)
+    launch.run(main, Config, PRESETS)
 
 
 @pytest.mark.parametrize("main, flags, message", [
-    (print, ["--step=1"], "unknown argument '--step=1': see --help"),
+    (print, ["--eta_b=1"], "unknown flag --eta_b: did you mean --eta_bb?"),
+    (print, ["--?=1"], "unknown flag --?: see --help"),
+    (print, ["stdlb"], "unknown first word 'stdlb': known are stdlib, owt, continue, binary"),
+    (print, ["--soft_mask=False"], "unknown flag --soft_mask"),
+    (print, ["--vocab_size=9"], "unknown flag --vocab_size"),
+    (print, ["--mask_id=9"], "unknown flag --mask_id"),
+    (print, ["--p_sm=80"], "argument --p_sm: 80 is not a number (from 0 to 1)"),
     (print, ["--k=ten"], "argument --k: ten is not a whole number or none"),
     (print, ["--dtype=half"], "argument --dtype: half is not auto or float32 or bfloat16"),
     (print, ["--p_sm=nan"], "argument --p_sm: nan is not a number (from 0 to 1)"),
@@ -78,8 +90,13 @@ def test_bad_input_is_one_line_and_code_2(monkeypatch, capsys, main, flags, mess
     assert calls == [(signal.SIGTERM, signal.SIG_DFL), 5]
 
 
-@pytest.mark.parametrize("e", [ValueError("x"), OSError(errno.EIO, "x"), KeyboardInterrupt("x"),
-                               ImportError("x"), ModuleNotFoundError("x", name="torch.x")])
+def test_ctrl_c_is_130_without_a_traceback(monkeypatch):
+    with pytest.raises(SystemExit, match="130"):
+        run_with(monkeypatch, Mock(side_effect=KeyboardInterrupt))
+
+
+@pytest.mark.parametrize("e", [ValueError("x"), OSError(errno.EIO, "x"), ImportError("x"),
+                               ModuleNotFoundError("x", name="torch.x")])
 def test_all_else_keeps_its_traceback(monkeypatch, e):
     with pytest.raises(type(e), match="x"):
         run_with(monkeypatch, Mock(side_effect=e))
@@ -87,29 +104,29 @@ def test_all_else_keeps_its_traceback(monkeypatch, e):
 
 def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path):
     adapter, meta = str(tmp_path / "adapter.pt"), tmp_path / "meta.json"
-    checkpoint.save(adapter, kind="dream-adapter")
+    launch.save(adapter, kind="dream-adapter")
     meta.write_text('{"cut')
-    refused("adapter.pt has kind = 'dream-adapter'", start, "sample", f"--checkpoint={adapter}")
+    refused("adapter.pt has kind 'dream-adapter'", start, "sample", f"--checkpoint={adapter}")
     refused("meta.json is not a complete JSON object", start, "train", f"--data={tmp_path}")
 
 
-def test_one_more_update_after_a_signal_then_every_handler_is_back():
+def test_a_signal_is_a_flag_and_then_every_handler_is_back():
     """A second Ctrl-C ends the process. What nohup ignores stays ignored."""
     before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    here, every = launch.machine("cpu"), {"log": 4, "save": 3, "eval": 0}
-    assert [*launch.updates(here, 0, 5, **every)] == [
-        (1, {"log"}), (2, set()), (3, {"save"}), (4, {"log"}), (5, {"log", "save"})]
-    loop = launch.updates(here, 2, 7, **every)
-    assert next(loop) == (3, {"save"})
-    signal.raise_signal(signal.SIGHUP)
-    assert next(loop) == (4, {"log"})
-    signal.raise_signal(signal.SIGINT)
-    assert signal.getsignal(signal.SIGINT) == signal.SIG_DFL
-    assert next(loop) == (5, {"save"})
-    with pytest.raises(SystemExit, match="130"):
-        next(loop)
+    with launch.Stop() as stop:
+        signal.raise_signal(signal.SIGHUP)
+        assert stop() == 0
+        signal.raise_signal(signal.SIGINT)
+        assert stop() == signal.SIGINT and signal.getsignal(signal.SIGINT) == signal.SIG_DFL
+        signal.raise_signal(signal.SIGUSR1)
+        assert stop() == signal.SIGUSR1
     after = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGHUP, before[1])
     assert after == (before[0], signal.SIG_IGN)
+
+
+@pytest.mark.parametrize("step, every, due", [(1, 2, 0), (2, 2, 1), (7, 2, 1), (7, 0, 0)])
+def test_what_is_due_every_so_many_updates_and_at_the_end_of_seven(step, every, due):
+    assert launch.is_due(step, every, 7) == due
 
 
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):

@@ -7,7 +7,7 @@ from conftest import FOLDERS, ROOT
 
 # A file imports only files of the layers before its own. lab and examples import all of them.
 LAYERS = [{*layer.split()} for layer in (
-    "softmask launch", "mdlm data", "checkpoint", "sample eval", "train",
+    "softmask launch", "mdlm data", "sample train",
     "dora", "dream", "sample_dream finetune_dream")]  # these are for Dream
 TEXTS = {path.stem: path.read_text("utf-8")
          for folder in FOLDERS for path in Path(folder).glob("*.py")}

@@ -2,18 +2,19 @@
 
 import math
 import os
+import shutil
 import subprocess
 import sys
-from dataclasses import fields, replace
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 
-import checkpoint
 import data
 import finetune_dream
 import launch
+import mdlm
 import oracles
 import train
 from conftest import ROOT, refused, spy, torchrun
@@ -22,13 +23,13 @@ from mdlm import TwoPass
 SCRIPTS = {"train": train, "finetune_dream": finetune_dream}
 BOTH = dict(seed=5, steps=3, p_sm=0.7, eta_bb=2e-3, eta_sm=0.03, k=2, omega_s=0.3, b_l=0.1,
             b_h=0.9, eval_every=2, save_every=2, device="cpu")
-# What may change when a run is resumed, or is taken from the data. Model and data may move.
-FREE = {"train": "data out_dir resume steps log_every eval_every eval_rows save_every "
-                 "keep_every device dtype compile vocab_size mask_id soft_mask",
-        "finetune_dream": "model data out resume checkpointing device log_every "
-                          "save_every eval_every"}
-FIXED = [(script, field.name) for script, module in SCRIPTS.items()
-         for field in fields(module.Config) if field.name not in FREE[script].split()]
+# What makes another run, if it changes. All else may change, and is printed.
+FIXED = [("train", name) for name in (
+    "n_layer n_head n_embd n_cond length time_conditioning k two_updates p_sm seed batch_size"
+    ).split()]
+FIXED += [("finetune_dream", name) for name in "k p_sm seed batch_size r alpha loss".split()]
+FREE = {"train": dict(dropout=0.3, omega_s=0.2, eta_bb=1e-3, micro_batch=6, ema=0.5, p_sm=0.5),
+        "finetune_dream": dict(eta_sm=1e-3, coin="dialogue", warmup=0.1, p_sm=0.5)}
 
 
 def write_data(script, path, seen="some text to train on. ", held_out="held out. "):
@@ -50,16 +51,16 @@ def files(folder):
 def runs(tiny, tmp_path_factory):
     """{script: (its main function, Config, folder)} of two runs of three updates"""
     path = tmp_path_factory.mktemp("runs")
-    mdlm = train.Config(
+    of_train = train.Config(
         data=write_data("train", path / "data"), out_dir=str(path / "train"), n_layer=1, n_head=2,
         n_embd=16, n_cond=8, length=22, dropout=0.2, batch_size=12, micro_batch=2, warmup=1,
         eval_rows=3, keep_every=2, **BOTH)
     dream = finetune_dream.Config(
         data=write_data("finetune_dream", path / "data.jsonl"), out=str(path / "dream"),
         model=tiny[0], r=4, alpha=6, n_val=3, n_train=5, batch_size=3, **BOTH)
-    train.train(mdlm)
+    train.train(of_train)
     finetune_dream.finetune(dream)
-    return {"train": (train.train, mdlm, mdlm.out_dir),
+    return {"train": (train.train, of_train, of_train.out_dir),
             "finetune_dream": (finetune_dream.finetune, dream, dream.out)}
 
 
@@ -72,6 +73,8 @@ def refuses(run, message, **changes):
 
 
 def other(name, value):
+    if name == "p_sm":
+        return 0.0  # a binary model
     if isinstance(value, bool):
         return not value
     if isinstance(value, str):
@@ -82,7 +85,19 @@ def other(name, value):
 @pytest.mark.parametrize("script, name", FIXED)
 def test_a_run_is_not_resumed_with_another_setting(runs, script, name):
     change = {name: other(name, getattr(runs[script][1], name))}
-    refuses(runs[script], rf"last.pt has other settings: .*\b{name} \(", resume=True, **change)
+    there = {"p_sm": "p_sm > 0|soft_mask"}.get(name, name)
+    refuses(runs[script], rf"last.pt has other settings: .*\b({there}) \(", resume=True, **change)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_all_else_may_change_and_is_printed(runs, tmp_path, capsys, script):
+    main, cfg, out = runs[script]
+    copy, name = shutil.copytree(out, tmp_path / "run"), "out_dir" if script == "train" else "out"
+    main(replace(cfg, resume=True, steps=5, **{name: str(copy)}, **FREE[script]))
+    printed = capsys.readouterr().out
+    for field, value in {**FREE[script], "steps": 5}.items():
+        assert printed.count(f"{field} {getattr(cfg, field)} → {value}\n") == 1
+    assert torch.load(copy / "last.pt")["step"] == 5
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
@@ -91,24 +106,39 @@ def test_a_run_is_not_resumed_with_another_setting(runs, script, name):
 def test_a_run_is_not_resumed_with_other_data_or_draws(runs, tmp_path, monkeypatch, script,
                                                        changes, new_keys):
     monkeypatch.setattr(data, "KEYS", data.KEYS + new_keys)
-    refuses(runs[script], r"settings: (sha256|val) .* of the text in|settings: (dialogues|keys)",
+    refuses(runs[script], r"settings: (sha256|val|dialogues|keys) \(",
             resume=True, data=write_data(script, tmp_path / "data", **changes))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_a_folder_has_one_writer_and_one_run(runs, monkeypatch, script):
     """It is locked before its last save is read."""
-    reading = spy(monkeypatch, checkpoint, "load")
+    reading = spy(monkeypatch, mdlm, "read_checkpoint")
     with launch.lock(runs[script][2]):
         refuses(runs[script], "another process is writing into", resume=True)
     assert not reading
-    refuses(runs[script], "last.pt exists already: --resume continues it", resume=False)
+    refuses(runs[script], "holds a run: --resume continues it", resume=False)
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_what_a_run_has_left_is_never_overwritten(runs, tmp_path, script):
+    main, cfg, out = runs[script]
+    name = "out_dir" if script == "train" else "out"
+    copy = shutil.copytree(out, tmp_path / "run")
+    os.remove(copy / "last.pt")
+    cfg = replace(cfg, **{name: str(copy)})
+    refused("holds a run", main, cfg)  # there is still its log
+    refused("no last.pt", main, replace(cfg, resume=True))
+    for path in copy.iterdir():
+        if path.name not in (".lock", "log.jsonl"):
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    main(replace(cfg, resume=True))  # a run that was killed before its first save
 
 
 def test_two_ranks_refuse_with_one_line(runs):
     _, cfg, out = runs["train"]
     with launch.lock(out):  # only rank 0 sees it
-        done = torchrun("train.py", f"--data={cfg.data}", f"--out_dir={out}")
+        done = torchrun("train.py", f"--data={cfg.data}", f"--out_dir={out}", "--length=22")
     ours = done.stderr.partition(" torch/distributed/elastic/")[0]  # the rest is torchrun's report
     assert ours.count("train.py: another process is writing") == 1 and "Traceback" not in ours
 
@@ -156,7 +186,8 @@ def test_what_is_not_finite_is_neither_saved_nor_kept(runs, tmp_path, monkeypatc
     monkeypatch.setattr(TwoPass, "token_nll", token_nll)
     folder = {"out_dir" if script == "train" else "out": out}
     refused("not finite", main, replace(cfg, steps=4, **folder))
-    assert len(calls) == 4 * M and files(out) == before and checkpoint.load(out)["step"] == 2
+    assert len(calls) == 4 * M and files(out) == before
+    assert torch.load(f"{out}/last.pt")["step"] == 2
     assert harm == "gradient NaN" or all(p.isfinite().all() for p in calls[-1].parameters())
 
 
@@ -164,9 +195,9 @@ def test_what_is_not_finite_is_neither_saved_nor_kept(runs, tmp_path, monkeypatc
                                   "mask_id", "k", "tokenizer"])
 def test_another_model_is_not_continued(runs, tmp_path, name):
     """Its tensors may fit."""
-    ckpt, path = checkpoint.load(runs["train"][2]), str(tmp_path / "other.pt")
+    ckpt, path = torch.load(f"{runs['train'][2]}/last.pt"), str(tmp_path / "other.pt")
     part, key = ("tokenizer", "name") if name == "tokenizer" else ("config", name)
     ckpt[part][key] = other(key, ckpt[part][key])
-    checkpoint.save(path, **ckpt)
+    launch.save(path, **ckpt)
     refuses(runs["train"], rf"other.pt has other settings: {name} \(", init_from=path,
             out_dir=str(tmp_path / "run"))

@@ -9,8 +9,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import checkpoint
 import data
+import launch
 import oracles
 import sample
 from conftest import gen, plain_omega, random_mdlm, recording, refused, save_mdlm, spy
@@ -287,8 +287,8 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
 
 
 def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
-    made, own = dict(count=2, checkpoint=str(tmp_path / "own.pt")), checkpoint.load(saved)
-    checkpoint.save(made["checkpoint"], **own)
+    made, own = dict(count=2, checkpoint=str(tmp_path / "own.pt")), torch.load(saved)
+    launch.save(made["checkpoint"], **own)
     *_, line = run(**made)
     anything = {"count", "out", "show", "device", "compile"}
     facts = {"step", "table", "tokenizer", "dtype"}
@@ -297,9 +297,9 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     for change in dict(seed=2), dict(top_p=0.8), dict(checkpoint=saved):
         refused(other, run, **made | change)
     for change in dict(step=2), dict(model=own["model"] | {TABLE: own["model"][TABLE] + 1}):
-        checkpoint.save(made["checkpoint"], **own | change)
+        launch.save(made["checkpoint"], **own | change)
         refused(other, run, **made)
-    checkpoint.save(made["checkpoint"], **own)
+    launch.save(made["checkpoint"], **own)
     append_jsonl(tmp_path / "samples.jsonl", {"index": 2})  # a file of something else
     refused(other, run, **made)
 

@@ -65,7 +65,7 @@ def test_reparameterisation():
 def test_what_would_be_silently_wrong_is_refused():
     for bad in (dict(omega_s=1.0), dict(omega_a=0.0), dict(omega_b=math.nan), dict(k=0),
                 dict(mask_id=None), dict(tau=0.0)):
-        with pytest.raises(ValueError, match=f"SoftMask: {[*bad][0]} out of range"):
+        with pytest.raises(ValueError, match=f"{[*bad][0]} = {[*bad.values()][0]}"):
             SoftMask(**{"mask_id": MASK} | bad)
     x, logits, table = example()
     for wrong, k, message in ((logits[..., :-1], 3, "logits of 10 tokens for a table of"),

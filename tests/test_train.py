@@ -12,15 +12,13 @@ from dataclasses import asdict, replace
 import pytest
 import torch
 
-import checkpoint
 import data
 import launch
 import oracles
 import train as script
-from conftest import ROOT, dying, kill, refused, sigterm, torchrun
-from eval import val_nats
+from conftest import ROOT, dying, kill, refused, sigterm, start, torchrun
 from mdlm import MDLM
-from train import Config, train
+from train import Config, train, val_nats
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +102,7 @@ def test_everything_learns_also_in_the_ablations(tiny, change):
 
 
 def test_bounds_and_files_are_of_the_average(tiny):
-    """The bounds are those of `eval.py ppl --rows=6`, whatever the seed of the run."""
+    """The bounds are those of `lab/eval.py --rows=6`, whatever the seed of the run."""
     cfg = replace(tiny, steps=4, eval_every=2, eval_rows=6, keep_every=2, ema=0.5, eta_bb=3e-3,
                   seed=5, dtype="bfloat16")
     model, ema = train(cfg)
@@ -116,19 +114,19 @@ def test_bounds_and_files_are_of_the_average(tiny):
         averaged, raw = (pytest.approx(nats / count, rel=1e-5) for nats, count in found)
         assert line[name] == averaged and line[name] != raw
     assert list(bounds(cfg)) == [2, 4]  # at a fresh start it is ln V, and not measured
-    assert checkpoint.load(file(cfg))["metrics"]["val_soft"] == line["val_soft"]
+    assert torch.load(file(cfg))["metrics"]["val_soft"] == line["val_soft"]
     for name in "step-4.pt", "last.pt":
-        loaded = checkpoint.load_mdlm(file(cfg, name))
+        loaded = MDLM.load(file(cfg, name))
         assert torch.equal(loaded.net.table, ema.net.table)
         assert torch.equal(loaded.sm.raw_s, model.sm.raw_s)
         assert loaded.info["tokenizer"]["name"] == "bytes"
-        assert (loaded.info["step"], loaded.info["seed"]) == (4, 5)
+        assert loaded.info["step"] == 4 and loaded.info["config"]["seed"] == 5
 
 
 # train.py in two processes. Rank 1 is killed in update 3, and torchrun restarts both. In update 4,
 # rank 0 sends SIGTERM to torchrun's group, as a scheduler does, and waits until it has arrived.
 TWO_RANKS = """
-import inspect, os, signal, time, torch
+import os, signal, time, torch
 import train
 clip, updates = torch.nn.utils.clip_grad_norm_, []
 rank, again = os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"] == "1"
@@ -141,8 +139,7 @@ def watched(params, limit):
         os.kill(os.getpid(), signal.SIGKILL)
     if again and rank == "0" and len(updates) == 2:
         os.killpg(os.getppid(), signal.SIGTERM)
-        handler = signal.getsignal(signal.SIGTERM)
-        while not inspect.getclosurevars(handler).nonlocals["caught"]:
+        while not signal.getsignal(signal.SIGTERM).__self__.number:
             time.sleep(0.01)
     return clip(params, limit)
 torch.nn.utils.clip_grad_norm_ = watched
@@ -162,12 +159,12 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
     flags = [f"--{k}={v}" for k, v in vars(two).items() if v != getattr(Config, k)]
     done = torchrun("--max_restarts=1", tmp_path / "probe.py", *flags, cwd=tmp_path,
                     start_new_session=True)
-    for text in "updates 0 to 6", "updates 2 to 6", "stopped after update 5, which":
+    for text in "updates 0 to 6", "updates 2 to 6", "stopped after update 4, which":
         assert done.stdout.count(text) == 1, done.stdout + done.stderr
     ranks = [torch.load(tmp_path / f"rank{rank}", weights_only=True) for rank in (0, 1)]
     assert len(ranks[0]) and all(map(torch.equal, *ranks))
     assert sorted(os.listdir(two.out_dir)) == [".lock", "last.pt", "log.jsonl"]
-    assert checkpoint.load(file(two))["step"] == 5
+    assert torch.load(file(two))["step"] == 4
     train(one)
     train(two)  # one process continues the run of two
     for a, b in zip(log(one), log(two), strict=True):
@@ -175,7 +172,7 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
             del line["seconds"], line["tokens_per_s"]
         assert a == pytest.approx(b, rel=1e-5, abs=1e-7)
     for part in "model", "ema":
-        weights = (checkpoint.load(file(cfg))[part] for cfg in (one, two))
+        weights = (torch.load(file(cfg))[part] for cfg in (one, two))
         torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
 
 
@@ -201,7 +198,7 @@ def check_equal(whole, cut, stopped=0):
     names = sorted(os.listdir(whole.out_dir))
     assert sorted(name for name in os.listdir(cut.out_dir) if not name.endswith(".tmp")) == names
     for name in set(names) - {".lock", "log.jsonl"}:
-        a, b = (checkpoint.load(file(cfg, name)) for cfg in (whole, cut))
+        a, b = (torch.load(file(cfg, name)) for cfg in (whole, cut))
         assert a["metrics"]["step"] == a["step"]
         for part in a.keys() & {"step", "metrics", "model", "ema"}:
             torch.testing.assert_close(b[part], a[part], rtol=0, atol=0)
@@ -211,14 +208,15 @@ def check_equal(whole, cut, stopped=0):
 @pytest.mark.parametrize("module, name, at", [
     *((torch.nn.utils, "clip_grad_norm_", n) for n in (1, 2, 5)),
     (script, "evaluate", 2), (launch, "append_jsonl", 1), (launch, "append_jsonl", 4),
-    *((script, "save", n) for n in range(1, 5))])  # step-2.pt, last.pt, step-4.pt, last.pt
+    # last.pt at the start, step-2.pt, last.pt, step-4.pt, last.pt, and the end of each
+    *((launch, "save", n) for n in range(1, 6)), *((os, "replace", n) for n in range(1, 7))])
 def test_a_kill_or_a_stop_at_any_moment_loses_nothing(whole, tmp_path, then, module, name, at):
     """Bit for bit. Lines of the log, evaluations and step files are there once."""
     cut = replace(whole, out_dir=str(tmp_path / "cut"), resume=True)
     with dying(module, name, at, then) as stop:
         train(cut)
     if then is sigterm:
-        done = checkpoint.load(file(cut))["step"]
+        done = torch.load(file(cut))["step"]
         assert stop.value.code == 128 + signal.SIGTERM and steps(cut) == [*range(1, done + 1)]
     train(cut)
     check_equal(whole, cut)
@@ -258,7 +256,7 @@ train.train(train.Config(**{vars(cut)}))"""
     env = os.environ | {"OMP_NUM_THREADS": str(torch.get_num_threads())}
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=env)
     assert done.returncode == -signal.SIGKILL
-    assert checkpoint.load(file(cut))["step"] == 2 and steps(cut) == [1, 2, 3, 4]
+    assert torch.load(file(cut))["step"] == 2 and steps(cut) == [1, 2, 3, 4]
     assert any(name.endswith(".tmp") for name in os.listdir(cut.out_dir))
     with open(file(cut, "log.jsonl"), "a") as f:
         f.write('{"step": 5, "lo')  # the last line was cut by a kill
@@ -276,7 +274,7 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     train(cfg)
     train(replace(cfg, resume=True, steps=7))
     train(replace(cfg, resume=True, steps=5))  # it has made more already
-    assert checkpoint.load(file(cfg))["step"] == 7
+    assert torch.load(file(cfg))["step"] == 7
     first, second, *_ = log(cfg)
     assert first["val_plain"] == pytest.approx(nats / n, rel=1e-6)
     assert second["omega_s"] == pytest.approx(0.5, rel=1e-4)  # its learning rate is 0
@@ -294,26 +292,62 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     with pytest.raises(RuntimeError, match="Missing key"):
         train(beside(other, "missing"))
     torch.save(ckpt | {"model": {n: t / 0 for n, t in ckpt["model"].items()}}, file(cfg))
-    refused("not finite: use another", train, beside(other, "broken"))
+    refused("values that are not finite", train, beside(other, "broken"))
 
 
-@pytest.mark.parametrize("given, omega, origin", [
-    ({}, (0.5, 1, -4), ""),
-    (dict(omega_s=0.3), (0.3, 1, -4), ", --omega_s"),
-    (dict(omega_b=-2.8, omega_a=1.5), (0.5, 1.5, -2.8), ", --omega_a, --omega_b")])
-def test_an_omega_that_is_not_the_default_beats_that_of_a_file(tiny, capsys, given, omega, origin):
+@pytest.mark.parametrize("new", [False, True])
+def test_omega_comes_from_the_file_unless_a_new_one_is_wanted(tiny, capsys, new):
     """Learning rates are 0 in the first update."""
     train(replace(tiny, steps=1))
-    unset = {name: getattr(Config, name) for name in ("omega_s", "omega_a", "omega_b")}
-    cfg = beside(tiny, "more", init_from=file(tiny), steps=1, p_sm=1.0, **unset | given)
+    cfg = beside(tiny, "more", init_from=file(tiny), steps=1, p_sm=1.0, omega_s=0.3, new_omega=new,
+                 k=5 if new else 3)
     model, _ = train(cfg)
-    torch.testing.assert_close(torch.stack(model.sm.omega), torch.tensor(omega))
-    assert f"ω from {file(tiny)}{origin}; cpu" in capsys.readouterr().out
+    omega = torch.tensor((0.3 if new else 0.5, 1.0, -4.0))
+    torch.testing.assert_close(torch.stack(model.sm.omega), omega)
+    assert f"ω from {'the settings' if new else file(tiny)}; cpu" in capsys.readouterr().out
+
+
+MINE = """
+import softmask, torch
+class SoftMask(softmask.SoftMask):  # λ has a bias for each of 259 tokens
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.bias = torch.nn.Parameter(torch.zeros(259))
+    def forward(self, logits):
+        lam, ids, pi = super().forward(logits)
+        return lam * 2 * torch.sigmoid(self.bias[logits.argmax(-1)]), ids, pi
+print("mine is run")
+"""
+
+
+def test_a_soft_mask_of_ones_own_from_training_to_evaluation(tiny, tmp_path, capsys):
+    """With a vector of its own parameters, on two ranks, by flags alone."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    cfg = replace(tiny, code=str(mine), p_sm=1.0, steps=4, micro_batch=2)
+    flags = [f"--{k}={v}" for k, v in vars(cfg).items()
+             if v != getattr(Config, k) and k not in Config.NO_FLAGS]
+    done = torchrun("train.py", *flags, check=True)
+    assert done.stdout.count("mine is run") == 2
+    ckpt = torch.load(file(cfg))
+    assert ckpt["SoftMask"] == "SoftMask" and ckpt["model"]["sm.bias"].abs().max() > 1e-3
+    train(replace(cfg, resume=True, steps=5))
+    words = f"--checkpoint={file(cfg)}", f"--code={mine}", "--device=cpu"
+    start("sample", *words, "--steps=4")
+    start("eval", *words, "--rows=4")
+    assert "gain" in launch.read_json(file(cfg) + ".ppl.json")["values"]
+    refused("--code=FILE.py", start, "sample", words[0])
+    refused("SoftMask .*there", train, replace(cfg, resume=True, code="", steps=6))
+    own = launch.soft_mask(str(mine))
+    other = beside(cfg, "other", code="", init_from=file(cfg))
+    assert type(train(other, sm=own)[0].sm) is own
+    assert torch.load(file(other))["SoftMask"] == "SoftMask"
 
 
 def test_a_wrong_flag_never_starts_a_run(tiny):
     for change, message in (
-            (dict(batch_size=6), "is not a multiple of"), (dict(n_head=3), "n_embd=32: an MDLM"),
-            (dict(omega_b=0.5), "omega_b out of range")):
+            (dict(batch_size=6), "is not a multiple of"), (dict(n_head=3), "n_embd=32 is"),
+            (dict(omega_b=0.5), "omega_b = 0.5"), (dict(k=300), "k=300 is more than all 259"),
+            (dict(new_omega=True), "--new_omega needs --init_from")):
         refused(message, train, replace(tiny, **change))
         assert not os.path.exists(tiny.out_dir)

@@ -1,4 +1,4 @@
-"""checkpoint.py: files of every format, written here as the original code writes them."""
+"""Checkpoints: ours, and lab/convert.py of files written here as the original code writes them."""
 
 import collections
 import json
@@ -12,10 +12,13 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
-from checkpoint import FORMAT, load, load_mdlm, read_safetensors, with_omega, write_safetensors
-from conftest import random_mdlm, refused, save_mdlm
-from sample import Config
+import convert
+import dream
+import launch
+from conftest import random_mdlm, refused, save_mdlm, start
+from dream import read_safetensors, write_safetensors
+from mdlm import MDLM, read_checkpoint
+from sample import Config, with_omega
 from softmask import SoftMask
 
 TINY = dict(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29, length=8,
@@ -64,53 +67,60 @@ def training_file(path, model, /, tensors=None, **settings):
     return str(path)
 
 
-def test_save_and_load_are_inverse(tmp_path):
+def load_mdlm(path, **options):
+    """What MDLM.load makes of what lab/convert.py makes of a file."""
+    start("convert", path, "converted.pt")
+    return MDLM.load("converted.pt", **options)
+
+
+@pytest.fixture(autouse=True)
+def here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def wrong(message, function, *args, **kwargs):
+    with pytest.raises(ValueError, match=message):
+        function(*args, **kwargs)
+
+
+def test_save_and_load_are_inverse(tmp_path, capsys):
     path, model = str(tmp_path / "run" / "last.pt"), trained()
-    save_mdlm(path, model, step=3)
-    for name in path, str(tmp_path / "run"):
-        assert same(load_mdlm(name), model) and load(name)["step"] == 3
-    refused("one set of weights", load_mdlm, path, ema=False)
-    assert "torch" in load(path)["versions"] and os.listdir(tmp_path / "run") == ["last.pt"]
+    other = trained(seed=3)
+    save_mdlm(path, model, step=3, ema=other.net.state_dict(), optimizer={})
+    averaged, raw = MDLM.load(path), MDLM.load(path, ema=False)
+    assert same(raw, model) and same(averaged.net, other.net) and same(averaged.sm, model.sm)
+    assert averaged.info["step"] == 3 and "torch" in averaged.info["versions"]
+    assert not averaged.training and not averaged.info.keys() & {"model", "ema", "optimizer"}
+    assert os.listdir(tmp_path / "run") == ["last.pt"]
+    start("convert", path)
+    assert "ema: yes" in capsys.readouterr().out
+    save_mdlm(path, model)
+    wrong("one set of weights", MDLM.load, path, ema=False)
     model.net.output_layer.linear.weight.data *= float("nan")
     save_mdlm(path, model)
-    refused("not finite", load_mdlm, path)
+    wrong("not finite", MDLM.load, path)
 
 
-@pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
-def test_shared_weights_are_read(tmp_path, k, soft):
-    path, model = str(tmp_path / "w.safetensors"), trained(soft_mask=soft, k=k)
-    tensors = {name: t if name.startswith("sm.") else t.bfloat16()
-               for name, t in model.state_dict().items()}
-    rest = dict(format=FORMAT, kind="mdlm", config=vars(model.cfg), step=6000, tokenizer=SPECIAL)
-    write_safetensors(path, tensors, {FORMAT: json.dumps(rest)})
-    loaded = load_mdlm(path)
-    assert loaded.cfg == model.cfg and (loaded.sm is not None) == soft
-    assert loaded.info["step"] == 6000 and loaded.info["tokenizer"] == SPECIAL
-    assert all(torch.equal(t, tensors[name].float()) for name, t in loaded.state_dict().items())
-
-
-def test_another_omega_leaves_the_rest_of_a_soft_mask_alone():
-    for k in 2, None:
-        sm = SoftMask(5, k, omega_s=0.3, omega_a=2.0, omega_b=-1.0, tau=1.7)
+def test_three_omegas_replace_a_soft_mask():
+    for sm, k in (SoftMask(5, 2, 0.3), 2), (SoftMask(5, None, tau=1.7), None), (None, 3):
         assert with_omega(sm, 5, Config()) is sm
-        assert with_omega(sm, 5, Config(omega_s=0.9)) is sm and (k or abs(sm.tau - 1.7) < 1e-5)
-        torch.testing.assert_close(torch.stack(sm.omega), torch.tensor([0.9, 2.0, -1.0]))
-    of_binary = with_omega(None, 5, Config(omega_s=0.5, omega_b=-2.0))
-    torch.testing.assert_close(torch.stack(of_binary.omega), torch.tensor([0.5, 10 / 1.5, -2.0]))
-    assert with_omega(None, 5, Config()) is None and of_binary.k == 3
-    refused("without SM", with_omega, None, 5, Config(omega_a=2.0))
+        new = with_omega(sm, 5, Config(omega_s=0.9, omega_a=2.0, omega_b=-1.0))
+        torch.testing.assert_close(torch.stack(new.omega), torch.tensor([0.9, 2.0, -1.0]))
+        assert new.k == k and (k or new.tau == pytest.approx(1))
+        refused("give all three", with_omega, sm, 5, Config(omega_s=0.9))
+    refused("out of range", with_omega, None, 5, Config(omega_s=0.9, omega_a=2.0, omega_b=1.0))
 
 
 def test_safetensors_round_trip_with_every_dtype(tmp_path):
-    path, dtypes = str(tmp_path / "w.safetensors"), checkpoint.DTYPES.values()
+    path, dtypes = str(tmp_path / "w.safetensors"), dream.DTYPES.values()
     tensors = {str(dtype): (torch.arange(6) % 2).to(dtype).view(2, 3) for dtype in dtypes}
     tensors |= {"odd": torch.ones(3, dtype=torch.uint8), "after odd": torch.ones(2),
                 "scalar": torch.tensor(1.5), "empty": torch.ones(0, 4)}
     write_safetensors(path, tensors, {"a": "b"})
     for tensor in read_safetensors(path).values():
         tensor.zero_()  # the file stays as it is
-    back, metadata = read_safetensors(path, with_metadata=True)
-    assert metadata == {"a": "b"} and Path(path).read_bytes()[0] % 8 == 0
+    back = read_safetensors(path)
+    assert Path(path).read_bytes()[0] % 8 == 0
     assert list(back) == list(tensors)
     assert all(torch.equal(back[n], t) and back[n].dtype == t.dtype for n, t in tensors.items())
 
@@ -118,13 +128,13 @@ def test_safetensors_round_trip_with_every_dtype(tmp_path):
 def test_a_full_disk_is_named_and_the_old_file_stays(tmp_path, request):
     """torch.save raises another error, and leaves a file that ends anywhere."""
     path, limits = str(tmp_path / "last.pt"), resource.getrlimit(resource.RLIMIT_FSIZE)
-    checkpoint.save(path, step=1)
+    launch.save(path, step=1)
     request.addfinalizer(lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limits))
     for size in 30_000, 65_536, 400_000:
         resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
         with pytest.raises(OSError, match="File too large"):
-            checkpoint.save(path, model={str(i): torch.zeros(50, 500) for i in range(5)})
-        assert load(path)["step"] == 1 and os.listdir(tmp_path) == ["last.pt"]
+            launch.save(path, model={str(i): torch.zeros(50, 500) for i in range(5)})
+        assert torch.load(path)["step"] == 1 and os.listdir(tmp_path) == ["last.pt"]
 
 
 def test_training_checkpoint_without_its_framework(tmp_path):
@@ -182,8 +192,8 @@ def test_hub_layouts(tmp_path):
     {"tensors": {"backbone.blocks.1.norm2.weight": torch.ones(31)}},
 ])
 def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, change):
-    refused("ckpt has .* works here|not that of base 10000|is not a complete checkpoint",
-            load, training_file(tmp_path / "x.ckpt", trained(), **change))
+    refused("ckpt has .* works here|not that of base 10000|is broken",
+            convert.read, training_file(tmp_path / "x.ckpt", trained(), **change))
 
 
 def test_what_a_file_of_mdlms_family_may_lack(tmp_path):
@@ -194,40 +204,45 @@ def test_what_a_file_of_mdlms_family_may_lack(tmp_path):
     shadow = whole["ema"]["shadow_params"]
     for ema in shadow[1:], [*shadow, shadow[0]], shadow[0][0, 0], shadow[::-1]:
         torch.save(whole | {"ema": {"shadow_params": ema}}, path)
-        refused("is not a complete checkpoint.*Error", load_mdlm, path)
+        refused("is broken.*Error", convert.read, path)
     del whole["state_dict"][INV_FREQ]
     torch.save(whole | {"hyper_parameters": {"config": {"model": {"n_heads": 4}}}}, path)
-    assert same(load_mdlm(path, ema=False), model) and load(path)["step"] == 0
+    assert same(load_mdlm(path, ema=False), model) and convert.read(path)["step"] == 0
     torch.save({"state_dict": whole["state_dict"]}, path)
-    refused("x.ckpt: give n_heads", load, path)
+    refused("x.ckpt: give n_heads", convert.read, path)
     hub.write_text('{"n_heads": 8}')
-    assert load(path)["config"]["n_head"] == 8
+    assert convert.read(path)["config"]["n_head"] == 8
 
 
-def test_a_soft_mask_of_ones_own_is_loaded_and_continued_as_what_it_is(tmp_path):
+def test_a_class_of_ones_own_is_loaded_as_what_it_is(tmp_path):
     path, model = str(tmp_path / "x.pt"), trained()
     one, two, copy = (type(name, (SoftMask,), {}) for name in ("One", "Two", "SoftMask"))
-    for own, wrong in (one, SoftMask), (one, two), (SoftMask, one), (copy, SoftMask):
-        model.sm.__class__ = own
-        config = vars(model.cfg) | {"SoftMask": checkpoint.class_of(model.sm)}
-        save_mdlm(path, model, config=config, data={"keys": 3, "path": "there"})
-        assert type(load_mdlm(path, SoftMask=own).sm) is own
-        refused(rf"load_mdlm\(path, SoftMask={own.__name__}\)", load_mdlm, path, SoftMask=wrong)
-    save_mdlm(path, trained(), data={"keys": 3, "path": "there"})  # without the name
-    last = lambda sm: checkpoint.load_last(path, "mdlm", model.cfg, sm,
-                                           {"keys": 3, "path": "here"}, {"path"}, ": no")
-    assert last(SoftMask(29))["step"] == 1
-    refused(r"SoftMask \(None there, 'Two' here\): no", last, two(29))
+    for own, other in (one, None), (one, two), (None, one), (copy, None):
+        model.sm = (own or SoftMask)(29)
+        save_mdlm(path, model)
+        assert type(MDLM.load(path, sm=own).sm) is (own or SoftMask)
+        name = (own or SoftMask).__name__
+        wrong(f"a soft mask of the class {name}: .*--code", MDLM.load, path, sm=other)
+    net = type("Mine", (type(model.net),), {})(model.cfg)
+    save_mdlm(path, MDLM(model.cfg, net))
+    wrong("a network of the class Mine, not DiT", MDLM.load, path)
 
 
-def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused(tmp_path):
-    model, ours, shared = trained(), str(tmp_path / "ours.pt"), str(tmp_path / "ours.safetensors")
+def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused_in_one_line(tmp_path):
+    model, ours, shared = trained(), str(tmp_path / "ours.pt"), str(tmp_path / "x.safetensors")
     save_mdlm(ours, model)
-    write_safetensors(shared, model.state_dict())
+    write_safetensors(shared, published(model))
     for path in ours, shared:
         whole = Path(path).read_bytes()
         for size in 0, 5, 100, len(whole) // 2, len(whole) - 1:
             Path(path).write_bytes(whole[:size])
-            refused("is not a complete checkpoint", load, path)
+            refused("is broken", convert.read, path)
+            wrong("is not a whole checkpoint of this project", MDLM.load, path)
     torch.save({"w": torch.ones(2)}, ours)
-    refused("is not a model of MDLM's family", load, ours)
+    refused("is not a model of MDLM's family", convert.read, ours)
+    foreign = training_file(tmp_path / "x.ckpt", model)
+    for path in ours, foreign:
+        wrong(f"python lab/convert.py {path} OUT.pt", read_checkpoint, path, "mdlm")
+        refused("lab/convert.py", start, "sample", f"--checkpoint={path}")
+    launch.save(ours, kind="dream-adapter")
+    wrong("has kind 'dream-adapter', and 'mdlm' is needed", MDLM.load, ours)
