@@ -267,8 +267,9 @@ def load_adapter(model, folder, sm=None):
     if os.path.exists(ours) and read_json(ours)["base"] != model.fingerprint():
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
                       f"{cfg['base_model_name_or_path']}: same shapes, other weights")
-    with readable(folder):
+    with one_line():
         check_finite(state, folder)
+    with readable(folder):
         dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
         dora.load_adapter_state(model, state)
     if os.path.exists(f"{folder}/softmask.pt"):

@@ -192,7 +192,7 @@ def test_hub_layouts(tmp_path):
     {"tensors": {"backbone.blocks.1.norm2.weight": torch.ones(31)}},
 ])
 def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, change):
-    refused("ckpt has .* works here|not that of base 10000|is broken",
+    refused("ckpt has .* works here|not that of base 10000|x.ckpt: .*Error",
             convert.read, training_file(tmp_path / "x.ckpt", trained(), **change))
 
 
@@ -204,7 +204,7 @@ def test_what_a_file_of_mdlms_family_may_lack(tmp_path):
     shadow = whole["ema"]["shadow_params"]
     for ema in shadow[1:], [*shadow, shadow[0]], shadow[0][0, 0], shadow[::-1]:
         torch.save(whole | {"ema": {"shadow_params": ema}}, path)
-        refused("is broken.*Error", convert.read, path)
+        refused("x.ckpt: .*Error", convert.read, path)
     del whole["state_dict"][INV_FREQ]
     torch.save(whole | {"hyper_parameters": {"config": {"model": {"n_heads": 4}}}}, path)
     assert same(load_mdlm(path, ema=False), model) and convert.read(path)["step"] == 0
@@ -236,7 +236,7 @@ def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused_in_one_line(tmp_pa
         whole = Path(path).read_bytes()
         for size in 0, 5, 100, len(whole) // 2, len(whole) - 1:
             Path(path).write_bytes(whole[:size])
-            refused("is broken", convert.read, path)
+            refused(r": \w+:", convert.read, path)
             wrong("is not a whole checkpoint of this project", MDLM.load, path)
     torch.save({"w": torch.ones(2)}, ours)
     refused("is not a model of MDLM's family", convert.read, ours)
