@@ -17,6 +17,7 @@ A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS a
 too [code]. Published perplexities use rows of this form that begin elsewhere (REPRODUCE.md, 16).
 """
 
+import contextlib
 import functools
 import glob
 import hashlib
@@ -147,6 +148,15 @@ def describe(tok):
             bos = eos = tok.eot_token  # <|endoftext|>
     return {"name": tok.name, "vocab_size": tok.n_vocab + 1, "mask_id": tok.n_vocab,
             "bos": bos, "eos": eos}
+
+
+def text_of(tok, ids):
+    """The text of token ids. An id without bytes gives nothing: [MASK], and gaps of cl100k_base."""
+    parts = []
+    for i in ids:
+        with contextlib.suppress(KeyError):
+            parts.append(tok.decode_single_token_bytes(i))
+    return b"".join(parts).decode("utf-8", "replace")
 
 
 # ---- corpora -------------------------------------------------------------------------------------

@@ -226,8 +226,10 @@ class DreamConfig:
         if os.path.exists(f"{folder}/adapter_config.json"):
             raise Refused(f"{folder} is an adapter: give it as --adapter, and its model as --model")
         path, added = f"{folder}/config.json", f"{folder}/added_tokens.json"
-        raw = read_json(path) if os.path.exists(path) else {}
-        raw = {name: value for name, value in raw.items() if value is not None}
+        if not os.path.exists(path):
+            raise Refused(f"{folder} is no Dream model: it has no config.json. sample.py is for an "
+                          "MDLM")
+        raw = {name: value for name, value in read_json(path).items() if value is not None}
         if "mask_token_id" not in raw and os.path.exists(added):  # open-dCoder
             raw["mask_token_id"] = read_json(added).get("<M>")
         with readable(path):

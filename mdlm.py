@@ -201,7 +201,11 @@ def read_checkpoint(path, kind):
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         found = ckpt["kind"]
-    except OSError:  # it is missing, or a folder
+    except FileNotFoundError:
+        raise ValueError(f"there is no {path}: `python train.py stdlib` trains a model")
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder. Dream's models and adapters are for sample_dream.py")
+    except OSError:
         raise
     except Exception as e:
         raise ValueError(f"{path} is not a whole checkpoint of this project ({type(e).__name__}). "

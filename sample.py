@@ -36,7 +36,7 @@ import torch
 import torch.nn.functional as F
 
 import launch
-from data import rng, tokenizer
+from data import rng, text_of, tokenizer
 from launch import Refused, Share, Size, append_jsonl, progress, read_jsonl, to_device
 from mdlm import MDLM, compile_parts
 from softmask import SoftMask, feed_back
@@ -445,7 +445,7 @@ def shown(tok, ids, special):
     ends = special["bos"], special["eos"]
     start = int(ids[0] in ends)
     stop = next((i for i in range(start, len(ids)) if ids[i] in ends), len(ids))
-    return tok.decode(ids[start:stop])
+    return text_of(tok, ids[start:stop])
 
 
 def main(cfg):
@@ -495,7 +495,7 @@ def main(cfg):
             ids = sample(model, x, cfg, rng("sample", cfg.seed, i), on_step).tolist()
         bar.update(cfg.steps - nfe)  # the steps that made no pass
         if path:
-            append_jsonl(path, {"ids": ids, "text": tok.decode(ids), "nfe": nfe, "seed": cfg.seed,
+            append_jsonl(path, {"ids": ids, "text": text_of(tok, ids), "nfe": nfe, "seed": cfg.seed,
                                 "index": i, "settings": settings})
         else:
             print_text(shown(tok, ids, model.info["tokenizer"]) + "\n---")
@@ -507,7 +507,7 @@ def main(cfg):
 # ---- on a terminal -------------------------------------------------------------------------------
 def cell_text(tok, token):
     """A token id as text: ↵ for a line break, a dot for [MASK] and for what cannot be printed."""
-    text = tok.decode([token]) if token < tok.n_vocab else "·"
+    text = text_of(tok, [token]) or "·"
     return "".join(c if c.isprintable() else "↵" if c == "\n" else "·" for c in text)
 
 

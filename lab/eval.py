@@ -79,10 +79,13 @@ def result_path(cfg, source, metric, settings):
     """SOURCE.METRIC.json or --out. Raises Refused if that has a result of other settings."""
     path = cfg.out or f"{source.rstrip('/')}.{metric}.json"
     if os.path.exists(path):
-        before, here = read_json(path), asdict(cfg) | settings
-        launch.check_same(path, before["evaluation"] | before["settings"], here,
-                          here.keys() - {"out", "label", "batch_size", "device"},
-                          ": give another --out, or remove this file")
+        result, here = read_json(path), asdict(cfg) | settings
+        before = result["evaluation"] | result["settings"]
+        names = here.keys() - {"out", "label", "batch_size", "device"}
+        other = [name for name in sorted(names) if before.get(name) != here[name]]
+        if other:
+            raise Refused(f"{path} has other settings ({', '.join(other)}): give another --out, or "
+                          "remove it")
     return path
 
 

@@ -88,6 +88,7 @@ def test_any_tokenizer_that_tiktoken_knows(tmp_path, encodings, end, dtype):
     assert data.rows(tokens, [1], 5).tolist() == [[end, end, 97, 98, end]]
     assert tokens.tokenizer == {"name": "many", "vocab_size": end + 2, "mask_id": end + 1,
                                 "bos": end, "eos": end}
+    assert data.text_of(data.tokenizer("many"), [97, end - 5, end - 9, end + 1]) == "aé"
     encodings("endless", 300, "<|end|>")
     refused("tokenizer endless: .*endoftext", data.describe, data.tokenizer("endless"))
 

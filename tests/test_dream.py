@@ -109,10 +109,10 @@ def test_a_folder_that_is_no_dream_model_is_told_what_it_is(folder, tmp_path):
     mdlm.mkdir()
     for read in Tokenizer, Dream.load, DreamConfig.read:
         refused(r"^there is no nope: `hf download [\w/-]+ --local-dir=nope`$", read, "nope")
-        for text in None, '{"model_type": "mdlm", "n_heads": 12}':
-            if text:
-                (mdlm / "config.json").write_text(text)
-            refused("vocab_size is None.*An MDLM is for sample.py", read, mdlm)
+        refused("no Dream model: it has no config.json.*sample.py", read, mdlm)
+        (mdlm / "config.json").write_text('{"model_type": "mdlm", "n_heads": 12}')
+        refused("vocab_size is None.*An MDLM is for sample.py", read, mdlm)
+        (mdlm / "config.json").unlink()
     (folder / "adapter_config.json").write_text("{}")
     refused("is an adapter: give it as --adapter", Tokenizer, folder)
 

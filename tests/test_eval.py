@@ -164,6 +164,16 @@ def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
     refused("data has changed since own.pt was", result, "--checkpoint=own.pt")
 
 
+@pytest.mark.parametrize("script", ["eval", "sample", "feedback"])
+def test_what_is_no_mdlm_is_told_what_it_is(world, tiny, script):
+    """A Dream folder, an adapter of a run, and nothing"""
+    launch.save("adapter.pt", kind="dream-adapter", model={})
+    for path, message in ((tiny[0], "is a folder.*sample_dream.py"),
+                          ("adapter.pt", "has kind 'dream-adapter'"),
+                          ("none.pt", "there is no none.pt: `python train.py stdlib` trains")):
+        refused(message, start, script, f"--checkpoint={path}", "--device=cpu")
+
+
 def test_ppl_of_a_checkpoint(world):
     ppl = "--checkpoint=last.pt", "--data=data", "--repeats=2", "--rows=5"
     start("eval", *ppl, "--label=tiny")
@@ -188,7 +198,8 @@ def test_ppl_of_a_checkpoint(world):
                                  "text": text | {"path": "data"}, "dtype": "float32"}
     for name, other in ("ema", "False"), ("seed", "2"), ("floor", "0"), ("repeats", "1"):
         other = *ppl, f"--{name}={other}"
-        refused(rf"^last.pt.ppl.json has other settings: {name} \(.*--out", start, "eval", *other)
+        refused(rf"^last.pt.ppl.json has other settings \({name}\): give another --out",
+                start, "eval", *other)
         assert result(*other)["values"] != found["values"]
     null = result(*ppl, "--rows=1")["values"]["soft"]["ppl_se"]  # of one row there is none
     assert null is None and "NaN" not in Path("r.json").read_text()
@@ -206,7 +217,7 @@ def test_the_mean_of_the_bound_by_t_is_the_bound(world):
     ask = functools.partial(start, "feedback", *words)
     refused("give calls from 1 to the width", ask, "--width=3")  # the last call would be empty
     ask()
-    refused("r.json has other settings: width", ask, "--width=5")
+    refused(r"r.json has other settings \(width\)", ask, "--width=5")
     found, ppl = read_json("r.json")["values"], result(*words[:2], "--rows=20", "--floor=0")
     tenths = [row for title, row in found.items() if title.startswith("nats")]
     assert len(tenths) == 10
