@@ -17,7 +17,7 @@ import feedback
 import oracles
 from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, save_mdlm, start
 from eval_samples import gen_ppl, score
-from launch import append_jsonl, read_json
+from launch import append_jsonl, read_json, save
 from mdlm import MDLM
 from sample import Pick, decode, shares_of
 from train import bound, val_nats
@@ -167,7 +167,7 @@ def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
 @pytest.mark.parametrize("script", ["eval", "sample", "feedback"])
 def test_what_is_no_mdlm_is_told_what_it_is(world, tiny, script):
     """A Dream folder, an adapter of a run, and nothing"""
-    launch.save("adapter.pt", kind="dream-adapter", model={})
+    save("adapter.pt", kind="dream-adapter", model={})
     for path, message in ((tiny[0], "is a folder.*sample_dream.py"),
                           ("adapter.pt", "has kind 'dream-adapter'"),
                           ("none.pt", "there is no none.pt: `python train.py stdlib` trains")):
