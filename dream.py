@@ -164,7 +164,7 @@ class Dream(nn.Module):
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
         """A model from its published folder, frozen, in eval mode.   dtype: None, its table's."""
-        with torch.device("meta"):  # shapes without memory
+        with torch.device("meta"), readable(folder):  # shapes without memory
             model = cls(DreamConfig.read(folder))
         names, index = {"model.safetensors"}, f"{folder}/model.safetensors.index.json"
         with readable(folder):
@@ -173,10 +173,8 @@ class Dream(nn.Module):
             files = [read_safetensors(f"{folder}/{name}") for name in names]
             state = {name: t for file in files for name, t in file.items()
                      if not name.endswith("rotary_emb.inv_freq")}
-            head = state.get("lm_head.weight") if model.cfg.tie_word_embeddings else None
-            if head is not None:  # a file has the table, the head, or both
-                if torch.equal(head, state.setdefault("model.embed_tokens.weight", head)):
-                    del state["lm_head.weight"]  # if they differ, it stays and is refused
+            if model.cfg.tie_word_embeddings:
+                state.pop("lm_head.weight", None)  # it is the table
             model.load_state_dict(state, assign=True)
         model.to(device, dtype or model.table.dtype)
         with one_line():
