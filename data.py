@@ -178,7 +178,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         n = sum(sizes)
         held_out = sum(sizes[-val_docs:]) if val_docs else min(n // 10, max(n // 100, 65_536))
         if not held_out:
-            raise Refused(f"{n:,} tokens are too few to hold out a tenth: give more text")
+            raise Refused(f"{source}: {n:,} tokens are too few to hold out a tenth of them")
         train_ids, val_ids = np.split(np.memmap(train, dtype, "r"), [-held_out])
         meta = {"tokenizer": special, "dtype": dtype, "source": source, "documents": len(sizes)}
         for split, ids in ("train", train_ids), ("val", val_ids):

@@ -185,8 +185,8 @@ class Dream(nn.Module):
 # Settings of config.json, adapter_config.json and transparency_config.json. Another value would
 # change the result, but not the names and shapes of the tensors.
 ONLY = {
-    "hidden_act": "silu", "rope_scaling": {}, "rope_type": "default", "partial_rotary_factor": 1,
-    "quantization_config": {}, "use_sliding_window": False,
+    "hidden_act": "silu", "rope_scaling": None, "rope_type": "default", "partial_rotary_factor": 1,
+    "quantization_config": None, "use_sliding_window": False,
     "peft_type": "LORA", "use_dora": True, "use_rslora": False, "bias": "none", "rank_pattern": {},
     "alpha_pattern": {}, "layer_replication": [], "init_lora_weights": True,
     "transparency_scheduling": "none"}  # --schedule sets it here

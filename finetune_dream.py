@@ -303,7 +303,7 @@ def load_dialogues(cfg, tok, mask_id):
 def read_file(cfg, unread):
     """[train, val] of a .jsonl, lists of (place, messages), shuffled by the seed"""
     dialogues = [*data.numbered(messages_in(cfg.data, unread), cfg.data,
-                                " (see --help for its form, RECIPES.md for others)")]
+                                " (forms: see --help; RECIPES.md converts others)")]
     n_val = min(cfg.n_val, len(dialogues) // 10)
     dialogues = [dialogues[i] for i in data.order(len(dialogues), "held out", cfg.seed)]
     return [dialogues[n_val:][:cfg.n_train], dialogues[:n_val]]

@@ -72,7 +72,7 @@ def test_configs_as_published_and_as_transformers_4_and_5_write_them(folder):
            "layer_types": ["full_attention"] * 28, "eos_token_id": ends, "pad_token_id": None,
            "mask_token_id": None}
     rewrite(folder, "added_tokens.json", **{"<M>": 0})
-    for changes in {}, {"rope_scaling": {}, "head_dim": 128}, new:
+    for changes in {}, {"rope_scaling": None, "head_dim": 128}, new:
         rewrite(folder, "config.json", **raw | changes)
         cfg = DreamConfig.read(folder)
         assert (cfg.rope_theta, cfg.head_dim, cfg.pad_token_id) == (1e6, 128, 151643)
