@@ -205,9 +205,6 @@ def encode(docs, tok):
                 yield ids
 
 
-SUFFIXES = ".txt", ".jsonl", ".parquet"
-
-
 def documents(paths, field="text"):
     """Yields (place, text) of each document in the files."""
     for path in paths:
@@ -252,6 +249,9 @@ def json_lines(path):
         for line in f:
             if line.strip():
                 yield json.loads(line.decode("utf-8-sig"))  # without a byte-order mark
+
+
+SUFFIXES = ".txt", ".jsonl", ".parquet"
 
 
 def find_files(sources):
