@@ -300,7 +300,7 @@ def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
 def test_merged_and_unmerged_adapter_decode_alike(tiny, tmp_path):
     scaled = recorded_adapter(Dream.load(tiny[0]), alpha=40)
     head = SoftMask(261, 3, omega_s=0.9, omega_a=2.0, omega_b=-4.5)
-    finetune_dream.save_adapter(str(tmp_path), scaled, head, finetune_dream.Config(alpha=40))
+    finetune_dream.save_adapter(str(tmp_path), scaled, head, finetune_dream.Config(alpha=40, k=3))
 
     def run(**flags):
         model, _, sm = S.load_for_decoding(S.Decoding(tiny[0], str(tmp_path), **flags))
@@ -316,7 +316,7 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     def go(**flags):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
-    err = go(prompt="hello", omega_s=0.9, block=4, threshold=1e-9, schedule="linear").err
+    err = go(prompt="hello", omega_s=0.9, omega_a=2.0, omega_b=-3.0, block=4, threshold=1e-9, schedule="linear").err
     tokens, passes = map(float, re.findall(r"([\d.]+) (?:passes )?per second", err))
     assert "NFE 4; 2.00 tokens per pass" in err and "; SoftMask(k=3, omega_s=0.9" in err
     assert tokens == pytest.approx(2 * passes, abs=0.2)
