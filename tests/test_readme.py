@@ -66,7 +66,7 @@ CUT_SHORT = {  # flags behind a script, or behind a command with this word
               "--micro_batch=4 --steps=2 --eval_rows=4 --device=cpu").split(),
     "examples/sudoku train": "--n_layer=1 --n_head=2 --n_embd=16 --steps=2 --device=cpu".split(),
     "openwebtext": ["--out=data/openwebtext", "--tokenizer=bytes"],
-    "eval": ["--device=cpu", "--rows=4"],
+    "lab/eval": ["--device=cpu", "--rows=4"],
     "lab/feedback": ["--device=cpu", "--rows=4"],
     "finetune_dream": ["--steps=2", "--device=cpu"],
     "--model=Dream-v0-Instruct-7B": ["--model=out/tiny_dream/model"],

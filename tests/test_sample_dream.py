@@ -308,7 +308,7 @@ def test_merged_and_unmerged_adapter_decode_alike(tiny, tmp_path):
     (none, merged), (eight, beside) = run(), run(merge=False)
     assert (none, eight) == (0, 8) and torch.equal(merged, beside)
     assert torch.equal(merged, decode(scaled, PROMPT, 16, 16, sm=head))
-    for other in ({"soft": False}, {"omega_b": -1.5}):
+    for other in ({"soft": False}, dict(omega_s=0.9, omega_a=2.0, omega_b=-1.5)):
         assert not torch.equal(merged, run(**other)[1])
 
 
