@@ -93,6 +93,7 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
 
+
 def finetune(cfg, sm=None):
     """Alg. 1 on dialogues, or the rest of it. Returns the TwoPassDream.
 
@@ -226,7 +227,7 @@ def finetune(cfg, sm=None):
     if stopped:
         launch.end_run(machine, f"stopped after update {made:,}, which is saved: to continue, run "
                                 f"the same command with --resume", 128 + stopped)
-    adapter = f"{cfg.out}/{'best' if val else 'last'}"
+    adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # not a best/ of an earlier run
     launch.end_run(machine, f"{launch.warning(line, len(model.net.table))}python sample_dream.py "
                             f"--model={cfg.model} --adapter={adapter} --prompt=…")
     return model

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: MIT
 """Text from masks: Alg. 2, the reverse process.                                         §2.1, §2.2
 
-    Alg. 2         generate       each mask is revealed at random, whatever the others do
-                   decode         in an order: in each step a share of the masks, the surest first
+    Alg. 2         generate       each mask is revealed at random, independently of the others
+                   decode         in an order: each step reveals a share of the masks, surest first
            l.3     hidden, head   the forward pass (mdlm.py)
-           l.4     nucleus, categorical; in decode by `propose`: which token
+           l.4     nucleus, categorical    which token. `decode` calls them in `propose`
            l.5     step_probs     in generate: how likely a mask is revealed, known before the pass
                    reveal         in decode: which masks are revealed, after the pass
            l.6     feed_back      what the next pass reads (softmask.py)
@@ -14,9 +14,9 @@
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.pt --count=5000 --compile \
         --out=samples.jsonl
 
-The last command makes the samples behind "Standard, Binary, 1M, 1/1" in Tables 1 and 2, one by one.
-Each rank has its own file, samples.RANK.jsonl. If it is stopped, the same command makes the rest,
-also on another number of ranks.
+The last command makes samples as for "Standard, Binary, 1M, 1/1" in Tables 1 and 2, one by one.
+Each rank has its own file, samples.RANK.jsonl. If the command is stopped, run it again to make the
+rest, even with another number of ranks.
 """
 
 import glob
@@ -47,7 +47,7 @@ T_ON = 0.55     # the plateau of remdm-loop begins, App. B.1
 T_OFF = 0.05    # and ends
 ALPHA_ON = 0.9  # the share of tokens there
 ORDERS = "entropy", "maskgit_plus", "margin", "random"
-Temperature = Annotated[float, 0, math.inf]  # a negative one would turn the order around
+Temperature = Annotated[float, 0, math.inf]  # a negative one would reverse the order
 
 
 # ---- each mask at random -------------------------------------------------------------------------
@@ -105,20 +105,20 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
             x^ = unmask(x~)     a coin for every mask: this token, or still [MASK]?  l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    Training feeds back a plain pass over the same masks. Here, the pass that is fed back had other
-    masks and (later) feedback. In the code, `x` holds the ids x^, and `emb` the embeddings x. The
-    paper's l.6 has x^ and p of the step before. Here both are of this step, as in §3.1 [code].
+    Training feeds back a plain pass over the same masks. Here, the pass that is fed back had more
+    masks and, after the first step, feedback itself. In the code, `x` holds the ids x^, and `emb`
+    the embeddings x. The paper's l.6 has the indices of the step before: a misprint [code].
     Whether a position changes does not depend on the network. So the coins of l.5 are tossed before
     l.3, and l.4 draws only the tokens that appear. ReMDM tosses coins for tokens, too.
 
     A step that changes no token makes no pass (App. C.4), although a pass would renew SM's feedback
-    [code]. So SM makes as many passes as binary masking. The last step makes one if it starts with
-    masks. Masks left at the end are filled by one more pass, by argmax [code].
+    [code]. So for the same coins, SM makes as many passes as binary masking. The last step makes a
+    pass whenever masks are left. What it leaves is filled by one more pass, by argmax [code].
 
     model: TwoPass or MDLM, put in eval mode. Without its sm, it decodes without feedback.
     x: (L,) ids on the CPU. Its masks are filled, and its tokens never change.
     steps: T.   sampler: for `step_probs`.   top_p: for `nucleus`.   generator: on the CPU.
-    every: make a pass in every step, App. C.5. The authors do, with time conditioning [code].
+    every: make a pass in every step (App. C.5), as the authors do with time conditioning [code].
     on_step: see `decode`, with n = 1.
     Returns ids (L,) on the CPU.
     """
@@ -128,10 +128,10 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
     device = net.table.device
     masked = x == model.mask_id                                                # (L,)  on the CPU
     free = masked  # where ReMDM may turn a token into [MASK] again
-    x = to_device(x, device)                                                   # (L,)            l.1
-    emb = F.embedding(x, net.table)                                            # (L, D)
+    x = to_device(x, device)                                                   # (L,)
+    emb = F.embedding(x, net.table)                                            # (L, D)          l.1
     dt = (1 - T_END) / steps
-    for i in range(steps + 1):                                                 #                 l.2
+    for i in range(steps + 1):                                                 #            l.2, l.7
         t = 1 - i * dt
         end = i == steps  # one more pass, for masks that are left
         reveal, remask = (1, 0) if end else step_probs(t, t - dt, sampler)
@@ -143,21 +143,21 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
         if not ((appear | vanish).any() or last or every and not end):
             continue
         masked = stay | vanish                                                 # (L,)
-        # The places of the three are found on the CPU: on a GPU, this would be a host sync.
+        # Where these are, found on the CPU. On a GPU, finding them would be a host sync.
         new, old, again = (to_device(where.nonzero()[:, 0], device)
                            for where in (appear, stay, vanish))                # (m,), (s,), (r,)
         l = torch.cat((new, old))                                              # (N,)
         masks = torch.zeros_like(l), l                                         # 2 × (N,)
         h = net.hidden(emb[None], masks, torch.full((1,), t, device=device))   # (N, D)          l.3
         p = net.head(h[:len(new)]).softmax(-1)                                 # (m, V)          l.3
-        x0 = p.argmax(-1) if end else categorical(nucleus(p, top_p), u[appear])  # (m,)  of x~   l.4
+        x0 = p.argmax(-1) if end else categorical(nucleus(p, top_p), u[appear])  # (m,)          l.4
         lost = x[again]                                                        # (r,)
         x = x.index_put((new,), x0).index_fill(0, again, model.mask_id)        # (L,)  x^        l.5
         emb = F.embedding(x, net.table)                                        # (L, D)
-        predicted = sm and model.predict_sm(h[len(new):])                      # (s,), 2 × (s, k)
+        predicted = sm and model.predict_sm(h[len(new):])  #    (s,), 2 × (s, k)            l.3, l.6
         emb, lam = feed_back(sm, net.table, emb, x, (old,), predicted)         # (L, D), (L,)    l.6
         if sm and len(again):
-            # A token that was just re-masked was visible at l.3. So its p is 1 [code], and H is 0.
+            # A token that was just re-masked was visible at l.3. So p of this token is 1 [code].
             strength = sm.strength(torch.zeros(len(again), device=device))     # (r,)
             certain = strength, lost[:, None], torch.ones_like(lost[:, None])  # (r,), 2 × (r, 1)
             emb, more = feed_back(sm, net.table, emb, x, (again,), certain)    # (L, D), (L,)    l.6
@@ -169,9 +169,10 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
 # ---- in an order ---------------------------------------------------------------------------------
 class Pick(NamedTuple):
     """How a step of `decode` picks tokens                                 Alg. 2 l.4-5, App. B.2"""
-    # Where the model is surest. entropy: lowest H. maskgit_plus: highest p of the token. margin:
-    # highest p of the best token minus p of the second. random: a control. Or a function of your
-    # own: probabilities (N, V), after temperature and nucleus, to (N,), large where it is sure.
+    # What is revealed first. entropy: the lowest H. maskgit_plus: the highest p of the proposed
+    # token. margin: the largest lead of the likeliest token over the second. random: a control.
+    # Dream has the first three; all four are [ours] for an MDLM. Or a function of your own, of the
+    # probabilities (N, V) after temperature and nucleus: (N,), large where the model is sure.
     confidence: Literal[ORDERS] | Callable = "entropy"
     temperature: float = 0.0        # 0: the likeliest token
     top_p: float = 1.0              # 1: no nucleus
@@ -184,28 +185,30 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
     """Fill the masks of x. Each step reveals a share of them, in an order              Alg. 2, §2.2
 
     model: TwoPass or MDLM, put in eval mode. Without its sm, it decodes without feedback.
-    x: (n, L) ids on the CPU. Each row needs as many masks as the others, else ValueError.
+    x: (n, L) ids on the CPU. Without a threshold, all rows must have equally many masks, in every
+        step: else ValueError. (If the model can predict [MASK], decode one row at a time.)
     shares: for each step, the share of a row's masks that it reveals, rounded down, such as
         `shares_of`. With a threshold: itertools.repeat(1), for as many steps as needed.
     pick: Pick. All rows draw from its generator.
-    gain: a factor on λ, from the share of the first masks that are left, App. C.9.
+    gain: a factor on λ, a function of the share of the initial masks that are left, App. C.9.
     on_step(x, lam, masks, h, revealed): called after every pass. x (n, L): ids. lam (n, L): λ of
-        each mask that got feedback, else 0. masks: the index pair (b, l), each (N,), of the masks
-        before the pass. h (N, D): the hidden states that predict them. revealed (N,): bool.
+        each mask that this pass gave feedback, else 0. masks: the index pair (b, l), each (N,), of
+        the masks before the pass. h (N, D): the hidden states that predict them. revealed (N,):
+        which of them are tokens now.
     Returns ids (n, L) on the CPU.
     """
     model.eval()
     net = model.net
     sm = model.sm
     masked = x == model.mask_id                                         # (n, L)  on the CPU
-    if len(masked.sum(-1).unique()) > 1:
-        raise ValueError("each row of x needs as many masks as the others")
     n_masks = masked.sum().item()
     x = to_device(x, net.table.device)                                  # (n, L)
     emb = F.embedding(x, net.table)                                     # (n, L, D)             l.1
-    for share in shares:                                                #                       l.2
+    for share in shares:                                                #                  l.2, l.7
         if not masked.any():
             break
+        if pick.threshold is None and len(masked.sum(-1).unique()) > 1:
+            raise ValueError("all rows of x must have equally many masks")
         masks = indices(masked, x.device)                               # 2 × (N,)
         # The share of masks, as if α_t = 1 − t [ours]
         t = (x == model.mask_id).float().mean(-1)                       # (n,)
@@ -215,7 +218,7 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
         x = reveal(x, masks, x0, conf, share, pick.threshold)           # (n, L)                l.5
         masked = masks_left(x, conf, model.mask_id)                     # (n, L)  on the CPU
         left = masked.sum().item() / n_masks
-        predicted = sm and sm(logits)                                   # (N,), 2 × (N, k)
+        predicted = sm and sm(logits)                                   # (N,), 2 × (N, k)      l.6
         emb, lam = feed_back(sm, net.table, emb, x, masks, predicted, gain(left))  #            l.6
         on_step(x, lam, masks, h, x[masks] != model.mask_id)
     return x.cpu()
@@ -224,8 +227,8 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
 def shares_of(counts):
     """Shares for `decode`: [2, 2, 1] is 2/5 of the masks, 2/3 of those left, and all of the rest.
 
-    So T equal counts share the masks evenly, L/T in each step (§2.2). As fractions, because in
-    floats, 49 · (1 / 49) is below 1.
+    So T equal counts share the masks evenly, L/T in each step (§2.2). They are fractions, because
+    in floats 49 · (1 / 49) is below 1.
     """
     return [Fraction(n, sum(counts[i:])) for i, n in enumerate(counts)]
 
@@ -236,12 +239,12 @@ def indices(where, device):
 
 
 def propose(logits, mask_id, forced, pick):
-    """A token for each mask, and how sure the model is of it                            Alg. 2 l.4
+    """A token for each mask, and how sure the model is of it                          Alg. 2 l.4-5
 
     logits: (N, V). Temperature and nucleus, in this order [code], change tokens and conf, but not
-        the soft masks [code].
-    forced: each mask that this step may reveal must be filled. So where Dream predicts [MASK]
-        itself, take the best other token [ours]. The authors' code leaves masks in its answers.
+        the soft masks [code]. The nucleus is Dream's, also for an MDLM [ours].
+    forced: where Dream predicts [MASK] itself, take the best other token [ours]. The authors' code
+        leaves masks in its answers.
     Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
     scaled = logits / pick.temperature if pick.temperature > 0 else logits  # (N, V)
@@ -259,8 +262,8 @@ def propose(logits, mask_id, forced, pick):
     elif callable(pick.confidence):
         conf = pick.confidence(p)                                       # (N,)
     elif pick.confidence == "entropy":
-        # −H of what the nucleus leaves [code], guarded against log 0. At App. B.2's settings, it
-        # can leave a single token, with H = 0.
+        # −H of what the nucleus leaves [code], guarded against log 0. At App. B.2's settings, the
+        # nucleus is often a single token. Then H is 0, and such positions tie.
         conf = (p * (p + 1e-10).log()).sum(-1)                          # (N,)
     elif pick.confidence == "margin":
         best, second = p.topk(2).values.unbind(-1)                      # 2 × (N,)
@@ -288,20 +291,20 @@ def reveal(x, masks, x0, conf, share, threshold=None):
 
 
 def masks_left(x, conf, mask_id):
-    """Where x (n, L) is [MASK], on the CPU. Raises Refused if the logits behind conf are broken."""
+    """Where x (n, L) is [MASK], on the CPU. Raises Refused if conf is NaN."""
     both = torch.cat((x.flatten(), conf.isnan().any()[None])).cpu()     # (n·L + 1,)  a host sync
     if both[-1]:
-        raise Refused("the model's logits are not finite: try --dtype=float32 or other weights")
+        raise Refused("the model's logits are not finite: try float32, or other weights")
     return both[:-1].view(x.shape) == mask_id                           # (n, L)
 
 
 # ---- which token ---------------------------------------------------------------------------------
 def nucleus(probs, p, keep_crossing=False):
-    """Keep the likeliest tokens while their sum is at most p, and renormalise              App. B.1
+    """Keep the likeliest tokens, up to a sum of p, and renormalise                         App. B.1
 
     probs: (n, V).   Returns (n, V).
-    The likeliest token is always kept. The token that crosses p is dropped in MDLM's code, and kept
-    in Dream's [code], as usual.
+    The likeliest token is always kept. MDLM's code drops the token with which the sum crosses p.
+    Dream's keeps it, as most others do (keep_crossing) [code].
     """
     if p == 1:
         return probs
@@ -353,7 +356,7 @@ class Config:
     length: Size | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with an order, one for each mask)
     # mdlm, remdm-cap (in the paper for T < L) and remdm-loop reveal at random, App. B.1. The others
-    # are orders: each step reveals about as many, the surest first (§2.2; see Pick).
+    # are orders: each step reveals about the same number, the surest first (§2.2; see Pick).
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     temperature: Temperature = 1.0  # with an order; 0: the likeliest tokens
     threshold: Share | None = None  # with an order, in place of steps: see `reveal`
@@ -371,7 +374,9 @@ class Config:
     show: bool = False          # watch the samples appear
     code: str = ""              # a Python file to run first: its SoftMask replaces ours
     device: str = "auto"        # cuda, else mps, else cpu
-    compile: bool = False       # CUDA graphs: a minute to build, then a pass takes a fourth
+    compile: bool = False       # CUDA graphs: a minute to build, then passes are much faster
+
+
 def starting_ids(prompt, L, tok, special):
     """Ids (L,) to start from: a row as in training (data.rows), with masks for missing text."""
     mask = special["mask_id"]
@@ -455,7 +460,7 @@ def main(cfg):
 
     # ---- load the model, encode the prompt
     model, tok, x, cfg = prepared(cfg)                                         # x: (L,)
-    # All that a sample depends on besides its index. The table tells checkpoints of a step apart.
+    # All that a sample depends on besides its index. The table tells runs of equal length apart.
     table = model.net.table.detach().numpy()                                   # (V, D)
     settings = {name: value for name, value in asdict(cfg).items()
                 if name not in ("count", "out", "show", "device", "compile")}
@@ -481,7 +486,7 @@ def main(cfg):
 
     # ---- make them
     bar = progress(total=len(todo) * cfg.steps, unit="step", disable=cfg.show or not todo)
-    print_text = bar.write if sys.stderr.isatty() else print  # bar.write would show the bar at once
+    print_text = bar.write if sys.stderr.isatty() else print  # in a pipe, bar.write prints a bar
     watch = show(tok, model) if cfg.show and sys.stdout.isatty() else lambda *_: None
     for i in todo:
         nfe = 0
@@ -493,7 +498,7 @@ def main(cfg):
             watch(*now)
         with here.autocast():
             ids = sample(model, x, cfg, rng("sample", cfg.seed, i), on_step).tolist()
-        bar.update(cfg.steps - nfe)  # the steps that made no pass
+        bar.update(cfg.steps - nfe)  # steps that made no pass
         if path:
             append_jsonl(path, {"ids": ids, "text": text_of(tok, ids), "nfe": nfe, "seed": cfg.seed,
                                 "index": i, "settings": settings})

@@ -3,7 +3,7 @@
 
     §2.2 conditional generation   pad_prompt       a response of [MASK]s after the prompt
     App. A, Alg. 2                sample.decode    the whole response at once
-           l.5, §2.2 L/T          reveal_shares    how many tokens each step reveals
+           l.5, §2.2 L/T          reveal_shares    the share of masks that each step reveals
            l.6, App. C.9          time_gain        a factor on λ, if it is to change with time
     App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
 
@@ -51,8 +51,9 @@ class Decoding:
     switch: Share = 0.5             # t' of the stepwise schedules, App. C.9: see `time_gain`
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # Whatever algorithm and steps are: a pass reveals all tokens with at least this probability.
-    # After temperature and top_p, a small lead can make it 1 (REPRODUCE.md, "Where this differs").
+    # Whatever algorithm and steps are: a pass reveals all tokens with at least this probability,
+    # and always the surest. The probability is that after temperature and top_p, where a small lead
+    # can be enough for 1 (REPRODUCE.md, "Where this differs").
     threshold: Share | None = None
     code: str = ""                  # a Python file to run first: its SoftMask replaces ours
     # These three together replace the adapter's soft mask. Without an adapter, --omega_s=0.3
@@ -73,15 +74,15 @@ class Config(Decoding):
     # In prompt and infill, the two characters \n stand for a line break.
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one per line
-    # The model replaces the first blank in this text, of three or more _, or continues it if there
-    # is none. No chat template is added, so a base model can do it, too: --infill="def f(x):\n"
+    # The model fills the first blank ___ in this text. Without a blank, it continues the text. No
+    # chat template is added, so a base model can do it, too: --infill="def f(x):\n"
     infill: str = ""
 
 
 def pad_prompt(cfg, prompt, gen_len):
     """A list of ids → x (1, L): these, then gen_len [MASK]s          §2.2 conditional generation"""
     x = torch.tensor([prompt + gen_len * [cfg.mask_token_id]])          # (1, L)
-    # `decode` fills masks inside the prompt, too.
+    # An infill has masks inside the prompt. They are filled like those of the response.
     if x[0, 0] == cfg.mask_token_id:
         raise Refused("position 0 is masked, and nothing before it can predict it: put text first")
     return x
@@ -94,7 +95,7 @@ def reveal_shares(steps):
     that with T = L, each step reveals one token. Here it is 0, 1, …, 1, 2 for L = 768 [code].
     """
     times = torch.linspace(1, 1e-3, steps + 1)                          # (T + 1,)
-    shares = 1 - times[1:] / times[:-1]                                 # (T,)  on the host
+    shares = 1 - times[1:] / times[:-1]                                 # (T,)  on the CPU
     shares[-1] = 1
     return shares
 
@@ -118,9 +119,9 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
                   on_step=lambda *_: None):
     """Fill the last gen_len positions, block after block from the left        App. B.2, Fast-dLLM
 
-    x: (1, L), from `pad_prompt`.   shares: a list with one for each pass over a block; with a
-    threshold, as many 1s as a block has tokens. Other arguments, and the result: see
-    `sample.decode`.
+    model: in eval mode.   x: (1, L), from `pad_prompt`.   shares: one for each pass over a block,
+    not an iterator; with a threshold, as many 1s as a block has tokens. Other arguments, and the
+    result: see `sample.decode`.
 
     The first pass of a block computes all positions. What later ones compute (=), and where they
     reuse the first one's keys and values (·), depends on the cache:
@@ -130,10 +131,10 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
         prefix       ························    =====    ============
         dual         ························    =====    ············
 
-    The first pass reveals the block's first token, however unsure the model is [code], because with
-    a cache later passes do not compute the state that predicts it. A block with one step is filled
-    by this step [ours]. Fast-dLLM would leave all but one of its masks.
-    Each mask has the feedback of the last pass that predicted it, across blocks, too [ours].
+    The first pass reveals the block's first token, however unsure the model is, because with a
+    cache later passes do not compute the state that predicts it. Fast-dLLM's code does so without a
+    cache, too. If a block has one step, this step fills it [ours]: Fast-dLLM's would leave masks.
+    Each mask keeps the feedback from the last pass that predicted it, across blocks, too [ours].
     """
     net = model.net
     sm = model.sm
@@ -143,19 +144,21 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
     x = to_device(x, net.table.device)                                  # (1, L)
     emb = F.embedding(x, net.table)                                     # (1, L, D)             l.1
     kv = None
-    for first in range(L - gen_len, L, block):
+    for first in range(L - gen_len, L, block):                          #                  l.2, l.7
         end = first + block
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, end)}[cache]
-        for i, share in enumerate(shares):                              #                       l.2
-            n = masked[0, first:end].sum().item()  # masks that may be revealed: the first n
+        for i, share in enumerate(shares):                              #                  l.2, l.7
+            # Blocks before this one are filled. So its masks, which may be revealed, come first.
+            n = masked[0, first:end].sum().item()
             if n == 0:
                 break
             if i == 0 and len(shares) > 1:
                 n = share = 1
             lo, hi = later if i else (0, L)                             # what the pass computes
-            # Masks of later blocks only get feedback. Without it they need no prediction.
-            b, l = indices(masked[:, :hi if sm else end], x.device)     # 2 × (N,)
-            # lo = 0 computes all afresh. With a cache, lo ≥ first ≥ 1: no prompt is empty.
+            # Masks of later blocks are predicted for their feedback alone.
+            stop = hi if sm else end
+            b, l = indices(masked[:, :stop], x.device)                  # 2 × (N,)
+            # lo = 0 computes all afresh. After the first pass, no mask is at `first`, so l > lo.
             h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (1, hi − lo, D)       l.3
             h = net.predictors(h, (b, l - lo))                          # (N, D)                l.3
             logits = net.head(h)                                        # (N, V)                l.3
@@ -163,7 +166,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
             x = reveal(x, (b[:n], l[:n]), x0, conf, share, pick.threshold)  # (1, L)            l.5
             masked = masks_left(x, conf, model.mask_id)                 # (1, L)  on the CPU
             left = masked.sum().item() / n_masks
-            predicted = sm and sm(logits)                               # (N,), 2 × (N, k)
+            predicted = sm and sm(logits)                               # (N,), 2 × (N, k)      l.6
             emb, lam = feed_back(sm, net.table, emb, x, (b, l), predicted, gain(left))  #       l.6
             on_step(x, lam, (b, l), h, x[b, l] != model.mask_id)
     return x.cpu()
@@ -193,7 +196,7 @@ def load_for_decoding(cfg):
 def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
     """The text that fills the masks of a prompt, and {"nfe", "tokens", "kept", "seconds"}.
 
-    ids: of the prompt, a list.   until: the text is cut at each of these strings in turn [code].
+    ids: of the prompt, a list.   until: the text ends before the first of these strings [code].
     kept: tokens before the end token.
     """
     nfe = 0

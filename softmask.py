@@ -173,11 +173,12 @@ class SoftMask(nn.Module):
 
 
 def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
-    """What the next pass reads: sm(x̂, p) where this pass predicted, emb elsewhere       Alg. 2 l.6
+    """What the next pass reads: sm(x̂, p) at `masks`, and emb elsewhere                  Alg. 2 l.6
 
-    A position that was revealed gets its token, one that stays masked its soft mask.
+    A position that was revealed gets its token. One that stays masked gets its soft mask.
 
-    sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), what this pass read.
+    sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), embeddings of x that
+    already hold elsewhere.
     x: (…) ids, after the reveal.   masks: an index into x, such as a pair (b, l), each (N,).
     predicted: λ (N,), ids and π (N, k), from sm(logits).   gain: a factor on λ, App. C.9.
     Returns emb (…, D), and λ (…): of each soft mask that was made, and 0 elsewhere.

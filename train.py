@@ -82,6 +82,7 @@ PRESETS = {  # the first word of a command
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
+
 def train(cfg, sm=None):
     """Alg. 1, or the rest of it. Returns the MDLM and its EMA.
 

@@ -154,7 +154,7 @@ def test_decode_is_its_loop(changes, soft):
             alone = [decode(model, x[None], shares, Pick(**how)) for x in rows]
             assert torch.equal(decode(model, rows, shares, Pick(**how)), torch.cat(alone))
     assert len(passes) > 2  # the threshold was passed, and not always by all
-    with pytest.raises(ValueError, match="as many masks as the others"):
+    with pytest.raises(ValueError, match="equally many masks"):
         decode(model, ROWS, shares_of([1]), Pick())
 
 

@@ -316,7 +316,8 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     def go(**flags):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
-    err = go(prompt="hello", omega_s=0.9, omega_a=2.0, omega_b=-3.0, block=4, threshold=1e-9, schedule="linear").err
+    omega = dict(omega_s=0.9, omega_a=2.0, omega_b=-3.0)
+    err = go(prompt="hello", **omega, block=4, threshold=1e-9, schedule="linear").err
     tokens, passes = map(float, re.findall(r"([\d.]+) (?:passes )?per second", err))
     assert "NFE 4; 2.00 tokens per pass" in err and "; SoftMask(k=3, omega_s=0.9" in err
     assert tokens == pytest.approx(2 * passes, abs=0.2)
