@@ -57,7 +57,8 @@ def open_split(dir, split):
         raise Refused(f"there is no {dir}/meta.json: make it, as by `python data.py yours.jsonl "
                       f"--tokenizer=bytes --out={dir}`")
     meta = read_json(f"{dir}/meta.json")
-    path, dtype = f"{dir}/{split}.bin", np.dtype(meta.get("dtype", "uint16"))
+    path = f"{dir}/{split}.bin"
+    dtype = np.dtype(meta.get("dtype", "uint16"))
     if os.path.getsize(path) != dtype.itemsize * meta[split]["tokens"]:
         raise Refused(f"{path} is incomplete: `rm -r {dir}`, and prepare it again with data.py")
     # A file without tokens cannot be mapped.
@@ -142,7 +143,8 @@ def tokenizer(name="gpt2"):
 
 def describe(tok):
     """{name, vocab_size, mask_id, bos, eos}, as in meta.json. vocab_size includes [MASK]."""
-    bos, eos = 256, 257
+    bos = 256
+    eos = 257
     if tok.name != "bytes":
         with readable(f"tokenizer {tok.name}"):
             bos = eos = tok.eot_token  # <|endoftext|>
@@ -169,7 +171,8 @@ def prepare(docs, out, tok, val_docs=None, source=""):
           atomic(f"{out}/train.bin") as train):
         if os.path.exists(f"{out}/meta.json"):
             raise Refused(f"{out} holds a corpus already: give another --out, or `rm -r {out}`")
-        special, sizes = describe(tok), []  # tokens of each document
+        special = describe(tok)
+        sizes = []  # tokens of each document
         dtype = "uint16" if special["mask_id"] <= 65_536 else "uint32"
         with open(train, "wb") as f:
             for ids in encode(docs, tok):

@@ -52,7 +52,8 @@ class Attention(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.head_dim = cfg.head_dim
-        D, kv_width = cfg.hidden_size, cfg.num_key_value_heads * cfg.head_dim
+        D = cfg.hidden_size
+        kv_width = cfg.num_key_value_heads * cfg.head_dim
         self.q_proj = nn.Linear(D, D)
         self.k_proj = nn.Linear(D, kv_width)
         self.v_proj = nn.Linear(D, kv_width)
@@ -106,7 +107,8 @@ class Dream(nn.Module):
 
     def __init__(self, cfg):
         super().__init__()
-        self.cfg, self.checkpointing = cfg, False
+        self.cfg = cfg
+        self.checkpointing = False
         self.model = nn.ModuleDict({  # nested as the published names are
             "embed_tokens": nn.Embedding(cfg.vocab_size, cfg.hidden_size),
             "layers": nn.ModuleList(Layer(cfg) for _ in range(cfg.num_hidden_layers)),
@@ -128,7 +130,8 @@ class Dream(nn.Module):
         """
         place = torch.arange(emb.shape[1], device=emb.device) + start   # (L,)
         cos, sin = (x.to(emb.dtype) for x in rope(place[None], self.cfg))
-        h, kv = emb, []
+        h = emb
+        kv = []
         for i, layer in enumerate(self.model["layers"]):
             context = (cos, sin, None if past is None else past[i], place)
             if self.checkpointing and torch.is_grad_enabled():
@@ -166,7 +169,8 @@ class Dream(nn.Module):
         """A model from its published folder, frozen, in eval mode.   dtype: None, its table's."""
         with torch.device("meta"), readable(folder):  # shapes without memory
             model = cls(DreamConfig.read(folder))
-        names, index = {"model.safetensors"}, f"{folder}/model.safetensors.index.json"
+        names = {"model.safetensors"}
+        index = f"{folder}/model.safetensors.index.json"
         with readable(folder):
             if os.path.exists(index):
                 names = set(read_json(index)["weight_map"].values())
@@ -223,7 +227,8 @@ class DreamConfig:
                           f"--local-dir={folder}`")
         if os.path.exists(f"{folder}/adapter_config.json"):
             raise Refused(f"{folder} is an adapter: give it as --adapter, and its model as --model")
-        path, added = f"{folder}/config.json", f"{folder}/added_tokens.json"
+        path = f"{folder}/config.json"
+        added = f"{folder}/added_tokens.json"
         if not os.path.exists(path):
             raise Refused(f"{folder} is no Dream model: it has no config.json. sample.py is for an "
                           "MDLM")

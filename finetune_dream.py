@@ -284,7 +284,8 @@ def lr_at(step, steps, warmup):
 
 def load_dialogues(cfg, tok, mask_id):
     """train and val, [(ids, prompt length)], and a text that says what was dropped or not read"""
-    counts, unread = Counter(), set()
+    counts = Counter()
+    unread = set()
     if not cfg.data:
         raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
     parts = read_hub(cfg, counts) if cfg.data in HUB else read_file(cfg, unread)
@@ -367,7 +368,8 @@ def hub_dialogues(rows, counts):
 
 def encode_all(dialogues, cfg, tok, mask_id, counts):
     """[(ids, prompt length)] of the dialogues kept. `counts` gets why others are dropped."""
-    kept, calls = [], {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")}
+    kept = []
+    calls = {tok.special.get("<tool_call>"), tok.special.get("</tool_call>")}
     for place, messages in progress(dialogues, desc="dialogues", delay=5):
         with launch.readable(place):
             ids, prompt_len = encode_chat(messages, tok)
@@ -422,7 +424,9 @@ def trained(model):
 @torch.no_grad()
 def evaluate(model, val, cfg, machine):
     """{name: mean loss over the held-out dialogues}, with feedback and without."""
-    losses, pad_id, mask_id = {}, model.net.cfg.pad_token_id, model.mask_id
+    losses = {}
+    pad_id = model.net.cfg.pad_token_id
+    mask_id = model.mask_id
     for soft in [True, False] if model.sm else [False]:
         terms = [torch.zeros((), device=machine.device)]  # a rank may have no dialogue
         for i in range(machine.rank, len(val), machine.world):

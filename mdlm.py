@@ -91,7 +91,8 @@ class TwoPass(nn.Module):
 
     def __init__(self, net, sm, mask_id, two_updates=False):
         super().__init__()
-        self.net, self.sm = net, sm
+        self.net = net
+        self.sm = sm
         self.mask_id = mask_id
         self.two_updates = two_updates      # the first pass gets gradients too, App. C.3
         self.lam = torch.tensor(torch.nan)  # 0-d: mean λ of the last call with feedback
@@ -103,7 +104,8 @@ class TwoPass(nn.Module):
         masks: where xt is [MASK], as an index pair (b, l) (default: found here, with a host sync).
         Returns nll (N,) fp32, and masks.
         """
-        net, sm = self.net, self.sm
+        net = self.net
+        sm = self.sm
         if masks is None:
             masks = (xt == self.mask_id).nonzero(as_tuple=True)                # 2 × (N,)
         emb = F.embedding(xt, net.table)                                       # (B, L, D)
@@ -281,7 +283,8 @@ class Block(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         D = cfg.n_embd
-        self.n_head, self.dropout = cfg.n_head, cfg.dropout
+        self.n_head = cfg.n_head
+        self.dropout = cfg.dropout
         self.norm1 = LayerNorm(D)
         self.attn_qkv = nn.Linear(D, 3 * D, bias=False)
         self.attn_out = nn.Linear(D, D, bias=False)
@@ -312,7 +315,9 @@ class DiT(nn.Module):
     def __init__(self, cfg):
         super().__init__()
         self.cfg = cfg
-        V, D, cond = cfg.vocab_size, cfg.n_embd, cfg.n_cond
+        V = cfg.vocab_size
+        D = cfg.n_embd
+        cond = cfg.n_cond
         self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not tied [code]
         nn.init.kaiming_uniform_(self.table, a=math.sqrt(5))
         mlp = nn.Sequential(nn.Linear(256, cond), nn.SiLU(), nn.Linear(cond, cond))
@@ -334,7 +339,9 @@ class DiT(nn.Module):
 
     def trunk(self, emb, t):
         """emb (B, L, D) → last hidden states (B, L, D), both fp32 even under autocast [code]"""
-        dtype, kind, L = emb.dtype, emb.device.type, emb.shape[1]
+        dtype = emb.dtype
+        kind = emb.device.type
+        L = emb.shape[1]
         if torch.is_autocast_enabled(kind):
             dtype = torch.get_autocast_dtype(kind)  # that of queries and keys
         cos, sin = (x[:L].to(dtype) for x in (self.cos, self.sin))  # 2 × (L, 1, d)

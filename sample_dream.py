@@ -182,7 +182,8 @@ def load_for_decoding(cfg):
     check(cfg.gen_len, cfg.steps or cfg.gen_len, cfg.block, cfg.threshold)
     *_, device, dtype = machine(cfg.device, cfg.dtype)
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32  # None: as stored
-    tok, model = Tokenizer(cfg.model), Dream.load(cfg.model, device, dtype)
+    tok = Tokenizer(cfg.model)
+    model = Dream.load(cfg.model, device, dtype)
     own = launch.soft_mask(cfg.code)
     sm = load_adapter(model, cfg.adapter, own) if cfg.adapter else None
     sm = with_omega(sm, model.cfg.mask_token_id, cfg)

@@ -215,7 +215,8 @@ def largest(logits, k):
     logits. These k maxima are at least as large as any logit in the other groups. For 8,192 rows of
     50,258 logits, an H100 takes 1.7 ms instead of 5.1. On a CPU, it is 5 to 8 times as fast.
     """
-    width, V = 128, logits.shape[1]
+    width = 128
+    V = logits.shape[1]
     if V < 8 * k * width:  # the k groups would be a large part of V
         return logits.topk(k)
     whole = V // width * width

@@ -353,7 +353,8 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     Returns (3, m) float64, means over the repeats: the bound in nats, the cross-entropy in nats
     without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
     """
-    device, was_training = next(model.parameters()).device, model.training
+    device = next(model.parameters()).device
+    was_training = model.training
     drawn, losses = [torch.zeros(3, 0)], [torch.zeros(0, device=device)]  # a rank may have none
     model.eval()
     for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, repeats, batch_size, rank,
