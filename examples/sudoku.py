@@ -7,7 +7,7 @@
     python examples/sudoku.py --checkpoint=out/sudoku/last.pt    # its bound, and what it solves
     python examples/sudoku.py data               # the grids alone, into data/sudoku
 
-    the language          canonical, texts, puzzles, mistake; as ids: ids_of, cells_of
+    the language          canonical, texts, puzzles, mistake, solutions; as ids: ids_of, cells_of
     data and training     prepare, train_model
     the demonstration     fill, demonstrate
 """
@@ -86,6 +86,18 @@ def mistake(cells):
                 return f"{digit} twice in {place}"
             seen.add((digit, place))
     return ""
+
+
+def solutions(cells):
+    """How many grids have these digits. cells: 36 digits, with dots for empty cells."""
+    given = [(i, digit) for i, digit in enumerate(cells) if digit != "."]
+    values = canonical().T.contiguous()  # by cell                                     (36, 39168)
+    fits = torch.ones(len(canonical()), dtype=torch.bool)                            # (39168,)
+    # Up to a relabeling: two given cells are equal in the grid if their digits are equal.
+    for (i, a), (j, b) in itertools.combinations(given, 2):
+        fits &= (values[i] == values[j]) == (a == b)                                 # (39168,)
+    unseen = 6 - len({digit for _, digit in given})  # digits that can be named in any way
+    return fits.sum().item() * math.factorial(unseen)
 
 
 def ids_of(cells, mask_id):

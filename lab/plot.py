@@ -97,20 +97,63 @@ def with_gain(words, values, base, spec):
     return [row, {"feedback": "gain"} | gain] if gain else [row]
 
 
-def p_values(gaps, tests):
-    """{name: p} that a mean difference is 0.   gaps: {name: [six differences]}
+def p_value(x):
+    """p of a two-sided t-test that the mean of x is 0, for any number of differences x
 
-    Two-sided t-tests with 5 degrees of freedom, corrected by Holm for so many tests.
+    The distribution of t is in Abramowitz and Stegun, 26.7.3 (odd degrees of freedom) and 26.7.4.
     """
-    alone, found, worst = [], {}, 0.0
-    for name, x in gaps.items():
-        angle = math.atan2(abs(mean(x)) * math.sqrt(6), stdev(x) * math.sqrt(5))  # atan(|t| / √5)
-        more = math.sin(angle) * math.cos(angle) * (1 + 2 / 3 * math.cos(angle) ** 2)
-        alone.append((1 - 2 / math.pi * (angle + more), name))
-    for rank, (p, name) in enumerate(sorted(alone)):
-        worst = max(worst, min(1.0, (tests - rank) * p))
+    df = len(x) - 1
+    angle = math.atan2(abs(mean(x)) * math.sqrt(len(x)), stdev(x) * math.sqrt(df))  # atan(t / √df)
+    odd = df % 2
+    term = math.cos(angle) if odd else 1.0
+    total = 0.0
+    for i in range(2 + odd, df + 1, 2):
+        total += term
+        term *= math.cos(angle) ** 2 * (i - 1) / i
+    inside = math.sin(angle) * total  # P[|T| < |t|]
+    if odd:
+        inside = 2 / math.pi * (angle + inside)
+    return 1 - inside
+
+
+def holm(gaps):
+    """{name: p} of the means of gaps {name: [difference]}, corrected by Holm for their number"""
+    found = {}
+    worst = 0.0
+    for rank, name in enumerate(sorted(gaps, key=lambda name: p_value(gaps[name]))):
+        worst = max(worst, min(1.0, (len(gaps) - rank) * p_value(gaps[name])))
         found[name] = worst
     return found
+
+
+def clear_from(x, tests):
+    """The smallest mean of differences that scatter like x which has p < 0.05 among so many tests
+
+    By Holm's first and strictest step, so it does not depend on the other tests.
+    """
+    low = 0.0
+    high = 100 * stdev(x)
+    for _ in range(50):
+        middle = (low + high) / 2
+        if tests * p_value([value - mean(x) + middle for value in x]) < 0.05:
+            high = middle
+        else:
+            low = middle
+    return high
+
+
+def against(pairs, seeds):
+    """{name: "mean of x − y (p, clear_from)"} of pairs {name: (x, y)}, with a number for each seed
+
+    There is no p before all planned seeds are in.
+    """
+    gaps = {name: [a - b for a, b in zip(x, y)] for name, (x, y) in pairs.items()}
+    cells = {name: f"{mean(gap):+.1f}" for name, gap in gaps.items()}
+    for name, gap in gaps.items():
+        if len(gap) == seeds:
+            p = f"p = {holm(gaps)[name]:.2g}"
+            cells[name] += f" ({p}, clear from {clear_from(gap, len(gaps)):.1f})"
+    return cells
 
 
 def table(pattern):

@@ -58,3 +58,29 @@ def test_sudoku_grids_are_all_of_them_and_rows_hold_one_each(tmp_path):
     known = {tuple(grid) for grid in every.flatten(1).tolist()}
     for grid in (rows[:, 1:37] - 49).tolist():
         assert tuple(map(grid[:6].index, grid)) in known  # with other names for the digits
+
+
+def brute_force(cells):
+    """How many ways there are to fill the first empty cell, and then the others"""
+    if sudoku.mistake(cells):
+        return 0
+    if "." not in cells:
+        return 1
+    return sum(brute_force(cells.replace(".", digit, 1)) for digit in "123456")
+
+
+def test_solutions_are_counted_as_a_search_does():
+    """Of puzzles with few and with many solutions, with few different digits, and with none"""
+    grids = sudoku.ids_of(sudoku.texts(6, rng("solutions")), 258)
+    found = []
+    for given in 20, 12, 10:
+        x = sudoku.puzzles(grids, given, 258, [rng("solutions", i) for i in range(6)])
+        found += [(sudoku.solutions(cells), cells) for cells in sudoku.cells_of(x, 258)]
+    found += [(sudoku.solutions(cells), cells) for cells in (
+        "11" + 34 * ".",
+        re.sub("[3-6]", ".", sudoku.texts(1, rng("solutions"))[0]))]
+    small = [(n, cells) for n, cells in found if n < 300]
+    assert len(small) > 15 and len({n for n, _ in small}) > 6
+    for n, cells in small:
+        assert n == brute_force(cells), cells
+    assert sudoku.solutions(36 * ".") == 720 * 39_168 == 720 * sudoku.solutions("123456" + 30 * ".")
