@@ -235,12 +235,12 @@ def texts(path, field):
     if suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
         batches = ParquetFile(path).iter_batches(1000, columns=[field])
-        found = (text for batch in batches for text in batch.column(field).to_pylist())
+        values = (text for batch in batches for text in batch.column(field).to_pylist())
     elif suffix == ".jsonl":
-        found = (record[field] for record in json_lines(path))
+        values = (record[field] for record in json_lines(path))
     else:
-        found = [path.read_bytes().decode("utf-8-sig")]  # line ends stay as they are
-    for text in found:
+        values = [path.read_bytes().decode("utf-8-sig")]  # line ends stay as they are
+    for text in values:
         if not isinstance(text, str) or b"\0" in text.encode():  # half a surrogate pair raises
             raise ValueError("this is not text, or has a NUL in it")
         yield text
@@ -259,7 +259,7 @@ SUFFIXES = ".txt", ".jsonl", ".parquet"
 
 def find_files(sources):
     """All files of the paths, each once. Hidden ones and other formats in a folder are skipped."""
-    found = {}
+    paths = {}
     for source in map(Path, sources):
         source.stat()  # is it there?
         names = glob.glob("**", root_dir=source, recursive=True)  # without hidden ones
@@ -271,8 +271,8 @@ def find_files(sources):
             raise Refused(f"empty: {', '.join(empty)}")
         if len(files) < len(inside):
             print(f"{source}: skipped {len(inside) - len(files):,} files of other formats")
-        found |= {path.resolve(): path for path in files}
-    return [*found.values()]
+        paths |= {path.resolve(): path for path in files}
+    return [*paths.values()]
 
 
 def stdlib_files():

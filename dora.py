@@ -45,7 +45,9 @@ class DoRALinear(nn.Module):
     @torch.no_grad()
     def norm(self):
         """n (out,), fp32, without forming B A: n² = |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, by rows."""
-        A, B, s = self.lora_A, self.lora_B, self.s
+        A = self.lora_A
+        B = self.lora_B
+        s = self.s
         cross = (self.base.weight.float() @ A.T * B).sum(1)                      # (out,)
         update = (B @ (A @ A.T) * B).sum(1)                                      # (out,)
         return (self.square + 2 * s * cross + s * s * update).sqrt()

@@ -29,7 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 import dora
 from launch import Refused, atomic, one_line, read_json, readable
-from mdlm import check_finite, own_class, read_checkpoint
+from mdlm import check_class, check_finite, read_checkpoint
 from softmask import SoftMask
 
 
@@ -286,12 +286,10 @@ def load_soft_mask(path, mask_id, sm):
     """The soft mask of class sm in an adapter of finetune_dream.py, or None."""
     with one_line():
         ckpt = read_checkpoint(path, "soft mask")
-    if ckpt["model"] is None:
-        return None
-    soft_mask = sm(mask_id, ckpt["k"])
-    if ckpt["SoftMask"] != own_class(soft_mask):
-        raise Refused(f"{path} is of the class {ckpt['SoftMask'] or 'SoftMask'}: name the file "
-                      f"that defines it, --code=FILE.py")
+        if ckpt["model"] is None:
+            return None
+        soft_mask = sm(mask_id, ckpt["k"])
+        check_class(path, ckpt["SoftMask"], soft_mask)
     soft_mask.load_state_dict(ckpt["model"])
     return soft_mask
 

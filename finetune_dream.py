@@ -24,7 +24,6 @@ from typing import Literal
 import numpy as np
 import torch
 import torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
 
 import data
 import dora
@@ -93,6 +92,9 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
 
+# With any of these changed, a resumed run would be another run. What else changes is printed.
+IDENTITY = "seed", "batch_size", "r", "alpha", "loss", "k"
+
 
 def finetune(cfg, sm=None):
     """Alg. 1 on dialogues, or the rest of it. Returns the TwoPassDream.
@@ -123,11 +125,9 @@ def finetune(cfg, sm=None):
         optimizer = torch.optim.AdamW([{"params": list(trained(model.net).values())},  # DoRA
                                        {"params": omega}],
                                       betas=(0.9, 0.999), weight_decay=0.0)  # [code]
-        # With any of these changed, it would be another run. What else changes is printed.
-        identity = {name: getattr(cfg, name)
-                    for name in ("seed", "batch_size", "r", "alpha", "loss", "k")}
-        identity |= {"p_sm > 0": cfg.p_sm > 0, "SoftMask": own_class(model.sm), "keys": data.KEYS,
-                     "dialogues": digest_of(dialogues + val), "base": model.net.fingerprint()}
+        identity = {name: getattr(cfg, name) for name in IDENTITY} | {
+            "p_sm > 0": cfg.p_sm > 0, "SoftMask": own_class(model.sm), "keys": data.KEYS,
+            "dialogues": digest_of(dialogues + val), "base": model.net.fingerprint()}
         about = dict(kind="dream-adapter", config=asdict(cfg), identity=identity)
 
         # ---- what to start from
@@ -136,18 +136,13 @@ def finetune(cfg, sm=None):
         if resuming:
             with launch.one_line():
                 ckpt = mdlm.read_checkpoint(last, "dream-adapter")
-            launch.check_same(last, ckpt["identity"], identity, identity)
-            if master:
-                launch.print_changes(ckpt["config"], asdict(cfg))
+            launch.check_run(last, ckpt, identity, asdict(cfg))
             for name, p in trained(model).items():
                 p.data.copy_(ckpt["model"][name])
             optimizer.load_state_dict(ckpt["optimizer"])
             start = ckpt["step"]
             metrics = ckpt["metrics"]
-        parallel = model
-        if machine.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
-            parallel = DistributedDataParallel(model, gradient_as_bucket_view=True,
-                                               broadcast_buffers=False)
+        parallel = launch.ddp(model, machine)
         log = launch.Log(f"{cfg.out}/log.jsonl", start, steps, master)
         if master:
             print(f"{len(dialogues):,} dialogues, {len(val)} held out; {left_out}\n"
@@ -165,7 +160,7 @@ def finetune(cfg, sm=None):
 
         # ---- Alg. 1
         line = {}
-        stopped = 0
+        stopped = stop()
         for step in range(start, steps):                                       #          l.1, l.10
             # The coins of all dialogues, on all ranks: ω must not move if none has feedback.
             keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
@@ -224,12 +219,9 @@ def finetune(cfg, sm=None):
             if stopped:
                 break
 
-    if stopped:
-        launch.end_run(machine, f"stopped after update {made:,}, which is saved: to continue, run "
-                                f"the same command with --resume", 128 + stopped)
     adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # not a best/ of an earlier run
     launch.end_run(machine, f"{launch.warning(line, len(model.net.table))}python sample_dream.py "
-                            f"--model={cfg.model} --adapter={adapter} --prompt=…")
+                            f"--model={cfg.model} --adapter={adapter} --prompt=…", made, stopped)
     return model
 
 
@@ -378,7 +370,7 @@ def encode_all(dialogues, cfg, tok, mask_id, counts):
             f"response under {cfg.min_response} tokens": len(ids) - prompt_len < cfg.min_response,
             "tool calls": calls & {*ids},
             "[MASK] in the text": mask_id in ids}  # [ours]: it would count as masked
-        why = [reason for reason, found in reasons.items() if found]
+        why = [reason for reason, true in reasons.items() if true]
         if why:
             counts[why[0]] += 1
         else:

@@ -23,6 +23,7 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 
@@ -185,16 +186,30 @@ def first_rank(machine, make):
         dist.barrier()
 
 
-def end_run(machine, message, status=0):
-    """End a run on every rank. Rank 0 prints the message. A nonzero status exits the process."""
+def ddp(model, machine):
+    """The model, inside DDP if there are other ranks."""
+    if machine.world == 1:
+        return model
+    # As views of DDP's buckets, gradients need no memory of their own.
+    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+
+
+def end_run(machine, message, step, stopped):
+    """The end of a run on every rank. Rank 0 prints. After a signal (stopped), the process exits.
+
+    step: updates made.
+    """
     if machine.world > 1:
         # Wait: if a rank exits with a nonzero status, torchrun kills the others, even mid-save.
         dist.barrier()
         dist.destroy_process_group()
+    if stopped:
+        message = (f"stopped after update {step:,}, which is saved: to continue, run the same "
+                   f"command with --resume")
     if machine.rank == 0:
         print(message)
-    if status:
-        sys.exit(status)
+    if stopped:
+        sys.exit(128 + stopped)
 
 
 def to_device(x, device):
@@ -215,24 +230,27 @@ def over_ranks(tensor, operation=dist.ReduceOp.SUM):
 class Stop:
     """After a signal to any rank, stop() is its number on all of them, else 0. Call it on all.
 
-    with Stop() as stop: in this block, a signal ends nothing by itself. A second Ctrl-C does.
+    with Stop() as stop: in this block, from the first call on, a signal ends nothing by itself. A
+    second Ctrl-C does.
     """
 
     def __enter__(self):
         self.number = 0
+        self.before = {}  # {signal: its handler}
+        return self
+
+    def __call__(self):
         # SIGHUP: a closed terminal; nohup ignores it. SIGUSR1: Slurm can send it before the time is
         # up. Windows lacks some of these.
         names = "SIGTERM", "SIGINT", "SIGHUP", "SIGUSR1"
-        self.before = {n: signal.signal(n, self.take) for n in signal.Signals if n.name in names
-                       and (n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN)}
-        return self
+        self.before = self.before or {
+            n: signal.signal(n, self.take) for n in signal.Signals if n.name in names
+            and (n.name != "SIGHUP" or signal.getsignal(n) != signal.SIG_IGN)}
+        return over_ranks(torch.tensor(self.number), dist.ReduceOp.MAX).item()
 
     def take(self, number, frame):
         self.number = number
         signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-    def __call__(self):
-        return over_ranks(torch.tensor(self.number), dist.ReduceOp.MAX).item()
 
     def __exit__(self, *error):
         for number, handler in self.before.items():
@@ -266,11 +284,16 @@ def check_same(path, before, now, names, remedy=""):
         raise Refused(f"{path} has other settings: {', '.join(different)}{remedy}")
 
 
-def print_changes(before, now):
-    """Print a line for each setting of a run that is resumed with another value."""
-    for name, value in now.items():
-        if name != "resume" and before.get(name) != value:
-            print(f"{name} {before.get(name)} → {value}")
+def check_run(path, ckpt, identity, config):
+    """Raises Refused if this command would make another run of a last.pt. Prints what may differ.
+
+    identity: {name: value} of all that must be the same.   config: the settings.
+    """
+    check_same(path, ckpt["identity"], identity, identity)
+    for name, value in config.items():
+        before = ckpt["config"].get(name)
+        if before != value and name != "resume" and os.environ.get("RANK", "0") == "0":
+            print(f"{name} {before} → {value}")
 
 
 @contextlib.contextmanager
@@ -323,9 +346,9 @@ class Log:
 
     def line(self, step, eta_bb, sm, norm):
         """The line for all updates since the last line, up to `step`. Raises Refused on NaN."""
-        values = torch.stack([torch.as_tensor(v, dtype=torch.float32, device=norm.device)
-                              for v in (*self.sums.values(), norm)]).cpu().double()  # a host sync
-        sums = dict(zip(self.sums, over_ranks(values[:-1]).tolist()), norm=values[-1].item())
+        values = [float(value) for value in self.sums.values()]  # the only host syncs
+        values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
+        sums = dict(zip(self.sums, values), norm=norm.item())
         if not math.isfinite(sum(sums.values())):
             raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
         self.sums = {}

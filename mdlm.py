@@ -181,7 +181,8 @@ class MDLM(TwoPass):
         info = read_checkpoint(path, "mdlm")
         names = info["config"].keys() & ModelConfig.__dataclass_fields__  # train.Config has more
         model = cls(ModelConfig(**{name: info["config"][name] for name in names}), sm=sm)
-        check_classes(path, info, model)
+        check_class(path, info.get("net"), model.net)
+        check_class(path, info.get("SoftMask"), model.sm)
         state = info.pop("model")
         average = info.pop("ema", None)
         if not (ema or average):
@@ -202,7 +203,7 @@ def read_checkpoint(path, kind):
     """
     try:
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        found = ckpt["kind"]
+        there = ckpt["kind"]
     except FileNotFoundError:
         raise ValueError(f"there is no {path}: `python train.py stdlib` trains a model")
     except IsADirectoryError:
@@ -212,8 +213,8 @@ def read_checkpoint(path, kind):
     except Exception as e:
         raise ValueError(f"{path} is not a whole checkpoint of this project ({type(e).__name__}). "
                          f"If another wrote it: python lab/convert.py {path} OUT.pt")
-    if found != kind:
-        raise ValueError(f"{path} has kind {found!r}, and {kind!r} is needed here")
+    if there != kind:
+        raise ValueError(f"{path} has kind {there!r}, and {kind!r} is needed here")
     return ckpt
 
 
@@ -222,14 +223,11 @@ def own_class(part):
     return None if part is None or type(part) in (DiT, SoftMask) else type(part).__name__
 
 
-def check_classes(path, ckpt, model):
-    """Raises ValueError if a checkpoint is of another class of network or soft mask."""
-    if ckpt.get("net") != own_class(model.net):
-        raise ValueError(f"{path} has a network of the class {ckpt['net']}, not DiT: build it, and "
-                         f"load the file's \"model\" into MDLM(cfg, net)")
-    if ckpt.get("SoftMask") != own_class(model.sm):
-        raise ValueError(f"{path} has a soft mask of the class {ckpt.get('SoftMask') or 'SoftMask'}"
-                         f": name the file that defines it, --code=FILE.py")
+def check_class(path, name, part):
+    """Raises ValueError if a file is of another class than a network or soft mask here."""
+    if name != own_class(part):
+        raise ValueError(f"{path}: its own class is {name}, and {own_class(part)} is that of this "
+                         f"model (None: ours). --code=FILE.py names a file with a SoftMask")
 
 
 def check_finite(state, path):

@@ -454,8 +454,8 @@ def shown(tok, ids, special):
 
 
 def main(cfg):
-    here = launch.machine(cfg.device)
-    if here.world > 1 and not cfg.out:
+    machine = launch.machine(cfg.device)
+    if machine.world > 1 and not cfg.out:
         raise Refused("torchrun needs --out=FILE, such as --out=samples.jsonl")
 
     # ---- load the model, encode the prompt
@@ -465,11 +465,11 @@ def main(cfg):
     settings = {name: value for name, value in asdict(cfg).items()
                 if name not in ("count", "out", "show", "device", "compile")}
     settings |= {"step": model.info["step"], "tokenizer": tok.name,
-                 "dtype": str(here.dtype or torch.float32),
+                 "dtype": str(machine.dtype or torch.float32),
                  "table": hashlib.sha256(table.tobytes()).hexdigest()[:16]}
-    model.to(here.device)
-    if here.dtype:
-        model.net.cast_linears_(here.dtype)
+    model.to(machine.device)
+    if machine.dtype:
+        model.net.cast_linears_(machine.dtype)
     if cfg.compile:
         compile_parts(model, "reduce-overhead")
 
@@ -479,10 +479,10 @@ def main(cfg):
         launch.check_same(cfg.out, line.get("settings", {}), settings, settings,
                           ": give the same flags, or another --out")
     indices_made = {line["index"] for line in made}
-    todo = [i for i in range(here.rank, cfg.count, here.world) if i not in indices_made]
+    todo = [i for i in range(machine.rank, cfg.count, machine.world) if i not in indices_made]
     path = cfg.out
-    if here.world > 1:
-        path = f"{cfg.out.removesuffix('.jsonl')}.{here.rank}.jsonl"
+    if machine.world > 1:
+        path = f"{cfg.out.removesuffix('.jsonl')}.{machine.rank}.jsonl"
 
     # ---- make them
     bar = progress(total=len(todo) * cfg.steps, unit="step", disable=cfg.show or not todo)
@@ -496,7 +496,7 @@ def main(cfg):
             nfe += 1
             bar.update()
             watch(*now)
-        with here.autocast():
+        with machine.autocast():
             ids = sample(model, x, cfg, rng("sample", cfg.seed, i), on_step).tolist()
         bar.update(cfg.steps - nfe)  # steps that made no pass
         if path:
@@ -505,7 +505,7 @@ def main(cfg):
         else:
             print_text(shown(tok, ids, model.info["tokenizer"]) + "\n---")
     bar.close()
-    if path and here.rank == 0:
+    if path and machine.rank == 0:
         print(f"samples are in {path}")
 
 

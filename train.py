@@ -21,7 +21,6 @@ import copy
 from dataclasses import asdict, dataclass, replace
 
 import torch
-from torch.nn.parallel import DistributedDataParallel
 
 import data
 import launch
@@ -82,6 +81,10 @@ PRESETS = {  # the first word of a command
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
+# With any of these changed, a resumed run would be another run. What else changes is printed.
+IDENTITY = ("n_layer n_head n_embd n_cond length time_conditioning soft_mask k two_updates seed "
+            "batch_size").split()
+
 
 def train(cfg, sm=None):
     """Alg. 1, or the rest of it. Returns the MDLM and its EMA.
@@ -110,17 +113,13 @@ def train(cfg, sm=None):
     torch.manual_seed(cfg.seed)
     with launch.one_line():
         model = MDLM(cfg, sm=sm or launch.soft_mask(cfg.code))
-    # train.bin is too long to hash at every start: if it is overwritten while meta.json stays the
-    # same, this goes unnoticed. keys: the version of data.rng's keys.
-    source = {"path": cfg.data, "n_tokens": len(tokens.ids), "sha256": meta["train"]["sha256"],
-              "val": meta["val"]["sha256"], "keys": data.KEYS}
-    # With any of these changed, it would be another run. What else changes is printed.
-    identity = {name: getattr(cfg, name) for name in ("seed", "batch_size", *vars(ModelConfig()))
-                if name not in ("dropout", "omega_s", "omega_a", "omega_b")}
-    identity |= {"SoftMask": own_class(model.sm), "tokenizer": special} | source
-    del identity["path"], identity["n_tokens"]
+    classes = {"net": own_class(model.net), "SoftMask": own_class(model.sm)}
+    # Hashes of the text as it was prepared: train.bin is too long to hash at every start.
+    source = {"path": cfg.data, "sha256": meta["train"]["sha256"], "val": meta["val"]["sha256"]}
+    identity = {name: getattr(cfg, name) for name in IDENTITY} | classes | {
+        "tokenizer": special, "train": source["sha256"], "val": source["val"], "keys": data.KEYS}
     about = dict(kind="mdlm", config=asdict(cfg), identity=identity, tokenizer=special, data=source,
-                 net=own_class(model.net), SoftMask=own_class(model.sm))
+                 **classes)
 
     with launch.lock(cfg.out_dir, master), launch.Stop() as stop:
         # ---- what to start from
@@ -132,9 +131,7 @@ def train(cfg, sm=None):
         if launch.resumes(cfg.out_dir, cfg.resume, "step-*.pt"):
             with launch.one_line():
                 ckpt = mdlm.read_checkpoint(last, "mdlm")
-            launch.check_same(last, ckpt["identity"], identity, identity)
-            if master:
-                launch.print_changes(ckpt["config"], asdict(cfg))
+            launch.check_run(last, ckpt, identity, asdict(cfg))
             model.load_state_dict(ckpt["model"])
             start = ckpt["step"]
             metrics = ckpt["metrics"]
@@ -157,10 +154,7 @@ def train(cfg, sm=None):
         compiled = machine.device.type == "cuda" if cfg.compile is None else cfg.compile
         if compiled:  # after the copy, whose compiled methods would use the original's weights
             mdlm.compile_parts(model)
-        parallel = model
-        if machine.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
-            parallel = DistributedDataParallel(model, gradient_as_bucket_view=True,
-                                               broadcast_buffers=False)
+        parallel = launch.ddp(model, machine)
         log = launch.Log(f"{cfg.out_dir}/log.jsonl", start, cfg.steps, master)
         if master:
             feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
@@ -187,7 +181,7 @@ def train(cfg, sm=None):
         # ---- Alg. 1
         model.train()
         line = {}
-        stopped = 0
+        stopped = stop()
         for step in range(start, cfg.steps):                                   #          l.1, l.10
             # One coin per update, the same on every rank [ours]. The authors draw one per
             # micro-batch.
@@ -244,11 +238,8 @@ def train(cfg, sm=None):
             if stopped:
                 break
 
-    if stopped:
-        launch.end_run(machine, f"stopped after update {made:,}, which is saved: to continue, run "
-                                f"the same command with --resume", 128 + stopped)
     launch.end_run(machine, f"{launch.warning(line, cfg.vocab_size)}Now: python sample.py --show, "
-                            f"or python lab/eval.py, with --checkpoint={last}")
+                            f"or python lab/eval.py, with --checkpoint={last}", made, stopped)
     return model, ema
 
 
@@ -290,8 +281,7 @@ def load_initial(model, cfg, tokenizer):
     now = asdict(cfg) | {"tokenizer": tokenizer["name"], "net": own_class(model.net),
                          "SoftMask": own_class(model.sm)}
     # Some of these can differ without a mismatch in shapes.
-    names = ["n_layer", "n_head", "n_embd", "n_cond", "time_conditioning", "mask_id", "tokenizer",
-             "net"]
+    names = "n_layer n_head n_embd n_cond time_conditioning mask_id tokenizer net".split()
     takes_omega = cfg.soft_mask and before["soft_mask"] and not cfg.new_omega
     if takes_omega:
         names += ["k", "SoftMask"]

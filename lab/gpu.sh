@@ -89,7 +89,7 @@ def wrapped(model, **how):
 
 backends = []
 machine, launch.machine = launch.machine, machine_of_several
-ddp, train.DistributedDataParallel = train.DistributedDataParallel, wrapped
+ddp, launch.DistributedDataParallel = launch.DistributedDataParallel, wrapped
 launch.run(train.train, train.Config, train.PRESETS)
 assert backends, "train.py has not taken DDP"
 print("DDP over", *backends)

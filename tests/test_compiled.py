@@ -58,7 +58,7 @@ def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
 if __name__ == "__main__":  # what each rank runs: train.py with another backend
     torch.compile = functools.partial(torch.compile, backend=BACKEND)
     # As many buckets as at the real size. DDP must not split the trunk at each of them.
-    train.DistributedDataParallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.05)
+    launch.DistributedDataParallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.05)
     launch.run(train.train, train.Config)
     counters = torch._dynamo.utils.counters
     found = {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}

@@ -20,6 +20,7 @@ import torch
 import data
 import eval_samples
 import finetune_dream
+import launch
 import oracles
 import sample
 import sample_dream
@@ -112,8 +113,7 @@ def check(passes, updates, held_out):
 @pytest.fixture
 def ranks(monkeypatch):
     """Lets this process be one rank after the other, which hears nothing of the others."""
-    for module in train, finetune_dream:
-        monkeypatch.setattr(module, "DistributedDataParallel", lambda model, **_: model)
+    monkeypatch.setattr(launch, "DistributedDataParallel", lambda model, **_: model)
     for name in "init_process_group", "barrier", "destroy_process_group":
         monkeypatch.setattr(torch.distributed, name, lambda *_: None)
 

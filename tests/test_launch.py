@@ -114,6 +114,7 @@ def test_a_signal_is_a_flag_and_then_every_handler_is_back():
     """A second Ctrl-C ends the process. What nohup ignores stays ignored."""
     before = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGHUP, signal.SIG_IGN)
     with launch.Stop() as stop:
+        assert stop() == 0
         signal.raise_signal(signal.SIGHUP)
         assert stop() == 0
         signal.raise_signal(signal.SIGINT)
