@@ -141,6 +141,20 @@ def tiny(tmp_path_factory):
     return paths
 
 
+# A SoftMask of one's own, in a file for --code: λ also depends on which token is likeliest
+MINE = """
+import softmask, torch
+class SoftMask(softmask.SoftMask):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.bias = torch.nn.Parameter(torch.zeros(300))
+    def forward(self, logits):
+        lam, ids, pi = super().forward(logits)
+        return lam * 2 * torch.sigmoid(self.bias[logits.argmax(-1)]), ids, pi
+print("mine is run")
+"""
+
+
 def digest(tensor):
     """A tensor in five numbers: its norm, and four projections on fixed noise"""
     x = torch.as_tensor(tensor).detach().double().flatten()

@@ -221,7 +221,6 @@ def test_a_class_of_ones_own_is_loaded_as_what_it_is(tmp_path):
         model.sm = (own or SoftMask)(29)
         save_mdlm(path, model)
         assert type(MDLM.load(path, sm=own).sm) is (own or SoftMask)
-        name = (own or SoftMask).__name__
         wrong("its own class is .*--code", MDLM.load, path, sm=other)
     net = type("Mine", (type(model.net),), {})(model.cfg)
     save_mdlm(path, MDLM(model.cfg, net))

@@ -15,7 +15,18 @@ import dora
 import finetune_dream as ft
 import launch
 import oracles
-from conftest import digest, dying, gen, plain_omega, recorded_adapter, refused, sigterm, torchrun
+from conftest import (
+    MINE,
+    digest,
+    dying,
+    gen,
+    plain_omega,
+    recorded_adapter,
+    refused,
+    sigterm,
+    start,
+    torchrun,
+)
 from dream import (
     Dream,
     Tokenizer,
@@ -386,3 +397,23 @@ def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(c
         words = dict(model=cfg.model, device="cpu", dtype=str(dtype).removeprefix("torch."))
         tuned = ft.model_of(Config(**words), launch.machine("cpu", words["dtype"])).net
         assert tuned.table.dtype == load_for_decoding(Decoding(**words))[0].table.dtype == dtype
+
+
+def test_a_soft_mask_of_ones_own_from_finetuning_to_decoding(cfg, tmp_path):
+    """With a vector of its own parameters, on two ranks, by flags alone."""
+    mine = tmp_path / "mine.py"
+    mine.write_text(MINE)
+    cfg = replace(cfg, code=str(mine), p_sm=1.0, warmup=0.0, steps=4, batch_size=4)
+    flags = (f"--{name}={v}" for name, v in vars(cfg).items() if v != getattr(Config, name))
+    torchrun("--", "finetune_dream.py", *flags, check=True)
+    finetune(replace(cfg, resume=True, steps=5))
+    refused("SoftMask .*there", finetune, replace(cfg, resume=True, code="", steps=6))
+    adapter, dream = f"{cfg.out}/last", Dream.load(cfg.model)
+    assert launch.read_json(f"{adapter}/transparency_config.json") == {
+        "transparency_alg": "SoftMask"}  # the authors' code must not read it
+    refused("--code=FILE.py", load_adapter, Dream.load(cfg.model), adapter)
+    sm = load_adapter(dream, adapter, launch.soft_mask(str(mine)))
+    assert torch.equal(sm.bias, torch.load(f"{cfg.out}/last.pt")["model"]["sm.bias"])
+    assert sm.bias.abs().max() > 1e-3
+    start("sample_dream", f"--model={cfg.model}", f"--adapter={adapter}", f"--code={mine}",
+          "--prompt=1 + 2 = ?", "--gen_len=8", "--device=cpu")

@@ -16,7 +16,7 @@ import data
 import launch
 import oracles
 import train as script
-from conftest import ROOT, dying, kill, refused, sigterm, start, torchrun
+from conftest import MINE, ROOT, dying, kill, refused, sigterm, start, torchrun
 from mdlm import MDLM
 from train import Config, train, val_nats
 
@@ -204,12 +204,17 @@ def check_equal(whole, cut, stopped=0):
             torch.testing.assert_close(b[part], a[part], rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("then", [kill, sigterm])
-@pytest.mark.parametrize("module, name, at", [
+MOMENTS = [
     *((torch.nn.utils, "clip_grad_norm_", n) for n in (1, 2, 5)),
     (script, "evaluate", 2), (launch, "append_jsonl", 1), (launch, "append_jsonl", 4),
-    # last.pt at the start, step-2.pt, last.pt, step-4.pt, last.pt, and the end of each
-    *((launch, "save", n) for n in range(1, 6)), *((os, "replace", n) for n in range(1, 7))])
+    # step-2.pt, last.pt, step-4.pt, last.pt, and the end of each
+    *((launch, "save", n) for n in range(2, 6)), *((os, "replace", n) for n in range(3, 7))]
+# The log and last.pt, before the first update: then a signal is no stop yet.
+EARLY = [(launch, "save", 1), (os, "replace", 1), (os, "replace", 2)]
+
+
+@pytest.mark.parametrize("then, module, name, at", [
+    *((kill, *moment) for moment in MOMENTS + EARLY), *((sigterm, *moment) for moment in MOMENTS)])
 def test_a_kill_or_a_stop_at_any_moment_loses_nothing(whole, tmp_path, then, module, name, at):
     """Bit for bit. Lines of the log, evaluations and step files are there once."""
     cut = replace(whole, out_dir=str(tmp_path / "cut"), resume=True)
@@ -305,19 +310,6 @@ def test_omega_comes_from_the_file_unless_a_new_one_is_wanted(tiny, capsys, new)
     omega = torch.tensor((0.3 if new else 0.5, 1.0, -4.0))
     torch.testing.assert_close(torch.stack(model.sm.omega), omega)
     assert f"ω from {'the settings' if new else file(tiny)}; cpu" in capsys.readouterr().out
-
-
-MINE = """
-import softmask, torch
-class SoftMask(softmask.SoftMask):  # λ has a bias for each of 259 tokens
-    def __init__(self, *args):
-        super().__init__(*args)
-        self.bias = torch.nn.Parameter(torch.zeros(259))
-    def forward(self, logits):
-        lam, ids, pi = super().forward(logits)
-        return lam * 2 * torch.sigmoid(self.bias[logits.argmax(-1)]), ids, pi
-print("mine is run")
-"""
 
 
 def test_a_soft_mask_of_ones_own_from_training_to_evaluation(tiny, tmp_path, capsys):
