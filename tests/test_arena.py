@@ -90,10 +90,10 @@ def test_text_in_ten_updates(short, monkeypatch, capsys):
         monkeypatch.setattr(arena_text, name, value)
     monkeypatch.setattr(data, "stdlib_files", data.stdlib_files()[:60].copy)
     arena_text.main(arena_text.Config(seeds="3", arms="binary,sm,slerp,continue-binary"))
-    before = checkpoint.load("out/arena_text/binary-3/last.pt")["model"]
+    before = torch.load("out/arena_text/binary-3/last.pt")["model"]
     shutil.rmtree("out/arena_text/binary-3")
     arena_text.main(arena_text.Config(seeds="3"))
-    after = checkpoint.load("out/arena_text/binary-3/last.pt")["model"]
+    after = torch.load("out/arena_text/binary-3/last.pt")["model"]
     assert all(torch.equal(before[name], after[name]) for name in before)
     first, *lines = read_jsonl(arena_text.PATH)
     assert {*first["seconds"]} == {"binary", "sm", "slerp"}
