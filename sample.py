@@ -105,17 +105,19 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
             x^ = unmask(x~)     a coin for every mask: this token, or still [MASK]?  l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    Training feeds back a plain pass over the same masks. Here, the pass that is fed back had more
-    masks and, after the first step, feedback itself. In the code, `x` holds the ids x^, and `emb`
-    the embeddings x. The paper's l.6 has the indices of the step before: a misprint [code].
+    Training feeds back a plain pass over the same masks. Here, the pass that is fed back had other
+    masks, usually more, and after the first step feedback itself. In the code, `x` holds the ids
+    x^, and `emb` the embeddings x. The indices of the paper's l.6 are a misprint: §3.1 and the
+    authors' code have those of this step.
     Whether a position changes does not depend on the network. So the coins of l.5 are tossed before
     l.3, and l.4 draws only the tokens that appear. ReMDM tosses coins for tokens, too.
 
-    A step that changes no token makes no pass (App. C.4), although a pass would renew SM's feedback
-    [code]. So for the same coins, SM makes as many passes as binary masking. The last step makes a
-    pass whenever masks are left. What it leaves is filled by one more pass, by argmax [code].
+    A step that neither reveals nor re-masks makes no pass (App. C.4), although a pass would renew
+    SM's feedback [code]. So with the same coins, SM makes as many passes as binary masking: unlike
+    in App. C.4, where it makes 651 and binary 636. The last step makes a pass whenever masks are
+    left. What it leaves is filled by one more pass, by argmax [code].
 
-    model: TwoPass or MDLM, put in eval mode. Without its sm, it decodes without feedback.
+    model: TwoPass or MDLM. This puts it in eval mode. If its sm is None, there is no feedback.
     x: (L,) ids on the CPU. Its masks are filled, and its tokens never change.
     steps: T.   sampler: for `step_probs`.   top_p: for `nucleus`.   generator: on the CPU.
     every: make a pass in every step (App. C.5), as the authors do with time conditioning [code].
@@ -153,7 +155,7 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
         x0 = p.argmax(-1) if end else categorical(nucleus(p, top_p), u[appear])  # (m,)          l.4
         lost = x[again]                                                        # (r,)
         x = x.index_put((new,), x0).index_fill(0, again, model.mask_id)        # (L,)  x^        l.5
-        emb = F.embedding(x, net.table)                                        # (L, D)
+        emb = F.embedding(x, net.table)                                        # (L, D)          l.6
         predicted = sm and model.predict_sm(h[len(new):])  #    (s,), 2 × (s, k)            l.3, l.6
         emb, lam = feed_back(sm, net.table, emb, x, (old,), predicted)         # (L, D), (L,)    l.6
         if sm and len(again):
@@ -184,17 +186,17 @@ class Pick(NamedTuple):
 def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: None):
     """Fill the masks of x. Each step reveals a share of them, in an order              Alg. 2, §2.2
 
-    model: TwoPass or MDLM, put in eval mode. Without its sm, it decodes without feedback.
+    model: TwoPass or MDLM. This puts it in eval mode. If its sm is None, there is no feedback.
     x: (n, L) ids on the CPU. Without a threshold, all rows must have equally many masks, in every
         step: else ValueError. (If the model can predict [MASK], decode one row at a time.)
-    shares: for each step, the share of a row's masks that it reveals, rounded down, such as
-        `shares_of`. With a threshold: itertools.repeat(1), for as many steps as needed.
+    shares: for each step, which share of the masks left in a row it reveals. The number is rounded
+        down. See `shares_of`. With a threshold: itertools.repeat(1), for as many as needed.
     pick: Pick. All rows draw from its generator.
     gain: a factor on λ, a function of the share of the initial masks that are left, App. C.9.
     on_step(x, lam, masks, h, revealed): called after every pass. x (n, L): ids. lam (n, L): λ of
         each mask that this pass gave feedback, else 0. masks: the index pair (b, l), each (N,), of
-        the masks before the pass. h (N, D): the hidden states that predict them. revealed (N,):
-        which of them are tokens now.
+        the masks that this pass predicts. h (N, D): the hidden states that predict them. revealed
+        (N,): which of them are tokens now.
     Returns ids (n, L) on the CPU.
     """
     model.eval()
@@ -227,8 +229,8 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
 def shares_of(counts):
     """Shares for `decode`: [2, 2, 1] is 2/5 of the masks, 2/3 of those left, and all of the rest.
 
-    So T equal counts share the masks evenly, L/T in each step (§2.2). They are fractions, because
-    in floats 49 · (1 / 49) is below 1.
+    Only ratios matter: T equal counts share any number of masks evenly, L/T in each step (§2.2).
+    They are fractions, because in floats 49 · (1 / 49) is below 1.
     """
     return [Fraction(n, sum(counts[i:])) for i, n in enumerate(counts)]
 
@@ -243,8 +245,8 @@ def propose(logits, mask_id, forced, pick):
 
     logits: (N, V). Temperature and nucleus, in this order [code], change tokens and conf, but not
         the soft masks [code]. The nucleus is Dream's, also for an MDLM [ours].
-    forced: where Dream predicts [MASK] itself, take the best other token [ours]. The authors' code
-        leaves masks in its answers.
+    forced: this step may reveal all of these masks. Then a proposed [MASK], which Dream can
+        predict, becomes the best other token [ours]. The authors' code leaves it in the answer.
     Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
     scaled = logits / pick.temperature if pick.temperature > 0 else logits  # (N, V)

@@ -51,9 +51,9 @@ class Decoding:
     switch: Share = 0.5             # t' of the stepwise schedules, App. C.9: see `time_gain`
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # Whatever algorithm and steps are: a pass reveals all tokens with at least this probability,
-    # and always the surest. The probability is that after temperature and top_p, where a small lead
-    # can be enough for 1 (REPRODUCE.md, "Where this differs").
+    # Whatever algorithm and steps are: a pass reveals the surest token, and all with at least this
+    # probability. (With block: in the block, after its first pass.) The probability is that after
+    # temperature and top_p, where a small lead can be enough for 1 (REPRODUCE.md, 5).
     threshold: Share | None = None
     code: str = ""                  # a Python file to run first: its SoftMask replaces ours
     # These three together replace the adapter's soft mask. Without an adapter, --omega_s=0.3
@@ -104,7 +104,7 @@ def time_gain(t, schedule, switch):
     """The factor on λ at this point of decoding, from 0 to 1                               App. C.9
 
     t: time left: the share of the initial masks that are still masked [code], not t/T. It is taken
-        after a reveal, so the first gain of "linear" is below 1 [code].   switch: t' of App. C.9.
+        after a reveal: the first gain of "linear" can be below 1 [code].   switch: t' of App. C.9.
     """
     gains = {"none": 1.0,
              "linear": t,                          # SM → binary, fading
@@ -119,9 +119,9 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
                   on_step=lambda *_: None):
     """Fill the last gen_len positions, block after block from the left        App. B.2, Fast-dLLM
 
-    model: in eval mode.   x: (1, L), from `pad_prompt`.   shares: one for each pass over a block,
-    not an iterator; with a threshold, as many 1s as a block has tokens. Other arguments, and the
-    result: see `sample.decode`.
+    model: in eval mode.   x: (1, L), from `pad_prompt`, without masks in the prompt.
+    shares: a list, one for each pass over a block; with a threshold, a 1 for each of its tokens.
+    Other arguments, and the result: see `sample.decode`.
 
     The first pass of a block computes all positions. What later ones compute (=), and where they
     reuse the first one's keys and values (·), depends on the cache:
@@ -131,10 +131,11 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
         prefix       ························    =====    ============
         dual         ························    =====    ············
 
-    The first pass reveals the block's first token, however unsure the model is, because with a
-    cache later passes do not compute the state that predicts it. Fast-dLLM's code does so without a
-    cache, too. If a block has one step, this step fills it [ours]: Fast-dLLM's would leave masks.
-    Each mask keeps the feedback from the last pass that predicted it, across blocks, too [ours].
+    The first pass reveals the block's first token, however unsure the model is: the state before
+    the block predicts it, and with a cache only this pass computes that. Fast-dLLM's code does so
+    without a cache, too. If a block has one step, this step fills it [ours]: there, masks would be
+    left. Each mask keeps the feedback from the last pass that predicted it, also across blocks
+    [ours].
     """
     net = model.net
     sm = model.sm
@@ -148,12 +149,12 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
         end = first + block
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, end)}[cache]
         for i, share in enumerate(shares):                              #                  l.2, l.7
-            # Blocks before this one are filled. So its masks, which may be revealed, come first.
+            # Prompt and earlier blocks hold no masks. So this block's come first.
             n = masked[0, first:end].sum().item()
             if n == 0:
                 break
             if i == 0 and len(shares) > 1:
-                n = share = 1
+                n = share = 1                                           #                       l.5
             lo, hi = later if i else (0, L)                             # what the pass computes
             # Masks of later blocks are predicted for their feedback alone.
             stop = hi if sm else end

@@ -45,8 +45,8 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """`embed` is sm_ω(x̂, p) of §3.1, for your own model. mdlm.py and sample.py call its halves, on
-    only the masks: `forward`, for λ, the likeliest tokens and their shares π, and then `mix`.
+    """`embed` is sm_ω(x̂, p) of §3.1, for your own model. This project calls its two halves, for the
+    masks alone: `forward`, for λ, the likeliest tokens and their shares π, and then `mix`.
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
@@ -177,10 +177,10 @@ def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
 
     A position that was revealed gets its token. One that stays masked gets its soft mask.
 
-    sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), embeddings of x that
-    already hold elsewhere.
+    sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), what was read before.
     x: (…) ids, after the reveal.   masks: an index into x, such as a pair (b, l), each (N,).
-    predicted: λ (N,), ids and π (N, k), from sm(logits).   gain: a factor on λ, App. C.9.
+    predicted: λ (N,), ids and π (N, k), from sm(logits); None without sm.
+    gain: a factor on λ, App. C.9.
     Returns emb (…, D), and λ (…): of each soft mask that was made, and 0 elsewhere.
     """
     new = F.embedding(x[masks], table)                                         # (N, D)

@@ -25,6 +25,7 @@ The plan, committed before any run:
 """
 
 import functools
+import os
 import sys
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,6 +73,16 @@ def train_arm(arm, seed, **settings):
     train.train(train.Config(**SETTINGS | changes | settings, seed=seed), sm)
 
 
+def train_whole(arm, seed):
+    """Train an arm, or go on. Returns its folder."""
+    folder = f"out/arena_text/{arm}-{seed}"
+    if arm.startswith("continue") and not os.path.exists(f"out/arena_text/binary-{seed}/last.pt"):
+        train_whole("binary", seed)  # it was measured, but its files were lost
+    train_arm(arm, seed, steps=ARMS[arm][1], keep_every=arena.KEEP_EVERY, out_dir=folder,
+              resume=True)
+    return folder
+
+
 def held_out():
     """Rows (n, L) of the text, and its hash"""
     tokens, meta = data.open_split(SETTINGS["data"], "val")
@@ -112,8 +123,7 @@ def measure(model, seed):
 
 def run(arm, seed, seconds):
     kind, steps = ARMS[arm]
-    folder = f"out/arena_text/{arm}-{seed}"
-    train_arm(arm, seed, steps=steps, keep_every=arena.KEEP_EVERY, out_dir=folder, resume=True)
+    folder = train_whole(arm, seed)
     slower = seconds[kind] / seconds["binary"]
     found = arena.measured(folder, arena.ARMS[kind][0], steps, slower,
                            functools.partial(measure, seed=seed))

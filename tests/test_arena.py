@@ -2,6 +2,7 @@
 
 import json
 import math
+import shutil
 import subprocess
 
 import pytest
@@ -81,14 +82,19 @@ def test_two_arms_in_ten_updates(short, monkeypatch, capsys):
 
 
 def test_text_in_ten_updates(short, monkeypatch, capsys):
-    """All arms of text. A continuation starts from binary's last file. Bytes right are counted."""
+    """A continuation starts from binary's last file, also if that was lost. Bytes are counted."""
     small = dict(n_layer=1, n_head=2, n_embd=16, n_cond=8, length=32, batch_size=4, micro_batch=4)
     for name, value in dict(
             ROWS=6, WIDTH=4, PER_PASS=(1, 4), SETTINGS=arena_text.SETTINGS | small,
             ARMS={arm: (kind, 10) for arm, (kind, _) in arena_text.ARMS.items()}).items():
         monkeypatch.setattr(arena_text, name, value)
     monkeypatch.setattr(data, "stdlib_files", data.stdlib_files()[:60].copy)
+    arena_text.main(arena_text.Config(seeds="3", arms="binary,sm,slerp,continue-binary"))
+    before = torch.load("out/arena_text/binary-3/last.pt")["model"]
+    shutil.rmtree("out/arena_text/binary-3")
     arena_text.main(arena_text.Config(seeds="3"))
+    after = torch.load("out/arena_text/binary-3/last.pt")["model"]
+    assert all(torch.equal(before[name], after[name]) for name in before)
     first, *lines = read_jsonl(arena_text.PATH)
     assert {*first["seconds"]} == {"binary", "sm", "slerp"}
     assert [line["arm"] for line in lines] == [*arena_text.ARMS]

@@ -3,6 +3,7 @@
 import os
 import re
 from itertools import product, repeat
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -307,7 +308,8 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
 def test_a_sample_is_drawn_on_a_clear_terminal(monkeypatch, capsys):
     """Tokens in bold, and guesses on green, darker for larger λ, as many as the terminal holds"""
     monkeypatch.setattr(sample.time, "sleep", lambda _: None)
-    monkeypatch.setattr(sample.shutil, "get_terminal_size", lambda: os.terminal_size((4, 3)))
+    size = SimpleNamespace(get_terminal_size=lambda: os.terminal_size((4, 3)))
+    monkeypatch.setattr(sample, "shutil", size)  # pytest itself uses the real one
     model = model_of(**OF_BYTES)
     x = torch.tensor([[97, 258, 258, 10, 258, 98, 99, 99, 99]])
     lam = torch.tensor([[0, 0.0, 1.0, 0, 0.5, 0, 0, 0, 0]])
