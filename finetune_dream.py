@@ -196,7 +196,7 @@ def finetune(cfg, sm=None):
             made = step + 1
 
             # ---- report and save: the log's line, best/, last/, last.pt
-            stopped = stop()
+            stopped = made < steps and stop()
             evaluating = val and launch.is_due(made, cfg.eval_every, steps)
             saving = launch.is_due(made, cfg.save_every, steps) or stopped
             logging = launch.is_due(made, cfg.log_every, steps) or made == 1

@@ -265,7 +265,7 @@ def resumes(folder, resume, *results):
     holds = [any(Path(folder).glob(name)) for name in ("last.pt", "log.jsonl", *results)]
     last, log, *left = over_ranks(torch.tensor(holds).int(), dist.ReduceOp.MAX).tolist()
     if not resume and (last or log):
-        raise Refused(f"{folder} holds a run: --resume continues it, or give another folder")
+        raise Refused(f"{folder} holds a run: give --resume to go on, or another folder")
     if any(left) and not last:
         raise Refused(f"{folder} holds what a run has left, but no last.pt: give another folder")
     return bool(last)

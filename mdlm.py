@@ -230,8 +230,8 @@ def own_class(part):
 def check_class(path, name, part):
     """Raises ValueError if a file is of another class than a network or soft mask here."""
     if name != own_class(part):
-        raise ValueError(f"{path}: its own class is {name}, and {own_class(part)} is that of this "
-                         f"model (None: ours). --code=FILE.py names a file with a SoftMask")
+        raise ValueError(f"{path}: its own class is {name}, here it is {own_class(part)} (None: "
+                         f"ours). Give --code=FILE.py if it was given in training, and only then")
 
 
 def check_finite(state, path):

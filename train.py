@@ -179,13 +179,13 @@ def train(cfg, sm=None):
             save_last()
 
         # ---- Alg. 1
-        model.train()
         line = {}
         stopped = stop()
         for step in range(start, cfg.steps):                                   #          l.1, l.10
             # One coin per update, the same on every rank [ours]. The authors draw one per
             # micro-batch.
             soft = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm  #  §3.2
+            model.train()  # an evaluation leaves the soft mask, which the EMA shares, in eval mode
             times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)  # l.3
             for j in range(machine.rank, M, machine.world):
                 x0 = batch(tokens, cfg, step, j, M)                            # (B, L)         l.2
@@ -220,7 +220,7 @@ def train(cfg, sm=None):
             update_ema(ema.net, model.net, made, cfg.ema)
 
             # ---- report and save: the log's line, step-N.pt, last.pt
-            stopped = stop()
+            stopped = made < cfg.steps and stop()
             evaluating = launch.is_due(made, cfg.eval_every, cfg.steps)
             keeping = launch.is_due(made, cfg.keep_every or cfg.steps, cfg.steps)
             saving = launch.is_due(made, cfg.save_every, cfg.steps) or stopped

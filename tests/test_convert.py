@@ -224,7 +224,7 @@ def test_a_class_of_ones_own_is_loaded_as_what_it_is(tmp_path):
         wrong("its own class is .*--code", MDLM.load, path, sm=other)
     net = type("Mine", (type(model.net),), {})(model.cfg)
     save_mdlm(path, MDLM(model.cfg, net))
-    wrong("its own class is Mine, and None is", MDLM.load, path)
+    wrong("its own class is Mine, here it is None", MDLM.load, path)
 
 
 def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused_in_one_line(tmp_path):

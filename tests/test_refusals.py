@@ -117,7 +117,7 @@ def test_a_folder_has_one_writer_and_one_run(runs, monkeypatch, script):
     with launch.lock(runs[script][2]):
         refuses(runs[script], "another process is writing into", resume=True)
     assert not reading
-    refuses(runs[script], "holds a run: --resume continues it", resume=False)
+    refuses(runs[script], "holds a run: give --resume", resume=False)
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -16,7 +16,7 @@ import data
 import launch
 import oracles
 import train as script
-from conftest import MINE, ROOT, dying, kill, refused, sigterm, start, torchrun
+from conftest import MINE, ROOT, dying, kill, refused, sigterm, spy, start, torchrun
 from mdlm import MDLM
 from train import Config, train, val_nats
 
@@ -174,6 +174,25 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, tmp_path, monke
     for part in "model", "ema":
         weights = (torch.load(file(cfg))[part] for cfg in (one, two))
         torch.testing.assert_close(*weights, rtol=1e-4, atol=1e-5)
+
+
+def test_all_parts_are_in_training_mode_after_an_evaluation(tiny, monkeypatch):
+    """The EMA shares the soft mask, and is evaluated in eval mode."""
+    modes, whole = [], MDLM.forward
+
+    def forward(self, *args):
+        modes.append((torch.is_grad_enabled(), {part.training for part in self.modules()}))
+        return whole(self, *args)
+    monkeypatch.setattr(MDLM, "forward", forward)
+    train(replace(tiny, eval_every=1, eval_rows=4, steps=3))
+    assert all(found == {trains} for trains, found in modes) and len({t for t, _ in modes}) == 2
+
+
+def test_a_signal_in_the_last_update_is_no_stop(tiny, capsys):
+    with pytest.MonkeyPatch.context() as patch:
+        spy(patch, torch.nn.utils, "clip_grad_norm_", 6, sigterm)
+        train(tiny)
+    assert "stopped" not in capsys.readouterr().out and torch.load(file(tiny))["step"] == 6
 
 
 @pytest.fixture(scope="module")
