@@ -470,7 +470,12 @@ def one_line():
 
 def soft_mask(code):
     """The class SoftMask that a Python file defines, or None. This runs the file: --code=FILE."""
-    return runpy.run_path(code).get("SoftMask") if code else None
+    if not code:
+        return None
+    own = runpy.run_path(code).get("SoftMask")
+    if own is None or own.__module__ == "softmask":  # else the paper's rule would run in its place
+        raise Refused(f"{code} defines no SoftMask of its own, such as `SoftMask = YourClass`")
+    return own
 
 
 class Fields(dict):
