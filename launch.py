@@ -49,9 +49,9 @@ def run(main, Config, presets=()):
     """Run a script's main. Bad input is one line on stderr and code 2, all else a traceback."""
     for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace", line_buffering=True)  # some terminals have no ω
-    if {"-h", "--help"} & {*sys.argv}:
-        return print_help(Config, presets)
     try:
+        if {"-h", "--help"} & {*sys.argv}:
+            return print_help(Config, presets)
         return main(from_cli(Config, sys.argv[1:], presets))
     except KeyboardInterrupt:
         sys.exit(130)
