@@ -270,8 +270,10 @@ def propose(logits, mask_id, forced, pick):
     elif pick.confidence == "margin":
         best, second = p.topk(2).values.unbind(-1)                      # 2 × (N,)
         conf = best - second                                            # (N,)
-    else:
+    elif pick.confidence == "random":
         conf = to_device(torch.rand(len(p), generator=pick.generator), p.device)  # (N,)
+    else:
+        raise ValueError(f"no confidence is called {pick.confidence!r}")
     return x0, conf
 
 
