@@ -188,10 +188,9 @@ def first_rank(machine, make):
 
 def ddp(model, machine):
     """The model, inside DDP if there are other ranks."""
-    if machine.world == 1:
-        return model
-    # As views of DDP's buckets, gradients need no memory of their own.
-    return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    if machine.world > 1:  # as views of DDP's buckets, gradients need no memory of their own
+        return DistributedDataParallel(model, gradient_as_bucket_view=True, broadcast_buffers=False)
+    return model
 
 
 def end_run(machine, message, step, stopped):
