@@ -7,9 +7,9 @@
     Eq. 2                 MDLM.forward         the loss: −log p of the masked tokens, times 1/t
     §2.1 g_θ, App. B.1    DiT                  a bidirectional transformer, 169M in the paper
 
-It needs only torch and softmask.py, ready to copy. All that TwoPass needs of a backbone is below.
-(`compile_parts` also uses a DiT's `trunk`.) SM sits between `table` and
-`hidden`: at the masks, it mixes the last output of `head` into the embeddings.
+It needs only torch and softmask.py, ready to copy. TwoPass needs three parts of a backbone. SM sits
+between the first and the second: at the masks, it mixes what `head` predicted into the embeddings.
+(`compile_parts` also needs a `trunk`.)
 
     table                     (V, D)                              the embeddings
     hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks;
@@ -95,7 +95,7 @@ class TwoPass(nn.Module):
         self.sm = sm
         self.mask_id = mask_id
         self.two_updates = two_updates      # the first pass gets gradients too, App. C.3
-        self.lam = torch.tensor(torch.nan)  # 0-d: mean λ of the last call with feedback
+        self.lam = torch.tensor(torch.nan)  # 0-d: mean λ of the last batch with feedback
 
     def token_nll(self, x0, xt, t, soft, masks=None):
         """−log p(x0) of every masked token, in nats                                    Alg. 1 l.5-8
@@ -363,7 +363,7 @@ class DiT(nn.Module):
         bias[self.cfg.mask_id].fill_(-1e6)
         if torch.compiler.is_compiling():
             # Unless 64 divides V, CUDA uses an old, slow kernel for the weight's gradient. So V is
-            # padded [ours], but not in eager mode: each call would copy the weight once more.
+            # padded [ours], but not in eager mode: each pass would copy the weight once more.
             weight = F.pad(weight, (0, 0, 0, -V % 64))
             bias = F.pad(bias, (0, -V % 64))
         return F.linear(h, weight, bias)[:, :V].float()                        # (n, V)
@@ -381,7 +381,7 @@ class DiT(nn.Module):
             return F.silu(self.sigma_map.mlp(waves))                           # (B or 1, cond)
 
     def cast_linears_(self, dtype):
-        """For decoding: cast once what autocast casts in every call. Outputs are bit-identical."""
+        """For decoding: cast once what autocast casts in every pass. Outputs are bit-identical."""
         for part in (self.blocks, self.output_layer):
             for module in part.modules():
                 if isinstance(module, nn.Linear):

@@ -156,7 +156,7 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
         lost = x[again]                                                        # (r,)
         x = x.index_put((new,), x0).index_fill(0, again, model.mask_id)        # (L,)  x^        l.5
         emb = F.embedding(x, net.table)                                        # (L, D)          l.6
-        predicted = sm and model.predict_sm(h[len(new):])  #    (s,), 2 × (s, k)            l.3, l.6
+        predicted = sm and model.predict_sm(h[len(new):])             # (s,), 2 × (s, k)   l.3, l.6
         emb, lam = feed_back(sm, net.table, emb, x, (old,), predicted)         # (L, D), (L,)    l.6
         if sm and len(again):
             # A token that was just re-masked was visible at l.3. So p of this token is 1 [code].
@@ -178,7 +178,8 @@ class Pick(NamedTuple):
     confidence: Literal[ORDERS] | Callable = "entropy"
     temperature: float = 0.0        # 0: the likeliest token
     top_p: float = 1.0              # 1: no nucleus
-    threshold: float | None = None  # see `reveal`; the confidence is then that of maskgit_plus
+    # See `reveal`. With a threshold, each of the four words above means maskgit_plus.
+    threshold: float | None = None
     generator: torch.Generator | None = None  # on the CPU (default: torch's own)
 
 
@@ -192,7 +193,8 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
     shares: for each step, which share of the masks left in a row it reveals. The number is rounded
         down. See `shares_of`. With a threshold: itertools.repeat(1), for as many as needed.
     pick: Pick. All rows draw from its generator.
-    gain: a factor on λ, a function of the share of the initial masks that are left, App. C.9.
+    gain: a factor on λ, a function of the share of the initial masks that are left in all rows,
+        App. C.9.
     on_step(x, lam, masks, h, revealed): called after every pass. x (n, L): ids. lam (n, L): λ of
         each mask that this pass gave feedback, else 0. masks: the index pair (b, l), each (N,), of
         the masks that this pass predicts. h (N, D): the hidden states that predict them. revealed
@@ -232,7 +234,7 @@ def shares_of(counts):
     Only ratios matter: T equal counts share any number of masks evenly, L/T in each step (§2.2).
     They are fractions, because in floats 49 · (1 / 49) is below 1.
     """
-    return [Fraction(n, sum(counts[i:])) for i, n in enumerate(counts)]
+    return [Fraction(n, sum(counts[i:]) or 1) for i, n in enumerate(counts)]
 
 
 def indices(where, device):
@@ -259,10 +261,10 @@ def propose(logits, mask_id, forced, pick):
         first, second = logits.topk(2).indices.unbind(-1)               # 2 × (N,)
         best = torch.where(first == mask_id, second, first)             # (N,)
         x0 = torch.where(x0 == mask_id, best, x0)                       # (N,)
-    if pick.confidence == "maskgit_plus" or pick.threshold is not None:
+    if callable(pick.confidence):
+        conf = pick.confidence(p).float().clamp_min(-1e30)              # (N,)  above `reveal`'s −∞
+    elif pick.confidence == "maskgit_plus" or pick.threshold is not None:
         conf = p.gather(-1, x0[:, None])[:, 0]                          # (N,)
-    elif callable(pick.confidence):
-        conf = pick.confidence(p)                                       # (N,)
     elif pick.confidence == "entropy":
         # −H of what the nucleus leaves [code], guarded against log 0. At App. B.2's settings, the
         # nucleus is often a single token. Then H is 0, and such positions tie.
@@ -271,7 +273,8 @@ def propose(logits, mask_id, forced, pick):
         best, second = p.topk(2).values.unbind(-1)                      # 2 × (N,)
         conf = best - second                                            # (N,)
     elif pick.confidence == "random":
-        conf = to_device(torch.rand(len(p), generator=pick.generator), p.device)  # (N,)
+        u = to_device(torch.rand(len(p), generator=pick.generator), p.device)  # (N,)
+        conf = u + 0 * p[:, 0]  # NaN if p is                             (N,)
     else:
         raise ValueError(f"no confidence is called {pick.confidence!r}")
     return x0, conf
@@ -298,7 +301,7 @@ def masks_left(x, conf, mask_id):
     """Where x (n, L) is [MASK], on the CPU. Raises Refused if conf is NaN."""
     both = torch.cat((x.flatten(), conf.isnan().any()[None])).cpu()     # (n·L + 1,)  a host sync
     if both[-1]:
-        raise Refused("the model's logits are not finite: try float32, or other weights")
+        raise Refused("the logits or the confidence are not finite: try float32, or other weights")
     return both[:-1].view(x.shape) == mask_id                           # (n, L)
 
 
@@ -449,12 +452,11 @@ def read_samples(path):
     return [line for file in (path, *sorted(ranks)) for line in read_jsonl(file)]
 
 
-def shown(tok, ids, special):
-    """The text of a sample, without BOS, up to the first EOS"""
+def shown(tok, ids, special, given=0):
+    """The text of a sample up to the first EOS after its first `given` ids, without BOS and EOS"""
     ends = special["bos"], special["eos"]
-    start = int(ids[0] in ends)
-    stop = next((i for i in range(start, len(ids)) if ids[i] in ends), len(ids))
-    return text_of(tok, ids[start:stop])
+    stop = next((i for i in range(max(1, given), len(ids)) if ids[i] in ends), len(ids))
+    return text_of(tok, [i for i in ids[:stop] if i not in ends])
 
 
 def main(cfg):
@@ -467,7 +469,7 @@ def main(cfg):
     # All that a sample depends on besides its index. The table tells runs of equal length apart.
     table = model.net.table.detach().numpy()                                   # (V, D)
     settings = {name: value for name, value in asdict(cfg).items()
-                if name not in ("count", "out", "show", "device", "compile")}
+                if name not in ("checkpoint", "count", "out", "show", "device", "compile")}
     settings |= {"step": model.info["step"], "tokenizer": tok.name,
                  "dtype": str(machine.dtype or torch.float32),
                  "table": hashlib.sha256(table.tobytes()).hexdigest()[:16]}
@@ -479,10 +481,11 @@ def main(cfg):
 
     # ---- which samples are missing
     made = read_samples(cfg.out) if cfg.out else []
-    for line in made:
-        launch.check_same(cfg.out, line.get("settings", {}), settings, settings,
-                          ": give the same flags, or another --out")
-    indices_made = {line["index"] for line in made}
+    with launch.readable(cfg.out, ": give another --out"):
+        for line in made:
+            launch.check_same(cfg.out, line["settings"], settings, settings,
+                              ": give the same flags, or another --out")
+        indices_made = {line["index"] for line in made}
     todo = [i for i in range(machine.rank, cfg.count, machine.world) if i not in indices_made]
     path = cfg.out
     if machine.world > 1:
@@ -491,7 +494,9 @@ def main(cfg):
     # ---- make them
     bar = progress(total=len(todo) * cfg.steps, unit="step", disable=cfg.show or not todo)
     print_text = bar.write if sys.stderr.isatty() else print  # in a pipe, bar.write prints a bar
-    watch = show(tok, model) if cfg.show and sys.stdout.isatty() else lambda *_: None
+    watching = cfg.show and sys.stdout.isatty() and machine.rank == 0
+    watch = show(tok, model) if watching else lambda *_: None
+    given = (x != model.mask_id).nonzero().amax().item() + 1 if cfg.prompt else 0
     for i in todo:
         nfe = 0
 
@@ -507,7 +512,7 @@ def main(cfg):
             append_jsonl(path, {"ids": ids, "text": text_of(tok, ids), "nfe": nfe, "seed": cfg.seed,
                                 "index": i, "settings": settings})
         else:
-            print_text(shown(tok, ids, model.info["tokenizer"]) + "\n---")
+            print_text(shown(tok, ids, model.info["tokenizer"], given) + "\n---")
     bar.close()
     if path and machine.rank == 0:
         print(f"samples are in {path}")

@@ -161,8 +161,10 @@ class SoftMask(nn.Module):
         rounded away: ω_s would never move, and SM would silently stay off.
         """
         def move(tensor):
-            new = fn(tensor)  # if it has another dtype, it is rounded already
-            return new if new.dtype == torch.float32 else tensor.to(new.device, torch.float32)
+            new = fn(tensor)
+            if not tensor.is_floating_point() or new.dtype == torch.float32:
+                return new
+            return tensor.to(new.device, torch.float32)  # `new` is rounded already
         return super()._apply(move, recurse)
 
     def extra_repr(self):

@@ -166,7 +166,7 @@ measured() {  # spans of 8 tokens in 8, 4, 2 and 1 calls, Eq. 2 in ten ranges of
     local checkpoint="--checkpoint=$work/$1/last.pt" name=$1-$2
     [ -e "$out/text-$name.json" ] || run lab/feedback.py $checkpoint --data="$work/text" \
         --width=8 --calls=8,4,2,1 --rows=$rows --out="$out/text-$name.json"
-    run sample.py $checkpoint --count=$samples --steps=128 --out="$work/$name.jsonl"
+    run sample.py $checkpoint --count=$samples --steps=128 --compile --out="$work/$name.jsonl"
     # The entropy is written first. Without GPT-2, the rest fails.
     [ -e "$out/text-$name-entropy.json" ] || HF_HUB_OFFLINE=1 run lab/eval_samples.py --data= \
         --samples="$work/$name.jsonl" --out="$out/text-$name-entropy.json" ||

@@ -4,6 +4,7 @@ import os
 import re
 from itertools import product, repeat
 from types import SimpleNamespace
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -157,6 +158,8 @@ def test_decode_is_its_loop(changes, soft):
     assert len(passes) > 2  # the threshold was passed, and not always by all
     with pytest.raises(ValueError, match="equally many masks"):
         decode(model, ROWS, shares_of([1]), Pick())
+    with pytest.raises(ValueError, match="topk_margin"):  # Dream's word
+        decode(model, ROWS[:1], shares_of([1]), Pick("topk_margin"))
 
 
 def test_an_order_of_ones_own_is_a_function():
@@ -172,8 +175,42 @@ def test_an_order_of_ones_own_is_a_function():
         assert torch.equal(torch.stack(seen), expected) == (order is margin)
 
 
+@pytest.mark.parametrize("threshold", [None, 0.5])
+def test_an_order_of_ones_own_may_give_any_numbers(threshold):
+    """Infinite ones, other types, and with a threshold numbers that are no probabilities"""
+    model = model_of(6, 0.3)
+    for order in (lambda p: p[:, 0].log() - torch.inf, lambda p: p.argmax(-1),
+                  lambda p: p[:, 0].double()):
+        ids = decode(model, ROWS, repeat(1), Pick(order, threshold=threshold)) if threshold else \
+            decode(model, ROWS[2:], shares_of([1] * 6), Pick(order))
+        assert (ids != MASK).all()
+    seen = []
+    decode(model, BLANK[None], repeat(1), Pick(lambda p: torch.arange(len(p)) / len(p), 0, 1, 0.5),
+           on_step=lambda x, lam, masks, h, revealed: seen.append(revealed.tolist()))
+    assert seen[0] == [False] * 5 + [True] * 5
+
+
+@pytest.mark.parametrize("confidence", [*sample.ORDERS, lambda p: p[:, 0] * torch.nan])
+def test_what_is_not_finite_is_seen(confidence):
+    model = model_of(6, 0.3)
+    if not callable(confidence):
+        model.net.output_layer.linear.bias.data[5] = torch.nan
+    refused("not finite", decode, model, ROWS[2:], shares_of([1] * 6), Pick(confidence))
+
+
+def test_rows_that_predict_masks_get_unequal():
+    """A model that can predict [MASK] leaves other numbers of masks in each row."""
+    model = model_of(6, 0.3)
+    head = model.net.head
+    model.net.head = lambda h: head(h).index_fill(1, torch.tensor(MASK), 1.5)
+    with pytest.raises(ValueError, match="equally many masks"):
+        pick = Pick("random", temperature=1.0, generator=gen(0))
+        decode(model, ROWS[2].repeat(8, 1), shares_of([1] * 6), pick)
+    assert (decode(model, ROWS[2:], shares_of([1] * 6), Pick("random", 1.0)) != MASK).all()
+
+
 def test_shares_reveal_the_counts_exactly():
-    for counts in [1] * 49, [1, *[2] * 11, 1], [3, 0, 4]:
+    for counts in [1] * 49, [1, *[2] * 11, 1], [3, 0, 4], [5, 5, 0]:
         left, found = sum(counts), []
         for share in shares_of(counts):
             found.append(int(left * share))
@@ -216,7 +253,8 @@ def test_what_is_told_after_every_pass(at_random, k, soft, monkeypatch):
         expected = torch.zeros(x.shape)
         for place, row, new in zip(zip(*masks), model.net.head(h), revealed):
             p = oracles.softmax(row, omega["tau"])
-            expected[place] = oracles.strength(p, **omega) if soft and not new else 0
+            gain = 1 if at_random else 0.5 + (x == MASK).sum() / 24
+            expected[place] = gain * oracles.strength(p, **omega) if soft and not new else 0
         for place in zip(*((before != MASK) & (x == MASK)).nonzero(as_tuple=True)):
             expected[place] = oracles.strength([1.0], **omega) if soft else 0
             again += 1
@@ -226,7 +264,7 @@ def test_what_is_told_after_every_pass(at_random, k, soft, monkeypatch):
     if at_random:
         generate(model, before[0], 10, "remdm-cap", generator=gen(1), on_step=told)
     else:
-        decode(model, before, shares_of([1, 2, 3]), Pick(), on_step=told)
+        decode(model, before, shares_of([1, 2, 3]), Pick(), lambda left: 0.5 + left / 2, told)
     assert (again > 0) == at_random
 
 
@@ -287,22 +325,46 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     assert run(count=5) == whole
 
 
+def test_passes_are_counted(run, tmp_path, monkeypatch):
+    """With time conditioning, every step makes one. In an order, no more than there are masks."""
+    timed = str(tmp_path / "timed.pt")
+    save_mdlm(timed, model_of(**OF_BYTES, time_conditioning=True), ema=None)
+    monkeypatch.setattr(sample, "compile_parts", compiled := mock.Mock())
+    [line] = run("some", prompt=28 * "x", steps=20, compile=True)
+    assert 1 <= line["nfe"] <= 3 and line["settings"]["steps"] == 20 and compiled.called
+    [line] = run("all", prompt=28 * "x", steps=20, checkpoint=timed)
+    assert line["nfe"] == 20 and compiled.call_count == 1
+    [line] = run("ordered", prompt=28 * "x", steps=20, sampler="entropy")
+    assert line["nfe"] == line["settings"]["steps"] == 3
+
+
+def test_one_rank_draws_on_a_terminal(run, monkeypatch):
+    monkeypatch.setattr(sample.sys.stdout, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sample, "show", drawn := mock.Mock())
+    for rank in "01":
+        monkeypatch.setenv("RANK", rank)
+        run(show=True, count=4)
+    run("other")
+    assert drawn.call_count == 1
+
+
 def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     made, own = dict(count=2, checkpoint=str(tmp_path / "own.pt")), torch.load(saved)
     launch.save(made["checkpoint"], **own)
     *_, line = run(**made)
-    anything = {"count", "out", "show", "device", "compile"}
+    anything = {"checkpoint", "count", "out", "show", "device", "compile"}
     facts = {"step", "table", "tokenizer", "dtype"}
     assert line["settings"].keys() == vars(sample.Config()).keys() - anything | facts
     other = "has other settings"
-    for change in dict(seed=2), dict(top_p=0.8), dict(checkpoint=saved):
+    for change in dict(seed=2), dict(top_p=0.8), dict(steps=7):
         refused(other, run, **made | change)
     for change in dict(step=2), dict(model=own["model"] | {TABLE: own["model"][TABLE] + 1}):
         launch.save(made["checkpoint"], **own | change)
         refused(other, run, **made)
     launch.save(made["checkpoint"], **own)
-    append_jsonl(tmp_path / "samples.jsonl", {"index": 2})  # a file of something else
-    refused(other, run, **made)
+    run(**made | dict(checkpoint=f"{tmp_path}/./own.pt"))  # the same file
+    append_jsonl(tmp_path / "samples.jsonl", 3)  # a file of something else
+    refused("samples.jsonl: TypeError", run, **made)
 
 
 def test_a_sample_is_drawn_on_a_clear_terminal(monkeypatch, capsys):
@@ -329,6 +391,7 @@ def test_a_text_ends_where_it_ends(run, capsys):
     assert sample.shown(BYTES, ids, special) == "ab" == sample.shown(BYTES, ids[1:], special)
     gpt2 = {"bos": 257, "eos": 257}
     assert sample.shown(BYTES, [257, *b"ab", 257, 97], gpt2) == "ab"
+    assert sample.shown(BYTES, [256, *b"a", 257, *b"b", 257, 99], special, given=4) == "ab"
     run(out="", prompt="x", count=2)
     out, err = capsys.readouterr()
     assert err == "" and out.count("\n---\n") == 2 and out[0] == "x" and "<|bos|>" not in out

@@ -322,7 +322,8 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     assert "NFE 4; 2.00 tokens per pass" in err and "; SoftMask(k=3, omega_s=0.9" in err
     assert tokens == pytest.approx(2 * passes, abs=0.2)
     for blank in "___", 9 * "_":
-        filled = go(infill=f"def __f__():\\n    {blank} # end").out
+        filled, err = go(infill=f"def __f__():\\n    {blank} # end", steps=4)
+        assert "8 tokens" in err and "NFE 4;" in err
         assert filled.startswith("def __f__():\n    ") and filled.endswith(" # end\n")
         assert "___" not in filled
     refused("position 0 is masked", go, infill="___ # end")
@@ -337,6 +338,9 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     first, second = (call.args[3] for call in answer.call_args_list)
     go(prompt="hello")
     assert answer.call_args.args[3] == first and [257, 258] == sorted(set(first) & {257, 258})
+    assert answer.call_args.args[5] == ["<|im_end|>"]  # an infill has no such end
+    go(infill="a")
+    assert answer.call_args.args[4].gen_len == 0 and not answer.call_args.args[5]
     tok = answer.call_args.args[1]  # the chat's markers are tokens of their own
     more = "hi<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
     assert second == first + tok.encode(more, special=True)
