@@ -54,8 +54,8 @@ class Tokens:
 def open_split(dir, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
     if not os.path.exists(f"{dir}/meta.json"):
-        raise Refused(f"there is no {dir}/meta.json: make it, as by `python data.py yours.jsonl "
-                      f"--tokenizer=bytes --out={dir}`")
+        raise Refused(f"there is no {dir}/meta.json: give your corpus as --data, or make one: "
+                      f"`python data.py yours.jsonl --tokenizer=bytes --out={dir}`")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
     dtype = np.dtype(meta.get("dtype", "uint16"))
@@ -141,15 +141,17 @@ def tokenizer(name="gpt2"):
                                  special_tokens={"<|endoftext|>": 50256})
 
 
+TOKENIZER = "name", "vocab_size", "mask_id", "bos", "eos"  # what meta.json says about it
+
+
 def describe(tok):
-    """{name, vocab_size, mask_id, bos, eos}, as in meta.json. vocab_size includes [MASK]."""
+    """{field: value} of TOKENIZER. vocab_size includes [MASK]."""
     bos = 256
     eos = 257
     if tok.name != "bytes":
         with readable(f"tokenizer {tok.name}"):
             bos = eos = tok.eot_token  # <|endoftext|>
-    return {"name": tok.name, "vocab_size": tok.n_vocab + 1, "mask_id": tok.n_vocab,
-            "bos": bos, "eos": eos}
+    return dict(zip(TOKENIZER, (tok.name, tok.n_vocab + 1, tok.n_vocab, bos, eos)))
 
 
 def text_of(tok, ids):

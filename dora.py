@@ -68,10 +68,10 @@ class DoRALinear(nn.Module):
 
     @torch.no_grad()
     def merged(self):
-        """The layer as one matrix (out, in), in the dtype of W: m/n · (W + s B A)."""
+        """The layer as one matrix (out, in), fp32: m/n · (W + s B A)."""
         W = self.base.weight.float() + self.s * self.lora_B @ self.lora_A
         gain = self.gain(W.norm(dim=1))                                          # (out,)
-        return (gain[:, None] * W).to(self.base.weight.dtype)
+        return gain[:, None] * W
 
 
 def layers(model):
@@ -109,7 +109,16 @@ def load_adapter_state(model, state):
 
 
 def merge_(model):
-    """Replace every DoRALinear by an nn.Linear that computes the same, in place."""
+    """Replace every DoRALinear by an nn.Linear that computes the same up to rounding, in place.
+
+    Returns the largest relative change of a weight matrix. bf16 has steps of 0.4 to 0.8 % of a
+    weight, so rounding to bf16 loses most of a much smaller change.
+    """
+    changes = [0.0]
     for name, layer in layers(model).items():
-        layer.base.weight = nn.Parameter(layer.merged(), requires_grad=False)
+        W = layer.base.weight                                                    # (out, in)
+        merged = layer.merged()                                                  # (out, in)
+        changes.append(((merged - W).norm() / W.float().norm()).item())
+        layer.base.weight = nn.Parameter(merged.to(W.dtype), requires_grad=False)
         model.set_submodule(name, layer.base)
+    return max(changes)

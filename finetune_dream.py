@@ -31,7 +31,7 @@ import launch
 import mdlm
 from data import rng
 from dream import Dream, DreamConfig, Tokenizer, write_safetensors
-from launch import Count, Positive, Refused, Share, Size, progress, write_text
+from launch import Count, NotNegative, Positive, Refused, Share, Size, progress, write_text
 from mdlm import TwoPass, own_class, sample_times
 from softmask import SoftMask
 
@@ -61,8 +61,8 @@ class Config:
     batch_size: Size = 8        # dialogues per update, one per forward pass
     # authors: the mean over a dialogue's masks [code]; paper: the sum. Both are divided by t.
     loss: Literal["authors", "paper"] = "authors"
-    eta_bb: float = 1e-5        # learning rate of DoRA
-    eta_sm: float = 1e-2        # learning rate of ω, which has a long way to go
+    eta_bb: NotNegative = 1e-5  # learning rate of DoRA
+    eta_sm: NotNegative = 1e-2  # learning rate of ω, which has a long way to go
     warmup: Share = 0.03        # share of the updates; then a cosine down to 0
     clip: Positive = 7.0        # maximum gradient norm, over DoRA and ω together [code]
     r: Size = 16                # rank of DoRA (torchrun refuses --r: put -- before the script)
@@ -81,9 +81,9 @@ class Config:
     checkpointing: bool = True  # saves memory, costs time: see dream.Dream
     device: str = "auto"        # cuda, else mps, else cpu
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
-    log_every: int = 10
+    log_every: Size = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: int = 500       # may write best/. At 100 [code], evaluating takes a third of a run
+    eval_every: Count = 500     # may write best/; 0: never. Every 100 [code] is a third of a run
     code: str = ""              # a Python file to run first: its SoftMask replaces ours
 
 
@@ -110,6 +110,8 @@ def finetune(cfg, sm=None):
     M = cfg.batch_size  # dialogues of an update, over all ranks
     if M % machine.world:
         raise Refused(f"--batch_size={M} is not a multiple of the {machine.world} ranks")
+    if cfg.b_l > cfg.b_h:
+        raise Refused(f"--b_l={cfg.b_l} is above --b_h={cfg.b_h}")
 
     with launch.lock(cfg.out, master), launch.Stop() as stop:
         # ---- the data
@@ -146,7 +148,8 @@ def finetune(cfg, sm=None):
         log = launch.Log(f"{cfg.out}/log.jsonl", start, steps, master)
         if master:
             print(f"{len(dialogues):,} dialogues, {len(val)} held out; {left_out}\n"
-                  f"updates {start:,} to {steps:,}, {machine.device} × {machine.world}")
+                  f"updates {start:,} to {steps:,}{'' if start < steps else ': all made'}, "
+                  f"{machine.device} × {machine.world}")
         made = start
 
         def save_last():
@@ -194,6 +197,7 @@ def finetune(cfg, sm=None):
             optimizer.step()                                                   #                l.9
             optimizer.zero_grad(set_to_none=True)
             made = step + 1
+            log.bar.update()
 
             # ---- report and save: the log's line, best/, last/, last.pt
             stopped = made < steps and stop()
@@ -220,6 +224,7 @@ def finetune(cfg, sm=None):
                 break
 
     adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # not a best/ of an earlier run
+    log.bar.close()
     launch.end_run(machine, f"{launch.warning(line, len(model.net.table))}python sample_dream.py "
                             f"--model={cfg.model} --adapter={adapter} --prompt=…", made, stopped)
     return model
@@ -461,4 +466,4 @@ def save_adapter(folder, dream, sm, cfg):
 
 
 if __name__ == "__main__":
-    launch.run(finetune, Config, PRESETS)
+    launch.run(finetune, Config, PRESETS, ranks=True)

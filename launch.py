@@ -37,6 +37,7 @@ Size = typing.Annotated[int, 1, math.inf]
 Count = typing.Annotated[int, 0, math.inf]
 Share = typing.Annotated[float, 0, 1]
 Positive = typing.Annotated[float, 1e-6, math.inf]
+NotNegative = typing.Annotated[float, 0, math.inf]
 DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a GradScaler
 
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
@@ -45,13 +46,18 @@ OPTIONAL = {"datasets": "datasets", "lm_eval": "lm-eval", "matplotlib": "matplot
 FULL_OR_CLOSED = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE  # a disk, a pipe
 
 
-def run(main, Config, presets=()):
-    """Run a script's main. Bad input is one line on stderr and code 2, all else a traceback."""
+def run(main, Config, presets=(), ranks=False):
+    """Run a script's main. Bad input is one line on stderr and code 2, all else a traceback.
+
+    presets: see `from_cli`.   ranks: whether the script shares its work among torchrun's ranks.
+    """
     for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
         stream.reconfigure(errors="replace", line_buffering=True)  # some terminals have no ω
     try:
         if {"-h", "--help"} & {*sys.argv}:
             return print_help(Config, presets)
+        if not ranks and os.environ.get("WORLD_SIZE", "1") != "1":
+            raise Refused("this script runs in one process: start it without torchrun")
         return main(from_cli(Config, sys.argv[1:], presets))
     except KeyboardInterrupt:
         sys.exit(130)
@@ -304,6 +310,8 @@ def lock(folder, master=True):
             import fcntl
             if master:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                for half in Path(folder).glob("*.[0-9]*.tmp"):  # of a process that was killed
+                    half.unlink()
         except BlockingIOError:
             raise Refused(f"another process is writing into {folder}: wait, or use another folder")
         except (ImportError, OSError):
@@ -326,8 +334,12 @@ class Log:
 
     def __init__(self, path, start, steps, master):
         self.path = path
+        self.start = start
         self.steps = steps
         self.master = master
+        self.bar = progress(initial=start, total=steps, unit=" updates", leave=False,
+                            disable=not sys.stderr.isatty())
+        self.first = None         # (update, time) of the first line
         self.sums = {}            # since the last line
         self.last = time.time()   # of the last line
         self.began = self.last
@@ -364,19 +376,26 @@ class Log:
         return line
 
     def write(self, line):
-        """Append `line` and the seconds to log.jsonl, and print them."""
+        """Append `line` and the seconds to log.jsonl, and print it with the time left."""
         self.last = time.time()  # an evaluation after `line` must not lower tokens/s
         if not self.master:
             return
         step = line["step"]
         seconds = self.last - self.began
         append_jsonl(self.path, line | {"seconds": seconds})
-        titles = {"loss": "loss", "val_soft": "with feedback", "val_plain": "without feedback",
-                  "lam": "lam", "omega_s": "omega_s", "tokens_per_s": "tokens_per_s"}
-        numbers = [f"{titles[name]} {line[name]:,.6g}" for name in titles if name in line]
-        left = tqdm.format_interval(seconds / max(1, step) * (self.steps - step)) + " left"
+        formats = {"loss": "loss {:.4g}", "val_soft": "with feedback {:.4g}",
+                   "val_plain": "without feedback {:.4g}", "lam": "lam {:.4f}",
+                   "omega_s": "omega_s {:.4f}", "tokens_per_s": "{:,.0f} tokens/s"}
+        words = [f"update {step:,} of {self.steps:,}"]
+        words += [formats[name].format(line[name]) for name in formats if name in line]
+        if self.first:  # measured from there, because the first update takes longer
+            update, then = self.first
+            rest = (self.last - then) / (step - update) * (self.steps - step)
+            words.append(f"{tqdm.format_interval(rest)} left")
+        elif step > self.start:
+            self.first = step, self.last
         try:
-            print(f"update {step:,} of {self.steps:,}", *numbers, left, sep="  ")
+            self.bar.write("  ".join(words))
         except OSError:  # `train.py | head`, or a closed terminal: keep running, print nowhere
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
@@ -412,7 +431,7 @@ def readable(place, remedy=""):
 def atomic(path):
     """Yields a temporary path. It is renamed to `path` if the block ends without an exception."""
     Path(path).parent.mkdir(parents=True, exist_ok=True)
-    tmp = f"{path}.tmp"
+    tmp = f"{path}.{os.getpid()}.tmp"  # another process may write the same file
     try:
         yield tmp
         with open(tmp, "rb+") as f:
@@ -471,6 +490,7 @@ def soft_mask(code):
     """The class SoftMask that a Python file defines, or None. This runs the file: --code=FILE."""
     if not code:
         return None
+    sys.path.append(os.path.dirname(code))  # for its imports
     own = runpy.run_path(code).get("SoftMask")
     if own is None or own.__module__ == "softmask":  # else the paper's rule would run in its place
         raise Refused(f"{code} defines no SoftMask of its own, such as `SoftMask = YourClass`")
@@ -485,12 +505,14 @@ class Fields(dict):
 
 
 def read_json(path):
-    """The JSON object in a file, as Fields."""
-    try:
-        fields = Fields(json.loads(Path(path).read_text(encoding="utf-8")))
-    except (ValueError, TypeError) as e:
-        raise Refused(f"{path} is not a complete JSON object ({in_short(e)})")
-    fields.path = path
+    """The JSON object in a file, and all objects in it, as Fields."""
+    def named(values):
+        fields = Fields(values)
+        fields.path = path
+        return fields
+    with readable(path, ": this is no complete JSON object"):
+        fields = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=named)
+        fields.path  # a list has none
     return fields
 
 

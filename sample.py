@@ -30,14 +30,14 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import repeat
-from typing import Annotated, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
 
 import launch
 from data import rng, text_of, tokenizer
-from launch import Refused, Share, Size, append_jsonl, progress, read_jsonl, to_device
+from launch import NotNegative, Refused, Share, Size, append_jsonl, progress, read_jsonl, to_device
 from mdlm import MDLM, compile_parts
 from softmask import SoftMask, feed_back
 
@@ -47,7 +47,6 @@ T_ON = 0.55     # the plateau of remdm-loop begins, App. B.1
 T_OFF = 0.05    # and ends
 ALPHA_ON = 0.9  # the share of tokens there
 ORDERS = "entropy", "maskgit_plus", "margin", "random"
-Temperature = Annotated[float, 0, math.inf]  # a negative one would reverse the order
 
 
 # ---- each mask at random -------------------------------------------------------------------------
@@ -358,14 +357,14 @@ def categorical(probs, u):
 # ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    checkpoint: str = "out/stdlib/last.pt"
+    checkpoint: str = "out/small/last.pt"
     count: Size = 1             # samples to make (not --n: torchrun refuses it)
     length: Size | None = None  # L (default: the model's)
     steps: Size | None = None   # T (default: L; with an order, one for each mask)
     # mdlm, remdm-cap (in the paper for T < L) and remdm-loop reveal at random, App. B.1. The others
     # are orders: each step reveals about the same number, the surest first (§2.2; see Pick).
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
-    temperature: Temperature = 1.0  # with an order; 0: the likeliest tokens
+    temperature: NotNegative = 1.0  # with an order; 0: the likeliest tokens
     threshold: Share | None = None  # with an order, in place of steps: see `reveal`
     top_p: Share = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model without feedback
@@ -420,8 +419,9 @@ def prepared(cfg):
                       f"choose one of {', '.join(ORDERS)}")
     if cfg.threshold is not None and cfg.steps:
         raise Refused("--threshold decides how many steps there are: leave --steps out")
+    own = launch.soft_mask(cfg.code)
     with launch.one_line():
-        model = MDLM.load(cfg.checkpoint, sm=launch.soft_mask(cfg.code))
+        model = MDLM.load(cfg.checkpoint, sm=own)
     model.sm = with_omega(model.sm, model.mask_id, cfg) if cfg.soft else None
     special = model.info["tokenizer"]
     tok = tokenizer(special["name"])
@@ -429,6 +429,8 @@ def prepared(cfg):
     if length > model.cfg.length:
         raise Refused(f"--length={length} exceeds the {model.cfg.length} of training")
     x = starting_ids(cfg.prompt, length, tok, special)                         # (L,)
+    if spelled := [name for name in tok.special_tokens_set if name in cfg.prompt]:
+        print(f"{', '.join(spelled)} in the prompt is text, not a token", file=sys.stderr)
     steps = cfg.steps or length
     if cfg.sampler in ORDERS:
         n_masks = x.tolist().count(model.mask_id)
@@ -553,4 +555,4 @@ def show(tok, model):
 
 
 if __name__ == "__main__":
-    launch.run(main, Config)
+    launch.run(main, Config, ranks=True)

@@ -27,9 +27,9 @@ import dora
 import launch
 from data import rng
 from dream import Dream, Tokenizer, load_adapter
-from launch import Count, Refused, Share, Size, machine, progress, to_device
+from launch import Count, NotNegative, Refused, Share, Size, machine, progress, to_device
 from mdlm import TwoPass
-from sample import Pick, Temperature, decode, indices, masks_left, propose, reveal, with_omega
+from sample import Pick, decode, indices, masks_left, propose, reveal, with_omega
 from softmask import feed_back
 
 # Dream's word for each confidence, see sample.Pick
@@ -45,7 +45,7 @@ class Decoding:
     gen_len: Size = 256             # the paper's L: tokens of the response
     steps: Count = 0                # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
     algorithm: Literal[tuple(ALGORITHMS)] = "entropy"
-    temperature: Temperature = 0.1  # App. B.2; 0: argmax
+    temperature: NotNegative = 0.1  # App. B.2; 0: argmax
     top_p: Share = 0.9              # App. B.2; 1: off
     schedule: Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"] = "none"
     switch: Share = 0.5             # t' of the stepwise schedules, App. C.9: see `time_gain`
@@ -188,8 +188,13 @@ def load_for_decoding(cfg):
     own = launch.soft_mask(cfg.code)
     sm = load_adapter(model, cfg.adapter, own) if cfg.adapter else None
     sm = with_omega(sm, model.cfg.mask_token_id, cfg)
+    if cfg.schedule != "none" and not (sm and cfg.soft):
+        raise Refused(f"--schedule={cfg.schedule} is about feedback, and there is none")
     if cfg.merge:
-        dora.merge_(model)
+        change = dora.merge_(model)
+        if 0 < change < 1e-3 and model.table.dtype != torch.float32:
+            print(f"the adapter changes weights by {change:.0e} at most, and {model.table.dtype} "
+                  "rounds much of it away: --merge=False keeps all", file=sys.stderr)
     if cfg.compile:  # one graph for whole sequences, another for cached parts
         model.trunk = torch.compile(model.trunk, dynamic=True)
     return model, tok, (sm.to(device) if sm and cfg.soft else None)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """Train a soft-masked MDLM: Alg. 1, from one CPU to many nodes.                            App. B.1
 
-    python train.py stdlib          # the source code of Python itself: minutes on two CPU cores
+    python train.py small           # the source code of Python itself: minutes on two CPU cores
     torchrun --nproc_per_node=8 train.py            # the paper's run: 169M, OpenWebText, 1M updates
     torchrun --nproc_per_node=8 train.py binary           # its baseline, p_sm = 0
     torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.pt
@@ -44,8 +44,8 @@ class Config(ModelConfig):
     steps: Size = 1_000_000          # updates (100k in a continuation)
     batch_size: Size = 512           # sequences per update, over all devices
     micro_batch: Size = 32           # sequences per device and pass; gradients are accumulated
-    eta_bb: float = 3e-4             # learning rate of the backbone θ
-    eta_sm: float = 1e-2             # learning rate of ω, which has a long way to go, App. B.2
+    eta_bb: launch.NotNegative = 3e-4  # learning rate of the backbone θ
+    eta_sm: launch.NotNegative = 1e-2  # learning rate of ω, which has a long way to go, App. B.2
     warmup: launch.Count = 2500      # updates of linear warm-up; then both rates are constant
     clip: launch.Positive = 1.0      # largest gradient norm, over θ and ω together [code]
     ema: Share = 0.9999              # decay of the average of θ; ω is not averaged [code]
@@ -54,11 +54,11 @@ class Config(ModelConfig):
     b_l: launch.Positive = T_MIN     # t ~ U(b_l, b_h); the paper narrows it for Dream only
     b_h: Share = 1.0
     # reporting: what is due every so many updates is also done after the last
-    log_every: int = 10
-    eval_every: int = 10_000         # 0: never
+    log_every: Size = 10
+    eval_every: launch.Count = 10_000  # 0: never
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; lab/eval.py takes all of them
     save_every: Size = 1000          # last.pt
-    keep_every: int = 100_000        # step-N.pt, with EMA and ω only; 0: only at the end
+    keep_every: launch.Count = 100_000  # step-N.pt, with EMA and ω only; 0: only at the end
     # the machine
     device: str = "auto"             # cuda, else mps, else cpu
     dtype: launch.DType = "auto"     # bfloat16 where the GPU has it, else float32
@@ -69,8 +69,8 @@ class Config(ModelConfig):
 PRESETS = {  # the first word of a command
     # Text that every machine has. A small model is so unsure of each byte that the paper's ω_b
     # keeps λ near 0, and ω_s would grow too slowly. So ω starts near its final values [ours].
-    "stdlib": dict(
-        data="data/stdlib", out_dir="out/stdlib",
+    "small": dict(
+        data="data/stdlib", out_dir="out/small",
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
         omega_s=0.5, omega_a=1.0, omega_b=-2.8,
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
@@ -97,7 +97,7 @@ def train(cfg, sm=None):
     master = machine.rank == 0
     launch.first_rank(machine, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
-    special = meta["tokenizer"]
+    special = {name: meta["tokenizer"][name] for name in data.TOKENIZER}
     cfg = replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
                   soft_mask=cfg.p_sm > 0)
     M = cfg.batch_size // cfg.micro_batch     # micro-batches of an update, over all ranks
@@ -107,12 +107,15 @@ def train(cfg, sm=None):
                       f"{cfg.micro_batch * machine.world}")
     if cfg.new_omega and not cfg.init_from:
         raise Refused("--new_omega needs --init_from: without it, ω is new anyway")
+    if cfg.b_l > cfg.b_h:
+        raise Refused(f"--b_l={cfg.b_l} is above --b_h={cfg.b_h}")
+    sm = sm or launch.soft_mask(cfg.code)
     held_out = held_out_rows(cfg) if cfg.eval_every else None                  # (m, L)
 
     # ---- the model: θ and ω, random, and the same on every rank
     torch.manual_seed(cfg.seed)
     with launch.one_line():
-        model = MDLM(cfg, sm=sm or launch.soft_mask(cfg.code))
+        model = MDLM(cfg, sm=sm)
     classes = {"net": own_class(model.net), "SoftMask": own_class(model.sm)}
     # Hashes of the text as it was prepared: train.bin is too long to hash at every start.
     source = {"path": cfg.data, "sha256": meta["train"]["sha256"], "val": meta["val"]["sha256"]}
@@ -158,11 +161,13 @@ def train(cfg, sm=None):
         log = launch.Log(f"{cfg.out_dir}/log.jsonl", start, cfg.steps, master)
         if master:
             feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
-            wait = ", the first after a minute or more of compiling" if compiled else ""
+            note = ", the first after a minute or more of compiling" if compiled else ""
+            if start == cfg.steps:
+                note = ": all are made"
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {feedback}; "
                   f"{machine.device} × {machine.world}, {machine.dtype or 'float32'}; "
                   f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length} from {cfg.data}; "
-                  f"updates {start:,} to {cfg.steps:,}{wait}")
+                  f"updates {start:,} to {cfg.steps:,}{note}")
 
         made = start
 
@@ -217,6 +222,7 @@ def train(cfg, sm=None):
             optimizer.step()                                                   #                l.9
             optimizer.zero_grad(set_to_none=True)
             made = step + 1
+            log.bar.update()
             update_ema(ema.net, model.net, made, cfg.ema)
 
             # ---- report and save: the log's line, step-N.pt, last.pt
@@ -238,8 +244,9 @@ def train(cfg, sm=None):
             if stopped:
                 break
 
-    launch.end_run(machine, f"{launch.warning(line, cfg.vocab_size)}Now: python sample.py --show, "
-                            f"or python lab/eval.py, with --checkpoint={last}", made, stopped)
+    log.bar.close()
+    launch.end_run(machine, f"{launch.warning(line, cfg.vocab_size)}python sample.py --show "
+                            f"--checkpoint={last}", made, stopped)
     return model, ema
 
 
@@ -286,7 +293,7 @@ def load_initial(model, cfg, tokenizer):
     if takes_omega:
         names += ["k", "SoftMask"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
-                      f"was trained with, as in `train.py stdlib --init_from={cfg.init_from}`")
+                      f"was trained with, as in `train.py small --init_from={cfg.init_from}`")
     state = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
     for name, p in ckpt["model"].items():
         if takes_omega or name.startswith("net."):
@@ -370,4 +377,4 @@ def val_nats(model, rows, soft, seed=0, **options):
 
 
 if __name__ == "__main__":
-    launch.run(train, Config, PRESETS)
+    launch.run(train, Config, PRESETS, ranks=True)

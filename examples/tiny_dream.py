@@ -18,7 +18,7 @@ import finetune_dream
 import launch
 from data import rng
 from dream import Dream, DreamConfig, byte_characters, write_safetensors
-from launch import Size, write_text
+from launch import Count, Size, write_text
 
 
 @dataclass
@@ -33,7 +33,7 @@ class Config(finetune_dream.Config):
     omega_s: float = 0.3
     omega_b: float = -2.5
     save_every: Size = 20
-    eval_every: int = 20
+    eval_every: Count = 20
 
 
 def make(model, data):
@@ -69,4 +69,4 @@ def main(cfg):
 
 
 if __name__ == "__main__":
-    launch.run(main, Config)
+    launch.run(main, Config, ranks=True)

@@ -54,7 +54,7 @@ ROWS = 2048
 WIDTH = 24
 PER_PASS = 1, 2, 4, 8, 24
 PATH = "results/arena_text.jsonl"
-SETTINGS = train.PRESETS["stdlib"] | dict(eval_every=0, device="cpu")
+SETTINGS = train.PRESETS["small"] | dict(eval_every=0, device="cpu")
 
 
 @dataclass

@@ -90,7 +90,7 @@ def wrapped(model, **how):
 backends = []
 machine, launch.machine = launch.machine, machine_of_several
 ddp, launch.DistributedDataParallel = launch.DistributedDataParallel, wrapped
-launch.run(train.train, train.Config, train.PRESETS)
+launch.run(train.train, train.Config, train.PRESETS, True)
 assert backends, "train.py has not taken DDP"
 print("DDP over", *backends)
 PY

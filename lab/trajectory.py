@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: MIT
 """A sample or a puzzle as it appears, with feedback and without: every step of decoding.  App. C.5
 
-    python lab/trajectory.py --checkpoint=out/stdlib/last.pt --prompt="def main(" --steps=16
+    python lab/trajectory.py --checkpoint=out/small/last.pt --prompt="def main(" --steps=16
     model="--checkpoint=results/sudoku.pt"
     puzzle="$model --given=2.....65..3....6...65......256..6.1."
     puzzle="$puzzle --sampler=entropy --steps=12 --temperature=0 --top_p=1"

@@ -59,7 +59,7 @@ if __name__ == "__main__":  # what each rank runs: train.py with another backend
     torch.compile = functools.partial(torch.compile, backend=BACKEND)
     # As many buckets as at the real size. DDP must not split the trunk at each of them.
     launch.DistributedDataParallel = functools.partial(DistributedDataParallel, bucket_cap_mb=0.05)
-    launch.run(train.train, train.Config)
+    launch.run(train.train, train.Config, ranks=True)
     counters = torch._dynamo.utils.counters
     found = {"graphs": counters["stats"]["unique_graphs"], "breaks": len(counters["graph_break"])}
     launch.write_text(f"ranks/counts.{os.environ['RANK']}.json", json.dumps(found))

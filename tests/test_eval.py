@@ -170,7 +170,7 @@ def test_what_is_no_mdlm_is_told_what_it_is(world, tiny, script):
     save("adapter.pt", kind="dream-adapter", model={})
     for path, message in ((tiny[0], "is a folder.*sample_dream.py"),
                           ("adapter.pt", "has kind 'dream-adapter'"),
-                          ("none.pt", "there is no none.pt: `python train.py stdlib` trains")):
+                          ("none.pt", "there is no none.pt: `python train.py small` trains")):
         refused(message, start, script, f"--checkpoint={path}", "--device=cpu")
 
 

@@ -48,7 +48,7 @@ def test_a_list_takes_the_first_words_and_help_is_the_source(capsys):
 def test_help_begins_with_commands():
     done = subprocess.run([sys.executable, "train.py", "--b_h=9", "--help"], cwd=ROOT, text=True,
                           capture_output=True, check=True)
-    assert done.stdout.startswith("    python train.py stdlib ")
+    assert done.stdout.startswith("    python train.py small ")
     assert "class ModelConfig" in done.stdout and "preset binary: {'p_sm': 0.0" in done.stdout
 
 
@@ -61,7 +61,7 @@ def run_with(monkeypatch, main, *flags):
 @pytest.mark.parametrize("main, flags, message", [
     (print, ["--eta_b=1"], "unknown flag --eta_b: did you mean --eta_bb?"),
     (print, ["--?=1"], "unknown flag --?: see --help"),
-    (print, ["stdlb"], "unknown first word 'stdlb': known are stdlib, owt, continue, binary"),
+    (print, ["stdlb"], "unknown first word 'stdlb': known are small, owt, continue, binary"),
     (print, ["--soft_mask=False"], "unknown flag --soft_mask"),
     (print, ["--vocab_size=9"], "unknown flag --vocab_size"),
     (print, ["--mask_id=9"], "unknown flag --mask_id"),
@@ -69,6 +69,8 @@ def run_with(monkeypatch, main, *flags):
     (print, ["--k=ten"], "argument --k: ten is not a whole number or none"),
     (print, ["--dtype=half"], "argument --dtype: half is not auto or float32 or bfloat16"),
     (print, ["--p_sm=nan"], "argument --p_sm: nan is not a number (from 0 to 1)"),
+    (print, ["--eta_bb=-1"], "argument --eta_bb: -1 is not a number (from 0 to inf)"),
+    (print, ["--eval_every=-1"], "argument --eval_every: -1 is not a whole number"),
     (print, ["--save_every=0"], "argument --save_every: 0 is not a whole number (from 1 to inf)"),
     (lambda cfg: open("no/x"), [], "No such file or directory: 'no/x'"),
     (Mock(side_effect=OSError(errno.ENOSPC, "no room")), [], "no room"),
@@ -90,6 +92,39 @@ def test_bad_input_is_one_line_and_code_2(monkeypatch, capsys, main, flags, mess
     assert calls == [(signal.SIGTERM, signal.SIG_DFL), 5]
 
 
+def test_a_script_for_one_process_refuses_to_be_two(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(SystemExit, match="2"):
+        run_with(monkeypatch, print)
+    for name in "data", "sample_dream", "lab/eval_samples", "lab/bench", "examples/sudoku":
+        done = subprocess.run([sys.executable, f"{name}.py"], cwd=ROOT, capture_output=True)
+        assert done.returncode == 2 and b"start it without torchrun" in done.stderr, name
+
+
+def test_the_time_left_is_that_of_updates_after_the_first(tmp_path, monkeypatch, capsys):
+    clock = iter([0.0, 100.0, 110.0, 118.0])  # the first update takes 100 s, all others 1 s
+    monkeypatch.setattr(launch.time, "time", lambda: next(clock))
+    log = launch.Log(str(tmp_path / "log.jsonl"), 0, 20, True)
+    for step in 1, 11, 19:
+        log.write({"step": step, "loss": 2 / 3, "lam": 1e-20})
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == "update 1 of 20  loss 0.6667  lam 0.0000"
+    assert second.endswith("  00:09 left") and third.endswith("  00:01 left")
+
+
+def test_code_runs_like_a_script_of_its_own(tmp_path, monkeypatch):
+    """It can import what lies beside it. Its errors keep their tracebacks."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    (tmp_path / "beside.py").write_text("from softmask import SoftMask as Ours\n")
+    (tmp_path / "mine.py").write_text("import beside\nclass SoftMask(beside.Ours): pass\n")
+    assert launch.soft_mask(str(tmp_path / "mine.py")).__name__ == "SoftMask"
+    (tmp_path / "wrong.py").write_text("int('x')\n")
+    for script, words in ("sample", ()), ("train", ("small",)):
+        with pytest.raises(ValueError, match="invalid literal") as error:
+            start(script, *words, f"--code={tmp_path}/wrong.py", "--device=cpu")
+        assert not isinstance(error.value, launch.Refused)
+
+
 def test_ctrl_c_is_130_without_a_traceback(monkeypatch):
     with pytest.raises(SystemExit, match="130"):
         run_with(monkeypatch, Mock(side_effect=KeyboardInterrupt))
@@ -107,7 +142,13 @@ def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path):
     launch.save(adapter, kind="dream-adapter")
     meta.write_text('{"cut')
     refused("adapter.pt has kind 'dream-adapter'", start, "sample", f"--checkpoint={adapter}")
-    refused("meta.json is not a complete JSON object", start, "train", f"--data={tmp_path}")
+    words = "train", f"--data={tmp_path}"
+    refused("meta.json: JSONDecodeError: .*: this is no complete JSON object", start, *words)
+    meta.write_text('{"dtype": "uint16", "tokenizer": {}, "train": {}}')
+    (tmp_path / "train.bin").touch()
+    refused("meta.json has no field 'tokens'", start, *words)
+    meta.write_text('{"dtype": "uint16", "tokenizer": {}, "train": {"tokens": 0}}')
+    refused("meta.json has no field 'name'", start, *words)
 
 
 def test_a_signal_is_a_flag_and_then_every_handler_is_back():
@@ -141,6 +182,15 @@ def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, 
     monkeypatch.setattr(os, "replace", lambda *paths: calls.append("replace") or replace(*paths))
     write_text(path, "new")
     assert calls == ["fsync", "replace"] and os.listdir(path.parent) == ["f"]
+    with atomic(path) as tmp, monkeypatch.context() as other:
+        other.setattr(os, "getpid", lambda: 1)
+        write_text(path, "of another process")
+        assert not os.path.exists(tmp)
+        write_text(tmp, "new")
+    (path.parent / "last.pt.123.tmp").touch()
+    (path.parent / "my.tmp").touch()
+    with launch.lock(path.parent):  # only one process can be here
+        assert {*os.listdir(path.parent)} == {"f", "my.tmp", ".lock"}
 
 
 def test_json_lines_survive_a_kill_at_any_byte(tmp_path):

@@ -257,7 +257,7 @@ def test_a_corpus_of_another_tokenizer_trains_and_is_measured(tmp_path, monkeypa
 
 def test_samples_from_python(tmp_path, monkeypatch, capsys):
     model = random_mdlm(vocab_size=259, mask_id=258, length=12, omega_s=0.5)
-    save_mdlm(tmp_path / "out/stdlib/last.pt", model)
+    save_mdlm(tmp_path / "out/small/last.pt", model)
     monkeypatch.chdir(tmp_path)
     exec(SAMPLE, scope := {})
     text = data.tokenizer("bytes").decode(scope["ids"].tolist())

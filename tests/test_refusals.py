@@ -152,7 +152,7 @@ def main(cfg):
     for step in range(10):
         log.write({"step": step + 1, "omega_s": 0.5})
     print("ω", sys.stdin.read(), "end", file=sys.stderr)
-launch.run(main, train.Config)"""
+launch.run(main, train.Config, ranks=True)"""
     env = os.environ | {"PYTHONPATH": ROOT, "PYTHONIOENCODING": "cp1252"}
     end, stdout = opened()
     os.close(end)

@@ -421,6 +421,12 @@ def test_prompt_and_infill_stay_as_given(run):
     refused("fills all 32 positions", run, prompt="x" * 31)
 
 
+def test_a_special_token_in_a_prompt_is_text(run, capsys):
+    [line] = run(prompt="<|eos|>")
+    assert line["ids"][:8] == [256, *b"<|eos|>"]
+    assert capsys.readouterr().err == "<|eos|> in the prompt is text, not a token\n"
+
+
 def test_decoding_takes_another_omega_also_for_a_binary_model(run, tmp_path):
     binary, omega = str(tmp_path / "binary.pt"), dict(omega_s=0.9, omega_a=1.5, omega_b=-2.0)
     save_mdlm(binary, model_of(**OF_BYTES, soft_mask=False), ema=None)

@@ -312,6 +312,20 @@ def test_merged_and_unmerged_adapter_decode_alike(tiny, tmp_path):
         assert not torch.equal(merged, run(**other)[1])
 
 
+def test_a_merge_that_rounds_an_adapter_away_says_so(tiny, tmp_path, capsys):
+    for change, dtype, told in (1e-4, "bfloat16", True), (1e-4, "float32", False), \
+            (0.1, "bfloat16", False):
+        dream = recorded_adapter(Dream.load(tiny[0]))
+        for layer in dora.layers(dream).values():
+            layer.lora_B.data.zero_()
+            layer.lora_magnitude_vector.data = (1 + change) * layer.norm()
+        finetune_dream.save_adapter(str(tmp_path), dream, None, finetune_dream.Config())
+        S.load_for_decoding(S.Decoding(tiny[0], str(tmp_path), dtype=dtype))
+        assert ("--merge=False keeps" in capsys.readouterr().err) == told
+    refused("--schedule=linear is about feedback", S.load_for_decoding,
+            S.Decoding(tiny[0], schedule="linear"))
+
+
 def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
     def go(**flags):
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))

@@ -87,6 +87,8 @@ def test_omega_never_becomes_bf16():
     with pytest.raises(ValueError, match="bfloat16, not float32"):
         sm.strength(torch.tensor(0.0))
     sm.float().strength(torch.tensor(0.0))
+    sm.register_buffer("ids", torch.arange(3))  # of a subclass
+    assert sm.half().ids.dtype == torch.int64
 
 
 def test_a_bf16_table_gives_the_mix_and_the_gradients_of_an_fp32_one(monkeypatch):

@@ -144,7 +144,7 @@ def watched(params, limit):
     return clip(params, limit)
 torch.nn.utils.clip_grad_norm_ = watched
 try:
-    train.launch.run(train.train, train.Config, train.PRESETS)
+    train.launch.run(train.train, train.Config, train.PRESETS, True)
 finally:
     torch.save(updates[-1], "rank" + rank)
 """
