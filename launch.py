@@ -512,7 +512,8 @@ def read_json(path):
         return fields
     with readable(path, ": this is no complete JSON object"):
         fields = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=named)
-        fields.path  # a list has none
+        if not isinstance(fields, Fields):
+            raise TypeError(f"a {type(fields).__name__}")
     return fields
 
 
