@@ -245,8 +245,8 @@ def train(cfg, sm=None):
                 break
 
     log.bar.close()
-    launch.end_run(machine, f"{launch.warning(line, cfg.vocab_size)}python sample.py --show "
-                            f"--checkpoint={last}", made, stopped)
+    launch.end_run(machine, f"{launch.warning(line, cfg.vocab_size)}python sample.py "
+                            f"--checkpoint={last} --show", made, stopped)
     return model, ema
 
 
