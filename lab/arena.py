@@ -48,7 +48,7 @@ import launch
 import sudoku
 from bench import interleaved
 from data import rng
-from launch import git_version
+from launch import Refused, git_version
 from mdlm import MDLM
 from plot import against, markdown, with_gain
 from sample import Pick, decode, shares_of
@@ -274,6 +274,8 @@ def full(runs, name):
 
 
 def main(cfg):
+    if launch.machine("cpu").world > 1:
+        raise Refused("torchrun would do all the work in every process: use python")
     torch.set_num_threads(1)
     if cfg.table:
         runs = complete(PATH, [*ARMS])

@@ -41,6 +41,7 @@ import train
 from arena import row
 from eval import mean_and_se
 from feedback import spans
+from launch import Refused
 from plot import against, markdown
 from sample import Pick, decode, shares_of
 from train import val_nats
@@ -171,6 +172,8 @@ def full(runs, name, kind):
 
 
 def main(cfg):
+    if launch.machine("cpu").world > 1:
+        raise Refused("torchrun would do all the work in every process: use python")
     torch.set_num_threads(1)
     if cfg.table:
         runs = arena.complete(PATH, [*ARMS])

@@ -136,6 +136,8 @@ class Config:
 
 
 def main(cfg):
+    if launch.machine("cpu").world > 1:
+        raise Refused("torchrun would do all the work in every process: use python")
     if len(cfg.files) not in (1, 2):
         raise Refused("give a file to describe, or also the file to write: mdlm.ckpt mdlm.pt")
     path, *out = cfg.files

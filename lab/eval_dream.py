@@ -196,6 +196,8 @@ def evaluate(cfg):
 
 
 def main(cfg):
+    if launch.machine("cpu").world > 1:
+        raise Refused("torchrun would do all the work in every process: use python")
     evaluate(cfg)
     print(benchmarks(cfg.out))
 

@@ -45,13 +45,16 @@ class Config:
 
 
 def read_samples(path):
-    """(samples, settings): the lines of all ranks, each index once, and their settings"""
+    """(samples, settings): the lines of all ranks of a run, each index once, and their settings"""
     lines = sample.read_samples(path)
     if not lines:
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
-    if any(line["settings"] != settings for line in lines):
-        raise Refused(f"{path} mixes samples of different settings: evaluate them separately")
+    if any(line["settings"] != settings for line in lines):  # of old NAME.RANK.jsonl, say
+        raise Refused(f"{path} and NAME.RANK.jsonl beside it mix settings or seeds: give each run "
+                      "a name of its own")
+    if settings.get("prompt"):
+        raise Refused(f"{path} has samples with a prompt: its text would be measured, too")
     samples = {line["index"]: line for line in lines}
     return [line for _, line in sorted(samples.items())], settings
 
@@ -123,12 +126,19 @@ def mauve(features, references, seed):
 
 
 def main(cfg):
+    if launch.machine("cpu").world > 1:
+        raise Refused("torchrun would do all the work in every process: use python")
     samples, settings = (read_samples(cfg.samples) if cfg.samples else
                          held_out_samples(cfg, cfg.length))
     source = cfg.samples.removesuffix(".jsonl") or os.path.join(cfg.data, "val")
     L = len(samples[0]["ids"])
     settings |= {"L": L, "n": len(samples), "seeds": sorted({s["seed"] for s in samples})}
     path = result_path(cfg, source, "samples", settings)
+    device = machine(cfg.device).device
+    if cfg.data:
+        rows, theirs = held_out_samples(cfg, L, len(samples))
+        launch.check_same(cfg.data, theirs, settings, ["tokenizer"],
+                          ": give the data that the model was trained on")
     for package in "transformers", "mauve-text":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             settings[package] = importlib.metadata.version(package)
@@ -138,15 +148,11 @@ def main(cfg):
               "nfe": np.mean([sample["nfe"] for sample in samples]), "n": len(samples)}
     write = functools.partial(write_result, cfg, path, "samples", {"samples": values}, settings)
     write()  # now, because the other measures need a package that may be missing
-    scores = functools.partial(score, scorer=cfg.scorer, batch_size=cfg.batch_size,
-                               device=machine(cfg.device).device)
+    scores = functools.partial(score, scorer=cfg.scorer, batch_size=cfg.batch_size, device=device)
     nats, tokens, features = scores([sample["text"] for sample in samples])
     values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(nats, tokens)
     write()
     if cfg.data:
-        rows, theirs = held_out_samples(cfg, L, len(samples))
-        launch.check_same(cfg.data, theirs, settings, ["tokenizer"],
-                          ": give the data that the model was trained on")
         references = scores([row["text"] for row in rows])[2]
         values["mauve"] = mauve(features, references, cfg.seed)
         values |= {"references": len(rows), "seed": cfg.seed}

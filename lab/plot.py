@@ -21,6 +21,7 @@ from statistics import mean, stdev
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import launch
 from launch import Refused, atomic, read_json, read_jsonl, run, write_text
 
 
@@ -270,18 +271,19 @@ MAKERS = {
 
 
 def main(cfg):
+    if launch.machine("cpu").world > 1:
+        raise Refused("torchrun would do all the work in every process: use python")
     wanted = [name for name in MAKERS if getattr(cfg, name)]
     if len(wanted) != 1:
         raise Refused(f"give one of --{', --'.join(MAKERS)}")
     made = MAKERS[wanted[0]](getattr(cfg, wanted[0]))
+    out = cfg.out or ("" if isinstance(made, str) else "plot.png")
     if not isinstance(made, str):
-        out = cfg.out or "plot.png"
         with atomic(out) as tmp:
             made.savefig(tmp, format=Path(out).suffix[1:])
-    elif cfg.out:
-        write_text(cfg.out, made + "\n")
-    else:
-        print(made)
+    elif out:
+        write_text(out, made + "\n")
+    print(f"written to {out}" if out else made)
 
 
 if __name__ == "__main__":
