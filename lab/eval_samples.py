@@ -45,16 +45,17 @@ class Config:
 
 
 def read_samples(path):
-    """(samples, settings): the lines of all ranks of a run, each index once, and their settings"""
+    """(samples, settings): the lines of all ranks, each index once, and their settings"""
     lines = sample.read_samples(path)
     if not lines:
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
-    if any(line["settings"] != settings for line in lines):  # of old NAME.RANK.jsonl, say
+    if any(line["settings"] != settings for line in lines):  # seeds, too
         raise Refused(f"{path} and NAME.RANK.jsonl beside it mix settings or seeds: give each run "
                       "a name of its own")
     if settings.get("prompt"):
-        raise Refused(f"{path} has samples with a prompt: its text would be measured, too")
+        raise Refused(f"{path} has samples of a prompt, which would be measured, too: make some "
+                      "without one")
     samples = {line["index"]: line for line in lines}
     return [line for _, line in sorted(samples.items())], settings
 

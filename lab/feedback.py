@@ -22,8 +22,8 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 from data import rng
-from eval import Config as EvalConfig
 from eval import TITLES, held_out_rows, mean_and_se, result_path, write_result
+from eval import Config as EvalConfig
 from launch import Count, Refused, Size, machine, progress, run
 from mdlm import MDLM, TwoPass
 from sample import Pick, decode, shares_of
