@@ -166,6 +166,7 @@ def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
     save_mdlm("own.pt", model_of(omega_s=0.5), data=meta["train"] | {"path": "data"})
     own, given = (result("--checkpoint=own.pt", *more) for more in ((), ("--data=data",)))
     assert own["values"] == given["values"] and own["settings"] == given["settings"]
+    start("eval", "--checkpoint=own.pt", "--out=r.json")  # the same settings
     shutil.rmtree("data")
     data.prepare(enumerate(["another text"] * 99), "data", BYTES)
     refused("data has changed since own.pt was", result, "--checkpoint=own.pt")
@@ -244,7 +245,7 @@ def test_a_result_is_not_lost_and_what_would_lose_it_shows_before_the_work(
     assert "with feedback: nats_per_token " in capsys.readouterr().out
     monkeypatch.setattr(lab_eval, "bound", None)  # no work is done
     with pytest.raises(OSError):
-        start("eval", *words, "--out=last.pt/r.json")
+        start("eval", *words, "--out=/proc/r.json")
     meta = json.loads(Path("data/meta.json").read_text())
     for split, field in ("val", "bytes"), ("val", "tokens"), ("train", "sha256"):
         less = meta | {split: {k: v for k, v in meta[split].items() if k != field}}
