@@ -8,7 +8,7 @@
 The plan, committed before any run:
 - **Arms.** binary, sm and slerp of lab/arena.py: 4,000 updates from scratch. continue-binary and
   continue-sm: 2,000 more from binary's last file, on another permutation of the text.
-- **Settings.** Seeds 51 to 56; `train.py stdlib`, which is text as bytes, 1.1M parameters, and ω
+- **Settings.** Seeds 51 to 56; `train.py small`, which is text as bytes, 1.1M parameters, and ω
   from (0.5, 1, −2.8), as a pilot of one seed had them. Nothing is tuned.
 - **Infilling.** In 2,048 held-out rows, 24 of the 126 bytes between BOS and EOS are masked, at
   random or as one span, and filled in with the likeliest bytes, surest first: 1, 2, 4, 8 or 24 per

@@ -64,6 +64,7 @@ PRESETS = {
                   dream_masks=20, dream_answer=16),
 }
 
+TITLES = {"tokens/call": "tokens/pass", "calls/s": "passes/s"}  # on the screen
 SHARPNESS = 3.5  # standard deviation of the random logits, about that of a trained model
 
 
@@ -110,7 +111,7 @@ def interleaved(cases, repeats, device, tokens):
 
 def print_table(title, rows):
     columns = [column for column in next(iter(rows.values())) if column != "turns"]
-    print(f"\n{title:32}" + "".join(f"{column:>12}" for column in columns))
+    print(f"\n{title:32}" + "".join(f"{TITLES.get(column, column):>12}" for column in columns))
     for name, row in rows.items():
         cells = [f"{row[column]:12,.3g}" if column in row else 12 * " " for column in columns]
         print(f"{name:32}" + "".join(cells), flush=True)
@@ -135,7 +136,7 @@ def train_rows(cfg, device, dtype):
     generator, mask_id = rng("bench"), model.mask_id
     x0 = torch.randint(mask_id, (cfg.batch, cfg.length), generator=generator)
     t = sample_times(cfg.batch, generator)
-    # The same x_t in all calls, because the time of an update depends on the number of masks.
+    # The same x_t in all updates, because the time of an update depends on the number of masks.
     xt = corrupt(x0, t, mask_id, generator)                                    # (B, L)
     masks = (xt == mask_id).nonzero(as_tuple=True)                             # 2 × (N,)
     x0, xt, t, *masks = (x.to(device) for x in (x0, xt, t, *masks))
@@ -158,37 +159,37 @@ def train_rows(cfg, device, dtype):
     return rows
 
 
-def per_call(rows, tokens, calls):
-    """Add, for {name: calls of the network}, what decoding is compared by."""
+def per_pass(rows, tokens, passes):
+    """Add, for {name: passes}, what decoding is compared by."""
     for name, row in rows.items():
-        row["tokens/call"] = tokens / calls[name]
-        row["calls/s"] = calls[name] / row["seconds"]
+        row["tokens/call"] = tokens / passes[name]
+        row["calls/s"] = passes[name] / row["seconds"]
     return rows
 
 
 def sample_rows(cfg, device, dtype, graphs):
-    """A sample, binary and with SM. Calls: forward passes of the network.               App. C.4"""
+    """A sample, binary and with SM.                                                     App. C.4"""
     model = build(cfg, device)
     sm = model.sm
     x = torch.full((cfg.length,), model.mask_id)                               # (L,)
-    calls = {}
+    passes = {}
     if dtype:
         model.net.cast_linears_(dtype)
     if graphs:
         compile_parts(model, "reduce-overhead")
 
     def run(name):
-        calls[name] = 0
+        passes[name] = 0
         model.sm = sm if name == "SM" else None
 
         def on_step(*now):
-            calls[name] += 1
+            passes[name] += 1
         with torch.autocast(device.type, dtype, enabled=bool(dtype)):
             generate(model, x, cfg.steps, generator=rng("bench"), on_step=on_step)
-        return calls[name]
+        return passes[name]
     cases = {name: partial(run, name) for name in ("binary", "SM")}
     rows = interleaved(cases, min(3, cfg.repeats), device, cfg.length)
-    return per_call(rows, cfg.length, calls)
+    return per_pass(rows, cfg.length, passes)
 
 
 def build_dream(cfg, device, dtype):
@@ -233,15 +234,15 @@ def decoding_rows(cfg, device, dtype, compiling):
     x = torch.randint(sm.mask_id - 1, (1, 2 * n), generator=rng("bench"))
     x[:, n:] = sm.mask_id                                                      # (1, L)  on the CPU
     block = min(32, n // 4)
-    calls = {}
+    passes = {}
 
     def run(name, feedback, cache):
         model = TwoPass(dream, feedback, sm.mask_id)
-        calls[name] = 0
+        passes[name] = 0
         pick = Pick("entropy", 0.1, 0.9, generator=rng("bench"))
 
         def on_step(*now):
-            calls[name] += 1
+            passes[name] += 1
         if cache:
             shares = reveal_shares(block // 2)
             decode_blocks(model, x, n, shares, block, cache, pick, on_step=on_step)
@@ -250,7 +251,7 @@ def decoding_rows(cfg, device, dtype, compiling):
     ways = {"at once": "", "prefix cache": "prefix", "dual cache": "dual"}
     cases = {f"{name}, {way}": partial(run, f"{name}, {way}", feedback, cache)
              for way, cache in ways.items() for name, feedback in (("binary", None), ("SM", sm))}
-    return per_call(interleaved(cases, min(3, cfg.repeats), device, n), n, calls)
+    return per_pass(interleaved(cases, min(3, cfg.repeats), device, n), n, passes)
 
 
 def main(cfg):

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: MIT
 """A bound on the perplexity of held-out text, with feedback and without.          Eq. 2, App. C.1
 
-    python lab/eval.py                                # of the model that `train.py stdlib` trains
+    python lab/eval.py                                # of the model that `train.py small` trains
     python lab/eval.py --checkpoint=out/owt/last.pt --data=data/owt --label=1M
+    torchrun --nproc_per_node=8 lab/eval.py --checkpoint=out/owt/last.pt       # the same, sooner
 
 The result is a JSON file. lab/eval_samples.py measures samples.
 """
@@ -12,16 +13,19 @@ import math
 import os
 import platform
 import sys
-from dataclasses import asdict, dataclass
+import tempfile
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import launch
-from launch import Count, Refused, Size, machine, read_json, run, write_text
+from launch import Count, Refused, Size, machine, read_json, readable, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM
 from train import bound
 
@@ -30,7 +34,7 @@ TITLES = {"soft": "with feedback", "plain": "without feedback", "binary": "witho
 
 @dataclass
 class Config:
-    checkpoint: str = "out/stdlib/last.pt"
+    checkpoint: str = "out/small/last.pt"
     code: str = ""                  # a Python file to run first: its SoftMask replaces ours
     ema: bool = True                # use the averaged backbone
     data: str | None = None         # a folder made by data.py (default: that of the training)
@@ -65,8 +69,10 @@ def held_out_rows(cfg, info, L):
     """Rows (n, L) of val.bin, and its {tokens, bytes, …} with its path.   info: of the model"""
     special, trained_on = info["tokenizer"], info.get("data") or {"path": "data/owt"}
     path = trained_on["path"] if cfg.data is None else cfg.data
-    tokens, meta = data.open_split(path, "val")
-    if cfg.data is None and trained_on.get("sha256") not in (None, meta["train"]["sha256"]):
+    with readable(f"{path}/meta.json"):  # a missing field shows now, not after the work
+        tokens, meta = data.open_split(path, "val")
+        sha256, _ = meta["train"]["sha256"], meta["val"]["bytes"]
+    if cfg.data is None and trained_on.get("sha256") not in (None, sha256):
         raise Refused(f"{path} has changed since {cfg.checkpoint} was trained on it: give --data")
     launch.check_same(path, tokens.tokenizer, special, special.keys(),
                       ": give the data that the model was trained on")
@@ -78,9 +84,12 @@ def held_out_rows(cfg, info, L):
 def result_path(cfg, source, metric, settings):
     """SOURCE.METRIC.json or --out. Raises Refused if that has a result of other settings."""
     path = cfg.out or f"{source.rstrip('/')}.{metric}.json"
+    folder = Path(path).parent
+    folder.mkdir(parents=True, exist_ok=True)
+    tempfile.TemporaryFile(dir=folder).close()  # what cannot be written shows now, too
     if os.path.exists(path):
-        result, here = read_json(path), asdict(cfg) | settings
-        before = result["evaluation"] | result["settings"]
+        result, here = read_json(path), settings | asdict(cfg)
+        before = result["settings"] | result["evaluation"]
         names = here.keys() - {"out", "label", "batch_size", "device"}
         other = [name for name in sorted(names) if before.get(name) != here[name]]
         if other:
@@ -95,29 +104,38 @@ def write_result(cfg, path, metric, values, settings):
     result = {"metric": metric, "values": values, "settings": settings, "evaluation": asdict(cfg),
               "versions": versions, "git": launch.git_version()}
     result = json.loads(json.dumps(result), parse_constant=lambda nan: None)  # JSON has no NaN
-    write_text(path, json.dumps(result, indent=2))  # first: `| head` may kill the process
-    for name, row in values.items():
-        numbers = ", ".join(f"{key} {value:.5g}" for key, value in row.items())
-        print(f"{TITLES.get(name, name)}: {numbers}")
+    try:
+        write_text(path, json.dumps(result, indent=2))  # first: `| head` may kill the process
+    finally:  # the disk may be full
+        for name, row in values.items():
+            numbers = ", ".join(f"{key} {value:.5g}" for key, value in row.items())
+            print(f"{TITLES.get(name, name)}: {numbers}")
     print(f"written to {path}")
 
 
 def main(cfg):
     """A checkpoint on held-out text, with feedback and without."""
     here = machine(cfg.device, cfg.dtype)
+    launch.join(here)
+    own = launch.soft_mask(cfg.code)
     with launch.one_line():
-        model = MDLM.load(cfg.checkpoint, cfg.ema, launch.soft_mask(cfg.code)).to(here.device)
+        model = MDLM.load(cfg.checkpoint, cfg.ema, own).to(here.device)
     L = model.cfg.length
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
+    n = len(rows)
+    cfg = replace(cfg, data=text["path"])
     settings = {"step": model.info["step"], "L": L, "tokenizer": model.info["tokenizer"]["name"],
-                "n": len(rows), "data": text["path"], "text": text,
+                "n": n, "data": text["path"], "text": text,
                 "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}
     path = result_path(cfg, cfg.checkpoint, "ppl", settings)
-    tokens, bounds, values = np.full(len(rows), L), {}, {}                           # (n,)
+    tokens, bounds, values = np.full(n, L), {}, {}                                   # (n,)
+    mine = torch.arange(n) // cfg.batch_size % here.world == here.rank  # as in `bound`  (n,)
     for name in ["soft", "plain"] if model.sm else ["binary"]:
+        found = torch.zeros(3, n, dtype=torch.float64)                               # (3, n)
         with here.autocast():
-            bounds[name], ce, masked = bound(model, rows, name == "soft", cfg.seed, cfg.repeats,
-                                             cfg.batch_size, floor=cfg.floor)        # (n,) each
+            found[:, mine] = bound(model, rows, name == "soft", cfg.seed, cfg.repeats,
+                                   cfg.batch_size, here.rank, here.world, cfg.floor)
+        bounds[name], ce, masked = launch.over_ranks(found)                          # (n,) each
         nats, se = mean_and_se(bounds[name], tokens)
         values[name] = {"nats_per_token": nats, "nats_per_token_se": se,
                         "ppl": math.exp(nats), "ppl_se": math.exp(nats) * se,
@@ -127,8 +145,11 @@ def main(cfg):
         # On the same masks, so the difference has a smaller standard error.
         gain, se = mean_and_se(bounds["plain"] - bounds["soft"], tokens)
         values["gain"] = {"nats_per_token": gain, "nats_per_token_se": se}
-    write_result(cfg, path, "ppl", values, settings)
+    if here.rank == 0:
+        write_result(cfg, path, "ppl", values, settings)
+    if here.world > 1:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    run(main, Config)
+    run(main, Config, ranks=True)

@@ -50,8 +50,12 @@ def read_samples(path):
     if not lines:
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
-    if any(line["settings"] != settings for line in lines):
-        raise Refused(f"{path} mixes samples of different settings: evaluate them separately")
+    if any(line["settings"] != settings for line in lines):  # seeds, too
+        raise Refused(f"{path} and NAME.RANK.jsonl beside it mix settings or seeds: give each run "
+                      "a name of its own")
+    if settings.get("prompt"):
+        raise Refused(f"{path} has samples of a prompt, which would be measured, too: make some "
+                      "without one")
     samples = {line["index"]: line for line in lines}
     return [line for _, line in sorted(samples.items())], settings
 
@@ -129,6 +133,11 @@ def main(cfg):
     L = len(samples[0]["ids"])
     settings |= {"L": L, "n": len(samples), "seeds": sorted({s["seed"] for s in samples})}
     path = result_path(cfg, source, "samples", settings)
+    device = machine(cfg.device).device
+    if cfg.data:
+        rows, theirs = held_out_samples(cfg, L, len(samples))
+        launch.check_same(cfg.data, theirs, settings, ["tokenizer"],
+                          ": give the data that the model was trained on")
     for package in "transformers", "mauve-text":
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             settings[package] = importlib.metadata.version(package)
@@ -138,15 +147,11 @@ def main(cfg):
               "nfe": np.mean([sample["nfe"] for sample in samples]), "n": len(samples)}
     write = functools.partial(write_result, cfg, path, "samples", {"samples": values}, settings)
     write()  # now, because the other measures need a package that may be missing
-    scores = functools.partial(score, scorer=cfg.scorer, batch_size=cfg.batch_size,
-                               device=machine(cfg.device).device)
+    scores = functools.partial(score, scorer=cfg.scorer, batch_size=cfg.batch_size, device=device)
     nats, tokens, features = scores([sample["text"] for sample in samples])
     values["gen_ppl"], values["gen_ppl_se"] = gen_ppl(nats, tokens)
     write()
     if cfg.data:
-        rows, theirs = held_out_samples(cfg, L, len(samples))
-        launch.check_same(cfg.data, theirs, settings, ["tokenizer"],
-                          ": give the data that the model was trained on")
         references = scores([row["text"] for row in rows])[2]
         values["mauve"] = mauve(features, references, cfg.seed)
         values |= {"references": len(rows), "seed": cfg.seed}

@@ -1,20 +1,20 @@
 # SPDX-License-Identifier: MIT
-"""Does feedback help a model fill gaps in your text in few calls?
+"""Does feedback help a model fill gaps in your text in few passes?
 
-    python lab/feedback.py --checkpoint=out/owt/last.pt --data=data/owt --width=6 --calls=6,3,2
+    python lab/feedback.py --checkpoint=out/owt/last.pt --data=data/owt --width=6 --passes=6,3,2
     python lab/feedback.py --checkpoint=results/sudoku.pt --data=data/sudoku --width=12
 
-In each held-out row, one span at a random place is masked. Each call fills its surest positions
+In each held-out row, one span at a random place is masked. Each pass fills its surest positions
 with their likeliest tokens (§2.2). The first lines are the share of spans that come out exactly
 right, with feedback (soft) and without (plain), and the gain, each with its standard error. A
 binary model has plain alone. Choose a width at which some spans come out right and some do not.
-Expect a gain where a call fills several tokens, because they do not see each other. The last lines
+Expect a gain where a pass fills several tokens, because they do not see each other. The last lines
 are, for ten ranges of t, the bound without feedback and what feedback gains.                  Eq. 2
 """
 
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 import torch
@@ -22,8 +22,8 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 from data import rng
+from eval import TITLES, held_out_rows, mean_and_se, result_path, write_result
 from eval import Config as EvalConfig
-from eval import held_out_rows, mean_and_se, result_path, write_result
 from launch import Count, Refused, Size, machine, progress, run
 from mdlm import MDLM, TwoPass
 from sample import Pick, decode, shares_of
@@ -36,7 +36,7 @@ class Config(EvalConfig):
     rows: Count = 1000      # how many held-out rows, evenly spaced (0: all)
     floor: Annotated[float, 0, 0.01] = 0.0  # Eq. 2 itself
     width: Size = 6         # tokens in a span
-    calls: str = "6,3,2"    # calls to fill a span in; the result has a line for each number
+    passes: str = "6,3,2"   # passes to fill a span in; the result has a line for each number
 
 
 def means(**values):
@@ -54,12 +54,12 @@ def spans(n, L, width, seed):
     return (first <= position) & (position < first + width)
 
 
-def right(model, rows, span, calls, soft, batch_size):
+def right(model, rows, span, passes, soft, batch_size):
     """(n,): 1 where all of a row's span comes back right, else 0. rows, span: (n, L)"""
     batches = rows.masked_fill(span, model.mask_id).split(batch_size)                # of (b, L)
     side = TwoPass(model.net, model.sm if soft else None, model.mask_id)
-    found = [decode(side, x, shares_of(calls * [1]), Pick())
-             for x in progress(batches, f"{len(rows):,} spans in {calls} calls", leave=False)]
+    found = [decode(side, x, shares_of(passes * [1]), Pick())
+             for x in progress(batches, f"{len(rows):,} spans in {passes} passes", leave=False)]
     return (torch.cat(found) == rows).all(1).double()
 
 
@@ -84,25 +84,28 @@ def bound_by_t(model, rows, cfg):
 
 def main(cfg):
     device, dtype = machine(cfg.device, cfg.dtype)[2:]
+    own = launch.soft_mask(cfg.code)
     with launch.one_line():
-        model = MDLM.load(cfg.checkpoint, cfg.ema, launch.soft_mask(cfg.code)).to(device)
+        model = MDLM.load(cfg.checkpoint, cfg.ema, own).to(device)
     L = model.cfg.length
-    calls = [int(n) if n.isdecimal() else 0 for n in cfg.calls.split(",")]
-    if not 1 <= min(calls) <= max(calls) <= cfg.width <= L - 2:
-        raise Refused(f"--calls={cfg.calls} --width={cfg.width}: give calls from 1 to the width, "
-                      f"and a width of at most {L - 2}, a row without its ends")
+    passes = [int(n) if n.isdecimal() else 0 for n in cfg.passes.split(",")]
+    if not 1 <= min(passes) <= max(passes) <= cfg.width <= L - 2:
+        raise Refused(f"--passes={cfg.passes} --width={cfg.width}: give passes from 1 to the "
+                      f"width, and a width of at most {L - 2}, a row without its ends")
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
+    cfg = replace(cfg, data=text["path"])
     settings = {"step": model.info["step"], "L": L, "n": len(rows), "data": text["path"],
                 "text": text}
     path = result_path(cfg, cfg.checkpoint, "feedback", settings)
     span, values = spans(len(rows), L, cfg.width, cfg.seed), {}                      # (n, L)
     with torch.autocast(device.type, dtype, enabled=dtype is not None):
-        for n in calls:
+        for n in passes:
             found = {"plain": right(model, rows, span, n, False, cfg.batch_size)}    # (n,)
             if model.sm:
                 found["soft"] = right(model, rows, span, n, True, cfg.batch_size)
                 found["gain"] = found["soft"] - found["plain"]
             values[f"spans right, calls {n}"] = means(**found)
+            TITLES[f"spans right, calls {n}"] = f"spans right in {n} passes"
         values |= bound_by_t(model, rows, cfg)
     write_result(cfg, path, "feedback", values, settings)
 

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What needs a GPU, for one H100 or H200 without a network. Each block should take under 9 minutes,
-# but text three calls of that length:
+# but text three runs of that length:
 #     bash lab/gpu.sh              # all blocks (text only if TEXT is given)
 #     bash lab/gpu.sh first        # the same numbers as train, dream, sample and tests in 9 minutes
 #     bash lab/gpu.sh train        # one of tests, train, sample, dream, ddp
@@ -162,10 +162,10 @@ timed() {  # train for so many seconds in all, even if this block is stopped and
     [ ! -e "$work/$name/last.pt" ] || touch "$work/$name.timed"
 }
 
-measured() {  # spans of 8 tokens in 8, 4, 2 and 1 calls, Eq. 2 in ten ranges of t, and entropy
+measured() {  # spans of 8 tokens in 8, 4, 2 and 1 passes, Eq. 2 in ten ranges of t, and entropy
     local checkpoint="--checkpoint=$work/$1/last.pt" name=$1-$2
     [ -e "$out/text-$name.json" ] || run lab/feedback.py $checkpoint --data="$work/text" \
-        --width=8 --calls=8,4,2,1 --rows=$rows --out="$out/text-$name.json"
+        --width=8 --passes=8,4,2,1 --rows=$rows --out="$out/text-$name.json"
     run sample.py $checkpoint --count=$samples --steps=128 --compile --out="$work/$name.jsonl"
     # The entropy is written first. Without GPT-2, the rest fails.
     [ -e "$out/text-$name-entropy.json" ] || HF_HUB_OFFLINE=1 run lab/eval_samples.py --data= \

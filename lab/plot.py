@@ -274,14 +274,13 @@ def main(cfg):
     if len(wanted) != 1:
         raise Refused(f"give one of --{', --'.join(MAKERS)}")
     made = MAKERS[wanted[0]](getattr(cfg, wanted[0]))
+    out = cfg.out or ("" if isinstance(made, str) else "plot.png")
     if not isinstance(made, str):
-        out = cfg.out or "plot.png"
         with atomic(out) as tmp:
             made.savefig(tmp, format=Path(out).suffix[1:])
-    elif cfg.out:
-        write_text(cfg.out, made + "\n")
-    else:
-        print(made)
+    elif out:
+        write_text(out, made + "\n")
+    print(f"written to {out}" if out else made)
 
 
 if __name__ == "__main__":

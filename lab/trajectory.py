@@ -110,20 +110,20 @@ def drawn_cell(x, y, width, text, lam, *_):
 
 
 def grids(found):
-    """An SVG of 6×6 grids that fill, a frame for each network call, and a legend for λ."""
+    """An SVG of 6×6 grids that fill, a frame for each pass, and a legend for λ."""
     names = [f'<text x="{120 + 232 * column}" y="26">{name.replace("-", " ")}</text>'
              for column, name in enumerate(found)]
     legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
               for i, lam in enumerate((0, 0.2, 0.4, 0.6))]
-    calls, width, frames = max(map(len, found.values())), 8 + 232 * len(found), []
-    seconds = 0.7 * calls + 4  # the last frame stays for four more
-    for i in range(calls):
+    passes, width, frames = max(map(len, found.values())), 8 + 232 * len(found), []
+    seconds = 0.7 * passes + 4  # the last frame stays for four more
+    for i in range(passes):
         cells = [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
                             36 + 34 * (j // 6) + 6 * (j // 12), 32, *cell)
                  for column, steps in enumerate(found.values())
                  for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
         # Each frame covers those before it. Viewers without animation show the one in the middle.
-        frames.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
+        frames.append(f'<g visibility="{"visible" if i <= passes // 2 else "hidden"}">'
                       f'<animate attributeName="visibility" calcMode="discrete" '
                       f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
                       f'dur="{seconds:.2f}s" repeatCount="indefinite"/>{"".join(cells)}</g>')

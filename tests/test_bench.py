@@ -35,7 +35,7 @@ def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
     assert found["b"]["ratio"] == found["b"]["cpu ratio"] == pytest.approx(1.5)
 
 
-def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch):
+def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch, capsys):
     out = tmp_path / "bench.json"
     cfg = Config(**QUICK, json=str(out))
     with dying(bench, "decoding_rows", 1):
@@ -47,6 +47,7 @@ def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch
         patch.setattr(time, "perf_counter", iter(range(0, 99, 10)).__next__)
         assert main(replace(cfg, seconds=9)) == before  # too late for what is left
     assert before.items() <= main(cfg).items()
+    assert "tokens/pass" in (shown := capsys.readouterr().out) and "call" not in shown
     found = read_json(out)
     binary, soft, expected = found["train"].values()
     assert expected["seconds"] == pytest.approx(0.2 * binary["seconds"] + 0.8 * soft["seconds"])

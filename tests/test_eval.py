@@ -1,21 +1,24 @@
 """lab/eval.py, lab/feedback.py and lab/eval_samples.py: how bounds and samples are measured."""
 
 import functools
+import json
 import math
 import shutil
 import sys
 import types
 from pathlib import Path
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 
 import data
+import eval as lab_eval
 import eval_samples
 import feedback
 import oracles
-from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, save_mdlm, start
+from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, save_mdlm, start, torchrun
 from eval_samples import gen_ppl, score
 from launch import append_jsonl, read_json, save
 from mdlm import MDLM
@@ -116,7 +119,7 @@ def test_scores_follow_the_rule_token_by_token(lm):
 
 
 SETTINGS = {"checkpoint": "last.pt", "step": 9, "sampler": "mdlm", "steps": 4, "top_p": 0.9,
-            "soft": True, "tokenizer": "bytes"}
+            "soft": True, "tokenizer": "bytes", "seed": 1, "prompt": ""}
 
 
 def samples_file(path, texts, start=0, **settings):
@@ -144,8 +147,12 @@ def test_samples_of_all_ranks_count_once(world):
     samples, settings = eval_samples.read_samples("s.jsonl")
     assert settings == SETTINGS
     assert [s["text"].removeprefix("<|bos|>")[0] for s in samples] == [*"abcd"]
-    samples_file("s.2.jsonl", "e", 4, top_p=0.8)
-    refused("mixes samples of different", eval_samples.read_samples, "s.jsonl")
+    for changes in {"top_p": 0.8}, {"seed": 2}:
+        Path("s.2.jsonl").unlink(missing_ok=True)
+        samples_file("s.2.jsonl", "e", 4, **changes)
+        refused("mix settings or seeds", eval_samples.read_samples, "s.jsonl")
+    samples_file("prompt.jsonl", "e", prompt="Once")
+    refused("samples of a prompt", eval_samples.read_samples, "prompt.jsonl")
 
 
 def result(*words, script="eval"):
@@ -159,6 +166,7 @@ def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
     save_mdlm("own.pt", model_of(omega_s=0.5), data=meta["train"] | {"path": "data"})
     own, given = (result("--checkpoint=own.pt", *more) for more in ((), ("--data=data",)))
     assert own["values"] == given["values"] and own["settings"] == given["settings"]
+    start("eval", "--checkpoint=own.pt", "--out=r.json")  # the same settings
     shutil.rmtree("data")
     data.prepare(enumerate(["another text"] * 99), "data", BYTES)
     refused("data has changed since own.pt was", result, "--checkpoint=own.pt")
@@ -212,11 +220,36 @@ def test_ppl_of_a_checkpoint(world):
     refused("has other settings: name", result, "--checkpoint=gpt2.pt", "--data=data")
 
 
-def test_the_mean_of_the_bound_by_t_is_the_bound(world):
-    words = "--checkpoint=last.pt --data=data --width=4 --calls=4,2 --rows=20 --out=r.json".split()
+def test_two_ranks_measure_what_one_does_and_write_once(world):
+    words = "--checkpoint=last.pt", "--data=data", "--batch_size=3", "--device=cpu"
+    done = torchrun(lab_eval.__file__, *words, "--out=two.json", cwd=".")
+    assert (done.returncode, done.stdout.count("written to two.json")) == (0, 1), done.stderr
+    assert read_json("two.json")["values"] == result(*words)["values"]
+
+
+def test_a_result_is_not_lost_and_what_would_lose_it_shows_before_the_work(
+        world, monkeypatch, capsys):
+    words = "--checkpoint=last.pt", "--data=data", "--rows=5"
+    with monkeypatch.context() as patch, pytest.raises(OSError):
+        patch.setattr(lab_eval, "write_text", Mock(side_effect=OSError(28, "full", "r.json")))
+        result(*words)
+    assert "with feedback: nats_per_token " in capsys.readouterr().out
+    monkeypatch.setattr(lab_eval, "bound", None)  # no work is done
+    with pytest.raises(OSError):
+        start("eval", *words, "--out=/proc/r.json")
+    meta = json.loads(Path("data/meta.json").read_text())
+    for split, field in ("val", "bytes"), ("val", "tokens"), ("train", "sha256"):
+        less = meta | {split: {k: v for k, v in meta[split].items() if k != field}}
+        Path("data/meta.json").write_text(json.dumps(less))
+        refused(f"data/meta.json.*{field}", start, "eval", *words)
+
+
+def test_the_mean_of_the_bound_by_t_is_the_bound(world, capsys):
+    words = "--checkpoint=last.pt --data=data --width=4 --passes=4,2 --rows=20 --out=r.json".split()
     ask = functools.partial(start, "feedback", *words)
-    refused("give calls from 1 to the width", ask, "--width=3")  # the last call would be empty
+    refused("give passes from 1 to the width", ask, "--width=3")  # the last would be empty
     ask()
+    assert "spans right in 2 passes: plain " in capsys.readouterr().out
     refused(r"r.json has other settings \(width\)", ask, "--width=5")
     found, ppl = read_json("r.json")["values"], result(*words[:2], "--rows=20", "--floor=0")
     tenths = [row for title, row in found.items() if title.startswith("nats")]
@@ -243,6 +276,9 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
         "gen_ppl": ppl, "gen_ppl_se": se, "nfe": 4.5, "mauve": 0.25, "n": 4,
         "entropy": math.log(6**3 * 5) / 4, "entropy_min": math.log(5), "references": 4, "seed": 7})
     assert found["settings"].items() >= (SETTINGS | {"n": 4, "seeds": [1]}).items()
+    refused(r"r.json has other settings \(seed\)", start, "eval_samples", *samples, "--seed=8",
+            "--out=r.json")  # MAUVE's, not that of the samples
+    start("eval_samples", *samples, "--out=r.json")  # the same settings
     assert (mauve["mauve_scaling_factor"], mauve["seed"]) == (5, 7)
     np.testing.assert_array_equal(mauve["p_features"], features)
     references, _ = eval_samples.held_out_samples(eval_samples.Config(data="letters", seed=7), 6, 4)
@@ -254,6 +290,7 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     assert own["settings"]["sampler"] == "data" and values["nfe"] == 0
     samples_file("gpt2.jsonl", ["abcdef"], tokenizer="gpt2")
     refused("settings: tokenizer", measure, "--samples=gpt2.jsonl", "--data=letters")
+    assert not Path("r.json").exists()  # before any work
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
         start("eval_samples", *samples)

@@ -10,7 +10,7 @@ def cells(table):
     return [line[2:-2].split(" | ") for line in table.splitlines()]
 
 
-def test_table_lays_results_out_as_the_paper_does(tmp_path):
+def test_table_lays_results_out_as_the_paper_does(tmp_path, capsys):
     """Tables 1, 2 and 4: means over seeds, and gains over the last binary row."""
     def write(file, metric, values, label, **settings):
         append_jsonl(tmp_path / f"{file}.json", {
@@ -29,6 +29,7 @@ def test_table_lays_results_out_as_the_paper_does(tmp_path):
     write("ppl-2", "ppl", {"plain": {"ppl": 7.0}, "soft": {"ppl": 5.0}}, "sm", text=text)
     append_jsonl(tmp_path / "finetune.json", {"epochs": 1})  # another file
     plot.main(plot.Config(table=f"{tmp_path}/*.json", out=f"{tmp_path}/table.md"))
+    assert capsys.readouterr().out == f"written to {tmp_path}/table.md\n"
     found = cells((tmp_path / "table.md").read_text())
     assert found[0][2:] == ["model", "gen. PPL ↓ 1/8", "entropy ↑ 1/8", "PPL ↓ owt"]
     assert found[2:] == [

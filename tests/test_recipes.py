@@ -15,6 +15,7 @@ import arena
 import data
 import finetune_dream
 import mdlm
+import sample
 from conftest import gen, random_mdlm, save_mdlm, spy, start
 from softmask import SoftMask
 from test_readme import page
@@ -22,7 +23,7 @@ from test_readme import page
 V, D, MASK = 12, 6, 9
 RECIPES = types.SimpleNamespace()
 blocks = lambda name: re.findall(r"```python\n(.*?)```", page(name), re.S)
-*BLOCKS, SAMPLE, ORDER, GRADIENTS, LOOP = blocks("RECIPES.md")
+*BLOCKS, SAMPLE, ORDER, GRADIENTS, LOOP, DISTILLED = blocks("RECIPES.md")
 for block in BLOCKS:
     exec(block, vars(RECIPES))
 
@@ -89,16 +90,16 @@ def test_the_snippet_of_the_readme_runs():
     assert all(p.grad is not None and p.grad.any() for p in learn)
 
 
-@pytest.mark.parametrize("name, shift", [("step", 0), ("dream_step", 1)])
-def test_a_step_feeds_back_to_every_mask_what_was_predicted_there(name, shift):
+@pytest.mark.parametrize("name, shift", [("one_pass", 0), ("dream_pass", 1)])
+def test_a_pass_feeds_back_to_every_mask_what_was_predicted_there(name, shift):
     """All but [MASK], which is likeliest. Dream's prediction stands one place to the left."""
-    model, step, x = Hub(), getattr(RECIPES, name), torch.tensor([[1, 5, MASK, 7, MASK, MASK]])
+    model, one_pass, x = Hub(), getattr(RECIPES, name), torch.tensor([[1, 5, MASK, 7, MASK, MASK]])
     model.head.bias.data[MASK] = 9.0
-    first, own = step(model, x, None), model(input_ids=x).logits[0]
+    first, own = one_pass(model, x, None), model(input_ids=x).logits[0]
     assert torch.equal(first[0, shift:], own[:6 - shift])
-    assert torch.equal(step(model, x, soft_mask(False), first), first)
+    assert torch.equal(one_pass(model, x, soft_mask(False), first), first)
     sm, table = soft_mask(k=1), model.vocab_embed.weight
-    assert not torch.equal(step(model, x, sm, first), first) and first.isfinite().all()
+    assert not torch.equal(one_pass(model, x, sm, first), first) and first.isfinite().all()
     own[:, MASK], expected = -torch.inf, table[x[0]]
     for i in 2, 4, 5:
         lam, guess = sm(own[i - shift, None])[0], own[i - shift].argmax()
@@ -111,18 +112,18 @@ def test_bound_is_eq_2_of_the_second_pass(soft):
     model, sm, x, x0, t, _ = given = arguments()
     logits = model(input_ids=x).logits
     if soft:
-        logits = RECIPES.step(model, x, sm, logits)
+        logits = RECIPES.one_pass(model, x, sm, logits)
     expected = 0.0
     for b, i in (x == MASK).nonzero():
         expected -= logits[b, i].log_softmax(-1)[x0[b, i]].item() / t[b].item()
-    found = RECIPES.bound(RECIPES.step, *given, soft)
+    found = RECIPES.bound(RECIPES.one_pass, *given, soft)
     assert found.item() == pytest.approx(expected / 24, rel=1e-5)  # two of eight are fixed
     found.backward()  # pass 1 has no gradient, pass 2 has one to the model and, if soft, to ω
     assert model.head.weight.grad.any()
     assert all((p.grad is not None and p.grad.any()) == soft for p in sm.parameters())
 
 
-@pytest.mark.parametrize("name, ahead", [("step", 0), ("dream_step", 0), ("step", 1)])
+@pytest.mark.parametrize("name, ahead", [("one_pass", 0), ("dream_pass", 0), ("one_pass", 1)])
 def test_check_prints_what_is_wrong(name, ahead, capsys):
     """A model that knows the token at its own position or the one after it, by either rule."""
     model, sm, x, x0, *_ = given = arguments()
@@ -161,19 +162,19 @@ def watched(sm, batch, moved):
 def test_fit_trains_and_moves_omega_with_feedback_alone(monkeypatch):
     torch.manual_seed(0)
     model, sm, x, _, t, fixed = arguments()
-    x0, moved, calls = torch.full_like(x, 3), [], spy(monkeypatch, RECIPES, "step")
+    x0, moved, calls = torch.full_like(x, 3), [], spy(monkeypatch, RECIPES, "one_pass")
     batch = {"x": torch.where(x == MASK, x, x0), "x0": x0, "t": t, "fixed": fixed}
-    RECIPES.fit(RECIPES.step, model, sm, watched(lambda: sm, batch, moved), eta=1e-2)
+    RECIPES.fit(RECIPES.one_pass, model, sm, watched(lambda: sm, batch, moved), eta=1e-2)
     fed = [logits is not None for *_, logits in (call for call in calls if len(call) == 4)]
     assert 40 < sum(moved) < 56 and sum(moved) == sum(fed) and len(calls) == 60 + sum(moved)
-    assert RECIPES.bound(RECIPES.step, model, sm, **batch, soft=True) < 0.5
+    assert RECIPES.bound(RECIPES.one_pass, model, sm, **batch, soft=True) < 0.5
 
 
-def test_decode_fills_every_mask_and_shows_each_call_the_last(monkeypatch):
-    model, sm, calls = Hub(), soft_mask(), spy(monkeypatch, RECIPES, "step")
+def test_decode_fills_every_mask_and_shows_each_pass_the_last(monkeypatch):
+    model, sm, calls = Hub(), soft_mask(), spy(monkeypatch, RECIPES, "one_pass")
     x = torch.tensor([[1, 5, MASK, 7, MASK, MASK, MASK, MASK]])
     for soft in True, False:
-        filled = RECIPES.decode(RECIPES.step, model, sm, x, 2, soft)
+        filled = RECIPES.decode(RECIPES.one_pass, model, sm, x, 2, soft)
         assert torch.equal(filled[x != MASK], x[x != MASK]) and not (filled == MASK).any()
         _, xs, _, logits = zip(*calls[-3:])
         assert [(x == MASK).sum() for x in xs] == [5, 3, 1]
@@ -217,6 +218,27 @@ def test_a_lambda_and_a_mix_of_ones_own():
         assert same.all() == (kind is not RECIPES.Constant)
         if kind is RECIPES.Slerp:  # test_arena.py compares it with the formula
             assert torch.equal(mixed, arena.Slerp(MASK).mix(model.net.table, lam, ids, pi))
+
+
+@pytest.mark.parametrize("keep", [0.0, 0.75])
+def test_a_rule_with_memory_feeds_back_the_average_at_every_mask(keep):
+    model = random_mdlm(vocab_size=V, mask_id=MASK, length=8, omega_s=0.9, omega_b=-1.5)
+    x = torch.tensor([[1, 5, MASK, 7, MASK, MASK, MASK, MASK]])
+    plain = sample.decode(model, x, sample.shares_of([2, 2, 1]), sample.Pick("maskgit_plus"))
+    hidden, head = model.net.hidden, model.net.head
+    places, predicted, fed, memory = [], [], [], {}
+    model.net.hidden = lambda emb, masks, t: places.append(masks[1]) or hidden(emb, masks, t)
+    model.net.head = lambda h: predicted.append(head(h)) or predicted[-1]
+    model.sm.register_forward_pre_hook(lambda sm, given: fed.append(given[0]))
+    found = RECIPES.decode_with_memory(model, x, 2, keep)
+    assert [len(place) for place in places] == [5, 3, 1]
+    assert torch.equal(found[x != MASK], x[x != MASK]) and not (found == MASK).any()
+    assert torch.equal(found, plain) or keep
+    for place, logits, rows in zip(places, predicted, fed, strict=True):
+        for i, z, row in zip(place.tolist(), logits, rows, strict=True):
+            p = z.softmax(-1)
+            memory[i] = keep * memory.get(i, p) + (1 - keep) * p
+            torch.testing.assert_close(row.exp(), memory[i])
 
 
 def test_records_of_others_become_dialogues_and_texts(tmp_path):
@@ -282,9 +304,26 @@ def test_a_loop_of_ones_own_trains_and_moves_omega_with_feedback_alone(monkeypat
     assert scope["nll"].mean() < 0.5
 
 
+def test_a_distilled_model_gets_the_divergence_from_its_teacher_at_every_mask():
+    nets = [random_mdlm(seed=seed, vocab_size=V, mask_id=MASK, length=6, dropout=0.0).net
+            for seed in (0, 1)]
+    scope = {"mdlm": mdlm}
+    exec(DISTILLED, scope)
+    model = scope["Distilled"](nets[0], soft_mask(), MASK)
+    x0, t = torch.randint(MASK, (4, 6), generator=gen()), torch.full((4,), 0.6)
+    xt = mdlm.corrupt(x0, t, MASK, gen())
+    masks = (xt == MASK).nonzero(as_tuple=True)
+    own, teacher = (net.head(net.hidden(F.embedding(xt, net.table), masks, t)) for net in nets)
+    model.teacher = teacher
+    expected = [(p.softmax(0) * (p.softmax(0) / q.softmax(0)).log()).nansum().item()
+                for p, q in zip(teacher, own)]
+    assert model.token_nll(x0, xt, t, False)[0].tolist() == pytest.approx(expected, abs=1e-5)
+    model.token_nll(x0, xt, t, True)[0].sum().backward()
+    assert model.sm.raw_s.grad and min(expected) > 1e-3
+
+
 def test_modern_bert_takes_feedback_before_its_norm():
-    transformers = pytest.importorskip(
-        "transformers", reason="would call a random ModernBertForMaskedLM")
+    transformers = pytest.importorskip("transformers")
     torch.manual_seed(0)
     bert = transformers.ModernBertForMaskedLM(transformers.ModernBertConfig(
         vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=2, pad_token_id=0,
@@ -293,12 +332,12 @@ def test_modern_bert_takes_feedback_before_its_norm():
     x0 = torch.randint(3, 9, (2, 6))
     x, t = torch.where(torch.arange(6) % 2 == 0, MASK, x0), torch.full((2,), 0.5)
     own = bert(input_ids=x).logits
-    assert torch.equal(RECIPES.step(bert, x, soft_mask(False), own), own)
-    assert not torch.equal(RECIPES.step(bert, x, soft_mask(), own), own)
+    assert torch.equal(RECIPES.one_pass(bert, x, soft_mask(False), own), own)
+    assert not torch.equal(RECIPES.one_pass(bert, x, soft_mask(), own), own)
     sm, fixed = soft_mask(), (torch.arange(6) > 3).expand(2, -1)  # padding changes nothing
     seen = {"attention_mask": (~fixed).long()}
-    losses = [RECIPES.bound(RECIPES.step, bert, sm, torch.where(fixed, pad, x), x0, t, fixed, True,
-                            **seen) for pad in (1, 2)]
+    losses = [RECIPES.bound(RECIPES.one_pass, bert, sm, torch.where(fixed, pad, x), x0, t, fixed,
+                            True, **seen) for pad in (1, 2)]
     torch.testing.assert_close(*losses)
     losses[0].backward()
     assert sm.raw_s.grad != 0 and bert.get_input_embeddings().weight.grad[MASK].any()
