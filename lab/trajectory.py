@@ -3,11 +3,11 @@
 
     python lab/trajectory.py --checkpoint=out/stdlib/last.pt --prompt="def main(" --steps=16
     model="--checkpoint=results/sudoku.pt"
-    puzzle="$model --given=2.....65..3....6...65......256..6.1."
+    puzzle="$model --given=.5...1...5..5243..1.....6321........"
     puzzle="$puzzle --sampler=entropy --steps=12 --temperature=0 --top_p=1"
     python lab/trajectory.py $puzzle --out=results/figures/sudoku.svg            # README's picture
-    note="Puzzle 2 of python examples/sudoku.py, two cells per pass: the first that only one side"
-    python lab/trajectory.py $puzzle --note="$note solves." --out=results/trajectory.html
+    note="Puzzle 5 of python examples/sudoku.py. Without feedback, pass 11 contradicts itself."
+    python lab/trajectory.py $puzzle --note="$note" --out=results/trajectory.html
 
 An .html steps through the passes (Fig. 7). An .svg, for 6×6 puzzles only, shows them fill.
 """
@@ -110,20 +110,20 @@ def drawn_cell(x, y, width, text, lam, *_):
 
 
 def grids(found):
-    """An SVG of 6×6 grids that fill, a frame for each network call, and a legend for λ."""
+    """An SVG of 6×6 grids that fill, a frame for each pass, and a legend for λ."""
     names = [f'<text x="{120 + 232 * column}" y="26">{name.replace("-", " ")}</text>'
              for column, name in enumerate(found)]
     legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
               for i, lam in enumerate((0, 0.2, 0.4, 0.6))]
-    calls, width, frames = max(map(len, found.values())), 8 + 232 * len(found), []
-    seconds = 0.7 * calls + 4  # the last frame stays for four more
-    for i in range(calls):
+    passes, width, frames = max(map(len, found.values())), 8 + 232 * len(found), []
+    seconds = 0.7 * passes + 4  # the last frame stays for four more
+    for i in range(passes):
         cells = [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
                             36 + 34 * (j // 6) + 6 * (j // 12), 32, *cell)
                  for column, steps in enumerate(found.values())
                  for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
         # Each frame covers those before it. Viewers without animation show the one in the middle.
-        frames.append(f'<g visibility="{"visible" if i <= calls // 2 else "hidden"}">'
+        frames.append(f'<g visibility="{"visible" if i <= passes // 2 else "hidden"}">'
                       f'<animate attributeName="visibility" calcMode="discrete" '
                       f'values="hidden;visible" keyTimes="0;{0.7 * i / seconds:.4f}" '
                       f'dur="{seconds:.2f}s" repeatCount="indefinite"/>{"".join(cells)}</g>')
