@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: MIT
 """6×6 Sudokus: a language whose entropy is known, a model that learns it, and what feedback does.
 
-    python examples/sudoku.py                    # the shipped model solves 200 puzzles
-    python examples/sudoku.py --given=1..4......2........3.......5......6.   # two cells per call
+    python examples/sudoku.py                    # the shipped model solves 400 puzzles
+    python examples/sudoku.py --given=1..4......2........3.......5......6.   # two cells per pass
     python examples/sudoku.py train              # a model of your own, with any flag of train.py
     python examples/sudoku.py --checkpoint=out/sudoku/last.pt    # its bound, and what it solves
     python examples/sudoku.py data               # the grids alone, into data/sudoku
 
     the language          canonical, texts, puzzles, mistake, solutions; as ids: ids_of, cells_of
     data and training     prepare, train_model
-    the demonstration     fill, demonstrate
+    the demonstration     fill, contradiction, demonstrate
 """
 
 import functools
@@ -73,31 +73,36 @@ def puzzles(x, given, mask_id, generators):
     return x
 
 
-def mistake(cells):
-    """The first broken rule, in words, or "". cells: 36 digits, with dots for empty cells."""
-    if not re.fullmatch("[1-6.]{36}", cells):
-        return "not 36 digits"
-    seen = set()
+def broken(cells):
+    """{broken rule, in words: its cells}.   cells: 36 digits, with dots for empty cells."""
+    found = {}
     for i, digit in enumerate(cells):
         row, column = divmod(i, 6)
         box = row // 2 * 2 + column // 3  # boxes have two rows and three columns
         for place in f"row {row + 1}", f"column {column + 1}", f"box {box + 1}":
-            if digit != "." and (digit, place) in seen:
-                return f"{digit} twice in {place}"
-            seen.add((digit, place))
-    return ""
+            if digit != ".":
+                found.setdefault(f"{digit} twice in {place}", []).append(i)
+    return {rule: where for rule, where in found.items() if len(where) > 1}
+
+
+def mistake(cells):
+    """The first broken rule, in words, or "". cells: 36 digits, with dots for empty cells."""
+    if not re.fullmatch("[1-6.]{36}", cells):
+        return "not 36 digits"
+    return next(iter(broken(cells)), "")
 
 
 def solutions(cells):
     """How many grids have these digits. cells: 36 digits, with dots for empty cells."""
     given = [(i, digit) for i, digit in enumerate(cells) if digit != "."]
-    values = canonical().T.contiguous()  # by cell                                     (36, 39168)
-    fits = torch.ones(len(canonical()), dtype=torch.bool)                            # (39168,)
-    # Up to a relabeling: two given cells are equal in the grid if their digits are equal.
-    for (i, a), (j, b) in itertools.combinations(given, 2):
-        fits &= (values[i] == values[j]) == (a == b)                                 # (39168,)
+    pairs = list(itertools.combinations(given, 2))
+    grids = canonical()                                                              # (39168, 36)
+    # Up to a relabeling: two given cells are equal in the grid if their digits are equal. Such
+    # pairs come first, because few grids are left after them.
+    for (i, a), (j, b) in sorted(pairs, key=lambda pair: pair[0][1] != pair[1][1]):
+        grids = grids[(grids[:, i] == grids[:, j]) == (a == b)]                      # (n, 36)
     unseen = 6 - len({digit for _, digit in given})  # digits that can be named in any way
-    return fits.sum().item() * math.factorial(unseen)
+    return len(grids) * math.factorial(unseen)
 
 
 def ids_of(cells, mask_id):
@@ -149,11 +154,13 @@ def train_model(cfg, sm=None):
 
 # ---- the demonstration ---------------------------------------------------------------------------
 SHIPPED = os.path.join(os.path.dirname(launch.__file__), "results", "sudoku.pt")
-SHOWN = "entropy", 2  # the way of decoding that is drawn, and that fills --given
-# Ways of decoding: (order of sample.py, cells per call)
-WAYS = {("entropy", 1): "surest cell first, one per call",
-        SHOWN: "surest cells first, two per call",
-        ("random", 1): "random order, one per call"}
+# How many of 24 empty cells each pass fills, surest first
+SHOWN = "2 per pass: 2, 2, …, 2"  # a puzzle is drawn that is filled in this way
+WAYS = {"1 per pass": 24 * [1],
+        SHOWN: 12 * [2],
+        "2 per pass: 1, 2, …, 2, 1": [1, *11 * [2], 1],
+        "3 per pass": 8 * [3]}
+GROUPS = {"1 solution": (1, 1), "2 to 6 solutions": (2, 6), "7 or more": (7, math.inf)}
 
 
 def sides_of(model):
@@ -162,37 +169,59 @@ def sides_of(model):
     return {"with feedback": model} | without if model.sm else without
 
 
-def fill(model, x, order, cells):
-    """Fill puzzles x (n, 39) with the likeliest digits, `cells` per call.
+def fill(model, x, way):
+    """Fill puzzles x (n, 39) with 24 empty cells with the likeliest digits: {title: n texts}."""
+    found = {}
+    for title, side in sides_of(model).items():
+        parts = progress(x.split(100), desc=f"{way}, {title}", leave=False)
+        ids = [decode(side, part, shares_of(WAYS[way]), Pick()) for part in parts]
+        found[title] = cells_of(torch.cat(ids), model.mask_id)
+    return found
 
-    All puzzles must have the same number of masks.
-    Returns {title: [(cells, λ, guesses) after each call]}: n texts, n lists of 36 λ, n texts.
+
+def trace(model, given):
+    """A puzzle as it is filled, two cells per pass: {title: [(cells, λ, guesses) after each pass]}
+
+    given, cells, guesses: texts of 36.   λ: a list of 36.
     """
     mask = model.mask_id
-    steps = math.ceil((x[0] == mask).sum().item() / cells)
+    counts = math.ceil(given.count(".") / 2) * [2]
     sides = {title: [] for title in sides_of(model)}
-    with progress(total=len(sides) * steps, desc=WAYS[order, cells], leave=False) as bar:
-        for title, side in sides_of(model).items():
+    for title, side in sides_of(model).items():
 
-            def on_step(now, lam, masks, h, revealed, states=sides[title]):
-                guess = now.index_put(masks, model.net.head(h).argmax(-1))           # (n, 39)
-                states.append((cells_of(now, mask), lam[:, 1:37].tolist(), cells_of(guess, mask)))
-                bar.update()
-            pick = Pick(order, generator=rng("fill"))
-            decode(side, x, shares_of(steps * [1]), pick, on_step=on_step)
+        def on_step(x, lam, masks, h, revealed, states=sides[title]):
+            guess = x.index_put(masks, model.net.head(h).argmax(-1))                 # (1, 39)
+            cells, guesses = cells_of(torch.cat((x, guess)), mask)
+            states.append((cells, lam[0, 1:37].tolist(), guesses))
+        decode(side, ids_of([given], mask), shares_of(counts), Pick(), on_step=on_step)
     return sides
 
 
-def solved(sides):
-    """For each side of `fill`'s result: a list that says which puzzles are solved."""
-    return [[not mistake(cells) for cells in states[-1][0]] for states in sides.values()]
+def contradiction(given, states):
+    """The first pass that breaks a rule, if it contradicts itself between solutions. Else 0.
+
+    It does if each cell that it fills is right in some solution of the puzzle with all cells that
+    were filled before, but no solution has all of them.   states: of one side, from `trace`.
+    """
+    texts = [given, *(cells for cells, _, _ in states)]
+    for number, (before, after) in enumerate(itertools.pairwise(texts), start=1):
+        if mistake(after):
+            filled = [i for i in range(36) if before[i] != after[i]]
+            alone = [before[:i] + after[i] + before[i + 1:] for i in filled]
+            return number if all(map(solutions, alone)) else 0
+    return 0
 
 
 def picture(title, cells, lam, guesses):
-    """A grid in lines of 21 characters, and its mistake. Guesses are darker for larger λ."""
+    """A grid in lines of 21 characters, and its mistake. Guesses are darker for larger λ.
+
+    A ! stands behind the digits that break a rule.
+    """
+    marked = set().union(*broken(cells).values())
     parts, lines = [], [f"{title:21}"]
-    for cell, strength, guess in zip(cells, lam, guesses):
-        parts.append(painted(f" {guess} ", strength) if cell == "." else f" {cell} ")
+    for i, (cell, strength, guess) in enumerate(zip(cells, lam, guesses)):
+        digit = f" {cell}!" if i in marked else f" {cell} "
+        parts.append(painted(f" {guess} ", strength) if cell == "." else digit)
     for i in range(0, 36, 6):
         lines.append("{}{}{}│{}{}{}  ".format(*parts[i:i + 6]))
         if i in (6, 18):
@@ -202,16 +231,15 @@ def picture(title, cells, lam, guesses):
     return [*lines, f"{verdict:21}"]
 
 
-def compare(sides, i):
-    """Draw puzzle i of `fill`'s result, side by side: every pass on a terminal, else the last."""
+def compare(sides):
+    """Draw the sides of `trace` beside each other: every pass on a terminal, else the last."""
     passes = list(zip(*sides.values()))
     if sys.stdout.isatty():
         print("Empty cells are green, darker for larger λ. The next pass sees the guesses in them.")
     else:
         passes = passes[-1:]
     for number, states in enumerate(passes):
-        columns = [picture(title, cells[i], lam[i], guesses[i])
-                   for title, (cells, lam, guesses) in zip(sides, states)]
+        columns = [picture(title, *state) for title, state in zip(sides, states)]
         lines = ["     ".join(parts) for parts in zip(*columns)]
         if number:
             print(f"\x1b[{len(lines)}F\x1b[J", end="")  # over the picture before
@@ -229,28 +257,65 @@ def print_bound(model):
           f"(their entropy is {NATS:.1f})\n")
 
 
-def demonstrate(model, count=200):
+def print_row(name, solved):
+    """Print the percentage of puzzles that each side solves.   solved: a list of bools for each"""
+    cells = []
+    for side in solved:
+        p = sum(side) / len(side)
+        cells.append(f"{100 * p:.0f} ± {100 * math.sqrt(p * (1 - p) / len(side)):.0f}")
+    print(f"  {name:44}" + "".join(f"{cell:>16}" for cell in cells))
+
+
+REASON = """  Surest cells first. ±: standard error over puzzles, for one model
+
+Most puzzles have several solutions. Cells that one pass fills do not see each other, so
+each may be right in another solution. With feedback, each has at least seen what the
+previous pass predicted for the others. With an even schedule, the last passes fill two
+cells of what is often a 2×2 rectangle with two solutions. With the odd one, the last
+pass fills one. So the even schedule's gap is larger.
+"""
+
+
+def show_one(model, given, n_solutions, solved):
+    """Draw a puzzle that only feedback solves, because else a pass contradicts itself.
+
+    given: n texts.   n_solutions: n numbers.   solved: a list of n bools for each side.
+    """
+    for i, sides in enumerate(zip(*solved)):
+        if sides == (True, False):
+            traced = trace(model, given[i])
+            number = contradiction(given[i], traced["without"])
+            if number:
+                print(f"Puzzle {i + 1} has {n_solutions[i]} solutions. Without feedback, pass "
+                      f"{number} fills two cells that are each right in one\nof them, but not "
+                      f"together. A ! marks cells that break a rule.\n")
+                return compare(traced)
+    print("Puzzle 1, two cells per pass. A ! marks cells that break a rule.\n")
+    compare(trace(model, given[0]))
+
+
+def demonstrate(model, count=400):
     """Print how many puzzles a model trained on data/sudoku solves, and show one of them."""
     held_out = ids_of(texts(HELD_OUT, rng("sudoku", "val"))[:count], model.mask_id)  # (count, 39)
     draws = [rng("puzzle", i) for i in range(count)]
     x = puzzles(held_out, 12, model.mask_id, draws)                                  # (count, 39)
-    filled = {way: fill(model, x, *way) for way in WAYS}
-    title = f"Solved of {count} puzzles, 12 of 36 cells given"
-    print(f"{title:44}" + "".join(f"{side:>16}" for side in filled[SHOWN]))
-    for way, name in WAYS.items():
-        print(f"  {name:42}" + "".join(f"{sum(side):16}" for side in solved(filled[way])))
-    print(f"  Standard error over puzzles, for one model: at most ±{math.sqrt(count) / 2:.0f}\n")
-    differ = [i for i, each in enumerate(zip(*solved(filled[SHOWN]))) if len(set(each)) > 1]
-    shown = differ[0] if differ else 0
-    if differ:
-        print(f"Two cells filled in one call do not see each other. With feedback, each has at\n"
-              f"least seen the previous call's guess for the other. At two per call, {len(differ)} "
-              f"puzzles are\nsolved by one side only. The first is puzzle {shown + 1}:\n")
-    elif model.sm:
-        print("At two per call, both sides agree on every puzzle. Puzzle 1:\n")
-    else:
-        print("Puzzle 1, two cells per call:\n")
-    compare(filled[SHOWN], shown)
+    given = cells_of(x, model.mask_id)
+    n_solutions = [*map(solutions, given)]
+    title = f"% of {count} puzzles solved, 12 of 36 cells given"
+    print(f"{title:46}" + "".join(f"{side:>16}" for side in sides_of(model)))
+    for way in WAYS:
+        filled = fill(model, x, way).values()
+        solved = [[not mistake(cells) for cells in side] for side in filled]
+        print_row(way, solved)
+        if way == SHOWN:
+            shown = solved
+            for name, (least, most) in GROUPS.items():
+                group = [i for i, n in enumerate(n_solutions) if least <= n <= most]
+                if group:
+                    name = f"  {name} (n = {len(group)})"
+                    print_row(name, [[side[i] for i in group] for side in solved])
+    print(REASON)
+    show_one(model, given, n_solutions, shown)
 
 
 @dataclass
@@ -261,8 +326,9 @@ class Config:
 
 
 def main(cfg):
+    own = launch.soft_mask(cfg.code)
     with launch.one_line():
-        model = MDLM.load(cfg.checkpoint or SHIPPED, sm=launch.soft_mask(cfg.code))
+        model = MDLM.load(cfg.checkpoint or SHIPPED, sm=own)
     if model.cfg.length != 39:
         raise Refused(f"{cfg.checkpoint} is not a model of Sudokus: its rows have "
                       f"{model.cfg.length} tokens, not 39")
@@ -271,7 +337,7 @@ def main(cfg):
         if wrong:
             raise Refused(f"--given={cfg.given} cannot be filled, {wrong}: give 36 digits from 1 "
                           f"to 6, row by row, with dots for empty cells")
-        return compare(fill(model, ids_of([cfg.given], model.mask_id), *SHOWN), 0)
+        return compare(trace(model, cfg.given))
     if cfg.checkpoint:
         print_bound(model)
     demonstrate(model)
@@ -282,4 +348,4 @@ COMMANDS = {"train": (train_model, TrainConfig, {"train": SETTINGS}),
             "data": (prepare, Data, {"data": {}})}
 
 if __name__ == "__main__":
-    run(*COMMANDS.get("".join(sys.argv[1:2]), (main, Config)))
+    run(*COMMANDS.get("".join(sys.argv[1:2]), (main, Config)), ranks=sys.argv[1:2] == ["train"])

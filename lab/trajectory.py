@@ -3,11 +3,11 @@
 
     python lab/trajectory.py --checkpoint=out/small/last.pt --prompt="def main(" --steps=16
     model="--checkpoint=results/sudoku.pt"
-    puzzle="$model --given=2.....65..3....6...65......256..6.1."
+    puzzle="$model --given=.5...1...5..5243..1.....6321........"
     puzzle="$puzzle --sampler=entropy --steps=12 --temperature=0 --top_p=1"
     python lab/trajectory.py $puzzle --out=results/figures/sudoku.svg            # README's picture
-    note="Puzzle 2 of python examples/sudoku.py, two cells per pass: the first that only one side"
-    python lab/trajectory.py $puzzle --note="$note solves." --out=results/trajectory.html
+    note="Puzzle 5 of python examples/sudoku.py. Without feedback, pass 11 contradicts itself."
+    python lab/trajectory.py $puzzle --note="$note" --out=results/trajectory.html
 
 An .html steps through the passes (Fig. 7). An .svg, for 6×6 puzzles only, shows them fill.
 """

@@ -62,7 +62,6 @@ TABLE = {
     "grids to train on":          "sudoku, train",
     "grids held out":             "sudoku, val",
     "puzzle: which are given":    "puzzle, i",
-    "puzzles: how they are filled": "fill",
     "tiny Dream":                 "tiny, name",          # of a weight
 }
 
@@ -271,10 +270,9 @@ def test_grids_and_the_tiny_dream(tmp_path, drawn, monkeypatch):
 def test_puzzles(drawn, monkeypatch):
     model, calls = MDLM.load(sudoku.SHIPPED), spy(monkeypatch, sudoku, "fill")
     sudoku.demonstrate(model, 2)
-    assert len(calls) == 3 and all(x is calls[0][1] for _, x, *_ in calls)
+    assert len(calls) == 4 and all(x is calls[0][1] for _, x, _ in calls)
     assert drawn == keys("grids held out", "puzzle", i=range(2))
-    blank = sudoku.ids_of(["." * 36] * 2, 258)
-    ids = sample.decode(model, blank, sample.shares_of(36 * [1]),
-                        sample.Pick("random", generator=oracles.rng("fill")))
-    *_, (cells, _, _) = sudoku.fill(model, blank, "random", 1)["with feedback"]
-    assert cells == sudoku.cells_of(ids, 258)
+    _, x, _ = calls[0]
+    for way, counts in sudoku.WAYS.items():
+        ids = sample.decode(model, x, sample.shares_of(counts), sample.Pick())
+        assert sudoku.fill(model, x, way)["with feedback"] == sudoku.cells_of(ids, 258)
