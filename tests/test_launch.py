@@ -5,7 +5,6 @@ import inspect
 import os
 import re
 import signal
-import subprocess
 import sys
 import time
 from dataclasses import dataclass
@@ -14,7 +13,6 @@ from unittest.mock import Mock
 import pytest
 
 import launch
-from conftest import ROOT, refused, start
 from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
 from train import PRESETS, Config
 
@@ -45,13 +43,6 @@ def test_a_list_takes_the_first_words_and_help_is_the_source(capsys):
     assert inspect.getsource(Files) + "\npreset quick: {" in capsys.readouterr().out
 
 
-def test_help_begins_with_commands():
-    done = subprocess.run([sys.executable, "train.py", "--b_h=9", "--help"], cwd=ROOT, text=True,
-                          capture_output=True, check=True)
-    assert done.stdout.startswith("    python train.py stdlib ")
-    assert "class ModelConfig" in done.stdout and "preset binary: {'p_sm': 0.0" in done.stdout
-
-
 def run_with(monkeypatch, main, *flags):
     monkeypatch.setattr(sys, "stdin", None)  # some schedulers close it
     monkeypatch.setattr(sys, "argv", ["folder/x.py", *flags])
@@ -59,23 +50,15 @@ def run_with(monkeypatch, main, *flags):
 
 
 @pytest.mark.parametrize("main, flags, message", [
-    (print, ["--eta_b=1"], "unknown flag --eta_b: did you mean --eta_bb?"),
-    (print, ["--?=1"], "unknown flag --?: see --help"),
-    (print, ["stdlb"], "unknown first word 'stdlb': known are stdlib, owt, continue, binary"),
-    (print, ["--soft_mask=False"], "unknown flag --soft_mask"),
-    (print, ["--vocab_size=9"], "unknown flag --vocab_size"),
-    (print, ["--mask_id=9"], "unknown flag --mask_id"),
-    (print, ["--p_sm=80"], "argument --p_sm: 80 is not a number (from 0 to 1)"),
-    (print, ["--k=ten"], "argument --k: ten is not a whole number or none"),
-    (print, ["--dtype=half"], "argument --dtype: half is not auto or float32 or bfloat16"),
-    (print, ["--p_sm=nan"], "argument --p_sm: nan is not a number (from 0 to 1)"),
-    (print, ["--save_every=0"], "argument --save_every: 0 is not a whole number (from 1 to inf)"),
+    (print, ["--eta_b=1"], "--eta_b: did you mean --eta_bb?"), (print, ["stdlb"], "'stdlb'"),
+    (print, ["--mask_id=9"], "--mask_id"), (print, ["--p_sm=80"], "--p_sm: 80 is not"),
+    (print, ["--p_sm=nan"], "--p_sm: nan is not"), (print, ["--k=ten"], "--k: ten is not"),
+    (print, ["--dtype=half"], "--dtype: half is not"),
+    (print, ["--save_every=0"], "--save_every: 0 is not"),
     (lambda cfg: open("no/x"), [], "No such file or directory: 'no/x'"),
     (Mock(side_effect=OSError(errno.ENOSPC, "no room")), [], "no room"),
-    (Mock(side_effect=BrokenPipeError(errno.EPIPE, "nobody reads")), [], "nobody reads"),
     (lambda cfg: __import__("mauve"), [], ": pip install mauve-text"),
-    (lambda cfg: launch.machine("cuda:99"), [], "--device=cuda:99 does not work"),
-])
+    (lambda cfg: launch.machine("cuda:99"), [], "--device=cuda:99 does not work")])
 def test_bad_input_is_one_line_and_code_2(monkeypatch, capsys, main, flags, message):
     """Rank 1 first waits, because torchrun ends it if rank 0 has said the same."""
     calls = []
@@ -95,19 +78,10 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch):
         run_with(monkeypatch, Mock(side_effect=KeyboardInterrupt))
 
 
-@pytest.mark.parametrize("e", [ValueError("x"), OSError(errno.EIO, "x"), ImportError("x"),
-                               ModuleNotFoundError("x", name="torch.x")])
+@pytest.mark.parametrize("e", [ValueError("x"), OSError(errno.EIO, "x")])
 def test_all_else_keeps_its_traceback(monkeypatch, e):
     with pytest.raises(type(e), match="x"):
         run_with(monkeypatch, Mock(side_effect=e))
-
-
-def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path):
-    adapter, meta = str(tmp_path / "adapter.pt"), tmp_path / "meta.json"
-    launch.save(adapter, kind="dream-adapter")
-    meta.write_text('{"cut')
-    refused("adapter.pt has kind 'dream-adapter'", start, "sample", f"--checkpoint={adapter}")
-    refused("meta.json is not a complete JSON object", start, "train", f"--data={tmp_path}")
 
 
 def test_a_signal_is_a_flag_and_then_every_handler_is_back():
@@ -125,11 +99,6 @@ def test_a_signal_is_a_flag_and_then_every_handler_is_back():
     assert after == (before[0], signal.SIG_IGN)
 
 
-@pytest.mark.parametrize("step, every, due", [(1, 2, 0), (2, 2, 1), (7, 2, 1), (7, 0, 0)])
-def test_what_is_due_every_so_many_updates_and_at_the_end_of_seven(step, every, due):
-    assert launch.is_due(step, every, 7) == due
-
-
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):
     path, calls, replace = tmp_path / "very/deep/f", [], os.replace
     write_text(path, "old ω")
@@ -144,7 +113,7 @@ def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, 
 
 
 def test_json_lines_survive_a_kill_at_any_byte(tmp_path):
-    path, lines = tmp_path / "deep" / "x.jsonl", [{"a": 1}, {"b": "ω"}, {"c": [1.5, None]}]
+    path, lines = tmp_path / "x.jsonl", [{"a": 1}, {"b": "ω"}, {"c": [1.5, None]}]
     assert read_jsonl(path) == []
     append_jsonl(path, *lines[:2])
     append_jsonl(path, lines[2])
