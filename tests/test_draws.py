@@ -207,8 +207,8 @@ def test_grids_and_the_tiny_dream(tmp_path, monkeypatch):
 def test_puzzles(monkeypatch):
     model, calls = MDLM.load(sudoku.SHIPPED), spy(monkeypatch, sudoku, "fill")
     sudoku.demonstrate(model, 2)
-    every = sudoku.texts(sudoku.HELD_OUT, oracles.rng("sudoku", "val"))
-    x = sudoku.puzzles(sudoku.ids_of(every[:2], 258), 12, 258, [oracles.rng("puzzle", i) for i in range(2)])
+    grids = sudoku.ids_of(sudoku.texts(sudoku.HELD_OUT, oracles.rng("sudoku", "val"))[:2], 258)
+    x = sudoku.puzzles(grids, 12, 258, [oracles.rng("puzzle", i) for i in range(2)])
     assert len(calls) == 3 and all(torch.equal(x, given) for _, given, *_ in calls)
     blank = sudoku.ids_of(["." * 36] * 2, 258)
     ids = sample.decode(model, blank, sample.shares_of(36 * [1]),
