@@ -118,6 +118,11 @@ def start(script, *words):
     return main(cfg)
 
 
+def flags_of(cfg):
+    return [f"--{name}={value}" for name, value in vars(cfg).items()
+            if value != getattr(type(cfg), name)]
+
+
 @pytest.fixture(scope="session")
 def tiny_dream(tmp_path_factory):
     """The folder of the random model behind every recorded number: 3 layers, V = 200, 3 shards."""
@@ -141,8 +146,11 @@ def tiny(tmp_path_factory):
     return paths
 
 
-# A SoftMask of one's own, in a file for --code: λ also depends on which token is likeliest
-MINE = """
+@pytest.fixture
+def mine(tmp_path):
+    """A file for --code with a SoftMask whose λ also depends on which token is likeliest"""
+    path = tmp_path / "mine.py"
+    path.write_text("""
 import softmask, torch
 class SoftMask(softmask.SoftMask):
     def __init__(self, *args):
@@ -151,8 +159,8 @@ class SoftMask(softmask.SoftMask):
     def forward(self, logits):
         lam, ids, pi = super().forward(logits)
         return lam * 2 * torch.sigmoid(self.bias[logits.argmax(-1)]), ids, pi
-print("mine is run")
-"""
+""")
+    return str(path)
 
 
 def digest(tensor):

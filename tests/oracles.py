@@ -1,7 +1,7 @@
 """The paper read literally: for loops and Python floats, slow on purpose.
 
 Nothing is imported from the code under test. Networks are functions of embeddings. Draws are made
-here, from keys that are written out: test_draws.py says what is in them.
+here, from keys that are written out.
 """
 
 import hashlib

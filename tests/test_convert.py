@@ -4,7 +4,6 @@ import collections
 import json
 import os
 import resource
-import sys
 import types
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,7 @@ import dream
 import launch
 from conftest import random_mdlm, refused, save_mdlm, start
 from dream import read_safetensors, write_safetensors
-from mdlm import MDLM, read_checkpoint
+from mdlm import MDLM
 from sample import Config, with_omega
 from softmask import SoftMask
 
@@ -83,17 +82,13 @@ def wrong(message, function, *args, **kwargs):
         function(*args, **kwargs)
 
 
-def test_save_and_load_are_inverse(tmp_path, capsys):
-    path, model = str(tmp_path / "run" / "last.pt"), trained()
-    other = trained(seed=3)
+def test_save_and_load_are_inverse(tmp_path):
+    path, model, other = str(tmp_path / "last.pt"), trained(), trained(seed=3)
     save_mdlm(path, model, step=3, ema=other.net.state_dict(), optimizer={})
     averaged, raw = MDLM.load(path), MDLM.load(path, ema=False)
     assert same(raw, model) and same(averaged.net, other.net) and same(averaged.sm, model.sm)
-    assert averaged.info["step"] == 3 and "torch" in averaged.info["versions"]
-    assert not averaged.training and not averaged.info.keys() & {"model", "ema", "optimizer"}
-    assert os.listdir(tmp_path / "run") == ["last.pt"]
+    assert averaged.info["step"] == 3 and not averaged.training
     start("convert", path)
-    assert "ema: yes" in capsys.readouterr().out
     save_mdlm(path, model)
     wrong("one set of weights", MDLM.load, path, ema=False)
     model.net.output_layer.linear.weight.data *= float("nan")
@@ -117,11 +112,8 @@ def test_safetensors_round_trip_with_every_dtype(tmp_path):
     tensors |= {"odd": torch.ones(3, dtype=torch.uint8), "after odd": torch.ones(2),
                 "scalar": torch.tensor(1.5), "empty": torch.ones(0, 4)}
     write_safetensors(path, tensors, {"a": "b"})
-    for tensor in read_safetensors(path).values():
-        tensor.zero_()  # the file stays as it is
     back = read_safetensors(path)
-    assert Path(path).read_bytes()[0] % 8 == 0
-    assert list(back) == list(tensors)
+    assert list(back) == list(tensors) and Path(path).read_bytes()[0] % 8 == 0
     assert all(torch.equal(back[n], t) and back[n].dtype == t.dtype for n, t in tensors.items())
 
 
@@ -155,12 +147,10 @@ def test_training_checkpoint_without_its_framework(tmp_path):
 
 def test_no_foreign_function_is_ever_called(tmp_path):
     owned, path = str(tmp_path / "owned"), tmp_path / "x.ckpt"
-    for f, *args in ((os.mkdir, owned), (eval, f"__import__('os').mkdir({owned!r})"),
-                     (getattr, "", "upper"), (__import__, "antigravity"),
-                     (torch.hub.load_state_dict_from_url, f"file://{tmp_path}/x")):
-        hostile = type("Hostile", (), {"__reduce__": lambda self, call=(f, tuple(args)): call})()
+    for f, arg in (os.mkdir, owned), (eval, f"__import__('os').mkdir({owned!r})"):
+        hostile = type("Hostile", (), {"__reduce__": lambda self, call=(f, (arg,)): call})()
         load_mdlm(training_file(path, trained(), hostile=hostile))
-        assert not os.path.exists(owned) and "antigravity" not in sys.modules
+        assert not os.path.exists(owned)
 
 
 def test_hub_layouts(tmp_path):
@@ -180,17 +170,14 @@ def test_hub_layouts(tmp_path):
 
 @pytest.mark.parametrize("change", [
     {"data": {"tokenizer_name_or_path": "bert"}},  # its mask is in the middle
-    {"model": {"n_heads": 2}}, {"model": {"n_heads": "four"}}, {"model": {"n_blocks": 3}},
+    {"model": {"n_heads": 2}}, {"model": {"n_blocks": 3}},
     {"algo": {"parameterization": "ar"}}, {"algo": {"causal_attention": True}},
     {"optim": {"sm_t_min": 0.2}}, {"optim": {"sm_t_max": 0.8}}, {"model_type": "bd3lm"},
     {"algo": {"tran_head": DENSE | {"fixed_lambda": 0.3}}},
     {"algo": {"tran_head": {"transparency_alg": "add"}}},
-    {"tensors": {"initial_nll": torch.tensor(7.0)}}, {"tensors": {"tran_head.x": torch.ones(())}},
-    {"tensors": {INV_FREQ: frequencies(11000)}}, {"tensors": {INV_FREQ: torch.ones(0)}},
-    {"tensors": {"e.vocab_embed.embedding": torch.ones(9)}},
-    {"tensors": {"backbone.blocks.0.norm1.bias": torch.zeros(32)}},
-    {"tensors": {"backbone.blocks.1.norm2.weight": torch.ones(31)}},
-])
+    {"tensors": {"initial_nll": torch.tensor(7.0)}},
+    {"tensors": {INV_FREQ: frequencies(11000)}},
+    {"tensors": {"backbone.blocks.1.norm2.weight": torch.ones(31)}}])
 def test_what_makes_another_model_of_the_same_tensors_is_refused(tmp_path, change):
     refused("ckpt has .* works here|not that of base 10000|x.ckpt: .*Error",
             convert.read, training_file(tmp_path / "x.ckpt", trained(), **change))
@@ -202,7 +189,7 @@ def test_what_a_file_of_mdlms_family_may_lack(tmp_path):
     whole = torch.load(training_file(path, model), weights_only=False)
     del whole["global_step"]
     shadow = whole["ema"]["shadow_params"]
-    for ema in shadow[1:], [*shadow, shadow[0]], shadow[0][0, 0], shadow[::-1]:
+    for ema in shadow[1:], shadow[::-1]:
         torch.save(whole | {"ema": {"shadow_params": ema}}, path)
         refused("x.ckpt: .*Error", convert.read, path)
     del whole["state_dict"][INV_FREQ]
@@ -216,8 +203,8 @@ def test_what_a_file_of_mdlms_family_may_lack(tmp_path):
 
 def test_a_class_of_ones_own_is_loaded_as_what_it_is(tmp_path):
     path, model = str(tmp_path / "x.pt"), trained()
-    one, two, copy = (type(name, (SoftMask,), {}) for name in ("One", "Two", "SoftMask"))
-    for own, other in (one, None), (one, two), (None, one), (copy, None):
+    one, copy = (type(name, (SoftMask,), {}) for name in ("One", "SoftMask"))
+    for own, other in (one, None), (None, one), (copy, None):
         model.sm = (own or SoftMask)(29)
         save_mdlm(path, model)
         assert type(MDLM.load(path, sm=own).sm) is (own or SoftMask)
@@ -227,21 +214,19 @@ def test_a_class_of_ones_own_is_loaded_as_what_it_is(tmp_path):
     wrong("its own class is Mine, here it is None", MDLM.load, path)
 
 
-def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused_in_one_line(tmp_path):
+def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused(tmp_path):
     model, ours, shared = trained(), str(tmp_path / "ours.pt"), str(tmp_path / "x.safetensors")
     save_mdlm(ours, model)
     write_safetensors(shared, published(model))
     for path in ours, shared:
         whole = Path(path).read_bytes()
-        for size in 0, 5, 100, len(whole) // 2, len(whole) - 1:
+        for size in 0, 100, len(whole) - 1:
             Path(path).write_bytes(whole[:size])
             refused(r": \w+:", convert.read, path)
             wrong("is not a whole checkpoint of this project", MDLM.load, path)
     torch.save({"w": torch.ones(2)}, ours)
     refused("is not a model of MDLM's family", convert.read, ours)
     foreign = training_file(tmp_path / "x.ckpt", model)
-    for path in ours, foreign:
-        wrong(f"python lab/convert.py {path} OUT.pt", read_checkpoint, path, "mdlm")
-        refused("lab/convert.py", start, "sample", f"--checkpoint={path}")
+    refused(f"python lab/convert.py {foreign} OUT.pt", start, "sample", f"--checkpoint={foreign}")
     launch.save(ours, kind="dream-adapter")
     wrong("has kind 'dream-adapter', and 'mdlm' is needed", MDLM.load, ours)

@@ -37,7 +37,7 @@ def test_rows_are_the_recorded_blocks():
     assert data.n_rows(tokens, L) == len(blocks)
     assert data.rows(tokens, range(len(blocks)), L).tolist() == blocks
     assert data.rows(tokens, torch.tensor([4, 0]), L).tolist() == [blocks[4], blocks[0]]
-    refused("tokens fill no row of length .* more text", data.n_rows, tokens, len(ids) + 3)
+    refused("tokens fill no row of length", data.n_rows, tokens, len(ids) + 3)
     assert data.n_rows(tokens, len(ids) + 2) == 1
     assert data.evenly(7, 3).tolist() == [0, 2, 4] and data.evenly(2, 3).tolist() == [0, 1]
 
@@ -61,24 +61,15 @@ def test_another_vocabulary_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
     for name in "vocab.bpe", "encoder.json":
         (tmp_path / name).write_text("{}")
     refused("tokenizer gpt2: .*Hash mismatch", data.tokenizer)
-    refused("tokenizer gpt-2: .*known: bytes.*cl100k_base", data.tokenizer, "gpt-2")
-
-
-@pytest.fixture
-def encodings(monkeypatch):
-    """Encodings that tiktoken then knows by name. Each has a gap before <|endoftext|>, its last."""
-    def register(name, end, special="<|endoftext|>"):
-        ranks = {bytes([i]): i for i in range(256)} | {"é".encode(): end - 9}
-        tok = tiktoken.Encoding(name, pat_str=r"(?s).", mergeable_ranks=ranks,
-                                special_tokens={"<|fim|>": end - 1, special: end})
-        monkeypatch.setitem(tiktoken.registry.ENCODINGS, name, tok)
-    return register
 
 
 @pytest.mark.parametrize("end, dtype", [(65_535, "uint16"), (65_536, "uint32")])
-def test_any_tokenizer_that_tiktoken_knows(tmp_path, encodings, end, dtype):
+def test_any_tokenizer_that_tiktoken_knows(tmp_path, monkeypatch, end, dtype):
     """The largest id is EOS, and it fits. A gap in the ids has no bytes."""
-    encodings("many", end)
+    ranks = {bytes([i]): i for i in range(256)} | {"é".encode(): end - 9}
+    tok = tiktoken.Encoding("many", pat_str=r"(?s).", mergeable_ranks=ranks,
+                            special_tokens={"<|fim|>": end - 1, "<|endoftext|>": end})
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "many", tok)
     (tmp_path / "a.jsonl").write_bytes(jsonl(["abé"] * 5))
     start("data", f"{tmp_path}/a.jsonl", "--tokenizer=many", f"--out={tmp_path}", "--val_docs=2")
     tokens, meta = open_split(tmp_path, "val")
@@ -88,9 +79,7 @@ def test_any_tokenizer_that_tiktoken_knows(tmp_path, encodings, end, dtype):
     assert data.rows(tokens, [1], 5).tolist() == [[end, end, 97, 98, end]]
     assert tokens.tokenizer == {"name": "many", "vocab_size": end + 2, "mask_id": end + 1,
                                 "bos": end, "eos": end}
-    assert data.text_of(data.tokenizer("many"), [97, end - 5, end - 9, end + 1]) == "aé"
-    encodings("endless", 300, "<|end|>")
-    refused("tokenizer endless: .*endoftext", data.describe, data.tokenizer("endless"))
+    assert data.text_of(tok, [97, end - 5, end - 9, end + 1]) == "aé"
 
 
 def test_a_corpus_without_a_dtype_is_uint16(tmp_path):
@@ -101,9 +90,9 @@ def test_a_corpus_without_a_dtype_is_uint16(tmp_path):
 
 
 @pytest.mark.parametrize("sizes, val_docs, n", [
-    ([1000], None, 100), ([9] * 464, None, 464), ([9, 9_000, 9], None, 902),  # a tenth
-    ([99_999] * 7, None, 65_536), ([99_999] * 70, None, 70_000),              # 65,536 tokens; 1 %
-    ([9, 99, 0, 9], 2, 110), ([9, 9], 99, 20)])                               # documents
+    ([9, 9_000, 9], None, 902), ([99_999] * 7, None, 65_536),  # a tenth; 65,536 tokens
+    ([99_999] * 70, None, 70_000),                             # 1 %
+    ([9, 99, 0, 9], 2, 110), ([9, 9], 99, 20)])                # documents
 def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_docs, n):
     """sizes: tokens of the documents, without EOS"""
     texts = [("x" + "é" * size)[:size] for size in sizes]
@@ -129,10 +118,7 @@ def pyarrow(monkeypatch):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(ParquetFile=file))
 
 
-TEXT = b"A text of some length. " * 99
-
-
-def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
+def test_every_format_gives_the_same_tokens(tmp_path, pyarrow):
     lines, other = jsonl(TEXTS), jsonl(TEXTS, "content")
     files = {"a.jsonl": lines, "b/A.JSONL": b"\xef\xbb\xbf" + lines + b"\r\n", "c:d.jsonl": other,
              "d.parquet": other, "e/3.TXT": b"\xef\xbb\xbf" + TEXTS[3].encode()}
@@ -148,47 +134,32 @@ def test_every_format_gives_the_same_tokens(tmp_path, capsys, pyarrow):
               "--field=content" if name[0] in "cd" else "--field=text")
         train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
-    said = capsys.readouterr().out
-    assert said.count("skipped") == 1 and "e: skipped 4 files of other formats" in said
-    assert said.count("val.bin holds out the last 2 documents: ") == 5
 
 
 def test_files_are_found_once_and_what_is_no_text_is_refused(tmp_path):
-    for name in "b.txt", "a.txt", "empty/x.txt", "empty/.hid/y.txt", "n.md", "no/n.py":
+    for name in "b.txt", "a.txt", "empty/x.txt", "n.md", "no/n.py":
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(TEXT * (name[0] != "e"))
+        (tmp_path / name).write_bytes(b"text" * (name[0] != "e"))
     find = lambda *names: data.find_files([tmp_path / name for name in names])
     assert find("b.txt", "a.txt", "no/../b.txt") == [tmp_path / "no/../b.txt", tmp_path / "a.txt"]
-    assert find("empty/.hid/../../a.txt")
-    for name in "n.md", "no/n.py", "no":
+    for name in "n.md", "no":
         refused(f"{name} is no .txt, .jsonl, .parquet file", find, "a.txt", name)
     refused("empty: .*empty/x.txt$", find, ".")
     with pytest.raises(FileNotFoundError):
         find("c.txt")
 
 
-BAD_RECORDS = {  # after a good one
-    "cut": (b'{"text": "b', "JSONDecodeError"), "deep": (b"[" * 10**5, "RecursionError"),
-    "a list": (b'["b"]', "TypeError"), "no field": (b'{"body": "b"}', "KeyError: 'text'"),
-    "a number": (b'{"text": 3}', "is not text"), "null": (b'{"text": null}', "is not text"),
-    "NUL": (b'{"text": "b\\u0000"}', "NUL"), "surrogate": (b'{"text": "\\ud83d"}', "Unicode"),
-    "Latin-1": (b'{"text": "caf\xe9"}', "UnicodeDecodeError"),
-    "UTF-16": ('{"text": "b"}'.encode("utf-16"), "UnicodeDecodeError")}
-
-
-@pytest.mark.parametrize("name, content, message", [
-    *((f"{name}.jsonl", b'{"text": "a"}\n' * 999 + line, f"record 1000: .*{message}")
-      for name, (line, message) in BAD_RECORDS.items()),
-    ("a.txt", gzip.compress(TEXT), "record 1: Unicode"),
-    ("b.jsonl", gzip.compress(TEXT), "record 1: Unicode"),
-    ("c.txt", TEXT + b"\0", "NUL"), ("d.txt", "text".encode("utf-16-le"), "NUL"),
-    ("e.parquet", jsonl(["a", None]), "record 2: .*is not text"),
-    ("f.parquet", jsonl(["a"], "b"), "record 1: KeyError: 'text'"),
-    ("blanks.jsonl", jsonl(["a", "a table" + 10**6 * " " + "end"]), "record 2: PanicException")])
-def test_a_broken_record_is_named_and_leaves_no_corpus(tmp_path, pyarrow, name, content, message):
-    path, out = tmp_path / name, tmp_path / "out"
-    path.write_bytes(content)
-    refused(f"{name}, .*{message}", prepare, data.documents([path]), out, WORDS, 1)
+@pytest.mark.parametrize("name, bad", [
+    ("a.jsonl", b'{"text": "b'), ("a.jsonl", b'["b"]'), ("a.jsonl", b'{"body": "b"}'),
+    ("a.jsonl", b'{"text": 3}'), ("a.jsonl", b'{"text": "b\\u0000"}'),
+    ("a.jsonl", b'{"text": "\\ud83d"}'), ("a.jsonl", b'{"text": "caf\xe9"}'),
+    ("a.jsonl", jsonl(["a table" + 10**6 * " " + "end"])),  # tiktoken panics
+    ("a.parquet", jsonl([None])), ("a.txt", gzip.compress(b"text")),
+    ("a.txt", "text".encode("utf-16-le"))])
+def test_a_broken_record_is_named_and_leaves_no_corpus(tmp_path, pyarrow, name, bad):
+    path, out, good = tmp_path / name, tmp_path / "out", 0 if name == "a.txt" else 3
+    path.write_bytes(jsonl(["a"] * good) + bad)
+    refused(f"{name}, record {good + 1}: ", prepare, data.documents([path]), out, WORDS, 1)
     assert os.listdir(out) == [".lock"]
 
 
@@ -207,12 +178,10 @@ def test_a_stop_leaves_no_corpus_and_one_that_exists_is_refused(tmp_path):
         with dying(os, "replace", renamed + 1):
             prepare(enumerate(["other"] * 9), tmp_path, BYTES)
         refused("there is no .*meta.json", open_split, tmp_path, "val")
-    for few in [], ["ab"]:
-        refused("too few to hold out", prepare, enumerate(few), tmp_path, BYTES)
+    refused("too few to hold out", prepare, enumerate(["ab"]), tmp_path, BYTES)
     prepare(enumerate(TEXTS), tmp_path, BYTES, 2)
-    refused("holds a corpus already.*rm -r", prepare, enumerate(["other"]), tmp_path, BYTES)
+    refused("holds a corpus already", prepare, enumerate(["other"]), tmp_path, BYTES)
     assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
-    for size in 20, 0, 7:  # an odd one is no number of tokens
-        os.truncate(tmp_path / "val.bin", size)
-        refused("val.bin is incomplete", open_split, tmp_path, "val")
     assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]
+    os.truncate(tmp_path / "val.bin", 20)
+    refused("val.bin is incomplete", open_split, tmp_path, "val")

@@ -31,7 +31,6 @@ from conftest import ROOT, random_mdlm, save_mdlm, spy, start
 from dream import Tokenizer, read_safetensors
 from launch import read_jsonl
 from mdlm import MDLM, TwoPass
-from softmask import SoftMask
 
 # The key of each draw. These words stand for values, all others for themselves:
 #   seed   of the run; for held-out rows 1, or --seed of eval.py.   r: a repeat
@@ -219,10 +218,12 @@ def test_samples(tmp_path, drawn, ranks, world, words, decode):
 @pytest.mark.parametrize("blocks", [{}, dict(block=4, cache="dual", threshold=0.4)])
 def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, monkeypatch, blocks):
     how, name = dict(schedule="stepwise", switch=0.3), "decode_blocks" if blocks else "decode"
+    omega = dict(omega_s=0.4, omega_a=6.0, omega_b=-0.75)
     cfg = sample_dream.Decoding(tiny[0], gen_len=8, steps=6, algorithm="topk_margin", seed=5,
-                                temperature=0.7, top_p=0.6, dtype="bfloat16", **how, **blocks)
-    dream, tok, _ = sample_dream.load_for_decoding(cfg)
-    sm = SoftMask(261, omega_s=0.4).to(dream.table.device)
+                                temperature=0.7, top_p=0.6, dtype="bfloat16", **omega, **how,
+                                **blocks)
+    dream, tok, sm = sample_dream.load_for_decoding(cfg)
+    assert sm.raw_s.device == dream.table.device
     decoding = Mock(wraps=getattr(sample_dream, name))
     monkeypatch.setattr(sample_dream, name, decoding)
     text, stats = sample_dream.answer(dream, tok, sm, [1, 2], cfg)

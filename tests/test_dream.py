@@ -82,53 +82,37 @@ def test_configs_as_published_and_as_transformers_4_and_5_write_them(folder):
     refused("mask_token_id is None", DreamConfig.read, folder)
 
 
-OPTIONAL = "tie_word_embeddings", "pad_token_id"
-
-
-@pytest.mark.parametrize("name, value, message", [
-    *((name, value, f"{name}|_token_id are") for value in (None, "3", {"a": 1})
-      for name in DreamConfig.__annotations__ if value or name not in OPTIONAL),
-    ("num_hidden_layers", 3.0, "num_hidden_layers is 3.0, not of type int"),
-    ("mask_token_id", 200, "_id are"), ("eos_token_id", [190, 200], "_id are"),
-    ("pad_token_id", -1, "_id are"), ("num_attention_heads", 0, "ZeroDiv"),
-    ("hidden_act", "gelu", "hidden_act"), ("head_dim", 8, "head_dim"),
-    ("rope_scaling", {"type": "linear", "factor": 2.0}, "rope_scaling"),
-    ("rope_parameters", {"rope_type": "yarn"}, "rope_type"), ("rope_parameters", "none", "Error"),
-    ("rope_parameters", {"partial_rotary_factor": 0.25}, "partial_rotary_factor"),
-    ("quantization_config", {"bits": 4}, "quantization_config"),
-    ("use_sliding_window", True, "use_sliding_window"), ("layer_types", 28, "layer_types"),
-    ("layer_types", 2 * ["full_attention"] + ["linear_attention"], "layer_types")])
-def test_a_field_of_config_that_is_missing_wrong_or_means_another_model(folder, name, value,
-                                                                        message):
+@pytest.mark.parametrize("name, value", [
+    ("num_hidden_layers", 3.0), ("num_key_value_heads", None), ("rope_theta", "3"),
+    ("mask_token_id", 200), ("eos_token_id", [190, 200]), ("pad_token_id", -1),
+    ("hidden_act", "gelu"), ("head_dim", 8), ("rope_scaling", {"type": "linear", "factor": 2.0}),
+    ("rope_parameters", {"rope_type": "yarn"}),
+    ("rope_parameters", {"partial_rotary_factor": 0.25}), ("quantization_config", {"bits": 4}),
+    ("use_sliding_window", True),
+    ("layer_types", 2 * ["full_attention"] + ["linear_attention"])])
+def test_a_field_of_config_that_is_missing_wrong_or_means_another_model(folder, name, value):
     rewrite(folder, "config.json", **{name: value})
-    refused(f"^[^\n]*config.json.*({message})[^\n]*$", DreamConfig.read, folder)
+    refused("config.json", DreamConfig.read, folder)
 
 
-def test_a_folder_that_is_no_dream_model_is_told_what_it_is(folder, tmp_path):
-    mdlm = tmp_path / "mdlm"
-    mdlm.mkdir()
-    for read in Tokenizer, Dream.load, DreamConfig.read:
-        refused(r"^there is no nope: `hf download [\w/-]+ --local-dir=nope`$", read, "nope")
-        refused("no Dream model: it has no config.json.*sample.py", read, mdlm)
-        (mdlm / "config.json").write_text('{"model_type": "mdlm", "n_heads": 12}')
-        refused("vocab_size is None.*An MDLM is for sample.py", read, mdlm)
-        (mdlm / "config.json").unlink()
+def test_a_folder_that_is_no_dream_model_is_refused(folder, tmp_path):
+    for read in Tokenizer, Dream.load:
+        refused("there is no nope", read, "nope")
+        refused("no Dream model", read, tmp_path)
     (folder / "adapter_config.json").write_text("{}")
-    refused("is an adapter: give it as --adapter", Tokenizer, folder)
+    refused("is an adapter", Tokenizer, folder)
 
 
-def test_weights_of_another_model_are_refused_in_one_line(folder, dream):
+def test_weights_of_another_model_are_refused(folder, dream):
     state, q = dream.state_dict(), "model.layers.1.self_attn.q_proj.weight"
     for name, t in ((q, torch.ones(64, 48)), (q, torch.ones(64, 64).char()),
                     (q + ".absmax", torch.ones(9)), ("lm_head.weight", dream.table - math.inf)):
         one_file(folder, state | {name: t})
-        message = rf"^.*(Error.*{name}|{name} has values that are not finite).*\Z"
-        refused(message, Dream.load, folder, dtype=torch.half)
+        refused(f"Error.*{name}|{name} has values that are not finite", Dream.load, folder,
+                dtype=torch.half)
     one_file(folder, state | {"model.layers.2.self_attn.rotary_emb.inv_freq": torch.ones(8),
                               q: state[q].bfloat16()})  # has the dtype of the table when loaded
     assert {t.dtype for t in Dream.load(folder).state_dict().values()} == {torch.float32}
-    rewrite(folder, "model.safetensors.index.json", weight_map=["model.safetensors"])
-    refused("Error.*keys|values", Dream.load, folder)
 
 
 def test_a_tied_head_is_the_table_with_or_without_a_head_in_the_file(folder, dream):
@@ -141,8 +125,6 @@ def test_a_tied_head_is_the_table_with_or_without_a_head_in_the_file(folder, dre
         assert torch.equal(everywhere(tied, x), want) and not tied.table.requires_grad
         state.pop("lm_head.weight", None)
         assert tied.state_dict().keys() == state.keys()
-    rewrite(folder, "config.json", hidden_size=-64)
-    refused("^.*/model: RuntimeError", Dream.load, folder)
 
 
 def test_adapters_of_others(tiny_dream, tmp_path):
@@ -169,28 +151,19 @@ def test_adapters_of_others(tiny_dream, tmp_path):
     sm, rounded = read(theirs), read(theirs | {"transparency_scale": 1.0})  # by bf16
     assert (sm.mask_id, sm.k) == (194, 2) and 0.99 < rounded.omega[0] < 1
     assert [w.item() for w in sm.omega] == pytest.approx([0.4, 2.0, -2.5])
-    for name, wrong in ("steepness", "1"), ("alg", ["none"]), ("alg", "slerp"):
-        refused("Error|= 'slerp', and nothing", read, theirs | {f"transparency_{name}": wrong})
-    refused("transparency_scheduling", read, theirs | {"transparency_scheduling": "linear"})
+    for name, wrong in ("alg", "slerp"), ("scheduling", "linear"):
+        refused(f"= '{wrong}', ", read, theirs | {f"transparency_{name}": wrong})
     for name, wrong in (("use_dora", False), ("use_rslora", True), ("bias", "all"),
                         ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}),
-                        ("init_lora_weights", "olora"), ("init_lora_weights", "pissa_niter_4"),
-                        ("layer_replication", [[1, 3], [0, 1]]), ("peft_type", "ADALORA")):
+                        ("init_lora_weights", "olora"), ("layer_replication", [[1, 3], [0, 1]]),
+                        ("peft_type", "ADALORA")):
         refused(f"adapter_config.json has {name} = .*, but only", read, **{name: wrong})
     for name, wrong, message in (
-            ("r", 8, "another shape"), ("r", "8", "TypeE"), ("lora_alpha", None, "no field"),
-            ("target_modules", TARGETS[1:], "only one of"), ("target_modules", None, "no field"),
+            ("r", 8, "another shape"), ("lora_alpha", None, "no field"),
+            ("target_modules", TARGETS[1:], "only one of"),
             ("target_modules", [*TARGETS, "up_proj"], "only one of")):
         refused(message, read, **{name: wrong})
-    whole = dict(state)
-    for extra in "lora_magnitude_vector", "q_proj.bias", "layers.2":  # missing; added; missing
-        state.clear()
-        state.update({k: t for k, t in whole.items() if extra not in k})
-        if extra == "q_proj.bias":
-            state["base_model.model.model.layers.0.self_attn.q_proj.bias"] = torch.ones(9)
-        refused("only one of", read)
-    state |= whole | {min(whole): whole[min(whole)] + math.nan}
-    state.pop("base_model.model.model.layers.0.self_attn.q_proj.bias", None)
+    state[min(state)].fill_(math.nan)
     refused("not finite", read)
 
 
@@ -212,6 +185,5 @@ def test_recorded_ids_and_chats(tmp_path):
     plain = tok.encode("<|im_end|>")
     assert 151645 not in plain and tok.decode(plain) == "<|im_end|>"
     assert tok.encode("cafe\u0301") == tok.encode("caf\u00e9")
-    for name, word, i, message in ("added_tokens", "a", 152064, "beyond"), ("vocab", "!", 7, "Pan"):
-        rewrite(tmp_path, f"{name}.json", **{word: i})
-        refused(message, Tokenizer, tmp_path)
+    rewrite(tmp_path, "added_tokens.json", a=152064)
+    refused("beyond", Tokenizer, tmp_path)

@@ -1,6 +1,5 @@
 """finetune_dream.py against Alg. 1, App. B.2, and recorded numbers."""
 
-import gzip
 import json
 import shutil
 import signal
@@ -16,9 +15,9 @@ import finetune_dream as ft
 import launch
 import oracles
 from conftest import (
-    MINE,
     digest,
     dying,
+    flags_of,
     gen,
     plain_omega,
     recorded_adapter,
@@ -27,14 +26,7 @@ from conftest import (
     start,
     torchrun,
 )
-from dream import (
-    Dream,
-    Tokenizer,
-    byte_characters,
-    load_adapter,
-    read_safetensors,
-    write_safetensors,
-)
+from dream import Dream, Tokenizer, load_adapter, read_safetensors, write_safetensors
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from sample_dream import Decoding, load_for_decoding
 from softmask import SoftMask
@@ -72,7 +64,7 @@ def two_pass(folder, k, tau=1.0):
     return TwoPassDream(dream, SoftMask(194, k, **HEAD, tau=tau), 194)
 
 
-@pytest.mark.parametrize("k, soft", [(None, True), (1, True), (3, True), (1, False)])
+@pytest.mark.parametrize("k, soft", [(None, True), (3, True), (1, False)])
 def test_rows_equal_the_dense_algorithm(tiny_dream, batch, k, soft):
     (x0, xt, _), model = batch, two_pass(tiny_dream, k, tau=1.3)
     net = model.net
@@ -119,11 +111,10 @@ def test_recorded_collator_draws(recorded):
 
 
 def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(tiny, tmp_path):
-    vocab = [*byte_characters(), "ĊĊ"]
-    (tmp_path / "vocab.json").write_text(json.dumps({token: i for i, token in enumerate(vocab)}))
-    (tmp_path / "added_tokens.json").write_text('{"<|im_start|>": 257, "<|im_end|>": 258}')
-    shutil.copy(f"{tiny[0]}/config.json", tmp_path)
-    tok = Tokenizer(tmp_path)
+    model = shutil.copytree(tiny[0], tmp_path / "model")
+    vocab = launch.read_json(model / "vocab.json")
+    (model / "vocab.json").write_text(json.dumps(vocab | {"ĊĊ": 262}))
+    tok = Tokenizer(model)
     turns = ("system", "a"), ("user", "a"), ("assistant", "a"), ("system", "a"), ("user", "b")
     ids, prompt_len = encoded(said(*turns, ("assistant", "\nd"), ("user", "e")), tok)
     prompt = tok.chat(said(*turns)["messages"])
@@ -138,47 +129,25 @@ def test_both_forms_of_a_dialogue_and_the_fields_that_are_not_read(tmp_path):
     records = [pair | {"id": 1}, {"prompt": "a", "response": "b", "source": "x", "messages_": None},
                {"messages": more, "history": [], "prompt": "c", "id": 2}]
     lines = "\n\n".join(map(json.dumps, records))
-    for text in lines, "\ufeff" + lines + "\r\n":
-        path.write_text(text, encoding="utf-8", newline="")
-        (train, val), unread = ft.read_file(Config(data=str(path), n_val=0), found := set()), found
-        assert [messages for _, messages in train] == 3 * [pair["messages"]] and not val
-        assert unread == {"id", "source", "messages_", "history", "prompt"}
+    path.write_text(lines, encoding="utf-8")
+    train, val = ft.read_file(Config(data=str(path), n_val=0), unread := set())
+    assert [messages for _, messages in train] == 3 * [pair["messages"]] and not val
+    assert unread == {"id", "source", "messages_", "history", "prompt"}
 
 
-TURN = {"role": "user", "content": "a"}
-BAD_DIALOGUES = {
-    "cut": '{"prompt": "a"', "deep": "[" * 10**5, "a text": '"prompt"', "a list": [TURN],
-    "no response": {"prompt": "a"}, "null": {"messages": None}, "a number": {"messages": 3},
-    "Latin-1": b'{"prompt": "caf\xe9", "response": "b"}', "gzip": gzip.compress(b"{}"),
-    "UTF-16": json.dumps({"prompt": "a", "response": "b"}).encode("utf-16"),
-    "no answer": {"messages": [TURN]}, "no turns": {"messages": []},
-    "content of a number": {"prompt": "a", "response": 3},
-    "surrogate": {"prompt": "a", "response": "\ud83d"},
-    **{f"{name} {value}": {"messages": [TURN | {name: value}, TURN | {"role": "assistant"}]}
-       for name, value in (("role", "tool"), ("role", "Human"), ("role", None), ("content", None),
-                           ("content", [{"type": "text"}]), ("weight", 0), ("tool_calls", None))},
-    "no content": {"messages": [{"role": "user"}, TURN | {"role": "assistant"}]},
-    "turns of text": {"messages": ["a", "b"]}}
-
-
-@pytest.mark.parametrize("name", BAD_DIALOGUES)
-def test_another_form_in_a_file_is_refused_with_its_record_before_training(tiny, tmp_path, name):
-    bad, path = BAD_DIALOGUES[name], tmp_path / "own.jsonl"
-    bad = bad if isinstance(bad, (str, bytes)) else json.dumps(bad)
-    good = json.dumps(said(("user", "a"), ("assistant", "answer"))) + "\n"
-    path.write_bytes(40 * good.encode() + (bad if isinstance(bad, bytes) else bad.encode()))
-    turn = "a turn is .*" * name.startswith(("role", "content", "weight", "tool", "no content"))
-    refused(f"own.jsonl, record 41: .*Error.*{turn}help", finetune, Config(
+@pytest.mark.parametrize("bad", [
+    '{"prompt": "a"', '"prompt"', {"prompt": "a"}, {"messages": None}, {"messages": ["a", "b"]},
+    said(("user", "a")), {"prompt": "a", "response": "\ud83d"},
+    {"prompt": "a", "response": 10**6 * "\t" + "b"},  # tiktoken panics
+    said(("tool", "a"), ("assistant", "b")), said(("user", None), ("assistant", "b")),
+    {"messages": [{"role": "assistant", "content": "b", "weight": 0}]}])
+def test_another_form_in_a_file_is_refused_with_its_record_before_training(tiny, tmp_path, bad):
+    path, good = tmp_path / "own.jsonl", json.dumps(said(("user", "a"), ("assistant", "answer")))
+    bad = bad if isinstance(bad, str) else json.dumps(bad)
+    path.write_text(f"{good}\n{bad}")
+    refused("own.jsonl, record 2: ", finetune, Config(
         model=tiny[0], data=str(path), out=str(tmp_path), device="cpu", n_train=9))
     assert not list(tmp_path.glob("last*"))
-
-
-def test_a_dialogue_that_tiktoken_cannot_encode_is_named(tiny, tmp_path):
-    tok, path = Tokenizer(tiny[0]), tmp_path / "own.jsonl"
-    records = [{"prompt": "a", "response": n * "\t" + "b"} for n in (10, 10**6)]
-    path.write_text("\n".join(map(json.dumps, records)))
-    refused(r"own.jsonl, record 2: \w+: ", ft.load_dialogues, Config(data=str(path)), tok,
-            261)
 
 
 def test_dialogues_of_the_hub_that_do_not_fit_are_dropped_and_counted():
@@ -203,7 +172,7 @@ def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tm
         "over 200 tokens": [talk("a" * (201 - overhead)), talk(answer="a" * 200)],
         "tool calls": [talk(answer="abc</tool_call>"), talk("<tool_call>")],
         "[MASK] in the text": [talk("a <|mask|>")]}
-    Path(cfg.data).write_text("\n".join(map(json.dumps, [*kept, *sum(dropped.values(), [])])))
+    launch.append_jsonl(cfg.data, *kept, *sum(dropped.values(), []))
     train, val, left_out = ft.load_dialogues(replace(cfg, n_val=0), tok, 261)
     order = [i for i in oracles.order(10, "held out", cfg.seed) if i < 4]
     assert not val
@@ -211,19 +180,20 @@ def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tm
     assert {*left_out.split("; ")} == {"not read: id"} | {
         f"dropped: {why} ({len(records)})" for why, records in dropped.items()}
     assert len({ft.digest_of([(ids, n)]) for ids, _ in train[2:] for n in (3, 4)}) == 4
-    Path(cfg.data).write_text(30 * (json.dumps(dropped["tool calls"][0]) + "\n"))
-    refused(r"left to train on; dropped: tool calls \(30\)", ft.load_dialogues, cfg, tok, 261)
+    cfg = replace(cfg, data=str(tmp_path / "calls.jsonl"))
+    launch.append_jsonl(cfg.data, *30 * dropped["tool calls"])
+    refused("is left to train on", ft.load_dialogues, cfg, tok, 261)
 
 
 def test_a_dialogue_is_in_one_part_only(tiny, tmp_path):
     records, tok = 2 * launch.read_jsonl(tiny[1])[:60], Tokenizer(tiny[0])
     cfg = Config(data=str(tmp_path / "own.jsonl"), n_val=4)
     launch.append_jsonl(cfg.data, *records)
-    *parts, left_out = ft.load_dialogues(cfg, tok, 261)
+    *parts, _ = ft.load_dialogues(cfg, tok, 261)
     train, val = ([ids.tolist() for ids, _ in part] for part in parts)
     expected, held_out = oracles.split([encoded(record, tok)[0] for record in records], 4, cfg.seed)
     assert val == held_out and train == [ids for ids in expected if ids not in val]
-    assert len(train) < 116 and left_out == f"dropped: also held out ({116 - len(train)})"
+    assert len(train) < 116
 
 
 def test_the_papers_corpora(monkeypatch):
@@ -308,10 +278,9 @@ def logged(folder):
 
 
 @pytest.mark.parametrize("module, name, at, then", [
-    *[(torch.optim.AdamW, "step", n, [lambda: (sigterm(), sigterm())]) for n in (1, 2, 3)],
+    *[(torch.optim.AdamW, "step", n, [lambda: (sigterm(), sigterm())]) for n in (1, 3)],
     *[(torch.optim.AdamW, "step", 3, []), (ft, "evaluate", 1, []), (launch.Log, "write", 3, [])],
-    *[(ft, "save_adapter", n, []) for n in (1, 2, 3, 4)],  # last/, best/, last/, best/
-    # last.pt, of softmask.pt in last/, last.pt, of best/, of last/, last.pt
+    # last.pt, softmask.pt of last/, last.pt, softmask.pt of best/ and of last/, last.pt
     *[(launch, "save", n, []) for n in range(1, 7)]])
 def test_a_run_that_ends_at_any_moment_is_the_whole_one(whole, cfg, module, name, at, then):
     """torchrun sends two SIGTERMs. An evaluation is due at the second stop, and made first."""
@@ -328,7 +297,7 @@ def test_a_run_that_ends_at_any_moment_is_the_whole_one(whole, cfg, module, name
 @pytest.mark.parametrize("p_sm", [0.5, 0.0])
 def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, monkeypatch, p_sm):
     """Also over a resume. Without feedback, the worst of these would be the best."""
-    cfg = replace(cfg, p_sm=p_sm, warmup=0.0, eval_every=1, save_every=9)
+    cfg = replace(cfg, p_sm=p_sm, batch_size=2, warmup=0.0, eval_every=1, save_every=9)
     losses = iter([{"val_soft": loss, "val_plain": 9 - loss} if p_sm else {"val_plain": loss}
                    for loss in (3.0, 4.0, 2.0, 2.5, 2.2)])
     monkeypatch.setattr(ft, "evaluate", lambda *_: next(losses))
@@ -342,12 +311,25 @@ def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, monkeypatch, 
     assert [line["best"] for line in logged(cfg.out)] == [3.0, 3.0, 2.0, 2.0, 2.0]
 
 
-def test_two_ranks_are_one(whole, cfg):
-    flags = (f"--{name}={v}" for name, v in vars(cfg).items() if v != getattr(Config, name))
-    torchrun("--", "finetune_dream.py", *flags, check=True)  # else --r would be torchrun's
-    torch.testing.assert_close(parts(whole.out), parts(cfg.out), rtol=1e-5, atol=2e-6)
-    for a, b in zip(logged(whole.out), logged(cfg.out), strict=True):
+def test_two_ranks_are_one_also_with_a_soft_mask_of_ones_own(cfg, mine):
+    """From finetuning to decoding, by flags alone"""
+    one = replace(cfg, code=mine, p_sm=0.6)
+    two = replace(one, out=cfg.out + "-two")
+    torchrun("--", "finetune_dream.py", *flags_of(two), check=True)  # else --r would be torchrun's
+    finetune(one)
+    torch.testing.assert_close(parts(one.out), parts(two.out), rtol=1e-5, atol=2e-6)
+    for a, b in zip(logged(one.out), logged(two.out), strict=True):
         assert a == pytest.approx(b, rel=1e-5)
+    refused("SoftMask .*there", finetune, replace(two, resume=True, code="", steps=6))
+    adapter, dream = f"{two.out}/last", Dream.load(cfg.model)
+    assert launch.read_json(f"{adapter}/transparency_config.json") == {
+        "transparency_alg": "SoftMask"}  # the authors' code must not read it
+    refused("--code=FILE.py", load_adapter, Dream.load(cfg.model), adapter)
+    sm = load_adapter(dream, adapter, launch.soft_mask(mine))
+    assert torch.equal(sm.bias, torch.load(f"{two.out}/last.pt")["model"]["sm.bias"])
+    assert sm.bias.abs().max() > 1e-3
+    start("sample_dream", f"--model={cfg.model}", f"--adapter={adapter}", f"--code={mine}",
+          "--prompt=1 + 2 = ?", "--gen_len=8", "--device=cpu")
 
 
 def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, tmp_path):
@@ -398,23 +380,3 @@ def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(c
         words = dict(model=cfg.model, device="cpu", dtype=str(dtype).removeprefix("torch."))
         tuned = ft.model_of(Config(**words), launch.machine("cpu", words["dtype"])).net
         assert tuned.table.dtype == load_for_decoding(Decoding(**words))[0].table.dtype == dtype
-
-
-def test_a_soft_mask_of_ones_own_from_finetuning_to_decoding(cfg, tmp_path):
-    """With a vector of its own parameters, on two ranks, by flags alone."""
-    mine = tmp_path / "mine.py"
-    mine.write_text(MINE)
-    cfg = replace(cfg, code=str(mine), p_sm=1.0, warmup=0.0, steps=4, batch_size=4)
-    flags = (f"--{name}={v}" for name, v in vars(cfg).items() if v != getattr(Config, name))
-    torchrun("--", "finetune_dream.py", *flags, check=True)
-    finetune(replace(cfg, resume=True, steps=5))
-    refused("SoftMask .*there", finetune, replace(cfg, resume=True, code="", steps=6))
-    adapter, dream = f"{cfg.out}/last", Dream.load(cfg.model)
-    assert launch.read_json(f"{adapter}/transparency_config.json") == {
-        "transparency_alg": "SoftMask"}  # the authors' code must not read it
-    refused("--code=FILE.py", load_adapter, Dream.load(cfg.model), adapter)
-    sm = load_adapter(dream, adapter, launch.soft_mask(str(mine)))
-    assert torch.equal(sm.bias, torch.load(f"{cfg.out}/last.pt")["model"]["sm.bias"])
-    assert sm.bias.abs().max() > 1e-3
-    start("sample_dream", f"--model={cfg.model}", f"--adapter={adapter}", f"--code={mine}",
-          "--prompt=1 + 2 = ?", "--gen_len=8", "--device=cpu")

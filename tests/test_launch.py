@@ -45,13 +45,6 @@ def test_a_list_takes_the_first_words_and_help_is_the_source(capsys):
     assert inspect.getsource(Files) + "\npreset quick: {" in capsys.readouterr().out
 
 
-def test_help_begins_with_commands():
-    done = subprocess.run([sys.executable, "train.py", "--b_h=9", "--help"], cwd=ROOT, text=True,
-                          capture_output=True, check=True)
-    assert done.stdout.startswith("    python train.py small ")
-    assert "class ModelConfig" in done.stdout and "preset binary: {'p_sm': 0.0" in done.stdout
-
-
 def run_with(monkeypatch, main, *flags):
     monkeypatch.setattr(sys, "stdin", None)  # some schedulers close it
     monkeypatch.setattr(sys, "argv", ["folder/x.py", *flags])
@@ -59,25 +52,17 @@ def run_with(monkeypatch, main, *flags):
 
 
 @pytest.mark.parametrize("main, flags, message", [
-    (print, ["--eta_b=1"], "unknown flag --eta_b: did you mean --eta_bb?"),
-    (print, ["--?=1"], "unknown flag --?: see --help"),
-    (print, ["stdlb"], "unknown first word 'stdlb': known are small, owt, continue, binary"),
-    (print, ["--soft_mask=False"], "unknown flag --soft_mask"),
-    (print, ["--vocab_size=9"], "unknown flag --vocab_size"),
-    (print, ["--mask_id=9"], "unknown flag --mask_id"),
-    (print, ["--p_sm=80"], "argument --p_sm: 80 is not a number (from 0 to 1)"),
-    (print, ["--k=ten"], "argument --k: ten is not a whole number or none"),
-    (print, ["--dtype=half"], "argument --dtype: half is not auto or float32 or bfloat16"),
-    (print, ["--p_sm=nan"], "argument --p_sm: nan is not a number (from 0 to 1)"),
-    (print, ["--eta_bb=-1"], "argument --eta_bb: -1 is not a number (from 0 to inf)"),
-    (print, ["--eval_every=-1"], "argument --eval_every: -1 is not a whole number"),
-    (print, ["--save_every=0"], "argument --save_every: 0 is not a whole number (from 1 to inf)"),
+    (print, ["--eta_b=1"], "--eta_b: did you mean --eta_bb?"), (print, ["stdlb"], "'stdlb'"),
+    (print, ["--mask_id=9"], "--mask_id"), (print, ["--p_sm=80"], "--p_sm: 80 is not"),
+    (print, ["--p_sm=nan"], "--p_sm: nan is not"), (print, ["--k=ten"], "--k: ten is not"),
+    (print, ["--dtype=half"], "--dtype: half is not"),
+    (print, ["--eta_bb=-1"], "--eta_bb: -1 is not"),
+    (print, ["--eval_every=-1"], "--eval_every: -1 is not"),
+    (print, ["--save_every=0"], "--save_every: 0 is not"),
     (lambda cfg: open("no/x"), [], "No such file or directory: 'no/x'"),
     (Mock(side_effect=OSError(errno.ENOSPC, "no room")), [], "no room"),
-    (Mock(side_effect=BrokenPipeError(errno.EPIPE, "nobody reads")), [], "nobody reads"),
     (lambda cfg: __import__("mauve"), [], ": pip install mauve-text"),
-    (lambda cfg: launch.machine("cuda:99"), [], "--device=cuda:99 does not work"),
-])
+    (lambda cfg: launch.machine("cuda:99"), [], "--device=cuda:99 does not work")])
 def test_bad_input_is_one_line_and_code_2(monkeypatch, capsys, main, flags, message):
     """Rank 1 first waits, because torchrun ends it if rank 0 has said the same."""
     calls = []
@@ -130,25 +115,21 @@ def test_ctrl_c_is_130_without_a_traceback(monkeypatch):
         run_with(monkeypatch, Mock(side_effect=KeyboardInterrupt))
 
 
-@pytest.mark.parametrize("e", [ValueError("x"), OSError(errno.EIO, "x"), ImportError("x"),
-                               ModuleNotFoundError("x", name="torch.x")])
+@pytest.mark.parametrize("e", [ValueError("x"), OSError(errno.EIO, "x")])
 def test_all_else_keeps_its_traceback(monkeypatch, e):
     with pytest.raises(type(e), match="x"):
         run_with(monkeypatch, Mock(side_effect=e))
 
 
-def test_a_file_of_another_kind_or_cut_short_is_refused(tmp_path):
-    adapter, meta = str(tmp_path / "adapter.pt"), tmp_path / "meta.json"
-    launch.save(adapter, kind="dream-adapter")
-    meta.write_text('{"cut')
-    refused("adapter.pt has kind 'dream-adapter'", start, "sample", f"--checkpoint={adapter}")
-    words = "train", f"--data={tmp_path}"
-    refused("meta.json: JSONDecodeError: .*: this is no complete JSON object", start, *words)
-    meta.write_text('{"dtype": "uint16", "tokenizer": {}, "train": {}}')
+def test_a_field_that_is_missing_has_its_file(tmp_path):
+    meta = tmp_path / "meta.json"
     (tmp_path / "train.bin").touch()
-    refused("meta.json has no field 'tokens'", start, *words)
-    meta.write_text('{"dtype": "uint16", "tokenizer": {}, "train": {"tokens": 0}}')
-    refused("meta.json has no field 'name'", start, *words)
+    for text, message in (
+            ('{"cut', "JSONDecodeError: .*: this is no complete JSON object"),
+            ('{"tokenizer": {}, "train": {}}', "has no field 'tokens'"),
+            ('{"tokenizer": {}, "train": {"tokens": 0}}', "has no field 'name'")):
+        meta.write_text(text)
+        refused(f"meta.json:? {message}", start, "train", f"--data={tmp_path}")
 
 
 def test_a_signal_is_a_flag_and_then_every_handler_is_back():
@@ -164,11 +145,6 @@ def test_a_signal_is_a_flag_and_then_every_handler_is_back():
         assert stop() == signal.SIGUSR1
     after = signal.getsignal(signal.SIGINT), signal.signal(signal.SIGHUP, before[1])
     assert after == (before[0], signal.SIG_IGN)
-
-
-@pytest.mark.parametrize("step, every, due", [(1, 2, 0), (2, 2, 1), (7, 2, 1), (7, 0, 0)])
-def test_what_is_due_every_so_many_updates_and_at_the_end_of_seven(step, every, due):
-    assert launch.is_due(step, every, 7) == due
 
 
 def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, monkeypatch):
@@ -194,7 +170,7 @@ def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, 
 
 
 def test_json_lines_survive_a_kill_at_any_byte(tmp_path):
-    path, lines = tmp_path / "deep" / "x.jsonl", [{"a": 1}, {"b": "ω"}, {"c": [1.5, None]}]
+    path, lines = tmp_path / "x.jsonl", [{"a": 1}, {"b": "ω"}, {"c": [1.5, None]}]
     assert read_jsonl(path) == []
     append_jsonl(path, *lines[:2])
     append_jsonl(path, lines[2])

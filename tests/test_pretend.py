@@ -9,7 +9,7 @@ import launch
 import train
 from conftest import gen, random_mdlm, start
 from pretend import gpu
-from sample import ORDERS, SAMPLERS, Pick, decode, generate, likeliest, shares_of
+from sample import ORDERS, Pick, decode, generate, likeliest, shares_of
 from tiny_dream import make
 from train import bound
 
@@ -18,21 +18,7 @@ TINY = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=39 --batch_size=
         "--steps=4 --eval_rows=4 --eval_every=2 --p_sm=1 --omega_s=0.5 --data=data").split()
 
 
-def test_a_mix_of_devices_is_refused_and_what_the_host_waits_for_is_counted():
-    with gpu() as waits:
-        here, there = torch.zeros(3), torch.zeros(3, device="cuda")
-        for mix in (lambda: here + there, lambda: here[there.long()], lambda: there.numpy(),
-                    lambda: there.uniform_(generator=gen())):
-            with pytest.raises(AssertionError):
-                mix()
-        waits.clear()
-        here.pin_memory().to("cuda", non_blocking=True), there[there.long()], there + 1
-        assert not waits
-        there[there > 0], there[here.long()], there.tolist(), there.sum().item(), there.nonzero()
-        assert waits == ["index", "index", "to", "_local_scalar_dense", "nonzero"]
-
-
-@pytest.mark.parametrize("rank, device", [("1", "auto"), ("1", "cuda"), ("0", "cuda:1")])
+@pytest.mark.parametrize("rank, device", [("1", "auto"), ("0", "cuda:1")])
 def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
     monkeypatch.setenv("LOCAL_RANK", rank)
     with gpu():
@@ -41,7 +27,7 @@ def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
 
 
 @pytest.mark.parametrize("soft", [True, False])
-@pytest.mark.parametrize("sampler", [*SAMPLERS, *ORDERS])
+@pytest.mark.parametrize("sampler", ["mdlm", "remdm-loop", *ORDERS])
 def test_sampling_waits_only_for_what_it_returns(sampler, soft):
     """In order, every step also waits for the masks that are left."""
     model = random_mdlm(vocab_size=1100, mask_id=1099, length=10, omega_s=0.7)  # nucleus: 1,024
@@ -99,8 +85,8 @@ def folder(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("script, words, draw, first, last", [
     (train, [*TINY, "--out_dir=run", "--eval_every=0", "--p_sm=0.15"], "sample_times", 1, 5),
-    (finetune_dream, ["--data=dialogues.jsonl", "--model=dream", "--omega_s=0.3", "--out=out"],
-     "mask_response", 8, 40)])  # an update has eight dialogues
+    (finetune_dream, ["--data=dialogues.jsonl", "--model=dream", "--omega_s=0.3", "--out=out",
+                      "--batch_size=2"], "mask_response", 2, 10)])
 def test_an_update_waits_for_nothing(folder, monkeypatch, script, words, draw, first, last):
     """The one copy is of the clipping factor. With a real GPU, it is there already."""
     whole, starts = getattr(script, draw), []
@@ -117,8 +103,7 @@ def test_mdlm_keeps_to_one_device(folder):
             start("train", *TINY, k, f"--out_dir={k}", "--resume", "--steps=6")
             assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
             for words in ("sample --sampler=remdm-loop --show", "trajectory --sampler=entropy",
-                          "sample --sampler=remdm-cap --soft=False --count=2", "trajectory",
-                          "sample --sampler=random --soft=False --count=2"):
+                          "sample --sampler=random --soft=False --count=2", "trajectory"):
                 start(*words.split(), "--steps=8", f"--checkpoint={k}/last.pt")
-            for words in "eval", "feedback":
-                start(*words.split(), "--data=data", "--rows=4", f"--checkpoint={k}/last.pt")
+            for script in "eval", "feedback":
+                start(script, "--data=data", "--rows=4", f"--checkpoint={k}/last.pt")
