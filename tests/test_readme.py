@@ -97,4 +97,4 @@ def test_commands_of_the_readme_run(tmp_path, monkeypatch):
             start_short(script, *words)
         except ImportError:
             assert "openwebtext" in words  # which needs a package
-    assert {"yours", "owt", "binary", "continue", "stdlib", "dream"} <= {*os.listdir("out")}
+    assert {"yours", "owt", "binary", "continue", "small", "dream"} <= {*os.listdir("out")}
