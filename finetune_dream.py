@@ -226,7 +226,7 @@ def finetune(cfg, sm=None):
     adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # not a best/ of an earlier run
     log.bar.close()
     launch.end_run(machine, f"{launch.warning(line, len(model.net.table))}python sample_dream.py "
-                            f"--model={cfg.model} --adapter={adapter} --prompt=…", made, stopped)
+                            f"--model={cfg.model} --adapter={adapter} --chat", made, stopped)
     return model
 
 
