@@ -385,7 +385,7 @@ def encode_all(dialogues, cfg, tok, mask_id, counts):
 
 def encode_chat(messages, tok):
     """(ids, prompt length) of messages, the last of which is the answer to learn"""
-    # Encoded apart: in one text, the line breaks where they meet could become one token.
+    # Encoded apart [ours]: in one text, the line breaks where they meet could become one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
     return prompt + response, len(prompt)

@@ -83,7 +83,7 @@ class TwoPass(nn.Module):
         p  = g_θ(x')           a forward pass with gradients for θ, and for ω via x' l.7
         L  = 1/t Σ_l 1[x_t^l = m] (−log p(x_0^l))        1/t is in MDLM.forward      l.8
 
-    The paper's l.8 lacks the minus sign, and has indices i in a sum over l: corrected here [ours].
+    The paper's l.8 lacks the minus sign of Eq. 2, and has indices i in a sum over l.
 
     net: a backbone (see the top of this file).   sm: SoftMask, or None for a binary model.
     A subclass calls token_nll in `forward`, so that DDP sees one forward call per backward pass.

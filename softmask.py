@@ -214,8 +214,7 @@ def largest(logits, k):
 
     `topk` reads its input several times. Here, one pass finds the maximum of each group of 128
     logits, and then `topk` reads only the k groups with the largest maxima, plus the last V mod 128
-    logits. These k maxima are at least as large as any logit in the other groups. For 8,192 rows of
-    50,258 logits, an H100 takes 1.7 ms instead of 5.1. On a CPU, it is 5 to 8 times as fast.
+    logits. These k maxima are at least as large as any logit in the other groups.
     """
     width = 128
     V = logits.shape[1]
