@@ -145,11 +145,11 @@ def finetune(cfg, sm=None):
             start = ckpt["step"]
             metrics = ckpt["metrics"]
         parallel = launch.ddp(model, machine)
-        log = launch.Log(f"{cfg.out}/log.jsonl", start, steps, master)
         if master:
             print(f"{len(dialogues):,} dialogues, {len(val)} held out; {left_out}\n"
                   f"updates {start:,} to {steps:,}{'' if start < steps else ': all made'}, "
                   f"{machine.device} × {machine.world}")
+        log = launch.Log(f"{cfg.out}/log.jsonl", start, steps, master)
         made = start
 
         def save_last():

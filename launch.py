@@ -310,8 +310,9 @@ def lock(folder, master=True):
             import fcntl
             if master:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for half in Path(folder).glob("*.[0-9]*.tmp"):  # of a process that was killed
-                    half.unlink()
+                for name in "*.pt", "*.bin":  # large halves, of processes that were killed
+                    for half in Path(folder).glob(f"{name}.[0-9]*.tmp"):
+                        half.unlink()
         except BlockingIOError:
             raise Refused(f"another process is writing into {folder}: wait, or use another folder")
         except (ImportError, OSError):

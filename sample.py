@@ -468,13 +468,14 @@ def main(cfg):
 
     # ---- load the model, encode the prompt
     model, tok, x, cfg = prepared(cfg)                                         # x: (L,)
-    # All that a sample depends on besides its index. The table tells runs of equal length apart.
-    table = model.net.table.detach().numpy()                                   # (V, D)
+    # All that a sample depends on besides its index. The hash tells runs of equal length apart.
+    parts = [model.net.table, *(model.sm.parameters() if model.sm else ())]
+    weights = b"".join(p.detach().numpy().tobytes() for p in parts)
     settings = {name: value for name, value in asdict(cfg).items()
-                if name not in ("checkpoint", "count", "out", "show", "device", "compile")}
+                if name not in ("count", "out", "show", "device", "compile")}
     settings |= {"step": model.info["step"], "tokenizer": tok.name,
                  "dtype": str(machine.dtype or torch.float32),
-                 "table": hashlib.sha256(table.tobytes()).hexdigest()[:16]}
+                 "weights": hashlib.sha256(weights).hexdigest()[:16]}
     model.to(machine.device)
     if machine.dtype:
         model.net.cast_linears_(machine.dtype)
@@ -485,7 +486,7 @@ def main(cfg):
     made = read_samples(cfg.out) if cfg.out else []
     with launch.readable(cfg.out, ": give another --out"):
         for line in made:
-            launch.check_same(cfg.out, line["settings"], settings, settings,
+            launch.check_same(cfg.out, line["settings"], settings, settings.keys() - {"checkpoint"},
                               ": give the same flags, or another --out")
         indices_made = {line["index"] for line in made}
     todo = [i for i in range(machine.rank, cfg.count, machine.world) if i not in indices_made]
@@ -498,7 +499,8 @@ def main(cfg):
     print_text = bar.write if sys.stderr.isatty() else print  # in a pipe, bar.write prints a bar
     watching = cfg.show and sys.stdout.isatty() and machine.rank == 0
     watch = show(tok, model) if watching else lambda *_: None
-    given = (x != model.mask_id).nonzero().amax().item() + 1 if cfg.prompt else 0
+    text = (x != model.mask_id) & (x != model.info["tokenizer"]["eos"])        # (L,)
+    given = text.nonzero().amax().item() + 1 if cfg.prompt else 0
     for i in todo:
         nfe = 0
 

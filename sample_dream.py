@@ -192,7 +192,7 @@ def load_for_decoding(cfg):
         raise Refused(f"--schedule={cfg.schedule} is about feedback, and there is none")
     if cfg.merge:
         change = dora.merge_(model)
-        if 0 < change < 1e-3 and model.table.dtype != torch.float32:
+        if 1e-6 < change < 1e-3 and model.table.dtype != torch.float32:
             print(f"the adapter changes weights by {change:.0e} at most, and {model.table.dtype} "
                   "rounds much of it away: --merge=False keeps all", file=sys.stderr)
     if cfg.compile:  # one graph for whole sequences, another for cached parts

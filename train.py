@@ -158,17 +158,17 @@ def train(cfg, sm=None):
         if compiled:  # after the copy, whose compiled methods would use the original's weights
             mdlm.compile_parts(model)
         parallel = launch.ddp(model, machine)
-        log = launch.Log(f"{cfg.out_dir}/log.jsonl", start, cfg.steps, master)
         if master:
             feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
             note = ", the first after a minute or more of compiling" if compiled else ""
-            if start == cfg.steps:
+            if start >= cfg.steps:
                 note = ": all are made"
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {feedback}; "
                   f"{machine.device} × {machine.world}, {machine.dtype or 'float32'}; "
                   f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length} from {cfg.data}; "
                   f"updates {start:,} to {cfg.steps:,}{note}")
 
+        log = launch.Log(f"{cfg.out_dir}/log.jsonl", start, cfg.steps, master)
         made = start
 
         def save_last():

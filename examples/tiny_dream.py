@@ -18,7 +18,7 @@ import finetune_dream
 import launch
 from data import rng
 from dream import Dream, DreamConfig, byte_characters, write_safetensors
-from launch import Count, Size, write_text
+from launch import Count, NotNegative, Size, write_text
 
 
 @dataclass
@@ -27,8 +27,8 @@ class Config(finetune_dream.Config):
     model: str = "out/tiny_dream/model"
     data: str = "out/tiny_dream/dialogues.jsonl"
     out: str = "out/tiny_dream"
-    steps: int = 200
-    eta_bb: float = 1e-2
+    steps: Count = 200
+    eta_bb: NotNegative = 1e-2
     # From this start, feedback shows after some ten updates; from the paper's, not within 2,000.
     omega_s: float = 0.3
     omega_b: float = -2.5

@@ -88,13 +88,14 @@ def result_path(cfg, source, metric, settings):
     folder.mkdir(parents=True, exist_ok=True)
     tempfile.TemporaryFile(dir=folder).close()  # what cannot be written shows now, too
     if os.path.exists(path):
-        result, here = read_json(path), settings | asdict(cfg)
-        before = result["settings"] | result["evaluation"]
-        names = here.keys() - {"out", "label", "batch_size", "device"}
-        other = [name for name in sorted(names) if before.get(name) != here[name]]
+        result = read_json(path)
+        free = "out", "label", "batch_size", "device", "dtype"  # settings have the dtype used
+        asked = {name: value for name, value in asdict(cfg).items() if name not in free}
+        other = {name for part, now in (("settings", settings), ("evaluation", asked))
+                 for name in now if result[part].get(name) != now[name]}
         if other:
-            raise Refused(f"{path} has other settings ({', '.join(other)}): give another --out, or "
-                          "remove it")
+            raise Refused(f"{path} has other settings ({', '.join(sorted(other))}): give another "
+                          "--out, or remove it")
     return path
 
 

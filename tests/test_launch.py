@@ -164,9 +164,9 @@ def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, 
         assert not os.path.exists(tmp)
         write_text(tmp, "new")
     (path.parent / "last.pt.123.tmp").touch()
-    (path.parent / "my.tmp").touch()
+    (path.parent / "my.2024.tmp").touch()
     with launch.lock(path.parent):  # only one process can be here
-        assert {*os.listdir(path.parent)} == {"f", "my.tmp", ".lock"}
+        assert {*os.listdir(path.parent)} == {"f", "my.2024.tmp", ".lock"}
 
 
 def test_json_lines_survive_a_kill_at_any_byte(tmp_path):

@@ -352,13 +352,14 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     made, own = dict(count=2, checkpoint=str(tmp_path / "own.pt")), torch.load(saved)
     launch.save(made["checkpoint"], **own)
     *_, line = run(**made)
-    anything = {"checkpoint", "count", "out", "show", "device", "compile"}
-    facts = {"step", "table", "tokenizer", "dtype"}
+    anything = {"count", "out", "show", "device", "compile"}
+    facts = {"step", "weights", "tokenizer", "dtype"}
     assert line["settings"].keys() == vars(sample.Config()).keys() - anything | facts
     other = "has other settings"
     for change in dict(seed=2), dict(top_p=0.8), dict(steps=7):
         refused(other, run, **made | change)
-    for change in dict(step=2), dict(model=own["model"] | {TABLE: own["model"][TABLE] + 1}):
+    for change in dict(step=2), *(dict(model=own["model"] | {name: own["model"][name] + 1})
+                                  for name in (TABLE, "sm.raw_s")):
         launch.save(made["checkpoint"], **own | change)
         refused(other, run, **made)
     launch.save(made["checkpoint"], **own)
