@@ -54,8 +54,11 @@ class Tokens:
 def open_split(dir, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
     if not os.path.exists(f"{dir}/meta.json"):
-        raise Refused(f"there is no {dir}/meta.json: give your corpus as --data, or make one: "
-                      f"`python data.py yours.jsonl --tokenizer=bytes --out={dir}`")
+        words = f"yours.jsonl --tokenizer=bytes --out={dir}"
+        if dir == PRESETS["openwebtext"]["out"]:
+            words = "openwebtext"
+        raise Refused(f"there is no {dir}/meta.json: give your corpus as --data, or make this one: "
+                      f"`python data.py {words}`")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
     dtype = np.dtype(meta.get("dtype", "uint16"))

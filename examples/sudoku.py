@@ -348,4 +348,5 @@ COMMANDS = {"train": (train_model, TrainConfig, {"train": SETTINGS}),
             "data": (prepare, Data, {"data": {}})}
 
 if __name__ == "__main__":
-    run(*COMMANDS.get("".join(sys.argv[1:2]), (main, Config)), ranks=sys.argv[1:2] == ["train"])
+    shown = main, Config, {"train": SETTINGS, "data": {}}
+    run(*COMMANDS.get("".join(sys.argv[1:2]), shown), ranks=sys.argv[1:2] == ["train"])
