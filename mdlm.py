@@ -112,7 +112,7 @@ class TwoPass(nn.Module):
         if soft:
             with self.first_pass():                                            # θ~              l.5
                 h = net.hidden(emb, masks, t)  # dropout is on here, too [code]  (N, D)          l.6
-            lam, ids, pi = self.predict_sm(h)                                  # (N,), (N, k)    l.6
+            lam, ids, pi = self.predict_sm(h)                                  # (N,), (N, k)  l.6-7
             emb = emb.index_put(masks, sm.mix(net.table, lam, ids, pi))        # (B, L, D)       l.7
             # For the log. Not mean(), which would be NaN if nothing is masked.
             self.lam = lam.detach().sum() / max(1, len(lam))
@@ -127,7 +127,7 @@ class TwoPass(nn.Module):
         return torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled())
 
     def predict_sm(self, h):
-        """λ (N,), ids and π (N, k), from hidden states h (N, D)      Alg. 1 l.6, Alg. 2 l.3, l.6"""
+        """λ (N,), ids and π (N, k), from hidden states h (N, D)    Alg. 1 l.6-7, Alg. 2 l.3, l.6"""
         with self.first_pass():
             logits = self.net.head(h)                                          # (N, V)          l.6
         if logits.is_cpu and self.sm.k and not torch.compiler.is_compiling():

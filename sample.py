@@ -104,10 +104,10 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
             x^ = unmask(x~)     a coin for every mask: this token, or still [MASK]?  l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    Training feeds back a plain pass over the same masks. Here, the pass that is fed back had other
-    masks, usually more, and after the first step feedback itself. In the code, `x` holds the ids
-    x^, and `emb` the embeddings x. The indices of the paper's l.6 are a misprint: §3.1 and the
-    authors' code have those of this step.
+    Training feeds back a plain pass over the same masks. Here, the pass of the step before is fed
+    back. It saw other masks, usually more, and from the second on, it had feedback, too. In the
+    code, `x` holds the ids x^, and `emb` the embeddings x. The indices of the paper's l.6 are a
+    misprint: §3.1 and the authors' code have x^ and p of the same step.
     Whether a position changes does not depend on the network. So the coins of l.5 are tossed before
     l.3, and l.4 draws only the tokens that appear. ReMDM tosses coins for tokens, too.
 
@@ -135,7 +135,7 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
     for i in range(steps + 1):                                                 #            l.2, l.7
         t = 1 - i * dt
         end = i == steps  # one more pass, for masks that are left
-        reveal, remask = (1, 0) if end else step_probs(t, t - dt, sampler)
+        reveal, remask = (1, 0) if end else step_probs(t, t - dt, sampler)     #                 l.5
         coin, u = torch.rand(2, len(x), dtype=torch.float64, generator=generator)  # 2 × (L,)
         appear = masked & (coin < reveal)                                      # (L,)            l.5
         vanish = free & ~masked & (coin < remask)                              # (L,)            l.5
@@ -213,11 +213,11 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
         if pick.threshold is None and len(masked.sum(-1).unique()) > 1:
             raise ValueError("all rows of x must have equally many masks")
         masks = indices(masked, x.device)                               # 2 × (N,)
-        # The share of masks, as if α_t = 1 − t [ours]
+        # For time conditioning: the share of masks, as if α_t = 1 − t [ours]
         t = (x == model.mask_id).float().mean(-1)                       # (n,)
         h = net.hidden(emb, masks, t)                                   # (N, D)                l.3
         logits = net.head(h)                                            # (N, V)                l.3
-        x0, conf = propose(logits, model.mask_id, share == 1, pick)     # 2 × (N,)              l.4
+        x0, conf = propose(logits, model.mask_id, share == 1, pick)     # 2 × (N,)            l.4-5
         x = reveal(x, masks, x0, conf, share, pick.threshold)           # (n, L)                l.5
         masked = masks_left(x, conf, model.mask_id)                     # (n, L)  on the CPU
         left = masked.sum().item() / n_masks

@@ -104,7 +104,7 @@ def time_gain(t, schedule, switch):
     """The factor on λ at this point of decoding, from 0 to 1                               App. C.9
 
     t: time left: the share of the initial masks that are still masked [code], not t/T. It is taken
-        after a reveal: the first gain of "linear" can be below 1 [code].   switch: t' of App. C.9.
+        after the reveal, so "linear" can start below 1 [code].   switch: t' of App. C.9.
     """
     gains = {"none": 1.0,
              "linear": t,                          # SM → binary, fading
@@ -117,14 +117,15 @@ def time_gain(t, schedule, switch):
 @torch.no_grad()
 def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda left: 1.0,
                   on_step=lambda *_: None):
-    """Fill the last gen_len positions, block after block from the left        App. B.2, Fast-dLLM
+    """Fill the last gen_len positions, block after block              Alg. 2, App. B.2, Fast-dLLM
 
     model: in eval mode.   x: (1, L), from `pad_prompt`, without masks in the prompt.
-    shares: a list, one for each pass over a block; with a threshold, a 1 for each of its tokens.
+    shares: one for each pass over a block; with a threshold, a 1 for each of its tokens. If there
+        are several, the first stands for one token, see below.
     Other arguments, and the result: see `sample.decode`.
 
-    The first pass of a block computes all positions. What later ones compute (=), and where they
-    reuse the first one's keys and values (·), depends on the cache:
+    The first pass of a block computes all positions. Later passes compute the parts marked =. For
+    those marked ·, they reuse the first pass's keys and values:
 
                      prompt and blocks before    block    blocks after
         none         ========================    =====    ============
@@ -133,9 +134,9 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
 
     The first pass reveals the block's first token, however unsure the model is: the state before
     the block predicts it, and with a cache only this pass computes that. Fast-dLLM's code does so
-    without a cache, too. If a block has one step, this step fills it [ours]: there, masks would be
-    left. Each mask keeps the feedback from the last pass that predicted it, also across blocks
-    [ours].
+    without a cache, too. If a block has one step, this step fills it [ours]. In Fast-dLLM's code,
+    masks would be left. Each mask keeps the feedback from the last pass that predicted it, also
+    across blocks [ours].
     """
     net = model.net
     sm = model.sm
@@ -145,7 +146,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
     x = to_device(x, net.table.device)                                  # (1, L)
     emb = F.embedding(x, net.table)                                     # (1, L, D)             l.1
     kv = None
-    for first in range(L - gen_len, L, block):                          #                  l.2, l.7
+    for first in range(L - gen_len, L, block):                          #                 Fast-dLLM
         end = first + block
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, end)}[cache]
         for i, share in enumerate(shares):                              #                  l.2, l.7
@@ -163,7 +164,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
             h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (1, hi − lo, D)       l.3
             h = net.predictors(h, (b, l - lo))                          # (N, D)                l.3
             logits = net.head(h)                                        # (N, V)                l.3
-            x0, conf = propose(logits[:n], model.mask_id, share == 1, pick)  # 2 × (n,)         l.4
+            x0, conf = propose(logits[:n], model.mask_id, share == 1, pick)  # 2 × (n,)       l.4-5
             x = reveal(x, (b[:n], l[:n]), x0, conf, share, pick.threshold)  # (1, L)            l.5
             masked = masks_left(x, conf, model.mask_id)                 # (1, L)  on the CPU
             left = masked.sum().item() / n_masks

@@ -179,9 +179,10 @@ def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
 
     A position that was revealed gets its token. One that stays masked gets its soft mask.
 
-    sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), what was read before.
+    sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), the embeddings to
+        change: what the last pass read, or plain embeddings of x.
     x: (…) ids, after the reveal.   masks: an index into x, such as a pair (b, l), each (N,).
-    predicted: λ (N,), ids and π (N, k), from sm(logits); None without sm.
+    predicted: λ (N,), ids and π (N, k), usually from sm(logits); None without sm.
     gain: a factor on λ, App. C.9.
     Returns emb (…, D), and λ (…): of each soft mask that was made, and 0 elsewhere.
     """
