@@ -272,7 +272,7 @@ Most puzzles have several solutions. Cells that one pass fills do not see each o
 each may be right in another solution. With feedback, each has at least seen what the
 previous pass predicted for the others. With an even schedule, the last passes fill two
 cells of what is often a 2×2 rectangle with two solutions. With the odd one, the last
-pass fills one. So the even schedule's gap is larger.
+pass fills one. So feedback matters more with the even schedule.
 """
 
 
