@@ -4,7 +4,7 @@
     Alg. 2         generate       each mask is revealed at random, independently of the others
                    decode         in an order: each step reveals a share of the masks, surest first
            l.3     hidden, head   the forward pass (mdlm.py)
-           l.4     nucleus, categorical    which token. `decode` calls them in `propose`
+           l.4     nucleus, categorical    which token. `decode` calls them in `propose`, with l.5
            l.5     step_probs     in generate: how likely a mask is revealed, known before the pass
                    reveal         in decode: which masks are revealed, after the pass
            l.6     feed_back      what the next pass reads (softmask.py)
