@@ -158,7 +158,7 @@ class Dream(nn.Module):
         return y.float()  # a loss in bf16 would round its gradients
 
     def fingerprint(self):
-        """A hash of 4,096 signs per tensor. Neither a dtype nor an attached adapter changes it."""
+        """A hash of 4,096 signs per tensor. It survives another dtype and an attached adapter."""
         signs = [p.detach().flatten()[:4096].signbit() for name, p in self.named_parameters()
                  if ".lora_" not in name]
         return hashlib.sha256(torch.cat(signs).cpu().numpy()).hexdigest()[:16]

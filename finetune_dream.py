@@ -213,9 +213,9 @@ def finetune(cfg, sm=None):
                     loss = losses["val_soft" if model.sm else "val_plain"]
                     best = min(loss, metrics.get("best", loss))
                     metrics = {"step": made, **losses, "best": best}
-                    if loss == best and master:
-                        save_adapter(f"{cfg.out}/best", model.net, model.sm, cfg)
                 log.write(line | metrics if evaluating else line)
+            if evaluating and loss == best and master:
+                save_adapter(f"{cfg.out}/best", model.net, model.sm, cfg)
             if saving and master:
                 save_adapter(f"{cfg.out}/last", model.net, model.sm, cfg)
             if saving:  # last of all: a kill before this repeats updates, and loses nothing

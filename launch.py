@@ -310,13 +310,15 @@ def lock(folder, master=True):
             import fcntl
             if master:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                for name in "*.pt", "*.bin":  # large halves, of processes that were killed
-                    for half in Path(folder).glob(f"{name}.[0-9]*.tmp"):
-                        half.unlink()
         except BlockingIOError:
             raise Refused(f"another process is writing into {folder}: wait, or use another folder")
         except (ImportError, OSError):
             pass  # Windows and some network disks have no locks: do without
+        else:
+            halves = [half for name in ("*.pt", "*.bin")
+                      for half in Path(folder).glob(f"{name}.[0-9]*.tmp")]
+            for half in halves if master else ():  # large files of processes that were killed
+                half.unlink()
         yield
 
 

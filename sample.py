@@ -4,9 +4,10 @@
     Alg. 2         generate       each mask is revealed at random, independently of the others
                    decode         in an order: each step reveals a share of the masks, surest first
            l.3     hidden, head   the forward pass (mdlm.py)
-           l.4     nucleus, categorical    which token. `decode` calls them in `propose`, with l.5
+           l.4     nucleus, categorical    which token. `decode` calls them in `propose`
            l.5     step_probs     in generate: how likely a mask is revealed, known before the pass
-                   reveal         in decode: which masks are revealed, after the pass
+                   propose, reveal    in decode: how sure the pass is of each mask, and which are
+                                      revealed
            l.6     feed_back      what the next pass reads (softmask.py)
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
@@ -250,6 +251,8 @@ def propose(logits, mask_id, forced, pick):
         predict, becomes the best other token [ours]. The authors' code leaves it in the answer.
     Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
+    if not callable(pick.confidence) and pick.confidence not in ORDERS:
+        raise ValueError(f"no confidence is called {pick.confidence!r}")
     scaled = logits / pick.temperature if pick.temperature > 0 else logits  # (N, V)
     p = nucleus(scaled.softmax(-1), pick.top_p, keep_crossing=True)     # (N, V)
     x0 = p.argmax(-1)                                                   # (N,)
@@ -271,11 +274,9 @@ def propose(logits, mask_id, forced, pick):
     elif pick.confidence == "margin":
         best, second = p.topk(2).values.unbind(-1)                      # 2 × (N,)
         conf = best - second                                            # (N,)
-    elif pick.confidence == "random":
+    else:
         u = to_device(torch.rand(len(p), generator=pick.generator), p.device)  # (N,)
         conf = u + 0 * p[:, 0]  # NaN if p is                             (N,)
-    else:
-        raise ValueError(f"no confidence is called {pick.confidence!r}")
     return x0, conf
 
 

@@ -45,8 +45,8 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """`embed` is sm_ω(x̂, p) of §3.1, for your own model. This project calls its two halves, for the
-    masks alone: `forward`, for λ, the likeliest tokens and their shares π, and then `mix`.
+    """`embed` is sm_ω(x̂, p) of §3.1, for your own model. This project calls its two halves, only
+    for the masks: `forward`, for λ, the likeliest tokens and their shares π, and then `mix`.
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.

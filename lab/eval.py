@@ -25,7 +25,7 @@ import torch.distributed as dist
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import data
 import launch
-from launch import Count, Refused, Size, machine, read_json, readable, run, write_text
+from launch import Count, Refused, Size, machine, read_json, run, write_text
 from mdlm import ALPHA_FLOOR, MDLM
 from train import bound
 
@@ -69,9 +69,9 @@ def held_out_rows(cfg, info, L):
     """Rows (n, L) of val.bin, and its {tokens, bytes, …} with its path.   info: of the model"""
     special, trained_on = info["tokenizer"], info.get("data") or {"path": "data/owt"}
     path = trained_on["path"] if cfg.data is None else cfg.data
-    with readable(f"{path}/meta.json"):  # a missing field shows now, not after the work
-        tokens, meta = data.open_split(path, "val")
-        sha256, _ = meta["train"]["sha256"], meta["val"]["bytes"]
+    tokens, meta = data.open_split(path, "val")
+    meta["val"]["bytes"]  # if it is missing, this shows now, not after the work
+    sha256 = meta["train"]["sha256"]
     if cfg.data is None and trained_on.get("sha256") not in (None, sha256):
         raise Refused(f"{path} has changed since {cfg.checkpoint} was trained on it: give --data")
     launch.check_same(path, tokens.tokenizer, special, special.keys(),

@@ -22,8 +22,8 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 from data import rng
-from eval import TITLES, held_out_rows, mean_and_se, result_path, write_result
 from eval import Config as EvalConfig
+from eval import held_out_rows, mean_and_se, result_path, write_result
 from launch import Count, Refused, Size, machine, progress, run
 from mdlm import MDLM, TwoPass
 from sample import Pick, decode, shares_of
@@ -104,8 +104,7 @@ def main(cfg):
             if model.sm:
                 found["soft"] = right(model, rows, span, n, True, cfg.batch_size)
                 found["gain"] = found["soft"] - found["plain"]
-            values[f"spans right, calls {n}"] = means(**found)
-            TITLES[f"spans right, calls {n}"] = f"spans right in {n} passes"
+            values[f"spans right in {n} passes"] = means(**found)
         values |= bound_by_t(model, rows, cfg)
     write_result(cfg, path, "feedback", values, settings)
 

@@ -204,7 +204,8 @@ def test_ppl_of_a_checkpoint(world):
         "nats_per_token": gain.mean().item(), "nats_per_token_se": gain.std().item() / 5**0.5})
     assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5, "data": "data",
                                  "text": text | {"path": "data"}, "dtype": "float32"}
-    for name, other in ("ema", "False"), ("seed", "2"), ("floor", "0"), ("repeats", "1"):
+    for name, other in (("ema", "False"), ("seed", "2"), ("floor", "0"), ("repeats", "1"),
+                        ("dtype", "bfloat16")):
         other = *ppl, f"--{name}={other}"
         refused(rf"^last.pt.ppl.json has other settings \({name}\): give another --out",
                 start, "eval", *other)

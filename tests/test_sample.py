@@ -386,13 +386,19 @@ def test_a_sample_is_drawn_on_a_clear_terminal(monkeypatch, capsys):
     assert re.findall(r"48;2;(\d+)", out) == ["220", "0", "110"]
 
 
-def test_a_text_ends_where_it_ends(run, capsys):
+def test_a_text_ends_where_it_ends(run, capsys, monkeypatch):
     """On the screen. The file keeps all ids. In a pipe, nothing but the text is printed."""
     special, ids = data.describe(BYTES), [256, *b"ab", 257, *b"cd", 257]
     assert sample.shown(BYTES, ids, special) == "ab" == sample.shown(BYTES, ids[1:], special)
     gpt2 = {"bos": 257, "eos": 257}
     assert sample.shown(BYTES, [257, *b"ab", 257, 97], gpt2) == "ab"
     assert sample.shown(BYTES, [256, *b"a", 257, *b"b", 257, 99], special, given=4) == "ab"
+    texts = iter([[256, *b"Hi there", 257, *b"ab", 257], [256, *b"a", 257, *b"x", 257, *b"b", 257]])
+    with monkeypatch.context() as patch:  # a last blank ends at its EOS, an inner one does not
+        patch.setattr(sample, "sample", lambda *_: torch.tensor(next(texts)))
+        run(out="", prompt="Hi ___", length=13)
+        run(out="", prompt="a___b", length=7)
+    assert capsys.readouterr().out == "Hi there\n---\naxb\n---\n"
     run(out="", prompt="x", count=2)
     out, err = capsys.readouterr()
     assert err == "" and out.count("\n---\n") == 2 and out[0] == "x" and "<|bos|>" not in out
