@@ -58,8 +58,9 @@ class Decoding:
     code: str = ""                  # a Python file to run first: its SoftMask replaces ours
     # These three together replace the adapter's soft mask. Without an adapter, --omega_s=0.3
     # --omega_a=1 --omega_b=-3 turns SM on, with k = 3, in a model that never saw feedback. Not
-    # tried here. At four tokens a step, arXiv 2609.37391 reports, for a frozen Dream-7B on
-    # HumanEval: 17.7 % without feedback, 23.8 % with a linear mix, 32.3 % with one on the sphere.
+    # tried here. With λ = 0.3 at every mask, k = 2 and four tokens a step, arXiv 2609.37391 reports
+    # for a frozen Dream-7B on HumanEval: 17.7 % without feedback, 23.8 % with a linear mix, 32.3 %
+    # with one on the sphere.
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
