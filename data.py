@@ -61,12 +61,15 @@ def open_split(dir, split):
                       f"`python data.py {words}`")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
-    dtype = np.dtype(meta.get("dtype", "uint16"))
-    if os.path.getsize(path) != dtype.itemsize * meta[split]["tokens"]:
+    with readable(f"{dir}/meta.json"):
+        dtype = np.dtype(meta.get("dtype", "uint16"))
+        special = {name: meta["tokenizer"][name] for name in TOKENIZER}
+        size = dtype.itemsize * meta[split]["tokens"]
+    if os.path.getsize(path) != size:
         raise Refused(f"{path} is incomplete: `rm -r {dir}`, and prepare it again with data.py")
     # A file without tokens cannot be mapped.
     ids = np.memmap(path, dtype, "r") if meta[split]["tokens"] else np.empty(0, dtype)
-    return Tokens(ids, meta["tokenizer"], path), meta
+    return Tokens(ids, special, path), meta
 
 
 def n_rows(tokens, L):

@@ -225,8 +225,10 @@ def finetune(cfg, sm=None):
 
     adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # not a best/ of an earlier run
     log.bar.close()
-    launch.end_run(machine, f"{launch.warning(line, len(model.net.table))}python sample_dream.py "
-                            f"--model={cfg.model} --adapter={adapter} --chat", made, stopped)
+    command = ["python", "sample_dream.py", f"--model={cfg.model}", f"--adapter={adapter}",
+               "--chat"]
+    warning = launch.warning(line, len(model.net.table))
+    launch.end_run(machine, warning, command, cfg.code, made, stopped)
     return model
 
 

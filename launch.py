@@ -13,6 +13,7 @@ import os
 import platform
 import re
 import runpy
+import shlex
 import signal
 import subprocess
 import sys
@@ -70,8 +71,9 @@ def run(main, Config, presets=(), ranks=False):
         file = isinstance(e, OSError) and (e.filename or e.errno in FULL_OR_CLOSED)
         if not (package or file or isinstance(e, (Refused, argparse.ArgumentError))):
             raise
+        message = f"{e.filename}: {e.strerror}" if file and e.filename else e
         remedy = f": pip install {package}" if package else ""
-        print(f"{Path(sys.argv[0]).name}: {e}{remedy}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {message}{remedy}", file=sys.stderr)
         sys.exit(2)
 
 
@@ -116,7 +118,7 @@ def what_is_meant(word, names, presets):
     if not word.startswith("-"):
         return f"unknown first word {word!r}: known are {', '.join(presets) or 'none'}; see --help"
     flag = word.partition("=")[0]
-    nearest = difflib.get_close_matches(flag.strip("-"), names, n=1)
+    nearest = difflib.get_close_matches(flag.strip("-"), names, n=1, cutoff=0.7)
     return f"unknown flag {flag}: {f'did you mean --{nearest[0]}?' if nearest else 'see --help'}"
 
 
@@ -137,8 +139,8 @@ def parse(text, kind):
             if low <= number(text) <= high:
                 return number(text)
     names = " or ".join(NAMES.get(part, part) for part in parts if part not in limits)
-    span = f" (from {low:g} to {high:g})" if limits else ""
-    raise argparse.ArgumentTypeError(f"{text} is not {names}{span}")
+    span = f", from {low:g} to {high:g}" if limits else ""
+    raise argparse.ArgumentTypeError(f"{text} is not allowed: it takes {names}{span}")
 
 
 def in_short(e):
@@ -199,15 +201,18 @@ def ddp(model, machine):
     return model
 
 
-def end_run(machine, message, step, stopped):
+def end_run(machine, warning, command, code, step, stopped):
     """The end of a run on every rank. Rank 0 prints. After a signal (stopped), the process exits.
 
-    step: updates made.
+    command: a list of words, what to run next.   code: of Config.   step: updates made.
     """
     if machine.world > 1:
         # Wait: if a rank exits with a nonzero status, torchrun kills the others, even mid-save.
         dist.barrier()
         dist.destroy_process_group()
+    if code:
+        command = [*command, f"--code={code}"]
+    message = warning + shlex.join(command)
     if stopped:
         message = (f"stopped after update {step:,}, which is saved: to continue, run the same "
                    f"command with --resume")
@@ -315,7 +320,7 @@ def lock(folder, master=True):
         except (ImportError, OSError):
             pass  # Windows and some network disks have no locks: do without
         else:
-            halves = [half for name in ("*.pt", "*.bin")
+            halves = [half for name in ("*.pt", "*.bin", "*/*.safetensors")
                       for half in Path(folder).glob(f"{name}.[0-9]*.tmp")]
             for half in halves if master else ():  # large files of processes that were killed
                 half.unlink()
@@ -364,6 +369,7 @@ class Log:
         values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
         sums = dict(zip(self.sums, values), norm=norm.item())
         if not math.isfinite(sum(sums.values())):
+            self.bar.close()  # else the message would stand behind it
             raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
         self.sums = {}
         line = {"step": step, "loss": sums["loss"] / sums["n"],
@@ -493,6 +499,7 @@ def soft_mask(code):
     """The class SoftMask that a Python file defines, or None. This runs the file: --code=FILE."""
     if not code:
         return None
+    open(code).close()  # a folder would be run as a package
     sys.path.append(os.path.dirname(code))  # for its imports
     own = runpy.run_path(code).get("SoftMask")
     if own is None or own.__module__ == "softmask":  # else the paper's rule would run in its place

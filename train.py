@@ -97,7 +97,7 @@ def train(cfg, sm=None):
     master = machine.rank == 0
     launch.first_rank(machine, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
-    special = {name: meta["tokenizer"][name] for name in data.TOKENIZER}
+    special = tokens.tokenizer
     cfg = replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
                   soft_mask=cfg.p_sm > 0)
     M = cfg.batch_size // cfg.micro_batch     # micro-batches of an update, over all ranks
@@ -245,8 +245,8 @@ def train(cfg, sm=None):
                 break
 
     log.bar.close()
-    launch.end_run(machine, f"{launch.warning(line, cfg.vocab_size)}python sample.py "
-                            f"--checkpoint={last} --show", made, stopped)
+    command = ["python", "sample.py", f"--checkpoint={last}", "--show"]
+    launch.end_run(machine, launch.warning(line, cfg.vocab_size), command, cfg.code, made, stopped)
     return model, ema
 
 

@@ -2,8 +2,10 @@
 
 import errno
 import inspect
+import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -13,6 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 
+import data
 import launch
 from conftest import ROOT, refused, start
 from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
@@ -59,7 +62,7 @@ def run_with(monkeypatch, main, *flags):
     (print, ["--eta_bb=-1"], "--eta_bb: -1 is not"),
     (print, ["--eval_every=-1"], "--eval_every: -1 is not"),
     (print, ["--save_every=0"], "--save_every: 0 is not"),
-    (lambda cfg: open("no/x"), [], "No such file or directory: 'no/x'"),
+    (lambda cfg: open("no/x"), [], "no/x: No such file or directory"),
     (Mock(side_effect=OSError(errno.ENOSPC, "no room")), [], "no room"),
     (lambda cfg: __import__("mauve"), [], ": pip install mauve-text"),
     (lambda cfg: launch.machine("cuda:99"), [], "--device=cuda:99 does not work")])
@@ -126,10 +129,18 @@ def test_a_field_that_is_missing_has_its_file(tmp_path):
     (tmp_path / "train.bin").touch()
     for text, message in (
             ('{"cut', "JSONDecodeError: .*: this is no complete JSON object"),
-            ('{"tokenizer": {}, "train": {}}', "has no field 'tokens'"),
-            ('{"tokenizer": {}, "train": {"tokens": 0}}', "has no field 'name'")):
+            ('{"tokenizer": {}}', "has no field 'name'"),
+            ('{"tokenizer": "bytes"}', "TypeError"),
+            (json.dumps({"tokenizer": dict.fromkeys(data.TOKENIZER, 1)}), "no field 'train'")):
         meta.write_text(text)
         refused(f"meta.json:? {message}", start, "train", f"--data={tmp_path}")
+
+
+def test_a_run_ends_with_a_command_to_paste(capsys):
+    command = ["python", "sample.py", "--checkpoint=my runs/last.pt"]
+    launch.end_run(launch.machine("cpu"), "", command, "mine.py", 3, stopped=0)
+    [line] = capsys.readouterr().out.splitlines()
+    assert shlex.split(line) == [*command, "--code=mine.py"]
 
 
 def test_a_signal_is_a_flag_and_then_every_handler_is_back():
@@ -165,8 +176,11 @@ def test_a_file_is_replaced_when_the_new_one_is_whole_and_on_the_disk(tmp_path, 
         write_text(tmp, "new")
     (path.parent / "last.pt.123.tmp").touch()
     (path.parent / "my.2024.tmp").touch()
+    (path.parent / "best").mkdir()
+    (path.parent / "best" / "adapter_model.safetensors.123.tmp").touch()
     with launch.lock(path.parent):  # only one process can be here
-        assert {*os.listdir(path.parent)} == {"f", "my.2024.tmp", ".lock"}
+        assert {*os.listdir(path.parent)} == {"f", "my.2024.tmp", ".lock", "best"}
+        assert not os.listdir(path.parent / "best")
 
 
 def test_json_lines_survive_a_kill_at_any_byte(tmp_path):
