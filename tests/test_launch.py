@@ -131,7 +131,7 @@ def test_a_field_that_is_missing_has_its_file(tmp_path):
             ('{"cut', "JSONDecodeError: .*: this is no complete JSON object"),
             ('{"tokenizer": {}}', "has no field 'name'"),
             ('{"tokenizer": "bytes"}', "TypeError"),
-            (json.dumps({"tokenizer": dict.fromkeys(data.TOKENIZER, 1)}), "no field 'train'")):
+            (json.dumps({"tokenizer": dict.fromkeys(data.TOKENIZER, 1)}), "has no field 'train'")):
         meta.write_text(text)
         refused(f"meta.json:? {message}", start, "train", f"--data={tmp_path}")
 
