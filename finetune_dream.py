@@ -6,10 +6,10 @@
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
 
-The model learns to fill in the last answer of each dialogue. Alg. 1 sums the loss over its masks,
-the default here takes their mean [code]. The folder `out` gets log.jsonl,
-last.pt to resume from, and two adapters, best/ and last/, which sample_dream.py, peft and the
-authors' code can read. As in train.py, neither a resume nor the number of GPUs changes a draw.
+The model learns to fill in the last answer of each dialogue. Alg. 1 sums the loss over the masks of
+a dialogue. The default here is their mean [code]. The folder `out` gets log.jsonl, last.pt to
+resume from, and two adapters, best/ and last/. sample_dream.py, peft and the authors' code can read
+them. As in train.py, neither a resume nor the number of GPUs changes a draw.
 
 `finetune` is the whole run, from top to bottom, in the order of train.train.
 """
@@ -290,15 +290,16 @@ def load_dialogues(cfg, tok, mask_id):
     parts = read_hub(cfg, counts) if cfg.data in HUB else read_file(cfg, unread)
     train, val = (encode_all(dialogues, cfg, tok, mask_id, counts) for dialogues in parts)
     held_out = {ids.tobytes() for ids, _ in val}
-    alone = [(ids, n) for ids, n in train if ids.tobytes() not in held_out]
-    counts["also held out"] = len(train) - len(alone)
+    n_read = len(train)
+    train = [(ids, n) for ids, n in train if ids.tobytes() not in held_out]
+    counts["also held out"] = n_read - len(train)
     left_out = [f"dropped: {why} ({n:,})" for why, n in (+counts).items()]
     if unread:
         left_out.append(f"not read: {', '.join(sorted(unread))}")
     left_out = "; ".join(left_out) or "none dropped"
-    if not alone:
+    if not train:
         raise Refused(f"no dialogue of {cfg.data} is left to train on; {left_out}")
-    return alone, val, left_out
+    return train, val, left_out
 
 
 def read_file(cfg, unread):

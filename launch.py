@@ -101,11 +101,11 @@ def from_cli(Config, argv, presets=()):
                                      argument_default=argparse.SUPPRESS)
     names = []
     for name, kind in typing.get_type_hints(Config, include_extras=True).items():
-        alone = {"nargs": "?", "const": True} if bool in (kind, *typing.get_args(kind)) else {}
+        bare = {"nargs": "?", "const": True} if bool in (kind, *typing.get_args(kind)) else {}
         if kind is list and name not in values:  # `data.py stdlib mine.txt` would drop the first
             parser.add_argument(name, nargs="*")
         elif kind is not list and name not in getattr(Config, "NO_FLAGS", ()):
-            parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind), **alone)
+            parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind), **bare)
             names.append(name)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -240,8 +240,8 @@ def over_ranks(tensor, operation=dist.ReduceOp.SUM):
 class Stop:
     """After a signal to any rank, stop() is its number on all of them, else 0. Call it on all.
 
-    with Stop() as stop: in this block, from the first call on, a signal ends nothing by itself. A
-    second Ctrl-C does.
+    with Stop() as stop: in this block, after the first call, a signal no longer ends the process.
+    A second Ctrl-C does.
     """
 
     def __enter__(self):
@@ -270,7 +270,7 @@ class Stop:
 def resumes(folder, resume, *results):
     """Whether last.pt continues the run in a folder. Call it on every rank, with the lock.
 
-    results: patterns of what a run leaves beside it. Nothing replaces them if last.pt is missing.
+    results: patterns of the run's other files. Without last.pt, they must not be overwritten.
     """
     holds = [any(Path(folder).glob(name)) for name in ("last.pt", "log.jsonl", *results)]
     last, log, *left = over_ranks(torch.tensor(holds).int(), dist.ReduceOp.MAX).tolist()
@@ -308,7 +308,7 @@ def check_run(path, ckpt, identity, config):
 
 @contextlib.contextmanager
 def lock(folder, master=True):
-    """Let one process at a time into a folder. Only rank 0, the master, writes: it alone locks."""
+    """Let one process at a time into a folder. Only rank 0, the master, writes, so only it locks."""
     os.makedirs(folder, exist_ok=True)
     with open(f"{folder}/.lock", "a") as f:
         try:

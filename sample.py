@@ -430,8 +430,8 @@ def prepared(cfg):
     if length > model.cfg.length:
         raise Refused(f"--length={length} exceeds the {model.cfg.length} of training")
     x = starting_ids(cfg.prompt, length, tok, special)                         # (L,)
-    if spelled := [name for name in tok.special_tokens_set if name in cfg.prompt]:
-        print(f"{', '.join(spelled)} in the prompt is text, not a token", file=sys.stderr)
+    if markers := [name for name in tok.special_tokens_set if name in cfg.prompt]:
+        print(f"{', '.join(markers)} in the prompt is text, not a token", file=sys.stderr)
     steps = cfg.steps or length
     if cfg.sampler in ORDERS:
         n_masks = x.tolist().count(model.mask_id)

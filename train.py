@@ -13,8 +13,8 @@ measures Eq. 2 on held-out rows.
 Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
 for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
 across all ranks. So, up to rounding, one process with four of them gives the same run as two with
-two each. And a stopped or killed run resumes from its last save as if nothing had happened, but
-the log has a line more, where it was stopped. (Update 1 of the log is step 0 in the keys.)
+two each. A stopped or killed run resumes from its last save as if nothing had happened, except that
+the log has one more line, where it was stopped. (Update 1 of the log is step 0 in the keys.)
 """
 
 import copy
