@@ -308,7 +308,7 @@ def check_run(path, ckpt, identity, config):
 
 @contextlib.contextmanager
 def lock(folder, master=True):
-    """Let one process at a time into a folder. Only rank 0, the master, writes, so only it locks."""
+    """Let one process at a time into a folder. Only rank 0, the master, writes: only it locks."""
     os.makedirs(folder, exist_ok=True)
     with open(f"{folder}/.lock", "a") as f:
         try:
