@@ -69,7 +69,8 @@ def run(main, Config, presets=(), ranks=False):
             time.sleep(5)
         package = OPTIONAL.get(e.name) if isinstance(e, ModuleNotFoundError) else None
         file = isinstance(e, OSError) and (e.filename or e.errno in FULL_OR_CLOSED)
-        if not (package or file or isinstance(e, (Refused, argparse.ArgumentError))):
+        refused = isinstance(e, (Refused, argparse.ArgumentError, ConnectionError))
+        if not (package or file or refused):
             raise
         message = f"{e.filename}: {e.strerror}" if file and e.filename else e
         remedy = f": pip install {package}" if package else ""

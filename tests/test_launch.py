@@ -64,6 +64,7 @@ def run_with(monkeypatch, main, *flags):
     (print, ["--save_every=0"], "--save_every: 0 is not"),
     (lambda cfg: open("no/x"), [], "no/x: No such file or directory"),
     (Mock(side_effect=OSError(errno.ENOSPC, "no room")), [], "no room"),
+    (Mock(side_effect=ConnectionError("no network")), [], "no network"),
     (lambda cfg: __import__("mauve"), [], ": pip install mauve-text"),
     (lambda cfg: launch.machine("cuda:99"), [], "--device=cuda:99 does not work")])
 def test_bad_input_is_one_line_and_code_2(monkeypatch, capsys, main, flags, message):
