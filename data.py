@@ -55,10 +55,12 @@ def open_split(dir, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
     if not os.path.exists(f"{dir}/meta.json"):
         words = f"yours.jsonl --tokenizer=bytes --out={dir}"
-        if dir == PRESETS["openwebtext"]["out"]:
+        if os.path.isfile(dir):
+            words = f"{dir} --tokenizer=bytes --out=data/yours"
+        elif dir == PRESETS["openwebtext"]["out"]:
             words = "openwebtext"
-        raise Refused(f"there is no {dir}/meta.json: give your corpus as --data, or make this one: "
-                      f"`python data.py {words}`")
+        raise Refused(f"there is no {dir}/meta.json: give the folder of a corpus as --data, or "
+                      f"make one: `python data.py {words}`")
     meta = read_json(f"{dir}/meta.json")
     path = f"{dir}/{split}.bin"
     with readable(f"{dir}/meta.json"):
