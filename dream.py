@@ -262,6 +262,8 @@ def load_adapter(model, folder, sm=None):
 
     sm: the class of the soft mask (default: SoftMask).
     """
+    if not os.path.exists(f"{folder}/adapter_config.json"):
+        raise Refused(f"{folder} is no folder of an adapter, such as out/dream/best")
     cfg = read_json(f"{folder}/adapter_config.json")
     state = read_safetensors(f"{folder}/adapter_model.safetensors")
     if cfg.get("init_lora_weights") in (False, "gaussian", "orthogonal", "eva"):

@@ -296,15 +296,15 @@ def check_same(path, before, now, names, remedy=""):
 
 
 def check_run(path, ckpt, identity, config):
-    """Raises Refused if this command would make another run of a last.pt. Prints what may differ.
+    """Prints which settings differ. Raises Refused if this would make another run of a last.pt.
 
     identity: {name: value} of all that must be the same.   config: the settings.
     """
-    check_same(path, ckpt["identity"], identity, identity)
     for name, value in config.items():
         before = ckpt["config"].get(name)
         if before != value and name != "resume" and os.environ.get("RANK", "0") == "0":
             print(f"{name} {before} → {value}")
+    check_same(path, ckpt["identity"], identity, identity)
 
 
 @contextlib.contextmanager

@@ -243,8 +243,8 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
 
 
 def main(cfg):
-    if not (cfg.prompt or cfg.chat or cfg.infill):
-        raise Refused("say what to answer: --prompt=TEXT, --chat or --infill=TEXT")
+    if [bool(cfg.prompt), cfg.chat, bool(cfg.infill)].count(True) != 1:
+        raise Refused("give one of --prompt=TEXT, --chat and --infill=TEXT")
     model, tok, sm = load_for_decoding(cfg)
     mask_id = model.cfg.mask_token_id
     text = (cfg.infill or cfg.prompt).replace("\\n", "\n")

@@ -59,7 +59,8 @@ class SoftMask(nn.Module):
         super().__init__()
         if not (0 <= omega_s < 1 and omega_a > 0 and omega_b < 0 and tau > 0):
             raise ValueError(f"omega_s = {omega_s}, omega_a = {omega_a}, omega_b = {omega_b}, "
-                             f"tau = {tau}: out of range, see SoftMask")
+                             f"tau = {tau}: 0 <= omega_s < 1, omega_a > 0 > omega_b, tau > 0 must "
+                             "hold")
         if mask_id is None or k is not None and k < 1:
             raise ValueError(f"mask_id = {mask_id}, k = {k}: SoftMask needs an id, and k > 0")
         self.mask_id = mask_id

@@ -120,7 +120,8 @@ def train(cfg, sm=None):
     # Hashes of the text as it was prepared: train.bin is too long to hash at every start.
     source = {"path": cfg.data, "sha256": meta["train"]["sha256"], "val": meta["val"]["sha256"]}
     identity = {name: getattr(cfg, name) for name in IDENTITY} | classes | {
-        "tokenizer": special, "train": source["sha256"], "val": source["val"], "keys": data.KEYS}
+        "tokenizer": special, "keys": data.KEYS,
+        "train": source["sha256"][:12], "val": source["val"][:12]}
     about = dict(kind="mdlm", config=asdict(cfg), identity=identity, tokenizer=special, data=source,
                  **classes)
 

@@ -2,8 +2,8 @@
 """A dry run of finetune_dream.py without weights or data, too short to learn to add.
 
     python examples/tiny_dream.py            # with any flag of finetune_dream.py, --resume too
-    answer="--model=out/tiny_dream/model --adapter=out/tiny_dream/last --gen_len=32"
-    python sample_dream.py $answer --prompt="3 + 4 = ?"
+    python sample_dream.py --model=out/tiny_dream/model --adapter=out/tiny_dream/last \
+        --gen_len=32 --prompt="3 + 4 = ?"
 """
 
 import json

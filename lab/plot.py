@@ -224,7 +224,10 @@ def over_updates(patterns, quantities):
     """A panel for each quantity. A line ends where the first of its seeds ends.     §4.1, Eq. 3"""
     runs = {}
     for path in files(patterns):
-        runs.setdefault(run_name(path), []).append(read_jsonl(path))
+        log = read_jsonl(path)
+        if not any("step" in line for line in log):
+            raise Refused(f"{path} is no log of a training run")
+        runs.setdefault(run_name(path), []).append(log)
     fig, axes = figure(len(quantities))
     for ax, quantity in zip(axes, quantities):
         keys = ("val_plain", "val_soft") if quantity == "bound" else (quantity,)  # val_soft wins

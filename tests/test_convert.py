@@ -103,7 +103,8 @@ def test_three_omegas_replace_a_soft_mask():
         torch.testing.assert_close(torch.stack(new.omega), torch.tensor([0.9, 2.0, -1.0]))
         assert new.k == k and (k or new.tau.item() == pytest.approx(1))
         refused("give all three", with_omega, sm, 5, Config(omega_s=0.9))
-    refused("out of range", with_omega, None, 5, Config(omega_s=0.9, omega_a=2.0, omega_b=1.0))
+    wrong = Config(omega_s=0.9, omega_a=2.0, omega_b=1.0)
+    refused("omega_b = 1.0.* must hold", with_omega, None, 5, wrong)
 
 
 def test_safetensors_round_trip_with_every_dtype(tmp_path):

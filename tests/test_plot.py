@@ -3,6 +3,7 @@
 import pytest
 
 import plot
+from conftest import refused
 from launch import append_jsonl
 
 
@@ -83,6 +84,8 @@ def test_figures_3_and_8_are_means_over_seeds(tmp_path):
     assert [line.get_xydata().tolist() for line in loss.lines] == [[[10, 1.5]]]
     assert [line.get_xydata().tolist() for line in bound.lines] == [[[10, 1.4]], [[10, 2.0]]]
     assert [line.get_label() for line in bound.lines] == ["binary (n = 1)", "sm (n = 2)"]
+    append_jsonl(tmp_path / "text.jsonl", {"text": "a"})
+    refused("text.jsonl is no log", plot.MAKERS["runs"], f"{tmp_path}/text.jsonl")
     *omega, tau = plot.MAKERS["learned"](f"{tmp_path}/*/log.jsonl").axes
     assert not tau.lines and [panel.lines[0].get_xydata().tolist() for panel in omega] == [
         [[5, pytest.approx(y)], [10, pytest.approx(y)]] for y in (0.2, 6.0, -0.5)]

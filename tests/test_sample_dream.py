@@ -340,7 +340,8 @@ def test_command_line_prompts_chats_and_infills(tiny, capsys, monkeypatch):
         assert "8 tokens" in err and "NFE 4;" in err
         assert filled.startswith("def __f__():\n    ") and filled.endswith(" # end\n")
         assert "___" not in filled
-    refused("say what to answer", go)
+    refused("give one of", go)
+    refused("give one of", go, prompt="a", chat=True)
     refused("position 0 is masked", go, infill="___ # end")
     refused("use --block=0 to infill", go, infill="a ___ b", block=4)
     for flags in {"prompt": "a <|mask|>"}, {"infill": "<|mask|> ___"}, {"chat": True}:
