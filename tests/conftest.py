@@ -118,6 +118,12 @@ def start(script, *words):
     return main(cfg)
 
 
+def logged(folder):
+    """The lines of a run's log, without the numbers that are measured"""
+    lines = launch.read_jsonl(os.path.join(folder, "log.jsonl"))
+    return [line | {"tokens_per_s": 0, "seconds": 0} for line in lines]
+
+
 def flags_of(cfg):
     return [f"--{name}={value}" for name, value in vars(cfg).items()
             if value != getattr(type(cfg), name)]
@@ -157,6 +163,7 @@ class SoftMask(softmask.SoftMask):
         super().__init__(*args)
         self.bias = torch.nn.Parameter(torch.zeros(300))
     def forward(self, logits):
+        assert self.training or not torch.is_grad_enabled()
         lam, ids, pi = super().forward(logits)
         return lam * 2 * torch.sigmoid(self.bias[logits.argmax(-1)]), ids, pi
 """)
