@@ -16,7 +16,7 @@ import data
 import launch
 import oracles
 import train as script
-from conftest import ROOT, dying, flags_of, kill, logged, refused, sigterm, spy, start, torchrun
+from conftest import ROOT, dying, kill, logged, refused, sigterm, spy, start, torchrun
 from mdlm import MDLM
 from train import Config, train, val_nats
 
@@ -153,7 +153,7 @@ def test_two_ranks_are_one_are_restarted_and_stop_together(tiny, mine, tmp_path,
     one = replace(tiny, micro_batch=2, p_sm=0.5, eval_every=3, eval_rows=4, save_every=2, code=mine)
     two = beside(one, "two", resume=True)
     (tmp_path / "probe.py").write_text(TWO_RANKS)
-    done = torchrun("--max_restarts=1", tmp_path / "probe.py", *flags_of(two), cwd=tmp_path,
+    done = torchrun("--max_restarts=1", tmp_path / "probe.py", cfg=two, cwd=tmp_path,
                     start_new_session=True)
     for text in "updates 0 to 6", "updates 2 to 6", "stopped after update 4, which":
         assert done.stdout.count(text) == 1, done.stdout + done.stderr
