@@ -41,11 +41,16 @@ def refused(message, function, *args, **kwargs):
         function(*args, **kwargs)
 
 
-def torchrun(*words, ranks=2, cwd=ROOT, **options):
+def torchrun(*words, cfg=None, ranks=2, cwd=ROOT, **options):
+    """The finished process of a script.   cfg: a Config, for its flags."""
     command = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node={ranks}"
+    command = [*command.split(), *map(str, words)]
+    if cfg:
+        command += [f"--{name}={value}" for name, value in vars(cfg).items()
+                    if value != getattr(type(cfg), name)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run([*command.split(), *map(str, words)], cwd=cwd, env=env, timeout=200,
-                          capture_output=True, text=True, **options)
+    return subprocess.run(command, cwd=cwd, env=env, timeout=200, capture_output=True, text=True,
+                          **options)
 
 
 def random_mdlm(scale=0.3, seed=0, **fields):
@@ -118,9 +123,10 @@ def start(script, *words):
     return main(cfg)
 
 
-def flags_of(cfg):
-    return [f"--{name}={value}" for name, value in vars(cfg).items()
-            if value != getattr(type(cfg), name)]
+def logged(folder):
+    """The lines of a run's log, without the numbers that are measured"""
+    lines = launch.read_jsonl(os.path.join(folder, "log.jsonl"))
+    return [line | {"tokens_per_s": 0, "seconds": 0} for line in lines]
 
 
 @pytest.fixture(scope="session")
@@ -157,6 +163,7 @@ class SoftMask(softmask.SoftMask):
         super().__init__(*args)
         self.bias = torch.nn.Parameter(torch.zeros(300))
     def forward(self, logits):
+        assert self.training or not torch.is_grad_enabled()
         lam, ids, pi = super().forward(logits)
         return lam * 2 * torch.sigmoid(self.bias[logits.argmax(-1)]), ids, pi
 """)

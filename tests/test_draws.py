@@ -1,4 +1,5 @@
-"""Every random draw of the program: what its key says, and what is done with it.
+"""Every random draw of the program: what its key says. What training does with its draws is in
+test_train.py and test_finetune.py, against oracles that draw by themselves.
 
 A draw depends on the words of its key alone. No key has the world size or the device: a rank takes
 every world-th j or i. Batch size matters in training alone, because step and j count in batches.
@@ -9,10 +10,9 @@ tried out in lab/. All seeds here differ from the defaults.
 """
 
 import re
-from dataclasses import asdict, replace
+from dataclasses import replace
 from itertools import product, repeat
 from pathlib import Path
-from unittest.mock import Mock
 
 import pytest
 import torch
@@ -28,9 +28,9 @@ import sudoku
 import tiny_dream
 import train
 from conftest import ROOT, random_mdlm, save_mdlm, spy, start
-from dream import Tokenizer, read_safetensors
-from launch import read_jsonl
+from dream import read_safetensors
 from mdlm import MDLM, TwoPass
+from sample_dream import Decoding
 
 # The key of each draw. These words stand for values, all others for themselves:
 #   seed   of the run; for held-out rows 1, or --seed of eval.py.   r: a repeat
@@ -81,34 +81,6 @@ def drawn(monkeypatch):
 
 
 @pytest.fixture
-def passes(monkeypatch):
-    """[x0, xt, t, soft, whether it trains, torch's random state] of each forward pass of a run"""
-    found, whole = [], TwoPass.token_nll
-
-    def token_nll(self, x0, xt, t, soft, masks=None):
-        found.append([x0, xt, t, soft, torch.is_grad_enabled(), torch.get_rng_state()])
-        return whole(self, x0, xt, t, soft, masks)
-    monkeypatch.setattr(TwoPass, "token_nll", token_nll)
-    return found
-
-
-def rows_of(passes):
-    """(feedback, x0, xt) of each row, one pass after the other"""
-    return [(soft, x0.tolist(), xt.tolist()) for x0s, xts, _, soft, *_ in passes
-            for x0, xt in zip(x0s, xts, strict=True)]
-
-
-def check(passes, updates, held_out):
-    """The rows of training, and of evaluation with and without feedback, batched in any order"""
-    trained, measured = ([one for one in passes if one[4] == trains] for trains in (True, False))
-    assert rows_of(trained) == rows_of(updates)
-    assert {one[3] for one in trained} == {True, False}
-    both = [(x0[None], xt[None], t, soft) for x0, xt, t in held_out for soft in (True, False)]
-    assert sorted(rows_of(measured)) == sorted(rows_of(both))
-    return trained
-
-
-@pytest.fixture
 def ranks(monkeypatch):
     """Lets this process be one rank after the other, which hears nothing of the others."""
     monkeypatch.setattr(launch, "DistributedDataParallel", lambda model, **_: model)
@@ -125,14 +97,12 @@ def ranks(monkeypatch):
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory):
-    """Its folder, and the rows to train on and held out: more than one batch, less than two"""
+    """Its folder, and its held-out rows"""
     folder = tmp_path_factory.mktemp("corpus")
     texts = ["".join(f"{i}·{i * i * factor}, " for i in range(30)) for factor in (3, 7)]
     data.prepare(enumerate(texts), str(folder), data.tokenizer("bytes"), val_docs=1)
-    splits = [data.open_split(folder, split)[0] for split in ("train", "val")]
-    rows, val = (data.rows(split, range(data.n_rows(split, 22)), 22) for split in splits)
-    assert 12 < len(rows) < 18 and 12 < len(val) < 18
-    return str(folder), rows, val
+    val, _ = data.open_split(folder, "val")
+    return str(folder), data.rows(val, range(data.n_rows(val, 22)), 22)
 
 
 def test_the_table_has_every_draw():
@@ -142,62 +112,42 @@ def test_the_table_has_every_draw():
             assert words.issuperset(re.findall('"(.*?)"', key)), (path, key)
 
 
-@pytest.mark.parametrize("world", [1, 2])
-def test_training(corpus, tmp_path, drawn, passes, ranks, world):
-    """Three updates of 12 rows, 2 at a time, over three epochs. Two ranks draw what one draws."""
-    folder, rows, val = corpus
-    cfg = train.Config(data=folder, device="cpu", n_layer=1, n_head=2, n_embd=16, n_cond=8,
+def test_training(corpus, tmp_path, drawn, ranks):
+    """Three updates of 12 rows, 2 at a time, over three epochs, by two ranks"""
+    cfg = train.Config(data=corpus[0], device="cpu", n_layer=1, n_head=2, n_embd=16, n_cond=8,
                        length=22, dropout=0.2, seed=5, steps=3, batch_size=12, micro_batch=2,
-                       p_sm=0.5, b_l=0.1, b_h=0.7, eval_every=3, eval_rows=9)
-    for rank in ranks(world):
+                       eval_every=3, eval_rows=9)
+    for rank in ranks(2):
         train.train(replace(cfg, out_dir=str(tmp_path / str(rank))))
     assert drawn == (keys("train", seed=[5], step=range(3), j=range(6), epoch=range(3))
                      | keys("held-out rows", seed=[1], r=[0], i=range(9)))
-    draws = asdict(replace(cfg, mask_id=258))
-    updates = [list(oracles.micro_batches(rows, step, **draws)) for step in range(3)]
-    mine = [(step, j) for rank in range(world) for step in range(3) for j in range(rank, 6, world)]
-    trained = check(passes, [updates[step][j] for step, j in mine],
-                    oracles.held_out(val[torch.arange(9) * len(val) // 9], 258, seed=1))
-    for (step, j), (*_, state) in zip(mine, trained, strict=True):
-        assert torch.equal(state, oracles.rng(5, "dropout", step, j).get_state())
 
 
-@pytest.mark.parametrize("world, coin", [(1, "dialogue"), (2, "update")])
-def test_finetuning(tiny, tmp_path, drawn, passes, ranks, world, coin):
+@pytest.mark.parametrize("coin", ["dialogue", "update"])
+def test_finetuning(tiny, tmp_path, drawn, ranks, coin):
     """Three updates of 8 over three epochs of 9 dialogues, three of 120 being held out."""
-    cfg = finetune_dream.Config(
-        model=tiny[0], data=tiny[1], n_val=3, n_train=9, seed=5, steps=3, coin=coin, p_sm=0.6,
-        b_l=0.05, b_h=0.35, omega_s=0.3, eval_every=3, device="cpu")
-    for rank in ranks(world):
+    cfg = finetune_dream.Config(model=tiny[0], data=tiny[1], n_val=3, n_train=9, seed=5, steps=3,
+                                coin=coin, eval_every=3, device="cpu")
+    for rank in ranks(2):
         finetune_dream.finetune(replace(cfg, out=str(tmp_path / str(rank))))
     assert drawn == keys("Dream", f"coin={coin}", seed=[5], step=range(3), j=range(8),
                          epoch=range(3), i=range(3))
-    tok, special = Tokenizer(tiny[0]), {"mask_id": 261, "eos": 256}
-    dialogues, val = oracles.split([finetune_dream.encode_chat(record["messages"], tok)
-                                    for record in read_jsonl(tiny[1])], 3, 5)
-    updates = [list(oracles.dialogues_of_update(dialogues[:9], step, **special, **asdict(cfg)))
-               for step in range(3)]
-    held_out = [(*oracles.masked_dialogue(*val[i], t, **special, masks=oracles.rng(5, "val q", i),
-                                          ends=oracles.rng(5, "val n_end", i)), t)
-                for i, t in enumerate((0.05, 0.2, 0.35))]
-    check(passes, [updates[step][j] for rank in range(world) for step in range(3)
-                   for j in range(rank, 8, world)], held_out)
 
 
 without = lambda model: TwoPass(model.net, None, model.mask_id)
 
 
-@pytest.mark.parametrize("world, words, decode", [
-    (1, "--steps=9 --sampler=remdm-loop --top_p=0.5",
+@pytest.mark.parametrize("words, decode", [
+    ("--steps=9 --sampler=remdm-loop --top_p=0.5",
      lambda model, x, g: sample.generate(model, x, 9, "remdm-loop", 0.5, g)),
-    (2, "--soft=False --prompt=ab",
+    ("--soft=False --prompt=ab",
      lambda model, x, g: sample.generate(without(model), x, 22, "mdlm", 0.9, g)),
-    (2, "--sampler=margin --top_p=0.5 --prompt=ab", lambda model, x, g: sample.decode(
+    ("--sampler=margin --top_p=0.5 --prompt=ab", lambda model, x, g: sample.decode(
         model, x[None], sample.shares_of(19 * [1]), sample.Pick("margin", 1, 0.5, generator=g))[0]),
-    (1, "--sampler=random --temperature=0.7 --threshold=0.1", lambda model, x, g: sample.decode(
+    ("--sampler=random --temperature=0.7 --threshold=0.1", lambda model, x, g: sample.decode(
         model, x[None], repeat(1), sample.Pick("random", 0.7, 0.9, 0.1, g))[0])])
-def test_samples(tmp_path, drawn, ranks, world, words, decode):
-    """Of the average of the weights, as the flags say"""
+def test_samples(tmp_path, drawn, ranks, words, decode):
+    """Of the average of the weights, as the flags say, each by one rank"""
     path, x = str(tmp_path / "last.pt"), torch.full((22,), 258)
     model, average = (random_mdlm(seed=seed, vocab_size=259, mask_id=258, length=22, omega_s=0.7,
                                   omega_a=1.0, omega_b=-5.0) for seed in (0, 3))
@@ -205,44 +155,37 @@ def test_samples(tmp_path, drawn, ranks, world, words, decode):
     words = f"{words} --count=5 --seed=5 --device=cpu --checkpoint={path} --out={tmp_path}/s.jsonl"
     if "--prompt=ab" in words:
         x[:3] = torch.tensor([256, 97, 98])
-    for _ in ranks(world):
+    for _ in ranks(2):
         start("sample", *words.split())
     assert drawn == keys("a sample", seed=[5], i=range(5))
-    lines = [line for path in sorted(tmp_path.glob("s*.jsonl")) for line in read_jsonl(path)]
-    own = [i for rank in range(world) for i in range(rank, 5, world)]
-    for i, line in zip(own, lines, strict=True):
-        ids = decode(average, x, oracles.rng("sample", 5, i))
-        assert line["ids"] == ids.tolist() and line["index"] == i
+    lines = sample.read_samples(f"{tmp_path}/s.jsonl")
+    assert {line["index"]: line["ids"] for line in lines} == {
+        i: decode(average, x, oracles.rng("sample", 5, i)).tolist() for i in range(5)}
+    assert len(lines) == 5
 
 
 @pytest.mark.parametrize("blocks", [{}, dict(block=4, cache="dual", threshold=0.4)])
-def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, monkeypatch, blocks):
-    how, name = dict(schedule="stepwise", switch=0.3), "decode_blocks" if blocks else "decode"
-    omega = dict(omega_s=0.4, omega_a=6.0, omega_b=-0.75)
-    cfg = sample_dream.Decoding(tiny[0], gen_len=8, steps=6, algorithm="topk_margin", seed=5,
-                                temperature=0.7, top_p=0.6, dtype="bfloat16", **omega, **how,
-                                **blocks)
+def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, blocks):
+    cfg = Decoding(tiny[0], gen_len=8, steps=6, algorithm="topk_margin", seed=5, temperature=0.7,
+                   top_p=0.6, dtype="bfloat16", omega_s=0.4, omega_a=6.0, omega_b=-0.75,
+                   schedule="stepwise", switch=0.3, **blocks)
     dream, tok, sm = sample_dream.load_for_decoding(cfg)
-    assert sm.raw_s.device == dream.table.device
-    decoding = Mock(wraps=getattr(sample_dream, name))
-    monkeypatch.setattr(sample_dream, name, decoding)
+    assert sm.raw_s.device == dream.table.device and dream.table.dtype == torch.bfloat16
     text, stats = sample_dream.answer(dream, tok, sm, [1, 2], cfg)
     assert drawn == keys("an answer", seed=[5], prompt=[[1, 2]])
-    two, x, *words, pick, gain, _ = decoding.call_args.args
-    assert stats["tokens"] == 8 and two.sm is sm and dream.table.dtype == torch.bfloat16
+    two, x = TwoPass(dream, sm, 261), torch.tensor([[1, 2, *8 * [261]]])
+    pick = sample.Pick("margin", 0.7, 0.6, cfg.threshold, oracles.rng(5, [1, 2]))
+    gain = lambda left: float(left > 0.3)
     if blocks:
-        assert words == [8, 4 * [1], 4, "dual"]
+        x = sample_dream.decode_blocks(two, x, 8, 4 * [1], 4, "dual", pick, gain)
     else:
-        assert torch.equal(words[0], sample_dream.reveal_shares(6))
-    assert pick[:4] == ("margin", 0.7, 0.6, blocks.get("threshold"))
-    assert [gain(left) for left in (0.31, 0.3)] == [1, 0]
-    pick.generator.manual_seed(oracles.rng(5, [1, 2]).initial_seed())
-    new = decoding(two, x, *words, pick, gain)[0, 2:].tolist()
-    assert text == tok.decode(new[:[*new, 256].index(256)])
+        x = sample.decode(two, x, sample_dream.reveal_shares(6), pick, gain)
+    new = x[0, 2:].tolist()
+    assert (text, stats["tokens"]) == (tok.decode(new[:[*new, 256].index(256)]), 8)
 
 
 def test_references(corpus, drawn):
-    folder, _, val = corpus
+    folder, val = corpus
     shuffled = val[torch.randperm(len(val), generator=oracles.rng("reference", 5))].tolist()
     half, decode = len(val) // 2, data.tokenizer("bytes").decode
     for n, rows, expected in ((half, 3, shuffled[:half]), (None, 3, shuffled[-3:]),

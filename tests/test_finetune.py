@@ -14,18 +14,7 @@ import dora
 import finetune_dream as ft
 import launch
 import oracles
-from conftest import (
-    digest,
-    dying,
-    flags_of,
-    gen,
-    plain_omega,
-    recorded_adapter,
-    refused,
-    sigterm,
-    start,
-    torchrun,
-)
+from conftest import digest, dying, gen, logged, recorded_adapter, refused, sigterm, torchrun
 from dream import Dream, Tokenizer, load_adapter, read_safetensors, write_safetensors
 from finetune_dream import Config, TwoPassDream, finetune, mask_response, objective
 from sample_dream import Decoding, load_for_decoding
@@ -67,9 +56,9 @@ def two_pass(folder, k, tau=1.0):
 @pytest.mark.parametrize("k, soft", [(None, True), (3, True), (1, False)])
 def test_rows_equal_the_dense_algorithm(tiny_dream, batch, k, soft):
     (x0, xt, _), model = batch, two_pass(tiny_dream, k, tau=1.3)
-    net = model.net
+    net, omega = model.net, oracles.omega(k, *(raw.item() for raw in model.sm.parameters()))
     dense = oracles.dense_nll(lambda emb, t: net.lm_head(net.trunk(emb)[0]).roll(1, 1), net.table,
-                              x0, xt, torch.ones(2), 194, plain_omega(model.sm) if soft else None)
+                              x0, xt, torch.ones(2), 194, omega if soft else None)
     parts = model(x0, xt, soft).double().split((xt == 194).sum(1).tolist())
     for found, expected in zip(parts, dense):
         torch.testing.assert_close(found.sum(), expected, rtol=1e-5, atol=0)
@@ -117,22 +106,9 @@ def test_response_is_the_last_assistant_turn_and_the_prompt_is_as_in_decoding(ti
     tok = Tokenizer(model)
     turns = ("system", "a"), ("user", "a"), ("assistant", "a"), ("system", "a"), ("user", "b")
     ids, prompt_len = encoded(said(*turns, ("assistant", "\nd"), ("user", "e")), tok)
-    prompt = tok.chat(said(*turns)["messages"])
-    assert tok.decode(ids) == prompt + "\nd<|im_end|>\n"
-    assert ids[:prompt_len] == tok.encode(prompt, special=True)
+    prompt = tok.encode(tok.chat(said(*turns)["messages"]), special=True)
+    assert (ids[:prompt_len], tok.decode(ids[prompt_len:])) == (prompt, "\nd<|im_end|>\n")
     assert len(tok.encode(tok.decode(ids), special=True)) == len(ids) - 1  # \n\n is one token
-
-
-def test_both_forms_of_a_dialogue_and_the_fields_that_are_not_read(tmp_path):
-    path, pair = tmp_path / "own.jsonl", said(("user", "a"), ("assistant", "b"))
-    more = [*pair["messages"], *said(("user", "c"), ("system", "d"))["messages"]]
-    records = [pair | {"id": 1}, {"prompt": "a", "response": "b", "source": "x", "messages_": None},
-               {"messages": more, "history": [], "prompt": "c", "id": 2}]
-    lines = "\n\n".join(map(json.dumps, records))
-    path.write_text(lines, encoding="utf-8")
-    train, val = ft.read_file(Config(data=str(path), n_val=0), unread := set())
-    assert [messages for _, messages in train] == 3 * [pair["messages"]] and not val
-    assert unread == {"id", "source", "messages_", "history", "prompt"}
 
 
 @pytest.mark.parametrize("bad", [
@@ -162,27 +138,30 @@ def test_dialogues_of_the_hub_that_do_not_fit_are_dropped_and_counted():
     assert counts == {"of another form": len(bad)}
 
 
-def test_every_dialogue_is_kept_or_dropped_and_what_is_not_read_is_said(tiny, tmp_path):
-    tok, cfg = Tokenizer(tiny[0]), Config(max_length=200, data=str(tmp_path / "own.jsonl"))
+def test_both_forms_are_read_and_what_is_dropped_or_not_read_is_said(tiny, tmp_path):
+    tok, cfg = Tokenizer(tiny[0]), Config(max_length=200, n_val=0, data=str(tmp_path / "own.jsonl"))
     talk = lambda prompt="a", answer="abc": said(("user", prompt), ("assistant", answer))
-    overhead = len(encoded(talk(""), tok)[0])
-    kept = [*(talk(str(i)) | {"id": i} for i in range(3)), talk("a" * (200 - overhead))]
+    room = 200 - len(encoded(talk(""), tok)[0])
+    kept = [talk("0"), talk("1"), talk("2"), talk("a" * room)]
+    more = [*kept[2]["messages"], *said(("user", "c"), ("system", "d"))["messages"]]
+    records = [
+        kept[0] | {"id": 1}, {"prompt": "1", "response": "abc", "source": "x", "messages_": None},
+        {"messages": more, "history": [], "prompt": "c", "id": 2}, kept[3]]
     dropped = {
         "response under 5 tokens": [talk(answer="ab")],  # abc: 3 bytes, <|im_end|>, line break
-        "over 200 tokens": [talk("a" * (201 - overhead)), talk(answer="a" * 200)],
+        "over 200 tokens": [talk("a" * (room + 1)), talk(answer="a" * 200)],
         "tool calls": [talk(answer="abc</tool_call>"), talk("<tool_call>")],
         "[MASK] in the text": [talk("a <|mask|>")]}
-    launch.append_jsonl(cfg.data, *kept, *sum(dropped.values(), []))
-    train, val, left_out = ft.load_dialogues(replace(cfg, n_val=0), tok, 261)
+    lines = map(json.dumps, [*records, *sum(dropped.values(), [])])
+    Path(cfg.data).write_text("\n\n".join(lines), encoding="utf-8")
+    train, val, left_out = ft.load_dialogues(cfg, tok, 261)
     order = [i for i in oracles.order(10, "held out", cfg.seed) if i < 4]
-    assert not val
     assert [(ids.tolist(), n) for ids, n in train] == [encoded(kept[i], tok) for i in order]
-    assert {*left_out.split("; ")} == {"not read: id"} | {
-        f"dropped: {why} ({len(records)})" for why, records in dropped.items()}
-    assert len({ft.digest_of([(ids, n)]) for ids, _ in train[2:] for n in (3, 4)}) == 4
-    cfg = replace(cfg, data=str(tmp_path / "calls.jsonl"))
-    launch.append_jsonl(cfg.data, *30 * dropped["tool calls"])
-    refused("is left to train on", ft.load_dialogues, cfg, tok, 261)
+    assert not val and {*left_out.split("; ")} == {
+        "not read: history, id, messages_, prompt, source",
+        *(f"dropped: {why} ({len(talks)})" for why, talks in dropped.items())}
+    assert len({ft.digest_of([(ids, n)]) for ids, _ in train[:2] for n in (3, 4)}) == 4
+    refused("is left to train on", ft.load_dialogues, replace(cfg, max_length=9), tok, 261)
 
 
 def test_a_dialogue_is_in_one_part_only(tiny, tmp_path):
@@ -272,11 +251,6 @@ def parts(folder):
     return ckpt["step"], [t for state in states for t in state.values()]
 
 
-def logged(folder):
-    lines = launch.read_jsonl(f"{folder}/log.jsonl")
-    return [line | {"tokens_per_s": 0, "seconds": 0} for line in lines]  # both are measured
-
-
 @pytest.mark.parametrize("module, name, at, then", [
     *[(torch.optim.AdamW, "step", n, [lambda: (sigterm(), sigterm())]) for n in (1, 3)],
     *[(torch.optim.AdamW, "step", 3, []), (ft, "evaluate", 1, []), (launch.Log, "write", 3, [])],
@@ -315,21 +289,18 @@ def test_two_ranks_are_one_also_with_a_soft_mask_of_ones_own(cfg, mine):
     """From finetuning to decoding, by flags alone"""
     one = replace(cfg, code=mine, p_sm=0.6)
     two = replace(one, out=cfg.out + "-two")
-    torchrun("--", "finetune_dream.py", *flags_of(two), check=True)  # else --r would be torchrun's
+    torchrun("--", "finetune_dream.py", cfg=two, check=True)  # else --r would be torchrun's
     finetune(one)
     torch.testing.assert_close(parts(one.out), parts(two.out), rtol=1e-5, atol=2e-6)
-    for a, b in zip(logged(one.out), logged(two.out), strict=True):
-        assert a == pytest.approx(b, rel=1e-5)
+    assert logged(one.out) == [pytest.approx(line, rel=1e-5) for line in logged(two.out)]
     refused("SoftMask .*there", finetune, replace(two, resume=True, code="", steps=6))
-    adapter, dream = f"{two.out}/last", Dream.load(cfg.model)
+    adapter = f"{two.out}/last"
     assert launch.read_json(f"{adapter}/transparency_config.json") == {
         "transparency_alg": "SoftMask"}  # the authors' code must not read it
     refused("--code=FILE.py", load_adapter, Dream.load(cfg.model), adapter)
-    sm = load_adapter(dream, adapter, launch.soft_mask(mine))
+    *_, sm = load_for_decoding(Decoding(cfg.model, adapter, code=mine, device="cpu"))
     assert torch.equal(sm.bias, torch.load(f"{two.out}/last.pt")["model"]["sm.bias"])
     assert sm.bias.abs().max() > 1e-3
-    start("sample_dream", f"--model={cfg.model}", f"--adapter={adapter}", f"--code={mine}",
-          "--prompt=1 + 2 = ?", "--gen_len=8", "--device=cpu")
 
 
 def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, tmp_path):
@@ -372,10 +343,10 @@ def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(c
     state = Dream.load(cfg.model, dtype=torch.bfloat16).state_dict()
     write_safetensors(folder / "model.safetensors", state)
     cfg = replace(cfg, model=str(folder), device="auto", p_sm=1.0, warmup=0.0)
-    model, start = finetune(cfg), ft.trained(ft.model_of(cfg, launch.machine("cpu")))
+    model, before = finetune(cfg), ft.trained(ft.model_of(cfg, launch.machine("cpu")))
     assert model.net.table.dtype == torch.bfloat16
     for name, p in ft.trained(model).items():
-        assert p.dtype == torch.float32 and not torch.equal(p.cpu(), start[name])
+        assert p.dtype == torch.float32 and not torch.equal(p.cpu(), before[name])
     for dtype in torch.float32, torch.bfloat16:
         words = dict(model=cfg.model, device="cpu", dtype=str(dtype).removeprefix("torch."))
         tuned = ft.model_of(Config(**words), launch.machine("cpu", words["dtype"])).net

@@ -22,25 +22,21 @@ from launch import append_jsonl, atomic, from_cli, read_jsonl, write_text
 from train import PRESETS, Config
 
 
-@pytest.mark.parametrize("words, fields", [
-    ([], {}),
-    (["--resume", "--k=None"], dict(resume=True, k=None)),
-    (["--compile=false", "--resume", "--steps", "7"], dict(compile=False, resume=True, steps=7)),
-    (["--dtype", "bfloat16", "--p_sm=1", "--k=7"], dict(dtype="bfloat16", p_sm=1.0, k=7)),
-    (["--data=x=y", "--init_from=", "--omega_b", "-2"], dict(data="x=y", omega_b=-2.0)),
-    (["quick", "--steps=2"], dict(steps=2, k=5)),
-])
-def test_flags_become_typed_fields(words, fields):
-    assert repr(from_cli(Config, words, {"quick": dict(steps=1, k=5)})) == repr(Config(**fields))
-
-
 @dataclass
 class Files:
     words: list = ()
     b_h: launch.Share = 0.5
 
 
-def test_a_list_takes_the_first_words_and_help_is_the_source(capsys):
+def test_words_become_typed_fields_and_help_is_the_source(capsys):
+    presets = {"quick": dict(steps=1, k=5)}
+    for words, fields in (
+            ("", {}), ("--resume --k=None", dict(resume=True, k=None)),
+            ("--compile=false --resume --steps 7", dict(compile=False, resume=True, steps=7)),
+            ("--dtype bfloat16 --p_sm=1 --k=7", dict(dtype="bfloat16", p_sm=1.0, k=7)),
+            ("--data=x=y --init_from= --omega_b -2", dict(data="x=y", omega_b=-2.0)),
+            ("quick --steps=2", dict(steps=2, k=5))):
+        assert repr(from_cli(Config, words.split(), presets)) == repr(Config(**fields))
     presets = {"quick": dict(words=["d"])}
     assert from_cli(Files, ["s3:a b", "c", "--b_h=1"], presets) == Files(["s3:a b", "c"], 1.0)
     assert from_cli(Files, ["quick"], presets) == Files(["d"])
@@ -55,13 +51,11 @@ def run_with(monkeypatch, main, *flags):
 
 
 @pytest.mark.parametrize("main, flags, message", [
+    *((print, [f"--{name}={value}"], f"--{name}: {value} is not") for name, value in (
+        ("p_sm", 80), ("p_sm", "nan"), ("k", "ten"), ("dtype", "half"), ("eta_bb", -1),
+        ("eval_every", -1), ("save_every", 0))),
     (print, ["--eta_b=1"], "--eta_b: did you mean --eta_bb?"), (print, ["stdlb"], "'stdlb'"),
-    (print, ["--mask_id=9"], "--mask_id"), (print, ["--p_sm=80"], "--p_sm: 80 is not"),
-    (print, ["--p_sm=nan"], "--p_sm: nan is not"), (print, ["--k=ten"], "--k: ten is not"),
-    (print, ["--dtype=half"], "--dtype: half is not"),
-    (print, ["--eta_bb=-1"], "--eta_bb: -1 is not"),
-    (print, ["--eval_every=-1"], "--eval_every: -1 is not"),
-    (print, ["--save_every=0"], "--save_every: 0 is not"),
+    (print, ["--mask_id=9"], "--mask_id"),
     (lambda cfg: open("no/x"), [], "no/x: No such file or directory"),
     (Mock(side_effect=OSError(errno.ENOSPC, "no room")), [], "no room"),
     (Mock(side_effect=ConnectionError("no network")), [], "no network"),
@@ -83,8 +77,6 @@ def test_bad_input_is_one_line_and_code_2(monkeypatch, capsys, main, flags, mess
 
 def test_a_script_for_one_process_refuses_to_be_two(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit, match="2"):
-        run_with(monkeypatch, print)
     for name in "data", "examples/sudoku":
         done = subprocess.run([sys.executable, f"{name}.py"], cwd=ROOT, capture_output=True)
         assert done.returncode == 2 and b"start it without torchrun" in done.stderr, name
@@ -95,10 +87,8 @@ def test_the_time_left_is_that_of_updates_after_the_first(tmp_path, monkeypatch,
     monkeypatch.setattr(launch.time, "time", lambda: next(clock))
     log = launch.Log(str(tmp_path / "log.jsonl"), 0, 20, True)
     for step in 1, 11, 19:
-        log.write({"step": step, "loss": 2 / 3, "lam": 1e-20})
-    first, second, third = capsys.readouterr().out.splitlines()
-    assert first == "update 1 of 20  loss 0.6667  lam 0.0000"
-    assert second.endswith("  00:09 left") and third.endswith("  00:01 left")
+        log.write({"step": step})
+    assert re.findall(r"(\d\d:\d\d) left", capsys.readouterr().out) == ["00:09", "00:01"]
 
 
 def test_code_runs_like_a_script_of_its_own(tmp_path, monkeypatch):
@@ -114,15 +104,12 @@ def test_code_runs_like_a_script_of_its_own(tmp_path, monkeypatch):
         assert not isinstance(error.value, launch.Refused)
 
 
-def test_ctrl_c_is_130_without_a_traceback(monkeypatch):
-    with pytest.raises(SystemExit, match="130"):
-        run_with(monkeypatch, Mock(side_effect=KeyboardInterrupt))
-
-
-@pytest.mark.parametrize("e", [ValueError("x"), OSError(errno.EIO, "x")])
-def test_all_else_keeps_its_traceback(monkeypatch, e):
-    with pytest.raises(type(e), match="x"):
-        run_with(monkeypatch, Mock(side_effect=e))
+@pytest.mark.parametrize("raised, seen, message", [
+    (KeyboardInterrupt, SystemExit, "130"), (ValueError("x"), ValueError, "x"),
+    (OSError(errno.EIO, "x"), OSError, "x")])
+def test_ctrl_c_is_130_and_all_else_keeps_its_traceback(monkeypatch, raised, seen, message):
+    with pytest.raises(seen, match=message):
+        run_with(monkeypatch, Mock(side_effect=raised))
 
 
 def test_a_field_that_is_missing_has_its_file(tmp_path):
