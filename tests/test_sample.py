@@ -1,9 +1,7 @@
 """sample.py against Eq. 1, Alg. 2, App. B.1, and the authors' transition matrices."""
 
-import os
 import re
 from itertools import product, repeat
-from types import SimpleNamespace
 from unittest import mock
 
 import numpy as np
@@ -95,12 +93,24 @@ def test_a_token_is_drawn_where_u_falls_in_its_part_of_the_cumulative_sum():
         assert sample.categorical(rows, u).tolist() == tokens
 
 
+class Gated(DiT):
+    """A backbone of one's own, which is sampled through its `hidden`"""
+    def hidden(self, emb, masks, t):
+        return 1.2 * super().hidden(emb, masks, t)
+
+
 def oracle_of(model, soft):
-    """The network as an oracle calls it: (emb (L, D), t) → logits (L, V). And its ω."""
-    net = model.eval().net
+    """The network as an oracle calls it: (emb (L, D), t) → logits (L, V). And its ω.
+
+    The model is left without ω if not soft, and in training: dropout must be off in decoding.
+    """
+    net = model.train().net
+    net.__class__ = Gated
+    omega = plain_omega(model.sm) if soft else None
+    model.sm = model.sm if soft else None
     every = torch.zeros(10, dtype=torch.long), torch.arange(10)
     predict = lambda emb, t: net.head(net.hidden(emb[None], every, torch.tensor([t])))
-    return predict, plain_omega(model.sm) if soft else None
+    return predict, omega
 
 
 @pytest.mark.parametrize("sampler, soft", [*product(SAMPLERS, (True, False))])
@@ -109,11 +119,10 @@ def oracle_of(model, soft):
     (dict(time_conditioning=True), 0.1, True)])
 def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
     monkeypatch.setattr(sample, "T_END", t_end)
-    model, eta = model_of(**changes), 0.3 if "remdm" in sampler else 0.0
+    eta = 0.3 if "remdm" in sampler else 0.0
     monkeypatch.setitem(SAMPLERS, sampler, eta)
+    model = model_of(**changes)
     predict, omega = oracle_of(model, soft)
-    if not soft:
-        model.sm = None
     probs = lambda t, s: step_probs(t, s, sampler, eta)
     for T, (top_p, x) in product((1, 24), ((0.9, BLANK), (1.0, ROWS))):
         for start, own, g in zip(x.expand(3, -1), generators(3, T), generators(3, T)):
@@ -127,9 +136,11 @@ def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
             assert not passes or ids.tolist() == passes[-1].tolist()
 
 
+margin = lambda p: p.topk(2).values @ torch.tensor([1.0, -1.0])  # an order of one's own
 PICKS = (dict(), dict(top_p=0.7, confidence="maskgit_plus"), dict(confidence="margin"),
-         dict(temperature=0.8, top_p=0.9), dict(temperature=1.5, confidence="random"),
-         dict(threshold=0.8), dict(threshold=0.5, temperature=1.2, confidence="random"))
+         dict(confidence=margin), dict(temperature=0.8, top_p=0.9),
+         dict(temperature=1.5, confidence="random"), dict(threshold=0.8),
+         dict(threshold=0.5, temperature=1.2, confidence="random"))
 
 
 @pytest.mark.parametrize("changes, soft", [
@@ -138,56 +149,46 @@ def test_decode_is_its_loop(changes, soft):
     """Any number of tokens in a step. Rows side by side give what each gives alone."""
     model, passes = model_of(6, 0.3, **changes), set()
     predict, omega = oracle_of(model, soft)
-    if not soft:
-        model.sm = None
     rows = torch.stack([ROWS[2].roll(i) for i in range(3)])                       # 6 masks each
     for how, counts in product(PICKS, ([1] * 6, [1, 2, 2, 1], [2, 4], [6])):
         shares = repeat(1) if "threshold" in how else shares_of(counts)
+        literal = how | {"confidence": "margin"} if how.get("confidence") == margin else how
         for x, own, g in zip(rows, generators(3, 1), generators(3, 1)):
             seen = []
-            ids = decode(model, x[None], shares, Pick(**how, generator=own),
+            ids = decode(model.train(), x[None], shares, Pick(**how, generator=own),
                          on_step=lambda x, *_: seen.append(x[0]))  # noqa: B023
             with torch.no_grad():
-                expected = oracles.in_order(predict, model.net.table, x, MASK, counts, omega, **how,
-                                            generator=g)
+                expected = oracles.in_order(predict, model.net.table, x, MASK, counts, omega,
+                                            **literal, generator=g)
             assert torch.equal(torch.stack(seen), expected) and torch.equal(ids[0], expected[-1])
             passes |= {len(seen)} if "threshold" in how else set()
-        if not how.keys() & {"temperature"} and how.get("confidence") != "random":
+        if "temperature" not in how:
             alone = [decode(model, x[None], shares, Pick(**how)) for x in rows]
             assert torch.equal(decode(model, rows, shares, Pick(**how)), torch.cat(alone))
     assert len(passes) > 2  # the threshold was passed, and not always by all
-    with pytest.raises(ValueError, match="equally many masks"):
-        decode(model, ROWS, shares_of([1]), Pick())
-    with pytest.raises(ValueError, match="topk_margin"):  # Dream's word
-        decode(model, ROWS[:1], shares_of([1]), Pick("topk_margin"))
-
-
-def test_an_order_of_ones_own_is_a_function():
-    model, margin = model_of(6, 0.3), lambda p: p.topk(2).values @ torch.tensor([1.0, -1.0])
-    predict, omega = oracle_of(model, True)
-    with torch.no_grad():
-        expected = oracles.in_order(predict, model.net.table, ROWS[2], MASK, [2, 2, 2], omega,
-                                    confidence="margin")
-    for order in margin, lambda p: -margin(p):
-        seen = []
-        decode(model, ROWS[2:], shares_of([2] * 3), Pick(order),
-               on_step=lambda x, *_: seen.append(x[0]))  # noqa: B023
-        assert torch.equal(torch.stack(seen), expected) == (order is margin)
 
 
 @pytest.mark.parametrize("threshold", [None, 0.5])
 def test_an_order_of_ones_own_may_give_any_numbers(threshold):
     """Infinite ones, other types, and with a threshold numbers that are no probabilities"""
-    model = model_of(6, 0.3)
+    model, seen = model_of(6, 0.3), []
+    shares = repeat(1) if threshold else shares_of([1] * 6)
     for order in (lambda p: p[:, 0].log() - torch.inf, lambda p: p.argmax(-1),
                   lambda p: p[:, 0].double()):
-        ids = decode(model, ROWS, repeat(1), Pick(order, threshold=threshold)) if threshold else \
-            decode(model, ROWS[2:], shares_of([1] * 6), Pick(order))
-        assert (ids != MASK).all()
-    seen = []
+        rows = ROWS if threshold else ROWS[2:]
+        assert (decode(model, rows, shares, Pick(order, threshold=threshold)) != MASK).all()
     decode(model, BLANK[None], repeat(1), Pick(lambda p: torch.arange(len(p)) / len(p), 0, 1, 0.5),
            on_step=lambda x, lam, masks, h, revealed: seen.append(revealed.tolist()))
     assert seen[0] == [False] * 5 + [True] * 5
+
+
+def test_what_decode_cannot_do_is_refused():
+    """Rows stay equal only without [MASK] among the predictions. `topk_margin` is Dream's word."""
+    model = model_of(6, 0.3)
+    for rows, order, message in ((ROWS, "entropy", "equally many masks"),
+                                 (ROWS[:1], "topk_margin", "topk_margin")):
+        with pytest.raises(ValueError, match=message):
+            decode(model, rows, shares_of([1]), Pick(order))
 
 
 @pytest.mark.parametrize("confidence", [*sample.ORDERS, lambda p: p[:, 0] * torch.nan])
@@ -198,17 +199,6 @@ def test_what_is_not_finite_is_seen(confidence):
     refused("not finite", decode, model, ROWS[2:], shares_of([1] * 6), Pick(confidence))
 
 
-def test_rows_that_predict_masks_get_unequal():
-    """A model that can predict [MASK] leaves other numbers of masks in each row."""
-    model = model_of(6, 0.3)
-    head = model.net.head
-    model.net.head = lambda h: head(h).index_fill(1, torch.tensor(MASK), 1.5)
-    with pytest.raises(ValueError, match="equally many masks"):
-        pick = Pick("random", temperature=1.0, generator=gen(0))
-        decode(model, ROWS[2].repeat(8, 1), shares_of([1] * 6), pick)
-    assert (decode(model, ROWS[2:], shares_of([1] * 6), Pick("random", 1.0)) != MASK).all()
-
-
 def test_shares_reveal_the_counts_exactly():
     for counts in [1] * 49, [1, *[2] * 11, 1], [3, 0, 4], [5, 5, 0]:
         left, found = sum(counts), []
@@ -216,19 +206,6 @@ def test_shares_reveal_the_counts_exactly():
             found.append(int(left * share))
             left -= found[-1]
         assert found == counts
-
-
-def test_a_backbone_is_sampled_as_it_is_trained():
-    """Through `hidden`: here, it scales its states."""
-    class Gated(DiT):
-        def hidden(self, emb, masks, t):
-            return 3 * super().hidden(emb, masks, t)
-    model, other = model_of(), model_of()
-    other.net.__class__ = Gated
-    for run in (lambda m: generate(m, BLANK, 20, "remdm-cap", generator=gen(9)),
-                lambda m: decode(m, BLANK[None], shares_of([1] * 10), Pick(temperature=1.0,
-                                                                           generator=gen(9)))):
-        assert not torch.equal(run(model), run(other))
 
 
 @pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
@@ -245,19 +222,18 @@ def test_what_is_told_after_every_pass(at_random, k, soft, monkeypatch):
 
     def told(x, lam, masks, h, revealed):
         nonlocal before, again
-        b, l = masks
-        assert {*zip(b.tolist(), l.tolist())} == {*map(tuple, (before == MASK).nonzero().tolist())}
+        seen = (before != MASK).index_put(masks, torch.tensor(True))  # each mask, once
+        assert seen.all() and len(h) == (before == MASK).sum()
         assert torch.equal(revealed, x[masks] != MASK)
-        m, rows = revealed.sum().item(), sum(len(h) for h, in heads)
-        assert rows == (m if at_random and not soft else len(h))
-        expected = torch.zeros(x.shape)
-        for place, row, new in zip(zip(*masks), model.net.head(h), revealed):
-            p = oracles.softmax(row, omega["tau"])
+        assert sum(len(h) for h, in heads) == (len(h) if soft or not at_random else revealed.sum())
+        vanished, expected = (before != MASK) & (x == MASK), torch.zeros(x.shape)
+        again += vanished.sum()
+        if soft:
             gain = 1 if at_random else 0.5 + (x == MASK).sum() / 24
-            expected[place] = gain * oracles.strength(p, **omega) if soft and not new else 0
-        for place in zip(*((before != MASK) & (x == MASK)).nonzero(as_tuple=True)):
-            expected[place] = oracles.strength([1.0], **omega) if soft else 0
-            again += 1
+            lams = [oracles.strength(oracles.softmax(row, omega["tau"]), **omega)
+                    for row in model.net.head(h)]
+            expected[masks] = gain * torch.tensor(lams) * ~revealed
+            expected[vanished] = oracles.strength([1.0], **omega)
         torch.testing.assert_close(lam, expected, rtol=1e-5, atol=0)
         before = x
         heads.clear()
@@ -268,16 +244,9 @@ def test_what_is_told_after_every_pass(at_random, k, soft, monkeypatch):
     assert (again > 0) == at_random
 
 
-def test_a_generator_decides_all_and_dropout_is_off():
-    model = model_of().train()
-    for run in (lambda g: generate(model, BLANK, 8, generator=g),
-                lambda g: decode(model, BLANK[None], shares_of([1] * 10),
-                                 Pick("random", 1.0, generator=g))[0]):
-        ids, again, other = (run(gen(seed)).tolist() for seed in (6, 6, 7))
-        assert ids == again != other
-        run(None)  # torch's own generator
-    rows = decode(model, BLANK.expand(4, -1), shares_of([1] * 10), Pick("random", 1.0))
-    assert len(set(map(tuple, rows.tolist()))) == 4
+def test_rows_and_torchs_own_generator_draw_other_tokens():
+    rows = decode(model_of(), BLANK.expand(4, -1), shares_of([1] * 10), Pick("random", 1.0))
+    assert len(rows.unique(dim=0)) == 4
 
 
 @pytest.mark.parametrize("device, how", [
@@ -322,6 +291,7 @@ def test_the_same_command_goes_on_where_it_was(run, tmp_path):
     refused("leave --steps out", run, sampler="entropy", threshold=0.9)
     for other in dict(threshold=0.9), dict(temperature=0.5):
         refused("do nothing with --sampler=mdlm", run, **other)
+    refused("fills all 32 positions", run, prompt="x" * 31)
     assert run(count=5) == whole
 
 
@@ -368,31 +338,26 @@ def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
     refused("samples.jsonl: TypeError", run, **made)
 
 
-def test_a_sample_is_drawn_on_a_clear_terminal(monkeypatch, capsys):
-    """Tokens in bold, and guesses on green, darker for larger λ, as many as the terminal holds"""
-    monkeypatch.setattr(sample.time, "sleep", lambda _: None)
-    size = SimpleNamespace(get_terminal_size=lambda: os.terminal_size((4, 3)))
-    monkeypatch.setattr(sample, "shutil", size)  # pytest itself uses the real one
+def test_a_sample_is_drawn_on_a_terminal(monkeypatch, capsys):
+    """Guesses on green, darker for larger λ, in place of masks. As much as the terminal holds"""
+    monkeypatch.setenv("COLUMNS", "4")
+    monkeypatch.setenv("LINES", "3")
     model = model_of(**OF_BYTES)
     x = torch.tensor([[97, 258, 258, 10, 258, 98, 99, 99, 99]])
     lam = torch.tensor([[0, 0.0, 1.0, 0, 0.5, 0, 0, 0, 0]])
-    logits = F.one_hot(torch.tensor([100, 101, 0, 102]), 259).float()  # of positions 1, 2, 3, 4
-    model.net.head = lambda h: logits
     masks = torch.zeros(4, dtype=torch.long), torch.tensor([1, 2, 3, 4])  # 3 was revealed
+    model.net.head = lambda h: F.one_hot(torch.tensor([100, 101, 0, 102]), 259)
     sample.show(BYTES, model)(x, lam, masks, None, None)
     out = capsys.readouterr().out
-    assert out.startswith("\x1b[H\x1b[J") and re.sub("\x1b.*?[mHJ]", "", out) == "ade↵fbc\n"
-    assert re.findall("\x1b.1m(.)", out) == ["a", "↵", "b", "c"]
+    assert re.sub("\x1b.*?[mHJ]", "", out) == "ade↵fbc\n"
     assert re.findall(r"48;2;(\d+)", out) == ["220", "0", "110"]
 
 
 def test_a_text_ends_where_it_ends(run, capsys, monkeypatch):
     """On the screen. The file keeps all ids. In a pipe, nothing but the text is printed."""
-    special, ids = data.describe(BYTES), [256, *b"ab", 257, *b"cd", 257]
-    assert sample.shown(BYTES, ids, special) == "ab" == sample.shown(BYTES, ids[1:], special)
-    gpt2 = {"bos": 257, "eos": 257}
-    assert sample.shown(BYTES, [257, *b"ab", 257, 97], gpt2) == "ab"
-    assert sample.shown(BYTES, [256, *b"a", 257, *b"b", 257, 99], special, given=4) == "ab"
+    for bos in 256, 257:  # GPT-2 has one token for both ends
+        special = {"bos": bos, "eos": 257}
+        assert sample.shown(BYTES, [bos, *b"ab", 257, *b"cd", 257], special) == "ab"
     texts = iter([[256, *b"Hi there", 257, *b"ab", 257], [256, *b"a", 257, *b"x", 257, *b"b", 257]])
     with monkeypatch.context() as patch:  # a last blank ends at its EOS, an inner one does not
         patch.setattr(sample, "sample", lambda *_: torch.tensor(next(texts)))
@@ -418,20 +383,15 @@ def test_other_ranks_go_on_with_what_is_left(run, tmp_path, monkeypatch):
     assert ranks(2) == whole == ranks(1) and [i for i, _ in whole] == [*range(7)]
 
 
-def test_prompt_and_infill_stay_as_given(run):
-    lines = run(prompt="def f(x):", count=3, sampler="remdm-cap")
-    assert all(line["ids"][:10] == [256, *b"def f(x):"] for line in lines)
+def test_prompt_and_infill_stay_as_given(run, capsys):
+    """A special token in a prompt is text."""
+    for line in run(prompt="<|eos|>f(x):", count=3, sampler="remdm-cap"):
+        assert line["ids"][:13] == [256, *b"<|eos|>f(x):"]
+    assert capsys.readouterr().err.startswith("<|eos|> in the prompt is text")
     [line] = run("infill", prompt="a\\n= ___; b = ___!", length=20)
     ids = line["ids"]
     assert ids[:5] == [256, *b"a\n= "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
     assert bytes(ids[9:15]) == b"; b = "  # gaps of 4 and 3
-    refused("fills all 32 positions", run, prompt="x" * 31)
-
-
-def test_a_special_token_in_a_prompt_is_text(run, capsys):
-    [line] = run(prompt="<|eos|>")
-    assert line["ids"][:8] == [256, *b"<|eos|>"]
-    assert capsys.readouterr().err == "<|eos|> in the prompt is text, not a token\n"
 
 
 def test_decoding_takes_another_omega_also_for_a_binary_model(run, tmp_path):
