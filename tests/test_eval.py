@@ -20,7 +20,7 @@ import feedback
 import oracles
 from conftest import GOLDEN, gen, plain_omega, random_mdlm, refused, save_mdlm, start, torchrun
 from eval_samples import gen_ppl, score
-from launch import append_jsonl, read_json, save
+from launch import append_jsonl, read_json
 from mdlm import MDLM
 from sample import Pick, decode, shares_of
 from train import bound, val_nats
@@ -29,8 +29,7 @@ BYTES = data.tokenizer("bytes")
 OPEN = dict(omega_s=0.5, omega_a=1.0, omega_b=-5.0)  # ω at which SM does something
 
 
-def model_of(**changes):
-    return random_mdlm(vocab_size=259, mask_id=258, length=16, dropout=0.1, **changes)
+model_of = functools.partial(random_mdlm, vocab_size=259, mask_id=258, length=16, dropout=0.1)
 
 
 @pytest.mark.parametrize("soft, floor", [(True, 1e-3), (False, 1e-3), (True, 0.3)])
@@ -114,8 +113,8 @@ def test_scores_follow_the_rule_token_by_token(lm):
     se = np.std(np.subtract(expected, mean * np.array(n)), ddof=1) * 5**0.5 / sum(n)
     assert gen_ppl(nats, tokens) == pytest.approx((math.exp(mean), math.exp(mean) * se))
     assert score(["x" * 3000])[1] == [1023]
-    ours, gpt2, own = score(["<|bos|>ab<|eos|>", "<|endoftext|>ab<|endoftext|>", "$ab$"])[0]
-    assert ours == gpt2 == own  # our ends of a document become the scorer's
+    ends = score(["<|bos|>ab<|eos|>", "<|endoftext|>ab<|endoftext|>", "$ab$"])[0]
+    assert len({*ends}) == 1  # our ends of a document become the scorer's
 
 
 SETTINGS = {"checkpoint": "last.pt", "step": 9, "sampler": "mdlm", "steps": 4, "top_p": 0.9,
@@ -145,14 +144,11 @@ def test_samples_of_all_ranks_count_once(world):
     for name, texts, first in ("s", "ab", 0), ("s.0", "cd", 2), ("s.1", "bc", 1), ("s.x", "e", 4):
         samples_file(f"{name}.jsonl", texts, first)
     samples, settings = eval_samples.read_samples("s.jsonl")
-    assert settings == SETTINGS
-    assert [s["text"].removeprefix("<|bos|>")[0] for s in samples] == [*"abcd"]
-    for changes in {"top_p": 0.8}, {"seed": 2}:
-        Path("s.2.jsonl").unlink(missing_ok=True)
-        samples_file("s.2.jsonl", "e", 4, **changes)
-        refused("mix settings or seeds", eval_samples.read_samples, "s.jsonl")
+    assert settings == SETTINGS and [sample["ids"] for sample in samples] == [[i] for i in b"abcd"]
+    samples_file("s.2.jsonl", "e", 4, seed=2)
     samples_file("prompt.jsonl", "e", prompt="Once")
-    refused("samples of a prompt", eval_samples.read_samples, "prompt.jsonl")
+    for name, message in ("s", "mix settings or seeds"), ("prompt", "samples of a prompt"):
+        refused(message, eval_samples.read_samples, f"{name}.jsonl")
 
 
 def result(*words, script="eval"):
@@ -173,12 +169,8 @@ def test_the_text_of_the_training_is_measured_unless_it_has_changed(world):
 
 
 @pytest.mark.parametrize("script", ["eval", "sample", "feedback"])
-def test_what_is_no_mdlm_is_told_what_it_is(world, tiny, script):
-    """A Dream folder, an adapter of a run, and nothing"""
-    save("adapter.pt", kind="dream-adapter", model={})
-    for path, message in ((tiny[0], "is a folder.*sample_dream.py"),
-                          ("adapter.pt", "has kind 'dream-adapter'"),
-                          ("none.pt", "there is no none.pt: `python train.py small` trains")):
+def test_what_is_no_mdlm_is_told_what_it_is(world, script):
+    for path, message in (".", "is a folder"), ("none.pt", "there is no none.pt"):
         refused(message, start, script, f"--checkpoint={path}", "--device=cpu")
 
 
@@ -204,16 +196,13 @@ def test_ppl_of_a_checkpoint(world):
         "nats_per_token": gain.mean().item(), "nats_per_token_se": gain.std().item() / 5**0.5})
     assert found["settings"] == {"step": 9, "L": 16, "tokenizer": "bytes", "n": 5, "data": "data",
                                  "text": text | {"path": "data"}, "dtype": "float32"}
-    for name, other in (("ema", "False"), ("seed", "2"), ("floor", "0"), ("repeats", "1"),
-                        ("dtype", "bfloat16")):
-        other = *ppl, f"--{name}={other}"
-        refused(rf"^last.pt.ppl.json has other settings \({name}\): give another --out",
-                start, "eval", *other)
+    for other in "ema=False", "seed=2", "floor=0", "repeats=1", "dtype=bfloat16":
+        other = *ppl, f"--{other}"
+        refused(r"^last.pt.ppl.json has other settings \(", start, "eval", *other)
         assert result(*other)["values"] != found["values"]
-    null = result(*ppl, "--rows=1")["values"]["soft"]["ppl_se"]  # of one row there is none
-    assert null is None and "NaN" not in Path("r.json").read_text()
+    one = result(*ppl, "--rows=1")["values"]["soft"]
+    assert one["ppl_se"] is None  # and not NaN
     start("eval", *ppl, "--label=other", "--batch_size=2", "--device=cpu")  # the same numbers
-    assert read_json("last.pt.ppl.json")["values"]["gain"] == pytest.approx(found["values"]["gain"])
     binary = result("--checkpoint=binary.pt", "--data=data")["values"]  # of all rows
     nll = bound(MDLM.load("binary.pt"), data.rows(tokens, range(n), 16), False, 1)[0]
     assert [*binary] == ["binary"] and binary["binary"]["nats_per_token"] == nll.mean().item() / 16
@@ -231,27 +220,25 @@ def test_two_ranks_measure_what_one_does_and_write_once(world):
 def test_a_result_is_not_lost_and_what_would_lose_it_shows_before_the_work(
         world, monkeypatch, capsys):
     words = "--checkpoint=last.pt", "--data=data", "--rows=5"
-    with monkeypatch.context() as patch, pytest.raises(OSError):
-        patch.setattr(lab_eval, "write_text", Mock(side_effect=OSError(28, "full", "r.json")))
+    monkeypatch.setattr(lab_eval, "write_text", Mock(side_effect=OSError))
+    with pytest.raises(OSError):
         result(*words)
     assert "with feedback: nats_per_token " in capsys.readouterr().out
     monkeypatch.setattr(lab_eval, "bound", None)  # no work is done
     with pytest.raises(OSError):
         start("eval", *words, "--out=/proc/r.json")
     meta = json.loads(Path("data/meta.json").read_text())
-    for split, field in ("val", "bytes"), ("val", "tokens"), ("train", "sha256"):
-        less = meta | {split: {k: v for k, v in meta[split].items() if k != field}}
-        Path("data/meta.json").write_text(json.dumps(less))
-        refused(f"data/meta.json.*{field}", start, "eval", *words)
+    del meta["val"]["bytes"]
+    Path("data/meta.json").write_text(json.dumps(meta))
+    refused("data/meta.json.*bytes", start, "eval", *words)
 
 
-def test_the_mean_of_the_bound_by_t_is_the_bound(world, capsys):
+def test_the_mean_of_the_bound_by_t_is_the_bound(world):
     words = "--checkpoint=last.pt --data=data --width=4 --passes=4,2 --rows=20 --out=r.json".split()
     ask = functools.partial(start, "feedback", *words)
     refused("give passes from 1 to the width", ask, "--width=3")  # the last would be empty
     ask()
-    assert "spans right in 2 passes: plain " in capsys.readouterr().out
-    refused(r"r.json has other settings \(width\)", ask, "--width=5")
+    refused("r.json has other settings", ask, "--width=5")
     found, ppl = read_json("r.json")["values"], result(*words[:2], "--rows=20", "--floor=0")
     tenths = [row for title, row in found.items() if title.startswith("nats")]
     assert len(tenths) == 10
@@ -277,21 +264,16 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
         "gen_ppl": ppl, "gen_ppl_se": se, "nfe": 4.5, "mauve": 0.25, "n": 4,
         "entropy": math.log(6**3 * 5) / 4, "entropy_min": math.log(5), "references": 4, "seed": 7})
     assert found["settings"].items() >= (SETTINGS | {"n": 4, "seeds": [1]}).items()
-    refused(r"r.json has other settings \(seed\)", start, "eval_samples", *samples, "--seed=8",
-            "--out=r.json")  # MAUVE's, not that of the samples
-    start("eval_samples", *samples, "--out=r.json")  # the same settings
     assert (mauve["mauve_scaling_factor"], mauve["seed"]) == (5, 7)
     np.testing.assert_array_equal(mauve["p_features"], features)
     references, _ = eval_samples.held_out_samples(eval_samples.Config(data="letters", seed=7), 6, 4)
     theirs = score([row["text"] for row in references])[2]
     np.testing.assert_array_equal(mauve["q_features"], theirs)
     own = measure("--samples=", "--data=letters", "--length=16", "--rows=3", "--seed=7")
-    values = own["values"]["samples"]
-    assert values["n"] == values["references"] == 3 and own["settings"]["L"] == 16
-    assert own["settings"]["sampler"] == "data" and values["nfe"] == 0
+    assert own["values"]["samples"].items() >= {"n": 3, "references": 3, "nfe": 0}.items()
+    assert own["settings"].items() >= {"L": 16, "sampler": "data"}.items()
     samples_file("gpt2.jsonl", ["abcdef"], tokenizer="gpt2")
     refused("settings: tokenizer", measure, "--samples=gpt2.jsonl", "--data=letters")
-    assert not Path("r.json").exists()  # before any work
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
         start("eval_samples", *samples)

@@ -120,27 +120,27 @@ def test_an_answer_that_breaks_the_scorer_is_wrong_and_costs_nothing_else():
 
 def test_problems_are_read_like_other_json_lines(tmp_path):
     """With a BOM, blank lines and CRLF. A broken line is named."""
-    def write(text, name="p.jsonl", **how):
-        (tmp_path / name).write_text(text, newline="", **how)
-        return str(tmp_path / name)
+    path = tmp_path / "p.jsonl"
     line = json.dumps(WORDS | {"question": "wie viele äöü\u2028?"}, ensure_ascii=False)
-    for text in f"\n{line}\r\n \n{line}", f" [{line},\n{line}]\n":
-        for encoding in "utf-8", "utf-8-sig":
-            docs = B.documents(write(text, encoding=encoding))["test"]
-            assert [doc["question"] for doc in docs] == ["wie viele äöü\u2028?"] * 2
-    refused("p.jsonl, line 3: ", B.documents, write(f"{line}\n\n{line[:-9]}"))
-    refused("p.gz, line 1: ", B.documents, write(line, "p.gz"))
-    refused("p.jsonl: each row needs .* code", B.documents, write(line), needs=["question", "code"])
-    for text in "", "\n", "[]", "[3]", "7":
-        refused("p.jsonl has no problems", B.documents, write(text))
+    for text in f"\ufeff\n{line}\r\n \n{line}", f" [{line},\n{line}]\n":
+        path.write_bytes(text.encode())
+        docs = B.documents(str(path))["test"]
+        assert [doc["question"] for doc in docs] == ["wie viele äöü\u2028?"] * 2
+    for text, message in (
+            (f"{line}\n\n{line[:-9]}", "p.jsonl, line 3: "), (line, "each row needs .* code"),
+            ("\n", "has no problems"), ("[]", "has no problems"), ("[3]", "has no problems")):
+        path.write_bytes(text.encode())
+        refused(message, B.documents, str(path), needs=["question", "code"])
+    path.rename(tmp_path / "p.gz")
+    refused("p.gz, line 1: ", B.documents, str(tmp_path / "p.gz"))
 
 
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
     """Output goes to a file, which ends at 16 MB. A pipe would fill our memory."""
     monkeypatch.setenv("SECRET", "1")
     right = [
-        "import os; assert 'SECRET' not in os.environ", "s = '\udc80'", "print('x', end='')",
-        "import os; assert os.environ['OMP_NUM_THREADS'] == '1'",
+        "import os; assert 'SECRET' not in os.environ and os.environ['OMP_NUM_THREADS'] == '1'",
+        "s = '\udc80'", "print('x', end='')",
         "import sys; print('x' * (64 << 20), file=sys.stderr)",
         "from __future__ import annotations\nfrom dataclasses import dataclass\n"
         "@dataclass\nclass A:\n    x: int\nA(1)", "if __name__ == '__main__': assert False"]
@@ -167,16 +167,14 @@ def test_verdicts_equal_those_recorded_from_the_scorer_before(config):
 
 def test_a_model_at_several_nfe_budgets_and_blocks(config):
     cfg = config("gsm8k_cot", [WORDS] * 2, limit=1, gen_len=8, nfe="1/4,1/1", temperature=0.0)
-    results = E.evaluate(replace(cfg, out=cfg.out + "-nfe"))
-    assert [(r["budget"], r["nfe"], r["tokens"], r["settings"]["steps"]) for r in results] == [
-        ("1/4", 2, 8, 2), ("1/1", 8, 8, 8)]
-    for r in results:
-        assert (r["feedback"], r["score"], r["n"]) == ("binary", 0, 1)
-        assert r["tokens_per_pass"] == 8 / r["nfe"] and r["tokens_per_s"] == 8 / r["seconds"]
-        assert r["tokens_per_pass"] * r["passes_per_s"] == pytest.approx(r["tokens_per_s"])
-        assert r["prompt"] == CHAT.format("Q: How many?\nA:", "")
-    results = E.evaluate(replace(cfg, nfe="1/1", blocks="4,8", threshold=0.9))
-    assert [(r["settings"]["block"], r["nfe"]) for r in results] == [(4, 8), (8, 8)]
+    for r, budget, nfe in zip(E.evaluate(cfg), ("1/4", "1/1"), (2, 8), strict=True):
+        expected = {"budget": budget, "nfe": nfe, "tokens": 8, "feedback": "binary", "score": 0,
+                    "n": 1, "tokens_per_pass": 8 / nfe, "tokens_per_s": 8 / r["seconds"],
+                    "passes_per_s": nfe / r["seconds"],
+                    "prompt": CHAT.format("Q: How many?\nA:", "")}
+        assert r.items() >= expected.items() and r["settings"]["steps"] == nfe
+    cfg = replace(cfg, out=cfg.out + "-blocks", nfe="1/1", blocks="4,8", threshold=0.9)
+    assert [(r["settings"]["block"], r["nfe"]) for r in E.evaluate(cfg)] == [(4, 8), (8, 8)]
     assert [row[0] for row in plot.dream_results(cfg.out)] == [4, 8]
     refused("here steps follow from --nfe", E.evaluate, replace(cfg, steps=4))
     [(_, cell)] = E.cells(E.Config(nfe="1/2"), 512)  # the length is the task's
@@ -185,24 +183,20 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config):
 
 def test_a_prompt_is_cut_to_its_last_tokens_and_the_name_of_the_mask_is_text(
         config, tiny, monkeypatch):
-    monkeypatch.setattr(E, "PROMPT_TOKENS", 200)
-    tok = Tokenizer(tiny[0])
-    [mask] = [i for name, i in tok.special.items() if "mask" in name]
-    prompt = CHAT.format("how " * 99, f"{tok.decode([mask])}c<|im_end|>")
-    answers = spy(monkeypatch, E, "answer")
-    E.evaluate(config("gsm8k_cot", [WORDS | {"question": prompt}]))
+    monkeypatch.setattr(E, "PROMPT_TOKENS", 50)
+    tok, answers = Tokenizer(tiny[0]), spy(monkeypatch, E, "answer")
+    [mask] = [name for name in tok.special if "mask" in name]
+    E.evaluate(config("gsm8k_cot", [WORDS | {"question": f"how {mask}c<|im_end|>"}]))
     [(_, _, _, ids, *_)] = answers
-    assert mask in tok.encode(prompt, special=True) and mask not in ids and len(ids) == 200
-    assert tok.decode(ids).endswith(f"how {prompt.split('how ')[-1]}\nA:{CHAT.split('{}')[1]}")
-    assert tok.special["<|im_end|>"] in ids
+    assert tok.special[mask] not in ids and tok.special["<|im_end|>"] in ids and len(ids) == 50
+    assert CHAT.format(f"Q: how {mask}c<|im_end|>\nA:", "").endswith(tok.decode(ids))
 
 
 def test_a_number_that_does_not_exist_is_null(config, monkeypatch):
     monkeypatch.setattr(E, "ask", lambda lm, loaded, *_: [
         lm.generate_until([types.SimpleNamespace(args=("Q", {"until": []}))]),
         {"results": {"gsm8k_cot": {"m": 0.5, "m_stderr": float("nan")}}}][1])
-    cfg = config("gsm8k_cot")
-    [result] = E.evaluate(cfg)
+    [result] = E.evaluate(config("gsm8k_cot"))
     assert result["score"] == 50 and result["harness"] == {"m": 0.5, "m_stderr": None}
 
 
@@ -215,7 +209,7 @@ def test_without_the_flag_no_answer_is_executed(config, tmp_path, monkeypatch):
     monkeypatch.setattr(E, "answer", lambda *_: (TWICE["code"], stats))
     [first] = E.evaluate(cfg)
     assert first["score"] is None and first["n"] == 1 and not os.path.exists(mark)
-    monkeypatch.setattr(E, "answer", lambda *_: pytest.fail("answered again"))
+    monkeypatch.setattr(E, "answer", None)  # it is not called again
     [second] = E.evaluate(replace(cfg, confirm_run_unsafe_code=True, timeout=9.0))
     assert second["score"] == 100 and os.path.exists(mark)
     assert len(os.listdir(cfg.out)) == 2  # the same answers, the same result file
