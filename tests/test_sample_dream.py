@@ -301,13 +301,14 @@ def test_the_command_answers_and_infills(go):
         assert "8 tokens" in err and "NFE 4;" in err
         assert filled.startswith("def __f__():\n    ") and filled.endswith(" # end\n")
         assert "___" not in filled
-    for message, flags in (("give one of", {}), ("give one of", {"prompt": "a", "chat": True}),
-                            ("position 0 is masked", {"infill": "___ # end"}),
-                           ("use --block=0 to infill", {"infill": "a ___ b", "block": 4}),
-                           ("--schedule=linear is about feedback", {"prompt": "a", "schedule": "linear"}),
-                           (r"^<\|mask\|> would become", {"prompt": "a <|mask|>"}),
-                           (r"^<\|mask\|> would become", {"infill": "<|mask|> ___"}),
-                           (r"^<\|mask\|> would become", {"chat": True})):
+    mask = r"^<\|mask\|> would become"
+    for message, flags in (
+            ("give one of", {}), ("give one of", {"prompt": "a", "chat": True}),
+            ("position 0 is masked", {"infill": "___ # end"}),
+            ("use --block=0 to infill", {"infill": "a ___ b", "block": 4}),
+            ("--schedule=linear is about feedback", {"prompt": "a", "schedule": "linear"}),
+            (mask, {"prompt": "a <|mask|>"}), (mask, {"infill": "<|mask|> ___"}),
+            (mask, {"chat": True})):
         refused(message, go, typed="<|mask|>b\n", **flags)
 
 
