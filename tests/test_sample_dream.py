@@ -19,7 +19,7 @@ import sample_dream as S
 from conftest import gen, plain_omega, recorded_adapter, recording, refused, spy
 from dream import Dream
 from mdlm import TwoPass
-from oracles import draw, floor_counts, in_order, slow_blocks
+from oracles import draw, fading, floor_counts, in_order, slow_blocks
 from sample import Pick, nucleus, reveal
 from softmask import SoftMask
 
@@ -125,6 +125,13 @@ def test_trajectories_equal_the_recorded(model):
         want = RECORDED[name + "_history"]
         got = decode(model, PROMPT, 16, len(want), sm=soft(k) if k else None, schedule=schedule)
         assert torch.equal(got, want[:, 0]), name
+
+
+def test_time_gain_table():
+    """App. C.9. The switch is strict [code]."""
+    schedules = "none", "linear", "stepwise", "linear-late", "stepwise-late"
+    for schedule, t in itertools.product(schedules, (0.8, math.nextafter(0.5, 1), 0.5, 0.1)):
+        assert S.time_gain(t, schedule, 0.5) == fading(schedule, t, 0.5)
 
 
 def test_decode_is_algorithm_2(model):
