@@ -204,6 +204,18 @@ def test_blocks_and_their_calls_equal_the_recorded(model, monkeypatch):
         assert seen == (want if cache != "none" else [[0, 24]] * len(want)), name
 
 
+def test_a_threshold_without_blocks(model):
+    [x] = S.pad_prompt(model.cfg, PROMPT, 16)
+    predict, passes = lambda emb, t: shifted(model, emb)[0], set()
+    for p in 0.11, 0.15, 0.9:
+        sm = soft(3)
+        want = in_order(predict, model.table, x, MASK, None, plain_omega(sm), threshold=p)
+        got = decode(model, PROMPT, 16, 16, sm=sm, threshold=p)
+        assert torch.equal(got, want)
+        passes.add(len(got))
+    assert len(passes) == 3 and max(passes) == 16
+
+
 def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
     """At this ω, no two proposals are so close that rounding decides between them."""
     [x], predict = S.pad_prompt(model.cfg, PROMPT, 16), functools.partial(shifted, model)
