@@ -205,7 +205,8 @@ def ddp(model, machine):
 def end_run(machine, warning, command, code, step, stopped):
     """The end of a run on every rank. Rank 0 prints. After a signal (stopped), the process exits.
 
-    command: a list of words, what to run next.   code: of Config.   step: updates made.
+    warning: a line, or "".   command: what to run next, a list of words.   code: see `soft_mask`.
+    step: updates made.
     """
     if machine.world > 1:
         # Wait: if a rank exits with a nonzero status, torchrun kills the others, even mid-save.
