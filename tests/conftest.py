@@ -163,7 +163,7 @@ class SoftMask(softmask.SoftMask):
         super().__init__(*args)
         self.bias = torch.nn.Parameter(torch.zeros(300))
     def forward(self, logits):
-        assert self.training or not torch.is_grad_enabled()  # an evaluation must not leave eval
+        assert self.training or not torch.is_grad_enabled()  # not left in eval mode
         lam, ids, pi = super().forward(logits)
         return lam * 2 * torch.sigmoid(self.bias[logits.argmax(-1)]), ids, pi
 """)
