@@ -317,9 +317,10 @@ def evaluate(ema, held_out, machine):
     for soft in [True, False] if ema.sm else [False]:
         with machine.autocast():
             # seed=1, as in lab/eval.py: all runs are measured with the same times and masks.
-            sums = val_nats(ema, held_out, soft, seed=1, rank=machine.rank, world=machine.world)
-        nats, count = launch.over_ranks(torch.tensor(sums, dtype=torch.float64)).tolist()
-        bounds["val_soft" if soft else "val_plain"] = nats / count
+            nats, *_ = bound(ema, held_out, soft, 1, rank=machine.rank, world=machine.world)  # (m,)
+        total = launch.over_ranks(nats.sum()).item()
+        # All L positions count, even BOS, EOS and those that were never masked [code].
+        bounds["val_soft" if soft else "val_plain"] = total / held_out.numel()
     return bounds
 
 
@@ -347,34 +348,25 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
     """Eq. 2 of each row, with fixed times and masks                               Eq. 2, App. C.1
 
     rows: (n, L) ids, on the CPU.   soft: with feedback.   repeats: draws of t and x_t per row.
-    rank, world: this process takes every world-th batch, m of the n rows.   floor: least t and α.
-    Returns (3, m) float64, means over the repeats: the bound in nats, the cross-entropy in nats
+    rank, world: this process takes every world-th batch of rows. The others get 0, so that the
+        results of all ranks add up.   floor: least t and α.
+    Returns (3, n) float64, means over the repeats: the bound in nats, the cross-entropy in nats
     without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
+    Perplexity is exp(Σ bound / (n L)).
     """
-    device = next(model.parameters()).device
+    device = model.net.table.device
+    total = torch.zeros(3, len(rows), device=device)                                 # (3, n)
     was_training = model.training
-    drawn, losses = [torch.zeros(3, 0)], [torch.zeros(0, device=device)]  # a rank may have none
     model.eval()
     for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, repeats, batch_size, rank,
                                       world, floor):
         masked = xt == model.cfg.mask_id                                             # (b, L)
-        drawn.append(torch.stack((index, t.double(), masked.sum(1))))                # (3, b)
-        inputs = x0, xt, t, *masked.nonzero(as_tuple=True)
-        x0, xt, t, *masks = (launch.to_device(x, device) for x in inputs)
-        losses.append(model(x0, xt, t, soft, tuple(masks)))                          # (b,)
+        inputs = index, x0, xt, t, masked.sum(1), *masked.nonzero(as_tuple=True)
+        index, x0, xt, t, n_masks, *masks = (launch.to_device(x, device) for x in inputs)
+        loss = model(x0, xt, t, soft, tuple(masks))                                  # (b,)
+        total.index_add_(1, index, torch.stack((loss, loss * t, n_masks)))
     model.train(was_training)
-    loss = torch.cat(losses).cpu().double()  # the only host sync
-    index, t, masked = torch.cat(drawn, dim=1)                                       # (m·repeats,)
-    index, values = index.long(), torch.stack((loss, loss * t, masked)) / repeats
-    total = torch.zeros(3, len(rows), dtype=torch.float64).index_add(1, index, values)
-    return total[:, index.unique()]                                                  # (3, m)
-
-
-def val_nats(model, rows, soft, seed=0, **options):
-    """(nats, tokens) of this rank. Summed over ranks: perplexity = exp(nats / tokens).  App. C.1"""
-    nats = bound(model, rows, soft, seed, **options)[0]                              # (m,)
-    # All L positions count, even BOS, EOS and those that were never masked [code].
-    return nats.sum().item(), nats.numel() * rows.shape[1]
+    return total.cpu().double() / repeats  # the only host sync
 
 
 if __name__ == "__main__":

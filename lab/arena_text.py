@@ -43,7 +43,7 @@ from eval import mean_and_se
 from feedback import spans
 from plot import against, markdown
 from sample import Pick, decode, shares_of
-from train import val_nats
+from train import bound
 
 ARMS = {  # the arm of arena.py, and the updates
     "binary": ("binary", 4000), "sm": ("sm", 4000), "slerp": ("slerp", 4000),
@@ -117,8 +117,8 @@ def measure(model, seed):
             found[f"{kind}, {n}"] = [right.sum().item(), (right == WIDTH).sum().item()]
             if (kind, n) == ("random", 4):
                 found["letters"] = "".join(chr(ord("a") + i) for i in right.tolist())
-    nats, tokens = val_nats(model, rows, model.sm is not None, seed=1, batch_size=64, floor=0.0)
-    return found | {"bound": nats / tokens}
+    nats, *_ = bound(model, rows, model.sm is not None, seed=1, batch_size=64, floor=0.0)
+    return found | {"bound": nats.sum().item() / rows.numel()}
 
 
 def run(arm, seed, seconds):

@@ -130,12 +130,10 @@ def main(cfg):
                 "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}
     path = result_path(cfg, cfg.checkpoint, "ppl", settings)
     tokens, bounds, values = np.full(n, L), {}, {}                                   # (n,)
-    mine = torch.arange(n) // cfg.batch_size % here.world == here.rank  # as in `bound`  (n,)
     for name in ["soft", "plain"] if model.sm else ["binary"]:
-        found = torch.zeros(3, n, dtype=torch.float64)                               # (3, n)
         with here.autocast():
-            found[:, mine] = bound(model, rows, name == "soft", cfg.seed, cfg.repeats,
-                                   cfg.batch_size, here.rank, here.world, cfg.floor)
+            found = bound(model, rows, name == "soft", cfg.seed, cfg.repeats, cfg.batch_size,
+                          here.rank, here.world, cfg.floor)                          # (3, n)
         bounds[name], ce, masked = launch.over_ranks(found)                          # (n,) each
         nats, se = mean_and_se(bounds[name], tokens)
         values[name] = {"nats_per_token": nats, "nats_per_token_se": se,

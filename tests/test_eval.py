@@ -23,7 +23,7 @@ from eval_samples import gen_ppl, score
 from launch import append_jsonl, read_json
 from mdlm import MDLM
 from sample import Pick, decode, shares_of
-from train import bound, val_nats
+from train import bound
 
 BYTES = data.tokenizer("bytes")
 OPEN = dict(omega_s=0.5, omega_a=1.0, omega_b=-5.0)  # ω at which SM does something
@@ -48,9 +48,8 @@ def test_bound_is_eq_2_at_fixed_times_and_masks(soft, floor):
         expected[:, i % 5] += torch.tensor([nll, nll * t, (xt == 258).sum()]) / 2
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-6)
     both = [measure(batch_size=2, rank=rank, world=2) for rank in (0, 1)]
-    torch.testing.assert_close(torch.cat(both, 1), found[:, [0, 1, 4, 2, 3]], rtol=1e-5, atol=1e-6)
-    total, tokens = val_nats(model, rows, soft, 5, repeats=2, floor=floor)
-    assert total == pytest.approx(found[0].sum().item()) and tokens == 5 * 16
+    assert not both[0][:, [2, 3]].any() and not both[1][:, [0, 1, 4]].any()
+    torch.testing.assert_close(sum(both), found, rtol=1e-5, atol=1e-6)
 
 
 def test_a_span_is_right_where_the_model_writes_it_itself():

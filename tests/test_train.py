@@ -18,7 +18,7 @@ import oracles
 import train as script
 from conftest import ROOT, dying, kill, logged, refused, sigterm, spy, start, torchrun
 from mdlm import MDLM
-from train import Config, train, val_nats
+from train import Config, bound, train
 
 
 @pytest.fixture(scope="module")
@@ -105,8 +105,8 @@ def test_bounds_and_files_are_of_the_average(tiny):
     rows = data.rows(val, torch.arange(6) * data.n_rows(val, 32) // 6, 32)
     for name, soft in ("val_soft", True), ("val_plain", False):
         with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
-            found = [val_nats(each, rows, soft, 1) for each in (ema, model)]
-        averaged, raw = (pytest.approx(nats / count, rel=1e-5) for nats, count in found)
+            found = [bound(each, rows, soft, 1)[0].mean() / 32 for each in (ema, model)]
+        averaged, raw = (pytest.approx(nats.item(), rel=1e-5) for nats in found)
         assert line[name] == averaged and line[name] != raw
     assert list(bounds(cfg)) == [2, 4]  # at a fresh start it is ln V, and not measured
     assert torch.load(file(cfg))["metrics"]["val_soft"] == line["val_soft"]
@@ -270,14 +270,15 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, k=5))
     assert binary.sm is None
     cfg = beside(tiny, "sm", init_from=file(tiny), eval_every=3, eval_rows=4)
-    nats, n = val_nats(binary, script.held_out_rows(cfg), False, 1)  # of the raw weights
-    assert log(tiny)[-1]["val_plain"] != pytest.approx(nats / n, rel=1e-6)
+    rows = script.held_out_rows(cfg)
+    nats = bound(binary, rows, False, 1)[0].sum().item() / rows.numel()  # of the raw weights
+    assert log(tiny)[-1]["val_plain"] != pytest.approx(nats, rel=1e-6)
     train(cfg)
     train(replace(cfg, resume=True, steps=7))
     train(replace(cfg, resume=True, steps=5))  # it has made more already
     assert torch.load(file(cfg))["step"] == 7
     first, second, *_ = log(cfg)
-    assert first["val_plain"] == pytest.approx(nats / n, rel=1e-6)
+    assert first["val_plain"] == pytest.approx(nats, rel=1e-6)
     assert second["omega_s"] == pytest.approx(0.5, rel=1e-4)  # its learning rate is 0
     assert list(bounds(cfg)) == [0, 3, 6, 7] and steps(cfg) == [*range(8)]
     assert train(beside(tiny, "off", init_from=file(cfg), p_sm=0.0, steps=1))[0].sm is None
