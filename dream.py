@@ -185,14 +185,13 @@ class Dream(nn.Module):
         return model.requires_grad_(False).eval()
 
 
-# Settings of config.json, adapter_config.json and transparency_config.json. Another value would
-# change the result, but not the names and shapes of the tensors.
+# Settings of config.json and adapter_config.json. Another value would change the result, but not
+# the names and shapes of the tensors.
 ONLY = {
     "hidden_act": "silu", "rope_scaling": None, "rope_type": "default", "partial_rotary_factor": 1,
     "quantization_config": None, "use_sliding_window": False,
     "peft_type": "LORA", "use_dora": True, "use_rslora": False, "bias": "none", "rank_pattern": {},
-    "alpha_pattern": {}, "layer_replication": [], "init_lora_weights": True,
-    "transparency_scheduling": "none"}  # --schedule sets it here
+    "alpha_pattern": {}, "layer_replication": [], "init_lora_weights": True}
 
 
 def check_settings(raw, path, only=ONLY):
@@ -278,13 +277,18 @@ def load_adapter(model, folder, sm=None):
     with readable(folder):
         dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
         dora.load_adapter_state(model, state)
-    if os.path.exists(f"{folder}/softmask.pt"):
-        return load_soft_mask(f"{folder}/softmask.pt", model.cfg.mask_token_id, sm or SoftMask)
-    return authors_soft_mask(f"{folder}/transparency_config.json", model.cfg.mask_token_id)
+    return load_soft_mask(folder, model.cfg.mask_token_id, sm or SoftMask)
 
 
-def load_soft_mask(path, mask_id, sm):
-    """The soft mask of class sm in an adapter of finetune_dream.py, or None."""
+def load_soft_mask(folder, mask_id, sm):
+    """The soft mask of class sm in the folder of an adapter, or None."""
+    path = f"{folder}/softmask.pt"
+    theirs = f"{folder}/transparency_config.json"
+    if not os.path.exists(path):
+        if os.path.exists(theirs):
+            raise Refused(f"{folder} has ω in the authors' format only: run python lab/convert.py "
+                          f"{theirs} {path}")
+        return None
     with one_line():
         ckpt = read_checkpoint(path, "soft mask")
         if ckpt["model"] is None:
@@ -293,23 +297,6 @@ def load_soft_mask(path, mask_id, sm):
         check_class(path, ckpt["SoftMask"], soft_mask)
     soft_mask.load_state_dict(ckpt["model"])
     return soft_mask
-
-
-def authors_soft_mask(path, mask_id):
-    """The SoftMask of an adapter of the authors, or None."""
-    raw = read_json(path) if os.path.exists(path) else {"transparency_alg": "none"}
-    alg = raw["transparency_alg"]
-    if alg == "none":
-        return None
-    check_settings(raw, path)
-    with readable(path):
-        kinds = {"mixinputs_with_topk": int(raw["mixinputs_k"] or 0), "mixinputs_with_temp": None}
-        if alg not in kinds:  # another mix of theirs, or a class of one's own
-            raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
-        # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects.
-        omega_s = min(raw["transparency_scale"], 1 - 1e-6)
-        return SoftMask(mask_id, kinds[alg], omega_s, raw["transparency_steepness"],
-                        raw["transparency_centre"], raw["mixture_temp"])
 
 
 # ---- safetensors: the header's length in 8 bytes, the header in JSON, the raw tensors ------------

@@ -3,6 +3,7 @@
 
     python lab/convert.py mdlm.ckpt mdlm.pt       # MDLM's training checkpoint, or the authors' (SM)
     python lab/convert.py mdlm-owt mdlm-owt.pt    # a folder of the model hub
+    python lab/convert.py DIR/transparency_config.json DIR/softmask.pt    # ω of the authors' Dream
     python lab/convert.py mdlm.pt                 # what is in a file, ours too
 
 Weights of the hub need a config.json beside them. No code in a file can run, and none of its
@@ -21,6 +22,7 @@ import launch
 from dream import check_settings, read_safetensors
 from launch import Refused, read_json, readable
 from mdlm import MDLM, ModelConfig
+from softmask import SoftMask
 
 OMEGA = {"tran_head.raw_scale": "sm.raw_s", "tran_head.raw_steep": "sm.raw_a",
          "tran_head.raw_centre_neg": "sm.raw_b", "tran_head.raw_temperature": "sm.raw_tau"}
@@ -32,6 +34,8 @@ def read(path):
         if os.path.exists(os.path.join(path, name)):
             path = os.path.join(path, name)
     with readable(path):
+        if path.endswith("transparency_config.json"):
+            return from_authors_adapter(read_json(path), path)
         if path.endswith(".safetensors"):
             return from_mdlm_family(read_safetensors(path), path)
         try:
@@ -98,6 +102,22 @@ def from_mdlm_family(file, path):
                 "name": "gpt2", "vocab_size": V, "mask_id": V - 1, "bos": V - 2, "eos": V - 2}}
 
 
+def from_authors_adapter(raw, path):
+    """Our dict of a soft mask from the fields of an adapter's transparency_config.json."""
+    check_settings(raw, path, {"transparency_scheduling": "none"})  # sample_dream.py --schedule
+    none = {"kind": "soft mask", "SoftMask": None, "k": None, "model": None}
+    alg = raw["transparency_alg"]
+    if alg == "none":
+        return none
+    kinds = {"mixinputs_with_topk": int(raw["mixinputs_k"] or 0), "mixinputs_with_temp": None}
+    if alg not in kinds:  # another mix of theirs, or a class of one's own
+        raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
+    # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects.
+    sm = SoftMask(0, kinds[alg], min(raw["transparency_scale"], 1 - 1e-6),
+                  raw["transparency_steepness"], raw["transparency_centre"], raw["mixture_temp"])
+    return none | {"k": sm.k, "model": sm.state_dict()}
+
+
 class InertPickle:
     """In place of the module pickle. Whatever a file names becomes Inert, except for tensors."""
     class Unpickler(pickle.Unpickler):
@@ -143,7 +163,7 @@ def main(cfg):
     if out:
         launch.save(*out, **ckpt)
         print(f"written to {out[0]}")
-    print(f"{path}: {sum(t.numel() for t in ckpt.pop('model').values()):,} parameters")
+    print(f"{path}: {sum(t.numel() for t in (ckpt.pop('model') or {}).values()):,} parameters")
     for name, value in ckpt.items():
         print(f"{name}: {'yes' if value and name in ('ema', 'optimizer') else value}")
 

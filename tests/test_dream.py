@@ -10,7 +10,9 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+import convert
 import dora
+import launch
 from conftest import GOLDEN, digest, gen, recorded_adapter, refused
 from dream import Dream, DreamConfig, Tokenizer, load_adapter, write_safetensors
 from finetune_dream import TARGETS
@@ -144,6 +146,9 @@ def test_adapters_of_others(tiny_dream, tmp_path):
         rewrite(folder, "adapter_config.json", **config | changes)
         if omega:
             rewrite(folder, "transparency_config.json", **omega)
+            refused("python lab/convert.py", load_adapter, Dream.load(tiny_dream), folder)
+            found = convert.read(f"{folder}/transparency_config.json")
+            launch.save(f"{folder}/softmask.pt", **found)
         found = load_adapter(dream, folder)
         assert {layer.s for layer in dora.layers(dream).values()} == {40 / 16}
         return found
