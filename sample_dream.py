@@ -254,13 +254,9 @@ def main(cfg):
         total = None if cfg.threshold else cfg.steps or ids.count(mask_id) + cfg.gen_len
         with progress(total=total, unit="pass", leave=False) as bar:
             text, stats = answer(model, tok, sm, ids, cfg, until, lambda *_: bar.update())
-        print("{tokens} tokens ({kept} before the end), {per_s:.1f} per second; NFE {nfe}; "
-              "{per_pass:.2f} tokens per pass, {passes_per_s:.1f} passes per second; "
-              "{seconds:.1f} s; {feedback}".format(
-                  **stats, per_s=stats["tokens"] / stats["seconds"],
-                  per_pass=stats["tokens"] / stats["nfe"],
-                  passes_per_s=stats["nfe"] / stats["seconds"],
-                  feedback=sm or "without feedback"), file=sys.stderr)
+        speed = stats["tokens"] / stats["seconds"]
+        print("{tokens} tokens ({kept} before the end) in {nfe} passes and {seconds:.1f} s,".format(
+            **stats), f"{speed:.1f} tokens per second; {sm or 'without feedback'}", file=sys.stderr)
         return text
 
     def encode(text, special=False):

@@ -314,10 +314,10 @@ def go(tiny, capsys, monkeypatch):
 def test_the_command_answers_and_infills(go):
     omega = dict(omega_s=0.9, omega_a=2.0, omega_b=-3.0)
     err = go(prompt="hello", **omega, block=4, threshold=1e-9, schedule="linear").err
-    assert "NFE 4; 2.00 tokens per pass" in err and "; SoftMask(k=3, omega_s=0.9" in err
+    assert "8 tokens (8 before the end) in 4 passes" in err and "; SoftMask(k=3, omega_s=0.9" in err
     for blank in "___", 9 * "_":
         filled, err = go(infill=f"def __f__():\\n    {blank} # end", steps=4)
-        assert "8 tokens" in err and "NFE 4;" in err
+        assert "8 tokens" in err and "in 4 passes" in err
         assert filled.startswith("def __f__():\n    ") and filled.endswith(" # end\n")
         assert "___" not in filled
     mask = r"^<\|mask\|> would become"
