@@ -267,9 +267,20 @@ def primary(runs):
     return markdown(rows.values(), [*rows["sm"]])
 
 
-def full(runs, name):
-    rows = [row(what, {arm: values(lines, name, what) for arm, lines in runs.items()})
+def full(runs):
+    """After equal updates: mean ± standard deviation of all that is measured"""
+    rows = [row(what, {arm: values(lines, "updates", what) for arm, lines in runs.items()})
             for what in (*WAYS, "passes", "bound")]
+    return markdown(rows, ["", *runs])
+
+
+def time_and_off(runs):
+    """The means in equal time / after equal updates with feedback off"""
+    rows = []
+    for what in (*WAYS, "passes", "bound"):
+        cells = {arm: " / ".join(f"{mean(values(lines, name, what)):.1f}"
+                                 for name in ("time", "off")) for arm, lines in runs.items()}
+        rows.append({"": what} | cells)
     return markdown(rows, ["", *runs])
 
 
@@ -277,8 +288,8 @@ def main(cfg):
     torch.set_num_threads(1)
     if cfg.table:
         runs = complete(PATH, [*ARMS])
-        tables = [full(runs, name) for name in ("updates", "time", "off")]
-        return print(by_solutions(runs), secondary(runs), primary(runs), *tables, sep="\n\n")
+        tables = by_solutions, secondary, primary, full, time_and_off
+        return print(*(table(runs) for table in tables), sep="\n\n")
     seconds = cpu_seconds(PATH, ARMS, train_arm)
     run_all(cfg, PATH, functools.partial(run, seconds=seconds))
 
