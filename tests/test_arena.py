@@ -4,6 +4,7 @@ import json
 import math
 import shutil
 import subprocess
+from pathlib import Path
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ import arena_text
 import data
 import plot
 import sudoku
-from conftest import dying, gen, refused
+from conftest import ROOT, dying, gen, refused
 from launch import append_jsonl, read_jsonl
 from mdlm import MDLM
 from softmask import SoftMask
@@ -238,3 +239,19 @@ def test_the_result_file_itself_does_not_make_the_code_dirty(tmp_path, monkeypat
     (tmp_path / "launch.py").write_text("2")
     assert arena.provenance("lines.jsonl")["git"]["dirty"] is True
     assert json.dumps(arena.provenance("lines.jsonl"))
+
+
+def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
+    monkeypatch.chdir(ROOT)
+    arena.main(arena.Config(table=True))
+    tables = capsys.readouterr().out.strip().split("\n\n")
+    page = Path("results/README.md").read_text("utf-8")
+    assert len(tables) == 5 and all(table in page for table in tables)
+    runs = arena.complete(arena.PATH, arena.ARMS)
+
+    def cells(arm, name):
+        ways = "1", "2, even", "2, odd", "3"
+        return [f"{arena.mean(arena.values(runs[arm], name, way)):.0f}" for way in ways]
+    both = [f"{x} ({y})" for x, y in zip(cells("sm", "updates"), cells("sm", "time"))]
+    for row in both, cells("sm", "off"), cells("binary", "updates"):
+        assert f" | {' | '.join(row)} |\n" in Path("README.md").read_text("utf-8")

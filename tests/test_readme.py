@@ -53,7 +53,7 @@ def test_every_command_of_reproduce_parses():
 
 
 def test_the_paper_map_names_what_exists():
-    [table] = re.findall(r"\| paper \| code \|.*?\n\n", page("README.md"), re.S)
+    [table] = re.findall(r"\| paper \| code \|.*?\n\n", page("REPRODUCE.md"), re.S)
     named = re.findall(r"`(\w+)\.(\w+)`", table)
     assert len(named) > 12
     for owner, name in named:
