@@ -5,13 +5,13 @@
     python data.py yours.jsonl more/ --val_docs=300 --out=data/yours
     python data.py openwebtext                                 # needs `pip install datasets`
 
-Sources are .txt, one document each, .jsonl and .parquet, with a text in one field of every record,
-and folders of these, all in UTF-8. What cannot be read is refused, with its file and record. A
-corpus is a folder with three files. Every document ends with EOS.
+Sources are .txt files (one document each), .jsonl and .parquet files (one document per record, in
+one text field), and folders of these, all in UTF-8. What cannot be read is refused, with its file
+and record. A corpus is a folder with three files. Every document ends with EOS.
 
-    train.bin    token ids, in uint16, or in uint32 if there are more than 65,536
+    train.bin    token ids, in uint16, or in uint32 if the tokenizer has more than 65,536
     val.bin      the same, for the end of the text, which is held out
-    meta.json    tokenizer, dtype, source, number of documents; of both splits: tokens, sha256
+    meta.json    tokenizer, dtype, source, documents; per split: tokens, sha256; of val: bytes
 
 A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS and EOS are masked,
 too [code]. Published perplexities use rows of this form that begin elsewhere (REPRODUCE.md, 16).
@@ -240,7 +240,7 @@ def numbered(values, path, remedy):
 
 
 def texts(path, field):
-    """Yields the text of each record of a file. Raises whatever is wrong with it."""
+    """Yields the text of each record of a file. Errors are left to `numbered`."""
     suffix = path.suffix.lower()
     if suffix == ".parquet":
         from pyarrow.parquet import ParquetFile
@@ -257,7 +257,7 @@ def texts(path, field):
 
 
 def json_lines(path):
-    """Yields the value of each line that is not blank. Raises whatever is wrong with it."""
+    """Yields the value of each line that is not blank. Errors are left to `numbered`."""
     with open(path, "rb") as f:  # decoded by lines, so that errors have the right number
         for line in f:
             if line.strip():
@@ -301,8 +301,8 @@ class Config:
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: str = "gpt2"      # the paper's; bytes; or another name that tiktoken knows
     field: str = "text"          # what holds the text in a record of a .jsonl or .parquet
-    # How many documents to hold out, the last ones, or all if there are fewer (default: the end of
-    # the text: 1 % of its tokens, or 65,536 if that is more, but at most a tenth [ours]).
+    # How many of the last documents to hold out, or all if there are fewer (default: the last 1 %
+    # of the tokens, or 65,536 if that is more, but at most a tenth [ours]).
     val_docs: Size | None = None
 
 

@@ -101,7 +101,7 @@ def load_adapter_state(model, state):
     """Copy an `adapter_state` into attached layers. Raises ValueError if names or shapes differ."""
     own = adapter_state(model)
     if own.keys() != state.keys():
-        raise ValueError(f"in only one of model and adapter: {min(own.keys() ^ state.keys())}")
+        raise ValueError(f"only the model or only the adapter has {min(own.keys() ^ state.keys())}")
     for name, p in own.items():
         if p.shape != state[name].shape:  # `copy_` might broadcast it
             raise ValueError(f"{name} has another shape in the model")

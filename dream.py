@@ -35,8 +35,8 @@ from softmask import SoftMask
 
 def rope(pos, cfg):
     """Rotary cos and sin of positions pos (B, L), each (B, L, 1, head_dim), fp32."""
-    # Frequencies are not stored: in a bf16 model, angles at position 500 would be off by up to 0.6
-    # radians. The released evaluation of finetuned models has this error.
+    # Frequencies are computed, not stored in the model: in bf16, angles at position 500 would be
+    # off by up to 0.6 radians. The released evaluation of finetuned models has this error.
     even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
     inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)            # (head_dim/2,)
     angle = (pos[..., None, None].float() * inv_freq).tile(2)           # (B, L, 1, head_dim)
@@ -158,7 +158,7 @@ class Dream(nn.Module):
         return y.float()  # a loss in bf16 would round its gradients
 
     def fingerprint(self):
-        """A hash of 4,096 signs per tensor. It survives another dtype and an attached adapter."""
+        """A hash of each tensor's first 4,096 signs: the same in any dtype and with an adapter."""
         signs = [p.detach().flatten()[:4096].signbit() for name, p in self.named_parameters()
                  if ".lora_" not in name]
         return hashlib.sha256(torch.cat(signs).cpu().numpy()).hexdigest()[:16]
@@ -195,7 +195,7 @@ ONLY = {
 
 
 def check_settings(raw, path, only=ONLY):
-    """Raises Refused for a setting that is there, but with another value than in `only`."""
+    """Raises Refused if a setting has another value than in `only`. A missing one is fine."""
     for name, value in only.items():
         if raw.get(name) not in (None, value):
             raise Refused(f"{path} has {name} = {raw[name]!r:.80}, but only {value!r} works here")
@@ -228,8 +228,8 @@ class DreamConfig:
         path = f"{folder}/config.json"
         added = f"{folder}/added_tokens.json"
         if not os.path.exists(path):
-            raise Refused(f"{folder} is no Dream model: it has no config.json. sample.py is for an "
-                          "MDLM")
+            raise Refused(f"{folder} is not a Dream model: it has no config.json. For an MDLM, use "
+                          "sample.py")
         raw = {name: value for name, value in read_json(path).items() if value is not None}
         if "mask_token_id" not in raw and os.path.exists(added):  # open-dCoder
             raw["mask_token_id"] = read_json(added).get("<M>")
@@ -242,7 +242,7 @@ class DreamConfig:
             for name, kind in cls.__annotations__.items():
                 if not isinstance(raw.get(name), (kind, int)):
                     raise ValueError(f"{name} is {raw.get(name)!r}, not of type {kind.__name__}. "
-                                     "Is this a Dream model? An MDLM is for sample.py")
+                                     "Is this a Dream model? For an MDLM, use sample.py")
             ids = [raw["mask_token_id"], raw["pad_token_id"], *ends]
             if not all(i in range(raw["vocab_size"]) for i in ids):
                 raise ValueError(f"mask, pad and eos_token_id are {ids}, beyond vocab_size")
@@ -257,16 +257,16 @@ class DreamConfig:
 
 
 def load_adapter(model, folder, sm=None):
-    """Attach the DoRA in `folder`, in place. Returns the soft mask beside it, or None.
+    """Attach the DoRA in `folder` to model, in place. Returns the folder's soft mask, or None.
 
     sm: the class of the soft mask (default: SoftMask).
     """
     if not os.path.exists(f"{folder}/adapter_config.json"):
-        raise Refused(f"{folder} is no folder of an adapter, such as out/dream/best")
+        raise Refused(f"{folder} is not an adapter folder, such as out/dream/best")
     cfg = read_json(f"{folder}/adapter_config.json")
     state = read_safetensors(f"{folder}/adapter_model.safetensors")
     if cfg.get("init_lora_weights") in (False, "gaussian", "orthogonal", "eva"):
-        cfg["init_lora_weights"] = True  # peft's other starts change the base, too
+        cfg["init_lora_weights"] = True  # the other values change the base: refused below
     check_settings(cfg, f"{folder}/adapter_config.json")
     ours = f"{folder}/finetune.json"  # tells apart models of the same shapes
     if os.path.exists(ours) and read_json(ours)["base"] != model.fingerprint():

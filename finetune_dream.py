@@ -6,10 +6,10 @@
     python finetune_dream.py iso-compute --model=DIR --data=coding           # half the updates
     python finetune_dream.py binary --model=DIR --data=mix                   # without feedback
 
-The model learns to fill in the last answer of each dialogue. Alg. 1 sums the loss over the masks of
-a dialogue. The default here is their mean [code]. The folder `out` gets log.jsonl, last.pt to
-resume from, and two adapters, best/ and last/. sample_dream.py, peft and the authors' code can read
-them. As in train.py, neither a resume nor the number of GPUs changes a draw.
+The model learns to fill in the last answer of each dialogue. Alg. 1 sums the loss over a dialogue's
+masks. The default here is the mean [code]. The folder `out` gets log.jsonl, last.pt to resume from,
+and two adapters, best/ and last/, in a format that sample_dream.py, peft and the authors' code can
+read. As in train.py, neither a resume nor the number of GPUs changes a random draw.
 
 `finetune` is the whole run, from top to bottom, in the order of train.train.
 """
@@ -44,8 +44,8 @@ MASK_FLOOR = 1e-3  # masked with (1 − floor) t + floor; mdlm.corrupt has no "+
 class Config:
     model: str = "Dream-v0-Instruct-7B"  # folder of a Dream, Dream-Coder or open-dCoder model
     # mix (Tulu 3 + SmolTalk), coding (Ling-Coder-SFT), or a .jsonl with one dialogue on each line:
-    # {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}, where
-    # a role may also be system, or {"prompt": "…", "response": "…"}. RECIPES.md converts others.
+    # {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}, with
+    # "system" allowed as a role, or {"prompt": "…", "response": "…"}. RECIPES.md converts others.
     data: str = ""              # the last answer of each dialogue is what the model learns
     out: str = "out/dream"
     resume: bool = False        # continue from last.pt in `out`, or start if there is none
@@ -83,7 +83,7 @@ class Config:
     dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
     log_every: Size = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: Count = 500     # may write best/; 0: never. Every 100 [code] is a third of a run
+    eval_every: Count = 500     # may write best/; 0: never. Every 100 [code] takes a third of a run
     code: str = ""              # a Python file to run first: its SoftMask replaces ours
 
 
@@ -92,7 +92,7 @@ PRESETS = {
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
 
-# With any of these changed, a resumed run would be another run. What else changes is printed.
+# If one of these has changed, a run cannot be resumed. Other changes are only printed.
 IDENTITY = "seed", "batch_size", "r", "alpha", "loss", "k"
 
 
@@ -158,14 +158,14 @@ def finetune(cfg, sm=None):
                 launch.save(last, **about, step=made, metrics=metrics, model=weights,
                             optimizer=optimizer.state_dict())
 
-        if not resuming:  # so that no adapter is ever without it
+        if not resuming:  # so that no adapter is ever without a last.pt
             save_last()
 
         # ---- Alg. 1
         line = {}
         stopped = stop()
         for step in range(start, steps):                                       #          l.1, l.10
-            # The coins of all dialogues, on all ranks: ω must not move if none has feedback.
+            # Every rank tosses all coins, because ω must not move if no dialogue has feedback.
             keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
             coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
             softs = [coin < cfg.p_sm for coin in coins]                        #               §3.2
@@ -180,7 +180,7 @@ def finetune(cfg, sm=None):
                 # Found on the CPU: N depends on the data, so on a GPU this would be a host sync.
                 masks = (xt == mask_id).nonzero(as_tuple=True)                 # 2 × (N,)
                 x0, xt, b, l = (launch.to_device(x, machine.device) for x in (x0, xt, *masks))
-                # DDP: only in the last one
+                # DDP: average gradients only in this rank's last dialogue
                 parallel.require_backward_grad_sync = j + machine.world >= M
                 nll = parallel(x0, xt, softs[j], (b, l))                       # (N,)         l.5-8
                 # DDP averages gradients over the ranks. Times `world`, they are summed.
@@ -189,7 +189,8 @@ def finetune(cfg, sm=None):
                 log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
                         tokens=x0.numel(), soft=softs[j], lam=model.lam if softs[j] else 0)
             if model.sm and not any(softs):
-                # ω has a gradient of 0 (TwoPass.token_nll). Adam's momentum would move it [ours].
+                # ω's gradient is 0 (TwoPass.token_nll), and Adam's momentum would still move ω.
+                # Without a gradient, Adam skips it [ours].
                 model.sm.zero_grad(set_to_none=True)
             norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
             for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):  # DoRA, ω
@@ -206,7 +207,7 @@ def finetune(cfg, sm=None):
             logging = launch.is_due(made, cfg.log_every, steps) or made == 1
             if logging or evaluating or saving:
                 lr = optimizer.param_groups[0]["lr"]
-                line = log.line(made, lr, model.sm, norm)  # no NaN?
+                line = log.line(made, lr, model.sm, norm)  # refuses NaN
                 if evaluating:
                     losses = evaluate(model, val, cfg, machine)
                     # With feedback in all dialogues [ours]. The authors toss a coin [code].
@@ -218,7 +219,7 @@ def finetune(cfg, sm=None):
                 save_adapter(f"{cfg.out}/best", model.net, model.sm, cfg)
             if saving and master:
                 save_adapter(f"{cfg.out}/last", model.net, model.sm, cfg)
-            if saving:  # last of all: a kill before this repeats updates, and loses nothing
+            if saving:  # last of all: a kill before this costs repeated updates, but no data
                 save_last()
             if stopped:
                 break
@@ -234,7 +235,7 @@ def finetune(cfg, sm=None):
 
 def pad_with_eos(ids, pad_id, generator):
     """x0 (1, L): ids, then 0 to 49 end tokens, then up to 7 more to reach a multiple of 8 [code]"""
-    # Masked and predicted, so that the model learns where to stop.
+    # The end tokens are masked and predicted, too: the model learns where to stop.
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     n_end += -(len(ids) + n_end) % 8
     return F.pad(torch.as_tensor(ids).long(), (0, n_end), value=pad_id)[None]  # (1, L)
@@ -356,7 +357,7 @@ def hub_dialogues(rows, counts):
     for n, row in enumerate(rows):
         try:
             # Ling-Coder's roles are HUMAN, ASSISTANT, SYSTEM. The authors' chat template does not
-            # know SYSTEM, and puts its default system turn before it. Here it is one [ours].
+            # know SYSTEM, and adds its default system turn. Here, SYSTEM is that turn [ours].
             turns = [turn | {"role": turn["role"].lower().replace("human", "user")}
                      for turn in row["messages"]]
             messages = as_messages({"messages": turns})
@@ -388,7 +389,7 @@ def encode_all(dialogues, cfg, tok, mask_id, counts):
 
 def encode_chat(messages, tok):
     """(ids, prompt length) of messages, the last of which is the answer to learn"""
-    # Encoded apart [ours]: in one text, the line breaks where they meet could become one token.
+    # Encoded separately [ours]: in one text, line breaks where the two meet could become one token.
     prompt = tok.encode(tok.chat(messages[:-1]), special=True)
     response = tok.encode(messages[-1]["content"] + "<|im_end|>\n", special=True)
     return prompt + response, len(prompt)
@@ -458,7 +459,7 @@ def save_adapter(folder, dream, sm, cfg):
             transparency_scheduling="none", transparency_scale=s, transparency_steepness=a,
             transparency_centre=b, mixture_temp=1.0 if sm.k else sm.tau.item(),
             mixinputs_k=sm.k or 1)
-    elif sm:  # nothing but softmask.pt holds a λ of one's own
+    elif sm:  # only softmask.pt can hold a custom soft mask
         files["transparency_config.json"]["transparency_alg"] = own_class(sm)
     write_safetensors(f"{folder}/adapter_model.safetensors", dora.adapter_state(dream),
                       {"format": "pt"})

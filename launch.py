@@ -33,7 +33,7 @@ class Refused(ValueError):
     """Bad input, in one sentence: the value, the limit, the remedy. `run` exits with code 2."""
 
 
-# Types of Config fields. The bounds refuse what would spoil a run without a word: --p_sm=80.
+# Types of Config fields. The bounds refuse what would silently spoil a run: --p_sm=80.
 Size = typing.Annotated[int, 1, math.inf]
 Count = typing.Annotated[int, 0, math.inf]
 Share = typing.Annotated[float, 0, 1]
@@ -64,7 +64,7 @@ def run(main, Config, presets=(), ranks=False):
         sys.exit(130)
     except Exception as e:
         if os.environ.get("LOCAL_RANK", "0") != "0":
-            # Rank 0 usually says the same first. Then torchrun sends SIGTERM to this rank.
+            # Rank 0 usually prints the same line: wait until torchrun ends this rank by SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         package = OPTIONAL.get(e.name) if isinstance(e, ModuleNotFoundError) else None
@@ -115,9 +115,9 @@ def from_cli(Config, argv, presets=()):
 
 
 def what_is_meant(word, names, presets):
-    """A line that answers an unknown word of a command."""
+    """The error message for an unknown word on the command line."""
     if not word.startswith("-"):
-        return f"unknown first word {word!r}: known are {', '.join(presets) or 'none'}; see --help"
+        return f"unknown word {word!r}: presets are {', '.join(presets) or 'none'}; see --help"
     flag = word.partition("=")[0]
     nearest = difflib.get_close_matches(flag.strip("-"), names, n=1, cutoff=0.7)
     return f"unknown flag {flag}: {f'did you mean --{nearest[0]}?' if nearest else 'see --help'}"
@@ -203,7 +203,7 @@ def ddp(model, machine):
 
 
 def end_run(machine, warning, command, code, step, stopped):
-    """The end of a run on every rank. Rank 0 prints. After a signal (stopped), the process exits.
+    """End a run, on every rank. Rank 0 prints what is next. After a signal (stopped), exit.
 
     warning: a line, or "".   command: what to run next, a list of words.   code: see `soft_mask`.
     step: updates made.
@@ -240,7 +240,7 @@ def over_ranks(tensor, operation=dist.ReduceOp.SUM):
 
 # ---- stopping and resuming -----------------------------------------------------------------------
 class Stop:
-    """After a signal to any rank, stop() is its number on all of them, else 0. Call it on all.
+    """stop() returns the number of a signal that any rank received, else 0. Call it on all ranks.
 
     with Stop() as stop: in this block, after the first call, a signal no longer ends the process.
     A second Ctrl-C does.
@@ -270,7 +270,7 @@ class Stop:
 
 
 def resumes(folder, resume, *results):
-    """Whether last.pt continues the run in a folder. Call it on every rank, with the lock.
+    """Whether to continue a folder's run from last.pt. Call it on every rank, inside `lock`.
 
     results: patterns of the run's other files. Without last.pt, they must not be overwritten.
     """
@@ -297,7 +297,7 @@ def check_same(path, before, now, names, remedy=""):
 
 
 def check_run(path, ckpt, identity, config):
-    """Prints which settings differ. Raises Refused if this would make another run of a last.pt.
+    """Print which settings differ. Raises Refused if this run would not be that of last.pt.
 
     identity: {name: value} of all that must be the same.   config: the settings.
     """
@@ -461,10 +461,10 @@ def save(path, **parts):
     """A checkpoint: a dict of tensors and plain values, by torch.save. Raises OSError if it fails.
 
     kind       "mdlm", "dream-adapter" or "soft mask"    step, metrics, git, versions
-    config     {field: value}; what must be the same when a run is resumed: identity
+    config     {field: value}; identity: what must be the same when a run is resumed
     net, SoftMask   classes that are not ours, by name   tokenizer  as in meta.json
     model      {name: tensor}                            ema        {name: tensor}, backbone [code]
-    optimizer  only to resume the run                    data       {path, n_tokens, sha256, …}
+    optimizer  only to resume the run                    data       {path, sha256, val}
 
     Every random draw is keyed by seed and step, so no other random state is saved.
     """

@@ -7,9 +7,9 @@
     Eq. 2                 MDLM.forward         the loss: −log p of the masked tokens, times 1/t
     §2.1 g_θ, App. B.1    DiT                  a bidirectional transformer, 169M in the paper
 
-It needs only torch and softmask.py, ready to copy. TwoPass needs three parts of a backbone. SM sits
-between the first and the second: at the masks, it mixes what `head` predicted into the embeddings.
-(`compile_parts` also needs a `trunk`.)
+This file needs only torch and softmask.py: copy the two. TwoPass needs three parts of a backbone.
+SM sits between the first and the second: at the masks, it mixes what `head` predicted into the
+embeddings. (`compile_parts` also needs a `trunk`.)
 
     table                     (V, D)                              the embeddings
     hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks;
@@ -169,7 +169,7 @@ class MDLM(TwoPass):
 
         The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN make L 0.1 to 0.3 % too small.
         Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
-        samples differently: in place of pass 1, it has the prediction of the step before.
+        samples differently: in place of pass 1, it uses the previous step's prediction.
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)                    # (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)            l.8
@@ -178,8 +178,8 @@ class MDLM(TwoPass):
     def load(cls, path, ema=True, sm=None):
         """An MDLM in eval mode, from a checkpoint of train.py. Its `info` is the rest of the file.
 
-        ema: take the averaged θ, or the file's only one (a step-N.pt has its average). False: take
-        θ as trained. ω is not averaged [code].   sm: see MDLM.
+        ema: take the averaged θ, or the file's only θ (in a step-N.pt, that is the average). False:
+        take θ as trained. ω is never averaged [code].   sm: see MDLM.
         Raises ValueError if the file is no such checkpoint, or has other classes.
         """
         info = read_checkpoint(path, "mdlm")
@@ -219,20 +219,20 @@ def read_checkpoint(path, kind):
         raise ValueError(f"{path} is not a whole checkpoint of this project ({type(e).__name__}). "
                          f"If another wrote it: python lab/convert.py {path} OUT.pt")
     if there != kind:
-        raise ValueError(f"{path} has kind {there!r}, and {kind!r} is needed here")
+        raise ValueError(f"{path} is of kind {there!r}, but {kind!r} is needed here")
     return ckpt
 
 
 def own_class(part):
-    """The class of a network or soft mask by name, or None if it is DiT, SoftMask or missing."""
+    """The class name of a network or soft mask, or None if it is DiT, SoftMask or missing."""
     return None if part is None or type(part) in (DiT, SoftMask) else type(part).__name__
 
 
 def check_class(path, name, part):
-    """Raises ValueError if a file is of another class than a network or soft mask here."""
+    """Raises ValueError if a file's network or soft mask is of another class than `part`."""
     if name != own_class(part):
-        raise ValueError(f"{path}: its own class is {name}, here it is {own_class(part)} (None: "
-                         f"ours). Give --code=FILE.py if it was given in training, and only then")
+        raise ValueError(f"{path} was trained with class {name}, not {own_class(part)} (None: DiT "
+                         f"or SoftMask). Give --code=FILE.py if training had it, and only then")
 
 
 def check_finite(state, path):
@@ -252,7 +252,7 @@ class LayerNorm(nn.Module):
     def forward(self, x, shift, scale):
         x, shift = x.float(), shift.float()
         gain = self.weight * (1 + scale)                                       # (B or 1, 1, D)
-        if len(gain) == 1:  # one for all sequences: layer_norm can apply it, which saves a pass
+        if len(gain) == 1:  # the same for all sequences: layer_norm applies it, one kernel less
             return F.layer_norm(x, x.shape[-1:], gain[0, 0], shift[0, 0])
         return F.layer_norm(x, x.shape[-1:]) * gain + shift                    # (B, L, D)
 
@@ -360,7 +360,7 @@ class DiT(nn.Module):
         V = self.cfg.vocab_size
         weight = self.output_layer.linear.weight                               # (V, D)
         bias = self.output_layer.linear.bias.clone()                           # (V,)
-        # This makes p([MASK]) 0 without a pass over an (n, V) tensor. `bias[i] = …` would sync.
+        # This makes p([MASK]) 0 with no extra kernel on an (n, V) tensor. `bias[i] = …` would sync.
         bias[self.cfg.mask_id].fill_(-1e6)
         if torch.compiler.is_compiling():
             # Unless 64 divides V, CUDA uses an old, slow kernel for the weight's gradient. So V is
@@ -395,8 +395,8 @@ def compile_parts(model, mode=None):
     mode: of the trunk; "reduce-overhead" uses CUDA graphs. The work on rows cannot use them,
         because the number of rows varies.
     """
-    # Methods are compiled, because compiled modules have other names in the state_dict. Copy the
-    # model before this call: methods in a deepcopy would use the original's weights.
+    # This compiles methods, because compiling a module renames its entries in the state_dict. Copy
+    # the model before this call: a deepcopy's compiled methods would use the original's weights.
     # DDP would split the trunk every 25 MB, to send gradients while the backward pass runs. The
     # splits would break fused kernels and change the dropout masks.
     torch._dynamo.config.optimize_ddp = False

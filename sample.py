@@ -105,17 +105,17 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
             x^ = unmask(x~)     a coin for every mask: this token, or still [MASK]?  l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    Training feeds back a plain pass over the same masks. Here, the pass of the step before is fed
-    back. It saw other masks, usually more, and from the second on, it had feedback, too. In the
-    code, `x` holds the ids x^, and `emb` the embeddings x. The indices of the paper's l.6 are a
-    misprint: §3.1 and the authors' code have x^ and p of the same step.
+    In training, the feedback comes from a plain pass over the same masks. Here, it comes from the
+    previous pass, which saw other masks, usually more. Unless it was the first, that pass had
+    feedback itself. In the code, `x` holds the ids x^, and `emb` the embeddings x. The indices of
+    the paper's l.6 are a misprint: §3.1 and the authors' code have x^ and p of the same step.
     Whether a position changes does not depend on the network. So the coins of l.5 are tossed before
     l.3, and l.4 draws only the tokens that appear. ReMDM tosses coins for tokens, too.
 
     A step that neither reveals nor re-masks makes no pass (App. C.4), although a pass would renew
-    SM's feedback [code]. So with the same coins, SM makes as many passes as binary masking: unlike
-    in App. C.4, where it makes 651 and binary 636. The last step makes a pass whenever masks are
-    left. What it leaves is filled by one more pass, by argmax [code].
+    SM's feedback [code]. So with the same coins, SM makes as many passes as binary masking. (In
+    App. C.4, SM makes 651 and binary 636.) The last step makes a pass whenever masks are left. If
+    it leaves any, one more pass fills them by argmax [code].
 
     model: TwoPass or MDLM. This puts it in eval mode. If its sm is None, there is no feedback.
     x: (L,) ids on the CPU. Its masks are filled, and its tokens never change.
@@ -190,11 +190,11 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
     model: TwoPass or MDLM. This puts it in eval mode. If its sm is None, there is no feedback.
     x: (n, L) ids on the CPU. Without a threshold, all rows must have equally many masks, in every
         step: else ValueError. (If the model can predict [MASK], decode one row at a time.)
-    shares: for each step, which share of the masks left in a row it reveals. The number is rounded
-        down. See `shares_of`. With a threshold: itertools.repeat(1), for as many as needed.
+    shares: for each step, the share of a row's remaining masks to reveal, rounded down to whole
+        masks. See `shares_of`. With a threshold: itertools.repeat(1), as many as needed.
     pick: Pick. All rows draw from its generator.
-    gain: a factor on λ, a function of the share of the initial masks that are left in all rows,
-        App. C.9.
+    gain: a factor on λ, App. C.9, as a function of the share of the initial masks that is still
+        left, over all rows.
     on_step(x, lam, masks, h, revealed): called after every pass. x (n, L): ids. lam (n, L): λ of
         each mask that this pass gave feedback, else 0. masks: the index pair (b, l), each (N,), of
         the masks that this pass predicts. h (N, D): the hidden states that predict them. revealed
@@ -252,7 +252,7 @@ def propose(logits, mask_id, forced, pick):
     Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
     if not callable(pick.confidence) and pick.confidence not in ORDERS:
-        raise ValueError(f"no confidence is called {pick.confidence!r}")
+        raise ValueError(f"unknown confidence {pick.confidence!r}")
     scaled = logits / pick.temperature if pick.temperature > 0 else logits  # (N, V)
     p = nucleus(scaled.softmax(-1), pick.top_p, keep_crossing=True)     # (N, V)
     x0 = p.argmax(-1)                                                   # (N,)
@@ -327,8 +327,8 @@ def nucleus(probs, p, keep_crossing=False):
 def likeliest(probs, p):
     """The m largest of each row of probs (n, V), descending: values and ids (n, m).
 
-    m is V, or large enough for the m values of every row to add up to more than p. Sorting all of V
-    costs too much, so m grows until they do.
+    m is V, or large enough for the m values of every row to add up to more than p. Sorting all V
+    would be slow, so m starts small and grows until this holds.
     """
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
@@ -403,7 +403,7 @@ def starting_ids(prompt, L, tok, special):
 
 
 def with_omega(sm, mask_id, cfg):
-    """sm, or a SoftMask of cfg's ω_s, ω_a and ω_b if they are given, with k as in sm, or 3"""
+    """A SoftMask with cfg's ω_s, ω_a, ω_b and sm's k (3 without sm), or sm if none is given"""
     omega = [cfg.omega_s, cfg.omega_a, cfg.omega_b]
     if omega == [None] * 3:
         return sm
@@ -456,7 +456,7 @@ def read_samples(path):
 
 
 def shown(tok, ids, special, given=0):
-    """The text of a sample up to the first EOS after its first `given` ids, without BOS and EOS"""
+    """The text of a sample up to the first BOS or EOS after its first `given` ids, without these"""
     ends = special["bos"], special["eos"]
     stop = next((i for i in range(max(1, given), len(ids)) if ids[i] in ends), len(ids))
     return text_of(tok, [i for i in ids[:stop] if i not in ends])
@@ -469,7 +469,7 @@ def main(cfg):
 
     # ---- load the model, encode the prompt
     model, tok, x, cfg = prepared(cfg)                                         # x: (L,)
-    # All that a sample depends on besides its index. The hash tells runs of equal length apart.
+    # All that a sample depends on besides its index. The hash tells apart runs at the same step.
     parts = [model.net.table, *(model.sm.parameters() if model.sm else ())]
     weights = b"".join(p.detach().numpy().tobytes() for p in parts)
     settings = {name: value for name, value in asdict(cfg).items()

@@ -51,9 +51,9 @@ class Decoding:
     switch: Share = 0.5             # t' of the stepwise schedules, App. C.9: see `time_gain`
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # Whatever algorithm and steps are: a pass reveals the surest token, and all with at least this
-    # probability. (With block: in the block, after its first pass.) The probability is that after
-    # temperature and top_p, where a small lead can be enough for 1 (REPRODUCE.md, 5).
+    # In place of algorithm and steps: a pass reveals the surest token, and all with at least this
+    # probability. (With block: in the block, after its first pass.) It is taken after temperature
+    # and top_p, so even a token with a small lead can get a probability of 1 (REPRODUCE.md, 5).
     threshold: Share | None = None
     code: str = ""                  # a Python file to run first: its SoftMask replaces ours
     # These three together replace the adapter's soft mask. Without an adapter, --omega_s=0.3
@@ -76,7 +76,7 @@ class Config(Decoding):
     prompt: str = ""                # one user turn
     chat: bool = False              # user turns from stdin, one per line
     # The model fills the first blank ___ in this text. Without a blank, it continues the text. No
-    # chat template is added, so a base model can do it, too: --infill="def f(x):\n"
+    # chat template is added, so this works with a base model, too: --infill="def f(x):\n"
     infill: str = ""
 
 
@@ -121,8 +121,8 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
     """Fill the last gen_len positions, block after block              Alg. 2, App. B.2, Fast-dLLM
 
     model: in eval mode.   x: (1, L), from `pad_prompt`, without masks in the prompt.
-    shares: one for each pass over a block; with a threshold, a 1 for each of its tokens. If there
-        are several, the first stands for one token, see below.
+    shares: one for each pass over a block; with a threshold, 1 for each token of a block. If there
+        are several, the first is not used: that pass reveals one token, see below.
     Other arguments, and the result: see `sample.decode`.
 
     The first pass of a block computes all positions. Later passes compute the parts marked =. For
@@ -134,10 +134,10 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
         dual         ························    =====    ············
 
     The first pass reveals the block's first token, however unsure the model is: the state before
-    the block predicts it, and with a cache only this pass computes that. Fast-dLLM's code does so
-    without a cache, too. If a block has one step, this step fills it [ours]. In Fast-dLLM's code,
-    masks would be left. Each mask keeps the feedback from the last pass that predicted it, also
-    across blocks [ours].
+    the block predicts this token, and with a cache, only this pass computes that state. Fast-dLLM's
+    code does so without a cache, too. If a block has one step, that step fills it [ours], where
+    Fast-dLLM's code would leave masks. Each mask keeps the feedback from the last pass that
+    predicted it, also across blocks [ours].
     """
     net = model.net
     sm = model.sm
@@ -177,7 +177,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
 
 def check(gen_len, steps, block, threshold):
     if block and (gen_len % block or (threshold is None and steps % (gen_len // block))):
-        raise Refused(f"blocks of {block} cannot share gen_len {gen_len} and steps {steps} evenly")
+        raise Refused(f"blocks of {block} do not divide gen_len {gen_len} and steps {steps} evenly")
 
 
 def load_for_decoding(cfg):
@@ -191,7 +191,7 @@ def load_for_decoding(cfg):
     sm = load_adapter(model, cfg.adapter, own) if cfg.adapter else None
     sm = with_omega(sm, model.cfg.mask_token_id, cfg)
     if cfg.schedule != "none" and not (sm and cfg.soft):
-        raise Refused(f"--schedule={cfg.schedule} is about feedback, and there is none")
+        raise Refused(f"--schedule={cfg.schedule} scales the feedback, but there is none")
     if cfg.merge:
         change = dora.merge_(model)
         if 1e-6 < change < 1e-3 and model.table.dtype != torch.float32:

@@ -34,7 +34,7 @@ What can go wrong:
 4. Row l of the logits must predict position l. If the model predicts the next token, shift them.
 5. SoftMask detaches nothing. To keep gradients out of the first pass, run it under no_grad.
 
-RECIPES.md has what else can go wrong with autocast, with DDP, and if the model predicts [MASK].
+RECIPES.md covers further pitfalls: autocast, DDP, and models that predict [MASK].
 """
 
 import torch
@@ -45,8 +45,8 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """`embed` is sm_ω(x̂, p) of §3.1, for your own model. This project calls its two halves, only
-    for the masks: `forward`, for λ, the likeliest tokens and their shares π, and then `mix`.
+    """`embed` is sm_ω(x̂, p) of §3.1, for your own model. This project calls its two halves, on the
+    masks only: `forward` finds λ, the likeliest tokens and their shares π, and `mix` applies them.
 
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
@@ -79,8 +79,8 @@ class SoftMask(nn.Module):
         """
         logits = logits.float()                                                    # (N, V)
         if self.k is None:
-            # τ changes λ, too [code]. The gradient of τ is a sum over p · logit: for a logit of
-            # −inf, this would be 0 · −inf = NaN. Hence the clamp.
+            # τ changes λ, too [code]. The gradient of τ sums p · logit over the tokens, and a logit
+            # of −inf would add 0 · −inf = NaN. Hence the clamp.
             logits = logits.clamp_min(-1e30) / self.tau                            # (N, V)
         logp = logits.log_softmax(-1)                                              # (N, V)
         lam = self.strength(neg_entropy(logp))                                     # (N,)
@@ -156,7 +156,7 @@ class SoftMask(nn.Module):
         return F.softplus(self.raw_tau) + EPS
 
     def _apply(self, fn, recurse=True):
-        """.to(), .cuda() and .bfloat16() call this to apply fn. Here, only the device changes.
+        """.to(), .cuda() and .bfloat16() call this. They may move SM, but not take it out of fp32.
 
         raw_s starts near −14, where bf16 numbers are 1/16 apart. Adam's steps of 1e-2 would all be
         rounded away: ω_s would never move, and SM would silently stay off.
@@ -185,7 +185,7 @@ def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
     x: (…) ids, after the reveal.   masks: an index into x, such as a pair (b, l), each (N,).
     predicted: λ (N,), ids and π (N, k), usually from sm(logits); None without sm.
     gain: a factor on λ, App. C.9.
-    Returns emb (…, D), and λ (…): of each soft mask that was made, and 0 elsewhere.
+    Returns emb (…, D), and λ (…): that of each soft mask made here, and 0 elsewhere.
     """
     new = F.embedding(x[masks], table)                                         # (N, D)
     lam = torch.zeros(x.shape, device=x.device)                                # (…)

@@ -13,8 +13,8 @@ measures Eq. 2 on held-out rows.
 Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
 for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
 across all ranks. So, up to rounding, one process with four of them gives the same run as two with
-two each. A stopped or killed run resumes from its last save as if nothing had happened, except that
-the log has one more line, where it was stopped. (Update 1 of the log is step 0 in the keys.)
+two each. A stopped or killed run resumes from its last save as if nothing had happened. The log of
+a stopped run has one extra line, for the stop. (Update 1 of the log is step 0 in the keys.)
 """
 
 import copy
@@ -53,7 +53,7 @@ class Config(ModelConfig):
     p_sm: Share = 0.8                # probability of two passes; 0 trains a binary MDLM
     b_l: launch.Positive = T_MIN     # t ~ U(b_l, b_h); the paper narrows it for Dream only
     b_h: Share = 1.0
-    # reporting: what is due every so many updates is also done after the last
+    # reporting, every so many updates and after the last
     log_every: Size = 10
     eval_every: launch.Count = 10_000  # 0: never
     eval_rows: Size = 512            # rows of val.bin, evenly spaced; lab/eval.py takes all of them
@@ -81,7 +81,7 @@ PRESETS = {  # the first word of a command
     "binary": dict(p_sm=0.0, out_dir="out/binary"),
 }
 
-# With any of these changed, a resumed run would be another run. What else changes is printed.
+# If one of these has changed, a run cannot be resumed. Other changes are only printed.
 IDENTITY = ("n_layer n_head n_embd n_cond length time_conditioning soft_mask k two_updates seed "
             "batch_size").split()
 
@@ -143,8 +143,8 @@ def train(cfg, sm=None):
         elif cfg.init_from:
             omega_from = load_initial(model, cfg, special)
         model.to(machine.device)
-        # The EMA: a second backbone. ω is not averaged [code], so it is the model's. A
-        # continuation's average starts from the file's weights [ours]; the authors' from random.
+        # The EMA: a second backbone. ω is not averaged [code], so the EMA shares the model's. A
+        # continuation's average starts from the file's weights [ours], the authors' from random.
         ema = copy.deepcopy(model).eval().requires_grad_(False)
         ema.sm = model.sm
         groups = [{"params": list(model.net.parameters())}]                    # θ
@@ -181,7 +181,7 @@ def train(cfg, sm=None):
         if cfg.init_from and cfg.eval_every and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, machine)}
             log.write(metrics)
-        if not ckpt:  # so that no step-N.pt is ever without it, and a disk without room shows now
+        if not ckpt:  # so that no step-N.pt is ever without a last.pt, and a full disk shows now
             save_last()
 
         # ---- Alg. 1
@@ -202,7 +202,7 @@ def train(cfg, sm=None):
                 x0, xt, t, b, l = (launch.to_device(x, machine.device) for x in (x0, xt, t, *masks))
                 if cfg.dropout:  # keyed by step and j, like the masks
                     torch.manual_seed(data.seed_of(cfg.seed, "dropout", step, j))
-                # DDP: only in the last one
+                # DDP: average gradients only in this rank's last micro-batch
                 parallel.require_backward_grad_sync = j + machine.world >= M
                 with machine.autocast():
                     loss = parallel(x0, xt, t, soft, (b, l))  # MDLM.forward     (B,)         l.5-8
@@ -215,7 +215,8 @@ def train(cfg, sm=None):
                 log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(b),
                         tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
             if model.sm and not soft:
-                # ω has a gradient of 0 (TwoPass.token_nll). Adam's momentum would move it [ours].
+                # ω's gradient is 0 (TwoPass.token_nll), and Adam's momentum would still move ω.
+                # Without a gradient, Adam skips it [ours].
                 model.sm.zero_grad(set_to_none=True)
             norm = torch.nn.utils.clip_grad_norm_(list(model.parameters()), cfg.clip)
             for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):  # θ, ω
@@ -233,14 +234,14 @@ def train(cfg, sm=None):
             saving = launch.is_due(made, cfg.save_every, cfg.steps) or stopped
             logging = launch.is_due(made, cfg.log_every, cfg.steps) or made == 1
             if logging or evaluating or keeping or saving:
-                line = log.line(made, cfg.eta_bb * lr_at(step, cfg), model.sm, norm)  # no NaN?
+                line = log.line(made, cfg.eta_bb * lr_at(step, cfg), model.sm, norm)  # refuses NaN
                 if evaluating:
                     metrics = {"step": made, **evaluate(ema, held_out, machine)}
                 log.write(line | metrics if evaluating else line)
             if keeping and master:
                 launch.save(f"{cfg.out_dir}/step-{made}.pt", **about, step=made, metrics=metrics,
                             model=ema.state_dict())
-            if saving:  # last of all: a kill before this repeats updates, and loses nothing
+            if saving:  # last of all: a kill before this costs repeated updates, but no data
                 save_last()
             if stopped:
                 break
@@ -254,9 +255,9 @@ def train(cfg, sm=None):
 def batch(tokens, cfg, step, j, M):
     """x0 (B, L): micro-batch j of M                                                     Alg. 1 l.2
 
-    Every epoch has a permutation of its own, and no row occurs twice in it. Times are sorted, so
-    micro-batch j takes every M-th time, and the sequences of these numbers [ours]: about half of
-    its tokens are masked. If it took a slice of the times instead, nearly all could be masked.
+    Every epoch has its own permutation, in which no row occurs twice. Times are sorted, so
+    micro-batch j takes every M-th time, and the sequences of the same numbers [ours]. About half of
+    its tokens are masked. With a contiguous slice of the times, nearly all could be masked.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)

@@ -209,10 +209,10 @@ def test_a_class_of_ones_own_is_loaded_as_what_it_is(tmp_path):
         model.sm = (own or SoftMask)(29)
         save_mdlm(path, model)
         assert type(MDLM.load(path, sm=own).sm) is (own or SoftMask)
-        wrong("its own class is .*--code", MDLM.load, path, sm=other)
+        wrong("was trained with class .*--code", MDLM.load, path, sm=other)
     net = type("Mine", (type(model.net),), {})(model.cfg)
     save_mdlm(path, MDLM(model.cfg, net))
-    wrong("its own class is Mine, here it is None", MDLM.load, path)
+    wrong("was trained with class Mine, not None", MDLM.load, path)
 
 
 def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused(tmp_path):
@@ -230,4 +230,4 @@ def test_a_file_that_is_no_checkpoint_or_not_whole_is_refused(tmp_path):
     foreign = training_file(tmp_path / "x.ckpt", model)
     refused(f"python lab/convert.py {foreign} OUT.pt", start, "sample", f"--checkpoint={foreign}")
     launch.save(ours, kind="dream-adapter")
-    wrong("has kind 'dream-adapter', and 'mdlm' is needed", MDLM.load, ours)
+    wrong("is of kind 'dream-adapter', but 'mdlm' is needed", MDLM.load, ours)

@@ -100,7 +100,7 @@ def test_a_field_of_config_that_is_missing_wrong_or_means_another_model(folder, 
 def test_a_folder_that_is_no_dream_model_is_refused(folder, tmp_path):
     for read in Tokenizer, Dream.load:
         refused("there is no nope", read, "nope")
-        refused("no Dream model", read, tmp_path)
+        refused("not a Dream model", read, tmp_path)
     (folder / "adapter_config.json").write_text("{}")
     refused("is an adapter", Tokenizer, folder)
 
@@ -165,8 +165,8 @@ def test_adapters_of_others(tiny_dream, tmp_path):
         refused(f"adapter_config.json has {name} = .*, but only", read, **{name: wrong})
     for name, wrong, message in (
             ("r", 8, "another shape"), ("lora_alpha", None, "no field"),
-            ("target_modules", TARGETS[1:], "only one of"),
-            ("target_modules", [*TARGETS, "up_proj"], "only one of")):
+            ("target_modules", TARGETS[1:], "only the model or only the adapter"),
+            ("target_modules", [*TARGETS, "up_proj"], "only the model or only the adapter")):
         refused(message, read, **{name: wrong})
     state[min(state)].fill_(math.nan)
     refused("not finite", read)

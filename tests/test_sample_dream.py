@@ -325,7 +325,7 @@ def test_the_command_answers_and_infills(go):
             ("give one of", {}), ("give one of", {"prompt": "a", "chat": True}),
             ("position 0 is masked", {"infill": "___ # end"}),
             ("use --block=0 to infill", {"infill": "a ___ b", "block": 4}),
-            ("--schedule=linear is about feedback", {"prompt": "a", "schedule": "linear"}),
+            ("--schedule=linear scales the feedback", {"prompt": "a", "schedule": "linear"}),
             (mask, {"prompt": "a <|mask|>"}), (mask, {"infill": "<|mask|> ___"}),
             (mask, {"chat": True})):
         refused(message, go, typed="<|mask|>b\n", **flags)
