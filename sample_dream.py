@@ -53,7 +53,7 @@ class Decoding:
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
     # In place of algorithm and steps: a pass reveals the surest token, and all with at least this
     # probability. (With block: in the block, after its first pass.) It is taken after temperature
-    # and top_p, so even a token with a small lead can get a probability of 1 (REPRODUCE.md, 5).
+    # and top_p, so even a token with a small lead can get a probability of 1 (REPRODUCE.md, 9).
     threshold: Share | None = None
     code: str = ""                  # a Python file to run first: its SoftMask replaces ours
     # These three together replace the adapter's soft mask. Without an adapter, --omega_s=0.3
