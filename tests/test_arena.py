@@ -195,7 +195,7 @@ def test_the_tables(tmp_path, monkeypatch, capsys):
     assert lines[0] == "|  | all (n = 1000) | 1 (n = 100) | 2–6 (n = 200) | 7+ (n = 700) |"
     assert lines[3].startswith("| 2, even | 4 / 4 / 4 | 43 / 43 / 41 |")
     assert "| sm, 12 passes | 4.3 ± 0.1 | 4.3 ± 0.1 |" in secondary
-    assert "| first − last | -5.7 (p = " in secondary
+    assert "| sm, 12 − binary, 24 | -5.7 (p = " in secondary
     # (solved / 1000 + (91 + 2 solved) / 1000) / 2 for 43 solved on average
     assert "| sm | 11.0 ± 0.1 |  | 11.0 ± 0.1 |  |" in primary
     row = next(line for line in primary.splitlines() if line.startswith("| deep"))
