@@ -152,10 +152,11 @@ def tiny(tmp_path_factory):
 @pytest.fixture
 def mine(tmp_path):
     """A file for --code with a SoftMask whose λ also depends on which token is likeliest"""
+    (tmp_path / "beside.py").write_text("from softmask import SoftMask as Ours")
     path = tmp_path / "mine.py"
     path.write_text("""
-import softmask, torch
-class SoftMask(softmask.SoftMask):
+import beside, torch
+class SoftMask(beside.Ours):
     def __init__(self, *args):
         super().__init__(*args)
         self.bias = torch.nn.Parameter(torch.zeros(300))
