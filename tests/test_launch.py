@@ -109,6 +109,14 @@ def test_a_lock_removes_large_files_that_a_kill_left_half_written(tmp_path):
         assert not os.listdir(tmp_path / "best")
 
 
+def test_a_closed_terminal_ends_no_run(tmp_path, monkeypatch):
+    """Nor does the end of `train.py | head`. From then on, stdout goes nowhere."""
+    monkeypatch.setattr(os, "dup2", calls := Mock())
+    monkeypatch.setattr(launch.tqdm, "write", Mock(side_effect=BrokenPipeError))
+    launch.Log(tmp_path / "log.jsonl", 0, 1, True).write({"step": 1})
+    assert calls.called and len(read_jsonl(tmp_path / "log.jsonl")) == 1
+
+
 def test_json_lines_survive_a_kill_at_any_byte(tmp_path):
     path, lines = tmp_path / "x.jsonl", [{"a": 1}, {"b": "ω"}, {"c": [1.5, None]}]
     assert read_jsonl(path) == []

@@ -7,9 +7,9 @@ import data
 import finetune_dream
 import launch
 import train
-from conftest import gen, random_mdlm, start
+from conftest import start
 from pretend import gpu
-from sample import ORDERS, Pick, decode, generate, shares_of
+from sample import Pick, decode, generate, shares_of
 from tiny_dream import make
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests named cuda use the GPU")
@@ -23,37 +23,6 @@ def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
     with gpu():
         assert launch.machine(device, "float32").device == torch.device("cuda:1")
         torch.cuda.set_device.assert_called_once_with("cuda:1")
-
-
-@pytest.mark.parametrize("soft", [True, False])
-@pytest.mark.parametrize("sampler", ["mdlm", "remdm-loop", *ORDERS])
-def test_sampling_waits_only_for_what_it_returns(sampler, soft):
-    """In order, every step also waits for the masks that are left."""
-    model = random_mdlm(vocab_size=1100, mask_id=1099, length=10, omega_s=0.7)  # nucleus: 1,024
-    model.sm = model.sm if soft else None
-    x, generator = torch.full((10,), 1099), data.rng(9)
-    with gpu() as waits:
-        model.to("cuda")
-        waits.clear()
-        if sampler in ORDERS:
-            pick = Pick(sampler, 1.0, 0.9, generator=generator)
-            decode(model, x.expand(3, -1), shares_of(8 * [1]), pick)
-        else:
-            generate(model, x, 8, sampler, generator=generator)
-    assert waits == (8 * (sampler in ORDERS) + 1) * ["to"]
-
-
-def test_an_evaluation_waits_once_with_feedback_and_once_without(tiny_dream):
-    """However many batches or dialogues it has"""
-    model, rows = random_mdlm(length=9, omega_s=0.7), torch.randint(9, (11, 9), generator=gen())
-    val = 3 * [(torch.arange(12).numpy(), 5)]
-    with gpu() as waits:
-        cfg, here = finetune_dream.Config(model=tiny_dream), launch.machine()
-        dream, model = finetune_dream.model_of(cfg, here), model.to("cuda")
-        waits.clear()
-        train.evaluate(model, rows, here)
-        finetune_dream.evaluate(dream, val, cfg, here)
-        assert waits == 4 * ["to"]
 
 
 @pytest.fixture
@@ -77,14 +46,21 @@ def test_an_update_waits_for_nothing(folder, monkeypatch, script, words, draw, f
         assert waits[starts[first]:starts[last]] == 4 * ["to"]
 
 
-def test_mdlm_keeps_to_one_device(folder):
-    with gpu():
-        for k in "--k=3", "--k=none":
-            start("train", *TINY, k, f"--out_dir={k}", "--steps=4")
-            model, ema = start("train", *TINY, k, f"--out_dir={k}", "--resume")
-            assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
-            for words in ("sample --sampler=remdm-loop --show", "trajectory --sampler=entropy",
-                          "sample --sampler=random --soft=False --count=2", "trajectory"):
-                start(*words.split(), "--steps=8", f"--checkpoint={k}/last.pt")
-            for script in "eval", "feedback":
-                start(script, "--data=data", "--rows=4", f"--checkpoint={k}/last.pt")
+@pytest.mark.parametrize("k", [3, None])
+def test_mdlm_keeps_to_one_device_and_waits_only_for_what_it_returns(folder, k):
+    with gpu() as waits:
+        start("train", *TINY, f"--k={k}", "--out_dir=out", "--steps=4")
+        model, ema = start("train", *TINY, f"--k={k}", "--out_dir=out", "--resume")
+        assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
+        for words in ("sample --sampler=remdm-loop --show", "trajectory --sampler=entropy",
+                      "sample --sampler=random --soft=False --count=2", "trajectory"):
+            start(*words.split(), "--steps=8", "--checkpoint=out/last.pt")
+        for script in "eval", "feedback":
+            start(script, "--data=data", "--rows=4", "--checkpoint=out/last.pt")
+        x, generator = torch.full((39,), 258), data.rng(9)
+        waits.clear()
+        for sampler in "mdlm", "remdm-loop":
+            generate(model, x, 8, sampler, generator=generator)
+        decode(model, x[None], shares_of(8 * [1]), Pick("entropy", 1.0, 0.9, generator=generator))
+        train.bound(model, torch.zeros(11, 39, dtype=torch.long), True, batch_size=3, repeats=2)
+        assert waits == (2 + 8 + 1 + 1) * ["to"]  # in an order, for how many masks are left, too

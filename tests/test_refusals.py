@@ -3,8 +3,6 @@
 import math
 import os
 import shutil
-import subprocess
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -17,7 +15,7 @@ import launch
 import mdlm
 import oracles
 import train
-from conftest import ROOT, refused, spy
+from conftest import refused, spy
 from mdlm import TwoPass
 
 OUT = {"train": "out_dir", "finetune_dream": "out"}
@@ -104,26 +102,6 @@ def test_a_copy_goes_on_with_other_settings_and_is_never_overwritten(run, tmp_pa
     copy.mkdir()
     (copy / "log.jsonl").touch()
     main(replace(cfg, resume=True))  # a run that was killed before its first save
-
-
-def test_printing_ends_no_run(tmp_path):
-    """Not `train.py | head`, nor a terminal without ω"""
-    code = """
-import sys, launch, train
-def main(cfg):
-    log = launch.Log("log.jsonl", 0, 10, True)
-    for step in range(10):
-        log.write({"step": step + 1, "omega_s": 0.5})
-    print("ω", file=sys.stderr)
-launch.run(main, train.Config)"""
-    env = os.environ | {"PYTHONPATH": ROOT, "PYTHONIOENCODING": "cp1252"}
-    end, stdout = os.pipe()
-    os.close(end)
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=tmp_path, stdout=stdout,
-                          stderr=subprocess.PIPE)
-    os.close(stdout)
-    assert (done.returncode, done.stderr) == (0, b"?\n")
-    assert len(launch.read_jsonl(tmp_path / "log.jsonl")) == 10
 
 
 @pytest.mark.parametrize("update, harm", [
