@@ -214,7 +214,7 @@ def test_a_kill_or_a_stop_at_any_moment_loses_nothing(whole, tmp_path, then, mod
             torch.testing.assert_close(b[part], a[part], rtol=0, atol=0)
 
 
-def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
+def test_a_continuation_starts_from_weights_and_their_omega_or_a_fresh_one(tiny, capsys):
     """The bound at update 0 shows whether the weights were read correctly (Fig. 3)."""
     binary, _ = train(replace(tiny, p_sm=0.0, steps=4, eval_every=4, eval_rows=4, k=5))
     assert binary.sm is None
@@ -233,18 +233,13 @@ def test_a_continuation_starts_from_weights_and_a_fresh_omega(tiny, capsys):
     assert "feedback is off" not in capsys.readouterr().out
     train(beside(cfg, "low", steps=1, eval_every=0, p_sm=1.0, omega_s=1e-6))
     assert "feedback is off: λ is 2e-07 on average" in capsys.readouterr().out
-
-
-def test_omega_comes_from_the_file_unless_a_new_one_is_wanted(tiny):
-    """Learning rates are 0 in the first update."""
-    train(replace(tiny, steps=1))
-    more = beside(tiny, "more", init_from=file(tiny), steps=1, p_sm=1.0, omega_s=0.3)
-    for cfg, omega_s in (more, 0.5), (beside(more, "new", new_omega=True, k=5), 0.3):
-        omega = train(cfg)[0].sm.omega
-        torch.testing.assert_close(torch.stack(omega), torch.tensor((omega_s, 1.0, -4.0)))
-    ckpt = torch.load(file(tiny))
-    torch.save(ckpt | {"model": {n: t / 0 for n, t in ckpt["model"].items()}}, file(tiny))
-    refused("values that are not finite", train, beside(cfg, "broken"))
+    trained, more = MDLM.load(file(cfg)).sm, replace(cfg, init_from=file(cfg), steps=1, omega_s=0.3)
+    torch.testing.assert_close(train(beside(more, "more"))[0].sm.omega, trained.omega)
+    omega = train(beside(more, "new", new_omega=True, k=5))[0].sm.omega
+    torch.testing.assert_close(torch.stack(omega), torch.tensor((0.3, 1.0, -4.0)))
+    ckpt = torch.load(file(cfg))
+    torch.save(ckpt | {"model": {n: t / 0 for n, t in ckpt["model"].items()}}, file(cfg))
+    refused("values that are not finite", train, beside(more, "broken"))
 
 
 def test_a_wrong_flag_never_starts_a_run(tiny):
