@@ -43,10 +43,9 @@ def test_two_compiled_ranks_equal_one_eager_process(tmp_path, monkeypatch):
     done = torchrun(__file__, *FLAGS, "--compile=True", "--out_dir=ranks", cwd=".")
     assert done.returncode == 0, done.stderr
     eager, ranks = logged("eager"), logged("ranks")
-    assert len(eager) == len(ranks) == 6  # the bounds at the start, and five updates
     assert {line.get("lam", 0) > 0 for line in eager[1:]} == {True, False}
     assert "val_soft" in eager[0] and "val_plain" in eager[5]
-    for expected, line in zip(eager, ranks):
+    for expected, line in zip(eager, ranks, strict=True):
         assert line == pytest.approx(expected, rel=1e-6 if line["step"] < 2 else 1e-5)
     for rank in 0, 1:  # trunk with and without a graph, the loss, the feedback
         assert launch.read_json(f"ranks/counts.{rank}.json") == {"graphs": 4, "breaks": 0}

@@ -17,10 +17,15 @@ from conftest import GOLDEN, dying, refused, start
 from data import open_split, prepare
 from launch import Refused, read_json
 
-BYTES = data.tokenizer("bytes")
-RANKS = {bytes([i]): i for i in range(256)} | {"é".encode(): 256}
-WORDS = tiktoken.Encoding("gpt2", pat_str=data.WORDS, mergeable_ranks=RANKS,
-                          special_tokens={"<|endoftext|>": 257})
+
+def words(eos):
+    """GPT-2's words, of bytes and é. EOS has the largest id, and there may be a gap before."""
+    ranks = {bytes([i]): i for i in range(256)} | {"é".encode(): eos - 1}
+    return tiktoken.Encoding("words", pat_str=data.WORDS, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": eos})
+
+
+BYTES, WORDS = data.tokenizer("bytes"), words(257)
 TEXTS = ["It was a dark night\r\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\r\n"]
 
 jsonl = lambda texts, field="text": "".join(
@@ -39,6 +44,7 @@ def test_rows_are_the_recorded_blocks():
     assert data.rows(tokens, torch.tensor([4, 0]), L).tolist() == [blocks[4], blocks[0]]
     refused("tokens fill no row of length", data.n_rows, tokens, len(ids) + 3)
     assert data.n_rows(tokens, len(ids) + 2) == 1
+    assert data.PRESETS["openwebtext"]["val_docs"] == 100_000  # as published
     assert data.evenly(7, 3).tolist() == [0, 2, 4] and data.evenly(2, 3).tolist() == [0, 1]
 
 
@@ -61,39 +67,27 @@ def test_another_vocabulary_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
     refused("tokenizer gpt2: .*Hash mismatch", data.tokenizer)
 
 
-@pytest.mark.parametrize("end, dtype", [(65_535, "uint16"), (65_536, "uint32")])
-def test_any_tokenizer_that_tiktoken_knows(tmp_path, monkeypatch, end, dtype):
-    """The largest id is EOS, and it fits. A gap in the ids has no bytes."""
-    ranks = {bytes([i]): i for i in range(256)} | {"é".encode(): end - 9}
-    tok = tiktoken.Encoding("many", pat_str=r"(?s).", mergeable_ranks=ranks,
-                            special_tokens={"<|fim|>": end - 1, "<|endoftext|>": end})
-    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "many", tok)
-    prepare(enumerate(5 * ["abé"]), tmp_path, data.tokenizer("many"), val_docs=2)
-    tokens, meta = open_split(tmp_path, "val")
-    assert tokens.ids.dtype == meta["dtype"] == dtype
-    assert tokens.ids.tolist() == 2 * [97, 98, end - 9, end] and meta["val"]["bytes"] == 2 * 4
-    assert data.rows(tokens, [1], 5).tolist() == [[end, end, 97, 98, end]]
-    assert tokens.tokenizer == {"name": "many", "vocab_size": end + 2, "mask_id": end + 1,
-                                "bos": end, "eos": end}
-    assert data.text_of(tok, [97, end - 5, end - 9, end + 1]) == "aé"
-
-
-@pytest.mark.parametrize("sizes, val_docs, n", [
-    ([9, 9_000, 9], None, 902), ([99_999] * 7, None, 65_536),  # a tenth; 65,536 tokens
-    ([99_999] * 70, None, 70_000),                             # 1 %
-    ([9, 99, 0, 9], 2, 110), ([9, 9], 99, 20)])                # documents
-def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_docs, n):
-    """sizes: tokens of the documents, without EOS"""
-    texts = ["é" * size for size in sizes]
-    ids = [256 + (letter == ".") for text in texts if text for letter in text + "."]
-    meta = prepare(enumerate(texts), tmp_path, WORDS, val_docs)
+@pytest.mark.parametrize("sizes, val_docs, n, eos", [
+    ([9, 9_000, 9], None, 902, 257), ([99_999] * 7, None, 65_536, 65_535),  # a tenth; 65,536 tokens
+    ([99_999] * 70, None, 70_000, 65_536),                                  # 1 %
+    ([9, 99, 0, 9], 2, 110, 257), ([9, 9], 99, 20, 257)])                   # documents
+def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_docs, n, eos):
+    """sizes: tokens of the documents, without EOS, which fits into the dtype: [MASK] need not"""
+    texts = [("x" + size * "é")[:size] for size in sizes]
+    id_of = {"x": ord("x"), "é": eos - 1, ".": eos}
+    ids = [id_of[letter] for text in texts if text for letter in text + "."]
+    meta = prepare(enumerate(texts), tmp_path, words(eos), val_docs)
     assert meta["documents"] == len(sizes) - sizes.count(0)
-    assert meta["val"]["bytes"] == 2 * ids[-n:].count(256)
+    assert meta["tokenizer"] == {"name": "words", "vocab_size": eos + 2, "mask_id": eos + 1,
+                                 "bos": eos, "eos": eos}
     for split, part in ("train", ids[:-n]), ("val", ids[-n:]):
         tokens, found = open_split(tmp_path, split)
+        assert found == meta and tokens.tokenizer == meta["tokenizer"]
         assert tokens.ids.tolist() == part and len(part) == meta[split]["tokens"]
+        assert tokens.ids.dtype == meta["dtype"] == ("uint32" if eos > 65_535 else "uint16")
         assert meta[split]["sha256"] == hashlib.sha256(tokens.ids.tobytes()).hexdigest()
-        assert found == meta and meta["tokenizer"] == tokens.tokenizer == data.describe(WORDS)
+    assert meta["val"]["bytes"] == part.count(ord("x")) + 2 * part.count(eos - 1)
+    assert data.text_of(words(eos), [97, eos + 1, eos - 1]) == "aé"  # [MASK] has no bytes
 
 
 @pytest.fixture
@@ -143,12 +137,6 @@ def test_a_broken_record_is_named_and_leaves_no_corpus(tmp_path, pyarrow, name, 
     path.write_bytes(jsonl(["a"] * good) + bad)
     refused(f"{name}, record {good + 1}: ", prepare, data.documents([path]), out, WORDS, 1)
     assert os.listdir(out) == [".lock"]
-
-
-def test_the_published_split_and_the_library_in_the_order_of_a_hash():
-    assert data.PRESETS["openwebtext"]["val_docs"] == 100_000
-    names = [os.path.relpath(path, os.path.dirname(os.__file__)) for path in data.stdlib_files()]
-    assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
 
 
 def test_a_stop_leaves_no_corpus_and_one_that_exists_is_refused(tmp_path):
