@@ -151,6 +151,8 @@ def test_a_stop_leaves_no_corpus_and_one_that_exists_is_refused(tmp_path):
     assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]
     del meta["dtype"]  # without one, it is uint16
     (tmp_path / "meta.json").write_text(json.dumps(meta))
-    assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
+    tokens, _ = open_split(tmp_path, "train")
+    assert tokens.ids.tolist() == ids_of(TEXTS[:3])
+    assert data.rows(tokens, [0], 4)[0, [0, 3]].tolist() == [256, 257]  # BOS, EOS
     os.truncate(tmp_path / "val.bin", 20)
     refused("val.bin is incomplete", open_split, tmp_path, "val")
