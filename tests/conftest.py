@@ -43,14 +43,12 @@ def refused(message, function, *args, **kwargs):
 
 def torchrun(*words, cfg=None, ranks=2, cwd=ROOT, **options):
     """The finished process of a script.   cfg: a Config, for its flags."""
-    command = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node={ranks}"
-    command = [*command.split(), *map(str, words)]
-    if cfg:
-        command += [f"--{name}={value}" for name, value in vars(cfg).items()
-                    if value != getattr(type(cfg), name)]
+    program = f"{sys.executable} -m torch.distributed.run --standalone --nproc_per_node={ranks}"
+    flags = [f"--{name}={value}" for name, value in vars(cfg).items()
+             if value != getattr(type(cfg), name)] if cfg else []
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": ROOT}
-    return subprocess.run(command, cwd=cwd, env=env, timeout=200, capture_output=True, text=True,
-                          **options)
+    return subprocess.run([*program.split(), *map(str, words), *flags], cwd=cwd, env=env,
+                          timeout=200, capture_output=True, text=True, **options)
 
 
 def random_mdlm(scale=0.3, seed=0, **fields):
@@ -67,8 +65,8 @@ def save_mdlm(path, model, **others):
     """A checkpoint as train.py writes it, of bytes."""
     tokenizer = data.describe(data.tokenizer("bytes"))
     fields = dict(step=1, config=vars(model.cfg), model=model.state_dict(), tokenizer=tokenizer,
-                  net=own_class(model.net), SoftMask=own_class(model.sm))
-    launch.save(path, kind="mdlm", **fields | others)
+                  net=own_class(model.net), SoftMask=own_class(model.sm)) | others
+    launch.save(path, kind="mdlm", **fields)
 
 
 def recording(name):
@@ -134,13 +132,12 @@ def tiny_dream(tmp_path_factory):
     """The folder of the random model behind every recorded number: 3 layers, V = 200, 3 shards."""
     folder = tmp_path_factory.mktemp("tiny_dream")
     shutil.copy(os.path.join(GOLDEN, "dream_tiny.json"), folder / "config.json")
-    tensors, weight_map = recording("dream_tiny"), {}
-    for shard in 1, 2, 3:
-        file = f"model-0000{shard}-of-00003.safetensors"
-        inside = {name: tensors[name] for name in [*tensors][shard - 1::3]}
-        write_safetensors(folder / file, inside, {"format": "pt"})
-        weight_map |= dict.fromkeys(inside, file)
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    tensors, shard_of = [*recording("dream_tiny").items()], {}
+    for i in range(3):
+        shard, inside = f"model-0000{i + 1}-of-00003.safetensors", dict(tensors[i::3])
+        write_safetensors(folder / shard, inside, {"format": "pt"})
+        shard_of |= dict.fromkeys(inside, shard)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
     return str(folder)
 
 
@@ -155,10 +152,11 @@ def tiny(tmp_path_factory):
 @pytest.fixture
 def mine(tmp_path):
     """A file for --code with a SoftMask whose λ also depends on which token is likeliest"""
+    (tmp_path / "beside.py").write_text("from softmask import SoftMask as Ours")
     path = tmp_path / "mine.py"
     path.write_text("""
-import softmask, torch
-class SoftMask(softmask.SoftMask):
+import beside, torch
+class SoftMask(beside.Ours):
     def __init__(self, *args):
         super().__init__(*args)
         self.bias = torch.nn.Parameter(torch.zeros(300))

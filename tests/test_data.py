@@ -13,14 +13,19 @@ import tiktoken
 import torch
 
 import data
-from conftest import GOLDEN, configure, dying, refused, start
+from conftest import GOLDEN, dying, refused, start
 from data import open_split, prepare
 from launch import Refused, read_json
 
-BYTES = data.tokenizer("bytes")
-RANKS = {bytes([i]): i for i in range(256)} | {"é".encode(): 256}
-WORDS = tiktoken.Encoding("gpt2", pat_str=data.WORDS, mergeable_ranks=RANKS,
-                          special_tokens={"<|endoftext|>": 257})
+
+def words(eos):
+    """GPT-2's words, of bytes and é. EOS has the largest id, and there may be a gap before."""
+    ranks = {bytes([i]): i for i in range(256)} | {"é".encode(): eos - 1}
+    return tiktoken.Encoding("words", pat_str=data.WORDS, mergeable_ranks=ranks,
+                             special_tokens={"<|endoftext|>": eos})
+
+
+BYTES, WORDS = data.tokenizer("bytes"), words(257)
 TEXTS = ["It was a dark night\r\n", "", "Zoë said: “no”.", "x" * 300, "the end\n\r\n"]
 
 jsonl = lambda texts, field="text": "".join(
@@ -39,6 +44,7 @@ def test_rows_are_the_recorded_blocks():
     assert data.rows(tokens, torch.tensor([4, 0]), L).tolist() == [blocks[4], blocks[0]]
     refused("tokens fill no row of length", data.n_rows, tokens, len(ids) + 3)
     assert data.n_rows(tokens, len(ids) + 2) == 1
+    assert data.PRESETS["openwebtext"]["val_docs"] == 100_000  # as published
     assert data.evenly(7, 3).tolist() == [0, 2, 4] and data.evenly(2, 3).tolist() == [0, 1]
 
 
@@ -56,56 +62,32 @@ def test_gpt2_tokenizer_is_the_published_one():
 def test_another_vocabulary_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
     monkeypatch.setenv("GPT2_DIR", str(tmp_path))
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "cache"))
-    with pytest.raises(FileNotFoundError, match="vocab.bpe"):
-        data.tokenizer()
     for name in "vocab.bpe", "encoder.json":
         (tmp_path / name).write_text("{}")
     refused("tokenizer gpt2: .*Hash mismatch", data.tokenizer)
 
 
-@pytest.mark.parametrize("end, dtype", [(65_535, "uint16"), (65_536, "uint32")])
-def test_any_tokenizer_that_tiktoken_knows(tmp_path, monkeypatch, end, dtype):
-    """The largest id is EOS, and it fits. A gap in the ids has no bytes."""
-    ranks = {bytes([i]): i for i in range(256)} | {"é".encode(): end - 9}
-    tok = tiktoken.Encoding("many", pat_str=r"(?s).", mergeable_ranks=ranks,
-                            special_tokens={"<|fim|>": end - 1, "<|endoftext|>": end})
-    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "many", tok)
-    (tmp_path / "a.jsonl").write_bytes(jsonl(["abé"] * 5))
-    start("data", f"{tmp_path}/a.jsonl", "--tokenizer=many", f"--out={tmp_path}", "--val_docs=2")
-    tokens, meta = open_split(tmp_path, "val")
-    document = [97, 98, end - 9, end]
-    assert tokens.ids.dtype == meta["dtype"] == dtype and tokens.ids.tolist() == 2 * document
-    assert meta["val"]["bytes"] == 2 * 4 and meta["train"]["tokens"] == 3 * 4
-    assert data.rows(tokens, [1], 5).tolist() == [[end, end, 97, 98, end]]
-    assert tokens.tokenizer == {"name": "many", "vocab_size": end + 2, "mask_id": end + 1,
-                                "bos": end, "eos": end}
-    assert data.text_of(tok, [97, end - 5, end - 9, end + 1]) == "aé"
-
-
-def test_a_corpus_without_a_dtype_is_uint16(tmp_path):
-    meta = prepare(enumerate(TEXTS), tmp_path, BYTES, 2)
-    del meta["dtype"]
-    (tmp_path / "meta.json").write_text(json.dumps(meta))
-    assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
-
-
-@pytest.mark.parametrize("sizes, val_docs, n", [
-    ([9, 9_000, 9], None, 902), ([99_999] * 7, None, 65_536),  # a tenth; 65,536 tokens
-    ([99_999] * 70, None, 70_000),                             # 1 %
-    ([9, 99, 0, 9], 2, 110), ([9, 9], 99, 20)])                # documents
-def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_docs, n):
-    """sizes: tokens of the documents, without EOS"""
-    texts = [("x" + "é" * size)[:size] for size in sizes]
-    id_of = {"x": ord("x"), "é": 256, ".": 257}
+@pytest.mark.parametrize("sizes, val_docs, n, eos", [
+    ([9, 9_000, 9], None, 902, 257), ([99_999] * 7, None, 65_536, 65_535),  # a tenth; 65,536 tokens
+    ([99_999] * 70, None, 70_000, 65_536),                                  # 1 %
+    ([9, 99, 0, 9], 2, 110, 257), ([9, 9], 99, 20, 257)])                   # documents
+def test_whole_documents_or_the_last_tokens_are_held_out(tmp_path, sizes, val_docs, n, eos):
+    """sizes: tokens of the documents, without EOS, which fits into the dtype: [MASK] need not"""
+    texts = [("x" + size * "é")[:size] for size in sizes]
+    id_of = {"x": ord("x"), "é": eos - 1, ".": eos}
     ids = [id_of[letter] for text in texts if text for letter in text + "."]
-    meta = prepare(enumerate(texts), tmp_path, WORDS, val_docs)
+    meta = prepare(enumerate(texts), tmp_path, words(eos), val_docs)
     assert meta["documents"] == len(sizes) - sizes.count(0)
+    assert meta["tokenizer"] == {"name": "words", "vocab_size": eos + 2, "mask_id": eos + 1,
+                                 "bos": eos, "eos": eos}
     for split, part in ("train", ids[:-n]), ("val", ids[-n:]):
         tokens, found = open_split(tmp_path, split)
+        assert found == meta and tokens.tokenizer == meta["tokenizer"]
         assert tokens.ids.tolist() == part and len(part) == meta[split]["tokens"]
+        assert tokens.ids.dtype == meta["dtype"] == ("uint32" if eos > 65_535 else "uint16")
         assert meta[split]["sha256"] == hashlib.sha256(tokens.ids.tobytes()).hexdigest()
-        assert found == meta and meta["tokenizer"] == tokens.tokenizer == data.describe(WORDS)
-    assert meta["val"]["bytes"] == part.count(ord("x")) + 2 * part.count(256)
+    assert meta["val"]["bytes"] == part.count(ord("x")) + 2 * part.count(eos - 1)
+    assert data.text_of(words(eos), [97, eos + 1, eos - 1]) == "aé"  # [MASK] has no bytes
 
 
 @pytest.fixture
@@ -134,19 +116,13 @@ def test_every_format_gives_the_same_tokens(tmp_path, pyarrow):
               "--field=content" if name[0] in "cd" else "--field=text")
         train, val = (open_split(out, split)[0].ids.tolist() for split in ("train", "val"))
         assert train[-1] == 257 and train + val == ids_of(TEXTS)
-
-
-def test_files_are_found_once_and_what_is_no_text_is_refused(tmp_path):
-    for name in "b.txt", "a.txt", "empty/x.txt", "n.md", "no/n.py":
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_bytes(b"text" * (name[0] != "e"))
     find = lambda *names: data.find_files([tmp_path / name for name in names])
-    assert find("b.txt", "a.txt", "no/../b.txt") == [tmp_path / "no/../b.txt", tmp_path / "a.txt"]
-    for name in "n.md", "no":
-        refused(f"{name} is no .txt, .jsonl, .parquet file", find, "a.txt", name)
-    refused("empty: .*empty/x.txt$", find, ".")
-    with pytest.raises(FileNotFoundError):
-        find("c.txt")
+    assert find("d.parquet", "a.jsonl", "b/../d.parquet") == [
+        tmp_path / "b/../d.parquet", tmp_path / "a.jsonl"]  # each once
+    for name in "e/y.py", "e/sub":
+        refused(f"{name} is no .txt, .jsonl, .parquet file", find, "a.jsonl", name)
+    (tmp_path / "b" / "x.txt").touch()
+    refused("empty: .*b/x.txt$", find, "b")
 
 
 @pytest.mark.parametrize("name, bad", [
@@ -163,15 +139,6 @@ def test_a_broken_record_is_named_and_leaves_no_corpus(tmp_path, pyarrow, name, 
     assert os.listdir(out) == [".lock"]
 
 
-def test_the_published_split_and_the_library_in_the_order_of_a_hash():
-    owt, library = (configure("data", [name])[1] for name in ("openwebtext", "stdlib"))
-    assert (owt.val_docs, library.val_docs, library.tokenizer) == (100_000, 40, "bytes")
-    names = [os.path.relpath(path, os.path.dirname(os.__file__)) for path in data.stdlib_files()]
-    assert names == sorted(names, key=lambda name: hashlib.sha256(name.encode()).digest())
-    assert {"os.py", "json/decoder.py"} <= {*names}
-    assert not {"test", "site-packages"} & {part for name in names for part in name.split("/")}
-
-
 def test_a_stop_leaves_no_corpus_and_one_that_exists_is_refused(tmp_path):
     """The process dies when one or two of the three files have been renamed."""
     for renamed in 1, 2:
@@ -179,9 +146,13 @@ def test_a_stop_leaves_no_corpus_and_one_that_exists_is_refused(tmp_path):
             prepare(enumerate(["other"] * 9), tmp_path, BYTES)
         refused("there is no .*meta.json", open_split, tmp_path, "val")
     refused("too few to hold out", prepare, enumerate(["ab"]), tmp_path, BYTES)
-    prepare(enumerate(TEXTS), tmp_path, BYTES, 2)
+    meta = prepare(enumerate(TEXTS), tmp_path, BYTES, 2)
     refused("holds a corpus already", prepare, enumerate(["other"]), tmp_path, BYTES)
-    assert open_split(tmp_path, "train")[0].ids.tolist() == ids_of(TEXTS[:3])
     assert sorted(os.listdir(tmp_path)) == [".lock", "meta.json", "train.bin", "val.bin"]
+    del meta["dtype"]  # without one, it is uint16
+    (tmp_path / "meta.json").write_text(json.dumps(meta))
+    tokens, _ = open_split(tmp_path, "train")
+    assert tokens.ids.tolist() == ids_of(TEXTS[:3])
+    assert data.rows(tokens, [0], 4)[0, [0, 3]].tolist() == [256, 257]  # BOS, EOS
     os.truncate(tmp_path / "val.bin", 20)
     refused("val.bin is incomplete", open_split, tmp_path, "val")

@@ -7,15 +7,14 @@ import data
 import finetune_dream
 import launch
 import train
-from conftest import gen, random_mdlm, start
+from conftest import start
 from pretend import gpu
-from sample import ORDERS, Pick, decode, generate, likeliest, shares_of
+from sample import Pick, decode, generate, shares_of
 from tiny_dream import make
-from train import bound
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="tests named cuda use the GPU")
 TINY = ("--n_layer=1 --n_head=2 --n_embd=16 --n_cond=8 --length=39 --batch_size=4 --micro_batch=2 "
-        "--steps=4 --eval_rows=4 --eval_every=2 --p_sm=1 --omega_s=0.5 --data=data").split()
+        "--steps=6 --eval_rows=4 --p_sm=1 --omega_s=0.5 --data=data").split()
 
 
 @pytest.mark.parametrize("rank, device", [("1", "auto"), ("0", "cuda:1")])
@@ -24,51 +23,6 @@ def test_every_script_works_on_the_current_device(rank, device, monkeypatch):
     with gpu():
         assert launch.machine(device, "float32").device == torch.device("cuda:1")
         torch.cuda.set_device.assert_called_once_with("cuda:1")
-
-
-@pytest.mark.parametrize("soft", [True, False])
-@pytest.mark.parametrize("sampler", ["mdlm", "remdm-loop", *ORDERS])
-def test_sampling_waits_only_for_what_it_returns(sampler, soft):
-    """In order, every step also waits for the masks that are left."""
-    model = random_mdlm(vocab_size=1100, mask_id=1099, length=10, omega_s=0.7)  # nucleus: 1,024
-    model.sm = model.sm if soft else None
-    x, generator = torch.full((10,), 1099), data.rng(9)
-    with gpu() as waits:
-        model.to("cuda")
-        waits.clear()
-        if sampler in ORDERS:
-            pick = Pick(sampler, 1.0, 0.9, generator=generator)
-            decode(model, x.expand(3, -1), shares_of(8 * [1]), pick)
-        else:
-            generate(model, x, 8, sampler, generator=generator)
-    assert waits == (8 * (sampler in ORDERS) + 1) * ["to"]
-
-
-def test_a_large_nucleus_waits_once_for_each_size_that_it_tries():
-    with gpu() as waits:
-        flat = torch.full((900, 9000), 1 / 9000, device="cuda")
-        sharp = flat.clone()
-        sharp[:, 3].fill_(1.0)
-        for probs, looks in (sharp, 1), (flat, 2), (sharp[:100], 0):
-            waits.clear()
-            likeliest(probs, 0.95)
-            assert waits == looks * ["_local_scalar_dense"]
-
-
-def test_an_evaluation_waits_once(tiny_dream):
-    """However many batches or dialogues it has. Finetuning measures with feedback and without."""
-    model = random_mdlm(vocab_size=20, mask_id=19, length=9, omega_s=0.7)
-    rows = torch.randint(19, (11, 9), generator=gen())
-    with gpu() as waits:
-        model.to("cuda")
-        waits.clear()
-        bound(model, rows, True, batch_size=3, repeats=2)
-        assert waits == ["to"]
-        cfg, here = finetune_dream.Config(model=tiny_dream), launch.machine()
-        model, val = finetune_dream.model_of(cfg, here), 3 * [(torch.arange(12).numpy(), 5)]
-        waits.clear()
-        finetune_dream.evaluate(model, val, cfg, here)
-        assert waits == ["to", "to"]
 
 
 @pytest.fixture
@@ -80,26 +34,33 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("script, words, draw, first, last", [
-    (train, [*TINY, "--out_dir=run", "--eval_every=0", "--p_sm=0.15"], "sample_times", 1, 5),
-    (finetune_dream, ["--data=dialogues.jsonl", "--model=dream", "--omega_s=0.3", "--out=out",
-                      "--batch_size=2"], "mask_response", 2, 10)])
+    (train, [*TINY, "--eval_every=0", "--p_sm=0.15"], "sample_times", 1, 5),
+    (finetune_dream, "--data=dialogues.jsonl --model=dream --omega_s=0.3 --batch_size=2 --steps=6"
+     .split(), "mask_response", 2, 10)])
 def test_an_update_waits_for_nothing(folder, monkeypatch, script, words, draw, first, last):
     """The one copy is of the clipping factor. With a real GPU, it is there already."""
     whole, starts = getattr(script, draw), []
     with gpu() as waits:
         monkeypatch.setattr(script, draw, lambda *key: starts.append(len(waits)) or whole(*key))
-        start(script.__name__, *words, "--steps=6")
+        start(script.__name__, *words)
         assert waits[starts[first]:starts[last]] == 4 * ["to"]
 
 
-def test_mdlm_keeps_to_one_device(folder):
-    with gpu():
-        for k in "--k=3", "--k=none":
-            model, ema = start("train", *TINY, k, f"--out_dir={k}")
-            start("train", *TINY, k, f"--out_dir={k}", "--resume", "--steps=6")
-            assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
-            for words in ("sample --sampler=remdm-loop --show", "trajectory --sampler=entropy",
-                          "sample --sampler=random --soft=False --count=2", "trajectory"):
-                start(*words.split(), "--steps=8", f"--checkpoint={k}/last.pt")
-            for script in "eval", "feedback":
-                start(script, "--data=data", "--rows=4", f"--checkpoint={k}/last.pt")
+@pytest.mark.parametrize("k", [3, None])
+def test_mdlm_keeps_to_one_device_and_waits_only_for_what_it_returns(folder, k):
+    with gpu() as waits:
+        start("train", *TINY, f"--k={k}", "--out_dir=out", "--steps=4")
+        model, ema = start("train", *TINY, f"--k={k}", "--out_dir=out", "--resume")
+        assert model.sm.raw_s.is_cuda and ema.net.table.is_cuda
+        for words in ("sample --sampler=remdm-loop --show", "trajectory --sampler=entropy",
+                      "sample --sampler=random --soft=False --count=2", "trajectory"):
+            start(*words.split(), "--steps=8", "--checkpoint=out/last.pt")
+        for script in "eval", "feedback":
+            start(script, "--data=data", "--rows=4", "--checkpoint=out/last.pt")
+        x, generator = torch.full((39,), 258), data.rng(9)
+        waits.clear()
+        for sampler in "mdlm", "remdm-loop":
+            generate(model, x, 8, sampler, generator=generator)
+        decode(model, x[None], shares_of(8 * [1]), Pick("entropy", 1.0, 0.9, generator=generator))
+        train.bound(model, torch.zeros(11, 39, dtype=torch.long), True, batch_size=3, repeats=2)
+        assert waits == (2 + 8 + 1 + 1) * ["to"]  # in an order, for how many masks are left, too
