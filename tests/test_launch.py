@@ -124,3 +124,11 @@ def test_json_lines_survive_a_kill_at_any_byte(tmp_path):
         assert read_jsonl(path) == left
         append_jsonl(path, lines[2])
         assert read_jsonl(path) == [*left, lines[2]]
+
+
+def test_code_without_a_soft_mask_of_its_own_is_refused(tmp_path):
+    """Else the paper's rule would silently run in its place."""
+    path = tmp_path / "mine.py"
+    for text in "", "from softmask import SoftMask\n":
+        path.write_text(text)
+        refused("defines no SoftMask of its own", launch.soft_mask, str(path))
