@@ -42,17 +42,6 @@ def test_logits_equal_the_recorded_and_bf16_is_near(tiny_dream, dream, recorded)
     close(logits, everywhere(dream, x), 0.25)
 
 
-def test_a_qwen2_that_sees_all_positions_is_a_dream(dream, tmp_path):
-    transformers = pytest.importorskip(
-        "transformers", reason="needs transformers: would compare logits with Qwen2ForCausalLM")
-    theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**vars(dream.cfg)))
-    theirs.load_state_dict(dream.state_dict())
-    theirs.save_pretrained(tmp_path)
-    x = torch.randint(190, (2, 40), generator=gen())
-    want = theirs(input_ids=x, attention_mask=torch.zeros(2, 1, 40, 40)).logits  # 0: sees all
-    close(everywhere(Dream.load(tmp_path), x), want.detach(), 1e-5)
-
-
 def one_file(folder, state):
     for shard in folder.glob("model*"):
         shard.unlink()
@@ -67,40 +56,32 @@ def rewrite(folder, name, **changes):  # None removes a field
 
 def test_configs_as_published_and_as_transformers_4_and_5_write_them(folder):
     """No id is guessed: a wrong [MASK] would be an ordinary token to the model."""
-    raw, ends = json.loads(Path(GOLDEN, "dream_config.json").read_text()), [151643, 151645]
+    raw = json.loads(Path(GOLDEN, "dream_config.json").read_text())
     new = {"rope_parameters": {"rope_theta": 10**6, "rope_type": "default"}, "rope_theta": None,
-           "layer_types": ["full_attention"] * 28, "eos_token_id": ends, "pad_token_id": None,
-           "mask_token_id": None}
+           "layer_types": ["full_attention"] * 28, "eos_token_id": [151643, 151645],
+           "pad_token_id": None, "mask_token_id": None}
     rewrite(folder, "added_tokens.json", **{"<M>": 0})
-    for changes in {}, {"rope_scaling": None, "head_dim": 128}, new:
+    for changes, ends, mask_id in (({"rope_scaling": None, "head_dim": 128}, [151643], 151666),
+                                   (new, [151643, 151645], 0)):
         rewrite(folder, "config.json", **raw | changes)
         cfg = DreamConfig.read(folder)
         assert (cfg.rope_theta, cfg.head_dim, cfg.pad_token_id) == (1e6, 128, 151643)
-        assert cfg.eos_token_id == (ends if changes is new else ends[:1])
-        assert cfg.mask_token_id == (0 if changes is new else 151666)
+        assert (cfg.eos_token_id, cfg.mask_token_id) == (ends, mask_id)
     (folder / "added_tokens.json").write_text('{"[MASK]": 194}')
     refused("mask_token_id is None", DreamConfig.read, folder)
 
 
-@pytest.mark.parametrize("name, value", [
-    ("num_hidden_layers", 3.0), ("num_key_value_heads", None), ("rope_theta", "3"),
-    ("mask_token_id", 200), ("eos_token_id", [190, 200]), ("pad_token_id", -1),
-    ("hidden_act", "gelu"), ("head_dim", 8), ("rope_scaling", {"type": "linear", "factor": 2.0}),
-    ("rope_parameters", {"rope_type": "yarn"}),
-    ("rope_parameters", {"partial_rotary_factor": 0.25}), ("quantization_config", {"bits": 4}),
-    ("use_sliding_window", True),
-    ("layer_types", 2 * ["full_attention"] + ["linear_attention"])])
-def test_a_field_of_config_that_is_missing_wrong_or_means_another_model(folder, name, value):
-    rewrite(folder, "config.json", **{name: value})
-    refused("config.json", DreamConfig.read, folder)
-
-
-def test_a_folder_that_is_no_dream_model_is_refused(folder, tmp_path):
-    for read in Tokenizer, Dream.load:
-        refused("there is no nope", read, "nope")
-        refused("no Dream model", read, tmp_path)
-    (folder / "adapter_config.json").write_text("{}")
-    refused("is an adapter", Tokenizer, folder)
+def test_a_field_of_config_that_is_missing_wrong_or_means_another_model(folder):
+    good = json.loads((folder / "config.json").read_text())
+    for name, value in (
+            ("num_hidden_layers", 3.0), ("num_key_value_heads", None), ("rope_theta", "3"),
+            ("mask_token_id", 200), ("eos_token_id", [190, 200]), ("pad_token_id", -1),
+            ("hidden_act", "gelu"), ("head_dim", 8), ("rope_scaling", {"type": "linear"}),
+            ("rope_parameters", {"rope_type": "yarn"}), ("use_sliding_window", True),
+            ("rope_parameters", {"partial_rotary_factor": 0.25}),
+            ("quantization_config", {"bits": 4}), ("layer_types", 3 * ["linear_attention"])):
+        (folder / "config.json").write_text(json.dumps(good | {name: value}))
+        refused("config.json", DreamConfig.read, folder)
 
 
 def test_weights_of_another_model_are_refused(folder, dream):
@@ -121,10 +102,8 @@ def test_a_tied_head_is_the_table_with_or_without_a_head_in_the_file(folder, dre
     rewrite(folder, "config.json", tie_word_embeddings=True)
     for _ in range(2):
         one_file(folder, state)
-        tied = Dream.load(folder)
-        assert torch.equal(everywhere(tied, x), want) and not tied.table.requires_grad
+        assert torch.equal(everywhere(Dream.load(folder), x), want)
         state.pop("lm_head.weight", None)
-        assert tied.state_dict().keys() == state.keys()
 
 
 def test_adapters_of_others(tiny_dream, tmp_path):
@@ -147,18 +126,17 @@ def test_adapters_of_others(tiny_dream, tmp_path):
         found = load_adapter(dream, folder)
         assert {layer.s for layer in dora.layers(dream).values()} == {40 / 16}
         return found
-    assert read() is None and read({"transparency_alg": "none", "mixture_temp": 1.0}) is None
+    assert read() is None and read({"transparency_alg": "none"}) is None
     sm, rounded = read(theirs), read(theirs | {"transparency_scale": 1.0})  # by bf16
     assert (sm.mask_id, sm.k) == (194, 2) and 0.99 < rounded.omega[0] < 1
     assert [w.item() for w in sm.omega] == pytest.approx([0.4, 2.0, -2.5])
     for name, wrong in ("alg", "slerp"), ("scheduling", "linear"):
         refused(f"= '{wrong}', ", read, theirs | {f"transparency_{name}": wrong})
-    for name, wrong in (("use_dora", False), ("use_rslora", True), ("bias", "all"),
-                        ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}),
-                        ("init_lora_weights", "olora"), ("layer_replication", [[1, 3], [0, 1]]),
-                        ("peft_type", "ADALORA")):
-        refused(f"adapter_config.json has {name} = .*, but only", read, **{name: wrong})
     for name, wrong, message in (
+            ("use_dora", False, "only True"), ("use_rslora", True, "only False"),
+            ("bias", "all", "only"), ("rank_pattern", {"q_proj": 8}, "only"),
+            ("alpha_pattern", {"q_proj": 8}, "only"), ("init_lora_weights", "olora", "only"),
+            ("layer_replication", [[1, 3]], "only"), ("peft_type", "ADALORA", "only"),
             ("r", 8, "another shape"), ("lora_alpha", None, "no field"),
             ("target_modules", TARGETS[1:], "only one of"),
             ("target_modules", [*TARGETS, "up_proj"], "only one of")):
