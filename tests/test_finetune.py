@@ -116,51 +116,43 @@ def test_another_form_is_refused_in_a_file_and_dropped_from_the_hub(tiny, tmp_pa
 
 
 def test_both_forms_are_read_and_app_b2_drops_the_rest(tiny, tmp_path):
+    """All twice: a dialogue is in one part only."""
     tok = Tokenizer(tiny[0])
-    cfg = Config(max_length=200, n_val=0, data=str(tmp_path / "own.jsonl"))
+    cfg = Config(max_length=200, n_val=1, seed=9, data=str(tmp_path / "own.jsonl"))
     talk = lambda prompt="a", answer="abc": {"prompt": prompt, "response": answer}
     room = 200 - len(encoded(talk(""), tok)[0])
-    kept = [talk("0"), talk("1"), talk("a" * room)]
-    same = said(("user", "0"), ("assistant", "abc"), ("user", "c"), ("system", "d"))  # as kept[0]
+    same = said(("user", "0"), ("assistant", "abc"), ("user", "c"), ("system", "d"))
+    kept = [same | {"id": 1}, talk("1"), talk("a" * room)]
     dropped = {
         "response under 5 tokens": [talk(answer="ab")],  # abc: 3 bytes, <|im_end|>, line break
         "over 200 tokens": [talk("a" * (room + 1)), talk(answer="a" * 200)],
         "tool calls": [talk(answer="abc</tool_call>"), talk("<tool_call>")],
         "[MASK] in the text": [talk("a <|mask|>")]}
-    launch.append_jsonl(cfg.data, same | {"id": 1}, *kept[1:], *sum(dropped.values(), []))
-    train, val, left_out = ft.load_dialogues(cfg, tok, 261)
-    order = [i for i in oracles.order(9, "held out", cfg.seed) if i < 3]
-    assert [(ids.tolist(), n) for ids, n in train] == [encoded(kept[i], tok) for i in order]
-    assert {*left_out.split("; ")} == {
-        "not read: id", *(f"dropped: {why} ({len(talks)})" for why, talks in dropped.items())}
-    refused("is left to train on", ft.load_dialogues, replace(cfg, max_length=9), tok, 261)
-
-
-def test_a_dialogue_is_in_one_part_only(tiny, tmp_path):
-    tok = Tokenizer(tiny[0])
-    records = 2 * launch.read_jsonl(tiny[1])[:60]
-    cfg = Config(data=str(tmp_path / "own.jsonl"), n_val=4)
+    records = 2 * [*kept, *sum(dropped.values(), [])]
     launch.append_jsonl(cfg.data, *records)
-    *parts, _ = ft.load_dialogues(cfg, tok, 261)
-    train, val = ([ids.tolist() for ids, _ in part] for part in parts)
-    expected, held_out = oracles.split([encoded(record, tok)[0] for record in records], 4, cfg.seed)
-    assert val == held_out
-    assert train == [ids for ids in expected if ids not in val] != expected
+    train, val, left_out = ft.load_dialogues(cfg, tok, 261)
+    train, val = ([(ids.tolist(), n) for ids, n in part] for part in (train, val))
+    expected, [held_out] = oracles.split([encoded(record, tok) for record in records], 1, cfg.seed)
+    kept = [encoded(talk("0"), tok), *(encoded(record, tok) for record in kept[1:])]
+    assert val == [held_out] and held_out in kept
+    assert train == [pair for pair in expected if pair in kept and pair != held_out]
+    assert {*left_out.split("; ")} == {
+        "not read: id", "dropped: also held out (1)",
+        *(f"dropped: {why} ({2 * len(talks)})" for why, talks in dropped.items())}
+    refused("is left to train on", ft.load_dialogues, replace(cfg, max_length=9), tok, 261)
 
 
 def test_the_papers_corpora(monkeypatch):
     datasets = pytest.importorskip("datasets", reason="would draw from numbers instead of texts")
     part = lambda *ids: datasets.Dataset.from_dict({"messages": [
         said(("user", str(i)), ("assistant", "b"))["messages"] for i in range(*ids)]})
-    hub = {name: part(400) for name in ft.HUB.values()} | {
-        "HuggingFaceTB/smoltalk": datasets.DatasetDict(train=part(400, 500), test=part(500, 505))}
+    hub = {ft.HUB["mix"]: part(400), "HuggingFaceTB/smoltalk": datasets.DatasetDict(
+        train=part(400, 500), test=part(500, 505))}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: hub[name])
-    read = lambda **words: [{int(messages[0]["content"]) for _, messages in part}
-                            for part in ft.read_hub(Config(**words), Counter())]
-    (train, val), (coding, held_out) = read(data="mix", n_train=300), read(data="coding", n_val=3)
-    assert len(train) == 300 and min(train) < 20 and 480 < max(train) < 500 and not train & val
-    assert len(val) == 4 + 5 and {*range(500, 505)} < val
-    assert len(coding) == 396 and len(held_out) == 3 and not coding & held_out
+    train, val = ({int(messages[0]["content"]) for _, messages in part}
+                  for part in ft.read_hub(Config(data="mix", n_train=300, n_val=7), Counter()))
+    assert len(train) == 300 and min(train) < 20 and 480 < max(train) < 500
+    assert len(val) == 7 and val & {*range(500, 505)} and not train & val
 
 
 @pytest.mark.parametrize("kind, k, coin", [
@@ -271,7 +263,7 @@ def test_two_ranks_are_one_also_with_a_soft_mask_of_ones_own(cfg, mine):
     refused("--code=FILE.py", load_adapter, Dream.load(cfg.model), adapter)
     *_, sm = load_for_decoding(Decoding(cfg.model, adapter, code=mine, device="cpu"))
     assert torch.equal(sm.bias, torch.load(f"{two.out}/last.pt")["model"]["sm.bias"])
-    assert sm.bias.abs().max() > 1e-3
+    assert sm.bias.any()
 
 
 def test_run_and_adapter_know_their_model_and_dialogues_wherever_they_are(cfg, tmp_path):
@@ -298,9 +290,7 @@ def test_adapter_folder_brings_back_dora_and_every_omega_or_none(tiny_dream, tmp
         ft.save_adapter(str(tmp_path), dream, sm, Config(model="", alpha=40, k=sm and sm.k))
         back = Dream.load(tiny_dream)
         found = load_adapter(back, tmp_path)
-        assert (found and found.k) == (sm and sm.k)
-        if sm:
-            assert found.state_dict() == sm.state_dict()
+        assert repr(found) == repr(sm) and (not sm or found.state_dict() == sm.state_dict())
     torch.testing.assert_close(dora.adapter_state(back), dora.adapter_state(dream), rtol=0, atol=0)
     assert {layer.s for layer in dora.layers(back).values()} == {40 / 16}
 
@@ -314,6 +304,3 @@ def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(c
     assert model.net.table.dtype == torch.bfloat16
     for name, p in ft.trained(model).items():
         assert p.dtype == torch.float32 and not torch.equal(p.cpu(), before[name])
-    words = dict(model=str(folder), device="cpu", dtype="float32")
-    tuned = ft.model_of(Config(**words), launch.machine("cpu", "float32")).net
-    assert tuned.table.dtype == load_for_decoding(Decoding(**words))[0].table.dtype == torch.float32

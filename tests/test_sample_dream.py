@@ -19,7 +19,7 @@ import sample_dream as S
 from conftest import gen, plain_omega, recorded_adapter, recording, refused, spy
 from dream import Dream
 from mdlm import TwoPass
-from oracles import fading, floor_counts, in_order, rng, slow_blocks
+from oracles import floor_counts, in_order, rng, slow_blocks
 from sample import Pick, nucleus, reveal
 from softmask import SoftMask
 
@@ -71,7 +71,7 @@ def test_probabilities_and_confidences_equal_the_recorded():
         assert temperature or torch.equal(x0, RECORDED[f"filter/{name}_x0_seed0"])
 
 
-def test_reveal_counts_equal_the_recorded_and_ties_go_left_to_right():
+def test_reveal_counts_equal_the_recorded():
     keys = [key for key in RECORDED if key.startswith("counts/")]
     assert len(keys) == 13
     for key in keys:
@@ -82,11 +82,6 @@ def test_reveal_counts_equal_the_recorded_and_ties_go_left_to_right():
             x = reveal(x[None], (0 * l, l), 0 * l, l.float(), share)[0]
             counts.append(len(l) - int((x == MASK).sum()))
         assert counts == RECORDED[key].tolist() and sum(counts) == masked, key
-    x, zeros = torch.full((2, 20), MASK), torch.zeros(40, dtype=torch.long)
-    masks = (x == MASK).nonzero(as_tuple=True)
-    first = 5 * [0] + 15 * [MASK]
-    assert reveal(x, masks, zeros, zeros.float(), 0.25).tolist() == [first, first]
-    assert not reveal(x, masks, zeros, torch.ones(40), 0, threshold=1.0).any()  # 1 can be reached
 
 
 def test_trajectories_equal_the_recorded(model):
@@ -98,23 +93,18 @@ def test_trajectories_equal_the_recorded(model):
         assert torch.equal(got, want[:, 0]), name
 
 
-def test_time_gain_table():
-    """App. C.9. The switch is strict [code]."""
-    schedules = "none", "linear", "stepwise", "linear-late", "stepwise-late"
-    for schedule, t in itertools.product(schedules, (0.8, math.nextafter(0.5, 1), 0.5, 0.1)):
-        assert S.time_gain(t, schedule, 0.5) == fading(schedule, t, 0.5)
-
-
 def test_decode_is_algorithm_2(model):
-    """Feedback comes from the raw logits: top-p changes tokens and order, not λ and π."""
+    """Feedback comes from the raw logits: top-p changes tokens and order, not λ and π. With it,
+    many are certain: ties go left to right. The switch is strict, and at 9 of 16 masks [code]."""
     [x], passes = S.pad_prompt(model.cfg, PROMPT, 16), []
     predict = lambda emb, t: shifted(model, emb)[0]
     for k, algorithm, how in (
             (0, "entropy", {}), (1, "topk_margin", {}), (3, "maskgit_plus", {}),
             (None, "entropy", {}), (1, "entropy", dict(schedule="linear")),
             (3, "topk_margin", dict(schedule="linear-late")),
-            (None, "entropy", dict(schedule="stepwise")),
-            (3, "maskgit_plus", dict(schedule="stepwise-late")),
+            (None, "entropy", dict(schedule="stepwise", switch=9 / 16)),
+            (3, "maskgit_plus", dict(schedule="stepwise-late", switch=9 / 16)),
+            (3, "entropy", dict(threshold=1.0)),
             *[(3, "entropy", dict(threshold=p, top_p=1.0)) for p in (0.11, 0.15, 0.9)]):
         sm = None if k == 0 else soft(k)
         how = dict(top_p=0.3) | how
@@ -193,13 +183,13 @@ def test_cuda_is_waited_for_once_in_a_pass(model):
 def test_cuda_or_cpu_compiles_the_trunk_once(tiny_dream):
     """The CPU checks the graphs alone: to compile them takes half a minute."""
     gpu = torch.cuda.is_available()
-    device, backend = ("cuda", "inductor") if gpu else ("cpu", "aot_eager")
     torch.compiler.reset()
-    eager = Dream.load(tiny_dream, device)
+    eager = Dream.load(tiny_dream, "cuda" if gpu else "cpu")
     eager.model["layers"] = eager.model["layers"][:1]
     compiled = copy.deepcopy(eager)
+    backend = "inductor" if gpu else "aot_eager"
     compiled.trunk = torch.compile(compiled.trunk, dynamic=True, backend=backend)
-    run = lambda model, x, how: decode(model, 8, soft(3).to(device), x, **how)
+    run = lambda model, x, how: decode(model, 8, soft(3).to(model.table.device), x, **how)
     same = lambda x, **how: torch.equal(run(eager, x, how), run(compiled, x, how))
     assert same(PROMPT, block=4, cache="dual") and same(PROMPT)
     with torch.compiler.set_stance("fail_on_recompile"):
@@ -227,7 +217,6 @@ def test_merged_and_unmerged_adapter_decode_alike(tiny, tmp_path):
         assert len(dora.layers(model)) == (0 if merge else 8)
         assert torch.equal(decode(model, 16, sm), want)
     assert load(soft=False)[2] is None
-    assert load(omega_s=0.2, omega_a=2.0, omega_b=-1.5)[2].omega[0].item() == pytest.approx(0.2)
 
 
 @pytest.fixture
@@ -249,22 +238,20 @@ def test_the_command_answers_and_infills(go):
     for message, flags in (
             ("give one of", {}), ("give one of", {"prompt": "a", "chat": True}),
             ("position 0 is masked", {"infill": "___ # end"}),
-            ("use --block=0 to infill", {"infill": "a ___ b", "block": 4}),
-            ("--schedule=linear is about feedback", {"prompt": "a", "schedule": "linear"}),
-            ("would become a .MASK.", {"infill": "<|mask|> ___"}),
-            ("would become a .MASK.", {"chat": True})):
+            ("--block=0", {"infill": "a ___ b", "block": 4}),
+            ("about feedback", {"prompt": "a", "schedule": "linear"}),
+            ("become a .MASK.", {"infill": "<|mask|> ___"}), ("become a .MASK.", {"chat": True})):
         refused(message, go, typed="<|mask|>b\n", **flags)
 
 
-def test_a_chat_is_made_of_turns_and_an_infill_is_not(go, monkeypatch):
-    answer = mock.Mock(return_value=("hi", {"nfe": 1, "tokens": 8, "kept": 2, "seconds": 1.0}))
+def test_a_chat_is_made_of_turns(go, monkeypatch):
+    stats = dict(nfe=1, tokens=8, kept=2, seconds=1.0)
+    answer = mock.Mock(return_value=("hi", stats))
     monkeypatch.setattr(S, "answer", answer)
     assert go(typed="hello\nagain\n", chat=True).out == "hi\nhi\n"
     go(prompt="hello")
-    go(infill="a")
-    calls = [call.args for call in answer.call_args_list]
-    first, second, turn, _ = (ids for _, _, _, ids, *_ in calls)
+    first, second, turn = (call.args[3] for call in answer.call_args_list)
     assert first == turn and {257, 258} < set(first)  # the chat's markers are tokens
     more = "hi<|im_end|>\n<|im_start|>user\nagain<|im_end|>\n<|im_start|>assistant\n"
-    assert second == first + calls[0][1].encode(more, special=True)
-    assert [call[5] for call in calls] == [*3 * [["<|im_end|>"]], ()]
+    _, tok, _, _, _, until, _ = answer.call_args.args
+    assert second == first + tok.encode(more, special=True) and until == ["<|im_end|>"]
