@@ -114,33 +114,26 @@ def test_adapters_of_others(tiny_dream, tmp_path):
     state = dora.adapter_state(recorded_adapter(Dream.load(tiny_dream)))
 
     def read(omega=None, **changes):
-        dream = Dream.load(tiny_dream)
         folder = tmp_path / f"adapter{len(list(tmp_path.iterdir()))}"
         write_safetensors(folder / "adapter_model.safetensors", state, {"format": "pt"})
-        config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=16, lora_alpha=40, bias="none",
-                      use_dora=True, rank_pattern={}, target_modules=TARGETS[::-1],
-                      init_lora_weights="orthogonal", layers_to_transform=[0, 1, 2], new=1)
+        config = dict(peft_type="LORA", r=16, lora_alpha=40, bias="none", use_dora=True, new=1,
+                      target_modules=TARGETS[::-1], init_lora_weights="orthogonal")
         rewrite(folder, "adapter_config.json", **config | changes)
         if omega:
             rewrite(folder, "transparency_config.json", **omega)
-        found = load_adapter(dream, folder)
-        assert {layer.s for layer in dora.layers(dream).values()} == {40 / 16}
-        return found
+        return load_adapter(Dream.load(tiny_dream), folder)
     assert read() is None and read({"transparency_alg": "none"}) is None
     sm, rounded = read(theirs), read(theirs | {"transparency_scale": 1.0})  # by bf16
     assert (sm.mask_id, sm.k) == (194, 2) and 0.99 < rounded.omega[0] < 1
     assert [w.item() for w in sm.omega] == pytest.approx([0.4, 2.0, -2.5])
     for name, wrong in ("alg", "slerp"), ("scheduling", "linear"):
         refused(f"= '{wrong}', ", read, theirs | {f"transparency_{name}": wrong})
-    for name, wrong, message in (
-            ("use_dora", False, "only True"), ("use_rslora", True, "only False"),
-            ("bias", "all", "only"), ("rank_pattern", {"q_proj": 8}, "only"),
-            ("alpha_pattern", {"q_proj": 8}, "only"), ("init_lora_weights", "olora", "only"),
-            ("layer_replication", [[1, 3]], "only"), ("peft_type", "ADALORA", "only"),
-            ("r", 8, "another shape"), ("lora_alpha", None, "no field"),
-            ("target_modules", TARGETS[1:], "only one of"),
-            ("target_modules", [*TARGETS, "up_proj"], "only one of")):
-        refused(message, read, **{name: wrong})
+    for name, wrong in (
+            ("use_dora", False), ("use_rslora", True), ("bias", "all"), ("peft_type", "ADALORA"),
+            ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}), ("r", 8),
+            ("init_lora_weights", "olora"), ("layer_replication", [[1, 3]]), ("lora_alpha", None),
+            ("target_modules", TARGETS[1:]), ("target_modules", [*TARGETS, "up_proj"])):
+        refused(f"has {name} = |another shape|no field|only one of", read, **{name: wrong})
     state[min(state)].fill_(math.nan)
     refused("not finite", read)
 
@@ -152,7 +145,6 @@ def test_recorded_ids_and_chats(tmp_path):
         rewrite(tmp_path, f"{name}.json", **numbers[name])
     rewrite(tmp_path, "config.json", **json.loads(Path(GOLDEN, "dream_config.json").read_text()))
     tok = Tokenizer(tmp_path)
-    assert len(numbers["cases"]) == 60
     for text, ids in numbers["cases"]:
         back = tok.decode([152063, *ids, 151667])  # ids around it that are no token
         assert tok.encode(text, special=True) == tok.encode(back, special=True) == ids
