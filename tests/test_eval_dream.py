@@ -14,7 +14,6 @@ import eval_dream as E
 from conftest import GOLDEN, dying, refused, spy
 from dream import Tokenizer
 from launch import read_json, read_jsonl
-from sample_dream import load_for_decoding
 from tasks import benchmarks as B
 
 RECORDED = read_json(os.path.join(GOLDEN, "decode_prompts.json"))
@@ -38,12 +37,13 @@ CHAT = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 
 @pytest.fixture
 def config(tmp_path, tiny):
-    """The Config of a task, with its data. rows: those of the data, if not the ones above."""
+    """The Config of a task with data: a list, or lines with a BOM, blank ones and CRLF"""
     pytest.importorskip("lm_eval")
 
-    def config(task, rows=None, **flags):
-        path, rows = tmp_path / f"data{len(os.listdir(tmp_path))}.gz", rows or [ROWS[task]]
-        text = json.dumps(rows) if len(rows) == 1 else "\n".join(map(json.dumps, rows))
+    def config(task, rows, **flags):
+        path = tmp_path / f"data{len(os.listdir(tmp_path))}.gz"
+        lines = "\r\n \n".join(map(json.dumps, rows))
+        text = json.dumps(rows) if len(rows) == 1 else f"\ufeff\n{lines}"
         path.write_bytes(gzip.compress(text.encode()))
         return E.Config(**{
             "task": task, "data": str(path), "timeout": 10.0, "model": tiny[0], "gen_len": 4,
@@ -80,7 +80,7 @@ def test_prompts_stop_strings_and_lengths(config, tiny):
         "math500": ({}, CHAT.format(
             "Please reason step by step, and put your final answer within \\boxed{{}}. Problem:\n"
             "What is it?\n\nSolution:", ""), 512)}
-    lm = E.DreamInHarness(None, Tokenizer(tiny[0]), None, config("math500"))
+    lm = E.DreamInHarness(None, Tokenizer(tiny[0]), None, config("math500", [LATEX]))
     for name, row in ROWS.items():
         family = name.split("_")[0]
         fields, text, length = expected[family]
@@ -96,29 +96,19 @@ def test_prompts_stop_strings_and_lengths(config, tiny):
         refused("each row needs a text", E.load_task, config(name, [{"test": "a"}]))
 
 
-def test_extracted_code_equals_the_recorded_and_follows_names():
-    """Unlike EvalPlus, with decorated functions and the last of two definitions."""
+def test_extracted_code_equals_the_recorded():
     for case in RECORDED["sanitize_cases"]:
         code = case["response"].split("```python\n", 1)[-1].split("```")[0]
         found = B.sanitize(case["prompt"] + "\n" + code, case["entry_point"])
         assert found == case["prediction"], case
-    kept = ("import os\nSEEN: set = set()\nA = '\u2028'\nclass C:\n    pass\n@staticmethod\n"
-            "def f():\n    return g() + A\nasync def g():\n    return C(SEEN)")
-    others = "LEFT: int = 1\nB = 2\ndef h():\n    return B\nf: object\nfor"
-    assert B.sanitize(f"SEEN = 1\n{kept}\n{others}", "f") == kept.replace("\u2028", r"\u2028")
 
 
-def test_problems_are_read_like_other_json_lines(tmp_path):
-    """With a BOM, blank lines and CRLF. A broken line is named."""
+def test_problems_of_another_form_are_refused(tmp_path):
     path = tmp_path / "p.jsonl"
-    line = json.dumps(WORDS | {"question": "wie viele äöü\u2028?"}, ensure_ascii=False)
-    for text in f"\ufeff\n{line}\r\n \n{line}", f" [{line},\n{line}]\n":
-        path.write_bytes(text.encode())
-        docs = B.documents(str(path))["test"]
-        assert [doc["question"] for doc in docs] == ["wie viele äöü\u2028?"] * 2
+    line = json.dumps(WORDS)
     for text, message in ((f"{line}\n\n{line[:-9]}", "p.jsonl, line 3: "),
                           (line, "each row needs .* code"), ("[3]", "has no problems")):
-        path.write_bytes(text.encode())
+        path.write_text(text)
         refused(message, B.documents, str(path), needs=["question", "code"])
 
 
@@ -145,7 +135,6 @@ def test_verdicts_equal_those_recorded_from_the_scorer_before(config):
     for task, cases in VERDICTS.items():
         right = judge(config, task, [(case["row"], case["answer"]) for case in cases])
         assert right == [case["right"] for case in cases], task
-        assert 0 < sum(right) < len(right)
     by_heart = "def twice(x):\n    return {1: 2, 0: 0, -1: -2}[x]\n"  # right in the base tests
     assert judge(config, "mbpp_instruct", [(PLUS, by_heart)]) == [True]
     assert judge(config, "mbpp_plus_instruct", [(PLUS, by_heart)]) == [False]
@@ -154,21 +143,19 @@ def test_verdicts_equal_those_recorded_from_the_scorer_before(config):
     assert judge(config, "humaneval_instruct", pairs) == [False, False, False, True]
 
 
-def test_a_model_at_several_nfe_budgets_and_blocks(config):
-    cfg = config("gsm8k_cot", [WORDS] * 2, limit=1, gen_len=8, nfe="1/4,1/1", blocks="4,8")
-    found = [(r["budget"], r["settings"]["block"], r["nfe"], r["n"]) for r in E.evaluate(cfg)]
-    assert found == [("1/4", 4, 2, 1), ("1/4", 8, 2, 1), ("1/1", 4, 8, 1), ("1/1", 8, 8, 1)]
+def test_a_model_at_several_nfe_budgets_and_blocks(config, tiny, monkeypatch):
+    """The prompt is cut to its last tokens. The name of [MASK] in it is text, and not filled."""
+    monkeypatch.setattr(E, "PROMPT_TOKENS", 50)
+    asked = spy(monkeypatch, E, "answer")
+    rows = 2 * [WORDS | {"question": "<|mask|>?"}]
+    cfg = config("gsm8k_cot", rows, limit=1, gen_len=8, nfe="1/4,1/1", blocks="4,8")
+    found = [(r["budget"], r["settings"]["block"], r["nfe"], r["tokens"]) for r in E.evaluate(cfg)]
+    assert found == [("1/4", 4, 2, 8), ("1/4", 8, 2, 8), ("1/1", 4, 8, 8), ("1/1", 8, 8, 8)]
+    assert len(asked) == 4 and len(asked[0][3]) == 50
+    text = Tokenizer(tiny[0]).decode(asked[0][3])
+    assert CHAT.format("Q: <|mask|>?\nA:", "").endswith(text)
     [(_, cell)] = E.cells(E.Config(nfe="1/2"), 512)  # the length is the task's
     assert (cell.gen_len, cell.steps) == (512, 256)
-
-
-def test_a_prompt_is_cut_to_its_last_tokens_and_the_name_of_the_mask_is_text(tiny, monkeypatch):
-    monkeypatch.setattr(E, "PROMPT_TOKENS", 9)
-    model, tok, _ = load_for_decoding(E.Config(model=tiny[0], gen_len=4))
-    [mask] = [name for name in tok.special if "mask" in name]
-    ids = E.DreamInHarness(model, tok, None, E.Config()).encode(f"{mask}c<|im_end|>")
-    assert tok.special[mask] not in ids and tok.special["<|im_end|>"] in ids and len(ids) == 9
-    assert tok.decode(ids) == f"{mask}c<|im_end|>"[-len(tok.decode(ids)):]
 
 
 def test_a_killed_run_resumes_and_executes_no_answer_without_the_flag(

@@ -144,13 +144,13 @@ def test_both_forms_are_read_and_app_b2_drops_the_rest(tiny, tmp_path):
 
 def test_the_papers_corpora(monkeypatch):
     datasets = pytest.importorskip("datasets", reason="would draw from numbers instead of texts")
-    part = lambda *ids: datasets.Dataset.from_dict({"messages": [
-        said(("user", str(i)), ("assistant", "b"))["messages"] for i in range(*ids)]})
-    hub = {ft.HUB["mix"]: part(400), "HuggingFaceTB/smoltalk": datasets.DatasetDict(
-        train=part(400, 500), test=part(500, 505))}
+    rows = lambda *ids: datasets.Dataset.from_list(
+        [said(("user", str(i)), ("assistant", "b")) for i in range(*ids)])
+    hub = {ft.HUB["mix"]: rows(400),
+           "HuggingFaceTB/smoltalk": {"train": rows(400, 500), "test": rows(500, 505)}}
     monkeypatch.setattr(datasets, "load_dataset", lambda name, *_, **__: hub[name])
-    train, val = ({int(messages[0]["content"]) for _, messages in part}
-                  for part in ft.read_hub(Config(data="mix", n_train=300, n_val=7), Counter()))
+    parts = ft.read_hub(Config(data="mix", n_train=300, n_val=7), Counter())
+    train, val = ({int(turns[0]["content"]) for _, turns in part} for part in parts)
     assert len(train) == 300 and min(train) < 20 and 480 < max(train) < 500
     assert len(val) == 7 and val & {*range(500, 505)} and not train & val
 
@@ -191,8 +191,7 @@ def test_four_updates_are_adam_by_hand(cfg, kind, k, coin):
             line = next(lines)
             expected = {name: sum(found) / len(found) for name, found in since.items() if found}
             expected |= {"eta_bb": lr * cfg.eta_bb, "grad_norm": norm}
-            names = line.keys() & {*since, *expected}
-            assert {name: line[name] for name in names} == pytest.approx(expected, rel=1e-4)
+            assert {name: line[name] for name in expected} == pytest.approx(expected, rel=1e-4)
             since.clear()
     assert tossed == {0, 5} if coin == "update" else tossed - {0, 5}
     for name, soft in ("val_soft", True), ("val_plain", False):
@@ -262,16 +261,6 @@ def test_two_ranks_are_one_also_with_a_soft_mask_of_ones_own(cfg, mine):
     *_, sm = load_for_decoding(replace(decoding, code=mine))
     assert torch.equal(sm.bias, torch.load(f"{two.out}/last.pt")["model"]["sm.bias"])
     assert sm.bias.any()
-
-
-def test_adapter_folder_brings_back_every_omega_or_none(tiny_dream, tmp_path):
-    dream = recorded_adapter(Dream.load(tiny_dream))
-    full = SoftMask(194, 2, **HEAD)
-    full.raw_s.data.fill_(20.0)  # ω_s is 1 in fp32
-    for sm in full, SoftMask(194, None, **HEAD, tau=1.3), None:  # None: where there was another
-        ft.save_adapter(str(tmp_path), dream, sm, Config(k=sm and sm.k))
-        found = load_adapter(Dream.load(tiny_dream), tmp_path)
-        assert repr(found) == repr(sm) and (not sm or found.state_dict() == sm.state_dict())
 
 
 def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(cfg, tmp_path):
