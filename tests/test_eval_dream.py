@@ -115,12 +115,10 @@ def test_problems_of_another_form_are_refused(tmp_path):
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
     """Output goes to a file, which ends at 16 MB. A pipe would fill our memory."""
     monkeypatch.setenv("SECRET", "1")
-    right = [
-        "import os; assert 'SECRET' not in os.environ and os.environ['OMP_NUM_THREADS'] == '1'",
-        "s = '\udc80'", "print('x', end='')",
-        "import sys; print('x' * (64 << 20), file=sys.stderr)",
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass A:\n    x: int\nA(1)", "if __name__ == '__main__': assert False"]
+    right = ["import os; assert 'SECRET' not in os.environ", "s = '\udc80'", "print('x', end='')",
+             "import sys; print('x' * (64 << 20), file=sys.stderr)",
+             "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\nA(1)",
+             "if __name__ == '__main__': assert False"]
     wrong = ["assert False", "def f(:", "import sys; sys.exit(0)", "import os; os._exit(0)",
              "while True: pass", "input()"]
     if sys.platform == "linux":
@@ -154,8 +152,6 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config, tiny, monkeypatch):
     assert len(asked) == 4 and len(asked[0][3]) == 50
     text = Tokenizer(tiny[0]).decode(asked[0][3])
     assert CHAT.format("Q: <|mask|>?\nA:", "").endswith(text)
-    [(_, cell)] = E.cells(E.Config(nfe="1/2"), 512)  # the length is the task's
-    assert (cell.gen_len, cell.steps) == (512, 256)
 
 
 def test_a_killed_run_resumes_and_executes_no_answer_without_the_flag(

@@ -206,16 +206,11 @@ def test_merged_and_unmerged_adapter_decode_alike(tiny, tmp_path):
         assert load(soft=False)[2] is None
 
 
-@pytest.fixture
-def go(tiny, capsys, monkeypatch):
+def test_the_command_answers_infills_and_chats(tiny, capsys, monkeypatch):
     def go(typed="", **flags):
         monkeypatch.setattr(sys, "stdin", io.StringIO(typed))
         S.main(S.Config(model=tiny[0], gen_len=8, **flags))
         return capsys.readouterr()
-    return go
-
-
-def test_the_command_answers_infills_and_chats(go, monkeypatch):
     omega = dict(omega_s=0.9, omega_a=2.0, omega_b=-3.0)
     err = go(prompt="hello", **omega, block=4, threshold=1e-9, schedule="linear").err
     assert "NFE 4; 2.00 tokens per pass" in err and "; SoftMask(k=3, omega_s=0.9" in err
