@@ -74,8 +74,7 @@ def test_peft_reads_ours_and_we_read_peft(tiny_dream, tmp_path):
     theirs = peft.PeftModel.from_pretrained(theirs, tmp_path / "ours")
     x = torch.randn(2, 5, 64, generator=gen(3))
     for name, layer in layers(dream).items():
-        want = theirs.get_submodule(f"base_model.model.{name}")(x)
-        close(layer(x), want, rtol=1e-5, atol=1e-5)
+        close(layer(x), theirs.get_submodule(f"base_model.model.{name}")(x), rtol=1e-5, atol=1e-5)
     theirs.save_pretrained(tmp_path / "theirs")
     back = Dream.load(tiny_dream)
     assert load_adapter(back, tmp_path / "theirs") is None

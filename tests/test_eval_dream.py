@@ -96,22 +96,6 @@ def test_prompts_stop_strings_and_lengths(config, tiny):
         refused("each row needs a text", E.load_task, config(name, [{"test": "a"}]))
 
 
-def test_extracted_code_equals_the_recorded():
-    for case in RECORDED["sanitize_cases"]:
-        code = case["response"].split("```python\n", 1)[-1].split("```")[0]
-        found = B.sanitize(case["prompt"] + "\n" + code, case["entry_point"])
-        assert found == case["prediction"], case
-
-
-def test_problems_of_another_form_are_refused(tmp_path):
-    path = tmp_path / "p.jsonl"
-    line = json.dumps(WORDS)
-    for text, message in ((f"{line}\n\n{line[:-9]}", "p.jsonl, line 3: "),
-                          (line, "each row needs .* code"), ("[3]", "has no problems")):
-        path.write_text(text)
-        refused(message, B.documents, str(path), needs=["question", "code"])
-
-
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
     """Output goes to a file, which ends at 16 MB. A pipe would fill our memory."""
     monkeypatch.setenv("SECRET", "1")
@@ -127,9 +111,13 @@ def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
         assert B.passes(program, 0.5 if "while" in program else 10) is (program in right), program
 
 
-def test_verdicts_equal_those_recorded_from_the_scorer_before(config):
+def test_extracted_code_and_verdicts_equal_the_recorded(config):
     """References, empty answers and spoilt ones, scored by a scorer without the harness. Plus tests
     run only in tasks with plus. A test may call what stands in the prompt."""
+    for case in RECORDED["sanitize_cases"]:
+        code = case["response"].split("```python\n", 1)[-1].split("```")[0]
+        found = B.sanitize(case["prompt"] + "\n" + code, case["entry_point"])
+        assert found == case["prediction"], case
     for task, cases in VERDICTS.items():
         right = judge(config, task, [(case["row"], case["answer"]) for case in cases])
         assert right == [case["right"] for case in cases], task
@@ -154,8 +142,7 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config, tiny, monkeypatch):
     assert CHAT.format("Q: <|mask|>?\nA:", "").endswith(text)
 
 
-def test_a_killed_run_resumes_and_executes_no_answer_without_the_flag(
-        config, tmp_path, monkeypatch):
+def test_a_killed_run_resumes_and_no_answer_is_run_unasked(config, tmp_path, monkeypatch):
     """It does not take answers to other prompts, or of other weights, for its own."""
     mark = tmp_path / "executed"
     rows = [TWICE | {"text": f"{i}?", "test_setup_code": f"open({str(mark)!r}, 'w')"}
