@@ -48,8 +48,9 @@ def test_fresh_adapter_is_exactly_the_layer(dtype):
     assert layer.lora_B.grad[3].any() and not layer.lora_magnitude_vector.grad[3]
 
 
-def test_recorded_logits(tiny_dream, recorded):
-    dream = recorded_adapter(Dream.load(tiny_dream))
+def test_recorded_logits_and_only_the_adapter_is_trained(tiny_dream, recorded):
+    dream = recorded_adapter(Dream.load(tiny_dream).requires_grad_())
+    assert all("lora_" in name for name, p in dream.named_parameters() if p.requires_grad)
     run = lambda: dream.head(dream.trunk(F.embedding(recorded["b/input_ids"], dream.table))[0])
     logits = run()
     close(logits[:, ::6, ::8], recorded["b/logits"], rtol=0, atol=1e-5)
