@@ -28,7 +28,7 @@ def dream(tiny_dream):
 
 @pytest.fixture
 def folder(tiny_dream, tmp_path):
-    return shutil.copytree(tiny_dream, tmp_path / "model")
+    return shutil.copytree(tiny_dream, tmp_path / "model", ignore=shutil.ignore_patterns("model*"))
 
 
 def test_logits_equal_the_recorded_and_bf16_is_near(tiny_dream, dream, recorded):
@@ -44,89 +44,52 @@ def test_logits_equal_the_recorded_and_bf16_is_near(tiny_dream, dream, recorded)
     close(logits, everywhere(dream, x), 0.25)
 
 
-def test_a_qwen2_that_sees_all_positions_is_a_dream(dream, tmp_path):
-    transformers = pytest.importorskip(
-        "transformers", reason="needs transformers: would compare logits with Qwen2ForCausalLM")
-    theirs = transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**vars(dream.cfg)))
-    theirs.load_state_dict(dream.state_dict())
-    theirs.save_pretrained(tmp_path)
-    x = torch.randint(190, (2, 40), generator=gen())
-    want = theirs(input_ids=x, attention_mask=torch.zeros(2, 1, 40, 40)).logits  # 0: sees all
-    close(everywhere(Dream.load(tmp_path), x), want.detach(), 1e-5)
+def write(path, **fields):
+    path.write_text(json.dumps(fields))
 
 
-def one_file(folder, state):
-    for shard in folder.glob("model*"):
-        shard.unlink()
-    write_safetensors(folder / "model.safetensors", state)
-
-
-def rewrite(folder, name, **changes):  # None removes a field
-    file = folder / name
-    values = (json.loads(file.read_text()) if file.exists() else {}) | changes
-    file.write_text(json.dumps({key: v for key, v in values.items() if v is not None}))
-
-
-def test_configs_as_published_and_as_transformers_4_and_5_write_them(folder):
+def test_configs_as_published_and_as_transformers_5_writes_them_and_no_others(folder):
     """No id is guessed: a wrong [MASK] would be an ordinary token to the model."""
-    raw, ends = json.loads(Path(GOLDEN, "dream_config.json").read_text()), [151643, 151645]
+    raw = json.loads(Path(GOLDEN, "dream_config.json").read_text())
     new = {"rope_parameters": {"rope_theta": 10**6, "rope_type": "default"}, "rope_theta": None,
-           "layer_types": ["full_attention"] * 28, "eos_token_id": ends, "pad_token_id": None,
-           "mask_token_id": None}
-    rewrite(folder, "added_tokens.json", **{"<M>": 0})
-    for changes in {}, {"rope_scaling": None, "head_dim": 128}, new:
-        rewrite(folder, "config.json", **raw | changes)
+           "layer_types": ["full_attention"] * 28, "eos_token_id": [151643, 151645],
+           "pad_token_id": None, "mask_token_id": None}
+    write(folder / "added_tokens.json", **{"<M>": 0, "[MASK]": 194})
+    for changes, ends, mask_id in (({"rope_scaling": None, "head_dim": 128}, [151643], 151666),
+                                   (new, [151643, 151645], 0)):
+        write(folder / "config.json", **raw | changes)
         cfg = DreamConfig.read(folder)
         assert (cfg.rope_theta, cfg.head_dim, cfg.pad_token_id) == (1e6, 128, 151643)
-        assert cfg.eos_token_id == (ends if changes is new else ends[:1])
-        assert cfg.mask_token_id == (0 if changes is new else 151666)
-    (folder / "added_tokens.json").write_text('{"[MASK]": 194}')
-    refused("mask_token_id is None", DreamConfig.read, folder)
+        assert (cfg.eos_token_id, cfg.mask_token_id) == (ends, mask_id)
+    (folder / "added_tokens.json").unlink()
+    for name, value in (
+            ("num_hidden_layers", 3.0), ("num_key_value_heads", None), ("rope_theta", "3"),
+            ("mask_token_id", None), ("mask_token_id", raw["vocab_size"]), ("pad_token_id", -1),
+            ("eos_token_id", [190, raw["vocab_size"]]), ("hidden_act", "gelu"), ("head_dim", 8),
+            ("rope_scaling", {"type": "linear"}), ("rope_parameters", {"rope_type": "yarn"}),
+            ("rope_parameters", {"partial_rotary_factor": 0.25}), ("use_sliding_window", True),
+            ("quantization_config", {"bits": 4}), ("layer_types", 28 * ["linear_attention"])):
+        write(folder / "config.json", **raw | {name: value})
+        refused("config.json", DreamConfig.read, folder)
 
 
-@pytest.mark.parametrize("name, value", [
-    ("num_hidden_layers", 3.0), ("num_key_value_heads", None), ("rope_theta", "3"),
-    ("mask_token_id", 200), ("eos_token_id", [190, 200]), ("pad_token_id", -1),
-    ("hidden_act", "gelu"), ("head_dim", 8), ("rope_scaling", {"type": "linear", "factor": 2.0}),
-    ("rope_parameters", {"rope_type": "yarn"}),
-    ("rope_parameters", {"partial_rotary_factor": 0.25}), ("quantization_config", {"bits": 4}),
-    ("use_sliding_window", True),
-    ("layer_types", 2 * ["full_attention"] + ["linear_attention"])])
-def test_a_field_of_config_that_is_missing_wrong_or_means_another_model(folder, name, value):
-    rewrite(folder, "config.json", **{name: value})
-    refused("config.json", DreamConfig.read, folder)
-
-
-def test_a_folder_that_is_no_dream_model_is_refused(folder, tmp_path):
-    for read in Tokenizer, Dream.load:
-        refused("there is no nope", read, "nope")
-        refused("not a Dream model", read, tmp_path)
-    (folder / "adapter_config.json").write_text("{}")
-    refused("is an adapter", Tokenizer, folder)
-
-
-def test_weights_of_another_model_are_refused(folder, dream):
+def test_weights_of_another_model_are_refused_and_a_head_may_be_tied(folder, dream):
     state, q = dream.state_dict(), "model.layers.1.self_attn.q_proj.weight"
+    save = lambda tensors: write_safetensors(folder / "model.safetensors", tensors)
     for name, t in ((q, torch.ones(64, 48)), (q, torch.ones(64, 64).char()),
                     (q + ".absmax", torch.ones(9)), ("lm_head.weight", dream.table - math.inf)):
-        one_file(folder, state | {name: t})
-        refused(f"Error.*{name}|{name} has values that are not finite", Dream.load, folder,
-                dtype=torch.half)
-    one_file(folder, state | {"model.layers.2.self_attn.rotary_emb.inv_freq": torch.ones(8),
-                              q: state[q].bfloat16()})  # has the dtype of the table when loaded
+        save(state | {name: t})
+        refused(f"Error.*{name}|{name} has values", Dream.load, folder, dtype=torch.half)
+    frequencies = "model.layers.2.self_attn.rotary_emb.inv_freq"
+    save(state | {frequencies: torch.ones(8), q: state[q].bfloat16()})  # loaded as the table is
     assert {t.dtype for t in Dream.load(folder).state_dict().values()} == {torch.float32}
-
-
-def test_a_tied_head_is_the_table_with_or_without_a_head_in_the_file(folder, dream):
-    x, state = torch.randint(190, (2, 12), generator=gen()), dream.state_dict()
-    want = F.linear(dream.trunk(F.embedding(x, dream.table))[0], dream.table)
-    rewrite(folder, "config.json", tie_word_embeddings=True)
-    for _ in range(2):
-        one_file(folder, state)
-        tied = Dream.load(folder)
-        assert torch.equal(everywhere(tied, x), want) and not tied.table.requires_grad
-        state.pop("lm_head.weight", None)
-        assert tied.state_dict().keys() == state.keys()
+    x = torch.randint(190, (2, 12), generator=gen())
+    tied = F.linear(dream.trunk(F.embedding(x, dream.table))[0], dream.table)
+    cfg = json.loads((folder / "config.json").read_text())
+    write(folder / "config.json", **cfg | {"tie_word_embeddings": True})
+    for weights in state, {name: state[name] for name in state if name != "lm_head.weight"}:
+        save(weights)
+        assert torch.equal(everywhere(Dream.load(folder), x), tied)
 
 
 def test_adapters_of_others(tiny_dream, tmp_path):
@@ -137,37 +100,29 @@ def test_adapters_of_others(tiny_dream, tmp_path):
     state = dora.adapter_state(recorded_adapter(Dream.load(tiny_dream)))
 
     def read(omega=None, **changes):
-        dream = Dream.load(tiny_dream)
         folder = tmp_path / f"adapter{len(list(tmp_path.iterdir()))}"
         write_safetensors(folder / "adapter_model.safetensors", state, {"format": "pt"})
-        config = dict(peft_type="LORA", task_type="CAUSAL_LM", r=16, lora_alpha=40, bias="none",
-                      use_dora=True, rank_pattern={}, target_modules=TARGETS[::-1],
-                      init_lora_weights="orthogonal", layers_to_transform=[0, 1, 2], new=1)
-        rewrite(folder, "adapter_config.json", **config | changes)
+        config = dict(peft_type="LORA", r=16, lora_alpha=40, bias="none", use_dora=True, new=1,
+                      target_modules=TARGETS[::-1], init_lora_weights="orthogonal")
+        write(folder / "adapter_config.json", **config | changes)
         if omega:
-            rewrite(folder, "transparency_config.json", **omega)
+            write(folder / "transparency_config.json", **omega)
             refused("python lab/convert.py", load_adapter, Dream.load(tiny_dream), folder)
             found = convert.read(f"{folder}/transparency_config.json")
             launch.save(f"{folder}/softmask.pt", **found)
-        found = load_adapter(dream, folder)
-        assert {layer.s for layer in dora.layers(dream).values()} == {40 / 16}
-        return found
-    assert read() is None and read({"transparency_alg": "none", "mixture_temp": 1.0}) is None
+        return load_adapter(Dream.load(tiny_dream), folder)
+    assert read() is None and read({"transparency_alg": "none"}) is None
     sm, rounded = read(theirs), read(theirs | {"transparency_scale": 1.0})  # by bf16
     assert (sm.mask_id, sm.k) == (194, 2) and 0.99 < rounded.omega[0] < 1
     assert [w.item() for w in sm.omega] == pytest.approx([0.4, 2.0, -2.5])
     for name, wrong in ("alg", "slerp"), ("scheduling", "linear"):
         refused(f"= '{wrong}', ", read, theirs | {f"transparency_{name}": wrong})
-    for name, wrong in (("use_dora", False), ("use_rslora", True), ("bias", "all"),
-                        ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}),
-                        ("init_lora_weights", "olora"), ("layer_replication", [[1, 3], [0, 1]]),
-                        ("peft_type", "ADALORA")):
-        refused(f"adapter_config.json has {name} = .*, but only", read, **{name: wrong})
-    for name, wrong, message in (
-            ("r", 8, "another shape"), ("lora_alpha", None, "no field"),
-            ("target_modules", TARGETS[1:], "only the model or only the adapter"),
-            ("target_modules", [*TARGETS, "up_proj"], "only the model or only the adapter")):
-        refused(message, read, **{name: wrong})
+    for name, wrong in (
+            ("use_dora", False), ("use_rslora", True), ("bias", "all"), ("peft_type", "ADALORA"),
+            ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}), ("r", 8),
+            ("init_lora_weights", "olora"), ("layer_replication", [[1, 3]]), ("lora_alpha", "x"),
+            ("target_modules", TARGETS[1:]), ("target_modules", [*TARGETS, "up_proj"])):
+        refused(f"has {name} = |another shape|TypeError|only the model or", read, **{name: wrong})
     state[min(state)].fill_(math.nan)
     refused("not finite", read)
 
@@ -176,10 +131,9 @@ def test_recorded_ids_and_chats(tmp_path):
     """Markup in a text stays text, the two ways to write é are one, unknown ids give nothing."""
     numbers = json.loads(gzip.decompress(Path(GOLDEN, "dream_tokenizer.json.gz").read_bytes()))
     for name in "vocab", "added_tokens":
-        rewrite(tmp_path, f"{name}.json", **numbers[name])
-    rewrite(tmp_path, "config.json", **json.loads(Path(GOLDEN, "dream_config.json").read_text()))
+        write(tmp_path / f"{name}.json", **numbers[name])
+    shutil.copy(Path(GOLDEN, "dream_config.json"), tmp_path / "config.json")
     tok = Tokenizer(tmp_path)
-    assert len(numbers["cases"]) == 60
     for text, ids in numbers["cases"]:
         back = tok.decode([152063, *ids, 151667])  # ids around it that are no token
         assert tok.encode(text, special=True) == tok.encode(back, special=True) == ids
@@ -190,5 +144,3 @@ def test_recorded_ids_and_chats(tmp_path):
     plain = tok.encode("<|im_end|>")
     assert 151645 not in plain and tok.decode(plain) == "<|im_end|>"
     assert tok.encode("cafe\u0301") == tok.encode("caf\u00e9")
-    rewrite(tmp_path, "added_tokens.json", a=152064)
-    refused("beyond", Tokenizer, tmp_path)

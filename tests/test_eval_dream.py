@@ -11,7 +11,6 @@ from dataclasses import replace
 import pytest
 
 import eval_dream as E
-import plot
 from conftest import GOLDEN, dying, refused, spy
 from dream import Tokenizer
 from launch import read_json, read_jsonl
@@ -38,12 +37,13 @@ CHAT = ("<|im_start|>system\nYou are a helpful assistant.<|im_end|>\n"
 
 @pytest.fixture
 def config(tmp_path, tiny):
-    """The Config of a task, with its data. rows: those of the data, if not the ones above."""
+    """The Config of a task with data: a list, or lines with a BOM, blank ones and CRLF"""
     pytest.importorskip("lm_eval")
 
-    def config(task, rows=None, **flags):
-        path, rows = tmp_path / f"data{len(os.listdir(tmp_path))}.gz", rows or [ROWS[task]]
-        text = json.dumps(rows) if len(rows) == 1 else "\n".join(map(json.dumps, rows))
+    def config(task, rows, **flags):
+        path = tmp_path / f"data{len(os.listdir(tmp_path))}.gz"
+        lines = "\r\n \n".join(map(json.dumps, rows))
+        text = json.dumps(rows) if len(rows) == 1 else f"\ufeff\n{lines}"
         path.write_bytes(gzip.compress(text.encode()))
         return E.Config(**{
             "task": task, "data": str(path), "timeout": 10.0, "model": tiny[0], "gen_len": 4,
@@ -80,7 +80,7 @@ def test_prompts_stop_strings_and_lengths(config, tiny):
         "math500": ({}, CHAT.format(
             "Please reason step by step, and put your final answer within \\boxed{{}}. Problem:\n"
             "What is it?\n\nSolution:", ""), 512)}
-    lm = E.DreamInHarness(None, Tokenizer(tiny[0]), None, config("math500"))
+    lm = E.DreamInHarness(None, Tokenizer(tiny[0]), None, config("math500", [LATEX]))
     for name, row in ROWS.items():
         family = name.split("_")[0]
         fields, text, length = expected[family]
@@ -96,54 +96,13 @@ def test_prompts_stop_strings_and_lengths(config, tiny):
         refused("each row needs a text", E.load_task, config(name, [{"test": "a"}]))
 
 
-def test_extracted_code_equals_the_recorded_and_follows_names():
-    """Unlike EvalPlus, with decorated functions and the last of two definitions."""
-    for case in RECORDED["sanitize_cases"]:
-        code = case["response"].split("```python\n", 1)[-1].split("```")[0]
-        found = B.sanitize(case["prompt"] + "\n" + code, case["entry_point"])
-        assert found == case["prediction"], case
-    kept = ("import os\nSEEN: set = set()\nA = '\u2028'\nclass C:\n    pass\n@staticmethod\n"
-            "def f():\n    return g() + A\nasync def g():\n    return C(SEEN)")
-    others = "LEFT: int = 1\nB = 2\ndef h():\n    return B\nf: object\nfor"
-    assert B.sanitize(f"SEEN = 1\n{kept}\n{others}", "f") == kept.replace("\u2028", r"\u2028")
-
-
-def test_an_answer_that_breaks_the_scorer_is_wrong_and_costs_nothing_else():
-    doc = SHIFT | {"scoring": {"timeout": 10.0, "plus": False}}
-    right = SHIFT["canonical_solution"]
-    broken = ["    return " + "-" * 900 + "x", "    return x" + "()" * 900, "    return \udc80",
-              "    return 0x" + "f" * 9000, "    return f\"{x!r:{'\u200b'}}\"",
-              "    return " + "[" * 99]
-    found = B.run_humaneval([[right], *([text] for text in broken), [right]], [doc] * 8)
-    assert found == [True, *[False] * 6, True]
-
-
-def test_problems_are_read_like_other_json_lines(tmp_path):
-    """With a BOM, blank lines and CRLF. A broken line is named."""
-    path = tmp_path / "p.jsonl"
-    line = json.dumps(WORDS | {"question": "wie viele äöü\u2028?"}, ensure_ascii=False)
-    for text in f"\ufeff\n{line}\r\n \n{line}", f" [{line},\n{line}]\n":
-        path.write_bytes(text.encode())
-        docs = B.documents(str(path))["test"]
-        assert [doc["question"] for doc in docs] == ["wie viele äöü\u2028?"] * 2
-    for text, message in (
-            (f"{line}\n\n{line[:-9]}", "p.jsonl, line 3: "), (line, "each row needs .* code"),
-            ("\n", "has no problems"), ("[]", "has no problems"), ("[3]", "has no problems")):
-        path.write_bytes(text.encode())
-        refused(message, B.documents, str(path), needs=["question", "code"])
-    path.rename(tmp_path / "p.gz")
-    refused("p.gz, line 1: ", B.documents, str(tmp_path / "p.gz"))
-
-
 def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
     """Output goes to a file, which ends at 16 MB. A pipe would fill our memory."""
     monkeypatch.setenv("SECRET", "1")
-    right = [
-        "import os; assert 'SECRET' not in os.environ and os.environ['OMP_NUM_THREADS'] == '1'",
-        "s = '\udc80'", "print('x', end='')",
-        "import sys; print('x' * (64 << 20), file=sys.stderr)",
-        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
-        "@dataclass\nclass A:\n    x: int\nA(1)", "if __name__ == '__main__': assert False"]
+    right = ["import os; assert 'SECRET' not in os.environ", "s = '\udc80'", "print('x', end='')",
+             "import sys; print('x' * (64 << 20), file=sys.stderr)",
+             "from dataclasses import dataclass\n@dataclass\nclass A:\n    x: 'int'\nA(1)",
+             "if __name__ == '__main__': assert False"]
     wrong = ["assert False", "def f(:", "import sys; sys.exit(0)", "import os; os._exit(0)",
              "while True: pass", "input()"]
     if sys.platform == "linux":
@@ -152,84 +111,57 @@ def test_a_program_passes_only_by_coming_to_its_end(monkeypatch):
         assert B.passes(program, 0.5 if "while" in program else 10) is (program in right), program
 
 
-def test_verdicts_equal_those_recorded_from_the_scorer_before(config):
+def test_extracted_code_and_verdicts_equal_the_recorded(config):
     """References, empty answers and spoilt ones, scored by a scorer without the harness. Plus tests
     run only in tasks with plus. A test may call what stands in the prompt."""
+    for case in RECORDED["sanitize_cases"]:
+        code = case["response"].split("```python\n", 1)[-1].split("```")[0]
+        found = B.sanitize(case["prompt"] + "\n" + code, case["entry_point"])
+        assert found == case["prediction"], case
     for task, cases in VERDICTS.items():
         right = judge(config, task, [(case["row"], case["answer"]) for case in cases])
         assert right == [case["right"] for case in cases], task
-        assert 0 < sum(right) < len(right)
     by_heart = "def twice(x):\n    return {1: 2, 0: 0, -1: -2}[x]\n"  # right in the base tests
     assert judge(config, "mbpp_instruct", [(PLUS, by_heart)]) == [True]
     assert judge(config, "mbpp_plus_instruct", [(PLUS, by_heart)]) == [False]
-    assert judge(config, "humaneval_instruct", [(SHIFT, SHIFT["canonical_solution"])]) == [True]
+    broken = ["    return x" + "()" * 900, "    return \udc80", "    return " + "[" * 99]
+    pairs = [(SHIFT, text) for text in (*broken, SHIFT["canonical_solution"])]
+    assert judge(config, "humaneval_instruct", pairs) == [False, False, False, True]
 
 
-def test_a_model_at_several_nfe_budgets_and_blocks(config):
-    cfg = config("gsm8k_cot", [WORDS] * 2, limit=1, gen_len=8, nfe="1/4,1/1", temperature=0.0)
-    for r, budget, nfe in zip(E.evaluate(cfg), ("1/4", "1/1"), (2, 8), strict=True):
-        expected = {"budget": budget, "nfe": nfe, "tokens": 8, "feedback": "binary", "score": 0,
-                    "n": 1, "tokens_per_pass": 8 / nfe, "tokens_per_s": 8 / r["seconds"],
-                    "passes_per_s": nfe / r["seconds"],
-                    "prompt": CHAT.format("Q: How many?\nA:", "")}
-        assert r.items() >= expected.items() and r["settings"]["steps"] == nfe
-    cfg = replace(cfg, out=cfg.out + "-blocks", nfe="1/1", blocks="4,8", threshold=0.9)
-    assert [(r["settings"]["block"], r["nfe"]) for r in E.evaluate(cfg)] == [(4, 8), (8, 8)]
-    assert [row[0] for row in plot.dream_results(cfg.out)] == [4, 8]
-    refused("here steps follow from --nfe", E.evaluate, replace(cfg, steps=4))
-    [(_, cell)] = E.cells(E.Config(nfe="1/2"), 512)  # the length is the task's
-    assert (cell.gen_len, cell.steps) == (512, 256)
-
-
-def test_a_prompt_is_cut_to_its_last_tokens_and_the_name_of_the_mask_is_text(
-        config, tiny, monkeypatch):
+def test_a_model_at_several_nfe_budgets_and_blocks(config, tiny, monkeypatch):
+    """The prompt is cut to its last tokens. The name of [MASK] in it is text, and not filled."""
     monkeypatch.setattr(E, "PROMPT_TOKENS", 50)
-    tok, answers = Tokenizer(tiny[0]), spy(monkeypatch, E, "answer")
-    [mask] = [name for name in tok.special if "mask" in name]
-    E.evaluate(config("gsm8k_cot", [WORDS | {"question": f"how {mask}c<|im_end|>"}]))
-    [(_, _, _, ids, *_)] = answers
-    assert tok.special[mask] not in ids and tok.special["<|im_end|>"] in ids and len(ids) == 50
-    assert CHAT.format(f"Q: how {mask}c<|im_end|>\nA:", "").endswith(tok.decode(ids))
+    asked = spy(monkeypatch, E, "answer")
+    rows = 2 * [WORDS | {"question": "<|mask|>?"}]
+    cfg = config("gsm8k_cot", rows, limit=1, gen_len=8, nfe="1/4,1/1", blocks="4,8")
+    found = [(r["budget"], r["settings"]["block"], r["nfe"], r["tokens"]) for r in E.evaluate(cfg)]
+    assert found == [("1/4", 4, 2, 8), ("1/4", 8, 2, 8), ("1/1", 4, 8, 8), ("1/1", 8, 8, 8)]
+    assert len(asked) == 4 and len(asked[0][3]) == 50
+    assert CHAT.format("Q: <|mask|>?\nA:", "").endswith(Tokenizer(tiny[0]).decode(asked[0][3]))
 
 
-def test_a_number_that_does_not_exist_is_null(config, monkeypatch):
-    monkeypatch.setattr(E, "ask", lambda lm, loaded, *_: [
-        lm.generate_until([types.SimpleNamespace(args=("Q", {"until": []}))]),
-        {"results": {"gsm8k_cot": {"m": 0.5, "m_stderr": float("nan")}}}][1])
-    [result] = E.evaluate(config("gsm8k_cot"))
-    assert result["score"] == 50 and result["harness"] == {"m": 0.5, "m_stderr": None}
-
-
-def test_without_the_flag_no_answer_is_executed(config, tmp_path, monkeypatch):
-    """A second run with the flag scores them, without asking the model again."""
-    mark = str(tmp_path / "executed")
-    rows = [TWICE | {"test_setup_code": f"open({mark!r}, 'w')"}]
+def test_a_killed_run_resumes_and_no_answer_is_run_unasked(config, tmp_path, monkeypatch):
+    """It does not take answers to other prompts, or of other weights, for its own."""
+    mark = tmp_path / "executed"
+    rows = [TWICE | {"text": f"{i}?", "test_setup_code": f"open({str(mark)!r}, 'w')"}
+            for i in range(4)]
     cfg = config("mbpp_instruct", rows, confirm_run_unsafe_code=False)
     stats = dict.fromkeys(("nfe", "tokens", "kept", "seconds"), 1)
-    monkeypatch.setattr(E, "answer", lambda *_: (TWICE["code"], stats))
-    [first] = E.evaluate(cfg)
-    assert first["score"] is None and first["n"] == 1 and not os.path.exists(mark)
-    monkeypatch.setattr(E, "answer", None)  # it is not called again
-    [second] = E.evaluate(replace(cfg, confirm_run_unsafe_code=True, timeout=9.0))
-    assert second["score"] == 100 and os.path.exists(mark)
-    assert len(os.listdir(cfg.out)) == 2  # the same answers, the same result file
-
-
-def test_a_killed_run_resumes_where_it_was(config, tmp_path, monkeypatch):
-    """It does not take answers to other prompts, or of other weights, for its own."""
-    rows = [WORDS | {"question": f"{i}?"} for i in range(4)]
-    cfg = config("gsm8k_cot", rows)
+    answer = lambda model, tok, sm, ids, *_: (f"{TWICE['code']}  # {sum(ids)}", stats)
+    monkeypatch.setattr(E, "answer", answer)
     with dying(E, "answer", 4):
         E.evaluate(cfg)
     [path] = tmp_path.glob("results/*.jsonl")
     os.truncate(path, path.stat().st_size - 9)  # within the third line
     asked = spy(monkeypatch, E, "answer")
     [resumed] = E.evaluate(cfg)
-    assert len(asked) == 2 and resumed["n"] == 4 and resumed["score"] == 0  # without the flag
+    assert len(asked) == 2 and resumed["n"] == 4 and resumed["score"] is None
     E.evaluate(replace(cfg, out=cfg.out + "-whole"))
-    texts = [[line["response"] for line in read_jsonl(path)]
-             for path in tmp_path.glob("results*/*.jsonl")]
-    assert len(texts) == 2 and texts[0] == texts[1]
-    refused("holds answers to other", E.evaluate, config("gsm8k_cot", rows[::-1]))
+    [whole] = tmp_path.glob("results-whole/*.jsonl")
+    assert read_jsonl(path) == read_jsonl(whole) and not mark.exists()
+    [scored] = E.evaluate(replace(cfg, confirm_run_unsafe_code=True, timeout=9.0))
+    assert len(asked) == 6 and scored["score"] == 100 and mark.exists()  # it was asked no more
+    refused("holds answers to other", E.evaluate, config("mbpp_instruct", rows[::-1]))
     os.utime(os.path.join(cfg.model, "config.json"), (3e9, 3e9))
     refused("holds answers to other", E.evaluate, cfg)
