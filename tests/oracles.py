@@ -6,6 +6,7 @@ here, from keys that are written out.
 
 import hashlib
 import math
+from itertools import accumulate
 
 import torch
 
@@ -25,9 +26,9 @@ def softmax(logits, tau=1.0):
 
 
 def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0, gain=1.0):
-    """What one masked position looks like: (D,) float64                         §3.1 sm(·,·), Eq. 3
+    """What one mask with logits (V,) looks like: (D,) float64                   §3.1 sm(·,·), Eq. 3
 
-    logits: (V,).   table: (V, D).   k: None is all of |V|.   gain: a factor on λ, see `fading`.
+    table: (V, D).   k: None is all of |V|.   gain: a factor on λ, see `fading`.
     """
     p = softmax(logits, tau)
     lam = gain * strength(p, omega_s, omega_a, omega_b)
@@ -38,10 +39,7 @@ def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0, gai
 
 
 def softened(table, x, mask_id, logits, soft, gain=1.0):
-    """Embeddings of x (L,). Each [MASK] looks as its logits (L, V) say, if there are any.
-
-    soft: see `omega`; None for no feedback.
-    """
+    """Embeddings of x (L,), softened by logits (L, V) or None.   soft: of `omega`, or None"""
     emb = table[x].detach().clone()
     for l in (x == mask_id).nonzero()[:, 0] if soft and logits is not None else ():
         emb[l] = soft_mask(logits[l], table, mask_id, **soft, gain=gain)
@@ -57,8 +55,7 @@ def strength(p, omega_s, omega_a, omega_b, **others):
 def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
     """−1/t Σ_l 1[x_t^l = m] log p(x_0^l), token by token: (B,) float64          Eq. 2, Alg. 1 l.5-8
 
-    predict: (emb (B, L, D), t (B,)) → logits (B, L, V).
-    soft: see `softened`.
+    predict: (emb (B, L, D), t (B,)) → logits (B, L, V).   soft: see `softened`.
     """
     emb, nll = table[xt], torch.zeros(len(t), dtype=torch.float64)
     if soft:
@@ -87,18 +84,22 @@ minus_entropy = lambda p: sum(v * math.log(v + 1e-10) for v in p)  # −H(p), gu
 
 def draw(p, u):
     """The token in whose part of the cumulative sum u falls, for a list of any positive sum."""
-    total = 0.0
-    for i, v in enumerate(p):
-        total += v
-        if u * sum(p) < total:
-            return i
+    return next(i for i, total in enumerate(accumulate(p)) if u * sum(p) < total)
+
+
+def surest(sure, n, threshold=None):
+    """The n keys of the largest values, or those that reach the threshold, and at least one"""
+    order = sorted(sure, key=sure.get, reverse=True)
+    if threshold:
+        return [l for l in order if sure[l] >= threshold or l == order[0]]
+    return order[:n]
 
 
 def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False):
-    """Alg. 2 for one sequence: ids (L,), and network calls.
+    """Alg. 2 for one sequence x (L,): its ids in the end, and the number of network calls.
 
-    predict: (emb (L, D), t) → logits (L, V).   x: (L,) ids.   times: [(t, s)] of all T steps.
-    probs: (t, s) → (P[reveal], P[re-mask]).   soft: as in `dense_nll`.
+    predict: (emb (L, D), t) → logits (L, V).   times: [(t, s)] of all T steps.
+    probs: (t, s) → (P[reveal], P[re-mask]).   soft: see `softened`.
     always: call the network in every step; otherwise only after a token changed [code].
     """
     def call(t):
@@ -129,11 +130,10 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
 
 def in_order(predict, table, x, mask_id, counts, soft=None, confidence="entropy", temperature=0,
              top_p=1.0, threshold=None, generator=None, schedule="none", switch=0.5):
-    """Alg. 2 in an order, for one sequence: x after each step.
+    """Alg. 2 in an order, for one sequence x (L,): x after each step.
 
-    predict: (emb (L, D), the share of masks) → logits (L, V).   x: (L,) ids.
-    counts: how many tokens each step reveals. None with a threshold: where the token has at least
-    this probability, or one token.   soft: as in `dense_nll`.
+    predict: (emb (L, D), the share of masks) → logits (L, V).   soft: see `softened`.
+    counts: how many tokens each step reveals. With a threshold: those that are as likely, or one.
     Feedback comes from the raw logits, without temperature and nucleus [code].
     """
     emb, states, i = table[x], [], 0                                                       # l.1
@@ -157,11 +157,8 @@ def in_order(predict, table, x, mask_id, counts, soft=None, confidence="entropy"
             sure = {l: sorted(p[l])[-1] - sorted(p[l])[-2] for l in masks}
         else:
             sure = dict(zip(masks, torch.rand(len(masks), generator=generator).tolist()))
-        order = sorted(masks, key=sure.get, reverse=True)
-        if threshold:
-            order = [l for l in order if p[l][token[l]] >= threshold or l == order[0]]
         x = x.clone()
-        for l in order[:n]:                                                                # l.5
+        for l in surest(sure, n, threshold):                                               # l.5
             x[l] = token[l]
         masks = [l for l in masks if x[l] == mask_id]
         gain = fading(schedule, len(masks) / len(start), switch)
@@ -171,12 +168,13 @@ def in_order(predict, table, x, mask_id, counts, soft=None, confidence="entropy"
     return torch.stack(states)
 
 
-def floor_counts(n, steps):
-    """How many of n masks each step reveals, from time 1 to 1e-3, rounded down [code]"""
+def floor_counts(n, steps, first=0):
+    """How many of n masks each step from `first` on reveals, rounded down [code]"""
     times, counts = torch.linspace(1, 1e-3, steps + 1), []
-    for i in range(steps - 1):
-        counts.append(int((n - sum(counts)) * (1 - times[i + 1] / times[i])))
-    return [*counts, n - sum(counts)]
+    for i in range(first, steps):
+        share = 1 - times[i + 1] / times[i] if i < steps - 1 else 1
+        counts.append(int((n - sum(counts)) * share))
+    return counts
 
 
 def rng(*key):
@@ -307,15 +305,14 @@ def fading(schedule, t, switch):
 
 def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, threshold, soft,
                 schedule, switch):
-    """Fast-dLLM with feedback, greedy, for one sequence.
+    """Fast-dLLM with feedback, greedy: x after each pass. A mask looks as its latest logits say.
 
     predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, the first row
     unused, and the past of a later call.   Others: as in `in_order`.
-    A mask looks as its latest logits say. Returns x after each pass.
     """
     L, per_block = len(x), steps * block // gen_len
     looks, states, past = table[x].detach().clone(), [], None
-    times = torch.linspace(1, 1e-3, per_block + 1)
+    counts = [1, *floor_counts(block - 1, per_block, first=1)]
     for b in range(L - gen_len, L, block):
         i = 0
         while i == 0 or (x[b:b + block] == mask_id).any():
@@ -325,17 +322,9 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
             past = kv if i == 0 else past
             inside = [l for l in range(b, b + block) if x[l] == mask_id]
             p = {l: softmax(logits[l - lo]) for l in inside}
-            if i == 0:
-                chosen = inside[:1]
-            elif threshold:
-                best = max(inside, key=lambda l: max(p[l]))
-                chosen = [l for l in inside if l == best or max(p[l]) >= threshold]
-            else:
-                last = i == per_block - 1
-                n = len(inside) if last else int(len(inside) * (1 - times[i + 1] / times[i]))
-                chosen = sorted(inside, key=lambda l: -minus_entropy(p[l]))[:n]
+            sure = {l: max(p[l]) if threshold else minus_entropy(p[l]) for l in inside}
             x = x.clone()
-            for l in chosen:
+            for l in surest(sure, counts[i], threshold) if i else inside[:1]:
                 x[l] = p[l].index(max(p[l]))
             gain = fading(schedule, int((x == mask_id).sum()) / gen_len, switch)
             looks[lo + 1:hi] = softened(table, x[lo + 1:hi], mask_id, logits[1:], soft, gain)
