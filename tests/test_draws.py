@@ -28,6 +28,7 @@ from dream import read_safetensors
 from mdlm import MDLM, TwoPass
 from sample import Pick, decode, generate, shares_of
 from sample_dream import Decoding
+from softmask import SoftMask
 
 # The keys of all draws. These words stand for values, all others for themselves:
 #   seed   of the run; for held-out rows 1, or --seed of eval.py.   r: a repeat
@@ -103,14 +104,15 @@ def test_finetuning(tiny, tmp_path, drawn, coin):
 
 
 @pytest.mark.parametrize("words, own", [
-    ("--steps=9 --sampler=remdm-loop --top_p=0.5 --prompt=",
+    ("--steps=9 --sampler=remdm-loop --top_p=0.5",
      lambda model, x, g: generate(model, x, 9, "remdm-loop", 0.5, g)),
     ("--soft=False --prompt=ab", lambda model, x, g: generate(
         TwoPass(model.net, None, 258), x, 22, "mdlm", 0.9, g)),
     ("--sampler=margin --top_p=0.5 --prompt=ab", lambda model, x, g: decode(
         model, x[None], shares_of(19 * [1]), Pick("margin", 1, 0.5, generator=g))[0]),
-    ("--sampler=random --temperature=0.7 --threshold=0.1 --prompt=", lambda model, x, g: decode(
-        model, x[None], repeat(1), Pick("random", 0.7, 0.9, 0.1, g))[0])])
+    ("--sampler=random --temperature=0.7 --threshold=0.1 --omega_s=0.9 --omega_a=1.5 --omega_b=-2",
+     lambda model, x, g: decode(TwoPass(model.net, SoftMask(258, 3, 0.9, 1.5, -2.0), 258),
+                                x[None], repeat(1), Pick("random", 0.7, 0.9, 0.1, g))[0])])
 def test_samples(tmp_path, drawn, words, own):
     """Of the average of the weights, as the flags say"""
     path, out, prompt = tmp_path / "last.pt", tmp_path / "s.jsonl", words.partition("prompt=")[2]
