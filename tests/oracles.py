@@ -6,7 +6,7 @@ here, from keys that are written out.
 
 import hashlib
 import math
-from itertools import accumulate
+from itertools import accumulate, repeat
 
 import torch
 
@@ -87,12 +87,35 @@ def draw(p, u):
     return next(i for i, total in enumerate(accumulate(p)) if u * sum(p) < total)
 
 
-def surest(sure, n, threshold=None):
-    """The n keys of the largest values, or those that reach the threshold, and at least one"""
-    order = sorted(sure, key=sure.get, reverse=True)
+def fill(x, logits, n, mask_id, confidence="entropy", temperature=0, top_p=1.0, threshold=None,
+         generator=None):
+    """x (L,) with the n surest proposals, or those as likely as a threshold, or one.
+
+    logits: {l: (V,)} of the masks that may be filled.
+    """
+    masks, x = list(logits), x.clone()
+    p = {l: nucleus(softmax(logits[l], temperature or 1), top_p, True) for l in masks}
+    token = {l: p[l].index(max(p[l])) for l in masks}                                      # l.4
+    if temperature:
+        u = torch.rand(len(masks), dtype=torch.float64, generator=generator).tolist()
+        token = {l: draw(p[l], value) for l, value in zip(masks, u)}
+    for l in masks if threshold or n == len(masks) else ():  # no mask may be left
+        if token[l] == mask_id:
+            token[l] = logits[l].index_fill(0, torch.tensor(mask_id), -math.inf).argmax().item()
+    if threshold or confidence == "maskgit_plus":
+        sure = {l: p[l][token[l]] for l in masks}
+    elif confidence == "entropy":
+        sure = {l: minus_entropy(p[l]) for l in masks}
+    elif confidence == "margin":
+        sure = {l: sorted(p[l])[-1] - sorted(p[l])[-2] for l in masks}
+    else:
+        sure = dict(zip(masks, torch.rand(len(masks), generator=generator).tolist()))
+    order = sorted(masks, key=sure.get, reverse=True)
     if threshold:
-        return [l for l in order if sure[l] >= threshold or l == order[0]]
-    return order[:n]
+        n = max(1, sum(value >= threshold for value in sure.values()))
+    for l in order[:n]:                                                                    # l.5
+        x[l] = token[l]
+    return x
 
 
 def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False):
@@ -128,43 +151,24 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     return x, calls + bool(len(left)) - useless
 
 
-def in_order(predict, table, x, mask_id, counts, soft=None, confidence="entropy", temperature=0,
-             top_p=1.0, threshold=None, generator=None, schedule="none", switch=0.5):
+def in_order(predict, table, x, mask_id, counts, soft=None, schedule="none", switch=0.5, **how):
     """Alg. 2 in an order, for one sequence x (L,): x after each step.
 
     predict: (emb (L, D), the share of masks) → logits (L, V).   soft: see `softened`.
-    counts: how many tokens each step reveals. With a threshold: those that are as likely, or one.
+    counts: how many tokens each step reveals, without a threshold.   how: see `fill`.
     Feedback comes from the raw logits, without temperature and nucleus [code].
     """
-    emb, states, i = table[x], [], 0                                                       # l.1
+    emb, states = table[x], []                                                             # l.1
     masks = start = (x == mask_id).nonzero()[:, 0].tolist()
-    while masks and (threshold or i < len(counts)):                                        # l.2
+    for n in repeat(None) if how.get("threshold") else counts:                             # l.2
+        if not masks:
+            break
         logits = predict(emb, len(masks) / len(x))                                         # l.3
-        p = {l: nucleus(softmax(logits[l], temperature or 1), top_p, True) for l in masks}
-        token = {l: p[l].index(max(p[l])) for l in masks}                                  # l.4
-        if temperature:
-            u = torch.rand(len(masks), dtype=torch.float64, generator=generator).tolist()
-            token = {l: draw(p[l], value) for l, value in zip(masks, u)}
-        n = len(masks) if threshold else counts[i]
-        for l in masks if n == len(masks) else ():  # no mask may be left
-            if token[l] == mask_id:
-                token[l] = logits[l].index_fill(0, torch.tensor(mask_id), -math.inf).argmax().item()
-        if threshold or confidence == "maskgit_plus":
-            sure = {l: p[l][token[l]] for l in masks}
-        elif confidence == "entropy":
-            sure = {l: minus_entropy(p[l]) for l in masks}
-        elif confidence == "margin":
-            sure = {l: sorted(p[l])[-1] - sorted(p[l])[-2] for l in masks}
-        else:
-            sure = dict(zip(masks, torch.rand(len(masks), generator=generator).tolist()))
-        x = x.clone()
-        for l in surest(sure, n, threshold):                                               # l.5
-            x[l] = token[l]
+        x = fill(x, {l: logits[l] for l in masks}, n, mask_id, **how)                    # l.4-5
         masks = [l for l in masks if x[l] == mask_id]
         gain = fading(schedule, len(masks) / len(start), switch)
         emb = softened(table, x, mask_id, logits, soft, gain)                              # l.6
         states.append(x)
-        i += 1
     return torch.stack(states)
 
 
@@ -321,11 +325,8 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
             logits, kv = predict(looks[lo:hi], lo, past if lo else None)
             past = kv if i == 0 else past
             inside = [l for l in range(b, b + block) if x[l] == mask_id]
-            p = {l: softmax(logits[l - lo]) for l in inside}
-            sure = {l: max(p[l]) if threshold else minus_entropy(p[l]) for l in inside}
-            x = x.clone()
-            for l in surest(sure, counts[i], threshold) if i else inside[:1]:
-                x[l] = p[l].index(max(p[l]))
+            rows = {l: logits[l - lo] for l in (inside if i else inside[:1])}
+            x = fill(x, rows, counts[i], mask_id, threshold=threshold)
             gain = fading(schedule, int((x == mask_id).sum()) / gen_len, switch)
             looks[lo + 1:hi] = softened(table, x[lo + 1:hi], mask_id, logits[1:], soft, gain)
             states.append(x)
