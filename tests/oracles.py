@@ -1,7 +1,8 @@
 """The paper read literally: for loops and Python floats, slow on purpose.
 
-Nothing is imported from the code under test. Networks are functions of embeddings. Draws are made
-here, from keys that are written out.
+Nothing is imported from the code under test. Draws are made here, from keys that are written out.
+predict: a network, as a function from embeddings (L, D) and a time to logits (L, V).
+soft: ω as `omega` gives it, or None for no feedback.
 """
 
 import hashlib
@@ -39,7 +40,7 @@ def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0, gai
 
 
 def softened(table, x, mask_id, logits, soft, gain=1.0):
-    """Embeddings of x (L,), softened by logits (L, V) or None.   soft: of `omega`, or None"""
+    """Embeddings of x (L,), softened by its logits (L, V), if there are any"""
     emb = table[x].detach().clone()
     for l in (x == mask_id).nonzero()[:, 0] if soft and logits is not None else ():
         emb[l] = soft_mask(logits[l], table, mask_id, **soft, gain=gain)
@@ -53,10 +54,7 @@ def strength(p, omega_s, omega_a, omega_b, **others):
 
 
 def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
-    """−1/t Σ_l 1[x_t^l = m] log p(x_0^l), token by token: (B,) float64          Eq. 2, Alg. 1 l.5-8
-
-    predict: (emb (B, L, D), t (B,)) → logits (B, L, V).   soft: see `softened`.
-    """
+    """−1/t Σ_l 1[x_t^l = m] log p(x_0^l), token by token: (B,) float64       Eq. 2, Alg. 1 l.5-8"""
     emb, nll = table[xt], torch.zeros(len(t), dtype=torch.float64)
     if soft:
         rows = zip(xt, predict(emb, t))                              # l.6
@@ -121,8 +119,7 @@ def fill(x, logits, n, mask_id, confidence="entropy", temperature=0, top_p=1.0, 
 def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False):
     """Alg. 2 for one sequence x (L,): its ids in the end, and the number of network calls.
 
-    predict: (emb (L, D), t) → logits (L, V).   times: [(t, s)] of all T steps.
-    probs: (t, s) → (P[reveal], P[re-mask]).   soft: see `softened`.
+    times: [(t, s)] of all T steps.   probs: (t, s) → (P[reveal], P[re-mask]).
     always: call the network in every step; otherwise only after a token changed [code].
     """
     def call(t):
@@ -154,7 +151,6 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
 def in_order(predict, table, x, mask_id, counts, soft=None, schedule="none", switch=0.5, **how):
     """Alg. 2 in an order, for one sequence x (L,): x after each step.
 
-    predict: (emb (L, D), the share of masks) → logits (L, V).   soft: see `softened`.
     counts: how many tokens each step reveals, without a threshold.   how: see `fill`.
     Feedback comes from the raw logits, without temperature and nucleus [code].
     """
@@ -193,9 +189,9 @@ def order(n, epoch, seed):
 
 
 def micro_batches(rows, step, *, mask_id, seed, batch_size, micro_batch, p_sm, b_l, b_h, **others):
-    """Yields x0, xt, t and the coin for each micro-batch of an update.           Alg. 1 l.2-4
+    """Yields x0, xt, t and the coin for each micro-batch of an update, from all rows (n, L).
 
-    rows: (n, L), all that there are to train on.   others: fields of the Config, not used here.
+    others: fields of the Config that are not used here.                              Alg. 1 l.2-4
     """
     B, M, n = batch_size, batch_size // micro_batch, len(rows)
     soft = torch.rand((), generator=rng(seed, "p_sm", step)).item() < p_sm
@@ -245,10 +241,7 @@ def masked_dialogue(ids, prompt_len, t, mask_id, eos, ends, masks):
 
 def dialogues_of_update(dialogues, step, *, mask_id, eos, seed, batch_size, p_sm, coin, b_l, b_h,
                         **others):
-    """Yields x0 (1, L), xt (1, L), t and the coin for each dialogue of an update.    Alg. 1 l.2-4
-
-    dialogues: [(ids, prompt length)], all to train on.   others: as in `micro_batches`.
-    """
+    """Yields x0, xt (1, L), t and the coin for each of [(ids, prompt length)].     Alg. 1 l.2-4"""
     n = len(dialogues)
     for j in range(batch_size):
         toss = (step, j) if coin == "dialogue" else (step,)
@@ -274,8 +267,7 @@ def adam(p, g, eta, moments):
 def alg1(nll, theta, omega, rows, *, steps, eta_bb, eta_sm, warmup, clip, ema, **draws):
     """Alg. 1 with AdamW and an average of θ, one parameter after the other.      Alg. 1, App. B.1
 
-    nll: (x0, xt, t, soft) → nats of each sequence over t.   rows, draws: see `micro_batches`.
-    theta, omega: lists of tensors, trained in place.
+    nll: (x0, xt, t, soft) → nats of each sequence over t.   theta, omega: trained in place.
     Yields the log's numbers after each update, and the average of θ in float64.
     """
     average, moments = [p.detach().double() for p in theta], {}
@@ -311,8 +303,7 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
                 schedule, switch):
     """Fast-dLLM with feedback, greedy: x after each pass. A mask looks as its latest logits say.
 
-    predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, the first row
-    unused, and the past of a later call.   Others: as in `in_order`.
+    predict: (emb (n, D) from position lo on, lo, past) → logits (n, V), and a later call's past.
     """
     L, per_block = len(x), steps * block // gen_len
     looks, states, past = table[x].detach().clone(), [], None

@@ -1,10 +1,9 @@
 """Every random draw of the program: what its key says. What training does with its draws is in
 test_train.py and test_finetune.py, against oracles that draw by themselves.
 
-A draw depends on the words of its key alone: not on the world size (see the tests of two ranks) and
-not on the device, except for dropout. Batch size matters in training alone, because step and j
-count in batches. Some draws take the plain seed: the weights of a new MDLM, the corpora of the hub,
-the clusters of MAUVE. Not here: what is tried out in lab/. All seeds here differ from the defaults.
+A draw depends on the words of its key alone, not on the world size (see the tests of two ranks) or
+the device, except for dropout. Some draws take the plain seed: the weights of a new MDLM, the
+corpora of the hub, the clusters of MAUVE. All seeds here differ from the defaults.
 """
 
 import re
@@ -111,11 +110,10 @@ def test_samples(tmp_path, drawn, words, own):
     start("sample", *words.split(), "--count=5", "--seed=5", "--device=cpu",
           f"--checkpoint={path}", f"--out={out}")
     assert drawn == keys("a sample", seed=[5], i=range(5))
-    given = [256, *prompt.encode()] if prompt else []
-    x = torch.tensor(given + (22 - len(given)) * [258])
-    for i, line in enumerate(sample.read_samples(str(out))):
-        assert line["ids"] == own(average, x, oracles.rng("sample", 5, i)).tolist()
-    assert i == 4
+    x = torch.full((22,), 258)
+    x[:3] = torch.tensor([256, 97, 98] if prompt else [258] * 3)
+    expected = [own(average, x, oracles.rng("sample", 5, i)).tolist() for i in range(5)]
+    assert [line["ids"] for line in sample.read_samples(str(out))] == expected
 
 
 @pytest.mark.parametrize("blocks", [{}, dict(block=4, cache="dual", threshold=0.4)])

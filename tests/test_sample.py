@@ -91,14 +91,10 @@ def test_a_token_is_drawn_where_u_falls_in_its_part_of_the_cumulative_sum():
 
 
 def oracle_of(model, soft):
-    """The network as an oracle calls it: (emb (L, D), t) → logits (L, V). And its ω.
-
-    The model is left without ω if not soft, in training, because dropout must be off in decoding,
-    and with a `hidden` of its own.
-    """
+    """`predict` of an oracle, and ω. The model is left in training: decoding turns dropout off."""
     net, omega = model.train().net, plain_omega(model.sm) if soft else None
     model.sm = model.sm if soft else None
-    net.hidden = lambda emb, masks, t: 1.2 * net.trunk(emb, t)[masks]
+    net.hidden = lambda emb, masks, t: 1.2 * net.trunk(emb, t)[masks]  # of one's own
     return lambda emb, t: net.head(1.2 * net.trunk(emb[None], torch.tensor([t]))[0]), omega
 
 
@@ -151,23 +147,21 @@ def test_decode_is_its_loop(changes, soft):
             alone = [decode(model, x[None], shares, Pick(**how)) for x in rows]
             assert torch.equal(decode(model, rows, shares, Pick(**how)), torch.cat(alone))
     assert len(passes) > 2  # the threshold was passed, and not always by all
+    for order in lambda p: p[:, 0].log() - torch.inf, lambda p: p.argmax(-1):  # any number, type
+        assert (decode(model, rows, shares_of([1] * 6), Pick(order)) != MASK).all()
 
 
-def test_what_decode_can_and_cannot_do():
-    """Orders of one's own may be infinite, and of other types. Rows stay equal only without [MASK]
-    among the predictions. `topk_margin` is Dream's word. For NaN see also test_sample_dream.py."""
-    model, shares = model_of(6, 0.3), shares_of([1] * 6)
-    for order in lambda p: p[:, 0].log() - torch.inf, lambda p: p.argmax(-1):
-        assert (decode(model, ROWS[2:], shares, Pick(order)) != MASK).all()
-    for error, message, rows, order in (
-            (ValueError, "equally many masks", ROWS, "entropy"),
-            (ValueError, "topk_margin", ROWS[:1], "topk_margin"),
-            (Refused, "not finite", ROWS[2:], lambda p: p[:, 0] * torch.nan),
-            (Refused, "not finite", ROWS[2:], "random")):
-        if order == "random":
-            model.net.output_layer.linear.bias.data[5] = torch.nan
-        with pytest.raises(error, match=message):
-            decode(model, rows, shares, Pick(order))
+@pytest.mark.parametrize("error, message, rows, order", [
+    (ValueError, "equally many masks", ROWS, "entropy"),
+    (ValueError, "topk_margin", ROWS[:1], "topk_margin"),  # is Dream's word
+    (Refused, "not finite", ROWS[2:], lambda p: p[:, 0] * torch.nan),
+    (Refused, "not finite", ROWS[2:], "random")])
+def test_what_decode_cannot_do(error, message, rows, order):
+    model = model_of(6, 0.3)
+    if order == "random":
+        model.net.output_layer.linear.bias.data[5] = torch.nan
+    with pytest.raises(error, match=message):
+        decode(model, rows, shares_of([1] * 6), Pick(order))
 
 
 def test_shares_reveal_the_counts_exactly():
@@ -179,8 +173,7 @@ def test_shares_reveal_the_counts_exactly():
 @pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
 def test_what_is_told_after_every_pass(k, soft, monkeypatch):
     """λ of masks that stay, from their h. For a token that became a mask: that of H = 0. The head
-    runs once on each row, and without SM only on masks that become tokens. (In an order: see
-    test_sample_dream.py.)"""
+    runs once on each row, and without SM only on masks that become tokens."""
     monkeypatch.setitem(SAMPLERS, "remdm-cap", 0.3)
     model, seen, before, again = model_of(k=k), [], ROWS[2], 0
     omega, heads = plain_omega(model.sm), spy(monkeypatch, model.net, "head")
@@ -266,9 +259,9 @@ def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path):
             ("fills all 32 positions", dict(prompt="x" * 31))):
         refused(message, run, "a", **change)
     own = torch.load(path)
-    more = {name: own["model"] | {name: own["model"][name] + 1} for name in (TABLE, "sm.raw_s")}
-    for change in dict(step=2), *(dict(model=model) for model in more.values()):
-        launch.save(path, **own | change)
+    for part, name in ("step", ""), ("model", TABLE), ("model", "sm.raw_s"):
+        new = own[part] | {name: own[part][name] + 1} if name else 2
+        launch.save(path, **own | {part: new})
         refused("other settings", run, "a")
     launch.save(path, **own)
     assert run("a", checkpoint=f"{tmp_path}/./a.pt") == [line]  # the same file
