@@ -91,7 +91,7 @@ def test_a_token_is_drawn_where_u_falls_in_its_part_of_the_cumulative_sum():
 
 
 def oracle_of(model, soft):
-    """`predict` of an oracle, and ω. The model is left in training: decoding turns dropout off."""
+    """`predict` of an oracle, and ω. The model is left in training: decoding ends dropout."""
     net, omega = model.train().net, plain_omega(model.sm) if soft else None
     model.sm = model.sm if soft else None
     net.hidden = lambda emb, masks, t: 1.2 * net.trunk(emb, t)[masks]  # of one's own
@@ -147,7 +147,7 @@ def test_decode_is_its_loop(changes, soft):
             alone = [decode(model, x[None], shares, Pick(**how)) for x in rows]
             assert torch.equal(decode(model, rows, shares, Pick(**how)), torch.cat(alone))
     assert len(passes) > 2  # the threshold was passed, and not always by all
-    for order in lambda p: p[:, 0].log() - torch.inf, lambda p: p.argmax(-1):  # any number, type
+    for order in lambda p: p[:, 0].log() - torch.inf, lambda p: p.argmax(-1):  # any numbers
         assert (decode(model, rows, shares_of([1] * 6), Pick(order)) != MASK).all()
 
 
@@ -284,12 +284,10 @@ def test_what_is_printed(run, monkeypatch, capsys):
         assert ("\x1b[48;2;" in capsys.readouterr().out) == (rank == "0")
 
 
-def test_prompt_and_infill_stay_as_given(run, capsys):
-    """A special token in a prompt is text."""
-    for line in run(prompt="<|eos|>f(x):", count=3, sampler="remdm-cap"):
-        assert line["ids"][:13] == [256, *b"<|eos|>f(x):"]
-    assert capsys.readouterr().err.startswith("<|eos|> in the prompt is text")
-    [line] = run("infill", prompt="a\\n= ___; b = ___!", length=20)
-    ids = line["ids"]
-    assert ids[:5] == [256, *b"a\n= "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
-    assert bytes(ids[9:15]) == b"; b = "  # gaps of 4 and 3
+def test_a_prompt_and_its_blanks_share_the_row():
+    """A special token in a prompt is text. Blanks have about equal widths."""
+    special, mask = {"bos": 256, "eos": 257, "mask_id": 258}, [258]
+    for prompt, ids in (
+            ("", mask * 20), ("<|eos|>x", [256, *b"<|eos|>x", *mask * 11]),
+            ("a\\n= ___; b = _____!", [256, *b"a\n= ", *mask * 4, *b"; b = ", *mask * 3, 33, 257])):
+        assert sample.starting_ids(prompt, 20, BYTES, special).tolist() == ids
