@@ -272,15 +272,18 @@ def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path):
 def test_what_is_printed(run, monkeypatch, capsys):
     """In a pipe, a text up to its end, and nothing else. One rank draws on a terminal."""
     special = {"bos": 257, "eos": 257}  # as of GPT-2
-    for given, text in (0, "ab"), (4, "abcd"):
-        assert sample.shown(BYTES, [257, *b"ab", 257, *b"cd", 257], special, given) == text
-    run(out="", prompt="x", count=2)
-    out, err = capsys.readouterr()
-    assert err == "" and out.count("\n---\n") == 2 and out[0] == "x" and "<|bos|>" not in out
+    assert sample.shown(BYTES, [257, *b"ab", 257, *b"cd", 257], special) == "ab"
+    for prompt, ids, text in (  # a last blank ends at its EOS, an inner one does not
+            ("Hi ___", [256, *b"Hi there", 257, *b"ab", 257], "Hi there"),
+            ("a___b", [256, *b"a", 257, *b"x", 257, *b"b", 257], "axb")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sample, "sample", lambda *_: torch.tensor(ids))  # noqa: B023
+            run(out="", prompt=prompt, length=len(ids))
+        assert capsys.readouterr() == (text + "\n---\n", "")
     monkeypatch.setattr(sample.sys.stdout, "isatty", lambda: True, raising=False)
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        run(rank, show=True)
+        run(rank, show=True, count=2)
         assert ("\x1b[48;2;" in capsys.readouterr().out) == (rank == "0")
 
 
