@@ -1,11 +1,13 @@
 """The paper read literally: for loops and Python floats, slow on purpose.
 
-Nothing is imported from the code under test. Networks are functions of embeddings. Draws are made
-here, from keys that are written out.
+Nothing is imported from the code under test. Draws are made here, from keys that are written out.
+predict: a network, as a function from embeddings (L, D) and a time to logits (L, V).
+soft: ω as `omega` gives it, or None for no feedback.
 """
 
 import hashlib
 import math
+from itertools import accumulate, repeat
 
 import torch
 
@@ -25,9 +27,9 @@ def softmax(logits, tau=1.0):
 
 
 def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0, gain=1.0):
-    """What one masked position looks like: (D,) float64                         §3.1 sm(·,·), Eq. 3
+    """What one mask with logits (V,) looks like: (D,) float64                   §3.1 sm(·,·), Eq. 3
 
-    logits: (V,).   table: (V, D).   k: None is all of |V|.   gain: a factor on λ, see `fading`.
+    table: (V, D).   k: None is all of |V|.   gain: a factor on λ, see `fading`.
     """
     p = softmax(logits, tau)
     lam = gain * strength(p, omega_s, omega_a, omega_b)
@@ -38,10 +40,7 @@ def soft_mask(logits, table, mask_id, k, omega_s, omega_a, omega_b, tau=1.0, gai
 
 
 def softened(table, x, mask_id, logits, soft, gain=1.0):
-    """Embeddings of x (L,). Each [MASK] looks as its logits (L, V) say, if there are any.
-
-    soft: see `omega`; None for no feedback.
-    """
+    """Embeddings of x (L,), softened by its logits (L, V), if there are any"""
     emb = table[x].detach().clone()
     for l in (x == mask_id).nonzero()[:, 0] if soft and logits is not None else ():
         emb[l] = soft_mask(logits[l], table, mask_id, **soft, gain=gain)
@@ -55,11 +54,7 @@ def strength(p, omega_s, omega_a, omega_b, **others):
 
 
 def dense_nll(predict, table, x0, xt, t, mask_id, soft=None):
-    """−1/t Σ_l 1[x_t^l = m] log p(x_0^l), token by token: (B,) float64          Eq. 2, Alg. 1 l.5-8
-
-    predict: (emb (B, L, D), t (B,)) → logits (B, L, V).
-    soft: see `softened`.
-    """
+    """−1/t Σ_l 1[x_t^l = m] log p(x_0^l), token by token: (B,) float64       Eq. 2, Alg. 1 l.5-8"""
     emb, nll = table[xt], torch.zeros(len(t), dtype=torch.float64)
     if soft:
         rows = zip(xt, predict(emb, t))                              # l.6
@@ -87,18 +82,44 @@ minus_entropy = lambda p: sum(v * math.log(v + 1e-10) for v in p)  # −H(p), gu
 
 def draw(p, u):
     """The token in whose part of the cumulative sum u falls, for a list of any positive sum."""
-    total = 0.0
-    for i, v in enumerate(p):
-        total += v
-        if u * sum(p) < total:
-            return i
+    return next(i for i, total in enumerate(accumulate(p)) if u * sum(p) < total)
+
+
+def fill(x, logits, n, mask_id, confidence="entropy", temperature=0, top_p=1.0, threshold=None,
+         generator=None):
+    """x (L,) with the n surest proposals, or those as likely as a threshold, or one.
+
+    logits: {l: (V,)} of the masks that may be filled.
+    """
+    masks, x = list(logits), x.clone()
+    p = {l: nucleus(softmax(logits[l], temperature or 1), top_p, True) for l in masks}
+    token = {l: p[l].index(max(p[l])) for l in masks}                                      # l.4
+    if temperature:
+        u = torch.rand(len(masks), dtype=torch.float64, generator=generator).tolist()
+        token = {l: draw(p[l], value) for l, value in zip(masks, u)}
+    for l in masks if threshold or n == len(masks) else ():  # no mask may be left
+        if token[l] == mask_id:
+            token[l] = logits[l].index_fill(0, torch.tensor(mask_id), -math.inf).argmax().item()
+    if threshold or confidence == "maskgit_plus":
+        sure = {l: p[l][token[l]] for l in masks}
+    elif confidence == "entropy":
+        sure = {l: minus_entropy(p[l]) for l in masks}
+    elif confidence == "margin":
+        sure = {l: sorted(p[l])[-1] - sorted(p[l])[-2] for l in masks}
+    else:
+        sure = dict(zip(masks, torch.rand(len(masks), generator=generator).tolist()))
+    order = sorted(masks, key=sure.get, reverse=True)
+    if threshold:
+        n = max(1, sum(value >= threshold for value in sure.values()))
+    for l in order[:n]:                                                                    # l.5
+        x[l] = token[l]
+    return x
 
 
 def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, always=False):
-    """Alg. 2 for one sequence: ids (L,), and network calls.
+    """Alg. 2 for one sequence x (L,): its ids in the end, and the number of network calls.
 
-    predict: (emb (L, D), t) → logits (L, V).   x: (L,) ids.   times: [(t, s)] of all T steps.
-    probs: (t, s) → (P[reveal], P[re-mask]).   soft: as in `dense_nll`.
+    times: [(t, s)] of all T steps.   probs: (t, s) → (P[reveal], P[re-mask]).
     always: call the network in every step; otherwise only after a token changed [code].
     """
     def call(t):
@@ -127,56 +148,33 @@ def alg2(predict, table, x, mask_id, times, probs, top_p, generator, soft=None, 
     return x, calls + bool(len(left)) - useless
 
 
-def in_order(predict, table, x, mask_id, counts, soft=None, confidence="entropy", temperature=0,
-             top_p=1.0, threshold=None, generator=None, schedule="none", switch=0.5):
-    """Alg. 2 in an order, for one sequence: x after each step.
+def in_order(predict, table, x, mask_id, counts, soft=None, schedule="none", switch=0.5, **how):
+    """Alg. 2 in an order, for one sequence x (L,): x after each step.
 
-    predict: (emb (L, D), the share of masks) → logits (L, V).   x: (L,) ids.
-    counts: how many tokens each step reveals. None with a threshold: where the token has at least
-    this probability, or one token.   soft: as in `dense_nll`.
+    counts: how many tokens each step reveals, without a threshold.   how: see `fill`.
     Feedback comes from the raw logits, without temperature and nucleus [code].
     """
-    emb, states, i = table[x], [], 0                                                       # l.1
+    emb, states = table[x], []                                                             # l.1
     masks = start = (x == mask_id).nonzero()[:, 0].tolist()
-    while masks and (threshold or i < len(counts)):                                        # l.2
+    for n in repeat(None) if how.get("threshold") else counts:                             # l.2
+        if not masks:
+            break
         logits = predict(emb, len(masks) / len(x))                                         # l.3
-        p = {l: nucleus(softmax(logits[l], temperature or 1), top_p, True) for l in masks}
-        token = {l: p[l].index(max(p[l])) for l in masks}                                  # l.4
-        if temperature:
-            u = torch.rand(len(masks), dtype=torch.float64, generator=generator).tolist()
-            token = {l: draw(p[l], value) for l, value in zip(masks, u)}
-        n = len(masks) if threshold else counts[i]
-        for l in masks if n == len(masks) else ():  # no mask may be left
-            if token[l] == mask_id:
-                token[l] = logits[l].index_fill(0, torch.tensor(mask_id), -math.inf).argmax().item()
-        if threshold or confidence == "maskgit_plus":
-            sure = {l: p[l][token[l]] for l in masks}
-        elif confidence == "entropy":
-            sure = {l: minus_entropy(p[l]) for l in masks}
-        elif confidence == "margin":
-            sure = {l: sorted(p[l])[-1] - sorted(p[l])[-2] for l in masks}
-        else:
-            sure = dict(zip(masks, torch.rand(len(masks), generator=generator).tolist()))
-        order = sorted(masks, key=sure.get, reverse=True)
-        if threshold:
-            order = [l for l in order if p[l][token[l]] >= threshold or l == order[0]]
-        x = x.clone()
-        for l in order[:n]:                                                                # l.5
-            x[l] = token[l]
+        x = fill(x, {l: logits[l] for l in masks}, n, mask_id, **how)                    # l.4-5
         masks = [l for l in masks if x[l] == mask_id]
         gain = fading(schedule, len(masks) / len(start), switch)
         emb = softened(table, x, mask_id, logits, soft, gain)                              # l.6
         states.append(x)
-        i += 1
     return torch.stack(states)
 
 
-def floor_counts(n, steps):
-    """How many of n masks each step reveals, from time 1 to 1e-3, rounded down [code]"""
+def floor_counts(n, steps, first=0):
+    """How many of n masks each step from `first` on reveals, rounded down [code]"""
     times, counts = torch.linspace(1, 1e-3, steps + 1), []
-    for i in range(steps - 1):
-        counts.append(int((n - sum(counts)) * (1 - times[i + 1] / times[i])))
-    return [*counts, n - sum(counts)]
+    for i in range(first, steps):
+        share = 1 - times[i + 1] / times[i] if i < steps - 1 else 1
+        counts.append(int((n - sum(counts)) * share))
+    return counts
 
 
 def rng(*key):
@@ -191,9 +189,9 @@ def order(n, epoch, seed):
 
 
 def micro_batches(rows, step, *, mask_id, seed, batch_size, micro_batch, p_sm, b_l, b_h, **others):
-    """Yields x0, xt, t and the coin for each micro-batch of an update.           Alg. 1 l.2-4
+    """Yields x0, xt, t and the coin for each micro-batch of an update, from all rows (n, L).
 
-    rows: (n, L), all that there are to train on.   others: fields of the Config, not used here.
+    others: fields of the Config that are not used here.                              Alg. 1 l.2-4
     """
     B, M, n = batch_size, batch_size // micro_batch, len(rows)
     soft = torch.rand((), generator=rng(seed, "p_sm", step)).item() < p_sm
@@ -243,10 +241,7 @@ def masked_dialogue(ids, prompt_len, t, mask_id, eos, ends, masks):
 
 def dialogues_of_update(dialogues, step, *, mask_id, eos, seed, batch_size, p_sm, coin, b_l, b_h,
                         **others):
-    """Yields x0 (1, L), xt (1, L), t and the coin for each dialogue of an update.    Alg. 1 l.2-4
-
-    dialogues: [(ids, prompt length)], all to train on.   others: as in `micro_batches`.
-    """
+    """Yields x0, xt (1, L), t and the coin for each of [(ids, prompt length)].     Alg. 1 l.2-4"""
     n = len(dialogues)
     for j in range(batch_size):
         toss = (step, j) if coin == "dialogue" else (step,)
@@ -272,8 +267,7 @@ def adam(p, g, eta, moments):
 def alg1(nll, theta, omega, rows, *, steps, eta_bb, eta_sm, warmup, clip, ema, **draws):
     """Alg. 1 with AdamW and an average of θ, one parameter after the other.      Alg. 1, App. B.1
 
-    nll: (x0, xt, t, soft) → nats of each sequence over t.   rows, draws: see `micro_batches`.
-    theta, omega: lists of tensors, trained in place.
+    nll: (x0, xt, t, soft) → nats of each sequence over t.   theta, omega: trained in place.
     Yields the log's numbers after each update, and the average of θ in float64.
     """
     average, moments = [p.detach().double() for p in theta], {}
@@ -307,15 +301,13 @@ def fading(schedule, t, switch):
 
 def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, threshold, soft,
                 schedule, switch):
-    """Fast-dLLM with feedback, greedy, for one sequence.
+    """Fast-dLLM with feedback, greedy: x after each pass. A mask looks as its latest logits say.
 
-    predict: (emb (n, D), lo, past) → logits (n, V) of the positions from lo on, the first row
-    unused, and the past of a later call.   Others: as in `in_order`.
-    A mask looks as its latest logits say. Returns x after each pass.
+    predict: (emb (n, D) from position lo on, lo, past) → logits (n, V), and a later call's past.
     """
     L, per_block = len(x), steps * block // gen_len
     looks, states, past = table[x].detach().clone(), [], None
-    times = torch.linspace(1, 1e-3, per_block + 1)
+    counts = [1, *floor_counts(block - 1, per_block, first=1)]
     for b in range(L - gen_len, L, block):
         i = 0
         while i == 0 or (x[b:b + block] == mask_id).any():
@@ -324,19 +316,8 @@ def slow_blocks(predict, table, x, mask_id, gen_len, steps, block, cache, thresh
             logits, kv = predict(looks[lo:hi], lo, past if lo else None)
             past = kv if i == 0 else past
             inside = [l for l in range(b, b + block) if x[l] == mask_id]
-            p = {l: softmax(logits[l - lo]) for l in inside}
-            if i == 0:
-                chosen = inside[:1]
-            elif threshold:
-                best = max(inside, key=lambda l: max(p[l]))
-                chosen = [l for l in inside if l == best or max(p[l]) >= threshold]
-            else:
-                last = i == per_block - 1
-                n = len(inside) if last else int(len(inside) * (1 - times[i + 1] / times[i]))
-                chosen = sorted(inside, key=lambda l: -minus_entropy(p[l]))[:n]
-            x = x.clone()
-            for l in chosen:
-                x[l] = p[l].index(max(p[l]))
+            rows = {l: logits[l - lo] for l in (inside if i else inside[:1])}
+            x = fill(x, rows, counts[i], mask_id, threshold=threshold)
             gain = fading(schedule, int((x == mask_id).sum()) / gen_len, switch)
             looks[lo + 1:hi] = softened(table, x[lo + 1:hi], mask_id, logits[1:], soft, gain)
             states.append(x)

@@ -1,6 +1,6 @@
 """sample.py against Eq. 1, Alg. 2, App. B.1, and the authors' transition matrices."""
 
-import re
+import os
 from itertools import product, repeat
 from unittest import mock
 
@@ -14,8 +14,7 @@ import launch
 import oracles
 import sample
 from conftest import gen, plain_omega, random_mdlm, recording, refused, save_mdlm, spy
-from launch import append_jsonl, read_jsonl
-from mdlm import DiT
+from launch import Refused, append_jsonl, read_jsonl
 from sample import SAMPLERS, Pick, decode, generate, nucleus, shares_of, step_probs
 
 SMALL = dict(n_layer=2, vocab_size=12, mask_id=11, length=10, dropout=0.3, omega_s=0.7, omega_a=2.5,
@@ -37,17 +36,15 @@ def steps_of(T):
 
 
 def test_every_sampler_carries_the_masked_share_from_t_to_s():
-    edges = 0, 0.05, 0.55, 1  # t_off and t_on of remdm-loop
-    for T, sampler, eta in product((1, 16, 20, 64, 1000), SAMPLERS, (None, 0.0, 0.1)):
-        loop, most = sampler == "remdm-loop", SAMPLERS[sampler] if eta is None else eta
-        shares = (0, 0.1, 0.1, 1) if loop else edges  # 1 − α there
+    """A step of remdm-loop across t_off or t_on follows the rule of the side where it starts."""
+    edges = 0, 0.05, 0.55, 1
+    shares = {"remdm-loop": (0, 0.1, 0.1, 1)}  # 1 − α there
+    for T, sampler, eta in product((1, 20, 64, 1000), SAMPLERS, (0.0, 0.1)):
         for t, s in steps_of(T):
             reveal, remask = step_probs(t, s, sampler, eta)
-            assert 0 <= reveal <= 1 and 0 <= remask <= most
-            assert remask == most or not (loop and 0.05 < t <= 0.55)
-            # A step across an edge of the loop follows the rule of the side where it starts.
-            if not loop or np.searchsorted(edges, t) == np.searchsorted(edges, s):
-                before, after = np.interp((t, s), edges, shares)
+            assert 0 <= reveal <= 1 and 0 <= remask <= eta
+            if sampler != "remdm-loop" or np.searchsorted(edges, t) == np.searchsorted(edges, s):
+                before, after = np.interp((t, s), edges, shares.get(sampler, edges))
                 share = before * (1 - reveal) + (1 - before) * remask
                 assert share == pytest.approx(after, abs=1e-12)
 
@@ -93,24 +90,12 @@ def test_a_token_is_drawn_where_u_falls_in_its_part_of_the_cumulative_sum():
         assert sample.categorical(rows, u).tolist() == tokens
 
 
-class Gated(DiT):
-    """A backbone of one's own, which is sampled through its `hidden`"""
-    def hidden(self, emb, masks, t):
-        return 1.2 * super().hidden(emb, masks, t)
-
-
 def oracle_of(model, soft):
-    """The network as an oracle calls it: (emb (L, D), t) → logits (L, V). And its ω.
-
-    The model is left without ω if not soft, and in training: dropout must be off in decoding.
-    """
-    net = model.train().net
-    net.__class__ = Gated
-    omega = plain_omega(model.sm) if soft else None
+    """`predict` of an oracle, and ω. The model is left in training: decoding ends dropout."""
+    net, omega = model.train().net, plain_omega(model.sm) if soft else None
     model.sm = model.sm if soft else None
-    every = torch.zeros(10, dtype=torch.long), torch.arange(10)
-    predict = lambda emb, t: net.head(net.hidden(emb[None], every, torch.tensor([t])))
-    return predict, omega
+    net.hidden = lambda emb, masks, t: 1.2 * net.trunk(emb, t)[masks]  # of one's own
+    return lambda emb, t: net.head(1.2 * net.trunk(emb[None], torch.tensor([t]))[0]), omega
 
 
 @pytest.mark.parametrize("sampler, soft", [*product(SAMPLERS, (True, False))])
@@ -119,11 +104,10 @@ def oracle_of(model, soft):
     (dict(time_conditioning=True), 0.1, True)])
 def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
     monkeypatch.setattr(sample, "T_END", t_end)
-    eta = 0.3 if "remdm" in sampler else 0.0
-    monkeypatch.setitem(SAMPLERS, sampler, eta)
+    monkeypatch.setitem(SAMPLERS, sampler, 0.3 if "remdm" in sampler else 0.0)
     model = model_of(**changes)
     predict, omega = oracle_of(model, soft)
-    probs = lambda t, s: step_probs(t, s, sampler, eta)
+    probs = lambda t, s: step_probs(t, s, sampler)
     for T, (top_p, x) in product((1, 24), ((0.9, BLANK), (1.0, ROWS))):
         for start, own, g in zip(x.expand(3, -1), generators(3, T), generators(3, T)):
             passes = []
@@ -136,11 +120,9 @@ def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
             assert not passes or ids.tolist() == passes[-1].tolist()
 
 
-margin = lambda p: p.topk(2).values @ torch.tensor([1.0, -1.0])  # an order of one's own
 PICKS = (dict(), dict(top_p=0.7, confidence="maskgit_plus"), dict(confidence="margin"),
-         dict(confidence=margin), dict(temperature=0.8, top_p=0.9),
-         dict(temperature=1.5, confidence="random"), dict(threshold=0.8),
-         dict(threshold=0.5, temperature=1.2, confidence="random"))
+         dict(temperature=0.8, top_p=0.9), dict(temperature=1.5, confidence="random"),
+         dict(threshold=0.8), dict(threshold=0.5, temperature=1.2, confidence="random"))
 
 
 @pytest.mark.parametrize("changes, soft", [
@@ -152,252 +134,163 @@ def test_decode_is_its_loop(changes, soft):
     rows = torch.stack([ROWS[2].roll(i) for i in range(3)])                       # 6 masks each
     for how, counts in product(PICKS, ([1] * 6, [1, 2, 2, 1], [2, 4], [6])):
         shares = repeat(1) if "threshold" in how else shares_of(counts)
-        literal = how | {"confidence": "margin"} if how.get("confidence") == margin else how
         for x, own, g in zip(rows, generators(3, 1), generators(3, 1)):
             seen = []
             ids = decode(model.train(), x[None], shares, Pick(**how, generator=own),
                          on_step=lambda x, *_: seen.append(x[0]))  # noqa: B023
             with torch.no_grad():
                 expected = oracles.in_order(predict, model.net.table, x, MASK, counts, omega,
-                                            **literal, generator=g)
+                                            **how, generator=g)
             assert torch.equal(torch.stack(seen), expected) and torch.equal(ids[0], expected[-1])
             passes |= {len(seen)} if "threshold" in how else set()
         if "temperature" not in how:
             alone = [decode(model, x[None], shares, Pick(**how)) for x in rows]
             assert torch.equal(decode(model, rows, shares, Pick(**how)), torch.cat(alone))
     assert len(passes) > 2  # the threshold was passed, and not always by all
+    for order in lambda p: p[:, 0].log() - torch.inf, lambda p: p[:, 0].double():  # any numbers
+        assert (decode(model, rows, shares_of([1] * 6), Pick(order)) != MASK).all()
 
 
-@pytest.mark.parametrize("threshold", [None, 0.5])
-def test_an_order_of_ones_own_may_give_any_numbers(threshold):
-    """Infinite ones, other types, and with a threshold numbers that are no probabilities"""
-    model, seen = model_of(6, 0.3), []
-    shares = repeat(1) if threshold else shares_of([1] * 6)
-    for order in (lambda p: p[:, 0].log() - torch.inf, lambda p: p.argmax(-1),
-                  lambda p: p[:, 0].double()):
-        rows = ROWS if threshold else ROWS[2:]
-        assert (decode(model, rows, shares, Pick(order, threshold=threshold)) != MASK).all()
-    decode(model, BLANK[None], repeat(1), Pick(lambda p: torch.arange(len(p)) / len(p), 0, 1, 0.5),
-           on_step=lambda x, lam, masks, h, revealed: seen.append(revealed.tolist()))
-    assert seen[0] == [False] * 5 + [True] * 5
-
-
-def test_what_decode_cannot_do_is_refused():
-    """Rows stay equal only without [MASK] among the predictions. `topk_margin` is Dream's word."""
+@pytest.mark.parametrize("error, message, rows, order", [
+    (ValueError, "equally many masks", ROWS, "entropy"),
+    (ValueError, "topk_margin", ROWS[:1], "topk_margin"),  # is Dream's word
+    (Refused, "not finite", ROWS[2:], lambda p: p[:, 0] * torch.nan),
+    (Refused, "not finite", ROWS[2:], "random")])
+def test_what_decode_cannot_do(error, message, rows, order):
     model = model_of(6, 0.3)
-    for rows, order, message in ((ROWS, "entropy", "equally many masks"),
-                                 (ROWS[:1], "topk_margin", "topk_margin")):
-        with pytest.raises(ValueError, match=message):
-            decode(model, rows, shares_of([1]), Pick(order))
-
-
-@pytest.mark.parametrize("confidence", [*sample.ORDERS, lambda p: p[:, 0] * torch.nan])
-def test_what_is_not_finite_is_seen(confidence):
-    model = model_of(6, 0.3)
-    if not callable(confidence):
+    if order == "random":
         model.net.output_layer.linear.bias.data[5] = torch.nan
-    refused("not finite", decode, model, ROWS[2:], shares_of([1] * 6), Pick(confidence))
+    with pytest.raises(error, match=message):
+        decode(model, rows, shares_of([1] * 6), Pick(order))
 
 
 def test_shares_reveal_the_counts_exactly():
     for counts in [1] * 49, [1, *[2] * 11, 1], [3, 0, 4], [5, 5, 0]:
-        left, found = sum(counts), []
-        for share in shares_of(counts):
-            found.append(int(left * share))
-            left -= found[-1]
-        assert found == counts
+        left = [sum(counts[i:]) for i in range(len(counts))]
+        assert [int(n * share) for n, share in zip(left, shares_of(counts))] == counts
 
 
 @pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
-@pytest.mark.parametrize("at_random", [True, False])
-def test_what_is_told_after_every_pass(at_random, k, soft, monkeypatch):
+def test_what_is_told_after_every_pass(k, soft, monkeypatch):
     """λ of masks that stay, from their h. For a token that became a mask: that of H = 0. The head
-    runs once on each row, and in generate without SM only on masks that become tokens."""
+    runs once on each row, and without SM only on masks that become tokens."""
     monkeypatch.setitem(SAMPLERS, "remdm-cap", 0.3)
-    model = model_of(k=k)
+    model, seen, before, again = model_of(k=k), [], ROWS[2], 0
     omega, heads = plain_omega(model.sm), spy(monkeypatch, model.net, "head")
     model.sm = model.sm if soft else None
-    before = ROWS[2][None] if at_random else torch.stack((ROWS[2], ROWS[2].roll(1)))
-    again = 0
-
-    def told(x, lam, masks, h, revealed):
-        nonlocal before, again
-        seen = (before != MASK).index_put(masks, torch.tensor(True))  # each mask, once
-        assert seen.all() and len(h) == (before == MASK).sum()
-        assert torch.equal(revealed, x[masks] != MASK)
-        assert sum(len(h) for h, in heads) == (len(h) if soft or not at_random else revealed.sum())
+    generate(model, before, 10, "remdm-cap", 0.9, gen(1), on_step=lambda *now: seen.append(now))
+    rows = sum(len(h) for h, in heads)
+    assert rows == sum(len(h) if soft else revealed.sum() for *_, h, revealed in seen)
+    for [x], [lam], (_, l), h, revealed in seen:
+        assert sorted(l.tolist()) == (before == MASK).nonzero()[:, 0].tolist()  # each mask, once
+        assert torch.equal(revealed, x[l] != MASK)
         vanished, expected = (before != MASK) & (x == MASK), torch.zeros(x.shape)
-        again += vanished.sum()
         if soft:
-            gain = 1 if at_random else 0.5 + (x == MASK).sum() / 24
             lams = [oracles.strength(oracles.softmax(row, omega["tau"]), **omega)
                     for row in model.net.head(h)]
-            expected[masks] = gain * torch.tensor(lams) * ~revealed
+            expected[l] = torch.tensor(lams) * ~revealed
             expected[vanished] = oracles.strength([1.0], **omega)
         torch.testing.assert_close(lam, expected, rtol=1e-5, atol=0)
-        before = x
-        heads.clear()
-    if at_random:
-        generate(model, before[0], 10, "remdm-cap", generator=gen(1), on_step=told)
-    else:
-        decode(model, before, shares_of([1, 2, 3]), Pick(), lambda left: 0.5 + left / 2, told)
-    assert (again > 0) == at_random
+        before, again = x, again + vanished.sum()
+    assert again > 0
 
 
-def test_rows_and_torchs_own_generator_draw_other_tokens():
-    rows = decode(model_of(), BLANK.expand(4, -1), shares_of([1] * 10), Pick("random", 1.0))
-    assert len(rows.unique(dim=0)) == 4
-
-
-@pytest.mark.parametrize("device, how", [
-    ("cpu", dict(backend="eager", fullgraph=True, dynamic=False)),
-    pytest.param("cuda", dict(mode="reduce-overhead"), marks=pytest.mark.skipif(
-        not torch.cuda.is_available(), reason="needs CUDA: would check its graphs of the trunk"))])
-def test_a_compiled_trunk_gives_the_same_samples(device, how):
+def test_a_compiled_trunk_gives_the_same_samples_on_cuda_or_cpu():
+    how, device = dict(backend="eager", fullgraph=True, dynamic=False), "cpu"
+    if torch.cuda.is_available():
+        how, device = dict(mode="reduce-overhead"), "cuda"
     model = model_of(n_layer=1).to(device)
-    run = lambda: generate(model, BLANK, 20, "remdm-cap", generator=gen(9))
-    expected = run()
+    eager = generate(model, BLANK, 20, "remdm-cap", generator=gen(9))
     model.net.trunk = torch.compile(model.net.trunk, **how)
-    assert torch.equal(run(), expected)
-
-
-@pytest.fixture(scope="module")
-def saved(tmp_path_factory):
-    path = str(tmp_path_factory.mktemp("sample") / "tiny.pt")
-    save_mdlm(path, model_of(**OF_BYTES), ema=None)
-    return path
+    assert torch.equal(generate(model, BLANK, 20, "remdm-cap", generator=gen(9)), eager)
 
 
 @pytest.fixture
-def run(saved, tmp_path):
-    def run(folder="", **flags):
-        out = str(tmp_path / folder / "samples.jsonl")
-        flags = {"checkpoint": saved, "steps": 8, "device": "cpu", "out": out} | flags
+def run(tmp_path):
+    """A command, and its samples. Each folder has its own file of them, and its own model."""
+    def run(folder="", model=None, **flags):
+        path, out = f"{tmp_path}/{folder}.pt", f"{tmp_path}/{folder}/samples.jsonl"
+        if not os.path.exists(path):
+            save_mdlm(path, model_of(**OF_BYTES, **model or {}), ema=None)
+        flags = dict(checkpoint=path, steps=8, device="cpu", out=out) | flags
         sample.main(sample.Config(**flags))
         return read_jsonl(out)
     return run
 
 
-def test_the_same_command_goes_on_where_it_was(run, tmp_path):
-    whole = run("whole", count=5)
+def test_the_same_command_goes_on_where_it_was_on_any_number_of_ranks(run, tmp_path, monkeypatch):
+    def ranks(world):
+        monkeypatch.setenv("WORLD_SIZE", str(world))
+        for rank in range(world):
+            monkeypatch.setenv("RANK", str(rank))
+            run(checkpoint=whole[0]["settings"]["checkpoint"], count=5, show=True)
+        return sorted(sample.read_samples(str(file)), key=lambda line: line["index"])
+    whole, file = run("whole", count=5), tmp_path / "samples.jsonl"
     assert [line["text"] for line in whole] == [BYTES.decode(line["ids"]) for line in whole]
-    run(count=2)
-    file = tmp_path / "samples.jsonl"
-    for cut in file.read_bytes()[:-20], file.read_bytes()[:40]:  # killed in the middle of a line
+    lines = (tmp_path / "whole" / "samples.jsonl").read_bytes().splitlines(True)
+    for cut in lines[0] + lines[1][:-20], lines[0][:40]:  # killed in the middle of a line
         file.write_bytes(cut)
-        for _ in range(2):  # the second time nothing is left to do
-            assert run(count=5, show=True) == whole
-    refused("--length=99 exceeds the 32 of training", run, length=99)
-    refused("leave --steps out", run, sampler="entropy", threshold=0.9)
-    for other in dict(threshold=0.9), dict(temperature=0.5):
-        refused("do nothing with --sampler=mdlm", run, **other)
-    refused("fills all 32 positions", run, prompt="x" * 31)
-    assert run(count=5) == whole
+        assert ranks(1) == whole == ranks(1)  # the second time nothing is left to do
+    file.write_bytes(cut)
+    assert ranks(3) == whole
+    (tmp_path / "samples.1.jsonl").unlink()
+    assert ranks(2) == whole == ranks(1)
 
 
-def test_passes_are_counted(run, tmp_path, monkeypatch):
+def test_passes_are_counted(run, monkeypatch):
     """With time conditioning, every step makes one. In an order, no more than there are masks."""
-    timed = str(tmp_path / "timed.pt")
-    save_mdlm(timed, model_of(**OF_BYTES, time_conditioning=True), ema=None)
     monkeypatch.setattr(sample, "compile_parts", compiled := mock.Mock())
-    [line] = run("some", prompt=28 * "x", steps=20, compile=True)
-    assert 1 <= line["nfe"] <= 3 and line["settings"]["steps"] == 20 and compiled.called
-    [line] = run("all", prompt=28 * "x", steps=20, checkpoint=timed)
-    assert line["nfe"] == 20 and compiled.call_count == 1
-    [line] = run("ordered", prompt=28 * "x", steps=20, sampler="entropy")
-    assert line["nfe"] == line["settings"]["steps"] == 3
+    for least, most, flags in ((1, 3, dict(compile=True)), (3, 3, dict(sampler="random")),
+                               (20, 20, dict(model=dict(time_conditioning=True)))):
+        [line] = run(str(least), prompt=28 * "x", steps=20, **flags)
+        assert least <= line["nfe"] <= most
+    assert compiled.call_count == 1
 
 
-def test_one_rank_draws_on_a_terminal(run, monkeypatch):
+def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path):
+    [line], path, mdlm = run("a"), f"{tmp_path}/a.pt", "do nothing with --sampler=mdlm"
+    assert line["settings"].keys() == set(vars(sample.Config())) - {
+        "count", "out", "show", "device", "compile"} | {"step", "weights", "tokenizer", "dtype"}
+    for message, change in (
+            ("other settings", dict(seed=2)), ("other settings", dict(top_p=1)),
+            ("--length=99 exceeds the 32 of training", dict(length=99)),
+            ("leave --steps out", dict(sampler="entropy", threshold=0.9)),
+            (mdlm, dict(threshold=0.9)), (mdlm, dict(temperature=0.5)),
+            ("fills all 32 positions", dict(prompt="x" * 31))):
+        refused(message, run, "a", **change)
+    own = torch.load(path)
+    for part, name in ("step", ""), ("model", TABLE), ("model", "sm.raw_s"):
+        new = own[part] | {name: own[part][name] + 1} if name else 2
+        launch.save(path, **own | {part: new})
+        refused("other settings", run, "a")
+    launch.save(path, **own)
+    assert run("a", checkpoint=f"{tmp_path}/./a.pt") == [line]  # the same file
+    append_jsonl(tmp_path / "a" / "samples.jsonl", 3)  # a file of something else
+    refused("samples.jsonl: TypeError", run, "a")
+
+
+def test_what_is_printed(run, monkeypatch, capsys):
+    """In a pipe, a text up to its end, and nothing else. One rank draws on a terminal."""
+    special = {"bos": 257, "eos": 257}  # as of GPT-2
+    assert sample.shown(BYTES, [257, *b"ab", 257, *b"cd", 257], special) == "ab"
+    for prompt, ids, text in (  # a last blank ends at its EOS, an inner one does not
+            ("Hi ___", [256, *b"Hi there", 257, *b"ab", 257], "Hi there"),
+            ("a___b", [256, *b"a", 257, *b"x", 257, *b"b", 257], "axb")):
+        with monkeypatch.context() as patch:
+            patch.setattr(sample, "sample", lambda *_: torch.tensor(ids))  # noqa: B023
+            run(out="", prompt=prompt, length=len(ids))
+        assert capsys.readouterr() == (text + "\n---\n", "")
     monkeypatch.setattr(sample.sys.stdout, "isatty", lambda: True, raising=False)
-    monkeypatch.setattr(sample, "show", drawn := mock.Mock())
     for rank in "01":
         monkeypatch.setenv("RANK", rank)
-        run(show=True, count=4)
-    run("other")
-    assert drawn.call_count == 1
+        run(rank, show=True, count=2)
+        assert ("\x1b[48;2;" in capsys.readouterr().out) == (rank == "0")
 
 
-def test_samples_of_other_settings_are_refused(run, saved, tmp_path):
-    made, own = dict(count=2, checkpoint=str(tmp_path / "own.pt")), torch.load(saved)
-    launch.save(made["checkpoint"], **own)
-    *_, line = run(**made)
-    anything = {"count", "out", "show", "device", "compile"}
-    facts = {"step", "weights", "tokenizer", "dtype"}
-    assert line["settings"].keys() == vars(sample.Config()).keys() - anything | facts
-    other = "has other settings"
-    for change in dict(seed=2), dict(top_p=0.8), dict(steps=7):
-        refused(other, run, **made | change)
-    for change in dict(step=2), *(dict(model=own["model"] | {name: own["model"][name] + 1})
-                                  for name in (TABLE, "sm.raw_s")):
-        launch.save(made["checkpoint"], **own | change)
-        refused(other, run, **made)
-    launch.save(made["checkpoint"], **own)
-    run(**made | dict(checkpoint=f"{tmp_path}/./own.pt"))  # the same file
-    append_jsonl(tmp_path / "samples.jsonl", 3)  # a file of something else
-    refused("samples.jsonl: TypeError", run, **made)
-
-
-def test_a_sample_is_drawn_on_a_terminal(monkeypatch, capsys):
-    """Guesses on green, darker for larger λ, in place of masks. As much as the terminal holds"""
-    monkeypatch.setenv("COLUMNS", "4")
-    monkeypatch.setenv("LINES", "3")
-    model = model_of(**OF_BYTES)
-    x = torch.tensor([[97, 258, 258, 10, 258, 98, 99, 99, 99]])
-    lam = torch.tensor([[0, 0.0, 1.0, 0, 0.5, 0, 0, 0, 0]])
-    masks = torch.zeros(4, dtype=torch.long), torch.tensor([1, 2, 3, 4])  # 3 was revealed
-    model.net.head = lambda h: F.one_hot(torch.tensor([100, 101, 0, 102]), 259)
-    sample.show(BYTES, model)(x, lam, masks, None, None)
-    out = capsys.readouterr().out
-    assert re.sub("\x1b.*?[mHJ]", "", out) == "ade↵fbc\n"
-    assert re.findall(r"48;2;(\d+)", out) == ["220", "0", "110"]
-
-
-def test_a_text_ends_where_it_ends(run, capsys, monkeypatch):
-    """On the screen. The file keeps all ids. In a pipe, nothing but the text is printed."""
-    for bos in 256, 257:  # GPT-2 has one token for both ends
-        special = {"bos": bos, "eos": 257}
-        assert sample.shown(BYTES, [bos, *b"ab", 257, *b"cd", 257], special) == "ab"
-    texts = iter([[256, *b"Hi there", 257, *b"ab", 257], [256, *b"a", 257, *b"x", 257, *b"b", 257]])
-    with monkeypatch.context() as patch:  # a last blank ends at its EOS, an inner one does not
-        patch.setattr(sample, "sample", lambda *_: torch.tensor(next(texts)))
-        run(out="", prompt="Hi ___", length=13)
-        run(out="", prompt="a___b", length=7)
-    assert capsys.readouterr().out == "Hi there\n---\naxb\n---\n"
-    run(out="", prompt="x", count=2)
-    out, err = capsys.readouterr()
-    assert err == "" and out.count("\n---\n") == 2 and out[0] == "x" and "<|bos|>" not in out
-
-
-def test_other_ranks_go_on_with_what_is_left(run, tmp_path, monkeypatch):
-    def ranks(world):
-        for rank in map(str, range(world)):
-            monkeypatch.setenv("RANK", rank)
-            monkeypatch.setenv("WORLD_SIZE", str(world))
-            run(count=7)
-        lines = sample.read_samples(str(tmp_path / "samples.jsonl"))
-        return sorted((line["index"], line["ids"]) for line in lines)
-    run(count=2)
-    whole = ranks(3)
-    (tmp_path / "samples.1.jsonl").unlink()
-    assert ranks(2) == whole == ranks(1) and [i for i, _ in whole] == [*range(7)]
-
-
-def test_prompt_and_infill_stay_as_given(run, capsys):
-    """A special token in a prompt is text."""
-    for line in run(prompt="<|eos|>f(x):", count=3, sampler="remdm-cap"):
-        assert line["ids"][:13] == [256, *b"<|eos|>f(x):"]
-    assert capsys.readouterr().err.startswith("<|eos|> in the prompt is text")
-    [line] = run("infill", prompt="a\\n= ___; b = ___!", length=20)
-    ids = line["ids"]
-    assert ids[:5] == [256, *b"a\n= "] and ids[-2:] == [ord("!"), 257] and len(ids) == 20
-    assert bytes(ids[9:15]) == b"; b = "  # gaps of 4 and 3
-
-
-def test_decoding_takes_another_omega_also_for_a_binary_model(run, tmp_path):
-    binary, omega = str(tmp_path / "binary.pt"), dict(omega_s=0.9, omega_a=1.5, omega_b=-2.0)
-    save_mdlm(binary, model_of(**OF_BYTES, soft_mask=False), ema=None)
-    [own], [soft] = run("own"), run("soft", **omega)
-    [plain], [given] = run("plain", checkpoint=binary), run("given", checkpoint=binary, **omega)
-    assert own["ids"] != soft["ids"] == given["ids"] != plain["ids"]
-    assert given["settings"].items() >= omega.items() and not plain["settings"]["soft"]
+def test_a_prompt_and_its_blanks_share_the_row():
+    """A special token in a prompt is text. Blanks have about equal widths."""
+    special, mask = {"bos": 256, "eos": 257, "mask_id": 258}, [258]
+    for prompt, ids in (
+            ("", mask * 20), ("<|eos|>x", [256, *b"<|eos|>x", *mask * 11]),
+            ("a\\n= ___; b = ____!", [256, *b"a\n= ", *mask * 4, *b"; b = ", *mask * 3, 33, 257])):
+        assert sample.starting_ids(prompt, 20, BYTES, special).tolist() == ids
