@@ -58,15 +58,11 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
 def test_a_pass_contradicts_itself_if_its_cells_are_right_in_different_solutions():
     """Four empty cells have two solutions: 45 above 54, and 54 above 45."""
     start = "2564313415625243161632{}6321{}415623"
-    given = start.format("..", "..")
     for number, *texts in ((1, ("44", "..")), (2, ("..", ".."), ("..", "55")),
                            (0, ("46", "..")),  # the 6 is right in no solution
-                           (0, ("4.", ".5"), ("44", "55")),  # too late to see it
-                           (0, ("45", ".."), ("45", "54"))):
+                           (0, ("4.", ".5"), ("44", "55"))):  # too late to see it
         states = [(start.format(*cells), [], "") for cells in texts]
-        assert sudoku.contradiction(given, states) == number
-    rules = "4 twice in row 4", "4 twice in box 4"
-    assert sudoku.broken(start.format("44", "..")) == dict.fromkeys(rules, [22, 23])
+        assert sudoku.contradiction(start.format("..", ".."), states) == number
 
 
 def brute_force(cells):
