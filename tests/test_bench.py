@@ -6,27 +6,10 @@ import subprocess
 from dataclasses import replace
 
 import pytest
-import torch
 
 import bench
 from conftest import ROOT, configure, dying, refused
 from launch import read_json
-
-
-def test_cases_take_turns_and_ratios_are_within_a_turn(monkeypatch):
-    """A machine that is three times as slow in every other turn changes no ratio."""
-    calls = []
-
-    def timed(case, device):
-        calls.append(case)
-        seconds = case * (3 if (len(calls) - 1) // 2 % 2 else 1)
-        return {"seconds": seconds, "cpu": 2 * seconds}
-    monkeypatch.setattr(bench, "timed", timed)
-    found = bench.interleaved({"a": 1.0, "b": 1.5}, 4, torch.device("cpu"), 8)
-    assert calls == [1.0, 1.5] * 5  # the first two do not count
-    assert found["a"] == {"seconds": 2, "cpu": 4, "ratio": 1.0, "cpu ratio": 1.0, "tokens/s": 4,
-                          "turns": [3, 1, 3, 1]}
-    assert found["b"]["ratio"] == found["b"]["cpu ratio"] == 1.5
 
 
 def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch):

@@ -55,16 +55,6 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
     assert out.endswith("\n\n" + drawn) and "│ 2  4! 4!  \n" in drawn
 
 
-def test_a_pass_contradicts_itself_if_its_cells_are_right_in_different_solutions():
-    """Four empty cells have two solutions: 45 above 54, and 54 above 45."""
-    start = "2564313415625243161632{}6321{}415623"
-    for number, *texts in ((1, ("44", "..")), (2, ("..", ".."), ("..", "55")),
-                           (0, ("46", "..")),  # the 6 is right in no solution
-                           (0, ("4.", ".5"), ("44", "55"))):  # too late to see it
-        states = [(start.format(*cells), [], "") for cells in texts]
-        assert sudoku.contradiction(start.format("..", ".."), states) == number
-
-
 def brute_force(cells):
     """How many ways there are to fill the first empty cell, and then the others"""
     if sudoku.mistake(cells):
