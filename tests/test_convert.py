@@ -24,7 +24,6 @@ TINY = dict(n_layer=2, n_head=4, n_embd=32, n_cond=16, vocab_size=30, mask_id=29
             omega_s=0.3)
 HUB = dict(n_blocks=2, n_heads=4, hidden_dim=32, cond_dim=16, vocab_size=30, model_length=512,
            dropout=0.2, time_conditioning=True, model_type="mdlm", architectures=["MDLM"])
-SPECIAL = {"name": "bytes", "vocab_size": 30, "mask_id": 29, "bos": 27, "eos": 28}
 DENSE = {"transparency_alg": "mixinputs_with_temp"}
 INV_FREQ = "backbone.rotary_emb.inv_freq"
 
@@ -132,8 +131,8 @@ def test_training_checkpoint_without_its_framework():
     assert averaged.cfg == replace(model.cfg, k=2, omega_s=1e-6, dropout=0.0)
     assert same(raw, model) and same(averaged.sm, model.sm)  # ω has no average
     assert all(torch.equal(a, b + 1) for a, b in pairs(averaged.net, model.net))
-    tokenizer = SPECIAL | {"name": "gpt2", "bos": 28}
-    assert averaged.info["step"] == 9 and averaged.info["tokenizer"] == tokenizer
+    assert averaged.info["step"] == 9 and averaged.info["tokenizer"] == {
+        "name": "gpt2", "vocab_size": 30, "mask_id": 29, "bos": 28, "eos": 28}
     dense = load_mdlm(training_file(path, model, algo={"tran_head": DENSE}))
     assert dense.cfg.k is None and dense.sm.raw_tau == 0.5
     # MDLM's code has it beside the sections, later code in one.

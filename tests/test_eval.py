@@ -222,9 +222,8 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     monkeypatch.setitem(sys.modules, "mauve", types.SimpleNamespace(compute_mauve=compute))
     samples_file("samples.jsonl", ["abcdef", "bcdefg", "cdefgh", "defgh"])
     data.prepare(enumerate(["abcdefghij" * 9] * 9), "letters", BYTES, val_docs=3)
-    measure = functools.partial(result, script="eval_samples")
-    samples = "--samples=samples.jsonl", "--data=letters", "--seed=7"
-    found = measure(*samples)
+    words = "--samples=samples.jsonl", "--data=letters", "--seed=7"
+    found = result(*words, script="eval_samples")
     nats, tokens, features = score(["$abcdef$$", "$bcdefg$$", "$cdefgh$$", "$defgh$$"])
     ppl, se = gen_ppl(nats, tokens)
     assert found["values"]["samples"] == pytest.approx({
@@ -235,9 +234,9 @@ def test_three_opinions_on_samples(world, lm, monkeypatch):
     rows, _ = eval_samples.held_out_samples(eval_samples.Config(data="letters", seed=7), 6, 4)
     theirs = score([row["text"] for row in rows])[2]
     np.testing.assert_array_equal(mauve["q_features"], theirs)
-    own = measure("--samples=", "--data=letters", "--length=16", "--rows=3", "--seed=7")
+    own = result("--samples=", *words[1:], "--length=16", "--rows=3", script="eval_samples")
     assert own["values"]["samples"].items() >= {"n": 3, "references": 3, "nfe": 0}.items()
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(ImportError):
-        start("eval_samples", *samples)
+        start("eval_samples", *words)
     assert "entropy" in read_json("samples.samples.json")["values"]["samples"]  # needs no package

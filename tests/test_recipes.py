@@ -127,7 +127,8 @@ def test_check_prints_what_is_wrong(name, ahead, capsys):
     RECIPES.check(knows, *given)
     off, *lines = capsys.readouterr().out.splitlines()
     shares = [*map(float, lines.pop(1).split()[-3:])]  # of tokens before, here and after
-    assert off == "1. off is off: True" and shares.pop(1 + ahead) == 1 and max(shares) < 0.5
+    assert off == "1. off is off: True"
+    assert shares.pop(1 + ahead) == 1 and max(shares) < 0.5
     assert len({*map(float, lines.pop(2).split()[4:])} - {0.0}) == 3  # gradients
     first = RECIPES.without_mask(knows(model, x, sm)[x == MASK], MASK)
     entropy = torch.distributions.Categorical(logits=first).entropy().mean()
@@ -205,20 +206,17 @@ def test_a_lambda_and_a_mix_of_ones_own():
 
 
 @pytest.mark.parametrize("keep", [0.0, 0.75])
-def test_a_rule_with_memory_feeds_back_the_average_at_every_mask(keep):
+def test_a_rule_with_memory_feeds_back_the_average_at_every_mask(keep, monkeypatch):
     model = random_mdlm(**small | {"length": 8})
     x = torch.tensor([[1, 5, MASK, 7, MASK, MASK, MASK, MASK]])
     plain = sample.decode(model, x, sample.shares_of([2, 2, 1]), sample.Pick("maskgit_plus"))
-    hidden, head = model.net.hidden, model.net.head
-    places, predicted, fed, memory = [], [], [], {}
-    model.net.hidden = lambda emb, masks, t: places.append(masks[1]) or hidden(emb, masks, t)
-    model.net.head = lambda h: predicted.append(head(h)) or predicted[-1]
-    model.sm.register_forward_pre_hook(lambda sm, given: fed.append(given[0]))
-    found = RECIPES.decode_with_memory(model, x, 2, keep)
-    assert [len(place) for place in places] == [5, 3, 1]
-    assert torch.equal(found, plain) or keep
-    for place, logits, rows in zip(places, predicted, fed, strict=True):
-        for i, z, row in zip(place.tolist(), logits, rows, strict=True):
+    hidden = spy(monkeypatch, model.net, "hidden")  # emb, masks, t of each pass
+    head = spy(monkeypatch, model.net, "head")  # what hidden returns
+    fed = spy(monkeypatch, model.sm, "forward")
+    assert torch.equal(RECIPES.decode_with_memory(model, x, 2, keep), plain) or keep
+    memory = {}
+    for (_, masks, _), [h], [rows] in zip(hidden, [*head], fed, strict=True):
+        for i, z, row in zip(masks[1].tolist(), model.net.head(h), rows, strict=True):
             p = z.softmax(-1)
             memory[i] = keep * memory.get(i, p) + (1 - keep) * p
             close(row.exp(), memory[i])
@@ -228,8 +226,6 @@ def test_records_of_others_become_dialogues_and_texts(tmp_path):
     whole = RECIPES.dialogue([("system", "s"), ("user", "a\n\nc"), ("assistant", "b")])["messages"]
     turns = [{"from": "human", "value": "a\n\nc"}, {"from": "gpt", "value": "b"}]
     for record in (RECIPES.alpaca({"instruction": "a", "input": "c", "output": "b"}),
-                   RECIPES.alpaca({"instruction": "a\n\nc", "input": "", "output": "b"}),
-                   RECIPES.sharegpt({"conversations": turns}),
                    RECIPES.sharegpt({"conversations": turns, "system": "s"}),
                    RECIPES.trl({"prompt": whole[:2], "completion": whole[2:]}),
                    RECIPES.trl({"prompt": "a\n\nc", "completion": "b"})):
