@@ -136,7 +136,7 @@ def test_check_prints_what_is_wrong(name, ahead, capsys):
     (lam, ids, pi), table = sm(first), model.vocab_embed.weight
     m, mean = table[MASK], (pi[..., None] * table[ids]).sum(1)
     norm = torch.lerp(m, mean, lam[:, None]).norm(dim=1).mean() / m.norm()
-    angle = torch.acos(mean @ m / mean.norm(dim=1) / m.norm()).mean() * 180 / torch.pi
+    angle = torch.acos(F.cosine_similarity(mean, m, dim=-1)).rad2deg().mean()
     assert lines == [
         f"2. mean λ {lam.mean():.3f} of ω_s = 0.900, mean entropy {entropy:.2f}",
         f"4. loss {plain:.3f} without feedback, with it {soft - plain:+.1e}",
@@ -297,11 +297,10 @@ def test_modern_bert_takes_feedback_before_its_norm():
         vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=2, pad_token_id=0,
         num_attention_heads=2, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2))
     bert.eval()
-    x0 = torch.randint(3, 9, (2, 6))
+    x0, sm, fixed = torch.randint(3, 9, (2, 6)), soft_mask(), (torch.arange(6) > 3).expand(2, -1)
     x, t = torch.where(torch.arange(6) % 2 == 0, MASK, x0), torch.full((2,), 0.5)
     own = bert(input_ids=x).logits
     assert torch.equal(RECIPES.one_pass(bert, x, soft_mask(False), own), own)
-    sm, fixed = soft_mask(), (torch.arange(6) > 3).expand(2, -1)
     first, second = (RECIPES.bound(RECIPES.one_pass, bert, sm, torch.where(fixed, pad, x), x0, t,
                                    fixed, True, attention_mask=~fixed) for pad in (1, 2))
     close(first, second)  # padding changes nothing
