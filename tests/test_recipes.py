@@ -297,7 +297,9 @@ def test_modern_bert_takes_feedback_before_its_norm():
         vocab_size=V, hidden_size=8, intermediate_size=8, num_hidden_layers=2, pad_token_id=0,
         num_attention_heads=2, bos_token_id=1, eos_token_id=2, cls_token_id=1, sep_token_id=2))
     bert.eval()
-    x0, sm, fixed = torch.randint(3, 9, (2, 6)), soft_mask(), (torch.arange(6) > 3).expand(2, -1)
+    x0 = torch.randint(3, 9, (2, 6))
+    fixed = (torch.arange(6) > 3).expand(2, -1)
+    sm = soft_mask()
     x, t = torch.where(torch.arange(6) % 2 == 0, MASK, x0), torch.full((2,), 0.5)
     own = bert(input_ids=x).logits
     assert torch.equal(RECIPES.one_pass(bert, x, soft_mask(False), own), own)
