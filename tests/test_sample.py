@@ -171,28 +171,39 @@ def test_shares_reveal_the_counts_exactly():
 
 
 @pytest.mark.parametrize("k, soft", [(3, True), (None, True), (3, False)])
-def test_what_is_told_after_every_pass(k, soft, monkeypatch):
+@pytest.mark.parametrize("at_random", [True, False])
+def test_what_is_told_after_every_pass(at_random, k, soft, monkeypatch):
     """λ of masks that stay, from their h. For a token that became a mask: that of H = 0. The head
-    runs once on each row, and without SM only on masks that become tokens."""
+    runs once on each row, and in generate without SM only on masks that become tokens."""
     monkeypatch.setitem(SAMPLERS, "remdm-cap", 0.3)
-    model, seen, before, again = model_of(k=k), [], ROWS[2], 0
+    model = model_of(k=k)
     omega, heads = plain_omega(model.sm), spy(monkeypatch, model.net, "head")
     model.sm = model.sm if soft else None
-    generate(model, before, 10, "remdm-cap", 0.9, gen(1), on_step=lambda *now: seen.append(now))
-    rows = sum(len(h) for h, in heads)
-    assert rows == sum(len(h) if soft else revealed.sum() for *_, h, revealed in seen)
-    for [x], [lam], (_, l), h, revealed in seen:
-        assert sorted(l.tolist()) == (before == MASK).nonzero()[:, 0].tolist()  # each mask, once
-        assert torch.equal(revealed, x[l] != MASK)
+    before = ROWS[2][None] if at_random else torch.stack((ROWS[2], ROWS[2].roll(1)))
+    again = 0
+
+    def told(x, lam, masks, h, revealed):
+        nonlocal before, again
+        seen = (before != MASK).index_put(masks, torch.tensor(True))  # each mask, once
+        assert seen.all() and len(h) == (before == MASK).sum()
+        assert torch.equal(revealed, x[masks] != MASK)
+        assert sum(len(h) for h, in heads) == (len(h) if soft or not at_random else revealed.sum())
         vanished, expected = (before != MASK) & (x == MASK), torch.zeros(x.shape)
+        again += vanished.sum()
         if soft:
+            gain = 1 if at_random else 0.5 + (x == MASK).sum() / 24
             lams = [oracles.strength(oracles.softmax(row, omega["tau"]), **omega)
                     for row in model.net.head(h)]
-            expected[l] = torch.tensor(lams) * ~revealed
+            expected[masks] = gain * torch.tensor(lams) * ~revealed
             expected[vanished] = oracles.strength([1.0], **omega)
         torch.testing.assert_close(lam, expected, rtol=1e-5, atol=0)
-        before, again = x, again + vanished.sum()
-    assert again > 0
+        before = x
+        heads.clear()
+    if at_random:
+        generate(model, before[0], 10, "remdm-cap", generator=gen(1), on_step=told)
+    else:
+        decode(model, before, shares_of([1, 2, 3]), Pick(), lambda left: 0.5 + left / 2, told)
+    assert (again > 0) == at_random
 
 
 def test_a_compiled_trunk_gives_the_same_samples_on_cuda_or_cpu():
