@@ -54,11 +54,10 @@ class Tokens:
 def open_split(dir, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
     if not os.path.exists(f"{dir}/meta.json"):
-        words = f"yours.jsonl --tokenizer=bytes --out={dir}"
+        presets = {preset["out"]: name for name, preset in PRESETS.items()}
+        words = presets.get(dir, f"yours.jsonl --tokenizer=bytes --out={dir}")
         if os.path.isfile(dir):
             words = f"{dir} --tokenizer=bytes --out=data/yours"
-        elif dir == PRESETS["openwebtext"]["out"]:
-            words = "openwebtext"
         raise Refused(f"there is no {dir}/meta.json: give the folder of a corpus as --data, or "
                       f"make one: `python data.py {words}`")
     meta = read_json(f"{dir}/meta.json")
@@ -77,7 +76,7 @@ def open_split(dir, split):
 def n_rows(tokens, L):
     """How many rows the stream fills. Only its end is dropped [ours]."""
     n = len(tokens.ids)
-    if n < L - 2:
+    if L < 3 or n < L - 2:
         raise Refused(f"{tokens.name}: {n:,} tokens fill no row of length {L:,}: give more text")
     return n // (L - 2)
 
@@ -323,7 +322,8 @@ def main(cfg):
         docs = documents(paths, cfg.field)
     docs = progress(docs, desc="tokenizing", unit=" documents")
     meta = prepare(docs, out, tokenizer(cfg.tokenizer), cfg.val_docs, " ".join(cfg.source))
-    held_out = f"the last {cfg.val_docs:,} documents" if cfg.val_docs else "the end of the text"
+    n = min(cfg.val_docs or 0, meta["documents"])
+    held_out = f"the last {n:,} documents" if n else "the end of the text"
     print(f"{out}/meta.json: {json.dumps(meta, indent=2)}\nval.bin holds out {held_out}: "
           f"{meta['val']['tokens']:,} tokens")
 

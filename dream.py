@@ -123,7 +123,7 @@ class Dream(nn.Module):
     def trunk(self, emb, past=None, start=0):
         """Embeddings (B, L, D) to final hidden states. Every position sees every other.
 
-        past: kv of an earlier call over S positions. Then emb is for positions start to
+        past: kv of an earlier pass over S positions. Then emb is for positions start to
             start + L − 1 of these, and their keys and values are replaced *in place*.
         Returns h (B, L, D) and kv: for each layer (k, v), both (B, S, groups, head_dim), with keys
         already rotated. While checkpointing, kv is empty.
@@ -240,7 +240,7 @@ class DreamConfig:
             raw.setdefault("pad_token_id", ends[0])
             raw.setdefault("tie_word_embeddings", False)
             for name, kind in cls.__annotations__.items():
-                if not isinstance(raw.get(name), (kind, int)):
+                if type(raw.get(name)) not in (kind, int):  # true is an int for isinstance
                     raise ValueError(f"{name} is {raw.get(name)!r}, not of type {kind.__name__}. "
                                      "Is this a Dream model? For an MDLM, use sample.py")
             ids = [raw["mask_token_id"], raw["pad_token_id"], *ends]
@@ -293,9 +293,11 @@ def load_soft_mask(folder, mask_id, sm):
         ckpt = read_checkpoint(path, "soft mask")
         if ckpt["model"] is None:
             return None
-        soft_mask = sm(mask_id, ckpt["k"])
+        soft_mask = sm(mask_id, ckpt["k"], 0.5, 1.0, -1.0)  # any ω: the next lines set it
         check_class(path, ckpt["SoftMask"], soft_mask)
-    soft_mask.load_state_dict(ckpt["model"])
+        check_finite(ckpt["model"], path)
+    with readable(path):
+        soft_mask.load_state_dict(ckpt["model"])
     return soft_mask
 
 

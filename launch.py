@@ -396,7 +396,7 @@ class Log:
         append_jsonl(self.path, line | {"seconds": seconds})
         formats = {"loss": "loss {:.4g}", "val_soft": "with feedback {:.4g}",
                    "val_plain": "without feedback {:.4g}", "lam": "lam {:.4f}",
-                   "omega_s": "omega_s {:.4f}", "tokens_per_s": "{:,.0f} tokens/s"}
+                   "omega_s": "omega_s {:.4g}", "tokens_per_s": "{:,.0f} tokens/s"}
         words = [f"update {step:,} of {self.steps:,}"]
         words += [formats[name].format(line[name]) for name in formats if name in line]
         if self.first:  # measured from there, because the first update takes longer

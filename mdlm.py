@@ -149,9 +149,9 @@ class MDLM(TwoPass):
     """
 
     def __init__(self, cfg, net=None, sm=None):
-        if cfg.n_layer < 1 or cfg.n_head < 1 or cfg.length < 3 or not 0 <= cfg.dropout < 1:
-            raise ValueError("an MDLM needs n_layer >= 1, n_head >= 1, length >= 3, and a dropout "
-                             "from 0 to below 1")
+        if min(cfg.n_layer, cfg.n_head, cfg.n_cond, cfg.length - 2) < 1 or not 0 <= cfg.dropout < 1:
+            raise ValueError("an MDLM needs n_layer, n_head and n_cond >= 1, length >= 3, and a "
+                             "dropout from 0 to below 1")
         if cfg.n_embd < 1 or cfg.n_embd % (2 * cfg.n_head):  # the rotation pairs entries of a head
             raise ValueError(f"n_embd={cfg.n_embd} is no multiple of 2 n_head = {2 * cfg.n_head}")
         if cfg.k and cfg.k > cfg.vocab_size:
@@ -192,9 +192,12 @@ class MDLM(TwoPass):
         if not (ema or average):
             raise ValueError(f"{path} has one set of weights: leave out --ema=False")
         check_finite(state | (average or {}), path)
-        model.load_state_dict(state)
-        if ema and average:
-            model.net.load_state_dict(average)
+        try:
+            model.load_state_dict(state)
+            if ema and average:
+                model.net.load_state_dict(average)
+        except RuntimeError as e:  # a class of one's own has changed since
+            raise ValueError(f"{path}: {' '.join(str(e).split())}")
         info.pop("optimizer", None)
         model.info = info
         return model.eval()
@@ -232,13 +235,15 @@ def check_class(path, name, part):
     """Raises ValueError if a file's network or soft mask is of another class than `part`."""
     if name != own_class(part):
         raise ValueError(f"{path} was trained with class {name}, not {own_class(part)} (None: DiT "
-                         f"or SoftMask). Give --code=FILE.py if training had it, and only then")
+                         "or SoftMask). Give the --code=FILE.py of the training, if it had one. A "
+                         "network of your own needs Python: MDLM(cfg, net)")
 
 
 def check_finite(state, path):
     """Raises ValueError if a weight is not finite: decoding would silently produce nonsense."""
     for name, t in state.items():
-        if not all(value.isfinite() for value in t.aminmax()):  # t.isfinite() would take memory
+        # t.isfinite() would take memory.
+        if t.numel() and not all(value.isfinite() for value in t.aminmax()):
             raise ValueError(f"{path}: {name} has values that are not finite")
 
 

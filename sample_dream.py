@@ -245,6 +245,8 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
 def main(cfg):
     if [bool(cfg.prompt), cfg.chat, bool(cfg.infill)].count(True) != 1:
         raise Refused("give one of --prompt=TEXT, --chat and --infill=TEXT")
+    if cfg.threshold is not None and cfg.steps:
+        raise Refused("--threshold decides how many steps there are: leave --steps out")
     model, tok, sm = load_for_decoding(cfg)
     mask_id = model.cfg.mask_token_id
     text = (cfg.infill or cfg.prompt).replace("\\n", "\n")

@@ -42,7 +42,7 @@ def read(path):
             ckpt = torch.load(path, map_location="cpu", weights_only=True)
         except pickle.UnpicklingError:  # a training framework's, which need not be installed
             ckpt = torch.load(path, "cpu", InertPickle, weights_only=False)
-        return ckpt if "kind" in ckpt else from_mdlm_family(ckpt, path)
+        return ckpt if {"kind", "model"} <= ckpt.keys() else from_mdlm_family(ckpt, path)
 
 
 def from_mdlm_family(file, path):
@@ -109,12 +109,12 @@ def from_authors_adapter(raw, path):
     alg = raw["transparency_alg"]
     if alg == "none":
         return none
-    kinds = {"mixinputs_with_topk": int(raw["mixinputs_k"] or 0), "mixinputs_with_temp": None}
-    if alg not in kinds:  # another mix of theirs, or a class of one's own
+    if alg not in ("mixinputs_with_topk", "mixinputs_with_temp"):  # another mix, or one's own class
         raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
+    k = int(raw["mixinputs_k"] or 0) if alg == "mixinputs_with_topk" else None
     # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects.
-    sm = SoftMask(0, kinds[alg], min(raw["transparency_scale"], 1 - 1e-6),
-                  raw["transparency_steepness"], raw["transparency_centre"], raw["mixture_temp"])
+    sm = SoftMask(0, k, min(raw["transparency_scale"], 1 - 1e-6), raw["transparency_steepness"],
+                  raw["transparency_centre"], raw["mixture_temp"])
     return none | {"k": sm.k, "model": sm.state_dict()}
 
 

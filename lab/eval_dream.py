@@ -155,6 +155,8 @@ def group(cfg, budget, feedback):
 def evaluate(cfg):
     """Answer and score a task in every cell of the grid. Returns the results, a list of dicts."""
     import lm_eval
+    if not cfg.data:
+        raise Refused("--data is needed: the problems of the task")
     cfg = replace(cfg, model=cfg.model.rstrip("/"), adapter=cfg.adapter.rstrip("/"))
     loaded = load_task(cfg)
     [task] = loaded["tasks"].values()

@@ -157,8 +157,8 @@ def mine(tmp_path):
     path.write_text("""
 import beside, torch
 class SoftMask(beside.Ours):
-    def __init__(self, *args):
-        super().__init__(*args)
+    def __init__(self, mask_id, k, omega_s, omega_a, omega_b):
+        super().__init__(mask_id, k, omega_s, omega_a, omega_b)
         self.bias = torch.nn.Parameter(torch.zeros(300))
     def forward(self, logits):
         assert self.training or not torch.is_grad_enabled()  # not left in eval mode

@@ -144,6 +144,8 @@ def test_no_foreign_function_is_ever_called():
     for f, arg in (os.mkdir, "owned"), (eval, "__import__('os').mkdir('owned')"):
         hostile = type("Hostile", (), {"__reduce__": lambda self, call=(f, (arg,)): call})()
         load_mdlm(training_file("x.ckpt", trained(), hostile=hostile))
+        launch.save("ours.pt", kind="mdlm", hostile=hostile)
+        wrong("is not a whole checkpoint", MDLM.load, "ours.pt")
         assert not os.path.exists("owned")
 
 
@@ -193,6 +195,12 @@ def test_what_a_file_of_mdlms_family_may_lack():
     assert convert.read("x.ckpt")["config"]["n_head"] == 8
 
 
+class Grown(SoftMask):
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.register_buffer("more", torch.zeros(0))
+
+
 def test_a_class_of_ones_own_is_loaded_as_what_it_is():
     model = trained()
     one, copy = (type(name, (SoftMask,), {}) for name in ("One", "SoftMask"))
@@ -201,6 +209,10 @@ def test_a_class_of_ones_own_is_loaded_as_what_it_is():
         save_mdlm("x.pt", model)
         assert type(MDLM.load("x.pt", sm=own).sm) is (own or SoftMask)
         wrong("was trained with class .*--code", MDLM.load, "x.pt", sm=other)
+    model.sm = Grown(29)
+    save_mdlm("x.pt", model)
+    assert type(MDLM.load("x.pt", sm=Grown).sm) is Grown
+    wrong('Unexpected.*"sm.more"', MDLM.load, "x.pt", sm=type("Grown", (SoftMask,), {}))
     save_mdlm("x.pt", MDLM(model.cfg, type("Mine", (type(model.net),), {})(model.cfg)))
     wrong("was trained with class Mine, not None", MDLM.load, "x.pt")
 

@@ -64,7 +64,8 @@ def test_configs_as_published_and_as_transformers_5_writes_them_and_no_others(fo
     (folder / "added_tokens.json").unlink()
     for name, value in (
             ("num_hidden_layers", 3.0), ("num_key_value_heads", None), ("rope_theta", "3"),
-            ("mask_token_id", None), ("mask_token_id", raw["vocab_size"]), ("pad_token_id", -1),
+            ("mask_token_id", None), ("mask_token_id", True), ("pad_token_id", -1),
+            ("mask_token_id", raw["vocab_size"]),
             ("eos_token_id", [190, raw["vocab_size"]]), ("hidden_act", "gelu"), ("head_dim", 8),
             ("rope_scaling", {"type": "linear"}), ("rope_parameters", {"rope_type": "yarn"}),
             ("rope_parameters", {"partial_rotary_factor": 0.25}), ("use_sliding_window", True),

@@ -241,6 +241,7 @@ def test_the_command_answers_infills_and_chats(tiny, capsys, monkeypatch):
             ("give one of", {"prompt": "a", "chat": True}),
             ("position 0 is masked", {"infill": "___ # end"}),
             ("--block=0", {"infill": "a ___ b", "block": 4}),
+            ("leave --steps out", {"prompt": "a", "threshold": 0.5, "steps": 4}),
             ("scales the feedback", {"prompt": "a", "schedule": "linear"}),
             ("become a .MASK.", {"infill": "<|mask|> ___"}), ("become a .MASK.", {"chat": True})):
         refused(message, go, typed="<|mask|>b\n", **flags)
