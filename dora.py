@@ -81,8 +81,12 @@ def layers(model):
 def attach(model, names, r=16, alpha=16, generator=None):
     """In place, put DoRA on each nn.Linear with one of these names ("q_proj"). Freeze the rest."""
     model.requires_grad_(False)
-    for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name.split(".")[-1] in names:
+    linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+    missing = {*names} - {name.split(".")[-1] for name in linears}
+    if missing:  # else a misspelt name would train nothing, without a word
+        raise ValueError(f"the model has no linear layer called {', '.join(missing)}")
+    for name, module in linears.items():
+        if name.split(".")[-1] in names:
             model.set_submodule(name, DoRALinear(module, r, alpha, generator))
 
 

@@ -106,10 +106,13 @@ def finetune(cfg, sm=None):
     launch.join(machine)
     master = machine.rank == 0
     sm = sm or launch.soft_mask(cfg.code)
-    mask_id = DreamConfig.read(cfg.model).mask_token_id
+    dream_cfg = DreamConfig.read(cfg.model)
+    mask_id = dream_cfg.mask_token_id
     M = cfg.batch_size  # dialogues of an update, over all ranks
     if M % machine.world:
         raise Refused(f"--batch_size={M} is not a multiple of the {machine.world} ranks")
+    if cfg.k and cfg.k > dream_cfg.vocab_size:
+        raise Refused(f"--k={cfg.k} is more than all {dream_cfg.vocab_size} tokens")
     if cfg.b_l > cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} is above --b_h={cfg.b_h}")
 

@@ -68,11 +68,12 @@ def run(main, Config, presets=(), ranks=False):
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         package = OPTIONAL.get(e.name) if isinstance(e, ModuleNotFoundError) else None
-        file = isinstance(e, OSError) and (e.filename or e.errno in FULL_OR_CLOSED)
+        named = getattr(e, "filename", None) is not None
+        file = isinstance(e, OSError) and (named or e.errno in FULL_OR_CLOSED)
         refused = isinstance(e, (Refused, argparse.ArgumentError, ConnectionError))
         if not (package or file or refused):
             raise
-        message = f"{e.filename}: {e.strerror}" if file and e.filename else e
+        message = f"{e.filename or 'an empty path'}: {e.strerror}" if file and named else e
         remedy = f": pip install {package}" if package else ""
         print(f"{Path(sys.argv[0]).name}: {message}{remedy}", file=sys.stderr)
         sys.exit(2)

@@ -12,6 +12,7 @@
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --prompt="She ran. ___ Nobody spoke." --length=64
+    python lab/convert.py mdlm.ckpt mdlm.pt     # MDLM's released checkpoint
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.pt --count=5000 --compile \
         --out=samples.jsonl
 

@@ -6,7 +6,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from conftest import digest, gen, recorded_adapter
-from dora import DoRALinear, adapter_state, layers, merge_
+from dora import DoRALinear, adapter_state, attach, layers, merge_
 from dream import Dream, load_adapter
 from finetune_dream import Config, save_adapter
 
@@ -46,6 +46,11 @@ def test_fresh_adapter_is_exactly_the_layer(dtype):
     trained = [p for p in layer.parameters() if p.requires_grad]
     assert all(p.dtype == torch.float32 and p.grad.isfinite().all() for p in trained)
     assert layer.lora_B.grad[3].any() and not layer.lora_magnitude_vector.grad[3]
+
+
+def test_a_misspelt_layer_is_refused():
+    with pytest.raises(ValueError, match="no linear layer called qproj"):
+        attach(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}), ["q_proj", "qproj"])
 
 
 def test_recorded_logits_and_only_the_adapter_is_trained(tiny_dream, recorded):

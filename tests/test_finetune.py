@@ -140,7 +140,7 @@ def test_both_forms_are_read_and_app_b2_drops_the_rest(tiny, tmp_path):
 
 
 def test_the_papers_corpora(monkeypatch):
-    datasets = pytest.importorskip("datasets", reason="would draw from numbers instead of texts")
+    datasets = pytest.importorskip("datasets", reason="needs datasets: would draw from its corpora")
     part = lambda *ids: datasets.Dataset.from_dict({"messages": [
         said(("user", str(i)), ("assistant", "b"))["messages"] for i in range(*ids)]})
     hub = {name: part(400) for name in ft.HUB.values()} | {
