@@ -198,7 +198,7 @@ def check_settings(raw, path, only=ONLY):
     """Raises Refused if a setting has another value than in `only`. A missing one is fine."""
     for name, value in only.items():
         if raw.get(name) not in (None, value):
-            raise Refused(f"{path} has {name} = {raw[name]!r:.80}, but only {value!r} works here")
+            raise Refused(f"{path} has {name} = {raw[name]!r}, but only {value!r} works here")
 
 
 @dataclass
@@ -267,7 +267,8 @@ def load_adapter(model, folder, sm=None):
     state = read_safetensors(f"{folder}/adapter_model.safetensors")
     if cfg.get("init_lora_weights") in (False, "gaussian", "orthogonal", "eva"):
         cfg["init_lora_weights"] = True  # the other values change the base: refused below
-    check_settings(cfg, f"{folder}/adapter_config.json")
+    check_settings(cfg, f"{folder}/adapter_config.json", ONLY | {
+        "layers_to_transform": [*range(model.cfg.num_hidden_layers)]})
     ours = f"{folder}/finetune.json"  # tells apart models of the same shapes
     if os.path.exists(ours) and read_json(ours)["base"] != model.fingerprint():
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "

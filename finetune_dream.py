@@ -332,7 +332,9 @@ def as_messages(record):
     for turn in turns:
         if not (turn.keys() == {"role", "content"} and isinstance(turn["content"], str)
                 and turn["role"] in ("system", "user", "assistant")):
-            raise ValueError(f"a turn is {turn}")
+            kind = type(turn.get("content")).__name__
+            raise ValueError(f"a turn has the fields {[*turn]}, role {turn.get('role')!r} and a "
+                             f"content of type {kind}")
         turn["content"].encode()  # raises if it has half a surrogate pair
     while turns and turns[-1]["role"] != "assistant":
         turns = turns[:-1]

@@ -212,7 +212,8 @@ def read_checkpoint(path, kind):
         ckpt = torch.load(path, map_location="cpu", weights_only=True)
         there = ckpt["kind"]
     except FileNotFoundError:
-        raise ValueError(f"there is no {path}: `python train.py small` trains out/small/last.pt")
+        raise ValueError(f"there is no {path}: `python train.py small` trains out/small/last.pt, "
+                         "and lab/convert.py makes mdlm.pt")
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder: give a file, such as {path}/last.pt. (Folders of "
                          "Dream's models and adapters are for sample_dream.py)")

@@ -408,8 +408,9 @@ def with_omega(sm, mask_id, cfg):
     omega = [cfg.omega_s, cfg.omega_a, cfg.omega_b]
     if omega == [None] * 3:
         return sm
-    if None in omega:
-        raise Refused("--omega_s, --omega_a and --omega_b replace a soft mask: give all three")
+    if None in omega or not cfg.soft:
+        raise Refused("--omega_s, --omega_a and --omega_b replace a soft mask: give all three, "
+                      "without --soft=False")
     with launch.one_line():
         return SoftMask(mask_id, sm.k if sm else 3, *omega)
 
@@ -424,7 +425,8 @@ def prepared(cfg):
     own = launch.soft_mask(cfg.code)
     with launch.one_line():
         model = MDLM.load(cfg.checkpoint, sm=own)
-    model.sm = with_omega(model.sm, model.mask_id, cfg) if cfg.soft else None
+    sm = with_omega(model.sm, model.mask_id, cfg)
+    model.sm = sm if cfg.soft else None
     special = model.info["tokenizer"]
     tok = tokenizer(special["name"])
     length = cfg.length or model.cfg.length
@@ -497,6 +499,8 @@ def main(cfg):
         path = f"{cfg.out.removesuffix('.jsonl')}.{machine.rank}.jsonl"
 
     # ---- make them
+    if path and todo:
+        append_jsonl(path)  # a place that cannot be written shows now, not after the work
     bar = progress(total=len(todo) * cfg.steps, unit="step", disable=cfg.show or not todo)
     print_text = bar.write if sys.stderr.isatty() else print  # in a pipe, bar.write prints a bar
     watching = cfg.show and sys.stdout.isatty() and machine.rank == 0
@@ -521,7 +525,7 @@ def main(cfg):
             print_text(shown(tok, ids, model.info["tokenizer"], given) + "\n---")
     bar.close()
     if path and machine.rank == 0:
-        print(f"samples are in {path}")
+        print(f"samples are in {cfg.out}{', a file for each rank' if machine.world > 1 else ''}")
 
 
 # ---- on a terminal -------------------------------------------------------------------------------

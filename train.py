@@ -136,6 +136,8 @@ def train(cfg, sm=None):
             with launch.one_line():
                 ckpt = mdlm.read_checkpoint(last, "mdlm")
             launch.check_run(last, ckpt, identity, asdict(cfg))
+            if "optimizer" not in ckpt:  # a step-N.pt with another name
+                raise Refused(f"{last} has only weights: start from them with --init_from")
             model.load_state_dict(ckpt["model"])
             start = ckpt["step"]
             metrics = ckpt["metrics"]

@@ -86,7 +86,10 @@ def result_path(cfg, source, metric, settings):
     path = cfg.out or f"{source.rstrip('/')}.{metric}.json"
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
-    tempfile.TemporaryFile(dir=folder).close()  # what cannot be written shows now, too
+    try:
+        tempfile.TemporaryFile(dir=folder).close()  # what cannot be written shows now, too
+    except OSError as e:
+        raise OSError(e.errno, e.strerror, path)
     if os.path.exists(path):
         result = read_json(path)
         free = "out", "label", "batch_size", "device", "dtype"  # settings have the dtype used

@@ -88,8 +88,9 @@ def score(texts, scorer="gpt2-large", batch_size=8, device="cpu"):
     one, because GPT-2's BOS is the same token.
     """
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    tok = AutoTokenizer.from_pretrained(scorer)
-    lm = AutoModelForCausalLM.from_pretrained(scorer).to(device).float().eval()
+    with launch.readable(scorer):
+        tok = AutoTokenizer.from_pretrained(scorer)
+        lm = AutoModelForCausalLM.from_pretrained(scorer).to(device).float().eval()
     nats, tokens, features = [], [], []
     for start in progress(range(0, len(texts), batch_size), f"scoring {len(texts)} texts"):
         # Special tokens of GPT-2 and of `data.tokenizer("bytes")` become the scorer's EOS.

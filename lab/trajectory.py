@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""A sample or a puzzle as it appears, with feedback and without: every step of decoding.  App. C.5
+"""A sample or a puzzle as it appears, with feedback and without: every pass of decoding.  App. C.5
 
     python lab/trajectory.py --checkpoint=out/small/last.pt --prompt="def main(" --steps=16
     model="--checkpoint=results/sudoku.pt"

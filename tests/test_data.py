@@ -67,6 +67,25 @@ def test_another_vocabulary_is_not_taken_for_gpt2s(tmp_path, monkeypatch):
     refused("tokenizer gpt2: .*Hash mismatch", data.tokenizer)
 
 
+@pytest.mark.parametrize("end, dtype", [(65_535, "uint16"), (65_536, "uint32")])
+def test_any_tokenizer_that_tiktoken_knows(tmp_path, monkeypatch, end, dtype):
+    """The largest id is EOS, and it fits. A gap in the ids has no bytes."""
+    ranks = {bytes([i]): i for i in range(256)} | {"é".encode(): end - 9}
+    tok = tiktoken.Encoding("many", pat_str=r"(?s).", mergeable_ranks=ranks,
+                            special_tokens={"<|fim|>": end - 1, "<|endoftext|>": end})
+    monkeypatch.setitem(tiktoken.registry.ENCODINGS, "many", tok)
+    (tmp_path / "a.jsonl").write_bytes(jsonl(["abé"] * 5))
+    start("data", f"{tmp_path}/a.jsonl", "--tokenizer=many", f"--out={tmp_path}", "--val_docs=2")
+    tokens, meta = open_split(tmp_path, "val")
+    document = [97, 98, end - 9, end]
+    assert tokens.ids.dtype == meta["dtype"] == dtype and tokens.ids.tolist() == 2 * document
+    assert meta["val"]["bytes"] == 2 * 4 and meta["train"]["tokens"] == 3 * 4
+    assert data.rows(tokens, [1], 5).tolist() == [[end, end, 97, 98, end]]
+    assert tokens.tokenizer == {"name": "many", "vocab_size": end + 2, "mask_id": end + 1,
+                                "bos": end, "eos": end}
+    assert data.text_of(tok, [97, end - 5, end - 9, end + 1]) == "aé"
+
+
 @pytest.mark.parametrize("sizes, val_docs, n, eos", [
     ([9, 9_000, 9], None, 902, 257), ([99_999] * 7, None, 65_536, 65_535),  # a tenth; 65,536 tokens
     ([99_999] * 70, None, 70_000, 65_536),                                  # 1 %

@@ -122,6 +122,7 @@ def test_adapters_of_others(tiny_dream, tmp_path):
             ("use_dora", False), ("use_rslora", True), ("bias", "all"), ("peft_type", "ADALORA"),
             ("rank_pattern", {"q_proj": 8}), ("alpha_pattern", {"q_proj": 8}), ("r", 8),
             ("init_lora_weights", "olora"), ("layer_replication", [[1, 3]]), ("lora_alpha", "x"),
+            ("layers_to_transform", [0]),
             ("target_modules", TARGETS[1:]), ("target_modules", [*TARGETS, "up_proj"])):
         refused(f"has {name} = |another shape|TypeError|only the model or", read, **{name: wrong})
     state[min(state)].fill_(math.nan)
