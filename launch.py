@@ -45,6 +45,7 @@ NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(N
 OPTIONAL = {"datasets": "datasets", "lm_eval": "lm-eval", "matplotlib": "matplotlib",
             "mauve": "mauve-text", "pyarrow": "pyarrow", "transformers": "transformers"}
 FULL_OR_CLOSED = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE  # a disk, a pipe
+REFUSED = Refused, argparse.ArgumentError, ConnectionError
 
 
 def run(main, Config, presets=(), ranks=False):
@@ -67,15 +68,16 @@ def run(main, Config, presets=(), ranks=False):
             # Rank 0 usually prints the same line: wait until torchrun ends this rank by SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
-        package = OPTIONAL.get(e.name) if isinstance(e, ModuleNotFoundError) else None
-        named = getattr(e, "filename", None) is not None
-        file = isinstance(e, OSError) and (named or e.errno in FULL_OR_CLOSED)
-        refused = isinstance(e, (Refused, argparse.ArgumentError, ConnectionError))
-        if not (package or file or refused):
+        file = getattr(e, "filename", None)  # of an OSError
+        if isinstance(e, ModuleNotFoundError) and e.name in OPTIONAL:
+            message = f"{e}: pip install {OPTIONAL[e.name]}"
+        elif isinstance(e, OSError) and file is not None:
+            message = f"{file or 'an empty path'}: {e.strerror}"
+        elif isinstance(e, REFUSED) or getattr(e, "errno", None) in FULL_OR_CLOSED:
+            message = e
+        else:
             raise
-        message = f"{e.filename or 'an empty path'}: {e.strerror}" if file and named else e
-        remedy = f": pip install {package}" if package else ""
-        print(f"{Path(sys.argv[0]).name}: {message}{remedy}", file=sys.stderr)
+        print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
         sys.exit(2)
 
 
