@@ -160,6 +160,18 @@ def test_feedback_in_blocks_is_that_of_the_latest_prediction(model):
         assert torch.equal(decode(model, 16, sm, **how), want), (k, how)
 
 
+def test_what_blocks_tell_after_a_pass(model):
+    """λ of each mask that stays, from its h, and 0 elsewhere"""
+    sm, seen = soft(3), []
+    cfg = S.Decoding(gen_len=16, steps=8, block=8, temperature=0.0)
+    S.answer(model, mock.Mock(), sm, PROMPT, cfg, on_step=lambda *now: seen.append(now))
+    for x, lam, masks, h, revealed in seen:
+        assert torch.equal(revealed, x[masks] != MASK)
+        expected = torch.zeros(x.shape).index_put(masks, sm(model.head(h))[0] * ~revealed)
+        torch.testing.assert_close(lam, expected)
+    assert len(seen) == 8 and seen[0][1].any()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there: pretends that one is")
 def test_cuda_is_waited_for_once_in_a_pass(model):
     """The vocabulary is so small that `likeliest` sorts it, without a sync."""
