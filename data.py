@@ -77,7 +77,8 @@ def n_rows(tokens, L):
     """How many rows the stream fills. Only its end is dropped [ours]."""
     n = len(tokens.ids)
     if L < 3 or n < L - 2:
-        raise Refused(f"{tokens.name}: {n:,} tokens fill no row of length {L:,}: give more text")
+        raise Refused(f"{tokens.name}: {n:,} tokens fill no row of length {L:,}: give more "
+                      "text, or another --length")
     return n // (L - 2)
 
 

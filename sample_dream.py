@@ -256,9 +256,10 @@ def main(cfg):
         total = None if cfg.threshold else cfg.steps or ids.count(mask_id) + cfg.gen_len
         with progress(total=total, unit="pass", leave=False) as bar:
             text, stats = answer(model, tok, sm, ids, cfg, until, lambda *_: bar.update())
-        speed = stats["tokens"] / stats["seconds"]
-        print("{tokens} tokens ({kept} before the end) in {nfe} passes and {seconds:.1f} s,".format(
-            **stats), f"{speed:.1f} tokens per second; {sm or 'without feedback'}", file=sys.stderr)
+        print("{tokens} tokens ({kept} before the end) in {nfe} passes and {seconds:.1f} s, "
+              "{speed:.1f} tokens per second; {feedback}".format(
+                  **stats, speed=stats["tokens"] / stats["seconds"],
+                  feedback=sm or "without feedback"), file=sys.stderr)
         return text
 
     def encode(text, special=False):
