@@ -52,16 +52,11 @@ class DoRALinear(nn.Module):
         update = (B @ (A @ A.T) * B).sum(1)                                      # (out,)
         return (self.square + 2 * s * cross + s * s * update).sqrt()
 
-    def gain(self, n):
-        """m/n (out,), but 1 where n is 0, as in a row of zeros. peft's is NaN there [ours]."""
-        zero = n == 0
-        return torch.where(zero, 1, self.lora_magnitude_vector / torch.where(zero, 1, n))
-
     def forward(self, x):
         """(..., in) → (..., out), in the dtype of x. A new adapter adds exactly 0."""
         y = F.linear(x, self.base.weight, self.base.bias)                        # (..., out)
         u = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
-        gain = self.gain(self.norm())                                            # (out,)
+        gain = self.lora_magnitude_vector / self.norm()                          # (out,)  m/n
         Wx = y if self.base.bias is None else y - self.base.bias
         # b + gain (W x + s B A x), but exactly y if gain = 1 and u = 0
         return (y + ((gain - 1) * Wx + gain * self.s * u)).to(x.dtype)
@@ -70,7 +65,7 @@ class DoRALinear(nn.Module):
     def merged(self):
         """The layer as one matrix (out, in), fp32: m/n · (W + s B A)."""
         W = self.base.weight.float() + self.s * self.lora_B @ self.lora_A
-        gain = self.gain(W.norm(dim=1))                                          # (out,)
+        gain = self.lora_magnitude_vector / W.norm(dim=1)                        # (out,)  m/n
         return gain[:, None] * W
 
 

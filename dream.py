@@ -29,23 +29,8 @@ from torch.utils.checkpoint import checkpoint
 
 import dora
 from launch import Refused, atomic, one_line, read_json, readable
-from mdlm import check_class, check_finite, read_checkpoint
+from mdlm import check_class, check_finite, read_checkpoint, rotate, rotation
 from softmask import SoftMask
-
-
-def rope(pos, cfg):
-    """Rotary cos and sin of positions pos (B, L), each (B, L, 1, head_dim), fp32."""
-    # Frequencies are computed, not stored in the model: in bf16, angles at position 500 would be
-    # off by up to 0.6 radians. The released evaluation of finetuned models has this error.
-    even = torch.arange(0, cfg.head_dim, 2, device=pos.device).float()
-    inv_freq = 1.0 / cfg.rope_theta ** (even / cfg.head_dim)            # (head_dim/2,)
-    angle = (pos[..., None, None].float() * inv_freq).tile(2)           # (B, L, 1, head_dim)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x, cos, sin):
-    x1, x2 = x.chunk(2, dim=-1)  # halves, not even and odd: the NeoX convention
-    return x * cos + torch.cat([-x2, x1], -1) * sin
 
 
 class Attention(nn.Module):
@@ -129,7 +114,10 @@ class Dream(nn.Module):
         already rotated. While checkpointing, kv is empty.
         """
         place = torch.arange(emb.shape[1], device=emb.device) + start   # (L,)
-        cos, sin = (x.to(emb.dtype) for x in rope(place[None], self.cfg))
+        # Computed here, not stored in the model: in bf16, angles at position 500 would be off by up
+        # to 0.6 radians. The released evaluation of finetuned models has this error.
+        angles = rotation(place, self.cfg.head_dim, self.cfg.rope_theta)  # 2 × (L, 1, head_dim)
+        cos, sin = (x.to(emb.dtype) for x in angles)
         h = emb
         kv = []
         for i, layer in enumerate(self.model["layers"]):
@@ -325,10 +313,10 @@ def read_safetensors(path):
     return tensors
 
 
-def write_safetensors(path, tensors, metadata=None):
-    """Write a safetensors file, atomically.   tensors: {name: tensor}.   metadata: {str: str}."""
+def write_safetensors(path, tensors):
+    """Write a safetensors file, atomically.   tensors: {name: tensor}."""
     names = {dtype: name for name, dtype in DTYPES.items()}
-    header = {"__metadata__": metadata or {}}
+    header = {"__metadata__": {"format": "pt"}}  # transformers wants it
     start = 0
     for name, tensor in tensors.items():
         end = start + tensor.nbytes

@@ -455,8 +455,9 @@ def save_adapter(folder, dream, sm, cfg):
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
                  target_modules=TARGETS, inference_mode=True),
-             # Without SM, too: no ω of an earlier run may stay in the folder.
-             "transparency_config.json": {"transparency_alg": "none"}}
+             # Without SM, too: no ω of an earlier run may stay in the folder. Only softmask.pt can
+             # hold a soft mask of another class.
+             "transparency_config.json": {"transparency_alg": own_class(sm) or "none"}}
     if sm and not own_class(sm):
         s, a, b = (w.item() for w in sm.omega)
         files["transparency_config.json"] = dict(
@@ -464,10 +465,7 @@ def save_adapter(folder, dream, sm, cfg):
             transparency_scheduling="none", transparency_scale=s, transparency_steepness=a,
             transparency_centre=b, mixture_temp=1.0 if sm.k else sm.tau.item(),
             mixinputs_k=sm.k or 1)
-    elif sm:  # only softmask.pt can hold a custom soft mask
-        files["transparency_config.json"]["transparency_alg"] = own_class(sm)
-    write_safetensors(f"{folder}/adapter_model.safetensors", dora.adapter_state(dream),
-                      {"format": "pt"})
+    write_safetensors(f"{folder}/adapter_model.safetensors", dora.adapter_state(dream))
     for name, values in files.items():
         write_text(f"{folder}/{name}", json.dumps(values, indent=1))
     launch.save(f"{folder}/softmask.pt", kind="soft mask", SoftMask=own_class(sm), k=cfg.k,

@@ -271,11 +271,11 @@ def zero_linear(n_in, n_out):
     return linear
 
 
-def rotation(L, d):
-    """cos and sin of the rotary angles of L positions: 2 × (L, 1, d), fp32"""
-    i = torch.arange(0, d, 2).float()                                          # (d/2,)
+def rotation(l, d, theta=10000):
+    """cos and sin of the rotary angles of positions l (L,): 2 × (L, 1, d), fp32"""
+    i = torch.arange(0, d, 2, device=l.device).float()                         # (d/2,)
     # In fp32, because bf16 would lose the phase of distant positions.
-    angles = torch.arange(L).float()[:, None] * 10000 ** (-i / d)              # (L, d/2)
+    angles = l.float()[:, None] * theta ** (-i / d)                            # (L, d/2)
     angles = angles.repeat(1, 2)[:, None]                                      # (L, 1, d)
     return angles.cos(), angles.sin()
 
@@ -335,7 +335,7 @@ class DiT(nn.Module):
         self.output_layer = nn.ModuleDict({
             "norm_final": LayerNorm(D), "linear": zero_linear(D, V),
             "adaLN_modulation": zero_linear(cond, 2 * D)})
-        cos, sin = rotation(cfg.length, D // cfg.n_head)                       # 2 × (L, 1, d)
+        cos, sin = rotation(torch.arange(cfg.length), D // cfg.n_head)         # 2 × (L, 1, d)
         self.register_buffer("cos", cos, persistent=False)  # in no checkpoint
         self.register_buffer("sin", sin, persistent=False)
 

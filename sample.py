@@ -22,7 +22,6 @@ rest, even with another number of ranks.
 """
 
 import glob
-import hashlib
 import math
 import re
 import shutil
@@ -48,7 +47,7 @@ SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
 T_ON = 0.55     # the plateau of remdm-loop begins, App. B.1
 T_OFF = 0.05    # and ends
 ALPHA_ON = 0.9  # the share of tokens there
-ORDERS = "entropy", "maskgit_plus", "margin", "random"
+ORDERS = "entropy", "maskgit_plus", "topk_margin", "random"
 
 
 # ---- each mask at random -------------------------------------------------------------------------
@@ -173,9 +172,10 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
 class Pick(NamedTuple):
     """How a step of `decode` picks tokens                                 Alg. 2 l.4-5, App. B.2"""
     # What is revealed first. entropy: the lowest H. maskgit_plus: the highest p of the proposed
-    # token. margin: the largest lead of the likeliest token over the second. random: a control.
-    # Dream has the first three; all four are [ours] for an MDLM. Or a function of your own, of the
-    # probabilities (N, V) after temperature and nucleus: (N,), large where the model is sure.
+    # token. topk_margin: the largest lead of the likeliest token over the second. random: a
+    # control. The first three are Dream's, by Dream's names; all are [ours] for an MDLM. Or a
+    # function of your own, of the probabilities (N, V) after temperature and nucleus: (N,), large
+    # where the model is sure.
     confidence: Literal[ORDERS] | Callable = "entropy"
     temperature: float = 0.0        # 0: the likeliest token
     top_p: float = 1.0              # 1: no nucleus
@@ -252,8 +252,6 @@ def propose(logits, mask_id, forced, pick):
         predict, becomes the best other token [ours]. The authors' code leaves it in the answer.
     Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
-    if not callable(pick.confidence) and pick.confidence not in ORDERS:
-        raise ValueError(f"unknown confidence {pick.confidence!r}")
     scaled = logits / pick.temperature if pick.temperature > 0 else logits  # (N, V)
     p = nucleus(scaled.softmax(-1), pick.top_p, keep_crossing=True)     # (N, V)
     x0 = p.argmax(-1)                                                   # (N,)
@@ -272,12 +270,14 @@ def propose(logits, mask_id, forced, pick):
         # −H of what the nucleus leaves [code], guarded against log 0. At App. B.2's settings, the
         # nucleus is often a single token. Then H is 0, and such positions tie.
         conf = (p * (p + 1e-10).log()).sum(-1)                          # (N,)
-    elif pick.confidence == "margin":
+    elif pick.confidence == "topk_margin":
         best, second = p.topk(2).values.unbind(-1)                      # 2 × (N,)
         conf = best - second                                            # (N,)
-    else:
+    elif pick.confidence == "random":
         u = to_device(torch.rand(len(p), generator=pick.generator), p.device)  # (N,)
         conf = u + 0 * p[:, 0]  # NaN if p is                             (N,)
+    else:
+        raise ValueError(f"unknown confidence {pick.confidence!r}")
     return x0, conf
 
 
@@ -472,14 +472,14 @@ def main(cfg):
 
     # ---- load the model, encode the prompt
     model, tok, x, cfg = prepared(cfg)                                         # x: (L,)
-    # All that a sample depends on besides its index. The hash tells apart runs at the same step.
-    parts = [model.net.table, *(model.sm.parameters() if model.sm else ())]
-    weights = b"".join(p.detach().numpy().tobytes() for p in parts)
+    # All that a sample depends on besides its index. The sum of all weights' bits tells apart runs
+    # at the same step.
     settings = {name: value for name, value in asdict(cfg).items()
                 if name not in ("count", "out", "show", "device", "compile")}
     settings |= {"step": model.info["step"], "tokenizer": tok.name,
                  "dtype": str(machine.dtype or torch.float32),
-                 "weights": hashlib.sha256(weights).hexdigest()[:16]}
+                 "weights": sum(p.detach().float().view(torch.int32).sum().item()
+                                for p in model.parameters())}
     model.to(machine.device)
     if machine.dtype:
         model.net.cast_linears_(machine.dtype)

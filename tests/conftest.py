@@ -135,7 +135,7 @@ def tiny_dream(tmp_path_factory):
     tensors, shard_of = [*recording("dream_tiny").items()], {}
     for i in range(3):
         shard, inside = f"model-0000{i + 1}-of-00003.safetensors", dict(tensors[i::3])
-        write_safetensors(folder / shard, inside, {"format": "pt"})
+        write_safetensors(folder / shard, inside)
         shard_of |= dict.fromkeys(inside, shard)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": shard_of}))
     return str(folder)

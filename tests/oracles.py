@@ -104,7 +104,7 @@ def fill(x, logits, n, mask_id, confidence="entropy", temperature=0, top_p=1.0, 
         sure = {l: p[l][token[l]] for l in masks}
     elif confidence == "entropy":
         sure = {l: minus_entropy(p[l]) for l in masks}
-    elif confidence == "margin":
+    elif confidence == "topk_margin":
         sure = {l: sorted(p[l])[-1] - sorted(p[l])[-2] for l in masks}
     else:
         sure = dict(zip(masks, torch.rand(len(masks), generator=generator).tolist()))

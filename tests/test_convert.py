@@ -106,7 +106,7 @@ def test_safetensors_round_trip_with_every_dtype():
     tensors = {str(dtype): torch.ones(2, 3).to(dtype) for dtype in dream.DTYPES.values()}
     tensors |= {"odd": torch.ones(3, dtype=torch.uint8), "after odd": torch.ones(2),
                 "scalar": torch.tensor(1.5), "empty": torch.ones(0, 4)}
-    write_safetensors("w.safetensors", tensors, {"a": "b"})
+    write_safetensors("w.safetensors", tensors)
     back = read_safetensors("w.safetensors")
     torch.testing.assert_close(back, tensors, rtol=0, atol=0)
     assert list(back) == list(tensors) and Path("w.safetensors").read_bytes()[0] % 8 == 0
@@ -154,7 +154,7 @@ def test_hub_layouts():
     Path("config.json").write_text(json.dumps(HUB))
     torch.save(published(model), "pytorch_model.bin")
     of_bin = load_mdlm("."), load_mdlm("pytorch_model.bin")
-    write_safetensors("model.safetensors", published(model, prefix=""), {"format": "pt"})
+    write_safetensors("model.safetensors", published(model, prefix=""))
     os.remove("pytorch_model.bin")
     for loaded in *of_bin, load_mdlm("."), load_mdlm("model.safetensors"):
         assert loaded.cfg == replace(model.cfg, length=512, dropout=0.2, omega_s=1e-6)

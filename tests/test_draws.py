@@ -96,8 +96,8 @@ def test_training(corpus, tmp_path, drawn):
      lambda model, x, g: generate(model, x, 9, "remdm-loop", 0.5, g)),
     ("--soft=False --prompt=ab", lambda model, x, g: generate(
         TwoPass(model.net, None, 258), x, 22, "mdlm", 0.9, g)),
-    ("--sampler=margin --top_p=0.5 --prompt=ab", lambda model, x, g: decode(
-        model, x[None], shares_of(19 * [1]), Pick("margin", 1, 0.5, generator=g))[0]),
+    ("--sampler=topk_margin --top_p=0.5 --prompt=ab", lambda model, x, g: decode(
+        model, x[None], shares_of(19 * [1]), Pick("topk_margin", 1, 0.5, generator=g))[0]),
     ("--sampler=random --temperature=0.7 --threshold=0.1 --omega_s=0.9 --omega_a=1.5 --omega_b=-2",
      lambda model, x, g: decode(TwoPass(model.net, SoftMask(258, 3, 0.9, 1.5, -2.0), 258),
                                 x[None], repeat(1), Pick("random", 0.7, 0.9, 0.1, g))[0])])
@@ -126,7 +126,7 @@ def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, blocks):
     text, stats = sample_dream.answer(dream, tok, sm, [1, 2], cfg)
     assert drawn == keys("an answer of Dream", seed=[5], prompt=[[1, 2]])
     two, x = TwoPass(dream, sm, 261), torch.tensor([[1, 2, *8 * [261]]])
-    pick = Pick("margin", 0.7, 0.6, cfg.threshold, oracles.rng(5, [1, 2]))
+    pick = Pick("topk_margin", 0.7, 0.6, cfg.threshold, oracles.rng(5, [1, 2]))
     gain = lambda left: float(left > 0.3)
     if blocks:
         x = sample_dream.decode_blocks(two, x, 8, 4 * [1], 4, "dual", pick, gain)

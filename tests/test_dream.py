@@ -102,7 +102,7 @@ def test_adapters_of_others(tiny_dream, tmp_path):
 
     def read(omega=None, **changes):
         folder = tmp_path / f"adapter{len(list(tmp_path.iterdir()))}"
-        write_safetensors(folder / "adapter_model.safetensors", state, {"format": "pt"})
+        write_safetensors(folder / "adapter_model.safetensors", state)
         config = dict(peft_type="LORA", r=16, lora_alpha=40, bias="none", use_dora=True, new=1,
                       target_modules=TARGETS[::-1], init_lora_weights="orthogonal")
         write(folder / "adapter_config.json", **config | changes)

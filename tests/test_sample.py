@@ -120,7 +120,7 @@ def test_generate_is_alg_2(sampler, soft, changes, t_end, every, monkeypatch):
             assert not passes or ids.tolist() == passes[-1].tolist()
 
 
-PICKS = (dict(), dict(top_p=0.7, confidence="maskgit_plus"), dict(confidence="margin"),
+PICKS = (dict(), dict(top_p=0.7, confidence="maskgit_plus"), dict(confidence="topk_margin"),
          dict(temperature=0.8, top_p=0.9), dict(temperature=1.5, confidence="random"),
          dict(threshold=0.8), dict(threshold=0.5, temperature=1.2, confidence="random"))
 
@@ -153,7 +153,7 @@ def test_decode_is_its_loop(changes, soft):
 
 @pytest.mark.parametrize("error, message, rows, order", [
     (ValueError, "equally many masks", ROWS, "entropy"),
-    (ValueError, "topk_margin", ROWS[:1], "topk_margin"),  # is Dream's word
+    (ValueError, "unknown confidence 'margin'", ROWS[:1], "margin"),
     (Refused, "not finite", ROWS[2:], lambda p: p[:, 0] * torch.nan),
     (Refused, "not finite", ROWS[2:], "random")])
 def test_what_decode_cannot_do(error, message, rows, order):
