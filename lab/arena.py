@@ -268,19 +268,15 @@ def primary(runs):
 
 
 def full(runs):
-    """After equal updates: mean ± standard deviation of all that is measured"""
-    rows = [row(what, {arm: values(lines, "updates", what) for arm, lines in runs.items()})
-            for what in (*WAYS, "passes", "bound")]
-    return markdown(rows, ["", *runs])
-
-
-def time_and_off(runs):
-    """The means in equal time / after equal updates with feedback off"""
+    """After equal updates, mean ± standard deviation / in equal time / with feedback off"""
+    others = {"binary": (), "deep": ("time",)}  # without feedback
     rows = []
     for what in (*WAYS, "passes", "bound"):
-        cells = {arm: " / ".join(f"{mean(values(lines, name, what)):.1f}"
-                                 for name in ("time", "off")) for arm, lines in runs.items()}
-        rows.append({"": what} | cells)
+        cells = row(what, {arm: values(lines, "updates", what) for arm, lines in runs.items()})
+        for arm, lines in runs.items():
+            for name in others.get(arm, ("time", "off")):
+                cells[arm] += f" / {mean(values(lines, name, what)):.1f}"
+        rows.append(cells)
     return markdown(rows, ["", *runs])
 
 
@@ -288,7 +284,7 @@ def main(cfg):
     torch.set_num_threads(1)
     if cfg.table:
         runs = complete(PATH, [*ARMS])
-        tables = by_solutions, secondary, primary, full, time_and_off
+        tables = by_solutions, secondary, primary, full
         return print(*(table(runs) for table in tables), sep="\n\n")
     seconds = cpu_seconds(PATH, ARMS, train_arm)
     run_all(cfg, PATH, functools.partial(run, seconds=seconds))

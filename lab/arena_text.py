@@ -3,7 +3,7 @@
 
     python lab/arena_text.py                             # all runs, one after the other; it resumes
     python lab/arena_text.py --seeds=51 --arms=binary,sm # some of them
-    python lab/arena_text.py table                       # the tables of results/README.md
+    python lab/arena_text.py table                       # the table of results/README.md
 
 The plan, committed before any run:
 - **Arms.** binary, sm and slerp of lab/arena.py: 4,000 updates from scratch. continue-binary and
@@ -59,7 +59,7 @@ SETTINGS = train.PRESETS["small"] | dict(eval_every=0, device="cpu")
 
 @dataclass
 class Config:
-    table: bool = False  # print the tables; "table" as the first word does the same
+    table: bool = False  # print the table; "table" as the first word does the same
     seeds: str = ",".join(map(str, SEEDS))
     arms: str = ",".join(ARMS)  # binary comes before what continues it
 
@@ -130,7 +130,7 @@ def run(arm, seed, seconds):
     return {"rows": ROWS, "text": held_out()[1]} | found
 
 
-# ---- the tables ----------------------------------------------------------------------------------
+# ---- the table -----------------------------------------------------------------------------------
 def values(lines, name, way):
     """% of bytes right for each line"""
     return [100 * line[name][way][0] / (line["rows"] * WIDTH) for line in lines]
@@ -144,39 +144,29 @@ def error_over_rows(lines, base, name):
     return mean_and_se(gap, torch.ones_like(gap))[1]
 
 
-def primary(runs):
-    """% of bytes right at random masks, 4 per pass, and the difference from sm or continue-sm"""
+def table(runs):
+    """% of bytes right at 4 per pass: at random masks, with the differences, and in spans"""
     rows = {arm: {} for arm in runs}
-    for title, name in {"bytes right": "updates", "in equal time": "time"}.items():
+    for title, name in {"random": "updates", "in equal time": "time"}.items():
         found = {arm: values(lines, name, "random, 4") for arm, lines in runs.items()}
-        pairs = {arm: (found[arm], found[base]) for arm, base in BASES.items()}
-        for arm, cell in against(pairs, len(SEEDS)).items():
-            error = error_over_rows(runs[arm], runs[BASES[arm]], name)
-            rows[arm][f"{title} − sm"] = f"{cell}; ± {error:.1f} over rows"
+        gaps = against({arm: (found[arm], found[base]) for arm, base in BASES.items()}, len(SEEDS))
         for arm, x in found.items():
-            rows[arm] |= row(arm, {title: x})
-    columns = "", "bytes right", "bytes right − sm", "in equal time", "in equal time − sm"
-    return markdown(rows.values(), columns)
-
-
-def full(runs, name, kind):
-    """% of bytes right by bytes per pass, % of rows right at one per pass, and the bound"""
-    rows = []
+            rows[arm] |= row(arm, {title: x}) | {f"{title} − sm": ""}
+        for arm, gap in gaps.items():
+            error = error_over_rows(runs[arm], runs[BASES[arm]], name)
+            rows[arm][f"{title} − sm"] = f"{gap}; ± {error:.1f} over rows"
     for arm, lines in runs.items():
-        ways = {f"{n} per pass": values(lines, name, f"{kind}, {n}") for n in PER_PASS}
-        whole = mean(100 * line[name][f"{kind}, 1"][1] / line["rows"] for line in lines)
-        bound = mean(line[name]["bound"] for line in lines)
-        rows.append(row(arm, ways) | {"rows, 1": f"{whole:.2f}", "bound": f"{bound:.3f}"})
-    return markdown(rows, [*rows[0]])
+        rows[arm] |= row(arm, {"feedback off": values(lines, "off", "random, 4"),
+                               "span": values(lines, "updates", "span, 4")})
+        rows[arm]["bound"] = " / ".join(f"{mean(line[name]['bound'] for line in lines):.3f}"
+                                        for name in ("updates", "time"))
+    return markdown(rows.values(), [*rows["sm"]])
 
 
 def main(cfg):
     torch.set_num_threads(1)
     if cfg.table:
-        runs = arena.complete(PATH, [*ARMS])
-        tables = [full(runs, name, kind) for name in ("updates", "time", "off")
-                  for kind in ("random", "span")]
-        return print(primary(runs), *tables, sep="\n\n")
+        return print(table(arena.complete(PATH, [*ARMS])))
     data.prepare_preset(SETTINGS["data"])
     for line in launch.read_jsonl(PATH):  # another Python has another library
         if "arm" in line:

@@ -99,10 +99,12 @@ def test_text_in_ten_updates(short, monkeypatch, capsys):
     assert found["span, 1"] == [3 * 4 + 3 * 2, 3] == found["random, 4"]
     for arm in arena_text.ARMS:
         ways = line["updates"] | {"letters": "ececec" if arm == "sm" else 6 * "e"}
-        append_jsonl(arena_text.PATH, line | {"arm": arm, "updates": ways})
+        append_jsonl(arena_text.PATH, line | {
+            "arm": arm, "updates": ways | {"span, 4": [6, 0]}, "off": {"random, 4": [12, 0]}})
     arena_text.main(arena_text.Config(table=True))
     printed = capsys.readouterr().out
-    assert f"| {line['updates']['bound']:.3f} |" in printed
+    bounds = [f"{line[name]['bound']:.3f}" for name in ("updates", "time")]
+    assert f" | 50.0 | 25.0 | {' / '.join(bounds)} |" in printed
     assert f"± {50 * (0.25 / 5) ** 0.5:.1f} over rows" in printed  # 50 points in every other row
 
 
@@ -142,8 +144,10 @@ def test_holm_corrects_for_the_comparisons_of_a_column():
 
 def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
     monkeypatch.chdir(ROOT)
-    arena.main(arena.Config(table=True))
-    tables = capsys.readouterr().out.strip().split("\n\n")
+    tables = []
+    for lab in arena, arena_text:
+        lab.main(lab.Config(table=True))
+        tables += capsys.readouterr().out.strip().split("\n\n")
     page = Path("results/README.md").read_text("utf-8")
     assert len(tables) == 5 and all(table in page for table in tables)
     runs = arena.complete(arena.PATH, arena.ARMS)
