@@ -3,7 +3,7 @@
 
     python lab/arena.py                                 # all runs, one after the other; it resumes
     python lab/arena.py --seeds=51,52 --arms=binary,sm  # some of them
-    python lab/arena.py table                           # the tables of results/README.md
+    python lab/arena.py table                           # those of results/README.md, and equal time
 
 The plan, committed before any run:
 - **Arms.** binary: no feedback. sm: the paper's rule. slerp: [MASK] is turned towards the tokens.
@@ -85,6 +85,7 @@ SETTINGS = sudoku.SETTINGS | dict(eta_bb=5e-4, omega_s=0.5, omega_a=1.0, omega_b
 WAYS = {"2, even": [2] * 12, "2, odd": [1] + [2] * 11 + [1]}  # cells of each pass
 WAYS |= {str(n): [n] * (24 // n) for n in (1, 3, 4, 6)}
 WAYS |= {"random order": [1] * 24, "p ≥ 0.9": None}
+SHOWN = {"2, even": "2, …, 2", "2, odd": "1, 2, …, 2, 1", "passes": "p ≥ 0.9: passes"}
 GROUPS = {"all": slice(0, 3), "1": slice(0, 1), "2–6": slice(1, 2), "7+": slice(2, 3)}
 
 
@@ -233,16 +234,19 @@ def row(title, columns):
 
 
 def by_solutions(runs):
-    """% solved by number of solutions: sm with feedback / sm with feedback off / binary"""
+    """% solved by number of solutions: sm, the same with feedback off, and binary"""
+    sides = {"sm": (runs["sm"], "updates"), "off": (runs["sm"], "off"),
+             "binary": (runs["binary"], "updates")}
     n = runs["sm"][0]["puzzles"]
-    titles = {group: f"{group} (n = {sum(n[part])})" for group, part in GROUPS.items()}
-    sides = (runs["sm"], "updates"), (runs["sm"], "off"), (runs["binary"], "updates")
-    rows = {way: {"": way} for way in ("1", "2, even", "2, odd", "3")}
-    for way, cells in rows.items():
-        for group, title in titles.items():
-            found = [f"{mean(values(*side, way, group)):.0f}" for side in sides]
-            cells[title] = " / ".join(found)
-    return markdown(rows.values(), ["", *titles.values()])
+    rows = []
+    for group, part in GROUPS.items():
+        cells = {"solutions": group, "puzzles": str(sum(n[part]))}
+        for way in "2, even", "1":
+            for side, (lines, name) in sides.items():
+                solved = mean(values(lines, name, way, group))
+                cells[f"{SHOWN.get(way, way)}: {side}"] = f"{solved:.0f}"
+        rows.append(cells)
+    return markdown(rows, [*rows[0]])
 
 
 def secondary(runs):
@@ -259,7 +263,7 @@ def secondary(runs):
 def primary(runs):
     """Each arm at two cells per pass, and its difference from sm"""
     rows = {arm: {} for arm in runs}
-    for title, name in {"2 per pass": "updates", "in equal time": "time"}.items():
+    for title, name in {"equal updates": "updates", "equal time": "time"}.items():
         found = {arm: values(lines, name, "2") for arm, lines in runs.items()}
         gaps = against({arm: (found[arm], found["sm"]) for arm in runs if arm != "sm"}, len(SEEDS))
         for arm, x in found.items():
@@ -267,25 +271,22 @@ def primary(runs):
     return markdown(rows.values(), [*rows["sm"]])
 
 
-def full(runs):
-    """After equal updates, mean ± standard deviation / in equal time / with feedback off"""
-    others = {"binary": (), "deep": ("time",)}  # without feedback
-    rows = []
-    for what in (*WAYS, "passes", "bound"):
-        cells = row(what, {arm: values(lines, "updates", what) for arm, lines in runs.items()})
-        for arm, lines in runs.items():
-            for name in others.get(arm, ("time", "off")):
-                cells[arm] += f" / {mean(values(lines, name, what)):.1f}"
-        rows.append(cells)
-    return markdown(rows, ["", *runs])
+def full(runs, name):
+    """Mean ± standard deviation of all that is measured"""
+    sides = {arm: (lines, name) for arm, lines in runs.items()}
+    if name == "updates":
+        sides["sm, off"] = runs["sm"], "off"
+    rows = [row(SHOWN.get(what, what), {arm: values(*side, what) for arm, side in sides.items()})
+            for what in (*WAYS, "passes", "bound")]
+    return markdown(rows, ["", *sides])
 
 
 def main(cfg):
     torch.set_num_threads(1)
     if cfg.table:
         runs = complete(PATH, [*ARMS])
-        tables = by_solutions, secondary, primary, full
-        return print(*(table(runs) for table in tables), sep="\n\n")
+        tables = by_solutions(runs), secondary(runs), primary(runs), full(runs, "updates")
+        return print(*tables, "In equal time:", full(runs, "time"), sep="\n\n")
     seconds = cpu_seconds(PATH, ARMS, train_arm)
     run_all(cfg, PATH, functools.partial(run, seconds=seconds))
 

@@ -147,19 +147,19 @@ def error_over_rows(lines, base, name):
 def table(runs):
     """% of bytes right at 4 per pass: at random masks, with the differences, and in spans"""
     rows = {arm: {} for arm in runs}
-    for title, name in {"random": "updates", "in equal time": "time"}.items():
+    for title, name in {"equal updates": "updates", "equal time": "time"}.items():
         found = {arm: values(lines, name, "random, 4") for arm, lines in runs.items()}
         gaps = against({arm: (found[arm], found[base]) for arm, base in BASES.items()}, len(SEEDS))
         for arm, x in found.items():
             rows[arm] |= row(arm, {title: x}) | {f"{title} − sm": ""}
         for arm, gap in gaps.items():
             error = error_over_rows(runs[arm], runs[BASES[arm]], name)
-            rows[arm][f"{title} − sm"] = f"{gap}; ± {error:.1f} over rows"
+            rows[arm][f"{title} − sm"] = f"{gap}; rows ± {error:.1f}"
     for arm, lines in runs.items():
-        rows[arm] |= row(arm, {"feedback off": values(lines, "off", "random, 4"),
+        rows[arm] |= row(arm, {"off": values(lines, "off", "random, 4"),
                                "span": values(lines, "updates", "span, 4")})
-        rows[arm]["bound"] = " / ".join(f"{mean(line[name]['bound'] for line in lines):.3f}"
-                                        for name in ("updates", "time"))
+        bounds = [mean(line[name]["bound"] for line in lines) for name in ("updates", "time")]
+        rows[arm]["bound: updates / time"] = "{:.3f} / {:.3f}".format(*bounds)
     return markdown(rows.values(), [*rows["sm"]])
 
 
