@@ -26,7 +26,8 @@ class DoRALinear(nn.Module):
     r: rank.   alpha: the update is scaled by α/r.   generator: draws A (default: torch's own).
     A, B and m are fp32, whatever the dtype of W. A new adapter does not change the output at all:
     B = 0, and m starts as n in fp32 [ours], so m/n is exactly 1. peft computes the first m in the
-    model's dtype, so on a bf16 model its new adapter changes the logits.
+    model's dtype, so on a bf16 model its new adapter changes the logits. No row of W may be all
+    zeros, as in peft: its n would be 0.
     """
 
     def __init__(self, linear, r=16, alpha=16, generator=None):

@@ -114,7 +114,7 @@ class Dream(nn.Module):
         already rotated. While checkpointing, kv is empty.
         """
         place = torch.arange(emb.shape[1], device=emb.device) + start   # (L,)
-        # Computed here, not stored in the model: in bf16, angles at position 500 would be off by up
+        # Not stored in the model: cast to bf16 with it, angles at position 500 would be off by up
         # to 0.6 radians. The released evaluation of finetuned models has this error.
         angles = rotation(place, self.cfg.head_dim, self.cfg.rope_theta)  # 2 × (L, 1, head_dim)
         cos, sin = (x.to(emb.dtype) for x in angles)

@@ -271,11 +271,11 @@ def zero_linear(n_in, n_out):
     return linear
 
 
-def rotation(l, d, theta=10000):
-    """cos and sin of the rotary angles of positions l (L,): 2 × (L, 1, d), fp32"""
+def rotation(l, d, base=10000):
+    """cos and sin of the rotary angles l · base^(−i/d) of positions l (L,): 2 × (L, 1, d), fp32"""
     i = torch.arange(0, d, 2, device=l.device).float()                         # (d/2,)
     # In fp32, because bf16 would lose the phase of distant positions.
-    angles = l.float()[:, None] * theta ** (-i / d)                            # (L, d/2)
+    angles = l.float()[:, None] * base ** (-i / d)                             # (L, d/2)
     angles = angles.repeat(1, 2)[:, None]                                      # (L, 1, d)
     return angles.cos(), angles.sin()
 

@@ -173,13 +173,13 @@ class Pick(NamedTuple):
     """How a step of `decode` picks tokens                                 Alg. 2 l.4-5, App. B.2"""
     # What is revealed first. entropy: the lowest H. maskgit_plus: the highest p of the proposed
     # token. topk_margin: the largest lead of the likeliest token over the second. random: a
-    # control. The first three are Dream's, by Dream's names; all are [ours] for an MDLM. Or a
+    # control. The first three are Dream's, with its names; all are [ours] for an MDLM. Or a
     # function of your own, of the probabilities (N, V) after temperature and nucleus: (N,), large
     # where the model is sure.
     confidence: Literal[ORDERS] | Callable = "entropy"
     temperature: float = 0.0        # 0: the likeliest token
     top_p: float = 1.0              # 1: no nucleus
-    # See `reveal`. With a threshold, each of the four words above means maskgit_plus.
+    # See `reveal`. With a threshold, any word above means maskgit_plus.
     threshold: float | None = None
     generator: torch.Generator | None = None  # on the CPU (default: torch's own)
 
@@ -472,14 +472,14 @@ def main(cfg):
 
     # ---- load the model, encode the prompt
     model, tok, x, cfg = prepared(cfg)                                         # x: (L,)
-    # All that a sample depends on besides its index. The sum of all weights' bits tells apart runs
-    # at the same step.
+    # All that a sample depends on besides its index. The last entry tells apart runs at the same
+    # step: the weights' bits as integers, whose sum is exact in any order.
     settings = {name: value for name, value in asdict(cfg).items()
                 if name not in ("count", "out", "show", "device", "compile")}
     settings |= {"step": model.info["step"], "tokenizer": tok.name,
                  "dtype": str(machine.dtype or torch.float32),
-                 "weights": sum(p.detach().float().view(torch.int32).sum().item()
-                                for p in model.parameters())}
+                 "weights": str(sum(p.detach().float().view(torch.int32).sum().item()
+                                    for p in model.parameters()))}
     model.to(machine.device)
     if machine.dtype:
         model.net.cast_linears_(machine.dtype)

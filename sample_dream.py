@@ -41,7 +41,7 @@ class Decoding:
     soft: bool = True               # false: no feedback, even if the adapter has an ω
     gen_len: Size = 256             # the paper's L: tokens of the response
     steps: Count = 0                # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
-    algorithm: Literal["entropy", "maskgit_plus", "topk_margin"] = "entropy"  # sample.Pick
+    algorithm: Literal["entropy", "maskgit_plus", "topk_margin"] = "entropy"  # see Pick
     temperature: NotNegative = 0.1  # App. B.2; 0: argmax
     top_p: Share = 0.9              # App. B.2; 1: off
     schedule: Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"] = "none"
@@ -217,8 +217,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
     x = pad_prompt(model.net.cfg, ids, cfg.gen_len)                     # (1, L)
     gaps = x == model.mask_id                                           # (1, L)
     # Seeded by the prompt, too, so that the order of several prompts does not change answers.
-    pick = Pick(cfg.algorithm, cfg.temperature, cfg.top_p, cfg.threshold,
-                rng(cfg.seed, ids))
+    pick = Pick(cfg.algorithm, cfg.temperature, cfg.top_p, cfg.threshold, rng(cfg.seed, ids))
     gain = partial(time_gain, schedule=cfg.schedule, switch=cfg.switch)
     steps = cfg.steps or int(gaps.sum())
     if cfg.block:

@@ -255,6 +255,8 @@ def test_two_ranks_are_one_also_with_a_soft_mask_of_ones_own(cfg, mine):
     refused("SoftMask .*there", finetune, replace(two, resume=True, code="", steps=6))
     decoding = Decoding(cfg.model, f"{two.out}/last", device="cpu")
     refused("--code=FILE.py", load_for_decoding, decoding)
+    theirs = launch.read_json(f"{two.out}/last/transparency_config.json")
+    assert theirs == {"transparency_alg": "SoftMask"}  # which their code does not know
     *_, sm = load_for_decoding(replace(decoding, code=mine))
     assert torch.equal(sm.bias, torch.load(f"{two.out}/last.pt")["model"]["sm.bias"])
 

@@ -19,7 +19,7 @@ from sample import SAMPLERS, Pick, decode, generate, nucleus, shares_of, step_pr
 
 SMALL = dict(n_layer=2, vocab_size=12, mask_id=11, length=10, dropout=0.3, omega_s=0.7, omega_a=2.5,
              omega_b=-1.3)
-MASK, TABLE = 11, "net.vocab_embed.embedding"
+MASK, ANY = 11, "net.blocks.0.attn_qkv.weight"
 BYTES = data.tokenizer("bytes")
 BLANK = torch.full((10,), MASK)
 ROWS = torch.stack((BLANK.index_fill(0, torch.tensor([0, 4]), 2), BLANK,
@@ -153,7 +153,7 @@ def test_decode_is_its_loop(changes, soft):
 
 @pytest.mark.parametrize("error, message, rows, order", [
     (ValueError, "equally many masks", ROWS, "entropy"),
-    (ValueError, "unknown confidence 'margin'", ROWS[:1], "margin"),
+    (ValueError, "unknown confidence", ROWS[:1], "origin"),
     (Refused, "not finite", ROWS[2:], lambda p: p[:, 0] * torch.nan),
     (Refused, "not finite", ROWS[2:], "random")])
 def test_what_decode_cannot_do(error, message, rows, order):
@@ -270,7 +270,7 @@ def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path):
             ("fills all 32 positions", dict(prompt="x" * 31))):
         refused(message, run, "a", **change)
     own = torch.load(path)
-    for part, name in ("step", ""), ("model", TABLE), ("model", "sm.raw_s"):
+    for part, name in ("step", ""), ("model", ANY), ("model", "sm.raw_s"):
         new = own[part] | {name: own[part][name] + 1} if name else 2
         launch.save(path, **own | {part: new})
         refused("other settings", run, "a")
