@@ -241,10 +241,10 @@ def by_solutions(runs):
     rows = []
     for group, part in GROUPS.items():
         cells = {"solutions": group, "puzzles": str(sum(n[part]))}
-        for way in "2, even", "1":
+        for title, way in {"2, …, 2": "2, even", "1 per pass": "1"}.items():
             for side, (lines, name) in sides.items():
                 solved = mean(values(lines, name, way, group))
-                cells[f"{SHOWN.get(way, way)}: {side}"] = f"{solved:.0f}"
+                cells[f"{title}: {side}"] = f"{solved:.0f}"
         rows.append(cells)
     return markdown(rows, [*rows[0]])
 
@@ -256,7 +256,7 @@ def secondary(runs):
                         for arm, way in (("sm", "2, even"), ("binary", "2, even"), ("binary", "1")))
     gap = against({title: (sm[title], more[title]) for title in names}, len(SEEDS))
     rows = [row("sm, 12 passes", sm), row("binary, 12 passes", binary),
-            row("binary, 24 passes", more), {"": "sm, 12 − binary, 24"} | gap]
+            row("binary, 24 passes", more), {"": "difference, first − last row"} | gap]
     return markdown(rows, ["", *names])
 
 
@@ -264,10 +264,11 @@ def primary(runs):
     """Each arm at two cells per pass, and its difference from sm"""
     rows = {arm: {} for arm in runs}
     for title, name in {"equal updates": "updates", "equal time": "time"}.items():
+        gap = f"{title}: difference from sm"
         found = {arm: values(lines, name, "2") for arm, lines in runs.items()}
         gaps = against({arm: (found[arm], found["sm"]) for arm in runs if arm != "sm"}, len(SEEDS))
         for arm, x in found.items():
-            rows[arm] |= row(arm, {title: x}) | {f"{title} − sm": gaps.get(arm, "")}
+            rows[arm] |= row(arm, {title: x}) | {gap: gaps.get(arm, "")}
     return markdown(rows.values(), [*rows["sm"]])
 
 
@@ -275,7 +276,7 @@ def full(runs, name):
     """Mean ± standard deviation of all that is measured"""
     sides = {arm: (lines, name) for arm, lines in runs.items()}
     if name == "updates":
-        sides["sm, off"] = runs["sm"], "off"
+        sides["off"] = runs["sm"], "off"
     rows = [row(SHOWN.get(what, what), {arm: values(*side, what) for arm, side in sides.items()})
             for what in (*WAYS, "passes", "bound")]
     return markdown(rows, ["", *sides])

@@ -151,10 +151,10 @@ def table(runs):
         found = {arm: values(lines, name, "random, 4") for arm, lines in runs.items()}
         gaps = against({arm: (found[arm], found[base]) for arm, base in BASES.items()}, len(SEEDS))
         for arm, x in found.items():
-            rows[arm] |= row(arm, {title: x}) | {f"{title} − sm": ""}
+            rows[arm] |= row(arm, {title: x}) | {f"{title}: difference": ""}
         for arm, gap in gaps.items():
             error = error_over_rows(runs[arm], runs[BASES[arm]], name)
-            rows[arm][f"{title} − sm"] = f"{gap}; rows ± {error:.1f}"
+            rows[arm][f"{title}: difference"] = f"{gap}; rows ± {error:.1f}"
     for arm, lines in runs.items():
         rows[arm] |= row(arm, {"off": values(lines, "off", "random, 4"),
                                "span": values(lines, "updates", "span, 4")})

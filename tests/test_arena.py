@@ -73,7 +73,8 @@ def test_two_arms_in_ten_updates(short, monkeypatch, capsys):
     printed = capsys.readouterr().out
     for row in ("| all | 10 | 60 | 0 | 60 | 80 | 0 | 80 |",
                 "| 7+ | 4 | 25 | 0 | 25 | 50 | 0 | 50 |",
-                "| sm, 12 − binary, 24 | -20.0 |", "| sm | 45.0 |  |", "| slerp | 45.0 | +0.0 |"):
+                "| difference, first − last row | -20.0 |", "| sm | 45.0 |  |",
+                "| slerp | 45.0 | +0.0 |"):
         assert row in printed
 
 
