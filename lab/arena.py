@@ -3,7 +3,7 @@
 
     python lab/arena.py                                 # all runs, one after the other; it resumes
     python lab/arena.py --seeds=51,52 --arms=binary,sm  # some of them
-    python lab/arena.py table                           # those of results/README.md, and equal time
+    python lab/arena.py table                           # the tables of results/README.md
 
 The plan, committed before any run:
 - **Arms.** binary: no feedback. sm: the paper's rule. slerp: [MASK] is turned towards the tokens.
@@ -75,6 +75,7 @@ ARMS = {  # the class of the soft mask, and the settings that differ from sm's
     "constant": (SoftMask, dict(omega_b=-100.0)),  # the gate is open: λ = ω_s
     "frozen": (SoftMask, dict(eta_sm=0.0)),
     "deep": (SoftMask, dict(p_sm=0.0, n_layer=4, eta_bb=1e-3))}
+BASIC = "binary", "sm", "deep"
 SEEDS = range(51, 63)
 STEPS = 6000
 KEEP_EVERY = 250
@@ -272,13 +273,19 @@ def primary(runs):
     return markdown(rows.values(), [*rows["sm"]])
 
 
-def full(runs, name):
+def full(runs, arms):
     """Mean ± standard deviation of all that is measured"""
-    sides = {arm: (lines, name) for arm, lines in runs.items()}
-    if name == "updates":
-        sides["off"] = runs["sm"], "off"
-    rows = [row(SHOWN.get(what, what), {arm: values(*side, what) for arm, side in sides.items()})
-            for what in (*WAYS, "passes", "bound")]
+    sides = {}
+    for arm in arms:
+        sides[arm] = runs[arm], "updates"
+        if arm != "binary":
+            sides[f"{arm}, equal time"] = runs[arm], "time"
+        if arm == "sm":
+            sides["off"] = runs[arm], "off"
+    rows = []
+    for what in (*WAYS, "passes", "bound"):
+        found = {title: values(*side, what) for title, side in sides.items()}
+        rows.append(row(SHOWN.get(what, what), found))
     return markdown(rows, ["", *sides])
 
 
@@ -286,8 +293,9 @@ def main(cfg):
     torch.set_num_threads(1)
     if cfg.table:
         runs = complete(PATH, [*ARMS])
-        tables = by_solutions(runs), secondary(runs), primary(runs), full(runs, "updates")
-        return print(*tables, "In equal time:", full(runs, "time"), sep="\n\n")
+        tables = [by_solutions(runs), secondary(runs), primary(runs)]
+        tables += [full(runs, arms) for arms in (BASIC, [arm for arm in ARMS if arm not in BASIC])]
+        return print(*tables, sep="\n\n")
     seconds = cpu_seconds(PATH, ARMS, train_arm)
     run_all(cfg, PATH, functools.partial(run, seconds=seconds))
 
