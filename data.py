@@ -81,7 +81,7 @@ def n_rows(tokens, L):
 
 
 def rows(tokens, index, L):
-    """Rows (n, L) int64: BOS, L − 2 tokens, EOS.   index: (n,) numbers.         App. B.1, [code]"""
+    """Rows (n, L) int64: BOS, L − 2 tokens, EOS [code].   index: (n,) numbers."""
     x = torch.empty(len(index), L, dtype=torch.int64)                    # (n, L)
     x[:, 0] = tokens.tokenizer["bos"]
     x[:, -1] = tokens.tokenizer["eos"]
@@ -314,8 +314,8 @@ def main(cfg):
     out = cfg.out or f"data/{Path(cfg.source[0]).resolve().stem}"
     if cfg.source == ["openwebtext"]:
         from datasets import load_dataset  # resumes a broken download
-        rows = load_dataset("Skylion007/openwebtext", split="train")
-        docs = ((n, row["text"]) for n, row in enumerate(rows))
+        corpus = load_dataset("Skylion007/openwebtext", split="train")
+        docs = enumerate(row["text"] for row in corpus)
     else:
         paths = stdlib_files() if cfg.source == ["stdlib"] else find_files(cfg.source)
         docs = documents(paths, cfg.field)

@@ -28,7 +28,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 import dora
-from launch import Refused, atomic, one_line, read_json, readable
+from launch import Refused, atomic, input_errors, read_json, readable
 from mdlm import check_class, check_finite, read_checkpoint, rotate, rotation
 from softmask import SoftMask
 
@@ -168,7 +168,7 @@ class Dream(nn.Module):
                 state.pop("lm_head.weight", None)  # it is the table
             model.load_state_dict(state, assign=True)
         model.to(device, dtype or model.table.dtype)
-        with one_line():
+        with input_errors():
             check_finite(model.state_dict(), folder)
         return model.requires_grad_(False).eval()
 
@@ -261,7 +261,7 @@ def load_adapter(model, folder, sm=None):
     if os.path.exists(ours) and read_json(ours)["base"] != model.fingerprint():
         raise Refused(f"{folder} is not an adapter of this model but of the one that was in "
                       f"{cfg['base_model_name_or_path']}: same shapes, other weights")
-    with one_line():
+    with input_errors():
         check_finite(state, folder)
     with readable(folder):
         dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
@@ -278,7 +278,7 @@ def load_soft_mask(folder, mask_id, sm):
             raise Refused(f"{folder} has ω in the authors' format only: run python lab/convert.py "
                           f"{theirs} {path}")
         return None
-    with one_line():
+    with input_errors():
         ckpt = read_checkpoint(path, "soft mask")
         if ckpt["model"] is None:
             return None

@@ -139,7 +139,7 @@ def finetune(cfg, sm=None):
         start = 0      # updates made
         metrics = {}   # of the last evaluation
         if resuming:
-            with launch.one_line():
+            with launch.input_errors():
                 ckpt = mdlm.read_checkpoint(last, "dream-adapter")
             launch.check_run(last, ckpt, identity, asdict(cfg))
             for name, p in trained(model).items():
@@ -417,7 +417,7 @@ def model_of(cfg, machine, sm=None):
     mask_id = dream.cfg.mask_token_id
     soft_mask = None
     if cfg.p_sm:
-        with launch.one_line():
+        with launch.input_errors():
             soft_mask = (sm or SoftMask)(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
     return TwoPassDream(dream, soft_mask, mask_id).to(machine.device)
 

@@ -370,7 +370,7 @@ class Log:
 
     def line(self, step, eta_bb, sm, norm):
         """The line for all updates since the last line, up to `step`. Raises Refused on NaN."""
-        values = [float(value) for value in self.sums.values()]  # the only host syncs
+        values = [float(value) for value in self.sums.values()]  # a host sync each
         values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
         sums = dict(zip(self.sums, values), norm=norm.item())
         if not math.isfinite(sum(sums.values())):
@@ -435,8 +435,8 @@ def readable(place, remedy=""):
         yield
     except BaseException as e:
         broken = isinstance(e, Exception) or type(e).__name__ == "PanicException"  # tiktoken's
-        ours = isinstance(e, (Refused, ImportError)) or getattr(e, "filename", None)  # as they are
-        if ours or not broken:
+        clear = isinstance(e, (Refused, ImportError)) or getattr(e, "filename", None)
+        if clear or not broken:
             raise
         raise Refused(f"{place}: {in_short(e)}{remedy}")
 
@@ -463,11 +463,15 @@ def write_text(path, text):
 def save(path, **parts):
     """A checkpoint: a dict of tensors and plain values, by torch.save. Raises OSError if it fails.
 
-    kind       "mdlm", "dream-adapter" or "soft mask"    step, metrics, git, versions
-    config     {field: value}; identity: what must be the same when a run is resumed
-    net, SoftMask   classes that are not ours, by name   tokenizer  as in meta.json
-    model      {name: tensor}                            ema        {name: tensor}, backbone [code]
-    optimizer  only to resume the run                    data       {path, sha256, val}
+    kind              "mdlm", "dream-adapter" or "soft mask"
+    config            {field: value}
+    identity          what must be the same when a run is resumed
+    step, metrics     updates made, and the last evaluation
+    model, ema        {name: tensor}; ema: the backbone only [code]
+    optimizer         only to resume the run
+    tokenizer, data   as in meta.json; {path, sha256, val}
+    net, SoftMask     names of classes that are not ours
+    git, versions     of this code; of Python and torch
 
     Every random draw is keyed by seed and step, so no other random state is saved.
     """
@@ -492,8 +496,8 @@ def git_version():
 
 
 @contextlib.contextmanager
-def one_line():
-    """A ValueError in this block is about the input. It becomes Refused."""
+def input_errors():
+    """A ValueError in this block is about the user's input. It becomes Refused."""
     try:
         yield
     except ValueError as e:

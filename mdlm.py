@@ -5,7 +5,7 @@
     Alg. 1 l.4, §2.1      corrupt              each token becomes [MASK] with probability 1 − α_t
     Alg. 1 l.5-8          TwoPass.token_nll    predict, feed back, predict again
     Eq. 2                 MDLM.forward         the loss: −log p of the masked tokens, times 1/t
-    §2.1 g_θ, App. B.1    DiT                  a bidirectional transformer, 169M in the paper
+    §2.1 g_θ, §4.1        DiT                  a bidirectional transformer, 169M in the paper
 
 This file needs only torch and softmask.py: copy the two. TwoPass needs three parts of a backbone.
 SM sits between the first and the second: at the masks, it mixes what `head` predicted into the
@@ -18,7 +18,6 @@ embeddings. (`compile_parts` also needs a `trunk`.)
 
 N is the number of masked positions in the batch. `masks` is their index pair (b, l), each (N,), so
 x0[masks] are their true tokens. Only these positions get logits: (N, V), never (B, L, V).
-Submodules have the names and the order of the released checkpoints.
 """
 
 import math
@@ -55,6 +54,7 @@ class ModelConfig:
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
 
 
+# ---- Alg. 1 --------------------------------------------------------------------------------------
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
     """n times (n,) in [b_l, b_h], ascending, one from each of n equal slices       Alg. 1 l.3, §3.2
 
@@ -112,7 +112,7 @@ class TwoPass(nn.Module):
         if soft:
             with self.first_pass():                                            # θ~              l.5
                 h = net.hidden(emb, masks, t)  # dropout is on here, too [code]  (N, D)          l.6
-            lam, ids, pi = self.predict_sm(h)                                  # (N,), (N, k)  l.6-7
+            lam, ids, pi = self.predict_sm(h)                              # (N,), 2 × (N, k)  l.6-7
             emb = emb.index_put(masks, sm.mix(net.table, lam, ids, pi))        # (B, L, D)       l.7
             # For the log. Not mean(), which would be NaN if nothing is masked.
             self.lam = lam.detach().sum() / max(1, len(lam))
@@ -131,7 +131,7 @@ class TwoPass(nn.Module):
         with self.first_pass():
             logits = self.net.head(h)                                          # (N, V)          l.6
         if logits.is_cpu and self.sm.k and not torch.compiler.is_compiling():
-            # Pieces that fit into a CPU's cache are faster [ours].
+            # Pieces that fit into a CPU's cache are faster [ours]. (For k = |V|, ids is None.)
             lam, ids, pi = zip(*map(self.sm, logits.split(64)))
             return torch.cat(lam), torch.cat(ids), torch.cat(pi)
         return self.sm(logits)
@@ -142,7 +142,7 @@ class TwoPass(nn.Module):
 
 
 class MDLM(TwoPass):
-    """A network, its soft mask, and Eq. 2. Raises ValueError if this cannot work.
+    """A network, its soft mask, and Eq. 2. Raises ValueError if cfg describes no working network.
 
     cfg: ModelConfig.   net: a backbone (default: a new DiT).
     sm: a class, called as SoftMask(mask_id, k, omega_s, omega_a, omega_b) (default: SoftMask).
@@ -163,13 +163,14 @@ class MDLM(TwoPass):
         self.cfg = cfg
 
     def forward(self, x0, xt, t, soft, masks=None):
-        """The loss of each sequence, (B,) in nats                               Eq. 2, Alg. 1 l.5-8
+        """One draw of Eq. 2 for each sequence, (B,) in nats                     Eq. 2, Alg. 1 l.5-8
 
         L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        The weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR and T_MIN make L 0.1 to 0.3 % too small.
-        Both passes together are one network p_θ(x_0 | x_t), and L bounds its −log p_θ(x_0). Alg. 2
-        samples differently: in place of pass 1, it uses the previous step's prediction.
+        This returns the bracket, at the given t and x_t. Its weight −α′_t / (1 − α_t) is 1/t.
+        ALPHA_FLOOR and T_MIN make L slightly too small (REPRODUCE.md, 2). Both passes together are
+        the network p_θ(x_0 | x_t). Alg. 2 does not sample from it: in place of pass 1, it has the
+        prediction of the previous step.
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)                    # (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)            l.8
@@ -203,51 +204,7 @@ class MDLM(TwoPass):
         return model.eval()
 
 
-def read_checkpoint(path, kind):
-    """The dict in a file of launch.save, on the CPU. Raises ValueError if it is not of this kind.
-
-    It holds tensors and plain values. Nothing in the file can run.
-    """
-    try:
-        ckpt = torch.load(path, map_location="cpu", weights_only=True)
-        there = ckpt["kind"]
-    except FileNotFoundError:
-        raise ValueError(f"there is no {path}: `python train.py small` trains out/small/last.pt, "
-                         "and lab/convert.py makes mdlm.pt")
-    except IsADirectoryError:
-        raise ValueError(f"{path} is a folder: give a file, such as {path}/last.pt. (Folders of "
-                         "Dream's models and adapters are for sample_dream.py)")
-    except OSError:
-        raise
-    except Exception as e:
-        raise ValueError(f"{path} is not a whole checkpoint of this project ({type(e).__name__}). "
-                         f"If another wrote it: python lab/convert.py {path} OUT.pt")
-    if there != kind:
-        raise ValueError(f"{path} is of kind {there!r}, but {kind!r} is needed here")
-    return ckpt
-
-
-def own_class(part):
-    """The class name of a network or soft mask, or None if it is DiT, SoftMask or missing."""
-    return None if part is None or type(part) in (DiT, SoftMask) else type(part).__name__
-
-
-def check_class(path, name, part):
-    """Raises ValueError if a file's network or soft mask is of another class than `part`."""
-    if name != own_class(part):
-        raise ValueError(f"{path} was trained with class {name}, not {own_class(part)} (None: DiT "
-                         "or SoftMask). Give the --code=FILE.py of the training, if it had one. A "
-                         "network of your own needs Python: MDLM(cfg, net)")
-
-
-def check_finite(state, path):
-    """Raises ValueError if a weight is not finite: decoding would silently produce nonsense."""
-    for name, t in state.items():
-        # t.isfinite() would take memory.
-        if t.numel() and not all(value.isfinite() for value in t.aminmax()):
-            raise ValueError(f"{path}: {name} has values that are not finite")
-
-
+# ---- the network ---------------------------------------------------------------------------------
 class LayerNorm(nn.Module):
     """LayerNorm without a bias, then adaLN's shift and scale, in fp32 except 1 + scale [code]"""
 
@@ -256,7 +213,8 @@ class LayerNorm(nn.Module):
         self.weight = nn.Parameter(torch.ones(dim))
 
     def forward(self, x, shift, scale):
-        x, shift = x.float(), shift.float()
+        x = x.float()                                                          # (B, L, D)
+        shift = shift.float()                                                  # (B or 1, 1, D)
         gain = self.weight * (1 + scale)                                       # (B or 1, 1, D)
         if len(gain) == 1:  # the same for all sequences: layer_norm applies it, one kernel less
             return F.layer_norm(x, x.shape[-1:], gain[0, 0], shift[0, 0])
@@ -308,7 +266,8 @@ class Block(nn.Module):
         shift1, scale1, gate1, shift2, scale2, gate2 = modulation
         qkv = self.attn_qkv(self.norm1(x, shift1, scale1))                     # (B, L, 3D)
         q, k, v = qkv.unflatten(-1, (3, self.n_head, -1)).unbind(2)            # 3 × (B, L, H, d)
-        q, k = rotate(q, cos, sin), rotate(k, cos, sin)                        # 2 × (B, L, H, d)
+        q = rotate(q, cos, sin)                                                # (B, L, H, d)
+        k = rotate(k, cos, sin)                                                # (B, L, H, d)
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))                 # 3 × (B, H, L, d)
         y = F.scaled_dot_product_attention(q, k, v)                            # (B, H, L, d)
         y = self.attn_out(y.transpose(1, 2).flatten(2))                        # (B, L, D)
@@ -319,7 +278,10 @@ class Block(nn.Module):
 
 
 class DiT(nn.Module):
-    """g_θ as a backbone: table, hidden, head                                      §2.1, App. B.1"""
+    """g_θ as a backbone: table, hidden, head                                §2.1, §4.1, App. B.1
+
+    Submodules have the names and the order of the released checkpoints. Hence the dicts.
+    """
 
     def __init__(self, cfg):
         super().__init__()
@@ -378,7 +340,7 @@ class DiT(nn.Module):
     def time_embedding(self, t):
         """Embedding of σ = −log α_t in fp32: (B, cond), or (1, cond) without time conditioning"""
         with torch.autocast(t.device.type, enabled=False):
-            sigma = t.new_zeros(1)  # without time conditioning [code]         # (1,)
+            sigma = t.new_zeros(1)  # without time conditioning [code]           (1,)
             if self.cfg.time_conditioning:
                 sigma = -torch.log1p(-(1 - ALPHA_FLOOR) * t)                   # (B,)
             i = torch.arange(128, device=t.device)
@@ -395,17 +357,18 @@ class DiT(nn.Module):
                     module.to(dtype)
 
 
+# ---- compiling -----------------------------------------------------------------------------------
 def compile_parts(model, mode=None):
     """Compile the slow parts of a TwoPass: its trunk, and its work on rows (N, V).           [ours]
 
     mode: of the trunk; "reduce-overhead" uses CUDA graphs. The work on rows cannot use them,
         because the number of rows varies.
     """
-    # This compiles methods, because compiling a module renames its entries in the state_dict. Copy
-    # the model before this call: a deepcopy's compiled methods would use the original's weights.
-    # DDP would split the trunk every 25 MB, to send gradients while the backward pass runs. The
-    # splits would break fused kernels and change the dropout masks.
+    # DDP would split the trunk every 25 MB, to send gradients during the backward pass. The splits
+    # would break fused kernels and change the dropout masks.
     torch._dynamo.config.optimize_ddp = False
+    # Methods, because compiling a module renames its entries in the state_dict. Copy the model
+    # before this call: a deepcopy's compiled methods would use the original's weights.
     model.net.trunk = torch.compile(model.net.trunk, mode=mode)
     model.score = compiled_rows(model.score)
     model.predict_sm = compiled_rows(model.predict_sm)
@@ -424,3 +387,49 @@ def compiled_rows(fn):
             torch._dynamo.maybe_mark_dynamic(x, 0)
         return fast(*rows)
     return call
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+def read_checkpoint(path, kind):
+    """The dict in a file of launch.save, on the CPU. Raises ValueError if it is not of this kind.
+
+    It holds tensors and plain values. Nothing in the file can run.
+    """
+    try:
+        ckpt = torch.load(path, map_location="cpu", weights_only=True)
+        there = ckpt["kind"]
+    except FileNotFoundError:
+        raise ValueError(f"there is no {path}: `python train.py small` trains out/small/last.pt, "
+                         "and lab/convert.py makes mdlm.pt")
+    except IsADirectoryError:
+        raise ValueError(f"{path} is a folder: give a file, such as {path}/last.pt. (Folders of "
+                         "Dream's models and adapters are for sample_dream.py)")
+    except OSError:
+        raise
+    except Exception as e:
+        raise ValueError(f"{path} is not a whole checkpoint of this project ({type(e).__name__}). "
+                         f"If another wrote it: python lab/convert.py {path} OUT.pt")
+    if there != kind:
+        raise ValueError(f"{path} is of kind {there!r}, but {kind!r} is needed here")
+    return ckpt
+
+
+def own_class(part):
+    """The class name of a network or soft mask, or None if it is DiT, SoftMask or missing."""
+    return None if part is None or type(part) in (DiT, SoftMask) else type(part).__name__
+
+
+def check_class(path, name, part):
+    """Raises ValueError if a file's network or soft mask is of another class than `part`."""
+    if name != own_class(part):
+        raise ValueError(f"{path} was trained with class {name}, not {own_class(part)} (None: DiT "
+                         "or SoftMask). Give the --code=FILE.py of the training, if it had one. A "
+                         "network of your own needs Python: MDLM(cfg, net)")
+
+
+def check_finite(state, path):
+    """Raises ValueError if a weight is not finite: decoding would silently produce nonsense."""
+    for name, t in state.items():
+        # t.isfinite() would take memory.
+        if t.numel() and not all(value.isfinite() for value in t.aminmax()):
+            raise ValueError(f"{path}: {name} has values that are not finite")

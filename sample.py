@@ -1,14 +1,14 @@
 # SPDX-License-Identifier: MIT
 """Text from masks: Alg. 2, the reverse process.                                         §2.1, §2.2
 
-    Alg. 2         generate       each mask is revealed at random, independently of the others
-                   decode         in an order: each step reveals a share of the masks, surest first
-           l.3     hidden, head   the forward pass (mdlm.py)
-           l.4     nucleus, categorical    which token. `decode` calls them in `propose`
-           l.5     step_probs     in generate: how likely a mask is revealed, known before the pass
-                   propose, reveal    in decode: how sure the pass is of each mask, and which are
-                                      revealed
-           l.6     feed_back      what the next pass reads (softmask.py)
+    generate    Alg. 2, each mask revealed at random (MDLM, ReMDM)
+    decode      Alg. 2, in an order: the surest masks first (§2.2)
+
+    Alg. 2      in generate             in decode
+    l.3         hidden, head            hidden, head       the forward pass (mdlm.py)
+    l.4         nucleus, categorical    propose            which token
+    l.5         step_probs              propose, reveal    which masks become tokens
+    l.6         feed_back               feed_back          what the next pass reads (softmask.py)
 
     python sample.py --checkpoint=out/owt/last.pt --prompt="The night was" --show
     python sample.py --checkpoint=out/owt/last.pt --prompt="She ran. ___ Nobody spoke." --length=64
@@ -57,7 +57,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     In the posterior of §2.1, a mask becomes x_0 with probability (α_s − α_t) / (1 − α_t), and a
     token never changes. Eq. 1 replaces x_0 with the network's prediction. So the schedule alone
     decides *whether* a token appears, and the network decides *which*. The samplers below differ
-    only in these two probabilities.
+    only in P[reveal] and P[re-mask].
 
     At time t, a share 1 − α_t = t of the positions is masked (without the floor used in training
     [code]). ReMDM also turns tokens back into masks, with probability σ, and then has to reveal
@@ -99,23 +99,25 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
     """Inference with soft-masking, for one sequence                                  Alg. 2, App. A
 
         x = (m, …, m)                                                                l.1
-        for each of T steps:                                                         l.2, 7
+        for each of T steps:                                                         l.2, 7-8
             p  = g_θ(x)         a forward pass                                       l.3
             x~ = sample(p)      a token for every mask, from the nucleus of p        l.4
             x^ = unmask(x~)     a coin for every mask: this token, or still [MASK]?  l.5
             x  = sm_ω(x^, p)    each [MASK] becomes (1 − λ) m + λ Σ_i π_i v_i        l.6
 
-    In training, the feedback comes from a plain pass over the same masks. Here, it comes from the
-    previous pass, which saw other masks, usually more. Unless it was the first, that pass had
-    feedback itself. In the code, `x` holds the ids x^, and `emb` the embeddings x. The indices of
-    the paper's l.6 are a misprint: §3.1 and the authors' code have x^ and p of the same step.
-    Whether a position changes does not depend on the network. So the coins of l.5 are tossed before
-    l.3, and l.4 draws only the tokens that appear. ReMDM tosses coins for tokens, too.
+    In the code, `x` holds the ids x^, and `emb` the embeddings x. The paper's l.6 has the indices t
+    of the step before, a misprint: §3.1 and the authors' code take x^ and p of this step.
 
-    A step that neither reveals nor re-masks makes no pass (App. C.4), although a pass would renew
-    SM's feedback [code]. So with the same coins, SM makes as many passes as binary masking. (In
-    App. C.4, SM makes 651 and binary 636.) The last step makes a pass whenever masks are left. If
-    it leaves any, one more pass fills them by argmax [code].
+    The coins of l.5 do not depend on the network. So they are tossed before l.3, and l.4 draws only
+    the tokens that appear. ReMDM tosses coins for tokens, too.
+
+    A step that changes no position makes no pass (App. C.4), although a pass would renew the
+    feedback [code]. So with the same coins, SM makes as many passes as binary masking. If the last
+    step leaves masks, one more pass fills them by argmax [code]. It needs new feedback, so the last
+    step makes a pass whenever it finds masks.
+
+    Training feeds back a plain pass over the same masks. Here, the feedback is from the previous
+    pass. It saw other masks, usually more. Unless it was the first, it had feedback itself.
 
     model: TwoPass or MDLM. This puts it in eval mode. If its sm is None, there is no feedback.
     x: (L,) ids on the CPU. Its masks are filled, and its tokens never change.
@@ -133,16 +135,16 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
     x = to_device(x, device)                                                   # (L,)
     emb = F.embedding(x, net.table)                                            # (L, D)          l.1
     dt = (1 - T_END) / steps
-    for i in range(steps + 1):                                                 #            l.2, l.7
+    for i in range(steps + 1):                                                 #          l.2, l.7-8
         t = 1 - i * dt
-        end = i == steps  # one more pass, for masks that are left
-        reveal, remask = (1, 0) if end else step_probs(t, t - dt, sampler)     #                 l.5
+        extra = i == steps  # one more pass, for masks that are left
+        p_reveal, p_remask = (1, 0) if extra else step_probs(t, t - dt, sampler)  #              l.5
         coin, u = torch.rand(2, len(x), dtype=torch.float64, generator=generator)  # 2 × (L,)
-        appear = masked & (coin < reveal)                                      # (L,)            l.5
-        vanish = free & ~masked & (coin < remask)                              # (L,)            l.5
+        appear = masked & (coin < p_reveal)                                    # (L,)            l.5
+        vanish = free & ~masked & (coin < p_remask)                            # (L,)            l.5
         stay = masked & ~appear                                                # (L,)
-        last = i == steps - 1 and masked.any()
-        if not ((appear | vanish).any() or last or every and not end):
+        renew = i == steps - 1 and masked.any()  # feedback for the extra pass
+        if not ((appear | vanish).any() or renew or every and not extra):
             continue
         masked = stay | vanish                                                 # (L,)
         # Where these are, found on the CPU. On a GPU, finding them would be a host sync.
@@ -152,7 +154,7 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
         masks = torch.zeros_like(l), l                                         # 2 × (N,)
         h = net.hidden(emb[None], masks, torch.full((1,), t, device=device))   # (N, D)          l.3
         p = net.head(h[:len(new)]).softmax(-1)                                 # (m, V)          l.3
-        x0 = p.argmax(-1) if end else categorical(nucleus(p, top_p), u[appear])  # (m,)          l.4
+        x0 = p.argmax(-1) if extra else categorical(nucleus(p, top_p), u[appear])  # (m,)        l.4
         lost = x[again]                                                        # (r,)
         x = x.index_put((new,), x0).index_fill(0, again, model.mask_id)        # (L,)  x^        l.5
         emb = F.embedding(x, net.table)                                        # (L, D)          l.6
@@ -171,11 +173,12 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
 # ---- in an order ---------------------------------------------------------------------------------
 class Pick(NamedTuple):
     """How a step of `decode` picks tokens                                 Alg. 2 l.4-5, App. B.2"""
-    # What is revealed first. entropy: the lowest H. maskgit_plus: the highest p of the proposed
-    # token. topk_margin: the largest lead of the likeliest token over the second. random: a
-    # control. The first three are Dream's, with its names; all are [ours] for an MDLM. Or a
-    # function of your own, of the probabilities (N, V) after temperature and nucleus: (N,), large
-    # where the model is sure.
+    # Which masks are revealed first (the first three are Dream's; all are [ours] for an MDLM):
+    #   entropy        the lowest H
+    #   maskgit_plus   the highest p of the proposed token
+    #   topk_margin    the largest p(likeliest) − p(second)
+    #   random         a control
+    #   a function     of p (N, V), after temperature and nucleus: the highest of its values (N,)
     confidence: Literal[ORDERS] | Callable = "entropy"
     temperature: float = 0.0        # 0: the likeliest token
     top_p: float = 1.0              # 1: no nucleus
@@ -209,7 +212,7 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
     n_masks = masked.sum().item()
     x = to_device(x, net.table.device)                                  # (n, L)
     emb = F.embedding(x, net.table)                                     # (n, L, D)             l.1
-    for share in shares:                                                #                  l.2, l.7
+    for share in shares:                                                #                l.2, l.7-8
         if not masked.any():
             break
         if pick.threshold is None and len(masked.sum(-1).unique()) > 1:
@@ -246,10 +249,10 @@ def indices(where, device):
 def propose(logits, mask_id, forced, pick):
     """A token for each mask, and how sure the model is of it                          Alg. 2 l.4-5
 
-    logits: (N, V). Temperature and nucleus, in this order [code], change tokens and conf, but not
-        the soft masks [code]. The nucleus is Dream's, also for an MDLM [ours].
-    forced: this step may reveal all of these masks. Then a proposed [MASK], which Dream can
-        predict, becomes the best other token [ours]. The authors' code leaves it in the answer.
+    logits: (N, V). Temperature comes first, then the nucleus [code]. Both change x0 and conf, but
+        not the soft masks [code]. The nucleus is Dream's, also for an MDLM [ours].
+    forced: this step may reveal all of these masks. Dream can propose [MASK] itself. Such a
+        proposal becomes the best other token [ours]. The authors' code leaves it in the answer.
     Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
     scaled = logits / pick.temperature if pick.temperature > 0 else logits  # (N, V)
@@ -334,10 +337,10 @@ def likeliest(probs, p):
     V = probs.shape[1]
     sizes = (min(1024, V), min(8192, V), V)
     if probs.is_cuda and probs.numel() < 1e6:
-        sizes = (V,)  # a small sort costs less than waiting; 1e6 is a guess, not measured
+        sizes = (V,)  # a small sort costs less than a host sync; 1e6 is a guess
     for m in sizes:
         top, ids = probs.topk(m)                                               # 2 × (n, m)
-        if m == V or (top.cumsum(-1)[:, -1] > p).all():  # .all() syncs. Callers repeat the cumsum
+        if m == V or (top.cumsum(-1)[:, -1] > p).all():  # a host sync
             return top, ids
 
 
@@ -411,7 +414,7 @@ def with_omega(sm, mask_id, cfg):
     if None in omega or not cfg.soft:
         raise Refused("--omega_s, --omega_a and --omega_b replace a soft mask: give all three, "
                       "without --soft=False")
-    with launch.one_line():
+    with launch.input_errors():
         return SoftMask(mask_id, sm.k if sm else 3, *omega)
 
 
@@ -423,7 +426,7 @@ def prepared(cfg):
     if cfg.threshold is not None and cfg.steps:
         raise Refused("--threshold decides how many steps there are: leave --steps out")
     own = launch.soft_mask(cfg.code)
-    with launch.one_line():
+    with launch.input_errors():
         model = MDLM.load(cfg.checkpoint, sm=own)
     sm = with_omega(model.sm, model.mask_id, cfg)
     model.sm = sm if cfg.soft else None
@@ -437,8 +440,7 @@ def prepared(cfg):
         print(f"{', '.join(markers)} in the prompt is text, not a token", file=sys.stderr)
     steps = cfg.steps or length
     if cfg.sampler in ORDERS:
-        n_masks = x.tolist().count(model.mask_id)
-        steps = min(cfg.steps or n_masks, n_masks)
+        steps = min(steps, x.tolist().count(model.mask_id))
     return model, tok, x, replace(cfg, length=length, steps=steps, soft=bool(model.sm))
 
 
@@ -459,7 +461,7 @@ def read_samples(path):
 
 
 def shown(tok, ids, special, given=0):
-    """The text of a sample up to the first BOS or EOS after its first `given` ids, without these"""
+    """The text of a sample, without BOS and EOS. It ends at the first one after `given` ids."""
     ends = special["bos"], special["eos"]
     stop = next((i for i in range(max(1, given), len(ids)) if ids[i] in ends), len(ids))
     return text_of(tok, [i for i in ids[:stop] if i not in ends])
@@ -506,7 +508,7 @@ def main(cfg):
     watching = cfg.show and sys.stdout.isatty() and machine.rank == 0
     watch = show(tok, model) if watching else lambda *_: None
     text = (x != model.mask_id) & (x != model.info["tokenizer"]["eos"])        # (L,)
-    given = text.nonzero().amax().item() + 1 if cfg.prompt else 0
+    given = text.cumsum(0).argmax().item() + 1  # ids up to the last of these; 1 if there are none
     for i in todo:
         nfe = 0
 

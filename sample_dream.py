@@ -147,7 +147,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
     for first in range(L - gen_len, L, block):                          #                 Fast-dLLM
         end = first + block
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, end)}[cache]
-        for i, share in enumerate(shares):                              #                  l.2, l.7
+        for i, share in enumerate(shares):                              #                l.2, l.7-8
             # Prompt and earlier blocks hold no masks. So this block's come first.
             n = masked[0, first:end].sum().item()
             if n == 0:

@@ -48,6 +48,7 @@ class SoftMask(nn.Module):
     """`embed` is sm_ω(x̂, p) of §3.1, for your own model. This project calls its two halves, on the
     masks only: `forward` finds λ, the likeliest tokens and their shares π, and `mix` applies them.
 
+    mask_id: the id of [MASK]. Its row of the table is m.
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
     omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
@@ -85,7 +86,7 @@ class SoftMask(nn.Module):
         logp = logits.log_softmax(-1)                                              # (N, V)
         lam = self.strength(neg_entropy(logp))                                     # (N,)
         if self.k is None:
-            return lam, None, logp.exp()
+            return lam, None, logp.exp()                                           # π (N, V)
         if self.k > logits.shape[1]:
             raise ValueError(f"k = {self.k} for logits of {logits.shape[1]} tokens")
         top, ids = largest(logits, self.k)                                         # (N, k)
@@ -188,14 +189,14 @@ def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
     Returns emb (…, D), and λ (…): that of each soft mask made here, and 0 elsewhere.
     """
     new = F.embedding(x[masks], table)                                         # (N, D)
-    lam = torch.zeros(x.shape, device=x.device)                                # (…)
+    lam_map = torch.zeros(x.shape, device=x.device)                            # (…)
     if sm:
-        strength, ids, pi = predicted
-        soft = sm.mix(table, gain * strength, ids, pi)                         # (N, D)
+        lam, ids, pi = predicted
+        soft = sm.mix(table, gain * lam, ids, pi)                              # (N, D)
         stays = x[masks] == sm.mask_id                                         # (N,)
         new = torch.where(stays[:, None], soft, new)                           # (N, D)
-        lam = lam.index_put(masks, gain * strength * stays)                    # (…)
-    return emb.index_put(masks, new), lam
+        lam_map = lam_map.index_put(masks, gain * lam * stays)                 # (…)
+    return emb.index_put(masks, new), lam_map
 
 
 def neg_entropy(logp):

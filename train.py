@@ -10,11 +10,11 @@
 `train` is the whole run, from top to bottom. Alg. 1 l.5 to l.8 are a call of mdlm.MDLM, and `bound`
 measures Eq. 2 on held-out rows.
 
-Every random draw in an update has a key (data.rng), which says what it is for: (seed, "t", step)
-for the times, (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are numbered
-across all ranks. So, up to rounding, one process with four of them gives the same run as two with
-two each. A stopped or killed run resumes from its last save as if nothing had happened. The log of
-a stopped run has one extra line, for the stop. (Update 1 of the log is step 0 in the keys.)
+Every random draw in an update has a key (data.seed_of), which says what it is for, such as (seed,
+"t", step) for the times, or (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are
+numbered across all ranks. So one process with four of them gives the same run as two with two each,
+up to rounding. A stopped or killed run resumes from its last save as if nothing had happened. The
+log of a stopped run has one extra line, for the stop. (Update 1 of the log is step 0 in the keys.)
 """
 
 import copy
@@ -114,7 +114,7 @@ def train(cfg, sm=None):
 
     # ---- the model: θ and ω, random, and the same on every rank
     torch.manual_seed(cfg.seed)
-    with launch.one_line():
+    with launch.input_errors():
         model = MDLM(cfg, sm=sm)
     classes = {"net": own_class(model.net), "SoftMask": own_class(model.sm)}
     # Hashes of the text as it was prepared: train.bin is too long to hash at every start.
@@ -133,7 +133,7 @@ def train(cfg, sm=None):
         metrics = {}   # of the last evaluation
         omega_from = "the settings"
         if launch.resumes(cfg.out_dir, cfg.resume, "step-*.pt"):
-            with launch.one_line():
+            with launch.input_errors():
                 ckpt = mdlm.read_checkpoint(last, "mdlm")
             launch.check_run(last, ckpt, identity, asdict(cfg))
             if "optimizer" not in ckpt:  # a step-N.pt with another name
@@ -158,7 +158,7 @@ def train(cfg, sm=None):
             ema.net.load_state_dict(ckpt["ema"])
             optimizer.load_state_dict(ckpt["optimizer"])
         compiled = machine.device.type == "cuda" if cfg.compile is None else cfg.compile
-        if compiled:  # after the copy, whose compiled methods would use the original's weights
+        if compiled:  # after the deepcopy: see compile_parts
             mdlm.compile_parts(model)
         parallel = launch.ddp(model, machine)
         if master:
@@ -179,16 +179,16 @@ def train(cfg, sm=None):
                 launch.save(last, **about, step=made, metrics=metrics, model=model.state_dict(),
                             ema=ema.net.state_dict(), optimizer=optimizer.state_dict())
 
-        # A continuation measures the bound before its first update (Fig. 3): a check of the weights
+        # A continuation measures the bound before its first update, as in Fig. 3a.
         if cfg.init_from and cfg.eval_every and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, machine)}
             log.write(metrics)
-        if not ckpt:  # so that no step-N.pt is ever without a last.pt, and a full disk shows now
+        if not ckpt:  # A full disk shows now. And no step-N.pt is ever without a last.pt.
             save_last()
 
         # ---- Alg. 1
         line = {}
-        stopped = stop()
+        stopped = stop()  # from here on, a signal ends the run between two updates only
         for step in range(start, cfg.steps):                                   #          l.1, l.10
             # One coin per update, the same on every rank [ours]. The authors draw one per
             # micro-batch.
@@ -239,7 +239,8 @@ def train(cfg, sm=None):
                 line = log.line(made, cfg.eta_bb * lr_at(step, cfg), model.sm, norm)  # refuses NaN
                 if evaluating:
                     metrics = {"step": made, **evaluate(ema, held_out, machine)}
-                log.write(line | metrics if evaluating else line)
+                    line |= metrics
+                log.write(line)
             if keeping and master:
                 launch.save(f"{cfg.out_dir}/step-{made}.pt", **about, step=made, metrics=metrics,
                             model=ema.state_dict())
@@ -257,9 +258,10 @@ def train(cfg, sm=None):
 def batch(tokens, cfg, step, j, M):
     """x0 (B, L): micro-batch j of M                                                     Alg. 1 l.2
 
-    Every epoch has its own permutation, in which no row occurs twice. Times are sorted, so
-    micro-batch j takes every M-th time, and the sequences of the same numbers [ours]. About half of
-    its tokens are masked. With a contiguous slice of the times, nearly all could be masked.
+    Every epoch goes through the rows in its own order. Rows and times are dealt to the M
+    micro-batches like cards [ours]: micro-batch j gets every M-th of an update, from j on. Times
+    ascend, so each micro-batch has small and large ones, and about half of its tokens are masked.
+    In a contiguous slice of the times, nearly all could be masked.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -285,7 +287,7 @@ def load_initial(model, cfg, tokenizer):
 
     θ gets the raw weights [code], or their average from a step-N.pt, which has only that.
     """
-    with launch.one_line():
+    with launch.input_errors():
         ckpt = mdlm.read_checkpoint(cfg.init_from, "mdlm")
         mdlm.check_finite(ckpt["model"], cfg.init_from)
     before = ckpt | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
@@ -327,11 +329,13 @@ def evaluate(ema, held_out, machine):
     return bounds
 
 
-def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
+def corrupted_batches(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1,
+                      floor=ALPHA_FLOOR):
     """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` times each.
 
-    Arguments: see `bound`. Masks are keyed by row and repeat, not by batch or rank. Each row gets
-    one time from each of `repeats` equal slices of [floor, 1], dealt by the same permutation.
+    Arguments: see `bound`. Masks are keyed by row and repeat, not by batch or rank. [floor, 1] is
+    cut into `repeats` equal slices, each with n ascending times. Each row gets one time from each
+    slice. One permutation, the same in all slices, says which.
     """
     n = len(rows)
     times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))
@@ -348,21 +352,21 @@ def corrupted(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
 
 @torch.no_grad()
 def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1, floor=ALPHA_FLOOR):
-    """Eq. 2 of each row, with fixed times and masks                               Eq. 2, App. C.1
+    """Eq. 2 of each row, at times and masks that depend on the seed only          Eq. 2, App. C.1
 
     rows: (n, L) ids, on the CPU.   soft: with feedback.   repeats: draws of t and x_t per row.
-    rank, world: this process takes every world-th batch of rows. The others get 0, so that the
-        results of all ranks add up.   floor: least t and α.
-    Returns (3, n) float64, means over the repeats: the bound in nats, the cross-entropy in nats
-    without the weight 1/t, and the number of masks. Masks depend on the seed, not on `soft`.
-    Perplexity is exp(Σ bound / (n L)).
+    rank, world: this process takes every world-th batch of rows. Rows of other ranks are 0 here, so
+        that the results of all ranks add up.   floor: least t and α.
+    Returns (3, n) float64, summed in fp32, means over the repeats: the bound in nats, the
+    cross-entropy in nats without the weight 1/t, and the number of masks. Perplexity is
+    exp(Σ bound / (n L)).
     """
     device = model.net.table.device
     total = torch.zeros(3, len(rows), device=device)                                 # (3, n)
     was_training = model.training
     model.eval()
-    for index, x0, xt, t in corrupted(rows, model.cfg.mask_id, seed, repeats, batch_size, rank,
-                                      world, floor):
+    for index, x0, xt, t in corrupted_batches(rows, model.cfg.mask_id, seed, repeats, batch_size,
+                                              rank, world, floor):
         masked = xt == model.cfg.mask_id                                             # (b, L)
         inputs = index, x0, xt, t, masked.sum(1), *masked.nonzero(as_tuple=True)
         index, x0, xt, t, n_masks, *masks = (launch.to_device(x, device) for x in inputs)

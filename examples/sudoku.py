@@ -327,7 +327,7 @@ class Config:
 
 def main(cfg):
     own = launch.soft_mask(cfg.code)
-    with launch.one_line():
+    with launch.input_errors():
         model = MDLM.load(cfg.checkpoint or SHIPPED, sm=own)
     if model.cfg.length != 39:
         raise Refused(f"{cfg.checkpoint} is not a model of Sudokus: its rows have "

@@ -122,7 +122,7 @@ def main(cfg):
     here = machine(cfg.device, cfg.dtype)
     launch.join(here)
     own = launch.soft_mask(cfg.code)
-    with launch.one_line():
+    with launch.input_errors():
         model = MDLM.load(cfg.checkpoint, cfg.ema, own).to(here.device)
     L = model.cfg.length
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)

@@ -27,7 +27,7 @@ from eval import held_out_rows, mean_and_se, result_path, write_result
 from launch import Count, Refused, Size, machine, progress, run
 from mdlm import MDLM, TwoPass
 from sample import Pick, decode, shares_of
-from train import corrupted
+from train import corrupted_batches
 
 
 @dataclass
@@ -67,7 +67,7 @@ def right(model, rows, span, passes, soft, batch_size):
 def bound_by_t(model, rows, cfg):
     """{title: nats per token of Eq. 2} for each tenth of the draws of t, from small t to large"""
     draws, values, L = [], {}, rows.shape[1]
-    for _, *batch in corrupted(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
+    for _, *batch in corrupted_batches(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
                                floor=cfg.floor):
         x0, xt, t = (part.to(model.net.table.device) for part in batch)
         plain = model(x0, xt, t, False)
@@ -85,7 +85,7 @@ def bound_by_t(model, rows, cfg):
 def main(cfg):
     device, dtype = machine(cfg.device, cfg.dtype)[2:]
     own = launch.soft_mask(cfg.code)
-    with launch.one_line():
+    with launch.input_errors():
         model = MDLM.load(cfg.checkpoint, cfg.ema, own).to(device)
     L = model.cfg.length
     passes = [int(n) if n.isdecimal() else 0 for n in cfg.passes.split(",")]

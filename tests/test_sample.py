@@ -280,13 +280,17 @@ def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path):
     refused("samples.jsonl: TypeError", run, "a")
 
 
-def test_what_is_printed(run, monkeypatch, capsys):
+def test_what_is_printed(run, monkeypatch, capsys, tmp_path):
     """In a pipe, a text up to its end, and nothing else. One rank draws on a terminal."""
     special = {"bos": 257, "eos": 257}  # as of GPT-2
     assert sample.shown(BYTES, [257, *b"ab", 257, *b"cd", 257], special) == "ab"
-    for prompt, ids, text in (  # a last blank ends at its EOS, an inner one does not
-            ("Hi ___", [256, *b"Hi there", 257, *b"ab", 257], "Hi there"),
-            ("a___b", [256, *b"a", 257, *b"x", 257, *b"b", 257], "axb")):
+    save_mdlm(tmp_path / ".pt", model_of(**OF_BYTES), ema=None)
+    own = torch.load(tmp_path / ".pt")
+    for bos, prompt, ids, text in (  # a last blank ends at its EOS, an inner one does not
+            (256, "Hi ___", [256, *b"Hi there", 257, *b"ab", 257], "Hi there"),
+            (256, "a___b", [256, *b"a", 257, *b"x", 257, *b"b", 257], "axb"),
+            (257, "___", [257, *b"ab", 257], "ab")):
+        launch.save(tmp_path / ".pt", **own | {"tokenizer": own["tokenizer"] | {"bos": bos}})
         with monkeypatch.context() as patch:
             patch.setattr(sample, "sample", lambda *_: torch.tensor(ids))  # noqa: B023
             run(out="", prompt=prompt, length=len(ids))
