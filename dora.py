@@ -24,10 +24,10 @@ class DoRALinear(nn.Module):
     """A frozen linear layer with its adapter.
 
     r: rank.   alpha: the update is scaled by α/r.   generator: draws A (default: torch's own).
-    A, B and m are fp32, whatever the dtype of W. A new adapter does not change the output at all:
-    B = 0, and m starts as n in fp32 [ours], so m/n is exactly 1. peft computes the first m in the
-    model's dtype, so on a bf16 model its new adapter changes the logits. No row of W may be all
-    zeros, as in peft: its n would be 0.
+    A, B and m are fp32, whatever the dtype of W. At the start, B = 0 and m = n, so m/n is exactly 1
+    and the output does not change at all. For this, the first m is computed in fp32 [ours]. peft
+    computes it in the model's dtype, so on a bf16 model its new adapter changes the logits.
+    As in peft, no row of W may be all zeros: its n would be 0.
     """
 
     def __init__(self, linear, r=16, alpha=16, generator=None):
@@ -35,7 +35,8 @@ class DoRALinear(nn.Module):
         self.base = linear.requires_grad_(False)
         self.s = alpha / r
         fp32 = dict(dtype=torch.float32, device=linear.weight.device)
-        A = 2 * torch.rand(r, linear.in_features, generator=generator) - 1
+        # Uniform in ±1/√in, as in peft
+        A = 2 * torch.rand(r, linear.in_features, generator=generator) - 1       # (r, in)
         self.lora_A = nn.Parameter(A.to(**fp32) / linear.in_features ** 0.5)     # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **fp32))  # (out, r)
         # W is frozen, so |W|² of each row is computed once. The other terms of n are cheap.
@@ -54,9 +55,9 @@ class DoRALinear(nn.Module):
         return (self.square + 2 * s * cross + s * s * update).sqrt()
 
     def forward(self, x):
-        """(..., in) → (..., out), in the dtype of x. A new adapter adds exactly 0."""
+        """(..., in) → (..., out), in the dtype of x"""
         y = F.linear(x, self.base.weight, self.base.bias)                        # (..., out)
-        u = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))
+        u = F.linear(F.linear(x, self.lora_A.to(x.dtype)), self.lora_B.to(x.dtype))  # B A x
         gain = self.lora_magnitude_vector / self.norm()                          # (out,)  m/n
         Wx = y if self.base.bias is None else y - self.base.bias
         # b + gain (W x + s B A x), but exactly y if gain = 1 and u = 0
@@ -65,9 +66,9 @@ class DoRALinear(nn.Module):
     @torch.no_grad()
     def merged(self):
         """The layer as one matrix (out, in), fp32: m/n · (W + s B A)."""
-        W = self.base.weight.float() + self.s * self.lora_B @ self.lora_A
-        gain = self.lora_magnitude_vector / W.norm(dim=1)                        # (out,)  m/n
-        return gain[:, None] * W
+        updated = self.base.weight.float() + self.s * self.lora_B @ self.lora_A  # (out, in)
+        gain = self.lora_magnitude_vector / updated.norm(dim=1)                  # (out,)  m/n
+        return gain[:, None] * updated
 
 
 def layers(model):

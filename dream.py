@@ -44,17 +44,17 @@ class Attention(nn.Module):
         self.v_proj = nn.Linear(D, kv_width)
         self.o_proj = nn.Linear(D, D, bias=False)
 
-    def forward(self, x, cos, sin, past, place):  # past: see Dream.trunk.   place: (L,)
+    def forward(self, x, cos, sin, past, positions):  # past: see Dream.trunk.   positions: (L,)
         split = lambda y: y.unflatten(-1, (-1, self.head_dim))
-        q = rotate(split(self.q_proj(x)), cos, sin)                     # (B, L, heads, head_dim)
-        k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, groups, head_dim)
-        v = split(self.v_proj(x))                                       # (B, L, groups, head_dim)
+        q = rotate(split(self.q_proj(x)), cos, sin)                     # (B, L, H, d)
+        k = rotate(split(self.k_proj(x)), cos, sin)                     # (B, L, H_kv, d)
+        v = split(self.v_proj(x))                                       # (B, L, H_kv, d)
         if past is not None:
             # In place, because concatenation would copy the whole cache in every layer.
-            k = past[0].index_copy_(1, place, k)                        # (B, S, groups, head_dim)
-            v = past[1].index_copy_(1, place, v)                        # (B, S, groups, head_dim)
-        q, ks, vs = (z.transpose(1, 2) for z in (q, k, v))
-        y = F.scaled_dot_product_attention(q, ks, vs, enable_gqa=True)  # no causal mask
+            k = past[0].index_copy_(1, positions, k)                    # (B, S, H_kv, d)
+            v = past[1].index_copy_(1, positions, v)                    # (B, S, H_kv, d)
+        y = F.scaled_dot_product_attention(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2),
+                                           enable_gqa=True)             # (B, H, L, d)  not causal
         return self.o_proj(y.transpose(1, 2).flatten(2)), (k, v)        # (B, L, D)
 
 
@@ -86,8 +86,8 @@ class Layer(nn.Module):
 class Dream(nn.Module):
     """The transformer. Checked against recorded logits of the published code.
 
-    With `checkpointing`, a layer keeps one (B, L, D), and the backward pass recomputes the rest.
-    That is a third to a half more work, but 0.4 GB instead of 11 at 2,048 tokens (28 layers, bf16).
+    With `checkpointing`, a layer keeps only its input, and the backward pass recomputes the rest:
+    0.9 GB instead of 11 at 2,048 tokens (28 layers, bf16), for a third to a half more work.
     """
 
     def __init__(self, cfg):
@@ -110,18 +110,19 @@ class Dream(nn.Module):
 
         past: kv of an earlier pass over S positions. Then emb is for positions start to
             start + L − 1 of these, and their keys and values are replaced *in place*.
-        Returns h (B, L, D) and kv: for each layer (k, v), both (B, S, groups, head_dim), with keys
-        already rotated. While checkpointing, kv is empty.
+        Returns h (B, L, D) and kv: for each layer (k, v), both (B, S, H_kv, d), with keys already
+        rotated. (S = L without past.) With checkpointing and gradients, kv is empty.
         """
-        place = torch.arange(emb.shape[1], device=emb.device) + start   # (L,)
-        # Not stored in the model: cast to bf16 with it, angles at position 500 would be off by up
-        # to 0.6 radians. The released evaluation of finetuned models has this error.
-        angles = rotation(place, self.cfg.head_dim, self.cfg.rope_theta)  # 2 × (L, 1, head_dim)
-        cos, sin = (x.to(emb.dtype) for x in angles)
+        positions = torch.arange(emb.shape[1], device=emb.device) + start  # (L,)
+        # Computed anew, in fp32. A buffer would be cast to bf16 with the model, and angles at
+        # position 500 would be off by up to 0.6 radians. The authors' evaluation of finetuned
+        # models has this error [code].
+        cos_sin = rotation(positions, self.cfg.head_dim, self.cfg.rope_theta)
+        cos, sin = (x.to(emb.dtype) for x in cos_sin)                   # 2 × (L, 1, d)
         h = emb
         kv = []
         for i, layer in enumerate(self.model["layers"]):
-            context = (cos, sin, None if past is None else past[i], place)
+            context = (cos, sin, None if past is None else past[i], positions)
             if self.checkpointing and torch.is_grad_enabled():
                 h, _ = checkpoint(layer, h, *context, use_reentrant=False)
             else:
@@ -131,8 +132,8 @@ class Dream(nn.Module):
 
     def predictors(self, h, masks):
         """h (B, L, D) → (N, D), the hidden states that predict the masked positions (b, l)."""
-        # Dream grew out of a next-token model and kept its shift: hidden state i − 1 predicts
-        # position i. So position 0 must never be masked: `sample_dream.pad_prompt` checks this.
+        # Dream was a next-token model, and kept its shift [code]: state l − 1 predicts position l.
+        # If position 0 were masked, l − 1 would silently be the last state. pad_prompt checks this.
         b, l = masks
         return h[b, l - 1]                                              # (N, D)  the shift
 
@@ -153,7 +154,7 @@ class Dream(nn.Module):
 
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
-        """A model from its published folder, frozen, in eval mode.   dtype: None, its table's."""
+        """A frozen model in eval mode, from its published folder.   dtype (default: its own)."""
         with torch.device("meta"), readable(folder):  # shapes without memory
             model = cls(DreamConfig.read(folder))
         names = {"model.safetensors"}
@@ -173,8 +174,8 @@ class Dream(nn.Module):
         return model.requires_grad_(False).eval()
 
 
-# Settings of config.json and adapter_config.json. Another value would change the result, but not
-# the names and shapes of the tensors.
+# Settings of config.json and adapter_config.json. Another value would load without an error: it
+# changes the result, but no name or shape of a tensor.
 ONLY = {
     "hidden_act": "silu", "rope_scaling": None, "rope_type": "default", "partial_rotary_factor": 1,
     "quantization_config": None, "use_sliding_window": False,
@@ -228,7 +229,7 @@ class DreamConfig:
             raw.setdefault("pad_token_id", ends[0])
             raw.setdefault("tie_word_embeddings", False)
             for name, kind in cls.__annotations__.items():
-                if type(raw.get(name)) not in (kind, int):  # true is an int for isinstance
+                if type(raw.get(name)) not in (kind, int):  # isinstance takes true for an int
                     raise ValueError(f"{name} is {raw.get(name)!r}, not of type {kind.__name__}. "
                                      "Is this a Dream model? For an MDLM, use sample.py")
             ids = [raw["mask_token_id"], raw["pad_token_id"], *ends]
@@ -254,7 +255,7 @@ def load_adapter(model, folder, sm=None):
     cfg = read_json(f"{folder}/adapter_config.json")
     state = read_safetensors(f"{folder}/adapter_model.safetensors")
     if cfg.get("init_lora_weights") in (False, "gaussian", "orthogonal", "eva"):
-        cfg["init_lora_weights"] = True  # the other values change the base: refused below
+        cfg["init_lora_weights"] = True  # only another start. Others change the base: refused
     check_settings(cfg, f"{folder}/adapter_config.json", ONLY | {
         "layers_to_transform": [*range(model.cfg.num_hidden_layers)]})
     ours = f"{folder}/finetune.json"  # tells apart models of the same shapes
@@ -345,7 +346,7 @@ def byte_characters():
 class Tokenizer:
     """The tokenizer of a model folder, on tiktoken"""
     def __init__(self, folder):
-        V = DreamConfig.read(folder).vocab_size  # first: it says what the folder is
+        V = DreamConfig.read(folder).vocab_size  # first, for its message if this is no Dream
         vocab = read_json(f"{folder}/vocab.json")
         self.special = read_json(f"{folder}/added_tokens.json")
         to_byte = byte_characters()

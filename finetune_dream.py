@@ -37,7 +37,7 @@ from softmask import SoftMask
 
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj"]  # where DoRA goes
 HUB = {"mix": "allenai/tulu-3-sft-mixture", "coding": "inclusionAI/Ling-Coder-SFT"}
-MASK_FLOOR = 1e-3  # masked with (1 − floor) t + floor; mdlm.corrupt has no "+ floor" [code]
+MASK_FLOOR = 1e-3  # [code], see mask_response
 
 
 @dataclass
@@ -53,7 +53,7 @@ class Config:
     # dialogues
     n_train: Size = 300_000     # before filtering, which leaves 270k
     n_val: Count = 500          # held out; at most a tenth of a .jsonl
-    max_length: int = 2048      # tokens, also of the prompt; longer ones are dropped: App. B.2
+    max_length: int = 2048      # tokens of prompt and answer; longer ones are dropped: App. B.2
     min_response: int = 5       # tokens, including the two that end the turn: App. B.2
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
@@ -75,20 +75,20 @@ class Config:
     coin: Literal["update", "dialogue"] = "update"
     k: int | None = 1           # as in Table 3; none: all tokens (App. C.8)
     omega_s: float = 1e-6       # close to 0 (App. B.2); this value: [code]
-    omega_a: float = 10 / 1.5   # App. B.2: 95% of the values −H lie above −1.5 nats
-    omega_b: float = -0.75
+    omega_a: float = 10 / 1.5   # 10 over 1.5 nats: 95% of the entropies H are below 1.5, App. B.2
+    omega_b: float = -0.75      # half of −1.5 nats
     # the machine
     checkpointing: bool = True  # saves memory, costs time: see dream.Dream
     device: str = "auto"        # cuda, else mps, else cpu
-    dtype: launch.DType = "auto"  # of the frozen weights (auto: as stored)
+    dtype: launch.DType = "auto"  # of the frozen weights (default: as stored)
     log_every: Size = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: Count = 500     # may write best/; 0: never. Every 100 [code] takes a third of a run
+    eval_every: Count = 500     # may write best/; 0: never. At 100 [code], it is a third of a run
     code: str = ""              # a Python file to run first: its SoftMask replaces ours
 
 
 PRESETS = {
-    "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),  # §4: feedback takes two passes
+    "iso-compute": dict(epochs=0.5, out="out/dream-iso-compute"),  # half the updates: §4, App. C.7
     "binary": dict(p_sm=0.0, out="out/dream-binary"),
 }
 
@@ -168,10 +168,11 @@ def finetune(cfg, sm=None):
         line = {}
         stopped = stop()
         for step in range(start, steps):                                       #          l.1, l.10
-            # Every rank tosses all coins, because ω must not move if no dialogue has feedback.
+            # Every rank tosses all M coins, so that each knows whether any dialogue has feedback:
+            # otherwise, ω must not move.
             keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
-            coins = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() for key in keys]
-            softs = [coin < cfg.p_sm for coin in coins]                        #               §3.2
+            softs = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() < cfg.p_sm
+                     for key in keys]                                          #               §3.2
             for j in range(machine.rank, M, machine.world):
                 epoch, row = divmod(step * M + j, len(dialogues))
                 order = data.order(len(dialogues), epoch, cfg.seed)
@@ -213,7 +214,8 @@ def finetune(cfg, sm=None):
                 line = log.line(made, lr, model.sm, norm)  # refuses NaN
                 if evaluating:
                     losses = evaluate(model, val, cfg, machine)
-                    # With feedback in all dialogues [ours]. The authors toss a coin [code].
+                    # best/ has the lowest loss with feedback in all dialogues [ours]. The authors
+                    # toss a coin for each [code].
                     loss = losses["val_soft" if model.sm else "val_plain"]
                     best = min(loss, metrics.get("best", loss))
                     metrics = {"step": made, **losses, "best": best}
@@ -227,7 +229,7 @@ def finetune(cfg, sm=None):
             if stopped:
                 break
 
-    adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # not a best/ of an earlier run
+    adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # metrics: of an evaluation
     log.bar.close()
     command = ["python", "sample_dream.py", f"--model={cfg.model}", f"--adapter={adapter}",
                "--chat"]
@@ -237,7 +239,7 @@ def finetune(cfg, sm=None):
 
 
 def pad_with_eos(ids, pad_id, generator):
-    """x0 (1, L): ids, then 0 to 49 end tokens, then up to 7 more to reach a multiple of 8 [code]"""
+    """x0 (1, L): ids, 0 to 49 end tokens, up to 7 more for a multiple of 8 [code]      App. B.2"""
     # The end tokens are masked and predicted, too: the model learns where to stop.
     n_end = torch.randint(0, 50, (1,), generator=generator).item()
     n_end += -(len(ids) + n_end) % 8
@@ -247,8 +249,9 @@ def pad_with_eos(ids, pad_id, generator):
 def mask_response(x0, prompt_len, t, mask_id, generator):
     """x0 (1, L) with its response masked: x_t.   prompt_len: int.                       Alg. 1 l.4
 
-    Each token of the response is masked with probability t or slightly more (MASK_FLOOR). If none
-    is, one is chosen [code]. All draws are made on the CPU, so all devices have the same masks.
+    Each token of the response is masked with probability (1 − MASK_FLOOR) t + MASK_FLOOR [code].
+    If none is, one is chosen [code]. All draws are made on the CPU, so all devices have the same
+    masks.
     """
     p = (1 - MASK_FLOOR) * t + MASK_FLOOR
     response = torch.arange(x0.shape[1]) >= prompt_len                         # (L,)
@@ -263,7 +266,7 @@ class TwoPassDream(TwoPass):
     """Both passes of Dream in one forward, for DDP                                  Alg. 1 l.5-8"""
 
     def forward(self, x0, xt, soft, masks=None):
-        return self.token_nll(x0, xt, None, soft, masks)[0]  # (N,). Dream does not take t
+        return self.token_nll(x0, xt, None, soft, masks)[0]  # (N,)  t: None
 
 
 def objective(nll, t, kind, batch_size):
@@ -297,7 +300,7 @@ def load_dialogues(cfg, tok, mask_id):
     n_read = len(train)
     train = [(ids, n) for ids, n in train if ids.tobytes() not in held_out]
     counts["also held out"] = n_read - len(train)
-    left_out = [f"dropped: {why} ({n:,})" for why, n in (+counts).items()]
+    left_out = [f"dropped: {why} ({n:,})" for why, n in (+counts).items()]  # + drops zeros
     if unread:
         left_out.append(f"not read: {', '.join(sorted(unread))}")
     left_out = "; ".join(left_out) or "none dropped"
@@ -384,7 +387,7 @@ def encode_all(dialogues, cfg, tok, mask_id, counts):
             f"response under {cfg.min_response} tokens": len(ids) - prompt_len < cfg.min_response,
             "tool calls": calls & {*ids},
             "[MASK] in the text": mask_id in ids}  # [ours]: it would count as masked
-        why = [reason for reason, true in reasons.items() if true]
+        why = [reason for reason, holds in reasons.items() if holds]
         if why:
             counts[why[0]] += 1
         else:
@@ -455,8 +458,7 @@ def save_adapter(folder, dream, sm, cfg):
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
                  target_modules=TARGETS, inference_mode=True),
-             # Without SM, too: no ω of an earlier run may stay in the folder. Only softmask.pt can
-             # hold a soft mask of another class.
+             # Written without SM, too. Only softmask.pt can hold a soft mask of another class.
              "transparency_config.json": {"transparency_alg": own_class(sm) or "none"}}
     if sm and not own_class(sm):
         s, a, b = (w.item() for w in sm.omega)

@@ -35,35 +35,35 @@ from softmask import feed_back
 
 @dataclass
 class Decoding:
+    """How to decode. lab/eval_dream.py has these settings, too."""
     model: str = "Dream-v0-Instruct-7B"  # folder of Dream, Dream-Coder, open-dCoder as published
     adapter: str = ""               # folder from finetune_dream.py: DoRA, and ω if SM was trained
     merge: bool = True              # fold DoRA into the weights: faster, the same up to rounding
     soft: bool = True               # false: no feedback, even if the adapter has an ω
     gen_len: Size = 256             # the paper's L: tokens of the response
-    steps: Count = 0                # T (default: gen_len). NFE budget = steps / gen_len, Eq. 4
+    steps: Count = 0                # T (default: one a mask). NFE budget = steps / gen_len, Eq. 4
     algorithm: Literal["entropy", "maskgit_plus", "topk_margin"] = "entropy"  # see Pick
     temperature: NotNegative = 0.1  # App. B.2; 0: argmax
     top_p: Share = 0.9              # App. B.2; 1: off
+    # A factor on λ that changes over time, App. C.9: see `time_gain`
     schedule: Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"] = "none"
     switch: Share = 0.5             # t' of the stepwise schedules, App. C.9: see `time_gain`
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
-    # In place of algorithm and steps: a pass reveals the surest token, and all with at least this
-    # probability. (With block: in the block, after its first pass.) It is taken after temperature
-    # and top_p, so even a token with a small lead can get a probability of 1 (REPRODUCE.md, 9).
+    # Fast-dLLM's rule, in place of algorithm and steps. A pass reveals the surest token, and every
+    # other with at least this probability. With block, only tokens of the block count, and its
+    # first pass reveals one. Temperature and top_p come first: after them, even a token with a
+    # small lead can have a probability of 1 (REPRODUCE.md, 9).
     threshold: Share | None = None
     code: str = ""                  # a Python file to run first: its SoftMask replaces ours
-    # These three together replace the adapter's soft mask. Without an adapter, --omega_s=0.3
-    # --omega_a=1 --omega_b=-3 turns SM on, with k = 3, in a model that never saw feedback. Not
-    # tried here. With λ = 0.3 at every mask, k = 2 and four tokens a step, arXiv 2609.37391 reports
-    # for a frozen Dream-7B on HumanEval: 17.7 % without feedback, 23.8 % with a linear mix, 32.3 %
-    # with one on the sphere.
+    # These three together replace the adapter's soft mask. Without an adapter, they turn SM on, in
+    # a model that never saw feedback, with k = 3. (Not tried here; RECIPES.md has others' results.)
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
     seed: int = 0
     device: str = "auto"            # cuda, else mps, else cpu
-    dtype: launch.DType = "auto"    # auto: as stored
+    dtype: launch.DType = "auto"    # (default: as stored)
     compile: bool | None = None     # takes a minute (default: off, but on for CUDA in eval_dream)
 
 
@@ -78,9 +78,11 @@ class Config(Decoding):
 
 
 def pad_prompt(cfg, prompt, gen_len):
-    """A list of ids → x (1, L): these, then gen_len [MASK]s          §2.2 conditional generation"""
+    """A list of ids → x (1, L): these, then gen_len [MASK]s          §2.2 conditional generation
+
+    For an infill, gen_len is 0, and the masks are among the ids.
+    """
     x = torch.tensor([prompt + gen_len * [cfg.mask_token_id]])          # (1, L)
-    # An infill has masks inside the prompt. They are filled like those of the response.
     if x[0, 0] == cfg.mask_token_id:
         raise Refused("position 0 is masked, and nothing before it can predict it: put text first")
     return x
@@ -90,7 +92,7 @@ def reveal_shares(steps):
     """The share of the masks that each step reveals: 1 − s/t, from time t to s < t        §2.2, L/T
 
     The number of tokens is rounded down, and the last step reveals all that are left. App. B.2 says
-    that with T = L, each step reveals one token. Here it is 0, 1, …, 1, 2 for L = 768 [code].
+    that T = gen_len steps reveal one token each. For 768, it is 0, 1, …, 1, 2 here [code].
     """
     times = torch.linspace(1, 1e-3, steps + 1)                          # (T + 1,)
     shares = 1 - times[1:] / times[:-1]                                 # (T,)  on the CPU
@@ -133,8 +135,10 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
     The first pass reveals the block's first token, however unsure the model is: the state before
     the block predicts this token, and with a cache, only this pass computes that state. Fast-dLLM's
     code does so without a cache, too. If a block has one step, that step fills it [ours], where
-    Fast-dLLM's code would leave masks. Each mask keeps the feedback from the last pass that
-    predicted it, also across blocks [ours].
+    Fast-dLLM's code would leave masks.
+
+    The authors' SM with Fast-dLLM is not released. Here, each mask keeps the feedback from the last
+    pass that predicted it, also across blocks [ours].
     """
     net = model.net
     sm = model.sm
@@ -148,17 +152,17 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
         end = first + block
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, end)}[cache]
         for i, share in enumerate(shares):                              #                l.2, l.7-8
-            # Prompt and earlier blocks hold no masks. So this block's come first.
+            # Prompt and earlier blocks have no masks, so the first n masks of x are this block's.
             n = masked[0, first:end].sum().item()
             if n == 0:
                 break
             if i == 0 and len(shares) > 1:
-                n = share = 1                                           #                       l.5
+                n = share = 1  # only the block's first token             (see above)           l.5
             lo, hi = later if i else (0, L)                             # what the pass computes
             # Masks of later blocks are predicted for their feedback alone.
             stop = hi if sm else end
             b, l = indices(masked[:, :stop], x.device)                  # 2 × (N,)
-            # lo = 0 computes all afresh. After the first pass, no mask is at `first`, so l > lo.
+            # lo = 0: a whole pass, without cached keys. Else no mask is left at `first`: l > lo.
             h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (1, hi − lo, D)       l.3
             h = net.predictors(h, (b, l - lo))                          # (N, D)                l.3
             logits = net.head(h)                                        # (N, V)                l.3
@@ -172,14 +176,14 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
     return x.cpu()
 
 
-def check(gen_len, steps, block, threshold):
+def check_blocks(gen_len, steps, block, threshold):
     if block and (gen_len % block or (threshold is None and steps % (gen_len // block))):
         raise Refused(f"blocks of {block} do not divide gen_len {gen_len} and steps {steps} evenly")
 
 
 def load_for_decoding(cfg):
     """The model that cfg names: Dream, Tokenizer, and SoftMask or None."""
-    check(cfg.gen_len, cfg.steps or cfg.gen_len, cfg.block, cfg.threshold)
+    check_blocks(cfg.gen_len, cfg.steps or cfg.gen_len, cfg.block, cfg.threshold)
     *_, device, dtype = machine(cfg.device, cfg.dtype)
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32  # None: as stored
     tok = Tokenizer(cfg.model)
@@ -213,23 +217,23 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
         on_step(*now)
 
     begin = time.perf_counter()
-    model = TwoPass(model, sm, model.cfg.mask_token_id)
-    x = pad_prompt(model.net.cfg, ids, cfg.gen_len)                     # (1, L)
-    gaps = x == model.mask_id                                           # (1, L)
+    both = TwoPass(model, sm, model.cfg.mask_token_id)
+    x = pad_prompt(model.cfg, ids, cfg.gen_len)                         # (1, L)
+    masked = x == both.mask_id                                          # (1, L)
     # Seeded by the prompt, too, so that the order of several prompts does not change answers.
     pick = Pick(cfg.algorithm, cfg.temperature, cfg.top_p, cfg.threshold, rng(cfg.seed, ids))
     gain = partial(time_gain, schedule=cfg.schedule, switch=cfg.switch)
-    steps = cfg.steps or int(gaps.sum())
+    steps = cfg.steps or int(masked.sum())
     if cfg.block:
-        shares = reveal_shares(steps * cfg.block // cfg.gen_len)
-        if cfg.threshold is not None:
-            shares = cfg.block * [1]
-        x = decode_blocks(model, x, cfg.gen_len, shares, cfg.block, cfg.cache, pick, gain, count)
+        shares = cfg.block * [1]
+        if cfg.threshold is None:
+            shares = reveal_shares(steps * cfg.block // cfg.gen_len)
+        x = decode_blocks(both, x, cfg.gen_len, shares, cfg.block, cfg.cache, pick, gain, count)
     else:
         shares = reveal_shares(steps) if cfg.threshold is None else repeat(1)
-        x = decode(model, x, shares, pick, gain, count)
-    new = x[gaps].tolist()
-    ends = (i for i, token in enumerate(new) if token in model.net.cfg.eos_token_id)
+        x = decode(both, x, shares, pick, gain, count)
+    new = x[masked].tolist()
+    ends = (i for i, token in enumerate(new) if token in model.cfg.eos_token_id)
     kept = new[:next(ends, None)]
     text = tok.decode(kept)
     for stop in until:

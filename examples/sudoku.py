@@ -97,11 +97,11 @@ def solutions(cells):
     given = [(i, digit) for i, digit in enumerate(cells) if digit != "."]
     pairs = list(itertools.combinations(given, 2))
     grids = canonical()                                                              # (39168, 36)
-    # Up to a relabeling: two given cells are equal in the grid if their digits are equal. Such
-    # pairs come first, because few grids are left after them.
+    # A canonical grid can be relabeled to these digits if its cells are equal where the digits are.
+    # Pairs of equal digits come first, because few grids are left after them.
     for (i, a), (j, b) in sorted(pairs, key=lambda pair: pair[0][1] != pair[1][1]):
         grids = grids[(grids[:, i] == grids[:, j]) == (a == b)]                      # (n, 36)
-    unseen = 6 - len({digit for _, digit in given})  # digits that can be named in any way
+    unseen = 6 - len({digit for _, digit in given})  # these can be named in any way
     return len(grids) * math.factorial(unseen)
 
 
@@ -154,8 +154,8 @@ def train_model(cfg, sm=None):
 
 # ---- the demonstration ---------------------------------------------------------------------------
 SHIPPED = os.path.join(os.path.dirname(launch.__file__), "results", "sudoku.pt")
+SHOWN = "2 per pass: 2, 2, …, 2"  # the way in which a puzzle is shown
 # How many of 24 empty cells each pass fills, surest first
-SHOWN = "2 per pass: 2, 2, …, 2"  # a puzzle is drawn that is filled in this way
 WAYS = {"1 per pass": 24 * [1],
         SHOWN: 12 * [2],
         "2 per pass: 1, 2, …, 2, 1": [1, *11 * [2], 1],
@@ -198,13 +198,13 @@ def trace(model, given):
 
 
 def contradiction(given, states):
-    """The first pass that breaks a rule, if it contradicts itself between solutions. Else 0.
+    """The number of the first pass that breaks a rule, if it mixes two solutions. Else 0.
 
-    It does if each cell that it fills is right in some solution of the puzzle with all cells that
-    were filled before, but no solution has all of them.   states: of one side, from `trace`.
+    A pass mixes solutions if each cell that it fills is right in some solution of the puzzle as it
+    was before the pass, but no solution has all of them.   states: of one side, from `trace`.
     """
-    texts = [given, *(cells for cells, _, _ in states)]
-    for number, (before, after) in enumerate(itertools.pairwise(texts), start=1):
+    boards = [given, *(cells for cells, _, _ in states)]
+    for number, (before, after) in enumerate(itertools.pairwise(boards), start=1):
         if mistake(after):
             filled = [i for i in range(36) if before[i] != after[i]]
             alone = [before[:i] + after[i] + before[i + 1:] for i in filled]
@@ -218,7 +218,8 @@ def picture(title, cells, lam, guesses):
     A ! stands behind the digits that break a rule.
     """
     marked = set().union(*broken(cells).values())
-    parts, lines = [], [f"{title:21}"]
+    parts = []
+    lines = [f"{title:21}"]
     for i, (cell, strength, guess) in enumerate(zip(cells, lam, guesses)):
         digit = f" {cell}!" if i in marked else f" {cell} "
         parts.append(painted(f" {guess} ", strength) if cell == "." else digit)
@@ -249,7 +250,8 @@ def compare(sides):
 
 def print_bound(model):
     """Print the bound on held-out grids in nats per grid, and their entropy.               Eq. 2"""
-    rows, bounds = ids_of(texts(HELD_OUT, rng("sudoku", "val")), model.mask_id), []  # (n, 39)
+    rows = ids_of(texts(HELD_OUT, rng("sudoku", "val")), model.mask_id)              # (n, 39)
+    bounds = []
     for title, soft in sides_of(model).items():
         nats, *_ = bound(model, rows, soft, seed=1, batch_size=100, floor=0.0)
         bounds.append(f"{nats.mean():.1f} {title}")
@@ -348,5 +350,5 @@ COMMANDS = {"train": (train_model, TrainConfig, {"train": SETTINGS}),
             "data": (prepare, Data, {"data": {}})}
 
 if __name__ == "__main__":
-    shown = main, Config, {"train": SETTINGS, "data": {}}
+    shown = main, Config, {"train": SETTINGS, "data": {}}  # presets for --help and its messages
     run(*COMMANDS.get("".join(sys.argv[1:2]), shown), ranks=sys.argv[1:2] == ["train"])

@@ -29,7 +29,8 @@ class Config(finetune_dream.Config):
     out: str = "out/tiny_dream"
     steps: Count = 200
     eta_bb: NotNegative = 1e-2
-    # From this start, feedback shows after some ten updates; from the paper's, not within 2,000.
+    # From this ω, the log shows feedback after about ten updates. From the paper's, it does not
+    # within 2,000.
     omega_s: float = 0.3
     omega_b: float = -2.5
     save_every: Size = 20

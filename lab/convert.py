@@ -6,8 +6,8 @@
     python lab/convert.py DIR/transparency_config.json DIR/softmask.pt    # ω of the authors' Dream
     python lab/convert.py mdlm.pt                 # what is in a file, ours too
 
-Weights of the hub need a config.json beside them. No code in a file can run, and none of its
-packages is needed.
+Settings come from the file, or from a config.json beside it. No code in a file can run, and the
+packages that wrote it are not needed.
 """
 
 import os
@@ -104,7 +104,7 @@ def from_mdlm_family(file, path):
 
 def from_authors_adapter(raw, path):
     """Our dict of a soft mask from the fields of an adapter's transparency_config.json."""
-    check_settings(raw, path, {"transparency_scheduling": "none"})  # sample_dream.py --schedule
+    check_settings(raw, path, {"transparency_scheduling": "none"})  # else: --schedule
     none = {"kind": "soft mask", "SoftMask": None, "k": None, "model": None}
     alg = raw["transparency_alg"]
     if alg == "none":

@@ -53,8 +53,10 @@ class Config:
 
 def mean_and_se(total, count):
     """Σ total / Σ count, both (n,), and its standard error over n sequences: NaN if n is 1."""
-    total, count = np.asarray(total, np.float64), np.asarray(count, np.float64)
-    n, mean = len(total), total.sum() / count.sum()
+    total = np.asarray(total, np.float64)
+    count = np.asarray(count, np.float64)
+    n = len(total)
+    mean = total.sum() / count.sum()
     squares = ((total - mean * count) ** 2).sum()
     return mean, math.sqrt(n / (n - 1) * squares) / count.sum() if n > 1 else math.nan
 
@@ -67,7 +69,8 @@ def bits_per_byte(nats_per_token, L, split):
 
 def held_out_rows(cfg, info, L):
     """Rows (n, L) of val.bin, and its {tokens, bytes, …} with its path.   info: of the model"""
-    special, trained_on = info["tokenizer"], info.get("data") or {"path": "data/owt"}
+    special = info["tokenizer"]
+    trained_on = info.get("data") or {"path": "data/owt"}
     path = trained_on["path"] if cfg.data is None else cfg.data
     tokens, meta = data.open_split(path, "val")
     meta["val"]["bytes"]  # if it is missing, this shows now, not after the work
@@ -132,7 +135,9 @@ def main(cfg):
                 "n": n, "data": text["path"], "text": text,
                 "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}
     path = result_path(cfg, cfg.checkpoint, "ppl", settings)
-    tokens, bounds, values = np.full(n, L), {}, {}                                   # (n,)
+    tokens = np.full(n, L)                                                           # (n,)
+    bounds = {}
+    values = {}
     for name in ["soft", "plain"] if model.sm else ["binary"]:
         with here.autocast():
             found = bound(model, rows, name == "soft", cfg.seed, cfg.repeats, cfg.batch_size,

@@ -24,12 +24,12 @@ sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 from launch import Count, Positive, Refused
 from plot import benchmarks, run_name
-from sample_dream import Decoding, answer, check, load_for_decoding
+from sample_dream import Decoding, answer, check_blocks, load_for_decoding
 
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 
 # Fields that do not change an answer. Files are named after all the others.
-SHAPE_NOTHING = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
+NOT_IN_NAME = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
 # Fields that must agree before results are averaged.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
           "temperature", "top_p", "merge", "dtype")
@@ -44,7 +44,7 @@ class Config(Decoding):
     blocks: str = ""                  # Fast-dLLM block lengths, comma-separated (default: block)
     gen_len: Count = 0                # (default: the task's, App. B.2)
     limit: Count = 0                  # use only the first `limit` problems (default: all)
-    out: str = "out/answers"          # for each cell, a .json of results and a .jsonl of answers
+    out: str = "out/answers"          # a .json and a .jsonl (answers) for each budget and block
     # Run the programs that the model writes. They have limits, but no sandbox: use a container.
     # Without this flag the answers are stored, and a second run with it scores them.
     confirm_run_unsafe_code: bool = False
@@ -65,14 +65,15 @@ def cells(cfg, length):
     """[(budget, cfg)] for every NFE budget and block length. length: of the task's response."""
     if cfg.steps:
         raise Refused(f"--steps={cfg.steps}: here steps follow from --nfe, a share of the tokens")
-    grid, L = [], cfg.gen_len or length
+    grid = []
+    L = cfg.gen_len or length
     blocks = (cfg.blocks or str(cfg.block)).split(",")
     for budget, block in itertools.product(map(Fraction, cfg.nfe.split(",")), blocks):
         steps = budget * L
         if steps < 1 or steps.denominator > 1:
             raise Refused(f"--nfe={budget} of {L} tokens is not a number of steps")
         cell = replace(cfg, gen_len=L, steps=int(steps), block=int(block))
-        check(cell.gen_len, cell.steps, cell.block, cell.threshold)
+        check_blocks(cell.gen_len, cell.steps, cell.block, cell.threshold)
         grid.append((f"{budget.numerator}/{budget.denominator}", cell))
     return grid
 
@@ -80,13 +81,15 @@ def cells(cfg, length):
 def cell_path(cell):
     """Path of a cell's files, without suffix. It names all settings that are not the default."""
     given = [f"{name}={value}" for name, value in asdict(cell).items()
-             if name not in SHAPE_NOTHING and value != getattr(Config, name)]
+             if name not in NOT_IN_NAME and value != getattr(Config, name)]
     return os.path.join(cell.out, "_".join([cell.task, *given]).replace("/", "-"))
 
 
 class DreamInHarness:
     """The model as the harness wants it, for one cell. Answers that are in its file are kept."""
-    rank, world_size, tokenizer_name = 0, 1, "dream"
+    rank = 0
+    world_size = 1
+    tokenizer_name = "dream"
 
     def __init__(self, model, tok, sm, cell, compiled=False):
         self.model, self.tok, self.sm, self.cell, self.compiled = model, tok, sm, cell, compiled
@@ -99,7 +102,7 @@ class DreamInHarness:
         return self.tok.chat(messages[:-1]) + messages[-1]["content"]
 
     def encode(self, prompt):
-        """Its last ids. The name of [MASK] in it is text, not a mask for the model to fill."""
+        """The last ids of a prompt. If it names [MASK], that is text, not a mask to fill."""
         mask_id, ids = self.model.cfg.mask_token_id, []
         for i in self.tok.encode(prompt, special=True):
             ids += self.tok.encode(self.tok.decode([i])) if i == mask_id else [i]
@@ -162,7 +165,7 @@ def evaluate(cfg):
     [task] = loaded["tasks"].values()
     scored = cfg.confirm_run_unsafe_code or not task.config.unsafe_code
     grid = cells(cfg, task.config.generation_kwargs["max_gen_toks"])
-    gpu = launch.machine(cfg.device)[2].type == "cuda"
+    gpu = launch.machine(cfg.device).device.type == "cuda"
     compiled = gpu if cfg.compile is None else cfg.compile
     model, tok, sm = load_for_decoding(replace(grid[0][1], compile=compiled))
     feedback = f"SM k={sm.k or '|V|'}" if sm else "binary" if cfg.soft else "without feedback"
