@@ -55,7 +55,9 @@ def open_split(dir, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
     if not os.path.exists(f"{dir}/meta.json"):
         presets = {preset["out"]: name for name, preset in PRESETS.items()}
-        words = presets.get(dir, "yours.jsonl --tokenizer=bytes --out=data/yours")
+        words = presets.get(dir, f"yours.jsonl --tokenizer=bytes --out={dir}")
+        if os.path.isfile(dir):
+            words = f"{dir} --tokenizer=bytes --out=data/yours"
         raise Refused(f"there is no {dir}/meta.json: give the folder of a corpus as --data, or "
                       f"make one: `python data.py {words}`")
     meta = read_json(f"{dir}/meta.json")

@@ -83,7 +83,7 @@ class Config:
     dtype: launch.DType = "auto"  # of the frozen weights (default: as stored)
     log_every: Size = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: Count = 500     # may write best/; 0: never. At 100 [code], it is a third of a run
+    eval_every: Count = 500     # may write best/; 0: never. The authors' 100 [code] costs a third
     code: str = ""              # a Python file to run first: its SoftMask replaces ours
 
 
@@ -219,7 +219,8 @@ def finetune(cfg, sm=None):
                     loss = losses["val_soft" if model.sm else "val_plain"]
                     best = min(loss, metrics.get("best", loss))
                     metrics = {"step": made, **losses, "best": best}
-                log.write(line | metrics if evaluating else line)
+                    line |= metrics
+                log.write(line)
             if evaluating and loss == best and master:
                 save_adapter(f"{cfg.out}/best", model.net, model.sm, cfg)
             if saving and master:
@@ -229,7 +230,7 @@ def finetune(cfg, sm=None):
             if stopped:
                 break
 
-    adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # metrics: of an evaluation
+    adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # no best/ yet
     log.bar.close()
     command = ["python", "sample_dream.py", f"--model={cfg.model}", f"--adapter={adapter}",
                "--chat"]

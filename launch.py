@@ -370,12 +370,13 @@ class Log:
 
     def line(self, step, eta_bb, sm, norm):
         """The line for all updates since the last line, up to `step`. Raises Refused on NaN."""
-        values = [float(value) for value in self.sums.values()]  # a host sync each
+        values = [float(value) for value in self.sums.values()]  # a host sync for each tensor
         values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
         sums = dict(zip(self.sums, values), norm=norm.item())
         if not math.isfinite(sum(sums.values())):
             self.bar.close()  # else the message would stand behind it
-            raise Refused("the loss or its gradient is not finite: restart with a lower --eta_bb")
+            raise Refused("the loss or its gradient is not finite: try a lower --eta_bb, or other "
+                          "weights")
         self.sums = {}
         line = {"step": step, "loss": sums["loss"] / sums["n"],
                 "ce_per_mask": sums["ce"] / max(1, sums["masks"]), "eta_bb": eta_bb,
@@ -470,7 +471,7 @@ def save(path, **parts):
     model, ema        {name: tensor}; ema: the backbone only [code]
     optimizer         only to resume the run
     tokenizer, data   as in meta.json; {path, sha256, val}
-    net, SoftMask     names of classes that are not ours
+    net, SoftMask     names of classes that are not ours; k: of a soft mask
     git, versions     of this code; of Python and torch
 
     Every random draw is keyed by seed and step, so no other random state is saved.

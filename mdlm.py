@@ -230,10 +230,10 @@ def zero_linear(n_in, n_out):
 
 
 def rotation(l, d, base=10000):
-    """cos and sin of the rotary angles l · base^(−i/d) of positions l (L,): 2 × (L, 1, d), fp32"""
+    """cos and sin of l · base^(−i/d), i = 0, 2, …, of positions l (L,): 2 × (L, 1, d), fp32"""
     i = torch.arange(0, d, 2, device=l.device).float()                         # (d/2,)
     # In fp32, because bf16 would lose the phase of distant positions.
-    angles = l.float()[:, None] * base ** (-i / d)                             # (L, d/2)
+    angles = l[:, None] * base ** (-i / d)                                     # (L, d/2)
     angles = angles.repeat(1, 2)[:, None]                                      # (L, 1, d)
     return angles.cos(), angles.sin()
 
@@ -422,8 +422,8 @@ def own_class(part):
 def check_class(path, name, part):
     """Raises ValueError if a file's network or soft mask is of another class than `part`."""
     if name != own_class(part):
-        raise ValueError(f"{path} was trained with class {name}, not {own_class(part)} (None: DiT "
-                         "or SoftMask). Give the --code=FILE.py of the training, if it had one. A "
+        raise ValueError(f"{path} was trained with class {name}, not {own_class(part)} (None: this "
+                         "project's). Give the --code=FILE.py of the training, if it had one. A "
                          "network of your own needs Python: MDLM(cfg, net)")
 
 

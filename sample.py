@@ -493,7 +493,7 @@ def main(cfg):
     with launch.readable(cfg.out, ": give another --out"):
         for line in made:
             launch.check_same(cfg.out, line["settings"], settings, settings.keys() - {"checkpoint"},
-                              ": give the same flags, or another --out")
+                              ": give the same flags and weights, or another --out")
         indices_made = {line["index"] for line in made}
     todo = [i for i in range(machine.rank, cfg.count, machine.world) if i not in indices_made]
     path = cfg.out
@@ -508,7 +508,7 @@ def main(cfg):
     watching = cfg.show and sys.stdout.isatty() and machine.rank == 0
     watch = show(tok, model) if watching else lambda *_: None
     text = (x != model.mask_id) & (x != model.info["tokenizer"]["eos"])        # (L,)
-    given = text.cumsum(0).argmax().item() + 1  # ids up to the last of these; 1 if there are none
+    given = text.cumsum(0).argmax().item()  # the last of these, 0 if there are none
     for i in todo:
         nfe = 0
 

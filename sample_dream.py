@@ -41,13 +41,13 @@ class Decoding:
     merge: bool = True              # fold DoRA into the weights: faster, the same up to rounding
     soft: bool = True               # false: no feedback, even if the adapter has an ω
     gen_len: Size = 256             # the paper's L: tokens of the response
-    steps: Count = 0                # T (default: one a mask). NFE budget = steps / gen_len, Eq. 4
+    steps: Count = 0                # T (default: one for each mask). steps / gen_len: Eq. 4
     algorithm: Literal["entropy", "maskgit_plus", "topk_margin"] = "entropy"  # see Pick
     temperature: NotNegative = 0.1  # App. B.2; 0: argmax
     top_p: Share = 0.9              # App. B.2; 1: off
-    # A factor on λ that changes over time, App. C.9: see `time_gain`
+    # A factor on λ that changes over time, App. C.9
     schedule: Literal["none", "linear", "stepwise", "linear-late", "stepwise-late"] = "none"
-    switch: Share = 0.5             # t' of the stepwise schedules, App. C.9: see `time_gain`
+    switch: Share = 0.5             # t' of the stepwise schedules: see `time_gain`
     block: Count = 0                # Fast-dLLM's block length; 0: the whole response at once
     cache: Literal["none", "prefix", "dual"] = "prefix"  # with block, see `decode_blocks`
     # Fast-dLLM's rule, in place of algorithm and steps. A pass reveals the surest token, and every
@@ -157,7 +157,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
             if n == 0:
                 break
             if i == 0 and len(shares) > 1:
-                n = share = 1  # only the block's first token             (see above)           l.5
+                n = share = 1  # the block's first token alone: see the docstring       l.5
             lo, hi = later if i else (0, L)                             # what the pass computes
             # Masks of later blocks are predicted for their feedback alone.
             stop = hi if sm else end
@@ -217,9 +217,9 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
         on_step(*now)
 
     begin = time.perf_counter()
-    both = TwoPass(model, sm, model.cfg.mask_token_id)
+    two_pass = TwoPass(model, sm, model.cfg.mask_token_id)
     x = pad_prompt(model.cfg, ids, cfg.gen_len)                         # (1, L)
-    masked = x == both.mask_id                                          # (1, L)
+    masked = x == two_pass.mask_id                                      # (1, L)
     # Seeded by the prompt, too, so that the order of several prompts does not change answers.
     pick = Pick(cfg.algorithm, cfg.temperature, cfg.top_p, cfg.threshold, rng(cfg.seed, ids))
     gain = partial(time_gain, schedule=cfg.schedule, switch=cfg.switch)
@@ -228,10 +228,11 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
         shares = cfg.block * [1]
         if cfg.threshold is None:
             shares = reveal_shares(steps * cfg.block // cfg.gen_len)
-        x = decode_blocks(both, x, cfg.gen_len, shares, cfg.block, cfg.cache, pick, gain, count)
+        x = decode_blocks(two_pass, x, cfg.gen_len, shares, cfg.block, cfg.cache, pick, gain,
+                          count)
     else:
         shares = reveal_shares(steps) if cfg.threshold is None else repeat(1)
-        x = decode(both, x, shares, pick, gain, count)
+        x = decode(two_pass, x, shares, pick, gain, count)
     new = x[masked].tolist()
     ends = (i for i, token in enumerate(new) if token in model.cfg.eos_token_id)
     kept = new[:next(ends, None)]

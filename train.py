@@ -188,7 +188,7 @@ def train(cfg, sm=None):
 
         # ---- Alg. 1
         line = {}
-        stopped = stop()  # from here on, a signal ends the run between two updates only
+        stopped = stop()  # from here on, the first signal ends the run between two updates
         for step in range(start, cfg.steps):                                   #          l.1, l.10
             # One coin per update, the same on every rank [ours]. The authors draw one per
             # micro-batch.

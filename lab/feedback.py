@@ -68,7 +68,7 @@ def bound_by_t(model, rows, cfg):
     """{title: nats per token of Eq. 2} for each tenth of the draws of t, from small t to large"""
     draws, values, L = [], {}, rows.shape[1]
     for _, *batch in corrupted_batches(rows, model.mask_id, cfg.seed, cfg.repeats, cfg.batch_size,
-                               floor=cfg.floor):
+                                       floor=cfg.floor):
         x0, xt, t = (part.to(model.net.table.device) for part in batch)
         plain = model(x0, xt, t, False)
         draws.append(torch.stack((t, plain, model(x0, xt, t, True) if model.sm else plain)))

@@ -21,7 +21,7 @@ from statistics import mean, stdev
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from launch import Refused, atomic, read_json, read_jsonl, run, write_text
+from launch import Refused, atomic, read_json, read_jsonl, readable, run, write_text
 
 
 @dataclass
@@ -279,7 +279,7 @@ def main(cfg):
     made = MAKERS[wanted[0]](getattr(cfg, wanted[0]))
     out = cfg.out or ("" if isinstance(made, str) else "plot.png")
     if not isinstance(made, str):
-        with atomic(out) as tmp:
+        with atomic(out) as tmp, readable(out):
             made.savefig(tmp, format=Path(out).suffix[1:])
     elif out:
         write_text(out, made + "\n")

@@ -110,6 +110,7 @@ def test_safetensors_round_trip_with_every_dtype():
     back = read_safetensors("w.safetensors")
     torch.testing.assert_close(back, tensors, rtol=0, atol=0)
     assert list(back) == list(tensors) and Path("w.safetensors").read_bytes()[0] % 8 == 0
+    assert b'{"__metadata__": {"format": "pt"}' in Path("w.safetensors").read_bytes()
 
 
 def test_a_full_disk_is_named_and_the_old_file_stays(request):

@@ -119,6 +119,15 @@ def pyarrow(monkeypatch):
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(ParquetFile=file))
 
 
+def test_a_missing_package_is_no_broken_file(tmp_path, monkeypatch):
+    """launch.run adds the pip command to an ImportError."""
+    monkeypatch.setitem(sys.modules, "pyarrow.parquet", None)
+    path = tmp_path / "a.parquet"
+    path.write_bytes(b"rows")
+    with pytest.raises(ImportError):
+        data.main(data.Config([str(path)], str(tmp_path / "out"), "bytes"))
+
+
 def test_every_format_gives_the_same_tokens(tmp_path, pyarrow):
     lines, other = jsonl(TEXTS), jsonl(TEXTS, "content")
     files = {"a.jsonl": lines, "b/A.JSONL": b"\xef\xbb\xbf" + lines + b"\r\n", "c:d.jsonl": other,

@@ -96,8 +96,8 @@ def test_training(corpus, tmp_path, drawn):
      lambda model, x, g: generate(model, x, 9, "remdm-loop", 0.5, g)),
     ("--soft=False --prompt=ab", lambda model, x, g: generate(
         TwoPass(model.net, None, 258), x, 22, "mdlm", 0.9, g)),
-    ("--sampler=topk_margin --top_p=0.5 --prompt=ab", lambda model, x, g: decode(
-        model, x[None], shares_of(19 * [1]), Pick("topk_margin", 1, 0.5, generator=g))[0]),
+    ("--sampler=topk_margin --steps=4 --top_p=0.5 --prompt=ab", lambda model, x, g: decode(
+        model, x[None], shares_of(4 * [1]), Pick("topk_margin", 1, 0.5, generator=g))[0]),
     ("--sampler=random --temperature=0.7 --threshold=0.1 --omega_s=0.9 --omega_a=1.5 --omega_b=-2",
      lambda model, x, g: decode(TwoPass(model.net, SoftMask(258, 3, 0.9, 1.5, -2.0), 258),
                                 x[None], repeat(1), Pick("random", 0.7, 0.9, 0.1, g))[0])])

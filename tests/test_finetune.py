@@ -229,6 +229,12 @@ def test_a_run_that_ends_at_any_moment_is_the_whole_one(whole, cfg, module, name
     assert logged(cfg.out) == logged(whole.out)
 
 
+def test_a_run_without_an_evaluation_has_no_best_adapter(cfg, capsys):
+    finetune(replace(cfg, steps=1, eval_every=0))
+    out = capsys.readouterr().out
+    assert f"--adapter={cfg.out}/last --chat\n" in out and "; none dropped\n" in out
+
+
 @pytest.mark.parametrize("p_sm", [0.5, 0.0])
 def test_best_is_the_adapter_of_the_lowest_loss_with_feedback(cfg, monkeypatch, p_sm):
     """Also over a resume. Without feedback, the worst of these would be the best."""

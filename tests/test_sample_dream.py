@@ -209,8 +209,11 @@ def test_an_answer_ends_at_the_end_token_and_counts_what_it_cost(tiny):
     cfg = S.Decoding(model=tiny[0], gen_len=16, steps=4, temperature=0.0)
     model, tok, _ = S.load_for_decoding(cfg)
     prompt, x = tok.encode("abc"), loving(model, tok.encode("x")[0])
-    text, stats = S.answer(loving(model, 256), tok, None, prompt, cfg)
-    assert stats.pop("seconds") > 0 and (text, stats) == ("", {"nfe": 4, "tokens": 16, "kept": 0})
+    model.cfg.eos_token_id = [256, 258]
+    for end in 256, 258:
+        text, stats = S.answer(loving(model, end), tok, None, prompt, cfg)
+        assert stats.pop("seconds") > 0 and text == ""
+        assert stats == {"nfe": 4, "tokens": 16, "kept": 0}
     assert S.answer(x, tok, None, prompt, cfg)[0] == 16 * "x"
     assert S.answer(x, tok, None, prompt, cfg, ["y", "xxxxx"])[0] == ""
 
@@ -240,6 +243,7 @@ def test_the_command_answers_infills_and_chats(tiny, capsys, monkeypatch):
     omega = dict(omega_s=0.9, omega_a=2.0, omega_b=-3.0)
     err = go(prompt="hello", **omega, block=4, threshold=1e-9, schedule="linear").err
     assert "8 tokens (8 before the end) in 4 passes" in err and "; SoftMask(k=3, omega_s=0.9" in err
+    assert "8 tokens (8 before the end) in 8 passes" in go(infill="a ___").err
     filled, err = go(infill="def __f__():\\n    _____ # end", steps=4)
     assert "in 4 passes" in err and "___" not in filled
     assert filled.startswith("def __f__():\n    ") and filled.endswith(" # end\n")

@@ -192,7 +192,7 @@ def whole(corpus, tmp_path_factory):
     # The end of writing log.jsonl, last.pt, step-2.pt, last.pt, step-4.pt, last.pt
     *((kill, os, "replace", n) for n in range(1, 7)),
     # Before the question whether to stop, also without a save due; after it, and in a save
-    *((sigterm, torch.nn.utils, "clip_grad_norm_", n) for n in (2, 3)),
+    *((sigterm, torch.nn.utils, "clip_grad_norm_", n) for n in (1, 2, 3)),
     (sigterm, script, "evaluate", 2), (sigterm, os, "replace", 5)])
 def test_a_kill_or_a_stop_at_any_moment_loses_nothing(whole, tmp_path, then, module, name, at):
     """Bit for bit. Lines of the log, evaluations and step files are there once."""
