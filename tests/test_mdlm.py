@@ -12,7 +12,7 @@ import torch.nn.functional as F
 
 import oracles
 from conftest import digest, gen, plain_omega, recording, spy
-from mdlm import MDLM, ModelConfig, compile_parts, corrupt, sample_times
+from mdlm import MDLM, LayerNorm, ModelConfig, compile_parts, corrupt, sample_times
 
 TINY = ModelConfig(n_layer=2, n_head=4, n_embd=64, n_cond=32, vocab_size=62, mask_id=61, length=16,
                    dropout=0.0, omega_s=0.7, omega_a=2.5, omega_b=-1.3)
@@ -103,6 +103,11 @@ def test_dropout_is_on_in_training(monkeypatch):
                                for training in (True, True, False, False))
     assert [call[1:] for call in calls] == [(0.3, True)] * 16 + [(0.3, False)] * 16
     assert torch.equal(fixed, same) and not torch.equal(nll, other)
+
+
+def test_norms_are_fp32_for_bf16_input():
+    x, zero = torch.randn(2, 3, 64).bfloat16(), torch.zeros(1, 1, 64).bfloat16()
+    assert LayerNorm(64)(x, zero, zero).dtype == torch.float32
 
 
 def test_weights_in_bf16_give_the_bits_of_autocast():
