@@ -87,8 +87,7 @@ class Dream(nn.Module):
     """The transformer. Checked against recorded logits of the published code.
 
     With `checkpointing`, a layer keeps only its input, and the backward pass recomputes the rest,
-    one layer at a time. That is a third to a half more work, but 0.9 GB at most instead of 11 at
-    2,048 tokens (28 layers, bf16).
+    one layer at a time. That is a third to a half more work, but takes far less memory.
     """
 
     def __init__(self, cfg):
@@ -155,7 +154,7 @@ class Dream(nn.Module):
 
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
-        """A frozen model in eval mode, from its published folder.   dtype (default: its own)."""
+        """A frozen model in eval mode, from its published folder.   dtype: (default: as stored)"""
         with torch.device("meta"), readable(folder):  # shapes without memory
             model = cls(DreamConfig.read(folder))
         names = {"model.safetensors"}

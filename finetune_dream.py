@@ -83,7 +83,7 @@ class Config:
     dtype: launch.DType = "auto"  # of the frozen weights (default: as stored)
     log_every: Size = 10
     save_every: Size = 100      # writes last.pt, last/ and a line of the log
-    eval_every: Count = 500     # may write best/; 0: never. The authors' 100 [code] costs a third
+    eval_every: Count = 500     # may write best/; 0: never; the authors: 100 [code]
     code: str = ""              # a Python file to run first: its SoftMask replaces ours
 
 
@@ -230,7 +230,7 @@ def finetune(cfg, sm=None):
             if stopped:
                 break
 
-    adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # no best/ yet
+    adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # without metrics, no best/
     log.bar.close()
     command = ["python", "sample_dream.py", f"--model={cfg.model}", f"--adapter={adapter}",
                "--chat"]

@@ -10,8 +10,8 @@
 `train` is the whole run, from top to bottom. Alg. 1 l.5 to l.8 are a call of mdlm.MDLM, and `bound`
 measures Eq. 2 on held-out rows.
 
-Every random draw in an update has a key (data.seed_of), which says what it is for, such as (seed,
-"t", step) for the times, or (seed, "q", step, j) for the masks of micro-batch j. Micro-batches are
+Every random draw in an update has a key that says what it is for (data.seed_of). The times have
+(seed, "t", step), and the masks of micro-batch j have (seed, "q", step, j). Micro-batches are
 numbered across all ranks. So one process with four of them gives the same run as two with two each,
 up to rounding. A stopped or killed run resumes from its last save as if nothing had happened. The
 log of a stopped run has one extra line, for the stop. (Update 1 of the log is step 0 in the keys.)
