@@ -235,17 +235,17 @@ def row(title, columns):
 
 
 def by_solutions(runs):
-    """% solved by number of solutions: sm, the same with feedback off, and binary"""
-    sides = {"sm": (runs["sm"], "updates"), "off": (runs["sm"], "off"),
-             "binary": (runs["binary"], "updates")}
+    """% solved by number of solutions. off: sm with feedback off"""
+    sides = {"2, …, 2: sm": ("sm", "updates", "2, even"), "2, …, 2: off": ("sm", "off", "2, even"),
+             "2, …, 2: binary": ("binary", "updates", "2, even"),
+             "2, …, 2: deep": ("deep", "updates", "2, even"),
+             "1 per pass: sm": ("sm", "updates", "1"), "1 per pass: off": ("sm", "off", "1")}
     n = runs["sm"][0]["puzzles"]
     rows = []
     for group, part in GROUPS.items():
         cells = {"solutions": group, "puzzles": str(sum(n[part]))}
-        for title, way in {"2, …, 2": "2, even", "1 per pass": "1"}.items():
-            for side, (lines, name) in sides.items():
-                solved = mean(values(lines, name, way, group))
-                cells[f"{title}: {side}"] = f"{solved:.0f}"
+        for title, (arm, name, way) in sides.items():
+            cells[title] = f"{mean(values(runs[arm], name, way, group)):.0f}"
         rows.append(cells)
     return markdown(rows, [*rows[0]])
 
