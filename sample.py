@@ -406,8 +406,11 @@ def starting_ids(prompt, L, tok, special):
     return torch.tensor(ids)
 
 
-def with_omega(sm, mask_id, cfg):
-    """A SoftMask with cfg's ω_s, ω_a, ω_b and sm's k (3 without sm), or sm if none is given"""
+def with_omega(sm, own, mask_id, cfg):
+    """A soft mask with cfg's ω_s, ω_a, ω_b and sm's k (3 without sm), or sm if no ω is given
+
+    own: the class of --code (default: SoftMask).
+    """
     omega = [cfg.omega_s, cfg.omega_a, cfg.omega_b]
     if omega == [None] * 3:
         return sm
@@ -415,7 +418,7 @@ def with_omega(sm, mask_id, cfg):
         raise Refused("--omega_s, --omega_a and --omega_b replace a soft mask: give all three, "
                       "without --soft=False")
     with launch.input_errors():
-        return SoftMask(mask_id, sm.k if sm else 3, *omega)
+        return (own or SoftMask)(mask_id, sm.k if sm else 3, *omega)
 
 
 def prepared(cfg):
@@ -428,7 +431,7 @@ def prepared(cfg):
     own = launch.soft_mask(cfg.code)
     with launch.input_errors():
         model = MDLM.load(cfg.checkpoint, sm=own)
-    sm = with_omega(model.sm, model.mask_id, cfg)
+    sm = with_omega(model.sm, own, model.mask_id, cfg)
     model.sm = sm if cfg.soft else None
     special = model.info["tokenizer"]
     tok = tokenizer(special["name"])

@@ -190,7 +190,7 @@ def load_for_decoding(cfg):
     model = Dream.load(cfg.model, device, dtype)
     own = launch.soft_mask(cfg.code)
     sm = load_adapter(model, cfg.adapter, own) if cfg.adapter else None
-    sm = with_omega(sm, model.cfg.mask_token_id, cfg)
+    sm = with_omega(sm, own, model.cfg.mask_token_id, cfg)
     if cfg.schedule != "none" and not (sm and cfg.soft):
         raise Refused(f"--schedule={cfg.schedule} scales the feedback, but there is none")
     if cfg.merge:

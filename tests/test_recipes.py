@@ -239,7 +239,9 @@ def test_records_of_others_become_dialogues_and_texts(tmp_path):
 
 def test_a_corpus_of_another_tokenizer_trains_and_is_measured(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    ids = 40 * [*range(9), 70_001]
+    tok = types.SimpleNamespace(eos_token_id=70_001, encode=lambda n, **_: range(n))
+    ids = RECIPES.ids_of(tok, 40 * [9])
+    assert ids == 40 * [*range(9), 70_001]
     RECIPES.write_corpus("mine", 9 * ids, ids, val_bytes=720, vocab_size=70_002, bos=70_000,
                          eos=70_001)
     start("train", "--data=mine", "--out_dir=run", "--n_layer=1", "--n_head=2", "--n_embd=8",
