@@ -314,6 +314,8 @@ PRESETS = {
 
 def main(cfg):
     out = cfg.out or f"data/{Path(cfg.source[0]).resolve().stem}"
+    if cfg.source[0] in PRESETS and cfg.val_docs is None:
+        raise Refused(f"{cfg.source[0]} is a preset: make it the first word, or give --val_docs")
     if cfg.source == ["openwebtext"]:
         from datasets import load_dataset  # resumes a broken download
         corpus = load_dataset("Skylion007/openwebtext", split="train")

@@ -93,7 +93,7 @@ PRESETS = {
 }
 
 # If one of these has changed, a run cannot be resumed. Other changes are only printed.
-IDENTITY = "seed", "batch_size", "r", "alpha", "loss", "k"
+IDENTITY = "seed batch_size r alpha loss k b_l b_h omega_s omega_a omega_b".split()
 
 
 def finetune(cfg, sm=None):

@@ -22,6 +22,7 @@ rest, even with another number of ranks.
 """
 
 import glob
+import hashlib
 import math
 import re
 import shutil
@@ -31,6 +32,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
 from itertools import repeat
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
@@ -370,10 +372,11 @@ class Config:
     # are orders: each step reveals about the same number, the surest first (§2.2; see Pick).
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     temperature: NotNegative = 1.0  # with an order; 0: the likeliest tokens
-    threshold: Share | None = None  # with an order, in place of steps: see `reveal`
+    threshold: Share | None = None  # in place of order and steps: see `reveal`
     top_p: Share = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model without feedback
-    # These three together replace the model's soft mask. A binary model gets one, too, with k = 3.
+    # These three together replace the model's soft mask, also that of --code, with τ = 1. A binary
+    # model gets one, too, with k = 3.
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
@@ -413,6 +416,8 @@ def with_omega(sm, own, mask_id, cfg):
     """
     omega = [cfg.omega_s, cfg.omega_a, cfg.omega_b]
     if omega == [None] * 3:
+        if own and not sm:
+            raise Refused("--code needs a soft mask: give --omega_s, --omega_a and --omega_b")
         return sm
     if None in omega or not cfg.soft:
         raise Refused("--omega_s, --omega_a and --omega_b replace a soft mask: give all three, "
@@ -481,7 +486,9 @@ def main(cfg):
     # step: the weights' bits as integers, whose sum is exact in any order.
     settings = {name: value for name, value in asdict(cfg).items()
                 if name not in ("count", "out", "show", "device", "compile")}
+    code = Path(cfg.code).read_bytes() if cfg.code else b""
     settings |= {"step": model.info["step"], "tokenizer": tok.name,
+                 "soft_mask": model.cfg.soft_mask, "code": hashlib.sha256(code).hexdigest(),
                  "dtype": str(machine.dtype or torch.float32),
                  "weights": str(sum(p.detach().float().view(torch.int32).sum().item()
                                     for p in model.parameters()))}

@@ -56,8 +56,8 @@ class Decoding:
     # small lead can have a probability of 1 (REPRODUCE.md, 9).
     threshold: Share | None = None
     code: str = ""                  # a Python file to run first: its SoftMask replaces ours
-    # These three together replace the adapter's soft mask. Without an adapter, they turn SM on, in
-    # a model that never saw feedback, with k = 3. (Not tried here; RECIPES.md has others' results.)
+    # These three together replace the adapter's soft mask, with τ = 1. Without an adapter, they
+    # turn SM on, in a model that never saw feedback, with k = 3. (Not tried here: see RECIPES.md.)
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None

@@ -36,7 +36,7 @@ class Config(ModelConfig):
     NO_FLAGS = "vocab_size", "mask_id", "soft_mask"  # they follow from the data and from p_sm
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    init_from: str = ""              # start from its θ, and from its ω if it has one
+    init_from: str = ""              # start from its θ and its ω; with its --seed, masks repeat
     new_omega: bool = False          # with init_from: start from the ω of the settings
     resume: bool = False             # continue from out_dir/last.pt, or start if there is none
     seed: int = 1
@@ -83,7 +83,7 @@ PRESETS = {  # the first word of a command
 
 # If one of these has changed, a run cannot be resumed. Other changes are only printed.
 IDENTITY = ("n_layer n_head n_embd n_cond length time_conditioning soft_mask k two_updates seed "
-            "batch_size").split()
+            "batch_size init_from omega_s omega_a omega_b").split()
 
 
 def train(cfg, sm=None):

@@ -38,6 +38,7 @@ from train import update_ema
 @dataclass
 class Config(ModelConfig):
     """The fields of mdlm.ModelConfig, and what to measure."""
+    NO_FLAGS = "mask_id", "soft_mask", "omega_s", "omega_a", "omega_b"  # see build
     parts: Literal["all", "train", "sample", "dream"] = "all"
     repeats: Size = 5                  # turns that count; for sampling and decoding at most three
     seconds: Size | None = None        # after this time, no case is started (default: no limit)

@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import sys
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
@@ -23,7 +24,7 @@ import torch
 sys.path.insert(0, os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 import launch
 from launch import Count, Positive, Refused
-from plot import benchmarks, run_name
+from plot import benchmarks
 from sample_dream import Decoding, answer, check_blocks, load_for_decoding
 
 PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
@@ -32,7 +33,7 @@ PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 NOT_IN_NAME = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
 # Fields that must agree before results are averaged.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
-          "temperature", "top_p", "merge", "dtype")
+          "temperature", "top_p", "merge", "dtype", "device", "compile")
 
 
 @dataclass
@@ -91,8 +92,8 @@ class DreamInHarness:
     world_size = 1
     tokenizer_name = "dream"
 
-    def __init__(self, model, tok, sm, cell, compiled=False):
-        self.model, self.tok, self.sm, self.cell, self.compiled = model, tok, sm, cell, compiled
+    def __init__(self, model, tok, sm, cell, made):
+        self.model, self.tok, self.sm, self.cell, self.made = model, tok, sm, cell, made
         self.path = cell_path(cell) + ".jsonl"
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
@@ -110,8 +111,9 @@ class DreamInHarness:
 
     def generate_until(self, requests):
         folders = [folder for folder in (self.cell.model, self.cell.adapter) if folder]
-        # The time of the newest file tells whether the model was trained further.
-        weights = max(file.stat().st_mtime for folder in folders for file in os.scandir(folder))
+        # The times of the newest files tell whether the model was trained further.
+        weights = [max(file.stat().st_mtime for file in os.scandir(folder)) for folder in folders]
+        weights += [os.stat(code).st_mtime for code in filter(None, [self.cell.code])]
         lines = launch.read_jsonl(self.path)
         for line, request in zip(lines, requests):
             if (line["prompt"], line["weights"]) != (request.args[0], weights):
@@ -121,10 +123,11 @@ class DreamInHarness:
         for request in launch.progress(rest, "answers", len(requests), initial=len(lines)):
             prompt, until = request.args[0], request.args[1]["until"]
             ids = self.encode(prompt)
-            if self.compiled and request is rest[0]:  # compiles: not timed
+            if self.made["compiled"] and request is rest[0]:  # compiles: not timed
                 answer(self.model, self.tok, self.sm, ids, self.cell, until)
             text, stats = answer(self.model, self.tok, self.sm, ids, self.cell, until)
-            lines.append({"prompt": prompt, "response": text, "weights": weights, **stats})
+            line = {"prompt": prompt, "response": text, "weights": weights}
+            lines.append(line | stats | self.made)
             launch.append_jsonl(self.path, lines[-1])
         return [line["response"] for line in lines]
 
@@ -146,8 +149,7 @@ def group(cfg, budget, feedback):
     shared = {name: getattr(cfg, name) for name in SHARED}
     shared |= {"budget": budget, "feedback": feedback, "FT": "-"}
     if cfg.adapter:
-        shared |= {"FT": "yes", "FT run": run_name(cfg.adapter),  # such as dream-sm
-                   "FT folder": os.path.basename(cfg.adapter)}    # and best
+        shared |= {"FT": "yes", "FT run": re.sub(r"-\d+(?=/|$)", "", cfg.adapter)}  # out/sm/best
         path = os.path.join(cfg.adapter, "finetune.json")
         if os.path.exists(path):  # adapters from other trainers have none
             run = launch.read_json(path)
@@ -169,21 +171,23 @@ def evaluate(cfg):
     compiled = gpu if cfg.compile is None else cfg.compile
     model, tok, sm = load_for_decoding(replace(grid[0][1], compile=compiled))
     feedback = f"SM k={sm.k or '|V|'}" if sm else "binary" if cfg.soft else "without feedback"
-    for name in ("omega_s", "omega_a", "omega_b", "schedule", "switch") if sm else ():
+    for name in ("code", "omega_s", "omega_a", "omega_b", "schedule", "switch") if sm else ():
         if getattr(cfg, name) != getattr(Config, name):
             feedback += f", {name}={getattr(cfg, name)}"
+    made = {"git": launch.git_version(), "compiled": compiled,
+            "machine": torch.cuda.get_device_name() if gpu else "CPU"}
     results = []
     for budget, cell in grid:
-        lm = DreamInHarness(model, tok, sm, cell, compiled)
+        lm = DreamInHarness(model, tok, sm, cell, made)
         found = ask(lm, loaded, cfg.limit, scored).get("results", {}).get(cfg.task, {})
         found = {name: None if isinstance(value, float) and not math.isfinite(value) else value
                  for name, value in found.items()}
         scores = [100 * value for value in found.values() if isinstance(value, float)]
         lines = launch.read_jsonl(lm.path)
         result = {
-            "git": launch.git_version(), "lm_eval": lm_eval.__version__, "n": len(lines),
-            "machine": torch.cuda.get_device_name() if gpu else "CPU", "compiled": compiled,
-            "column": task.eval_docs[0]["scoring"]["column"], "budget": budget,
+            **{name: lines[-1][name] for name in made},  # of an earlier run, if it answered
+            "lm_eval": lm_eval.__version__, "n": len(lines), "budget": budget,
+            "column": task.eval_docs[0]["scoring"]["column"],
             "feedback": feedback, "settings": asdict(cell), "prompt": lines[0]["prompt"],
             "group": group(replace(cfg, block=cell.block), budget, feedback),
             "score": scores[-1] if scores else None, "harness": found}

@@ -95,7 +95,7 @@ def main(cfg):
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
     cfg = replace(cfg, data=text["path"])
     settings = {"step": model.info["step"], "L": L, "n": len(rows), "data": text["path"],
-                "text": text}
+                "text": text, "dtype": str(dtype or torch.float32).removeprefix("torch.")}
     path = result_path(cfg, cfg.checkpoint, "feedback", settings)
     span, values = spans(len(rows), L, cfg.width, cfg.seed), {}                      # (n, L)
     with torch.autocast(device.type, dtype, enabled=dtype is not None):

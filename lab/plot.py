@@ -4,8 +4,9 @@
     python lab/plot.py --table="out/*/*.json"                   # results of eval.py, as in Table 1
     python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # loss and bounds, as in Fig. 3
 
-The number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. Tables and
-figures show means over seeds, and ± and bands are standard deviations over seeds.
+The number at the end of a run's name is its seed: sm-1 and sm-2 are two seeds of sm. (--table takes
+results with the same --label as seeds.) Tables and figures show means over seeds, and ± and bands
+are standard deviations over seeds.
 """
 
 import glob
@@ -21,7 +22,7 @@ from statistics import mean, stdev
 import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from launch import Refused, atomic, read_json, read_jsonl, readable, run, write_text
+from launch import Refused, atomic, check_same, read_json, read_jsonl, readable, run, write_text
 
 
 @dataclass
@@ -58,12 +59,16 @@ def markdown(rows, columns):
 # What eval.py measures, and the order of the columns
 METRICS = {"mauve": ("MAUVE ↑", ".3f"), "gen_ppl": ("gen. PPL ↓", ".2f"),
            "entropy": ("entropy ↑", ".3f"), "ppl": ("PPL ↓", ".3f")}
+# What may differ between results that are averaged
+FREE = {"checkpoint", "samples", "weights", "seed", "seeds", "rows", "out", "label", "batch_size",
+        "device"}
 
 
 def read_cells(pattern):
     """{(unmasking, feedback, label): {(metric, NFE / L or text): [value]}} of results."""
-    cells = {}
-    for result in map(read_json, files(pattern)):
+    cells, first = {}, {}
+    for path in files(pattern):
+        result = read_json(path)
         if result.get("metric") not in ("ppl", "samples"):  # another file
             continue
         values, settings, evaluation = (result[k] for k in ("values", "settings", "evaluation"))
@@ -74,11 +79,16 @@ def read_cells(pattern):
             values = {"ppl": values[feedback]["ppl"]}
         elif settings["sampler"] != "data":
             unmasking = settings["sampler"].partition("-")[0]  # remdm-cap and -loop share a row
-            feedback = "soft" if settings["soft"] else "binary"
+            feedback = "soft" if settings["soft"] else "off" if settings["soft_mask"] else "binary"
             budget = "{}/{}".format(*Fraction(settings["steps"], settings["L"]).as_integer_ratio())
         values = values.get("samples", values)
         label = evaluation["label"] or settings.get("checkpoint") or evaluation["checkpoint"]
-        row = cells.setdefault((unmasking, feedback, label), {})
+        key = unmasking, feedback, label
+        conditions = {name: value for name, value in (evaluation | settings).items()
+                      if name not in FREE}
+        check_same(path, first.setdefault((key, budget), conditions), conditions, conditions,
+                   f": they would be averaged as {label}, so give one another --label")
+        row = cells.setdefault(key, {})
         for metric in METRICS.keys() & values.keys():
             row.setdefault((metric, budget), []).append(values[metric])
     return dict(sorted(cells.items()))
@@ -157,7 +167,7 @@ def against(pairs, seeds):
 
 
 def table(pattern):
-    """Results of eval.py. Gains are over the last binary row.                   Tables 1, 2, 4-7"""
+    """Results of eval.py.                                                       Tables 1, 2, 4-7"""
     cells, bases, lines = read_cells(pattern), {}, []
     columns = sorted({column for row in cells.values() for column in row}, key=lambda column: (
         list(METRICS).index(column[0]), Fraction(column[1]) if "/" in column[1] else 0, column[1]))
@@ -166,28 +176,35 @@ def table(pattern):
     for (unmasking, feedback, label), row in cells.items():
         row = {headings[column]: values for column, values in row.items()}
         if feedback == "binary":
-            bases[unmasking] = row
+            bases[unmasking] = bases[unmasking, label] = row
+        # Gains are over the binary model with this label, or else the last one.
+        base = bases.get((unmasking, label)) or bases.get(unmasking, {})
         words = {"unmasking": unmasking, "feedback": feedback, "model": label}
-        base = bases.get(unmasking, {}) if feedback == "soft" else {}
-        lines += with_gain(words, row, base, spec)
+        lines += with_gain(words, row, base if feedback == "soft" else {}, spec)
     return markdown(lines, ["unmasking", "feedback", "model", *headings.values()])
 
 
 def dream_results(folder):
     """{row: {task: [result]}} of all results of eval_dream.py in a folder that have a score
 
-    Only results that agree in all settings are averaged. Few passes come first.
+    Only results that agree in all settings are averaged. Few passes come first. The label of a row
+    has its feedback, and the settings in which rows differ.
     """
     rows, problems = {}, {}
-    for result in map(read_json, files(f"{folder}/*.json")):
+    results = [*map(read_json, files(f"{folder}/*.json"))]
+    shown = {"model", "data", "block", "threshold", "budget", "feedback", "FT", "FT run"}
+    differ = [name for name in dict(results[0]["group"]) if name not in shown
+              and len({str(result["group"][name]) for result in results}) > 1]
+    for result in results:
         group, task = dict(result["group"]), result["column"]
+        others = "".join(f", {name}={group[name]}" for name in differ)
         if problems.setdefault(task, group["data"]) != group.pop("data"):
             raise Refused(f"{folder} has results of {task} on different problems: separate them")
         passes, words = Fraction(group["budget"]), group["budget"]
         if group["threshold"]:
             passes, words = group["threshold"], f"p ≥ {group['threshold']}"
         row = (group["block"], passes, words, group["model"], group["feedback"].startswith("SM k"),
-               group["FT"], group["feedback"], str(sorted(group.items())))
+               group["FT"], group["feedback"], others, str(sorted(group.items())))
         if result["score"] is not None:
             rows.setdefault(row, {}).setdefault(task, []).append(result)
     return dict(sorted(rows.items()))
@@ -197,14 +214,15 @@ def benchmarks(folder):
     """Results of eval_dream.py.                                                   Tables 3, 8-12"""
     rows, bases, lines = dream_results(folder), {}, []
     spec = dict.fromkeys(sorted({task for row in rows.values() for task in row}), ".1f")
-    for (block, _, budget, model, soft, FT, feedback, _), row in rows.items():
+    for (block, _, budget, model, soft, FT, feedback, others, _), row in rows.items():
         budget += f", block {block}" if block else ""
         scores = {task: [result["score"] for result in results] for task, results in row.items()}
         if feedback == "binary" and FT != "-":
-            bases[budget, model] = bases[budget, model, FT] = scores
+            bases[budget, model, others] = bases[budget, model, others, FT] = scores
         # Gains are over the binary model that was finetuned for as long, or else the last one.
-        base = bases.get((budget, model, FT)) or bases.get((budget, model), {})
-        words = {"NFE budget": budget, "model": model, "FT": FT, "feedback": feedback}
+        same = budget, model, others
+        base = bases.get((*same, FT)) or bases.get(same, {})
+        words = {"NFE budget": budget, "model": model, "FT": FT, "feedback": feedback + others}
         lines += with_gain(words, scores, base if soft and FT != "-" else {}, spec)
     return markdown(lines, ["NFE budget", "model", "FT", "feedback", *spec])
 
@@ -249,11 +267,11 @@ def over_updates(patterns, quantities):
 def throughput(folder):
     """Score over tokens/s. A dot is a block length, which stands beside it.     App. B.2, Fig. 4"""
     series = {}
-    for (block, _, budget, model, _, FT, label, _), row in dream_results(folder).items():
+    for (block, _, budget, model, _, FT, label, others, _), row in dream_results(folder).items():
         for task, results in row.items():
             speed = mean(result["tokens"] / result["seconds"] for result in results)
             score = mean(result["score"] for result in results)
-            name = f"{task}, {model}, {FT}, {label}, {budget}"
+            name = f"{task}, {model}, {FT}, {label}{others}, {budget}"
             series.setdefault(name, []).append((block, speed, score))
     fig, [ax] = figure(1, width=7, height=5)
     for name, points in series.items():

@@ -45,6 +45,7 @@ def test_rows_are_the_recorded_blocks():
     refused("tokens fill no row of length", data.n_rows, tokens, len(ids) + 3)
     assert data.n_rows(tokens, len(ids) + 2) == 1
     assert data.PRESETS["openwebtext"]["val_docs"] == 100_000  # as published
+    refused("is a preset", data.main, data.Config(["openwebtext"]))
     assert data.evenly(7, 3).tolist() == [0, 2, 4] and data.evenly(2, 3).tolist() == [0, 1]
 
 

@@ -80,7 +80,7 @@ def test_prompts_stop_strings_and_lengths(config, tiny):
         "math500": ({}, CHAT.format(
             "Please reason step by step, and put your final answer within \\boxed{{}}. Problem:\n"
             "What is it?\n\nSolution:", ""), 512)}
-    lm = E.DreamInHarness(None, Tokenizer(tiny[0]), None, config("math500", [LATEX]))
+    lm = E.DreamInHarness(None, Tokenizer(tiny[0]), None, config("math500", [LATEX]), {})
     for name, row in ROWS.items():
         family = name.split("_")[0]
         fields, text, length = expected[family]
@@ -141,8 +141,8 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config, tiny, monkeypatch):
     assert CHAT.format("Q: <|mask|>?\nA:", "").endswith(Tokenizer(tiny[0]).decode(asked[0][3]))
 
 
-def test_a_killed_run_resumes_and_no_answer_is_run_unasked(config, tmp_path, monkeypatch):
-    """It does not take answers to other prompts, or of other weights, for its own."""
+def test_a_killed_run_resumes_and_no_answer_is_run_unasked(config, tmp_path, monkeypatch, mine):
+    """It does not take answers to other prompts, or of other weights or code, for its own."""
     mark = tmp_path / "executed"
     rows = [TWICE | {"text": f"{i}?", "test_setup_code": f"open({str(mark)!r}, 'w')"}
             for i in range(4)]
@@ -162,6 +162,14 @@ def test_a_killed_run_resumes_and_no_answer_is_run_unasked(config, tmp_path, mon
     assert read_jsonl(path) == read_jsonl(whole) and not mark.exists()
     [scored] = E.evaluate(replace(cfg, confirm_run_unsafe_code=True, timeout=9.0))
     assert len(asked) == 6 and scored["score"] == 100 and mark.exists()  # it was asked no more
+    monkeypatch.setattr(E.launch, "git_version", lambda: "later")
+    [again] = E.evaluate(cfg)
+    assert again["git"] == scored["git"] != "later"  # that of the answers
+    own = replace(cfg, code=mine, omega_s=0.3, omega_a=1.0, omega_b=-3.0)
+    [coded] = E.evaluate(own)
+    assert coded["feedback"].startswith(f"SM k=3, code={mine}, omega_s=0.3")
+    os.utime(mine, (3e9, 3e9))
+    refused("holds answers to other", E.evaluate, own)
     refused("holds answers to other", E.evaluate, config("mbpp_instruct", rows[::-1]))
     os.utime(os.path.join(cfg.model, "config.json"), (3e9, 3e9))
     refused("holds answers to other", E.evaluate, cfg)

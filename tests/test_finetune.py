@@ -268,6 +268,8 @@ def test_two_ranks_are_one_also_with_a_soft_mask_of_ones_own(cfg, mine):
     untrained = replace(decoding, adapter="", code=mine, omega_s=0.3, omega_a=1.0, omega_b=-3.0)
     *_, sm = load_for_decoding(untrained)
     assert sm.k == 3 and not sm.bias.any()
+    refused("--code needs a soft mask", load_for_decoding, replace(untrained, **dict.fromkeys(
+        ("omega_s", "omega_a", "omega_b"))))
 
 
 def test_bf16_weights_stay_bf16_on_cuda_or_cpu_and_all_that_is_trained_is_fp32(cfg, tmp_path):

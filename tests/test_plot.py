@@ -1,35 +1,53 @@
 """plot.py: tables and figures."""
 
+import json
+from pathlib import Path
+
 import pytest
 
 import plot
-from conftest import start
+from conftest import refused, start
 from launch import append_jsonl
 
 
 def test_table_lays_results_out_as_the_paper_does(tmp_path, monkeypatch, capsys):
-    """Means over seeds, and gains over the last binary row. remdm-cap and -loop share a row."""
+    """Means over seeds, and gains over binary with this label. remdm-cap and -loop share a row."""
     monkeypatch.chdir(tmp_path)
-    for sampler, label, ppl in (("remdm-cap", "binary", 42.53), ("remdm-cap", "sm", 29.5),
-                                ("remdm-loop", "sm", 29.7)):
-        append_jsonl(f"{sampler}-{label}.json", {
+
+    def write(name, ppl, label, seed=1, **changed):
+        settings = {"sampler": "remdm-cap", "soft": True, "soft_mask": True, "steps": 128,
+                    "L": 1024, "seed": seed}
+        append_jsonl(f"{name}.json", {
             "metric": "samples", "values": {"samples": {"gen_ppl": ppl}},
-            "settings": {"sampler": sampler, "soft": label == "sm", "steps": 128, "L": 1024},
-            "evaluation": {"label": label}})
+            "settings": settings | changed, "evaluation": {"label": label}})
+    write("binary", 42.53, "A", soft=False, soft_mask=False)
+    write("later", 9.5, "B", soft=False, soft_mask=False)
+    write("off", 50.0, "A", soft=False)
+    write("one", 29.5, "A")
+    write("two", 29.7, "A", seed=2)
+    write("loop", 31.0, "A", sampler="remdm-loop", steps=1024)
+    write("new", 10.5, "C")
     append_jsonl("ppl.json", {
         "metric": "ppl", "values": {"plain": {"ppl": 7.0}, "soft": {"ppl": 5.0}},
-        "settings": {"text": {"path": "data/owt"}}, "evaluation": {"label": "sm"}})
+        "settings": {"text": {"path": "data/owt"}}, "evaluation": {"label": "A"}})
     append_jsonl("finetune.json", {"epochs": 1})  # another file
     start("plot", "--table=*.json")
     cells = [line[2:-2].split(" | ") for line in capsys.readouterr().out.splitlines()]
     assert cells == [
-        ["unmasking", "feedback", "model", "gen. PPL ↓ 1/8", "PPL ↓ owt"], 5 * ["---"],
-        ["", "soft", "sm", "", "5.000"], ["remdm", "binary", "binary", "42.53", ""],
-        ["remdm", "soft", "sm", "29.60 ± 0.14", ""], ["", "gain", "", "-12.93", ""]]
+        ["unmasking", "feedback", "model", "gen. PPL ↓ 1/8", "gen. PPL ↓ 1/1", "PPL ↓ owt"],
+        6 * ["---"], ["", "soft", "A", "", "", "5.000"], ["remdm", "binary", "A", "42.53", "", ""],
+        ["remdm", "binary", "B", "9.50", "", ""], ["remdm", "off", "A", "50.00", "", ""],
+        ["remdm", "soft", "A", "29.60 ± 0.14", "31.00", ""], ["", "gain", "", "-12.93", "", ""],
+        ["remdm", "soft", "C", "10.50", "", ""], ["", "gain", "", "+1.00", "", ""]]
+    write("three", 29.0, "A", seed=3, top_p=1.0)
+    refused("three.json has other settings: top_p .* averaged as A", plot.table, "*.json")
 
 
 def test_benchmarks_are_table_3_and_figures_are_means_over_seeds(tmp_path, monkeypatch):
-    """Only what shares all settings is averaged. A gain is over binary, finetuned for as long."""
+    """Only what shares all settings is averaged. A gain is over binary, finetuned for as long.
+
+    If settings differ in a folder, their rows say so, and gains are over the same settings.
+    """
     monkeypatch.chdir(tmp_path)
     soft = {"feedback": "SM k=1", "p_sm": 0.5}
     for i, (score, changes) in enumerate((
@@ -43,6 +61,16 @@ def test_benchmarks_are_table_3_and_figures_are_means_over_seeds(tmp_path, monke
     assert [row[3:] for row in cells[2:]] == [
         ["binary", "50.0"], ["binary", "25.0 ± 7.1"], ["SM k=1", "27.0 ± 7.1"], ["gain", "+2.0"],
         ["SM k=1", "40.0"], ["gain", "+15.0"]]
+    for name, feedback, score in ("a", "binary", 60.0), ("b", "SM k=1", 66.0):
+        group = json.loads(Path("0.json").read_text())["group"]
+        append_jsonl(f"few/{name}.json", {"column": "MBPP", "score": score, "group": group | {
+            "limit": 5, "feedback": feedback}})
+        append_jsonl(f"few/{name}2.json", {"column": "MBPP", "score": score / 2, "group": group | {
+            "limit": 0, "feedback": feedback}})
+    cells = [line[2:-2].split(" | ") for line in plot.benchmarks("few").splitlines()]
+    assert [row[3:] for row in cells[2:]] == [
+        ["binary, limit=0", "30.0"], ["binary, limit=5", "60.0"], ["SM k=1, limit=0", "33.0"],
+        ["gain", "+3.0"], ["SM k=1, limit=5", "66.0"], ["gain", "+6.0"]]
     pytest.importorskip("matplotlib")
     for seed, omega_s in (1, 0.1), (2, 0.3):
         append_jsonl(f"sm-{seed}/log.jsonl", {"step": 5, "loss": 1.5, "omega_s": omega_s},

@@ -93,9 +93,10 @@ def test_a_copy_goes_on_with_other_settings_and_is_never_overwritten(run, tmp_pa
     script, main, cfg, out = run
     copy = shutil.copytree(out, tmp_path / "run")
     cfg = replace(cfg, **{OUT[script]: str(copy)})
-    main(replace(cfg, resume=True, steps=5, p_sm=0.5, omega_s=0.2, eta_sm=1e-3))
+    main(replace(cfg, resume=True, steps=5, p_sm=0.5, eta_sm=1e-3))
     assert "p_sm 0.7 → 0.5\n" in capsys.readouterr().out
     assert torch.load(copy / "last.pt")["step"] == 5
+    refused("omega_s .0.* there, 0.2 here", main, replace(cfg, resume=True, omega_s=0.2))
     os.remove(copy / "last.pt")
     refused("holds a run", main, cfg)  # there is still its log
     refused("no last.pt", main, replace(cfg, resume=True))

@@ -258,10 +258,11 @@ def test_passes_are_counted(run, monkeypatch):
     assert compiled.call_count == 1
 
 
-def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path):
+def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path, mine):
     [line], path, mdlm = run("a"), f"{tmp_path}/a.pt", "do nothing with --sampler=mdlm"
     assert line["settings"].keys() == set(vars(sample.Config())) - {
-        "count", "out", "show", "device", "compile"} | {"step", "weights", "tokenizer", "dtype"}
+        "count", "out", "show", "device", "compile"} | {"step", "weights", "tokenizer", "dtype",
+                                                       "soft_mask"}
     for message, change in (
             ("other settings", dict(seed=2)), ("other settings", dict(top_p=1)),
             ("--length=99 exceeds the 32 of training", dict(length=99)),
@@ -276,6 +277,13 @@ def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path):
         refused("other settings", run, "a")
     launch.save(path, **own)
     assert run("a", checkpoint=f"{tmp_path}/./a.pt") == [line]  # the same file
+    coded = dict(model=dict(soft_mask=False), code=mine)
+    refused("--code needs a soft mask", run, "b", **coded)
+    coded |= dict(omega_s=0.5, omega_a=1.0, omega_b=-3.0)
+    run("b", **coded)
+    with open(mine, "a") as f:
+        f.write("# edited")
+    refused("other settings", run, "b", **coded)
     append_jsonl(tmp_path / "a" / "samples.jsonl", 3)  # a file of something else
     refused("samples.jsonl: TypeError", run, "a")
 
