@@ -235,7 +235,7 @@ def finetune(cfg, sm=None):
     command = ["python", "sample_dream.py", f"--model={cfg.model}", f"--adapter={adapter}",
                "--chat"]
     warning = launch.warning(line, len(model.net.table))
-    launch.end_run(machine, warning, command, cfg.code, made, stopped)
+    launch.end_run(machine, warning, command, model.sm and cfg.code, made, stopped)
     return model
 
 

@@ -372,7 +372,7 @@ class Config:
     # are orders: each step reveals about the same number, the surest first (§2.2; see Pick).
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
     temperature: NotNegative = 1.0  # with an order; 0: the likeliest tokens
-    threshold: Share | None = None  # in place of order and steps: see `reveal`
+    threshold: Share | None = None  # with an order, in place of it and of steps: see `reveal`
     top_p: Share = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model without feedback
     # These three together replace the model's soft mask, also that of --code, with τ = 1. A binary
@@ -486,9 +486,9 @@ def main(cfg):
     # step: the weights' bits as integers, whose sum is exact in any order.
     settings = {name: value for name, value in asdict(cfg).items()
                 if name not in ("count", "out", "show", "device", "compile")}
-    code = Path(cfg.code).read_bytes() if cfg.code else b""
+    code = cfg.code and hashlib.sha256(Path(cfg.code).read_bytes()).hexdigest()
     settings |= {"step": model.info["step"], "tokenizer": tok.name,
-                 "soft_mask": model.cfg.soft_mask, "code": hashlib.sha256(code).hexdigest(),
+                 "soft_mask": model.cfg.soft_mask, "code": code,
                  "dtype": str(machine.dtype or torch.float32),
                  "weights": str(sum(p.detach().float().view(torch.int32).sum().item()
                                     for p in model.parameters()))}

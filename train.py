@@ -83,7 +83,7 @@ PRESETS = {  # the first word of a command
 
 # If one of these has changed, a run cannot be resumed. Other changes are only printed.
 IDENTITY = ("n_layer n_head n_embd n_cond length time_conditioning soft_mask k two_updates seed "
-            "batch_size init_from omega_s omega_a omega_b").split()
+            "batch_size init_from new_omega omega_s omega_a omega_b").split()
 
 
 def train(cfg, sm=None):
@@ -251,7 +251,8 @@ def train(cfg, sm=None):
 
     log.bar.close()
     command = ["python", "sample.py", f"--checkpoint={last}", "--show"]
-    launch.end_run(machine, launch.warning(line, cfg.vocab_size), command, cfg.code, made, stopped)
+    warning = launch.warning(line, cfg.vocab_size)
+    launch.end_run(machine, warning, command, model.sm and cfg.code, made, stopped)
     return model, ema
 
 

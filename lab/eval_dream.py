@@ -33,7 +33,7 @@ PROMPT_TOKENS = 1024  # longer prompts lose their beginning [code]
 NOT_IN_NAME = {"task", "data", "nfe", "blocks", "out", "confirm_run_unsafe_code", "timeout"}
 # Fields that must agree before results are averaged.
 SHARED = ("model", "data", "limit", "gen_len", "block", "cache", "threshold", "algorithm",
-          "temperature", "top_p", "merge", "dtype", "device", "compile")
+          "temperature", "top_p", "merge", "dtype")
 
 
 @dataclass
@@ -113,7 +113,8 @@ class DreamInHarness:
         folders = [folder for folder in (self.cell.model, self.cell.adapter) if folder]
         # The times of the newest files tell whether the model was trained further.
         weights = [max(file.stat().st_mtime for file in os.scandir(folder)) for folder in folders]
-        weights += [os.stat(code).st_mtime for code in filter(None, [self.cell.code])]
+        if self.cell.code:
+            weights.append(os.stat(self.cell.code).st_mtime)
         lines = launch.read_jsonl(self.path)
         for line, request in zip(lines, requests):
             if (line["prompt"], line["weights"]) != (request.args[0], weights):
@@ -127,7 +128,7 @@ class DreamInHarness:
                 answer(self.model, self.tok, self.sm, ids, self.cell, until)
             text, stats = answer(self.model, self.tok, self.sm, ids, self.cell, until)
             line = {"prompt": prompt, "response": text, "weights": weights}
-            lines.append(line | stats | self.made)
+            lines.append(line | stats | self.made | {"git": launch.git_version()})
             launch.append_jsonl(self.path, lines[-1])
         return [line["response"] for line in lines]
 
@@ -144,12 +145,17 @@ def ask(lm, loaded, limit, scored):
     return {}
 
 
-def group(cfg, budget, feedback):
-    """What results must share to be averaged in the table. Seeds of one finetuning run do."""
-    shared = {name: getattr(cfg, name) for name in SHARED}
+def group(cfg, budget, feedback, made):
+    """What results must share to be averaged in the table. Seeds of one finetuning run do.
+
+    made: {"machine", "compiled"}.
+    """
+    shared = {name: getattr(cfg, name) for name in SHARED} | made
     shared |= {"budget": budget, "feedback": feedback, "FT": "-"}
     if cfg.adapter:
-        shared |= {"FT": "yes", "FT run": re.sub(r"-\d+(?=/|$)", "", cfg.adapter)}  # out/sm/best
+        folder, name = os.path.split(os.path.normpath(cfg.adapter))
+        run = re.sub(r"-\d+$", "", folder)  # out/dream-sm of out/dream-sm-1/best
+        shared |= {"FT": "yes", "FT run": run, "adapter": name}
         path = os.path.join(cfg.adapter, "finetune.json")
         if os.path.exists(path):  # adapters from other trainers have none
             run = launch.read_json(path)
@@ -174,8 +180,7 @@ def evaluate(cfg):
     for name in ("code", "omega_s", "omega_a", "omega_b", "schedule", "switch") if sm else ():
         if getattr(cfg, name) != getattr(Config, name):
             feedback += f", {name}={getattr(cfg, name)}"
-    made = {"git": launch.git_version(), "compiled": compiled,
-            "machine": torch.cuda.get_device_name() if gpu else "CPU"}
+    made = {"compiled": compiled, "machine": torch.cuda.get_device_name() if gpu else "CPU"}
     results = []
     for budget, cell in grid:
         lm = DreamInHarness(model, tok, sm, cell, made)
@@ -184,12 +189,12 @@ def evaluate(cfg):
                  for name, value in found.items()}
         scores = [100 * value for value in found.values() if isinstance(value, float)]
         lines = launch.read_jsonl(lm.path)
-        result = {
-            **{name: lines[-1][name] for name in made},  # of an earlier run, if it answered
-            "lm_eval": lm_eval.__version__, "n": len(lines), "budget": budget,
-            "column": task.eval_docs[0]["scoring"]["column"],
+        made = {name: lines[-1][name] for name in made}  # an earlier run may have answered
+        result = made | {
+            "git": lines[-1]["git"], "lm_eval": lm_eval.__version__, "n": len(lines),
+            "column": task.eval_docs[0]["scoring"]["column"], "budget": budget,
             "feedback": feedback, "settings": asdict(cell), "prompt": lines[0]["prompt"],
-            "group": group(replace(cfg, block=cell.block), budget, feedback),
+            "group": group(replace(cfg, block=cell.block), budget, feedback, made),
             "score": scores[-1] if scores else None, "harness": found}
         for name in "nfe", "tokens", "kept", "seconds":
             result[name] = sum(line[name] for line in lines)

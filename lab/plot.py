@@ -61,7 +61,7 @@ METRICS = {"mauve": ("MAUVE ↑", ".3f"), "gen_ppl": ("gen. PPL ↓", ".2f"),
            "entropy": ("entropy ↑", ".3f"), "ppl": ("PPL ↓", ".3f")}
 # What may differ between results that are averaged
 FREE = {"checkpoint", "samples", "weights", "seed", "seeds", "rows", "out", "label", "batch_size",
-        "device"}
+        "device", "transformers", "mauve-text"}
 
 
 def read_cells(pattern):
@@ -86,8 +86,10 @@ def read_cells(pattern):
         key = unmasking, feedback, label
         conditions = {name: value for name, value in (evaluation | settings).items()
                       if name not in FREE}
-        check_same(path, first.setdefault((key, budget), conditions), conditions, conditions,
-                   f": they would be averaged as {label}, so give one another --label")
+        other, before = first.setdefault((key, budget), (path, conditions))
+        both = {name: conditions.get(name) for name in before | conditions}
+        check_same(other, before, both, both,
+                   f": {path} would be averaged with it as {label}, so give it another --label")
         row = cells.setdefault(key, {})
         for metric in METRICS.keys() & values.keys():
             row.setdefault((metric, budget), []).append(values[metric])
@@ -176,28 +178,33 @@ def table(pattern):
     for (unmasking, feedback, label), row in cells.items():
         row = {headings[column]: values for column, values in row.items()}
         if feedback == "binary":
-            bases[unmasking] = bases[unmasking, label] = row
+            bases[unmasking] = label, row
+            bases[unmasking, label] = label, row
         # Gains are over the binary model with this label, or else the last one.
-        base = bases.get((unmasking, label)) or bases.get(unmasking, {})
+        over, base = bases.get((unmasking, label)) or bases.get(unmasking, ("", {}))
         words = {"unmasking": unmasking, "feedback": feedback, "model": label}
-        lines += with_gain(words, row, base if feedback == "soft" else {}, spec)
+        found, *gain = with_gain(words, row, base if feedback == "soft" else {}, spec)
+        lines += [found, *(line | {"model": f"over {over}"} for line in gain)]
     return markdown(lines, ["unmasking", "feedback", "model", *headings.values()])
 
 
 def dream_results(folder):
     """{row: {task: [result]}} of all results of eval_dream.py in a folder that have a score
 
-    Only results that agree in all settings are averaged. Few passes come first. The label of a row
-    has its feedback, and the settings in which rows differ.
+    Only results that agree in all settings are averaged. Few passes come first. Beside the feedback
+    stand the settings in which rows differ.
     """
     rows, problems = {}, {}
     results = [*map(read_json, files(f"{folder}/*.json"))]
     shown = {"model", "data", "block", "threshold", "budget", "feedback", "FT", "FT run"}
-    differ = [name for name in dict(results[0]["group"]) if name not in shown
-              and len({str(result["group"][name]) for result in results}) > 1]
+    seen = {}
+    for result in results:
+        for name in result["group"].keys() - shown:
+            seen.setdefault(name, set()).add(str(result["group"][name]))
     for result in results:
         group, task = dict(result["group"]), result["column"]
-        others = "".join(f", {name}={group[name]}" for name in differ)
+        others = "".join(f", {name}={group[name]}" for name in sorted(seen)
+                         if name in group and len(seen[name]) > 1)
         if problems.setdefault(task, group["data"]) != group.pop("data"):
             raise Refused(f"{folder} has results of {task} on different problems: separate them")
         passes, words = Fraction(group["budget"]), group["budget"]
@@ -218,7 +225,8 @@ def benchmarks(folder):
         budget += f", block {block}" if block else ""
         scores = {task: [result["score"] for result in results] for task, results in row.items()}
         if feedback == "binary" and FT != "-":
-            bases[budget, model, others] = bases[budget, model, others, FT] = scores
+            bases[budget, model, others] = scores
+            bases[budget, model, others, FT] = scores
         # Gains are over the binary model that was finetuned for as long, or else the last one.
         same = budget, model, others
         base = bases.get((*same, FT)) or bases.get(same, {})

@@ -32,7 +32,7 @@ from softmask import neg_entropy
 class Config(sample.Config):
     """The flags of sample.py that decide what one sample is, and two more.
 
-    At random, there is a pass in every step, so the sample is not that of sample.py.
+    With feedback and a random sampler, it differs from sample.py's, as every step makes a pass.
     """
     given: str = ""  # a puzzle: one character per token, with a dot for each token to fill in
     note: str = ""   # a sentence at the top of the page

@@ -141,6 +141,15 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config, tiny, monkeypatch):
     assert CHAT.format("Q: <|mask|>?\nA:", "").endswith(Tokenizer(tiny[0]).decode(asked[0][3]))
 
 
+def test_seeds_of_one_run_are_averaged():
+    def group(adapter):
+        return E.group(E.Config(adapter=adapter), "1/1", "binary", {"machine": "CPU"})
+    assert group("out/sm-1/best") == group("./out/sm-2/best/")
+    for other in "out/sm-1/last", "out/k3-1/best", "there/sm-1/best":
+        assert group("out/sm-1/best") != group(other)
+    assert group("run/checkpoint-500") != group("run/checkpoint-1000")
+
+
 def test_a_killed_run_resumes_and_no_answer_is_run_unasked(config, tmp_path, monkeypatch, mine):
     """It does not take answers to other prompts, or of other weights or code, for its own."""
     mark = tmp_path / "executed"

@@ -1,8 +1,5 @@
 """plot.py: tables and figures."""
 
-import json
-from pathlib import Path
-
 import pytest
 
 import plot
@@ -14,17 +11,18 @@ def test_table_lays_results_out_as_the_paper_does(tmp_path, monkeypatch, capsys)
     """Means over seeds, and gains over binary with this label. remdm-cap and -loop share a row."""
     monkeypatch.chdir(tmp_path)
 
-    def write(name, ppl, label, seed=1, **changed):
+    def write(name, ppl, label, **changed):
         settings = {"sampler": "remdm-cap", "soft": True, "soft_mask": True, "steps": 128,
-                    "L": 1024, "seed": seed}
+                    "L": 1024, "seed": name, "seeds": [name], "weights": name, "checkpoint": name}
         append_jsonl(f"{name}.json", {
             "metric": "samples", "values": {"samples": {"gen_ppl": ppl}},
-            "settings": settings | changed, "evaluation": {"label": label}})
+            "settings": settings | changed, "evaluation": {
+                "label": label, "samples": name, "rows": name, "out": name, "device": name}})
     write("binary", 42.53, "A", soft=False, soft_mask=False)
     write("later", 9.5, "B", soft=False, soft_mask=False)
     write("off", 50.0, "A", soft=False)
     write("one", 29.5, "A")
-    write("two", 29.7, "A", seed=2)
+    write("two", 29.7, "A")
     write("loop", 31.0, "A", sampler="remdm-loop", steps=1024)
     write("new", 10.5, "C")
     append_jsonl("ppl.json", {
@@ -37,10 +35,11 @@ def test_table_lays_results_out_as_the_paper_does(tmp_path, monkeypatch, capsys)
         ["unmasking", "feedback", "model", "gen. PPL ↓ 1/8", "gen. PPL ↓ 1/1", "PPL ↓ owt"],
         6 * ["---"], ["", "soft", "A", "", "", "5.000"], ["remdm", "binary", "A", "42.53", "", ""],
         ["remdm", "binary", "B", "9.50", "", ""], ["remdm", "off", "A", "50.00", "", ""],
-        ["remdm", "soft", "A", "29.60 ± 0.14", "31.00", ""], ["", "gain", "", "-12.93", "", ""],
-        ["remdm", "soft", "C", "10.50", "", ""], ["", "gain", "", "+1.00", "", ""]]
-    write("three", 29.0, "A", seed=3, top_p=1.0)
-    refused("three.json has other settings: top_p .* averaged as A", plot.table, "*.json")
+        ["remdm", "soft", "A", "29.60 ± 0.14", "31.00", ""],
+        ["", "gain", "over A", "-12.93", "", ""],
+        ["remdm", "soft", "C", "10.50", "", ""], ["", "gain", "over B", "+1.00", "", ""]]
+    write("three", 29.0, "A", top_p=1.0)
+    refused("one.json has other settings: top_p .*three.json would be", plot.table, "*.json")
 
 
 def test_benchmarks_are_table_3_and_figures_are_means_over_seeds(tmp_path, monkeypatch):
@@ -49,10 +48,10 @@ def test_benchmarks_are_table_3_and_figures_are_means_over_seeds(tmp_path, monke
     If settings differ in a folder, their rows say so, and gains are over the same settings.
     """
     monkeypatch.chdir(tmp_path)
-    soft = {"feedback": "SM k=1", "p_sm": 0.5}
+    soft = {"feedback": "SM k=1", "FT run": "sm"}
     for i, (score, changes) in enumerate((
-            (20.0, {}), (30.0, {}), (22.0, soft), (32.0, soft), (40.0, soft | {"p_sm": 0.8}),
-            (50.0, {"FT": "-"}), (None, {"budget": "1/1"}))):
+            (20.0, {}), (30.0, {}), (22.0, soft), (32.0, soft), (40.0, soft | {"FT run": "sm2"}),
+            (50.0, {"FT": "-"}), (44.0, soft | {"FT": "2 epochs"}), (None, {"budget": "1/1"}))):
         group = {"block": 16, "threshold": None, "budget": "1/4", "model": "Dream", "data": "d1",
                  "FT": "1 epochs", "feedback": "binary"}
         append_jsonl(f"{i}.json", {"column": "MBPP", "score": score, "tokens": 30, "seconds": 2,
@@ -60,13 +59,12 @@ def test_benchmarks_are_table_3_and_figures_are_means_over_seeds(tmp_path, monke
     cells = [line[2:-2].split(" | ") for line in plot.benchmarks(".").splitlines()]
     assert [row[3:] for row in cells[2:]] == [
         ["binary", "50.0"], ["binary", "25.0 ± 7.1"], ["SM k=1", "27.0 ± 7.1"], ["gain", "+2.0"],
-        ["SM k=1", "40.0"], ["gain", "+15.0"]]
-    for name, feedback, score in ("a", "binary", 60.0), ("b", "SM k=1", 66.0):
-        group = json.loads(Path("0.json").read_text())["group"]
-        append_jsonl(f"few/{name}.json", {"column": "MBPP", "score": score, "group": group | {
-            "limit": 5, "feedback": feedback}})
-        append_jsonl(f"few/{name}2.json", {"column": "MBPP", "score": score / 2, "group": group | {
-            "limit": 0, "feedback": feedback}})
+        ["SM k=1", "40.0"], ["gain", "+15.0"], ["SM k=1", "44.0"], ["gain", "+19.0"]]
+    for limit, share in (5, 1), (0, 0.5):
+        for feedback, score in ("binary", 60.0), ("SM k=1", 66.0):
+            append_jsonl(f"few/{limit}-{feedback}.json", {
+                "column": "MBPP", "score": share * score, "tokens": 9, "seconds": 1,
+                "group": group | {"limit": limit, "feedback": feedback}})
     cells = [line[2:-2].split(" | ") for line in plot.benchmarks("few").splitlines()]
     assert [row[3:] for row in cells[2:]] == [
         ["binary, limit=0", "30.0"], ["binary, limit=5", "60.0"], ["SM k=1, limit=0", "33.0"],
@@ -75,6 +73,7 @@ def test_benchmarks_are_table_3_and_figures_are_means_over_seeds(tmp_path, monke
     for seed, omega_s in (1, 0.1), (2, 0.3):
         append_jsonl(f"sm-{seed}/log.jsonl", {"step": 5, "loss": 1.5, "omega_s": omega_s},
                      {"step": 10, "val_soft": 2.0, "val_plain": 2.2})
+    assert len(plot.throughput("few").axes[0].lines) == 4
     panels = (*plot.throughput(".").axes, *plot.MAKERS["runs"]("*/log.jsonl").axes)
     assert [ax.lines[0].get_xydata().tolist() for ax in panels] == [
         [[15, 50]], [[5, 1.5]], [[10, 2.0]], [[5, pytest.approx(0.2)]]]

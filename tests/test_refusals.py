@@ -96,7 +96,10 @@ def test_a_copy_goes_on_with_other_settings_and_is_never_overwritten(run, tmp_pa
     main(replace(cfg, resume=True, steps=5, p_sm=0.5, eta_sm=1e-3))
     assert "p_sm 0.7 → 0.5\n" in capsys.readouterr().out
     assert torch.load(copy / "last.pt")["step"] == 5
-    refused("omega_s .0.* there, 0.2 here", main, replace(cfg, resume=True, omega_s=0.2))
+    others = dict(omega_s=0.2, omega_a=9.0, omega_b=-9.0)
+    others |= dict(init_from="x") if script == "train" else dict(b_l=0.3, b_h=0.7)
+    for name, value in others.items():
+        refused(f"{name} .* there, ", main, replace(cfg, resume=True, **{name: value}))
     os.remove(copy / "last.pt")
     refused("holds a run", main, cfg)  # there is still its log
     refused("no last.pt", main, replace(cfg, resume=True))
