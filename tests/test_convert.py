@@ -97,9 +97,10 @@ def test_save_and_load_are_inverse():
 def test_three_omegas_replace_a_soft_mask_with_its_k():
     omega = dict(omega_s=0.9, omega_a=2.0, omega_b=-1.0)
     for sm, k in (SoftMask(5, 2, 0.3), 2), (SoftMask(5, None, tau=1.7), None), (None, 3):
-        assert with_omega(sm, 5, Config(**omega)).k == k and with_omega(sm, 5, Config()) is sm
+        assert with_omega(sm, None, 5, Config(**omega)).k == k
+        assert with_omega(sm, None, 5, Config()) is sm
     for wrong in {"omega_a": None}, {"omega_b": 1.0}:
-        refused("give all three|must hold", with_omega, None, 5, Config(**omega | wrong))
+        refused("give all three|must hold", with_omega, None, None, 5, Config(**omega | wrong))
 
 
 def test_safetensors_round_trip_with_every_dtype():
