@@ -375,8 +375,8 @@ class Config:
     threshold: Share | None = None  # with an order, in place of it and of steps: see `reveal`
     top_p: Share = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model without feedback
-    # These three together replace the model's soft mask, also that of --code, with τ = 1. A binary
-    # model gets one, too, with k = 3.
+    # These three together make a new soft mask, of the class in --code if there is one, with the
+    # model's k and τ = 1. A binary model gets one, too, with k = 3.
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None

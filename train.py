@@ -36,7 +36,7 @@ class Config(ModelConfig):
     NO_FLAGS = "vocab_size", "mask_id", "soft_mask"  # they follow from the data and from p_sm
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    init_from: str = ""              # start from its θ and its ω; with its --seed, masks repeat
+    init_from: str = ""              # start from its θ and ω; with its --seed, its masks repeat
     new_omega: bool = False          # with init_from: start from the ω of the settings
     resume: bool = False             # continue from out_dir/last.pt, or start if there is none
     seed: int = 1

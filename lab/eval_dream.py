@@ -92,8 +92,8 @@ class DreamInHarness:
     world_size = 1
     tokenizer_name = "dream"
 
-    def __init__(self, model, tok, sm, cell, made):
-        self.model, self.tok, self.sm, self.cell, self.made = model, tok, sm, cell, made
+    def __init__(self, model, tok, sm, cell, here):
+        self.model, self.tok, self.sm, self.cell, self.here = model, tok, sm, cell, here
         self.path = cell_path(cell) + ".jsonl"
 
     def apply_chat_template(self, messages, add_generation_prompt=True):
@@ -124,11 +124,11 @@ class DreamInHarness:
         for request in launch.progress(rest, "answers", len(requests), initial=len(lines)):
             prompt, until = request.args[0], request.args[1]["until"]
             ids = self.encode(prompt)
-            if self.made["compiled"] and request is rest[0]:  # compiles: not timed
+            if self.here["compiled"] and request is rest[0]:  # compiles: not timed
                 answer(self.model, self.tok, self.sm, ids, self.cell, until)
             text, stats = answer(self.model, self.tok, self.sm, ids, self.cell, until)
             line = {"prompt": prompt, "response": text, "weights": weights}
-            lines.append(line | stats | self.made | {"git": launch.git_version()})
+            lines.append(line | stats | self.here)
             launch.append_jsonl(self.path, lines[-1])
         return [line["response"] for line in lines]
 
@@ -148,9 +148,10 @@ def ask(lm, loaded, limit, scored):
 def group(cfg, budget, feedback, made):
     """What results must share to be averaged in the table. Seeds of one finetuning run do.
 
-    made: {"machine", "compiled"}.
+    made: {"machine", "compiled"} of the answers.
     """
-    shared = {name: getattr(cfg, name) for name in SHARED} | made
+    shared = {name: getattr(cfg, name) for name in SHARED}
+    shared |= {name: made[name] for name in ("machine", "compiled")}
     shared |= {"budget": budget, "feedback": feedback, "FT": "-"}
     if cfg.adapter:
         folder, name = os.path.split(os.path.normpath(cfg.adapter))
@@ -180,18 +181,19 @@ def evaluate(cfg):
     for name in ("code", "omega_s", "omega_a", "omega_b", "schedule", "switch") if sm else ():
         if getattr(cfg, name) != getattr(Config, name):
             feedback += f", {name}={getattr(cfg, name)}"
-    made = {"compiled": compiled, "machine": torch.cuda.get_device_name() if gpu else "CPU"}
+    here = {"git": launch.git_version(), "compiled": compiled,
+            "machine": torch.cuda.get_device_name() if gpu else "CPU"}
     results = []
     for budget, cell in grid:
-        lm = DreamInHarness(model, tok, sm, cell, made)
+        lm = DreamInHarness(model, tok, sm, cell, here)
         found = ask(lm, loaded, cfg.limit, scored).get("results", {}).get(cfg.task, {})
         found = {name: None if isinstance(value, float) and not math.isfinite(value) else value
                  for name, value in found.items()}
         scores = [100 * value for value in found.values() if isinstance(value, float)]
         lines = launch.read_jsonl(lm.path)
-        made = {name: lines[-1][name] for name in made}  # an earlier run may have answered
+        made = {name: lines[-1][name] for name in here}  # an earlier run may have answered
         result = made | {
-            "git": lines[-1]["git"], "lm_eval": lm_eval.__version__, "n": len(lines),
+            "lm_eval": lm_eval.__version__, "n": len(lines),
             "column": task.eval_docs[0]["scoring"]["column"], "budget": budget,
             "feedback": feedback, "settings": asdict(cell), "prompt": lines[0]["prompt"],
             "group": group(replace(cfg, block=cell.block), budget, feedback, made),

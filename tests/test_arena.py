@@ -162,3 +162,15 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
              ("binary", "updates")]
     rows = [f" | {' | '.join(cells(*side))} |\n" for side in sides]
     assert all(row in Path("README.md").read_text("utf-8") for row in rows)
+
+    def solved(name, way, group):
+        return f"{arena.mean(arena.values(runs['sm'], name, way, group)):.0f}%"
+    text = arena.complete(arena_text.PATH, [*arena_text.ARMS])["binary"]
+
+    def right(way):
+        return f"{arena.mean(arena_text.values(text, 'updates', way)):.1f}%"
+    for words in (  # numbers in sentences that are in no table
+            f"({solved('updates', '3', '1')}, *off* {solved('off', '3', '1')})",
+            f"{right('random, 1')} right at one per pass, and {right('random, 24')} at 24",
+            f"it gets {right('span, 1')} and {right('span, 24')}"):
+        assert words in " ".join(page.split())
