@@ -105,6 +105,8 @@ def finetune(cfg, sm=None):
     machine = launch.machine(cfg.device, cfg.dtype)
     launch.join(machine)
     master = machine.rank == 0
+    if cfg.code and not cfg.p_sm:
+        raise Refused("--code does nothing with --p_sm=0: there is no soft mask")
     sm = sm or launch.soft_mask(cfg.code)
     dream_cfg = DreamConfig.read(cfg.model)
     mask_id = dream_cfg.mask_token_id

@@ -109,6 +109,8 @@ def train(cfg, sm=None):
         raise Refused("--new_omega needs --init_from: without it, ω is new anyway")
     if cfg.b_l > cfg.b_h:
         raise Refused(f"--b_l={cfg.b_l} is above --b_h={cfg.b_h}")
+    if cfg.code and not cfg.p_sm:
+        raise Refused("--code does nothing with --p_sm=0: there is no soft mask")
     sm = sm or launch.soft_mask(cfg.code)
     held_out = held_out_rows(cfg) if cfg.eval_every else None                  # (m, L)
 

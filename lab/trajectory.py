@@ -76,6 +76,8 @@ def traces(cfg):
     """{name: the cells of every step}, with feedback and without."""
     here = launch.machine(cfg.device)
     chosen = cfg.steps
+    if cfg.given and cfg.prompt:
+        raise Refused("--given is the whole text: leave --prompt out")
     model, tok, x, cfg = sample.prepared(cfg)                                      # x: (L,)
     special, mask_id = model.info["tokenizer"], model.mask_id
     if cfg.given:  # BOS, the cells, EOS of the document, EOS of the row

@@ -76,6 +76,7 @@ def test_a_run_is_not_resumed_with_another_setting_data_or_draws(run, tmp_path, 
         path = write_data(script, tmp_path / split, **{split: "other text. "})
         refuses(run, r"settings: (train|val|dialogues) \(", resume=True, data=path)
     refuses(run, "k=9999 is more than all", resume=True, k=9999)
+    refuses(run, "--code does nothing", resume=True, p_sm=0.0, code="mine.py")
     monkeypatch.setattr(data, "KEYS", data.KEYS + 1)
     refuses(run, r"settings: keys \(", resume=True)
 

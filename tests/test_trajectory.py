@@ -11,7 +11,7 @@ import pytest
 import data
 import sample
 import trajectory
-from conftest import ROOT, random_mdlm, save_mdlm, start
+from conftest import ROOT, random_mdlm, refused, save_mdlm, start
 from launch import read_jsonl
 
 
@@ -36,6 +36,8 @@ def test_the_steps_are_those_of_the_sample(tmp_path, monkeypatch, sampler):
         assert sum(share for _, share in mixed) == pytest.approx(1, abs=2e-4)
     for before, after in zip(steps, steps[1:]):
         assert all(new == old for old, new in zip(before, after) if old[1] is None)
+    refused("leave --prompt out", trajectory.traces,
+            trajectory.Config(**words, given=12 * ".", prompt="a"))
 
 
 def test_the_page_and_the_picture_of_the_sudoku_are_those_that_it_makes(tmp_path):
