@@ -257,7 +257,7 @@ def secondary(runs):
                         for arm, way in (("sm", "2, even"), ("binary", "2, even"), ("binary", "1")))
     gap = against({title: (sm[title], more[title]) for title in names}, len(SEEDS))
     rows = [row("sm, 12 passes", sm), row("binary, 12 passes", binary),
-            row("binary, 24 passes", more), {"": "row 1 − row 3"} | gap]
+            row("binary, 24 passes", more), {"": "sm in 12 − binary in 24"} | gap]
     return markdown(rows, ["", *names])
 
 

@@ -74,7 +74,7 @@ def test_two_arms_in_ten_updates(short, monkeypatch, capsys):
     printed = capsys.readouterr().out
     for row in ("| all | 10 | 60 | 0 | 60 | 50 | 80 | 0 |",
                 "| 7+ | 4 | 25 | 0 | 25 | 50 | 50 | 0 |",
-                "| row 1 − row 3 | -20.0 |", "| sm | 45.0 |  |",
+                "| sm in 12 − binary in 24 | -20.0 |", "| sm | 45.0 |  |",
                 "| slerp | 45.0 | +0.0 |"):
         assert row in printed
 
