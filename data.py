@@ -13,7 +13,7 @@ and record. A corpus is a folder with three files. Every document ends with EOS.
     val.bin      the same, for the end of the text, which is held out
     meta.json    tokenizer, dtype, source, documents; per split: tokens, sha256; of val: bytes
 
-A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap, and BOS and EOS are masked,
+A row is BOS, L − 2 tokens of such a file, EOS. Rows do not overlap. BOS and EOS can be masked,
 too [code]. Published perplexities use rows of this form that begin elsewhere (REPRODUCE.md, 16).
 """
 
@@ -48,7 +48,7 @@ class Tokens:
     """A split as one stream of token ids, its documents joined."""
     ids: np.ndarray  # (n_tokens,) uint16 or uint32
     tokenizer: dict  # see `describe`; `rows` needs BOS and EOS
-    name: str        # for messages
+    name: str        # its path, for error messages
 
 
 def open_split(dir, split):
@@ -149,7 +149,7 @@ def tokenizer(name="gpt2"):
                                  special_tokens={"<|endoftext|>": 50256})
 
 
-TOKENIZER = "name", "vocab_size", "mask_id", "bos", "eos"  # what meta.json says about it
+TOKENIZER = "name", "vocab_size", "mask_id", "bos", "eos"  # its fields in meta.json
 
 
 def describe(tok):
@@ -196,7 +196,7 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         meta = {"tokenizer": special, "dtype": dtype, "source": source, "documents": len(sizes)}
         for split, ids in ("train", train_ids), ("val", val_ids):
             meta[split] = {"tokens": len(ids), "sha256": hashlib.sha256(ids).hexdigest()}
-        # EOS is no text. An id without bytes does not occur.
+        # EOS is not text. Every other id here has bytes.
         meta["val"]["bytes"] = sum(count * len(tok.decode_single_token_bytes(i))
                                    for i, count in enumerate(np.bincount(val_ids).tolist())
                                    if count and i != special["eos"])
@@ -213,7 +213,7 @@ def encode(docs, tok):
         while batch := list(itertools.islice(docs, 100)):  # few: lists of ids take memory
             encoded = pool.map(tok.encode_ordinary, [text for _, text in batch])
             for place, _ in batch:
-                with readable(place):  # tiktoken panics at a million blanks in a row
+                with readable(place):  # tiktoken panics at a million spaces in a row
                     ids = next(encoded)
                 yield ids
 
@@ -258,7 +258,7 @@ def texts(path, field):
 
 def json_lines(path):
     """Yields the value of each line that is not blank. Errors are left to `numbered`."""
-    with open(path, "rb") as f:  # decoded by lines, so that errors have the right number
+    with open(path, "rb") as f:  # decoded line by line, so that errors name the right one
         for line in f:
             if line.strip():
                 yield json.loads(line.decode("utf-8-sig"))  # without a byte-order mark
@@ -286,7 +286,7 @@ def find_files(sources):
 
 
 def stdlib_files():
-    """Python's library without its tests, ordered by a hash, so that a mix is held out [ours]."""
+    """Python's library without its tests, in hashed order, so that val.bin is a mix [ours]."""
     root = Path(os.__file__).parent
     left_out = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
     names = [path.relative_to(root) for path in root.rglob("*.py")]
@@ -300,7 +300,7 @@ class Config:
     source: list = field(default_factory=lambda: ["yours.jsonl"])  # stdlib, openwebtext, PATH …
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: str = "gpt2"      # the paper's; bytes; or another name that tiktoken knows
-    field: str = "text"          # what holds the text in a record of a .jsonl or .parquet
+    field: str = "text"          # name of the text field in a .jsonl or .parquet
     # How many of the last documents to hold out, or all if there are fewer (default: the last 1 %
     # of the tokens, or 65,536 if that is more, but at most a tenth [ours]).
     val_docs: Size | None = None

@@ -25,8 +25,8 @@ class DoRALinear(nn.Module):
 
     r: rank.   alpha: the update is scaled by α/r.   generator: draws A (default: torch's own).
     A, B and m are fp32, whatever the dtype of W. At the start, B = 0 and m = n, so m/n is exactly 1
-    and the output does not change at all. For this, the first m is computed in fp32 [ours]. peft
-    computes it in the model's dtype, so on a bf16 model its new adapter changes the logits.
+    and the output does not change at all. This needs the initial m in fp32 [ours]. peft computes it
+    in the model's dtype, so a fresh adapter changes the logits of a bf16 model.
     As in peft, no row of W may be all zeros: its n would be 0.
     """
 
@@ -46,7 +46,7 @@ class DoRALinear(nn.Module):
 
     @torch.no_grad()
     def norm(self):
-        """n (out,), fp32, without forming B A: n² = |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, by rows."""
+        """n (out,), fp32, without forming B A: n² = |W|² + 2s (W Aᵀ)·B + s² (B A Aᵀ)·B, per row."""
         A = self.lora_A
         B = self.lora_B
         s = self.s
@@ -80,7 +80,7 @@ def attach(model, names, r=16, alpha=16, generator=None):
     model.requires_grad_(False)
     linears = {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
     missing = {*names} - {name.split(".")[-1] for name in linears}
-    if missing:  # else a misspelt name would train nothing, without a word
+    if missing:  # else a misspelt name would silently train nothing
         raise ValueError(f"the model has no linear layer called {', '.join(missing)}")
     for name, module in linears.items():
         if name.split(".")[-1] in names:

@@ -2,7 +2,7 @@
 """Dream-7B, Dream-Coder-7B and smaller models like them: backbone, files, tokenizer.     App. B.2
 
 A Qwen2.5 transformer without the causal mask, in plain torch. Like every backbone here (mdlm.py),
-it has a `table`, `hidden` and `head`. SM goes in between the first two (mdlm.TwoPass). Without it:
+it has a `table`, `hidden` and `head`. SM goes in between the first two (mdlm.TwoPass). Without SM:
 
     model, tok = Dream.load(folder), Tokenizer(folder)   # the folder as published on the model hub
     x = torch.tensor([tok.encode(tok.chat(messages), special=True) + 32 * [mask_id]])   # (B, L)
@@ -114,9 +114,8 @@ class Dream(nn.Module):
         rotated. (S = L without past.) With checkpointing and gradients, kv is empty.
         """
         positions = torch.arange(emb.shape[1], device=emb.device) + start  # (L,)
-        # Computed anew, in fp32. A buffer would be cast to bf16 with the model, and angles at
-        # position 500 would be off by up to 0.6 radians. The authors' evaluation of finetuned
-        # models has this error [code].
+        # Computed in every pass, in fp32 [ours]. A buffer would be cast to bf16 with the model, and
+        # far positions would get wrong angles, as in the authors' evaluation of finetuned models.
         cos_sin = rotation(positions, self.cfg.head_dim, self.cfg.rope_theta)
         cos, sin = (x.to(emb.dtype) for x in cos_sin)                   # 2 × (L, 1, d)
         h = emb
@@ -130,16 +129,16 @@ class Dream(nn.Module):
                 kv.append(new)
         return self.model["norm"](h), kv
 
-    def predictors(self, h, masks):
+    def shift(self, h, masks):
         """h (B, L, D) → (N, D), the hidden states that predict the masked positions (b, l)."""
         # Dream was a next-token model, and kept its shift [code]: state l − 1 predicts position l.
         # If position 0 were masked, l − 1 would silently be the last state. pad_prompt checks this.
         b, l = masks
-        return h[b, l - 1]                                              # (N, D)  the shift
+        return h[b, l - 1]                                              # (N, D)
 
     def hidden(self, emb, masks, t=None):
         """emb (B, L, D) → (N, D), the hidden states that predict `masks`. Dream ignores t."""
-        return self.predictors(self.trunk(emb)[0], masks)
+        return self.shift(self.trunk(emb)[0], masks)
 
     def head(self, h):
         """Hidden states (n, D) → logits (n, V). The product is in the weights' dtype [code]."""
@@ -154,7 +153,7 @@ class Dream(nn.Module):
 
     @classmethod
     def load(cls, folder, device="cpu", dtype=None):
-        """A frozen model in eval mode, from its published folder.   dtype: (default: as stored)"""
+        """A frozen model in eval mode, from its published folder, in dtype (default: as stored)."""
         with torch.device("meta"), readable(folder):  # shapes without memory
             model = cls(DreamConfig.read(folder))
         names = {"model.safetensors"}
@@ -174,8 +173,8 @@ class Dream(nn.Module):
         return model.requires_grad_(False).eval()
 
 
-# Settings of config.json and adapter_config.json. Another value would load without an error: it
-# changes the result, but no name or shape of a tensor.
+# Settings of config.json and adapter_config.json. Any other value would load without an error and
+# give wrong results, because no tensor's name or shape depends on it.
 ONLY = {
     "hidden_act": "silu", "rope_scaling": None, "rope_type": "default", "partial_rotary_factor": 1,
     "quantization_config": None, "use_sliding_window": False,
@@ -184,7 +183,7 @@ ONLY = {
 
 
 def check_settings(raw, path, only=ONLY):
-    """Raises Refused if a setting has another value than in `only`. A missing one is fine."""
+    """Raises Refused if a setting differs from its value in `only`. A missing one is fine."""
     for name, value in only.items():
         if raw.get(name) not in (None, value):
             raise Refused(f"{path} has {name} = {raw[name]!r}, but only {value!r} works here")
@@ -223,7 +222,7 @@ class DreamConfig:
         if "mask_token_id" not in raw and os.path.exists(added):  # open-dCoder
             raw["mask_token_id"] = read_json(added).get("<M>")
         with readable(path):
-            raw |= raw.get("rope_parameters", {})  # of transformers 5
+            raw |= raw.get("rope_parameters", {})  # transformers 5 nests rope_theta
             ends = raw.get("eos_token_id")
             ends = raw["eos_token_id"] = ends if isinstance(ends, list) else [ends]
             raw.setdefault("pad_token_id", ends[0])
@@ -245,17 +244,17 @@ class DreamConfig:
         return self.hidden_size // self.num_attention_heads
 
 
-def load_adapter(model, folder, sm=None):
+def load_adapter(model, folder, sm_class=None):
     """Attach the DoRA in `folder` to model, in place. Returns the folder's soft mask, or None.
 
-    sm: the class of the soft mask (default: SoftMask).
+    sm_class: the class of the soft mask (default: SoftMask).
     """
     if not os.path.exists(f"{folder}/adapter_config.json"):
         raise Refused(f"{folder} is not an adapter folder, such as out/dream/best")
     cfg = read_json(f"{folder}/adapter_config.json")
     state = read_safetensors(f"{folder}/adapter_model.safetensors")
     if cfg.get("init_lora_weights") in (False, "gaussian", "orthogonal", "eva"):
-        cfg["init_lora_weights"] = True  # only another start. Others change the base: refused
+        cfg["init_lora_weights"] = True  # the adapter's start only. Others change the base: refused
     check_settings(cfg, f"{folder}/adapter_config.json", ONLY | {
         "layers_to_transform": [*range(model.cfg.num_hidden_layers)]})
     ours = f"{folder}/finetune.json"  # tells apart models of the same shapes
@@ -267,11 +266,11 @@ def load_adapter(model, folder, sm=None):
     with readable(folder):
         dora.attach(model, cfg["target_modules"], cfg["r"], cfg["lora_alpha"], torch.Generator())
         dora.load_adapter_state(model, state)
-    return load_soft_mask(folder, model.cfg.mask_token_id, sm or SoftMask)
+    return load_soft_mask(folder, model.cfg.mask_token_id, sm_class or SoftMask)
 
 
-def load_soft_mask(folder, mask_id, sm):
-    """The soft mask of class sm in the folder of an adapter, or None."""
+def load_soft_mask(folder, mask_id, sm_class):
+    """The soft mask in the folder of an adapter, or None."""
     path = f"{folder}/softmask.pt"
     theirs = f"{folder}/transparency_config.json"
     if not os.path.exists(path):
@@ -283,7 +282,7 @@ def load_soft_mask(folder, mask_id, sm):
         ckpt = read_checkpoint(path, "soft mask")
         if ckpt["model"] is None:
             return None
-        soft_mask = sm(mask_id, ckpt["k"], 0.5, 1.0, -1.0)  # any ω: the next lines set it
+        soft_mask = sm_class(mask_id, ckpt["k"], 0.5, 1.0, -1.0)  # any ω: the next lines set it
         check_class(path, ckpt["SoftMask"], soft_mask)
         check_finite(ckpt["model"], path)
     with readable(path):
@@ -346,7 +345,7 @@ def byte_characters():
 class Tokenizer:
     """The tokenizer of a model folder, on tiktoken"""
     def __init__(self, folder):
-        V = DreamConfig.read(folder).vocab_size  # first, for its message if this is no Dream
+        V = DreamConfig.read(folder).vocab_size  # first: its error says if this is not Dream
         vocab = read_json(f"{folder}/vocab.json")
         self.special = read_json(f"{folder}/added_tokens.json")
         to_byte = byte_characters()
@@ -360,7 +359,7 @@ class Tokenizer:
                 raise Refused(f"{folder} has a token {max(self.ids)}, beyond config's vocab_size")
 
     def encode(self, text, special=False):
-        """The token ids of a text, a list.   special: <|im_end|> and others are one token each."""
+        """The token ids of a text, a list.   special: <|im_end|> and the like are one token."""
         # A whole chat is encoded with special=True, including what its users typed [code].
         text = unicodedata.normalize("NFC", text)  # a letter and its accent become one [code]
         allowed = "all" if special else set()

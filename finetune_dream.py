@@ -49,12 +49,12 @@ class Config:
     data: str = ""              # the last answer of each dialogue is what the model learns
     out: str = "out/dream"
     resume: bool = False        # continue from last.pt in `out`, or start if there is none
-    seed: int = 1231            # the authors' five runs use 1231 to 1235
+    seed: int = 1231            # the authors' five runs use 1231 to 1235 [code]
     # dialogues
     n_train: Size = 300_000     # before filtering, which leaves 270k
     n_val: Count = 500          # held out; at most a tenth of a .jsonl
     max_length: int = 2048      # tokens of prompt and answer; longer ones are dropped: App. B.2
-    min_response: int = 5       # tokens, including the two that end the turn: App. B.2
+    min_response: int = 5       # tokens, App. B.2; with the two that end the turn [code]
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: computed from epochs)
@@ -96,10 +96,10 @@ PRESETS = {
 IDENTITY = "seed batch_size r alpha loss k b_l b_h omega_s omega_a omega_b".split()
 
 
-def finetune(cfg, sm=None):
+def finetune(cfg, sm_class=None):
     """Alg. 1 on dialogues, or the rest of it. Returns the TwoPassDream.
 
-    sm: the class of its soft mask, see mdlm.MDLM (default: that of cfg.code, or SoftMask).
+    sm_class: see mdlm.MDLM (default: that of cfg.code, or SoftMask).
     """
     # ---- the machine
     machine = launch.machine(cfg.device, cfg.dtype)
@@ -107,7 +107,7 @@ def finetune(cfg, sm=None):
     master = machine.rank == 0
     if cfg.code and not cfg.p_sm:
         raise Refused("--code does nothing with --p_sm=0: there is no soft mask")
-    sm = sm or launch.soft_mask(cfg.code)
+    sm_class = sm_class or launch.soft_mask_class(cfg.code)
     dream_cfg = DreamConfig.read(cfg.model)
     mask_id = dream_cfg.mask_token_id
     M = cfg.batch_size  # dialogues of an update, over all ranks
@@ -121,12 +121,12 @@ def finetune(cfg, sm=None):
     with launch.lock(cfg.out, master), launch.Stop() as stop:
         # ---- the data
         last = f"{cfg.out}/last.pt"
-        resuming = launch.resumes(cfg.out, cfg.resume, "best", "last")  # before minutes of reading
+        resuming = launch.resumes(cfg.out, cfg.resume, "best", "last")  # now: reading takes minutes
         dialogues, val, left_out = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
         steps = cfg.steps or max(1, int(cfg.epochs * len(dialogues) / M))
 
         # ---- the model: a frozen Dream, with a new DoRA and ω
-        model = model_of(cfg, machine, sm)
+        model = model_of(cfg, machine, sm_class)
         pad_id = model.net.cfg.pad_token_id
         omega = list(model.sm.parameters()) if model.sm else []
         optimizer = torch.optim.AdamW([{"params": list(trained(model.net).values())},  # DoRA
@@ -170,8 +170,8 @@ def finetune(cfg, sm=None):
         line = {}
         stopped = stop()
         for step in range(start, steps):                                       #          l.1, l.10
-            # Every rank tosses all M coins, so that each knows whether any dialogue has feedback:
-            # otherwise, ω must not move.
+            # Every rank tosses all M coins, so that each knows whether any dialogue has feedback.
+            # If none has, ω must not move.
             keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
             softs = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() < cfg.p_sm
                      for key in keys]                                          #               §3.2
@@ -183,13 +183,13 @@ def finetune(cfg, sm=None):
                 t = sample_times(1, rng(cfg.seed, "t", step, j), cfg.b_l, cfg.b_h).item()  #    l.3
                 xt = mask_response(x0, prompt_len, t, mask_id,
                                    rng(cfg.seed, "q", step, j))                # (1, L)         l.4
-                # Found on the CPU: N depends on the data, so on a GPU this would be a host sync.
+                # Found on the CPU: on a GPU, nonzero() would be a host sync.
                 masks = (xt == mask_id).nonzero(as_tuple=True)                 # 2 × (N,)
                 x0, xt, b, l = (launch.to_device(x, machine.device) for x in (x0, xt, *masks))
                 # DDP: average gradients only in this rank's last dialogue
                 parallel.require_backward_grad_sync = j + machine.world >= M
                 nll = parallel(x0, xt, softs[j], (b, l))                       # (N,)         l.5-8
-                # DDP averages gradients over the ranks. Times `world`, they are summed.
+                # DDP averages gradients over ranks, and `world` undoes that.
                 (objective(nll, t, cfg.loss, M) * machine.world).backward()
                 nll = nll.detach()
                 log.add(loss=objective(nll, t, cfg.loss, 1), n=1, ce=nll.sum(), masks=len(nll),
@@ -232,7 +232,7 @@ def finetune(cfg, sm=None):
             if stopped:
                 break
 
-    adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # without metrics, no best/
+    adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # no evaluation, no best/
     log.bar.close()
     command = ["python", "sample_dream.py", f"--model={cfg.model}", f"--adapter={adapter}",
                "--chat"]
@@ -269,7 +269,7 @@ class TwoPassDream(TwoPass):
     """Both passes of Dream in one forward, for DDP                                  Alg. 1 l.5-8"""
 
     def forward(self, x0, xt, soft, masks=None):
-        return self.token_nll(x0, xt, None, soft, masks)[0]  # (N,)  t: None
+        return self.token_nll(x0, xt, None, soft, masks)[0]  # (N,)  Dream ignores t
 
 
 def objective(nll, t, kind, batch_size):
@@ -292,7 +292,7 @@ def lr_at(step, steps, warmup):
 
 
 def load_dialogues(cfg, tok, mask_id):
-    """train and val, [(ids, prompt length)], and a text that says what was dropped or not read"""
+    """train and val, [(ids, prompt length)], and a line that says what was dropped or not read"""
     counts = Counter()
     unread = set()
     if not cfg.data:
@@ -414,8 +414,8 @@ def digest_of(dialogues):
     return digest.hexdigest()[:16]
 
 
-def model_of(cfg, machine, sm=None):
-    """A frozen Dream with a new DoRA and, if p_sm > 0, a soft mask of class sm          App. B.2"""
+def model_of(cfg, machine, sm_class=None):
+    """A frozen Dream with a new DoRA and, if p_sm > 0, a soft mask                      App. B.2"""
     dtype = None if cfg.dtype == "auto" else machine.dtype or torch.float32
     dream = Dream.load(cfg.model, machine.device, dtype)
     dream.checkpointing = cfg.checkpointing
@@ -424,7 +424,8 @@ def model_of(cfg, machine, sm=None):
     soft_mask = None
     if cfg.p_sm:
         with launch.input_errors():
-            soft_mask = (sm or SoftMask)(mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+            soft_mask = (sm_class or SoftMask)(mask_id, cfg.k, cfg.omega_s, cfg.omega_a,
+                                               cfg.omega_b)
     return TwoPassDream(dream, soft_mask, mask_id).to(machine.device)
 
 

@@ -33,7 +33,7 @@ class Refused(ValueError):
     """Bad input, in one sentence: the value, the limit, the remedy. `run` exits with code 2."""
 
 
-# Types of Config fields. The bounds refuse what would silently spoil a run: --p_sm=80.
+# Types of Config fields. The bounds catch what would silently spoil a run, such as --p_sm=80.
 Size = typing.Annotated[int, 1, math.inf]
 Count = typing.Annotated[int, 0, math.inf]
 Share = typing.Annotated[float, 0, 1]
@@ -49,7 +49,7 @@ REFUSED = Refused, argparse.ArgumentError, ConnectionError
 
 
 def run(main, Config, presets=(), ranks=False):
-    """Run a script's main. Bad input is one line on stderr and code 2, all else a traceback.
+    """Run a script's main. Bad input: one line on stderr, exit code 2. Other errors: a traceback.
 
     presets: see `from_cli`.   ranks: whether the script shares its work among torchrun's ranks.
     """
@@ -106,7 +106,7 @@ def from_cli(Config, argv, presets=()):
     names = []
     for name, kind in typing.get_type_hints(Config, include_extras=True).items():
         bare = {"nargs": "?", "const": True} if bool in (kind, *typing.get_args(kind)) else {}
-        if kind is list and name not in values:  # `data.py stdlib mine.txt` would drop the first
+        if kind is list and name not in values:  # else `data.py stdlib mine.txt` drops stdlib
             parser.add_argument(name, nargs="*")
         elif kind is not list and name not in getattr(Config, "NO_FLAGS", ()):
             parser.add_argument(f"--{name}", type=functools.partial(parse, kind=kind), **bare)
@@ -160,14 +160,14 @@ class Machine(typing.NamedTuple):
     dtype: torch.dtype | None   # for autocast; None: float32 throughout
 
     def autocast(self):
-        # No cache: pass 2 would get pass 1's bf16 weights, which have no graph.
+        # No cache: pass 2 would reuse pass 1's bf16 weights, which have no autograd graph.
         return torch.autocast(self.device.type, self.dtype, enabled=self.dtype is not None,
                               cache_enabled=False)
 
 
 def machine(device="auto", dtype="auto"):
     """The Machine this process runs on.   device: a name for torch, or auto.   dtype: see DType."""
-    if device == "auto":  # cuda, else mps, else cpu
+    if device == "auto":
         device = "mps" if torch.backends.mps.is_available() else "cpu"
         device = "cuda" if torch.cuda.device_count() else device
     if device == "cuda":
@@ -300,7 +300,7 @@ def check_same(path, before, now, names, remedy=""):
 
 
 def check_run(path, ckpt, identity, config):
-    """Print which settings differ. Raises Refused if this run would not be that of last.pt.
+    """Print which settings differ. Raises Refused if this is not the run that last.pt is from.
 
     identity: {name: value} of all that must be the same.   config: the settings.
     """
@@ -374,7 +374,7 @@ class Log:
         values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
         sums = dict(zip(self.sums, values), norm=norm.item())
         if not math.isfinite(sum(sums.values())):
-            self.bar.close()  # else the message would stand behind it
+            self.bar.close()  # else the message would share its line
             raise Refused("the loss or its gradient is not finite: try a lower --eta_bb, or other "
                           "weights")
         self.sums = {}
@@ -505,7 +505,7 @@ def input_errors():
         raise Refused(e)
 
 
-def soft_mask(code):
+def soft_mask_class(code):
     """The class SoftMask that a Python file defines, or None. This runs the file: --code=FILE."""
     if not code:
         return None

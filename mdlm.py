@@ -7,13 +7,13 @@
     Eq. 2                 MDLM.forward         the loss: −log p of the masked tokens, times 1/t
     §2.1 g_θ, §4.1        DiT                  a bidirectional transformer, 169M in the paper
 
-This file needs only torch and softmask.py: copy the two. TwoPass needs three parts of a backbone.
-SM sits between the first and the second: at the masks, it mixes what `head` predicted into the
-embeddings. (`compile_parts` also needs a `trunk`.)
+This file needs only torch and softmask.py: copy both. TwoPass uses three members of a backbone. SM
+sits between the first two: at the masks, it mixes what `head` predicted into the embeddings.
+(`compile_parts` also needs a `trunk`.)
 
     table                     (V, D)                              the embeddings
-    hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  the states that predict the masks;
-                                                                  a DiT's `trunk`, at the masks
+    hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  hidden states that predict the
+                                                                  masks (DiT: those of `trunk`)
     head(h)                   (n, D) → (n, V)                     logits, always fp32
 
 N is the number of masked positions in the batch. `masks` is their index pair (b, l), each (N,), so
@@ -29,7 +29,7 @@ import torch.nn.functional as F
 
 from softmask import SoftMask
 
-ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t stays above 0: at t = 1 some tokens are visible [code]
+ALPHA_FLOOR = 1e-3  # α_t = 1 − (1 − floor) t: at t = 1, a token is visible with p = floor [code]
 T_MIN = 1e-3        # the smallest time, because the loss divides by t [code]
 
 
@@ -48,7 +48,7 @@ class ModelConfig:
     # Soft-masking, §3.1
     soft_mask: bool = True           # False: a binary MDLM, without ω. In train.py: p_sm > 0
     k: int | None = 3                # None: all of V, with a trainable temperature, App. C.3
-    omega_s: float = 1e-6            # initial ω: ω_s close to 0, App. B.2 [code]
+    omega_s: float = 1e-6            # initial ω, App. B.2; this value of ω_s: [code]
     omega_a: float = 10 / 1.5
     omega_b: float = -0.75
     two_updates: bool = False        # the first pass gets gradients too, App. C.3
@@ -58,7 +58,7 @@ class ModelConfig:
 def sample_times(n, generator, b_l=T_MIN, b_h=1.0):
     """n times (n,) in [b_l, b_h], ascending, one from each of n equal slices       Alg. 1 l.3, §3.2
 
-    Alg. 1 draws them independently. Slices [code] give the loss a far smaller variance.
+    Alg. 1 draws them independently. Stratified times [code] make the loss vary far less.
     """
     u = (torch.arange(n) + torch.rand(n, generator=generator)) / n             # (n,)
     return b_l + (b_h - b_l) * u                                               # (n,)
@@ -123,7 +123,7 @@ class TwoPass(nn.Module):
         return nll, masks
 
     def first_pass(self):
-        """For a `with`: no gradients, unless two_updates (App. C.3)                   Alg. 1 l.5"""
+        """Context manager: no gradients, unless two_updates (App. C.3)                Alg. 1 l.5"""
         return torch.set_grad_enabled(self.two_updates and torch.is_grad_enabled())
 
     def predict_sm(self, h):
@@ -131,7 +131,7 @@ class TwoPass(nn.Module):
         with self.first_pass():
             logits = self.net.head(h)                                          # (N, V)          l.6
         if logits.is_cpu and self.sm.k and not torch.compiler.is_compiling():
-            # Pieces that fit into a CPU's cache are faster [ours]. (For k = |V|, ids is None.)
+            # Pieces that fit in a CPU's cache are faster [ours]. (Not for k = |V|: ids is None.)
             lam, ids, pi = zip(*map(self.sm, logits.split(64)))
             return torch.cat(lam), torch.cat(ids), torch.cat(pi)
         return self.sm(logits)
@@ -142,13 +142,13 @@ class TwoPass(nn.Module):
 
 
 class MDLM(TwoPass):
-    """A network, its soft mask, and Eq. 2. Raises ValueError if cfg describes no working network.
+    """A network, its SoftMask, and Eq. 2. Raises ValueError if no network can be built from cfg.
 
     cfg: ModelConfig.   net: a backbone (default: a new DiT).
-    sm: a class, called as SoftMask(mask_id, k, omega_s, omega_a, omega_b) (default: SoftMask).
+    sm_class: called as SoftMask(mask_id, k, omega_s, omega_a, omega_b) (default: SoftMask).
     """
 
-    def __init__(self, cfg, net=None, sm=None):
+    def __init__(self, cfg, net=None, sm_class=None):
         if min(cfg.n_layer, cfg.n_head, cfg.n_cond, cfg.length - 2) < 1 or not 0 <= cfg.dropout < 1:
             raise ValueError("an MDLM needs n_layer, n_head and n_cond >= 1, length >= 3, and a "
                              "dropout from 0 to below 1")
@@ -158,7 +158,8 @@ class MDLM(TwoPass):
             raise ValueError(f"k={cfg.k} is more than all {cfg.vocab_size} tokens")
         soft_mask = None
         if cfg.soft_mask:
-            soft_mask = (sm or SoftMask)(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a, cfg.omega_b)
+            soft_mask = (sm_class or SoftMask)(cfg.mask_id, cfg.k, cfg.omega_s, cfg.omega_a,
+                                               cfg.omega_b)
         super().__init__(net or DiT(cfg), soft_mask, cfg.mask_id, cfg.two_updates)
         self.cfg = cfg
 
@@ -167,25 +168,26 @@ class MDLM(TwoPass):
 
         L = E_{t, x_t}[ 1/t Σ_l 1[x_t^l = m] (−log p_θ(x_0^l | x_t)) ] ≥ −log p_θ(x_0)
 
-        This returns the bracket, at the given t and x_t. Its weight −α′_t / (1 − α_t) is 1/t.
-        ALPHA_FLOOR and T_MIN make L slightly too small (REPRODUCE.md, 2). Both passes together are
-        the network p_θ(x_0 | x_t). Alg. 2 does not sample from it: in place of pass 1, it has the
-        prediction of the previous step.
+        Returns the bracket at the given t and x_t. Its weight −α′_t / (1 − α_t) is 1/t. ALPHA_FLOOR
+        and T_MIN make L slightly too small (REPRODUCE.md, 2). With feedback, p_θ(x_0 | x_t) is both
+        passes together. Alg. 2 does not sample from this p_θ: it replaces pass 1 with the previous
+        step's prediction.
         """
         nll, masks = self.token_nll(x0, xt, t, soft, masks)                    # (N,), 2 × (N,)
         return nll.new_zeros(len(xt)).index_add(0, masks[0], nll) / t          # (B,)            l.8
 
     @classmethod
-    def load(cls, path, ema=True, sm=None):
+    def load(cls, path, ema=True, sm_class=None):
         """An MDLM in eval mode, from a checkpoint of train.py. Its `info` is the rest of the file.
 
-        ema: take the averaged θ, or the file's only θ (in a step-N.pt, that is the average). False:
-        take θ as trained. ω is never averaged [code].   sm: see MDLM.
-        Raises ValueError if the file is no such checkpoint, or has other classes.
+        ema: take the averaged θ, or the only θ in the file (in a step-N.pt, the average). False: θ
+        as trained. ω is never averaged [code].   sm_class: see MDLM.
+        Raises ValueError if the file is not such a checkpoint, or its classes are different.
         """
         info = read_checkpoint(path, "mdlm")
         names = info["config"].keys() & ModelConfig.__dataclass_fields__  # train.Config has more
-        model = cls(ModelConfig(**{name: info["config"][name] for name in names}), sm=sm)
+        cfg = ModelConfig(**{name: info["config"][name] for name in names})
+        model = cls(cfg, sm_class=sm_class)
         check_class(path, info.get("net"), model.net)
         check_class(path, info.get("SoftMask"), model.sm)
         state = info.pop("model")
@@ -197,7 +199,7 @@ class MDLM(TwoPass):
             model.load_state_dict(state)
             if ema and average:
                 model.net.load_state_dict(average)
-        except RuntimeError as e:  # a class of one's own has changed since
+        except RuntimeError as e:  # the user's own class has changed since
             raise ValueError(f"{path}: {' '.join(str(e).split())}")
         info.pop("optimizer", None)
         model.info = info
@@ -216,7 +218,7 @@ class LayerNorm(nn.Module):
         x = x.float()                                                          # (B, L, D)
         shift = shift.float()                                                  # (B or 1, 1, D)
         gain = self.weight * (1 + scale)                                       # (B or 1, 1, D)
-        if len(gain) == 1:  # the same for all sequences: layer_norm applies it, one kernel less
+        if len(gain) == 1:  # the same for all sequences: layer_norm applies it, one kernel fewer
             return F.layer_norm(x, x.shape[-1:], gain[0, 0], shift[0, 0])
         return F.layer_norm(x, x.shape[-1:]) * gain + shift                    # (B, L, D)
 
@@ -298,7 +300,7 @@ class DiT(nn.Module):
             "norm_final": LayerNorm(D), "linear": zero_linear(D, V),
             "adaLN_modulation": zero_linear(cond, 2 * D)})
         cos, sin = rotation(torch.arange(cfg.length), D // cfg.n_head)         # 2 × (L, 1, d)
-        self.register_buffer("cos", cos, persistent=False)  # in no checkpoint
+        self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 
     @property
@@ -391,7 +393,7 @@ def compiled_rows(fn):
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 def read_checkpoint(path, kind):
-    """The dict in a file of launch.save, on the CPU. Raises ValueError if it is not of this kind.
+    """The dict that launch.save wrote to a file, on the CPU. ValueError if its kind is not `kind`.
 
     It holds tensors and plain values. Nothing in the file can run.
     """
@@ -420,7 +422,7 @@ def own_class(part):
 
 
 def check_class(path, name, part):
-    """Raises ValueError if a file's network or soft mask is of another class than `part`."""
+    """Raises ValueError unless a file's network or SoftMask is of the same class as `part`."""
     if name != own_class(part):
         raise ValueError(f"{path} was trained with class {name}, not {own_class(part)} (None: this "
                          "project's). Give the --code=FILE.py of the training, if it had one. A "
@@ -430,6 +432,6 @@ def check_class(path, name, part):
 def check_finite(state, path):
     """Raises ValueError if a weight is not finite: decoding would silently produce nonsense."""
     for name, t in state.items():
-        # t.isfinite() would take memory.
+        # t.isfinite() would allocate a bool for each weight.
         if t.numel() and not all(value.isfinite() for value in t.aminmax()):
             raise ValueError(f"{path}: {name} has values that are not finite")

@@ -2,7 +2,7 @@
 """Text from masks: Alg. 2, the reverse process.                                         §2.1, §2.2
 
     generate    Alg. 2, each mask revealed at random (MDLM, ReMDM)
-    decode      Alg. 2, in an order: the surest masks first (§2.2)
+    decode      Alg. 2, the surest masks first (§2.2)
 
     Alg. 2      in generate             in decode
     l.3         hidden, head            hidden, head       the forward pass (mdlm.py)
@@ -46,9 +46,9 @@ from softmask import SoftMask, feed_back
 
 T_END = 1e-5  # the time at which the last step ends, not quite 0 [code]
 SAMPLERS = {"mdlm": 0.0, "remdm-cap": 0.04, "remdm-loop": 0.02}  # η, App. B.1
-T_ON = 0.55     # the plateau of remdm-loop begins, App. B.1
-T_OFF = 0.05    # and ends
-ALPHA_ON = 0.9  # the share of tokens there
+T_ON = 0.55     # remdm-loop: the time at which α stops rising, App. B.1
+T_OFF = 0.05    # and at which it rises again
+ALPHA_ON = 0.9  # α in between: the share of visible tokens
 ORDERS = "entropy", "maskgit_plus", "topk_margin", "random"
 
 
@@ -96,7 +96,7 @@ def step_probs(t, s, sampler="mdlm", eta=None):
 
 
 @torch.no_grad()
-def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=False,
+def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every_step=False,
              on_step=lambda *_: None):
     """Inference with soft-masking, for one sequence                                  Alg. 2, App. A
 
@@ -115,16 +115,17 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
 
     A step that changes no position makes no pass (App. C.4), although a pass would renew the
     feedback [code]. So with the same coins, SM makes as many passes as binary masking. If the last
-    step leaves masks, one more pass fills them by argmax [code]. It needs new feedback, so the last
-    step makes a pass whenever it finds masks.
+    step leaves masks, one more pass fills them by argmax [code]. That pass needs new feedback, so
+    the last step always makes a pass if there are masks.
 
-    Training feeds back a plain pass over the same masks. Here, the feedback is from the previous
-    pass. It saw other masks, usually more. Unless it was the first, it had feedback itself.
+    In training, the feedback comes from a plain pass over the same masks. Here, it comes from the
+    previous pass, usually over more masks. Unless that was the first, it had feedback itself.
 
     model: TwoPass or MDLM. This puts it in eval mode. If its sm is None, there is no feedback.
     x: (L,) ids on the CPU. Its masks are filled, and its tokens never change.
     steps: T.   sampler: for `step_probs`.   top_p: for `nucleus`.   generator: on the CPU.
-    every: make a pass in every step (App. C.5), as the authors do with time conditioning [code].
+    every_step: make a pass even if nothing changes (App. C.5), as the authors do with time
+        conditioning [code].
     on_step: see `decode`, with n = 1.
     Returns ids (L,) on the CPU.
     """
@@ -146,10 +147,10 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
         vanish = free & ~masked & (coin < p_remask)                            # (L,)            l.5
         stay = masked & ~appear                                                # (L,)
         renew = i == steps - 1 and masked.any()  # feedback for the extra pass
-        if not ((appear | vanish).any() or renew or every and not extra):
+        if not ((appear | vanish).any() or renew or every_step and not extra):
             continue
         masked = stay | vanish                                                 # (L,)
-        # Where these are, found on the CPU. On a GPU, finding them would be a host sync.
+        # Indices are found on the CPU: on a GPU, nonzero() would be a host sync.
         new, old, again = (to_device(where.nonzero()[:, 0], device)
                            for where in (appear, stay, vanish))                # (m,), (s,), (r,)
         l = torch.cat((new, old))                                              # (N,)
@@ -163,7 +164,7 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
         predicted = sm and model.predict_sm(h[len(new):])             # (s,), 2 × (s, k)   l.3, l.6
         emb, lam = feed_back(sm, net.table, emb, x, (old,), predicted)         # (L, D), (L,)    l.6
         if sm and len(again):
-            # A token that was just re-masked was visible at l.3. So p of this token is 1 [code].
+            # A token that was just re-masked was visible at l.3. So its p is one-hot [code].
             strength = sm.strength(torch.zeros(len(again), device=device))     # (r,)
             certain = strength, lost[:, None], torch.ones_like(lost[:, None])  # (r,), 2 × (r, 1)
             emb, more = feed_back(sm, net.table, emb, x, (again,), certain)    # (L, D), (L,)    l.6
@@ -172,7 +173,7 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every=F
     return x.cpu()
 
 
-# ---- in an order ---------------------------------------------------------------------------------
+# ---- surest first --------------------------------------------------------------------------------
 class Pick(NamedTuple):
     """How a step of `decode` picks tokens                                 Alg. 2 l.4-5, App. B.2"""
     # Which masks are revealed first (the first three are Dream's; all are [ours] for an MDLM):
@@ -184,27 +185,27 @@ class Pick(NamedTuple):
     confidence: Literal[ORDERS] | Callable = "entropy"
     temperature: float = 0.0        # 0: the likeliest token
     top_p: float = 1.0              # 1: no nucleus
-    # See `reveal`. With a threshold, any word above means maskgit_plus.
+    # See `reveal`. With a threshold, every word above acts as maskgit_plus.
     threshold: float | None = None
     generator: torch.Generator | None = None  # on the CPU (default: torch's own)
 
 
 @torch.no_grad()
 def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: None):
-    """Fill the masks of x. Each step reveals a share of them, in an order              Alg. 2, §2.2
+    """Fill the masks of x. Each step reveals a share of them, surest first             Alg. 2, §2.2
 
     model: TwoPass or MDLM. This puts it in eval mode. If its sm is None, there is no feedback.
-    x: (n, L) ids on the CPU. Without a threshold, all rows must have equally many masks, in every
-        step: else ValueError. (If the model can predict [MASK], decode one row at a time.)
+    x: (n, L) ids on the CPU. Without a threshold, all rows must have the same number of masks at
+        every step: else ValueError. (If the model can predict [MASK], decode one row at a time.)
     shares: for each step, the share of a row's remaining masks to reveal, rounded down to whole
         masks. See `shares_of`. With a threshold: itertools.repeat(1), as many as needed.
     pick: Pick. All rows draw from its generator.
     gain: a factor on λ, App. C.9, as a function of the share of the initial masks that is still
         left, over all rows.
-    on_step(x, lam, masks, h, revealed): called after every pass. x (n, L): ids. lam (n, L): λ of
-        each mask that this pass gave feedback, else 0. masks: the index pair (b, l), each (N,), of
-        the masks that this pass predicts. h (N, D): the hidden states that predict them. revealed
-        (N,): which of them are tokens now.
+    on_step(x, lam, masks, h, revealed): called after every pass. x (n, L): ids. lam (n, L): λ times
+        gain where a mask gets feedback from this pass, else 0. masks: the index pair (b, l), each
+        (N,), of the masks that this pass predicts. h (N, D): the hidden states that predict them.
+        revealed (N,): which of them are tokens now.
     Returns ids (n, L) on the CPU.
     """
     model.eval()
@@ -252,9 +253,9 @@ def propose(logits, mask_id, forced, pick):
     """A token for each mask, and how sure the model is of it                          Alg. 2 l.4-5
 
     logits: (N, V). Temperature comes first, then the nucleus [code]. Both change x0 and conf, but
-        not the soft masks [code]. The nucleus is Dream's, also for an MDLM [ours].
-    forced: this step may reveal all of these masks. Dream can propose [MASK] itself. Such a
-        proposal becomes the best other token [ours]. The authors' code leaves it in the answer.
+        not the feedback [code]. The nucleus is Dream's, also for an MDLM [ours].
+    forced: this step may reveal all of these masks. Dream can propose [MASK] itself. Then the
+        likeliest other token is taken [ours]. The authors' code leaves [MASK] in the answer.
     Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
     if not callable(pick.confidence) and pick.confidence not in ORDERS:
@@ -316,7 +317,7 @@ def nucleus(probs, p, keep_crossing=False):
     """Keep the likeliest tokens, up to a sum of p, and renormalise                         App. B.1
 
     probs: (n, V).   Returns (n, V).
-    The likeliest token is always kept. MDLM's code drops the token with which the sum crosses p.
+    The likeliest token is always kept. MDLM's code drops the token at which the sum crosses p.
     Dream's keeps it, as most others do (keep_crossing) [code].
     """
     if p == 1:
@@ -367,16 +368,16 @@ class Config:
     checkpoint: str = "out/small/last.pt"
     count: Size = 1             # samples to make (not --n: torchrun refuses it)
     length: Size | None = None  # L (default: the model's)
-    steps: Size | None = None   # T (default: L; with an order, one for each mask)
-    # mdlm, remdm-cap (in the paper for T < L) and remdm-loop reveal at random, App. B.1. The others
-    # are orders: each step reveals about the same number, the surest first (§2.2; see Pick).
+    steps: Size | None = None   # T (default: L; surest first: one for each mask)
+    # mdlm, remdm-cap (in the paper for T < L) and remdm-loop toss a coin for each mask, App. B.1.
+    # With the others, each step reveals about the same number, the surest first (§2.2; see Pick).
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
-    temperature: NotNegative = 1.0  # with an order; 0: the likeliest tokens
-    threshold: Share | None = None  # with an order, in place of it and of steps: see `reveal`
+    temperature: NotNegative = 1.0  # surest first only; 0: the likeliest tokens
+    threshold: Share | None = None  # surest first only, in place of steps: see `reveal`
     top_p: Share = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model without feedback
-    # These three together make a new soft mask, of the class in --code if there is one, with the
-    # model's k and τ = 1. A binary model gets one, too, with k = 3.
+    # Give all three or none. They make a new SoftMask, of the class in --code if there is one, with
+    # the model's k and τ = 1. A binary model gets one, too, with k = 3.
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
@@ -384,7 +385,7 @@ class Config:
     # stand for a line break.
     prompt: str = ""
     seed: int = 1
-    out: str = ""               # file to append to; its samples are not made again (default: print)
+    out: str = ""               # file to append to; skips samples already in it (default: print)
     show: bool = False          # watch the samples appear
     code: str = ""              # a Python file to run first: its SoftMask replaces ours
     device: str = "auto"        # cuda, else mps, else cpu
@@ -433,9 +434,9 @@ def prepared(cfg):
                       f"choose one of {', '.join(ORDERS)}")
     if cfg.threshold is not None and cfg.steps:
         raise Refused("--threshold decides how many steps there are: leave --steps out")
-    own = launch.soft_mask(cfg.code)
+    own = launch.soft_mask_class(cfg.code)
     with launch.input_errors():
-        model = MDLM.load(cfg.checkpoint, sm=own)
+        model = MDLM.load(cfg.checkpoint, sm_class=own)
     sm = with_omega(model.sm, own, model.mask_id, cfg)
     model.sm = sm if cfg.soft else None
     special = model.info["tokenizer"]
@@ -512,7 +513,7 @@ def main(cfg):
 
     # ---- make them
     if path and todo:
-        append_jsonl(path)  # a place that cannot be written shows now, not after the work
+        append_jsonl(path)  # an unwritable path fails now, not after the work
     bar = progress(total=len(todo) * cfg.steps, unit="step", disable=cfg.show or not todo)
     print_text = bar.write if sys.stderr.isatty() else print  # in a pipe, bar.write prints a bar
     watching = cfg.show and sys.stdout.isatty() and machine.rank == 0

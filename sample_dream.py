@@ -4,8 +4,8 @@
     §2.2 conditional generation   pad_prompt       a response of [MASK]s after the prompt
     App. A, Alg. 2                sample.decode    the whole response at once
            l.5, §2.2 L/T          reveal_shares    the share of masks that each step reveals
-           l.6, App. C.9          time_gain        a factor on λ, if it is to change with time
-    App. B.2 Fast-dLLM            decode_blocks    block after block, with cached keys and values
+           l.6, App. C.9          time_gain        a factor on λ that changes with time
+    App. B.2 Fast-dLLM            decode_blocks    block by block, with cached keys and values
 
     python sample_dream.py --model=DIR --prompt="Write a haiku about masks."      # one turn
     python sample_dream.py --model=DIR --adapter=DIR --chat       # turns from stdin, with feedback
@@ -56,8 +56,8 @@ class Decoding:
     # small lead can have a probability of 1 (REPRODUCE.md, 9).
     threshold: Share | None = None
     code: str = ""                  # a Python file to run first: its SoftMask replaces ours
-    # These three together replace the adapter's soft mask, with τ = 1. Without an adapter, they
-    # turn SM on, in a model that never saw feedback, with k = 3. (Not tried here: see RECIPES.md.)
+    # Give all three or none. They replace the adapter's SoftMask, with τ = 1. Without an adapter,
+    # they turn SM on (k = 3) in a model not trained with it. (Not tried here: see RECIPES.md.)
     omega_s: float | None = None
     omega_a: float | None = None
     omega_b: float | None = None
@@ -107,9 +107,9 @@ def time_gain(t, schedule, switch):
         after the reveal, so "linear" can start below 1 [code].   switch: t' of App. C.9.
     """
     gains = {"none": 1.0,
-             "linear": t,                          # SM → binary, fading
+             "linear": t,                          # SM → binary, gradually
              "stepwise": float(t > switch),        # SM → binary, abruptly (strictly above [code])
-             "linear-late": 1 - t,                 # binary → SM, fading in
+             "linear-late": 1 - t,                 # binary → SM, gradually
              "stepwise-late": float(t <= switch)}  # binary → SM, abruptly
     return gains[schedule]
 
@@ -117,7 +117,7 @@ def time_gain(t, schedule, switch):
 @torch.no_grad()
 def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda left: 1.0,
                   on_step=lambda *_: None):
-    """Fill the last gen_len positions, block after block              Alg. 2, App. B.2, Fast-dLLM
+    """Fill the last gen_len positions, block by block                 Alg. 2, App. B.2, Fast-dLLM
 
     model: in eval mode.   x: (1, L), from `pad_prompt`, without masks in the prompt.
     shares: one for each pass over a block; with a threshold, 1 for each token of a block. If there
@@ -159,12 +159,12 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
             if i == 0 and len(shares) > 1:
                 n = share = 1  # the block's first token alone: see the docstring       l.5
             lo, hi = later if i else (0, L)                             # what the pass computes
-            # Masks of later blocks are predicted for their feedback alone.
+            # Masks of later blocks are predicted only for their feedback.
             stop = hi if sm else end
             b, l = indices(masked[:, :stop], x.device)                  # 2 × (N,)
             # lo = 0: a whole pass, without cached keys. Else no mask is left at `first`: l > lo.
             h, kv = net.trunk(emb[:, lo:hi], kv if lo else None, lo)    # (1, hi − lo, D)       l.3
-            h = net.predictors(h, (b, l - lo))                          # (N, D)                l.3
+            h = net.shift(h, (b, l - lo))                               # (N, D)                l.3
             logits = net.head(h)                                        # (N, V)                l.3
             x0, conf = propose(logits[:n], model.mask_id, share == 1, pick)  # 2 × (n,)       l.4-5
             x = reveal(x, (b[:n], l[:n]), x0, conf, share, pick.threshold)  # (1, L)            l.5
@@ -188,7 +188,7 @@ def load_for_decoding(cfg):
     dtype = None if cfg.dtype == "auto" else dtype or torch.float32  # None: as stored
     tok = Tokenizer(cfg.model)
     model = Dream.load(cfg.model, device, dtype)
-    own = launch.soft_mask(cfg.code)
+    own = launch.soft_mask_class(cfg.code)
     sm = load_adapter(model, cfg.adapter, own) if cfg.adapter else None
     sm = with_omega(sm, own, model.cfg.mask_token_id, cfg)
     if cfg.schedule != "none" and not (sm and cfg.soft):
@@ -220,7 +220,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
     two_pass = TwoPass(model, sm, model.cfg.mask_token_id)
     x = pad_prompt(model.cfg, ids, cfg.gen_len)                         # (1, L)
     masked = x == two_pass.mask_id                                      # (1, L)
-    # Seeded by the prompt, too, so that the order of several prompts does not change answers.
+    # Seeded by the prompt, too, so that answers do not depend on the order of the prompts.
     pick = Pick(cfg.algorithm, cfg.temperature, cfg.top_p, cfg.threshold, rng(cfg.seed, ids))
     gain = partial(time_gain, schedule=cfg.schedule, switch=cfg.switch)
     steps = cfg.steps or int(masked.sum())

@@ -5,7 +5,7 @@ At every decoding step, a masked diffusion model predicts all masked positions, 
 some. Binary masking throws the other predictions away. Soft-masking feeds them back: at a position
 that stays masked, the next step sees
 
-    sm(m, p) = (1 − λ) m + λ Σ_i π_i v_i        over the k likeliest tokens, with π_i = p_i / Σ p
+    sm(m, p) = (1 − λ) m + λ Σ_i π_i v_i        π_i = p_i / Σ_j p_j, over the k likeliest tokens
     λ(p)     = ω_s σ(ω_a (−H(p) − ω_b))         more feedback where the model is more confident
 
 Here p is the last prediction at this position, and H(p) is its entropy in nats. m and v_i are the
@@ -45,14 +45,14 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """`embed` is sm_ω(x̂, p) of §3.1, for your own model. This project calls its two halves, on the
-    masks only: `forward` finds λ, the likeliest tokens and their shares π, and `mix` applies them.
+    """sm_ω(x̂, p) of §3.1. Your own model calls `embed`. This project calls its two halves, on the
+    masks only: `forward` returns λ, the likeliest tokens and their shares π, and `mix` mixes them.
 
     mask_id: the id of [MASK]. Its row of the table is m.
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
     omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
-    Defaults: k from §4.1, ω from App. B.2, which gives no value for ω_s: 1e-6 is [code].
+    Defaults: k from §4.1, ω_a and ω_b from App. B.2, ω_s from the authors' code [code].
     Parameters: raw_s, raw_a, raw_b; raw_tau for k = |V|. See `omega` and `tau`.
     """
 
@@ -109,7 +109,7 @@ class SoftMask(nn.Module):
         """
         lam = lam[:, None]                                                         # (N, 1)
         if ids is None:
-            # Autocast would round this product to bf16, and with it the gradient of ω.
+            # Autocast would round this product, and so the gradient of ω, to bf16.
             with torch.autocast(table.device.type, enabled=False):
                 guess = pi.to(table.dtype) @ table                                 # (N, D)
             return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)
@@ -145,7 +145,7 @@ class SoftMask(nn.Module):
     @property
     def omega(self):
         """(ω_s, ω_a, ω_b) with their constraints, as 0-d fp32 tensors                   App. B.1"""
-        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) can do that
+        if self.raw_s.dtype != torch.float32:  # load_state_dict(assign=True) bypasses _apply
             raise ValueError(f"ω is in {self.raw_s.dtype}, not float32: call SoftMask.float()")
         omega_a = F.softplus(self.raw_a) + EPS
         omega_b = -F.softplus(self.raw_b) - EPS
@@ -179,14 +179,14 @@ class SoftMask(nn.Module):
 def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
     """What the next pass reads: sm(x̂, p) at `masks`, and emb elsewhere                  Alg. 2 l.6
 
-    A position that was revealed gets its token. One that stays masked gets its soft mask.
+    A revealed position gets its token's embedding. One that stays masked gets the mix.
 
     sm: SoftMask, or None for binary masking.   table: (V, D).   emb: (…, D), the embeddings to
         change: what the last pass read, or plain embeddings of x.
     x: (…) ids, after the reveal.   masks: an index into x, such as a pair (b, l), each (N,).
     predicted: λ (N,), ids and π (N, k), usually from sm(logits); None without sm.
     gain: a factor on λ, App. C.9.
-    Returns emb (…, D), and λ (…): that of each soft mask made here, and 0 elsewhere.
+    Returns emb (…, D), and λ (…): gain · λ where feedback was mixed in, 0 elsewhere.
     """
     new = F.embedding(x[masks], table)                                         # (N, D)
     lam_map = torch.zeros(x.shape, device=x.device)                            # (…)
@@ -217,7 +217,7 @@ def largest(logits, k):
 
     `topk` reads its input several times. Here, one pass finds the maximum of each group of 128
     logits, and then `topk` reads only the k groups with the largest maxima, plus the last V mod 128
-    logits. These k maxima are at least as large as any logit in the other groups.
+    logits. No logit of another group exceeds these k maxima, so none of the top k is missed.
     """
     width = 128
     V = logits.shape[1]

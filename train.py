@@ -7,7 +7,7 @@
     torchrun --nproc_per_node=8 train.py continue         # 100k more updates, from mdlm.pt
     python train.py owt --data=data/yours --out_dir=out/yours --n_layer=6    # flags: see Config
 
-`train` is the whole run, from top to bottom. Alg. 1 l.5 to l.8 are a call of mdlm.MDLM, and `bound`
+`train` is the whole run, from top to bottom. Alg. 1 l.5 to l.8 are one call to mdlm.MDLM. `bound`
 measures Eq. 2 on held-out rows.
 
 Every random draw in an update has a key that says what it is for (data.seed_of). The times have
@@ -36,8 +36,8 @@ class Config(ModelConfig):
     NO_FLAGS = "vocab_size", "mask_id", "soft_mask"  # they follow from the data and from p_sm
     data: str = "data/owt"           # a folder made by data.py
     out_dir: str = "out/owt"         # last.pt, step-N.pt, log.jsonl
-    init_from: str = ""              # start from its θ and ω; with its --seed, its masks repeat
-    new_omega: bool = False          # with init_from: start from the ω of the settings
+    init_from: str = ""              # a checkpoint to start from; with its --seed, masks repeat
+    new_omega: bool = False          # with init_from: take ω from the settings, not the file
     resume: bool = False             # continue from out_dir/last.pt, or start if there is none
     seed: int = 1
     # optimisation
@@ -86,10 +86,10 @@ IDENTITY = ("n_layer n_head n_embd n_cond length time_conditioning soft_mask k t
             "batch_size init_from new_omega omega_s omega_a omega_b").split()
 
 
-def train(cfg, sm=None):
+def train(cfg, sm_class=None):
     """Alg. 1, or the rest of it. Returns the MDLM and its EMA.
 
-    sm: the class of its soft mask, see mdlm.MDLM (default: that of cfg.code, or SoftMask).
+    sm_class: see mdlm.MDLM (default: that of cfg.code, or SoftMask).
     """
     # ---- the machine and the data
     machine = launch.machine(cfg.device, cfg.dtype)
@@ -111,13 +111,13 @@ def train(cfg, sm=None):
         raise Refused(f"--b_l={cfg.b_l} is above --b_h={cfg.b_h}")
     if cfg.code and not cfg.p_sm:
         raise Refused("--code does nothing with --p_sm=0: there is no soft mask")
-    sm = sm or launch.soft_mask(cfg.code)
+    sm_class = sm_class or launch.soft_mask_class(cfg.code)
     held_out = held_out_rows(cfg) if cfg.eval_every else None                  # (m, L)
 
     # ---- the model: θ and ω, random, and the same on every rank
     torch.manual_seed(cfg.seed)
     with launch.input_errors():
-        model = MDLM(cfg, sm=sm)
+        model = MDLM(cfg, sm_class=sm_class)
     classes = {"net": own_class(model.net), "SoftMask": own_class(model.sm)}
     # Hashes of the text as it was prepared: train.bin is too long to hash at every start.
     source = {"path": cfg.data, "sha256": meta["train"]["sha256"], "val": meta["val"]["sha256"]}
@@ -138,7 +138,7 @@ def train(cfg, sm=None):
             with launch.input_errors():
                 ckpt = mdlm.read_checkpoint(last, "mdlm")
             launch.check_run(last, ckpt, identity, asdict(cfg))
-            if "optimizer" not in ckpt:  # a step-N.pt with another name
+            if "optimizer" not in ckpt:  # a renamed step-N.pt
                 raise Refused(f"{last} has only weights: start from them with --init_from")
             model.load_state_dict(ckpt["model"])
             start = ckpt["step"]
@@ -147,8 +147,8 @@ def train(cfg, sm=None):
         elif cfg.init_from:
             omega_from = load_initial(model, cfg, special)
         model.to(machine.device)
-        # The EMA: a second backbone. ω is not averaged [code], so the EMA shares the model's. A
-        # continuation's average starts from the file's weights [ours], the authors' from random.
+        # The EMA: a second backbone. ω is not averaged [code], so the EMA shares the model's. In a
+        # continuation, it starts from the file's weights [ours]. The authors start it from random.
         ema = copy.deepcopy(model).eval().requires_grad_(False)
         ema.sm = model.sm
         groups = [{"params": list(model.net.parameters())}]                    # θ
@@ -185,7 +185,7 @@ def train(cfg, sm=None):
         if cfg.init_from and cfg.eval_every and not start:
             metrics = {"step": 0, **evaluate(ema, held_out, machine)}
             log.write(metrics)
-        if not ckpt:  # A full disk shows now. And no step-N.pt is ever without a last.pt.
+        if not ckpt:  # A full disk fails here, not later. And every step-N.pt has a last.pt.
             save_last()
 
         # ---- Alg. 1
@@ -201,7 +201,7 @@ def train(cfg, sm=None):
                 x0 = batch(tokens, cfg, step, j, M)                            # (B, L)         l.2
                 t = times[j::M]  # small and large ones, see `batch`             (B,)           l.3
                 xt = corrupt(x0, t, cfg.mask_id, rng(cfg.seed, "q", step, j))  # (B, L)         l.4
-                # Found on the CPU, because on a GPU, counting the N masks would be a host sync.
+                # Found on the CPU: on a GPU, nonzero() would be a host sync.
                 masks = (xt == cfg.mask_id).nonzero(as_tuple=True)             # 2 × (N,)
                 x0, xt, t, b, l = (launch.to_device(x, machine.device) for x in (x0, xt, t, *masks))
                 if cfg.dropout:  # keyed by step and j, like the masks
@@ -215,7 +215,7 @@ def train(cfg, sm=None):
                 (loss.sum() * machine.world / n_tokens).backward()
                 loss = loss.detach()
                 # loss @ t: the cross-entropy without the weight 1/t. n: what the log divides the
-                # loss by, tokens here, and dialogues in finetune_dream.py.
+                # loss by: tokens here, dialogues in finetune_dream.py.
                 log.add(loss=loss.sum(), n=x0.numel(), ce=loss @ t, masks=len(b),
                         tokens=x0.numel(), soft=soft, lam=model.lam if soft else 0)
             if model.sm and not soft:
@@ -262,9 +262,9 @@ def batch(tokens, cfg, step, j, M):
     """x0 (B, L): micro-batch j of M                                                     Alg. 1 l.2
 
     Every epoch goes through the rows in its own order. Rows and times are dealt to the M
-    micro-batches like cards [ours]: micro-batch j gets every M-th of an update, from j on. Times
-    ascend, so each micro-batch has small and large ones, and about half of its tokens are masked.
-    In a contiguous slice of the times, nearly all could be masked.
+    micro-batches like cards [ours]: micro-batch j gets numbers j, j + M, j + 2M, … of the update.
+    Times ascend, so each micro-batch has small and large ones, and about half of its tokens are
+    masked. In a contiguous slice of the times, nearly all could be masked.
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
@@ -288,7 +288,7 @@ def update_ema(ema, model, step, decay):
 def load_initial(model, cfg, tokenizer):
     """Load θ from --init_from, and ω if the file has one. Returns where ω comes from.
 
-    θ gets the raw weights [code], or their average from a step-N.pt, which has only that.
+    θ is the raw weights [code], or their average if the file is a step-N.pt, without raw ones.
     """
     with launch.input_errors():
         ckpt = mdlm.read_checkpoint(cfg.init_from, "mdlm")
@@ -334,7 +334,7 @@ def evaluate(ema, held_out, machine):
 
 def corrupted_batches(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, world=1,
                       floor=ALPHA_FLOOR):
-    """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` times each.
+    """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` draws of t.
 
     Arguments: see `bound`. Masks are keyed by row and repeat, not by batch or rank. [floor, 1] is
     cut into `repeats` equal slices, each with n ascending times. Each row gets one time from each
@@ -359,7 +359,7 @@ def bound(model, rows, soft, seed=0, repeats=1, batch_size=8, rank=0, world=1, f
 
     rows: (n, L) ids, on the CPU.   soft: with feedback.   repeats: draws of t and x_t per row.
     rank, world: this process takes every world-th batch of rows. Rows of other ranks are 0 here, so
-        that the results of all ranks add up.   floor: least t and α.
+        that the results of all ranks add up.   floor: the smallest t and α.
     Returns (3, n) float64, summed in fp32, means over the repeats: the bound in nats, the
     cross-entropy in nats without the weight 1/t, and the number of masks. Perplexity is
     exp(Σ bound / (n L)).

@@ -141,13 +141,13 @@ def prepare(cfg):
     data.prepare(enumerate(grids), cfg.out, data.tokenizer("bytes"), HELD_OUT, "sudoku")
 
 
-def train_model(cfg, sm=None):
+def train_model(cfg, sm_class=None):
     """Write the grids, then run train.py. With --data, use the grids of that folder."""
     if cfg.data == SETTINGS["data"] and not os.path.exists(f"{cfg.data}/meta.json"):
         here = launch.machine(cfg.device, cfg.dtype)
         launch.join(here)
         launch.first_rank(here, lambda: prepare(Data()))
-    train(cfg, sm)
+    train(cfg, sm_class)
     if launch.machine(cfg.device, cfg.dtype).rank == 0:
         print(f"Try it: python examples/sudoku.py --checkpoint={cfg.out_dir}/last.pt")
 
@@ -215,7 +215,7 @@ def contradiction(given, states):
 def picture(title, cells, lam, guesses):
     """A grid in lines of 21 characters, and its mistake. Guesses are darker for larger λ.
 
-    A ! stands behind the digits that break a rule.
+    A ! follows each digit that breaks a rule.
     """
     marked = set().union(*broken(cells).values())
     parts = []
@@ -328,9 +328,9 @@ class Config:
 
 
 def main(cfg):
-    own = launch.soft_mask(cfg.code)
+    own = launch.soft_mask_class(cfg.code)
     with launch.input_errors():
-        model = MDLM.load(cfg.checkpoint or SHIPPED, sm=own)
+        model = MDLM.load(cfg.checkpoint or SHIPPED, sm_class=own)
     if model.cfg.length != 39:
         raise Refused(f"{cfg.checkpoint} is not a model of Sudokus: its rows have "
                       f"{model.cfg.length} tokens, not 39")

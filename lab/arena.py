@@ -72,7 +72,7 @@ ARMS = {  # the class of the soft mask, and the settings that differ from sm's
     "binary": (SoftMask, dict(p_sm=0.0)),
     "sm": (SoftMask, {}),
     "slerp": (Slerp, {}),
-    "constant": (SoftMask, dict(omega_b=-100.0)),  # the gate is open: λ = ω_s
+    "constant": (SoftMask, dict(omega_b=-100.0)),  # the sigmoid is 1: λ = ω_s
     "frozen": (SoftMask, dict(eta_sm=0.0)),
     "deep": (SoftMask, dict(p_sm=0.0, n_layer=4, eta_bb=1e-3))}
 BASIC = "binary", "sm", "deep"
@@ -123,7 +123,7 @@ def measured(folder, kind, steps, slower, measure):
     found = {"in time": in_time}
     known = {}  # binary has no feedback to switch off, and its time is that of its updates
     for name, step in ("updates", steps), ("time", in_time), ("off", steps):
-        model = MDLM.load(f"{folder}/step-{step}.pt", sm=kind)
+        model = MDLM.load(f"{folder}/step-{step}.pt", sm_class=kind)
         if name == "updates":
             weights = b"".join(t.numpy().tobytes() for t in model.state_dict().values())
             found["sha256"] = hashlib.sha256(weights).hexdigest()

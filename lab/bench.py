@@ -84,17 +84,17 @@ def timed(fn, device):
 
 
 def host_syncs(fn):
-    """Host syncs in a call of fn, or in a turn, if it returns their number. torch warns of each."""
+    """Host syncs per call of fn, or per pass if fn returns how many. torch warns of each."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         torch.cuda.set_sync_debug_mode("warn")
-        turns = fn() or 1
+        passes = fn() or 1
         torch.cuda.set_sync_debug_mode("default")
-    return sum("synchronizing CUDA" in str(w.message) for w in caught) / turns
+    return sum("synchronizing CUDA" in str(w.message) for w in caught) / passes
 
 
 def interleaved(cases, repeats, device, tokens):
-    """{name: {column: median}, "turns": [seconds]} of functions that take turns, after one turn"""
+    """{name: {column: median, "turns": [seconds]}} of functions that take turns, after a warm-up"""
     turns = [{name: timed(fn, device) for name, fn in cases.items()}
              for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
     first, found = next(iter(cases)), {}
@@ -161,7 +161,7 @@ def train_rows(cfg, device, dtype):
 
 
 def per_pass(rows, tokens, passes):
-    """Add, for {name: passes}, what decoding is compared by."""
+    """Add tokens per pass and passes per second to each row.   passes: {name: how many}"""
     for name, row in rows.items():
         row["tokens/call"] = tokens / passes[name]
         row["calls/s"] = passes[name] / row["seconds"]
@@ -279,7 +279,7 @@ def main(cfg):
         late = cfg.seconds and time.perf_counter() - began > cfg.seconds
         if name not in found and not late and cfg.parts in ("all", name.split(",")[0]):
             torch.manual_seed(0)
-            torch.compiler.reset()  # else cases would share graphs, or run out of eight
+            torch.compiler.reset()  # else cases share graphs, or hit dynamo's limit of 8
             found[name] = measure(cfg, device, dtype, *args)
             if cfg.json:
                 launch.write_text(cfg.json, json.dumps(found, indent=1))

@@ -109,7 +109,7 @@ def from_authors_adapter(raw, path):
     alg = raw["transparency_alg"]
     if alg == "none":
         return none
-    if alg not in ("mixinputs_with_topk", "mixinputs_with_temp"):  # another mix, or one's own class
+    if alg not in ("mixinputs_with_topk", "mixinputs_with_temp"):  # another mix, or a user's class
         raise Refused(f"{path} has transparency_alg = {alg!r}, and nothing here reads it")
     k = int(raw["mixinputs_k"] or 0) if alg == "mixinputs_with_topk" else None
     # The authors save ω_s in bf16: above 0.998 it becomes 1, which SoftMask rejects.

@@ -42,7 +42,7 @@ class Config:
     repeats: Size = 1               # draws of times and masks per row
     seed: int = 1                   # for times and masks
     # Smallest t and α (default: as in published numbers). With 0, the bound is Eq. 2 itself, which
-    # is 0.1 to 0.3 % higher.
+    # is slightly higher (REPRODUCE.md, 2).
     floor: Annotated[float, 0, 0.01] = ALPHA_FLOOR
     dtype: launch.DType = "auto"    # bfloat16 where the GPU has it [code], else float32
     out: str = ""                   # the result (default: CHECKPOINT.ppl.json)
@@ -73,7 +73,7 @@ def held_out_rows(cfg, info, L):
     trained_on = info.get("data") or {"path": "data/owt"}
     path = trained_on["path"] if cfg.data is None else cfg.data
     tokens, meta = data.open_split(path, "val")
-    meta["val"]["bytes"]  # if it is missing, this shows now, not after the work
+    meta["val"]["bytes"]  # if it is missing, fail now, not after the work
     sha256 = meta["train"]["sha256"]
     if cfg.data is None and trained_on.get("sha256") not in (None, sha256):
         raise Refused(f"{path} has changed since {cfg.checkpoint} was trained on it: give --data")
@@ -90,7 +90,7 @@ def result_path(cfg, source, metric, settings):
     folder = Path(path).parent
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        tempfile.TemporaryFile(dir=folder).close()  # what cannot be written shows now, too
+        tempfile.TemporaryFile(dir=folder).close()  # an unwritable path fails now, too
     except OSError as e:
         raise OSError(e.errno, e.strerror, path)
     if os.path.exists(path):
@@ -124,7 +124,7 @@ def main(cfg):
     """A checkpoint on held-out text, with feedback and without."""
     here = machine(cfg.device, cfg.dtype)
     launch.join(here)
-    own = launch.soft_mask(cfg.code)
+    own = launch.soft_mask_class(cfg.code)
     with launch.input_errors():
         model = MDLM.load(cfg.checkpoint, cfg.ema, own).to(here.device)
     L = model.cfg.length

@@ -73,7 +73,7 @@ def bound_by_t(model, rows, cfg):
         plain = model(x0, xt, t, False)
         draws.append(torch.stack((t, plain, model(x0, xt, t, True) if model.sm else plain)))
     draws = torch.cat(draws, dim=1).cpu().double()                                   # (3, m)
-    n = max(1, min(10, draws.shape[1] // 2))  # of one draw, there is no standard error
+    n = max(1, min(10, draws.shape[1] // 2))  # a single draw has no standard error
     for t, plain, soft in draws[:, draws[0].argsort()].chunk(n, dim=1):              # (m/n,) each
         # The errors assume independent draws. They are too small for many --repeats of few rows.
         title = f"nats per token, t from {t[0]:.2f} to {t[-1]:.2f}"
@@ -84,7 +84,7 @@ def bound_by_t(model, rows, cfg):
 
 def main(cfg):
     device, dtype = machine(cfg.device, cfg.dtype)[2:]
-    own = launch.soft_mask(cfg.code)
+    own = launch.soft_mask_class(cfg.code)
     with launch.input_errors():
         model = MDLM.load(cfg.checkpoint, cfg.ema, own).to(device)
     L = model.cfg.length

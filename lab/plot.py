@@ -139,7 +139,7 @@ def holm(gaps):
 
 
 def clear_from(x, tests):
-    """The smallest mean of differences that scatter like x which has p < 0.05 among so many tests
+    """How large the mean of x must be for p < 0.05 in so many tests, if x scatters as it does
 
     By Holm's first and strictest step, so it does not depend on the other tests.
     """
@@ -191,8 +191,8 @@ def table(pattern):
 def dream_results(folder):
     """{row: {task: [result]}} of all results of eval_dream.py in a folder that have a score
 
-    Only results that agree in all settings are averaged. Few passes come first. Beside the feedback
-    stand the settings in which rows differ.
+    Only results that agree in all settings are averaged. Few passes come first. The feedback column
+    also has the settings in which rows differ.
     """
     rows, problems = {}, {}
     results = [*map(read_json, files(f"{folder}/*.json"))]
@@ -273,7 +273,7 @@ def over_updates(patterns, quantities):
 
 
 def throughput(folder):
-    """Score over tokens/s. A dot is a block length, which stands beside it.     App. B.2, Fig. 4"""
+    """Score over tokens/s. Each dot is labelled with its block length.          App. B.2, Fig. 4"""
     series = {}
     for (block, _, budget, model, _, FT, label, others, _), row in dream_results(folder).items():
         for task, results in row.items():

@@ -63,7 +63,7 @@ def test_two_arms_in_ten_updates(short, monkeypatch, capsys):
     binary, slerp = lines[:2]
     assert binary["updates"] == binary["time"] == binary["off"]
     assert len({slerp[name]["bound"] for name in ("updates", "time", "off")}) == 3
-    model = MDLM.load("out/arena/slerp-7/step-5.pt", sm=arena.Slerp)
+    model = MDLM.load("out/arena/slerp-7/step-5.pt", sm_class=arena.Slerp)
     assert arena.measure(model) == slerp["time"] and {*arena.WAYS} < {*slerp["time"]}
     ways = {"2, even": [2, 3, 1], "2, odd": [1, 1, 1], "1": [2, 4, 2]}
     for arm in arena.ARMS:

@@ -209,12 +209,12 @@ def test_a_class_of_ones_own_is_loaded_as_what_it_is():
     for own, other in (one, None), (None, one), (copy, None):
         model.sm = (own or SoftMask)(29)
         save_mdlm("x.pt", model)
-        assert type(MDLM.load("x.pt", sm=own).sm) is (own or SoftMask)
-        wrong("was trained with class .*--code", MDLM.load, "x.pt", sm=other)
+        assert type(MDLM.load("x.pt", sm_class=own).sm) is (own or SoftMask)
+        wrong("was trained with class .*--code", MDLM.load, "x.pt", sm_class=other)
     model.sm = Grown(29)
     save_mdlm("x.pt", model)
-    assert type(MDLM.load("x.pt", sm=Grown).sm) is Grown
-    wrong('Unexpected.*"sm.more"', MDLM.load, "x.pt", sm=type("Grown", (SoftMask,), {}))
+    assert type(MDLM.load("x.pt", sm_class=Grown).sm) is Grown
+    wrong('Unexpected.*"sm.more"', MDLM.load, "x.pt", sm_class=type("Grown", (SoftMask,), {}))
     save_mdlm("x.pt", MDLM(model.cfg, type("Mine", (type(model.net),), {})(model.cfg)))
     wrong("was trained with class Mine, not None", MDLM.load, "x.pt")
 

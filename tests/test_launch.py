@@ -131,4 +131,4 @@ def test_code_without_a_soft_mask_of_its_own_is_refused(tmp_path):
     path = tmp_path / "mine.py"
     for text in "", "from softmask import SoftMask\n":
         path.write_text(text)
-        refused("defines no SoftMask of its own", launch.soft_mask, str(path))
+        refused("defines no SoftMask of its own", launch.soft_mask_class, str(path))
