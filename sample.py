@@ -151,23 +151,23 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every_s
             continue
         masked = stay | vanish                                                 # (L,)
         # Indices are found on the CPU: on a GPU, nonzero() would be a host sync.
-        new, old, again = (to_device(where.nonzero()[:, 0], device)
-                           for where in (appear, stay, vanish))                # (m,), (s,), (r,)
-        l = torch.cat((new, old))                                              # (N,)
+        revealed, staying, remasked = (to_device(where.nonzero()[:, 0], device)
+                                       for where in (appear, stay, vanish))    # (m,), (s,), (r,)
+        l = torch.cat((revealed, staying))                                     # (N,)
         masks = torch.zeros_like(l), l                                         # 2 × (N,)
         h = net.hidden(emb[None], masks, torch.full((1,), t, device=device))   # (N, D)          l.3
-        p = net.head(h[:len(new)]).softmax(-1)                                 # (m, V)          l.3
+        p = net.head(h[:len(revealed)]).softmax(-1)                            # (m, V)          l.3
         x0 = p.argmax(-1) if extra else categorical(nucleus(p, top_p), u[appear])  # (m,)        l.4
-        lost = x[again]                                                        # (r,)
-        x = x.index_put((new,), x0).index_fill(0, again, model.mask_id)        # (L,)  x^        l.5
+        lost = x[remasked]                                                     # (r,)
+        x = x.index_put((revealed,), x0).index_fill(0, remasked, model.mask_id)  # (L,)  x^      l.5
         emb = F.embedding(x, net.table)                                        # (L, D)          l.6
-        predicted = sm and model.predict_sm(h[len(new):])             # (s,), 2 × (s, k)   l.3, l.6
-        emb, lam = feed_back(sm, net.table, emb, x, (old,), predicted)         # (L, D), (L,)    l.6
-        if sm and len(again):
+        predicted = sm and model.predict_sm(h[len(revealed):])        # (s,), 2 × (s, k)   l.3, l.6
+        emb, lam = feed_back(sm, net.table, emb, x, (staying,), predicted)     # (L, D), (L,)    l.6
+        if sm and len(remasked):
             # A token that was just re-masked was visible at l.3. So its p is one-hot [code].
-            strength = sm.strength(torch.zeros(len(again), device=device))     # (r,)
+            strength = sm.strength(torch.zeros(len(remasked), device=device))  # (r,)
             certain = strength, lost[:, None], torch.ones_like(lost[:, None])  # (r,), 2 × (r, 1)
-            emb, more = feed_back(sm, net.table, emb, x, (again,), certain)    # (L, D), (L,)    l.6
+            emb, more = feed_back(sm, net.table, emb, x, (remasked,), certain)  # (L, D), (L,)   l.6
             lam = lam + more                                                   # (L,)
         on_step(x[None], lam[None], masks, h, x[l] != model.mask_id)
     return x.cpu()
@@ -427,7 +427,7 @@ def with_omega(sm, own, mask_id, cfg):
         return (own or SoftMask)(mask_id, sm.k if sm else 3, *omega)
 
 
-def prepared(cfg):
+def load_for_sampling(cfg):
     """The MDLM, its tokenizer, ids to start from (L,), and cfg with the defaults filled in."""
     if cfg.sampler in SAMPLERS and (cfg.temperature != 1 or cfg.threshold is not None):
         raise Refused(f"--temperature and --threshold do nothing with --sampler={cfg.sampler}: "
@@ -469,7 +469,7 @@ def read_samples(path):
     return [line for file in (path, *sorted(ranks)) for line in read_jsonl(file)]
 
 
-def shown(tok, ids, special, given=0):
+def text_of_sample(tok, ids, special, given=0):
     """The text of a sample, without BOS and EOS. It ends at the first one after `given` ids."""
     ends = special["bos"], special["eos"]
     stop = next((i for i in range(max(1, given), len(ids)) if ids[i] in ends), len(ids))
@@ -482,7 +482,7 @@ def main(cfg):
         raise Refused("torchrun needs --out=FILE, such as --out=samples.jsonl")
 
     # ---- load the model, encode the prompt
-    model, tok, x, cfg = prepared(cfg)                                         # x: (L,)
+    model, tok, x, cfg = load_for_sampling(cfg)                                # x: (L,)
     # All that a sample depends on besides its index. The last entry tells apart runs at the same
     # step: the weights' bits as integers, whose sum is exact in any order.
     settings = {name: value for name, value in asdict(cfg).items()
@@ -535,7 +535,7 @@ def main(cfg):
             append_jsonl(path, {"ids": ids, "text": text_of(tok, ids), "nfe": nfe, "seed": cfg.seed,
                                 "index": i, "settings": settings})
         else:
-            print_text(shown(tok, ids, model.info["tokenizer"], given) + "\n---")
+            print_text(text_of_sample(tok, ids, model.info["tokenizer"], given) + "\n---")
     bar.close()
     if path and machine.rank == 0:
         print(f"samples are in {cfg.out}{', a file for each rank' if machine.world > 1 else ''}")

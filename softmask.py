@@ -108,17 +108,17 @@ class SoftMask(nn.Module):
         Returns (N, D) in the table's dtype.
         """
         lam = lam[:, None]                                                         # (N, 1)
-        if ids is None:
-            # Autocast would round this product, and so the gradient of ω, to bf16.
-            with torch.autocast(table.device.type, enabled=False):
-                guess = pi.to(table.dtype) @ table                                 # (N, D)
-            return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)
-        # [MASK] is looked up along with the k tokens. In the backward pass, every lookup fills a
-        # (V, D) gradient of the table, so a second one would cost as much as the first.
-        mask_ids = torch.full_like(ids[:, :1], self.mask_id)                       # (N, 1)
-        vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)                # (N, k+1, D)
-        weights = torch.cat((lam * pi, 1 - lam), 1)                                # (N, k+1)  fp32
-        return (weights[..., None] * vectors).sum(1).to(table.dtype)               # (N, D)
+        if ids is not None:
+            # [MASK] is looked up along with the k tokens. In the backward pass, every lookup fills
+            # a (V, D) gradient of the table, so a second one would cost as much as the first.
+            mask_ids = torch.full_like(ids[:, :1], self.mask_id)                   # (N, 1)
+            vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)            # (N, k+1, D)
+            weights = torch.cat((lam * pi, 1 - lam), 1)                            # (N, k+1)  fp32
+            return (weights[..., None] * vectors).sum(1).to(table.dtype)           # (N, D)
+        # Autocast would round this product, and so the gradient of ω, to bf16.
+        with torch.autocast(table.device.type, enabled=False):
+            guess = pi.to(table.dtype) @ table                                     # (N, D)
+        return ((1 - lam) * table[self.mask_id] + lam * guess).to(table.dtype)     # (N, D)
 
     def embed(self, table, x, logits):
         """sm(x̂, p) for a whole batch: mixed where x is [MASK], plain elsewhere    §3.1, both cases

@@ -78,7 +78,7 @@ def traces(cfg):
     chosen = cfg.steps
     if cfg.given and cfg.prompt:
         raise Refused("--given is the whole text: leave --prompt out")
-    model, tok, x, cfg = sample.prepared(cfg)                                      # x: (L,)
+    model, tok, x, cfg = sample.load_for_sampling(cfg)                             # x: (L,)
     special, mask_id = model.info["tokenizer"], model.mask_id
     if cfg.given:  # BOS, the cells, EOS of the document, EOS of the row
         cells = [mask_id if c == "." else tok.encode_ordinary(c)[0] for c in cfg.given]

@@ -291,7 +291,7 @@ def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path, 
 def test_what_is_printed(run, monkeypatch, capsys, tmp_path):
     """In a pipe, a text up to its end, and nothing else. One rank draws on a terminal."""
     special = {"bos": 257, "eos": 257}  # as of GPT-2
-    assert sample.shown(BYTES, [257, *b"ab", 257, *b"cd", 257], special) == "ab"
+    assert sample.text_of_sample(BYTES, [257, *b"ab", 257, *b"cd", 257], special) == "ab"
     save_mdlm(tmp_path / ".pt", model_of(**OF_BYTES), ema=None)
     own = torch.load(tmp_path / ".pt")
     for bos, prompt, ids, text in (  # a last blank ends at its EOS, an inner one does not
