@@ -157,7 +157,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
             if n == 0:
                 break
             if i == 0 and len(shares) > 1:
-                n = share = 1  # the block's first token alone: see the docstring       l.5
+                n = share = 1  # only the block's first mask: see the docstring         l.5
             lo, hi = later if i else (0, L)                             # what the pass computes
             # Masks of later blocks are predicted only for their feedback.
             stop = hi if sm else end
