@@ -208,7 +208,7 @@ def ddp(model, machine):
 def end_run(machine, warning, command, code, step, stopped):
     """End a run, on every rank. Rank 0 prints what is next. After a signal (stopped), exit.
 
-    warning: a line, or "".   command: what to run next, a list of words.   code: see `soft_mask_class`.
+    warning: a line, or "".   command: the words to run next.   code: see `soft_mask_class`.
     step: updates made.
     """
     if machine.world > 1:
