@@ -173,8 +173,8 @@ class Dream(nn.Module):
         return model.requires_grad_(False).eval()
 
 
-# Settings of config.json and adapter_config.json. Any other value would load without an error and
-# give wrong results, because no tensor's name or shape depends on it.
+# Settings of config.json and adapter_config.json. Most other values would load without an error and
+# give wrong results, because no tensor's name or shape depends on them.
 ONLY = {
     "hidden_act": "silu", "rope_scaling": None, "rope_type": "default", "partial_rotary_factor": 1,
     "quantization_config": None, "use_sliding_window": False,

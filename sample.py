@@ -368,12 +368,12 @@ class Config:
     checkpoint: str = "out/small/last.pt"
     count: Size = 1             # samples to make (not --n: torchrun refuses it)
     length: Size | None = None  # L (default: the model's)
-    steps: Size | None = None   # T (default: L; surest first: one for each mask)
+    steps: Size | None = None   # T (default: L; with an order: one for each mask)
     # mdlm, remdm-cap (in the paper for T < L) and remdm-loop toss a coin for each mask, App. B.1.
-    # With the others, each step reveals about the same number, the surest first (§2.2; see Pick).
+    # The others are orders (see Pick): each step reveals about the same number of masks (§2.2).
     sampler: Literal[tuple(SAMPLERS) + ORDERS] = "mdlm"
-    temperature: NotNegative = 1.0  # surest first only; 0: the likeliest tokens
-    threshold: Share | None = None  # surest first only, in place of steps: see `reveal`
+    temperature: NotNegative = 1.0  # with an order; 0: the likeliest tokens
+    threshold: Share | None = None  # with an order, in place of steps: see `reveal`
     top_p: Share = 0.9          # nucleus
     soft: bool = True           # False: decode an SM model without feedback
     # Give all three or none. They make a new SoftMask, of the class in --code if there is one, with

@@ -171,8 +171,8 @@ def complete(path, arms):
 
 # ---- Sudokus -------------------------------------------------------------------------------------
 def train_arm(arm, **settings):
-    sm, changes = ARMS[arm]
-    sudoku.train_model(sudoku.TrainConfig(**SETTINGS | changes | settings), sm)
+    sm_class, changes = ARMS[arm]
+    sudoku.train_model(sudoku.TrainConfig(**SETTINGS | changes | settings), sm_class)
 
 
 @functools.cache
