@@ -69,7 +69,7 @@ def open_split(dir, split):
     if os.path.getsize(path) != size:
         raise Refused(f"{path} is incomplete: `rm -r {dir}`, and prepare it again with data.py")
     # A file without tokens cannot be mapped.
-    ids = np.memmap(path, dtype, "r") if meta[split]["tokens"] else np.empty(0, dtype)
+    ids = np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
     return Tokens(ids, special, path), meta
 
 
@@ -325,10 +325,7 @@ def main(cfg):
         docs = documents(paths, cfg.field)
     docs = progress(docs, desc="tokenizing", unit=" documents")
     meta = prepare(docs, out, tokenizer(cfg.tokenizer), cfg.val_docs, " ".join(cfg.source))
-    n = min(cfg.val_docs or 0, meta["documents"])
-    held_out = f"the last {n:,} documents" if n else "the end of the text"
-    print(f"{out}/meta.json: {json.dumps(meta, indent=2)}\nval.bin holds out {held_out}: "
-          f"{meta['val']['tokens']:,} tokens")
+    print(f"{out}/meta.json: {json.dumps(meta, indent=2)}")
 
 
 if __name__ == "__main__":

@@ -182,7 +182,7 @@ ONLY = {
     "alpha_pattern": {}, "layer_replication": [], "init_lora_weights": True}
 
 
-def check_settings(raw, path, only=ONLY):
+def check_settings(raw, path, only):
     """Raises Refused if a setting differs from its value in `only`. A missing one is fine."""
     for name, value in only.items():
         if raw.get(name) not in (None, value):

@@ -96,18 +96,15 @@ PRESETS = {
 IDENTITY = "seed batch_size r alpha loss k b_l b_h omega_s omega_a omega_b".split()
 
 
-def finetune(cfg, sm_class=None):
-    """Alg. 1 on dialogues, or the rest of it. Returns the TwoPassDream.
-
-    sm_class: see mdlm.MDLM (default: that of cfg.code, or SoftMask).
-    """
+def finetune(cfg):
+    """Alg. 1 on dialogues, or the rest of it. Returns the TwoPassDream."""
     # ---- the machine
     machine = launch.machine(cfg.device, cfg.dtype)
     launch.join(machine)
     master = machine.rank == 0
     if cfg.code and not cfg.p_sm:
         raise Refused("--code does nothing with --p_sm=0: there is no soft mask")
-    sm_class = sm_class or launch.soft_mask_class(cfg.code)
+    sm_class = launch.soft_mask_class(cfg.code)
     dream_cfg = DreamConfig.read(cfg.model)
     mask_id = dream_cfg.mask_token_id
     M = cfg.batch_size  # dialogues of an update, over all ranks
@@ -128,8 +125,8 @@ def finetune(cfg, sm_class=None):
         # ---- the model: a frozen Dream, with a new DoRA and ω
         model = model_of(cfg, machine, sm_class)
         pad_id = model.net.cfg.pad_token_id
-        omega = list(model.sm.parameters()) if model.sm else []
-        optimizer = torch.optim.AdamW([{"params": list(trained(model.net).values())},  # DoRA
+        omega = model.sm.parameters() if model.sm else []
+        optimizer = torch.optim.AdamW([{"params": trained(model.net).values()},  # DoRA
                                        {"params": omega}],
                                       betas=(0.9, 0.999), weight_decay=0.0)  # [code]
         identity = {name: getattr(cfg, name) for name in IDENTITY} | {
@@ -159,15 +156,13 @@ def finetune(cfg, sm_class=None):
 
         def save_last():
             if master:
-                weights = {name: p.detach() for name, p in trained(model).items()}
-                launch.save(last, **about, step=made, metrics=metrics, model=weights,
+                launch.save(last, **about, step=made, metrics=metrics, model=trained(model),
                             optimizer=optimizer.state_dict())
 
         if not resuming:  # so that no adapter is ever without a last.pt
             save_last()
 
         # ---- Alg. 1
-        line = {}
         stopped = stop()
         for step in range(start, steps):                                       #          l.1, l.10
             # Every rank tosses all M coins, so that each knows whether any dialogue has feedback.
@@ -202,7 +197,7 @@ def finetune(cfg, sm_class=None):
             for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):  # DoRA, ω
                 group["lr"] = eta * lr_at(step, steps, cfg.warmup)
             optimizer.step()                                                   #                l.9
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             made = step + 1
             log.bar.update()
 
@@ -212,8 +207,7 @@ def finetune(cfg, sm_class=None):
             saving = launch.is_due(made, cfg.save_every, steps) or stopped
             logging = launch.is_due(made, cfg.log_every, steps) or made == 1
             if logging or evaluating or saving:
-                lr = optimizer.param_groups[0]["lr"]
-                line = log.line(made, lr, model.sm, norm)  # refuses NaN
+                line = log.line(made, optimizer, model.sm, norm)  # refuses NaN
                 if evaluating:
                     losses = evaluate(model, val, cfg, machine)
                     # best/ has the lowest loss with feedback in all dialogues [ours]. The authors
@@ -233,11 +227,9 @@ def finetune(cfg, sm_class=None):
                 break
 
     adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # no evaluation, no best/
-    log.bar.close()
     command = ["python", "sample_dream.py", f"--model={cfg.model}", f"--adapter={adapter}",
                "--chat"]
-    warning = launch.warning(line, len(model.net.table))
-    launch.end_run(machine, warning, command, model.sm and cfg.code, made, stopped)
+    launch.end_run(machine, log, command, cfg.code, made, stopped)
     return model
 
 

@@ -68,11 +68,10 @@ def run(main, Config, presets=(), ranks=False):
             # Rank 0 usually prints the same line: wait until torchrun ends this rank by SIGTERM.
             signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
-        file = getattr(e, "filename", None)  # of an OSError
         if isinstance(e, ModuleNotFoundError) and e.name in OPTIONAL:
             message = f"{e}: pip install {OPTIONAL[e.name]}"
-        elif isinstance(e, OSError) and file is not None:
-            message = f"{file or 'an empty path'}: {e.strerror}"
+        elif isinstance(e, OSError) and e.filename is not None:
+            message = f"{e.filename or 'an empty path'}: {e.strerror}"
         elif isinstance(e, REFUSED) or getattr(e, "errno", None) in FULL_OR_CLOSED:
             message = e
         else:
@@ -205,19 +204,19 @@ def ddp(model, machine):
     return model
 
 
-def end_run(machine, warning, command, code, step, stopped):
+def end_run(machine, log, command, code, step, stopped):
     """End a run, on every rank. Rank 0 prints what is next. After a signal (stopped), exit.
 
-    warning: a line, or "".   command: the words to run next.   code: see `soft_mask_class`.
-    step: updates made.
+    log: Log.   command: the words to run next.   code: see `soft_mask_class`.   step: updates made.
     """
+    log.bar.close()
     if machine.world > 1:
         # Wait: if a rank exits with a nonzero status, torchrun kills the others, even mid-save.
         dist.barrier()
         dist.destroy_process_group()
     if code:
         command = [*command, f"--code={code}"]
-    message = warning + shlex.join(command)
+    message = warning(log.newest) + shlex.join(command)
     if stopped:
         message = (f"stopped after update {step:,}, which is saved: to continue, run the same "
                    f"command with --resume")
@@ -351,8 +350,9 @@ class Log:
         self.steps = steps
         self.master = master
         self.bar = progress(initial=start, total=steps, unit=" updates", leave=False,
-                            disable=not sys.stderr.isatty())
+                            disable=None)  # None: off without a terminal
         self.first = None         # (update, time) of the first line
+        self.newest = {}          # the last of `line`, for `warning`
         self.sums = {}            # since the last line
         self.last = time.time()   # of the last line
         self.began = self.last
@@ -368,7 +368,7 @@ class Log:
         for name, value in sums.items():
             self.sums[name] = self.sums.get(name, 0) + value
 
-    def line(self, step, eta_bb, sm, norm):
+    def line(self, step, optimizer, sm, norm):
         """The line for all updates since the last line, up to `step`. Raises Refused on NaN."""
         values = [float(value) for value in self.sums.values()]  # a host sync for each tensor
         values = over_ranks(torch.tensor(values, dtype=torch.float64)).tolist()
@@ -379,8 +379,8 @@ class Log:
                           "weights")
         self.sums = {}
         line = {"step": step, "loss": sums["loss"] / sums["n"],
-                "ce_per_mask": sums["ce"] / max(1, sums["masks"]), "eta_bb": eta_bb,
-                "grad_norm": sums["norm"],
+                "ce_per_mask": sums["ce"] / max(1, sums["masks"]),
+                "eta_bb": optimizer.param_groups[0]["lr"], "grad_norm": sums["norm"],
                 "tokens_per_s": sums["tokens"] / (time.time() - self.last)}
         if sums["soft"]:
             line["lam"] = sums["lam"] / sums["soft"]
@@ -388,6 +388,7 @@ class Log:
             line |= zip(("omega_s", "omega_a", "omega_b"), torch.stack(sm.omega).tolist())
             if sm.k is None:
                 line["tau"] = sm.tau.item()
+        self.newest = line
         return line
 
     def write(self, line):
@@ -415,12 +416,12 @@ class Log:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def warning(line, V):
-    """A line for the user if λ is near 0 in a line of the log, else "".   V: vocabulary"""
+def warning(line):
+    """A line for the user if λ is near 0 in a line of the log, else ""."""
     if line.get("lam", 1.0) >= 1e-3:  # 1.0: if no update had feedback
         return ""
     # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
-    H = min(max(0.01, line["ce_per_mask"]), math.log(V))
+    H = max(0.01, line["ce_per_mask"])
     return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
             f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}\n")
 
@@ -517,21 +518,13 @@ def soft_mask_class(code):
     return own
 
 
-class Fields(dict):
-    """A JSON object. A missing field raises Refused with the name of the file."""
-
-    def __missing__(self, name):
-        raise Refused(f"{self.path} has no field {name!r}")
-
-
 def read_json(path):
-    """The JSON object in a file, and all objects in it, as Fields."""
-    def named(values):
-        fields = Fields(values)
-        fields.path = path
-        return fields
+    """The JSON object in a file. There and in all objects inside, a missing field is Refused."""
+    class Fields(dict):
+        def __missing__(self, name):
+            raise Refused(f"{path} has no field {name!r}")
     with readable(path, ": this is no complete JSON object"):
-        fields = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=named)
+        fields = json.loads(Path(path).read_text(encoding="utf-8"), object_hook=Fields)
         if not isinstance(fields, Fields):
             raise TypeError(f"a {type(fields).__name__}")
     return fields

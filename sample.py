@@ -31,7 +31,6 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from fractions import Fraction
-from itertools import repeat
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -53,7 +52,7 @@ ORDERS = "entropy", "maskgit_plus", "topk_margin", "random"
 
 
 # ---- each mask at random -------------------------------------------------------------------------
-def step_probs(t, s, sampler="mdlm", eta=None):
+def step_probs(t, s, sampler):
     """One reverse step t → s < t: P[reveal a mask], P[re-mask a token]              Eq. 1, App. B.1
 
     In the posterior of §2.1, a mask becomes x_0 with probability (α_s − α_t) / (1 − α_t), and a
@@ -72,9 +71,9 @@ def step_probs(t, s, sampler="mdlm", eta=None):
     remdm-loop   The share of masks is not t. While t > T_ON, it falls from 1 to 1 − ALPHA_ON, with
                  σ = 0. Until T_OFF, it is constant, with σ = η. Then it falls to 0 (σ = 0) [code].
 
-    t, s: times in [0, 1].   eta: η (default: that of App. B.1).
+    t, s: times in [0, 1].
     """
-    eta = SAMPLERS[sampler] if eta is None else eta
+    eta = SAMPLERS[sampler]
     sigma = 0.0
     share_t = t  # of masks, 1 − α, before the step
     share_s = s  # and after it
@@ -198,7 +197,7 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
     x: (n, L) ids on the CPU. Without a threshold, all rows must have the same number of masks at
         every step: else ValueError. (If the model can predict [MASK], decode one row at a time.)
     shares: for each step, the share of a row's remaining masks to reveal, rounded down to whole
-        masks. See `shares_of`. With a threshold: itertools.repeat(1), as many as needed.
+        masks. See `shares_of`. With a threshold: 1 for each pass that may be needed.
     pick: Pick. All rows draw from its generator.
     gain: a factor on λ, App. C.9, as a function of the share of the initial masks that is still
         left, over all rows.
@@ -258,8 +257,6 @@ def propose(logits, mask_id, forced, pick):
         likeliest other token is taken [ours]. The authors' code leaves [MASK] in the answer.
     Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
-    if not callable(pick.confidence) and pick.confidence not in ORDERS:
-        raise ValueError(f"unknown confidence {pick.confidence!r}")
     scaled = logits / pick.temperature if pick.temperature > 0 else logits  # (N, V)
     p = nucleus(scaled.softmax(-1), pick.top_p, keep_crossing=True)     # (N, V)
     x0 = p.argmax(-1)                                                   # (N,)
@@ -281,18 +278,20 @@ def propose(logits, mask_id, forced, pick):
     elif pick.confidence == "topk_margin":
         best, second = p.topk(2).values.unbind(-1)                      # 2 × (N,)
         conf = best - second                                            # (N,)
-    else:
+    elif pick.confidence == "random":
         u = to_device(torch.rand(len(p), generator=pick.generator), p.device)  # (N,)
         conf = u + 0 * p[:, 0]  # NaN if p is                             (N,)
+    else:
+        raise ValueError(f"unknown confidence {pick.confidence!r}")
     return x0, conf
 
 
-def reveal(x, masks, x0, conf, share, threshold=None):
+def reveal(x, masks, x0, conf, share, threshold):
     """x (n, L) with the surest proposals written into it                          Alg. 2 l.5, §2.2
 
     masks: (b, l), each (N,): what may be revealed.   x0, conf: (N,), from `propose`.
-    share: of the N / n masks in each row, rounded down.   threshold: instead of a share, reveal a
-        row's surest token, and all with at least this conf (Fast-dLLM).
+    share: of the N / n masks in each row, rounded down.   threshold: if not None, instead of a
+        share: reveal a row's surest token, and all with at least this conf (Fast-dLLM).
     A proposal can be [MASK] itself. Then the position stays masked [code].
     """
     score = torch.full(x.shape, -torch.inf, device=x.device).index_put(masks, conf)  # (n, L)
@@ -413,13 +412,13 @@ def starting_ids(prompt, L, tok, special):
 def with_omega(sm, own, mask_id, cfg):
     """A soft mask with cfg's ω_s, ω_a, ω_b and sm's k (3 without sm), or sm if no ω is given
 
-    own: the class of --code (default: SoftMask).
+    None with --soft=False.   own: the class of --code (default: SoftMask).
     """
     omega = [cfg.omega_s, cfg.omega_a, cfg.omega_b]
     if omega == [None] * 3:
         if own and not sm:
             raise Refused("--code needs a soft mask: give --omega_s, --omega_a and --omega_b")
-        return sm
+        return sm if cfg.soft else None
     if None in omega or not cfg.soft:
         raise Refused("--omega_s, --omega_a and --omega_b replace a soft mask: give all three, "
                       "without --soft=False")
@@ -437,8 +436,7 @@ def load_for_sampling(cfg):
     own = launch.soft_mask_class(cfg.code)
     with launch.input_errors():
         model = MDLM.load(cfg.checkpoint, sm_class=own)
-    sm = with_omega(model.sm, own, model.mask_id, cfg)
-    model.sm = sm if cfg.soft else None
+    model.sm = with_omega(model.sm, own, model.mask_id, cfg)
     special = model.info["tokenizer"]
     tok = tokenizer(special["name"])
     length = cfg.length or model.cfg.length
@@ -458,7 +456,9 @@ def sample(model, x, cfg, generator, on_step):
     if cfg.sampler in SAMPLERS:
         return generate(model, x, cfg.steps, cfg.sampler, cfg.top_p, generator,
                         model.cfg.time_conditioning, on_step)
-    shares = shares_of(cfg.steps * [1]) if cfg.threshold is None else repeat(1)
+    shares = cfg.steps * [1]
+    if cfg.threshold is None:
+        shares = shares_of(shares)
     pick = Pick(cfg.sampler, cfg.temperature, cfg.top_p, cfg.threshold, generator)
     return decode(model, x[None], shares, pick, on_step=on_step)[0]
 
@@ -469,7 +469,7 @@ def read_samples(path):
     return [line for file in (path, *sorted(ranks)) for line in read_jsonl(file)]
 
 
-def text_of_sample(tok, ids, special, given=0):
+def text_of_sample(tok, ids, special, given):
     """The text of a sample, without BOS and EOS. It ends at the first one after `given` ids."""
     ends = special["bos"], special["eos"]
     stop = next((i for i in range(max(1, given), len(ids)) if ids[i] in ends), len(ids))

@@ -17,7 +17,6 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import repeat
 from typing import Literal
 
 import torch
@@ -191,7 +190,7 @@ def load_for_decoding(cfg):
     own = launch.soft_mask_class(cfg.code)
     sm = load_adapter(model, cfg.adapter, own) if cfg.adapter else None
     sm = with_omega(sm, own, model.cfg.mask_token_id, cfg)
-    if cfg.schedule != "none" and not (sm and cfg.soft):
+    if cfg.schedule != "none" and not sm:
         raise Refused(f"--schedule={cfg.schedule} scales the feedback, but there is none")
     if cfg.merge:
         change = dora.merge_(model)
@@ -200,7 +199,7 @@ def load_for_decoding(cfg):
                   "rounds much of it away: --merge=False keeps all", file=sys.stderr)
     if cfg.compile:  # one graph for whole sequences, another for cached parts
         model.trunk = torch.compile(model.trunk, dynamic=True)
-    return model, tok, (sm.to(device) if sm and cfg.soft else None)
+    return model, tok, sm and sm.to(device)
 
 
 def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
@@ -223,15 +222,15 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
     # Seeded by the prompt, too, so that answers do not depend on the order of the prompts.
     pick = Pick(cfg.algorithm, cfg.temperature, cfg.top_p, cfg.threshold, rng(cfg.seed, ids))
     gain = partial(time_gain, schedule=cfg.schedule, switch=cfg.switch)
-    steps = cfg.steps or int(masked.sum())
+    n_masks = int(masked.sum())
+    n = cfg.block or n_masks  # masks that are filled together
+    shares = n * [1]
+    if cfg.threshold is None:
+        shares = reveal_shares((cfg.steps or n_masks) * n // n_masks)
     if cfg.block:
-        shares = cfg.block * [1]
-        if cfg.threshold is None:
-            shares = reveal_shares(steps * cfg.block // cfg.gen_len)
         x = decode_blocks(two_pass, x, cfg.gen_len, shares, cfg.block, cfg.cache, pick, gain,
                           count)
     else:
-        shares = reveal_shares(steps) if cfg.threshold is None else repeat(1)
         x = decode(two_pass, x, shares, pick, gain, count)
     new = x[masked].tolist()
     ends = (i for i, token in enumerate(new) if token in model.cfg.eos_token_id)
@@ -276,16 +275,14 @@ def main(cfg):
         after = "".join(rest)
         ids = encode(before) + cfg.gen_len * [mask_id] + encode(after)
         print(before + ask(ids, replace(cfg, gen_len=0), until=()) + after)
-    elif cfg.chat:
+    else:
+        turns = (line.removesuffix("\n") for line in sys.stdin) if cfg.chat else [text]
         messages = []
-        for line in sys.stdin:
-            messages.append({"role": "user", "content": line.removesuffix("\n")})
+        for turn in turns:
+            messages.append({"role": "user", "content": turn})
             reply = ask(encode(tok.chat(messages), special=True), cfg, ["<|im_end|>"])
             messages.append({"role": "assistant", "content": reply})
             print(reply)
-    else:
-        turn = {"role": "user", "content": text}
-        print(ask(encode(tok.chat([turn]), special=True), cfg, ["<|im_end|>"]))
 
 
 if __name__ == "__main__":

@@ -133,7 +133,6 @@ def train(cfg, sm_class=None):
         ckpt = None
         start = 0      # updates made
         metrics = {}   # of the last evaluation
-        omega_from = "the settings"
         if launch.resumes(cfg.out_dir, cfg.resume, "step-*.pt"):
             with launch.input_errors():
                 ckpt = mdlm.read_checkpoint(last, "mdlm")
@@ -143,17 +142,16 @@ def train(cfg, sm_class=None):
             model.load_state_dict(ckpt["model"])
             start = ckpt["step"]
             metrics = ckpt["metrics"]
-            omega_from = last
         elif cfg.init_from:
-            omega_from = load_initial(model, cfg, special)
+            load_initial(model, cfg, special)
         model.to(machine.device)
         # The EMA: a second backbone. ω is not averaged [code], so the EMA shares the model's. In a
         # continuation, it starts from the file's weights [ours]. The authors start it from random.
         ema = copy.deepcopy(model).eval().requires_grad_(False)
         ema.sm = model.sm
-        groups = [{"params": list(model.net.parameters())}]                    # θ
+        groups = [{"params": model.net.parameters()}]                          # θ
         if model.sm:
-            groups.append({"params": list(model.sm.parameters())})             # ω       App. B.1
+            groups.append({"params": model.sm.parameters()})                   # ω       App. B.1
         optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0,  # [code]
                                       fused=machine.device.type in ("cuda", "cpu"))
         if ckpt:
@@ -164,12 +162,12 @@ def train(cfg, sm_class=None):
             mdlm.compile_parts(model)
         parallel = launch.ddp(model, machine)
         if master:
-            feedback = f"{model.sm}, ω from {omega_from}" if model.sm else "no feedback"
             note = ", the first after a minute or more of compiling" if compiled else ""
             if start >= cfg.steps:
                 note = ": all are made"
-            print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {feedback}; "
-                  f"{machine.device} × {machine.world}, {machine.dtype or 'float32'}; "
+            print(f"{sum(p.numel() for p in model.parameters()):,} parameters, "
+                  f"{model.sm or 'no feedback'}; {machine.device} × {machine.world}, "
+                  f"{machine.dtype or 'float32'}; "
                   f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length} from {cfg.data}; "
                   f"updates {start:,} to {cfg.steps:,}{note}")
 
@@ -189,7 +187,6 @@ def train(cfg, sm_class=None):
             save_last()
 
         # ---- Alg. 1
-        line = {}
         stopped = stop()  # from here on, the first signal ends the run between two updates
         for step in range(start, cfg.steps):                                   #          l.1, l.10
             # One coin per update, the same on every rank [ours]. The authors draw one per
@@ -226,7 +223,7 @@ def train(cfg, sm_class=None):
             for group, eta in zip(optimizer.param_groups, (cfg.eta_bb, cfg.eta_sm)):  # θ, ω
                 group["lr"] = eta * lr_at(step, cfg)
             optimizer.step()                                                   #                l.9
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad()
             made = step + 1
             log.bar.update()
             update_ema(ema.net, model.net, made, cfg.ema)
@@ -238,7 +235,7 @@ def train(cfg, sm_class=None):
             saving = launch.is_due(made, cfg.save_every, cfg.steps) or stopped
             logging = launch.is_due(made, cfg.log_every, cfg.steps) or made == 1
             if logging or evaluating or keeping or saving:
-                line = log.line(made, cfg.eta_bb * lr_at(step, cfg), model.sm, norm)  # refuses NaN
+                line = log.line(made, optimizer, model.sm, norm)  # refuses NaN
                 if evaluating:
                     metrics = {"step": made, **evaluate(ema, held_out, machine)}
                     line |= metrics
@@ -251,10 +248,8 @@ def train(cfg, sm_class=None):
             if stopped:
                 break
 
-    log.bar.close()
     command = ["python", "sample.py", f"--checkpoint={last}", "--show"]
-    warning = launch.warning(line, cfg.vocab_size)
-    launch.end_run(machine, warning, command, model.sm and cfg.code, made, stopped)
+    launch.end_run(machine, log, command, cfg.code, made, stopped)
     return model, ema
 
 
@@ -286,7 +281,7 @@ def update_ema(ema, model, step, decay):
 
 
 def load_initial(model, cfg, tokenizer):
-    """Load θ from --init_from, and ω if the file has one. Returns where ω comes from.
+    """Load θ from --init_from, and ω if the file has one.
 
     θ is the raw weights [code], or their average if the file is a step-N.pt, without raw ones.
     """
@@ -303,12 +298,11 @@ def load_initial(model, cfg, tokenizer):
         names += ["k", "SoftMask"]
     launch.check_same(cfg.init_from, before, now, names, ": give the preset and the flags that it "
                       f"was trained with, as in `train.py small --init_from={cfg.init_from}`")
-    state = {name: p for name, p in model.state_dict().items() if name.startswith("sm.")}
-    for name, p in ckpt["model"].items():
-        if takes_omega or name.startswith("net."):
-            state[name] = p
-    model.load_state_dict(state)
-    return cfg.init_from if takes_omega else "the settings"
+    if takes_omega:
+        model.load_state_dict(ckpt["model"])
+    else:
+        model.net.load_state_dict({name.removeprefix("net."): p for name, p in
+                                   ckpt["model"].items() if name.startswith("net.")})
 
 
 # ---- held-out text -------------------------------------------------------------------------------

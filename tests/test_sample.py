@@ -35,13 +35,14 @@ def steps_of(T):
     return [(1 - i * dt, 1 - i * dt - dt) for i in range(T)]
 
 
-def test_every_sampler_carries_the_masked_share_from_t_to_s():
+def test_every_sampler_carries_the_masked_share_from_t_to_s(monkeypatch):
     """A step of remdm-loop across t_off or t_on follows the rule of the side where it starts."""
     edges = 0, 0.05, 0.55, 1
     shares = {"remdm-loop": (0, 0.1, 0.1, 1)}  # 1 − α there
     for T, sampler, eta in product((1, 20, 64, 1000), SAMPLERS, (0.0, 0.1)):
+        monkeypatch.setitem(SAMPLERS, sampler, eta)
         for t, s in steps_of(T):
-            reveal, remask = step_probs(t, s, sampler, eta)
+            reveal, remask = step_probs(t, s, sampler)
             assert 0 <= reveal <= 1 and 0 <= remask <= eta
             if sampler != "remdm-loop" or np.searchsorted(edges, t) == np.searchsorted(edges, s):
                 before, after = np.interp((t, s), edges, shares.get(sampler, edges))
@@ -291,7 +292,7 @@ def test_samples_of_other_settings_and_useless_flags_are_refused(run, tmp_path, 
 def test_what_is_printed(run, monkeypatch, capsys, tmp_path):
     """In a pipe, a text up to its end, and nothing else. One rank draws on a terminal."""
     special = {"bos": 257, "eos": 257}  # as of GPT-2
-    assert sample.text_of_sample(BYTES, [257, *b"ab", 257, *b"cd", 257], special) == "ab"
+    assert sample.text_of_sample(BYTES, [257, *b"ab", 257, *b"cd", 257], special, 0) == "ab"
     save_mdlm(tmp_path / ".pt", model_of(**OF_BYTES), ema=None)
     own = torch.load(tmp_path / ".pt")
     for bos, prompt, ids, text in (  # a last blank ends at its EOS, an inner one does not
