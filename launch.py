@@ -204,10 +204,11 @@ def ddp(model, machine):
     return model
 
 
-def end_run(machine, log, command, code, step, stopped):
+def end_run(machine, log, V, command, code, step, stopped):
     """End a run, on every rank. Rank 0 prints what is next. After a signal (stopped), exit.
 
-    log: Log.   command: the words to run next.   code: see `soft_mask_class`.   step: updates made.
+    log: Log.   V: size of the vocabulary.   command: the words to run next.   code: see
+    `soft_mask_class`.   step: updates made.
     """
     log.bar.close()
     if machine.world > 1:
@@ -216,7 +217,7 @@ def end_run(machine, log, command, code, step, stopped):
         dist.destroy_process_group()
     if code:
         command = [*command, f"--code={code}"]
-    message = warning(log.newest) + shlex.join(command)
+    message = warning(log.newest, V) + shlex.join(command)
     if stopped:
         message = (f"stopped after update {step:,}, which is saved: to continue, run the same "
                    f"command with --resume")
@@ -416,12 +417,12 @@ class Log:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def warning(line):
-    """A line for the user if λ is near 0 in a line of the log, else ""."""
+def warning(line, V):
+    """A line for the user if λ is near 0 in a line of the log, else "".   V: vocabulary"""
     if line.get("lam", 1.0) >= 1e-3:  # 1.0: if no update had feedback
         return ""
     # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
-    H = max(0.01, line["ce_per_mask"])
+    H = min(max(0.01, line["ce_per_mask"]), math.log(V))
     return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
             f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}\n")
 

@@ -257,6 +257,8 @@ def propose(logits, mask_id, forced, pick):
         likeliest other token is taken [ours]. The authors' code leaves [MASK] in the answer.
     Returns x0 (N,) and conf (N,). The token with the highest conf is revealed first.
     """
+    if not callable(pick.confidence) and pick.confidence not in ORDERS:
+        raise ValueError(f"unknown confidence {pick.confidence!r}")
     scaled = logits / pick.temperature if pick.temperature > 0 else logits  # (N, V)
     p = nucleus(scaled.softmax(-1), pick.top_p, keep_crossing=True)     # (N, V)
     x0 = p.argmax(-1)                                                   # (N,)
@@ -278,11 +280,9 @@ def propose(logits, mask_id, forced, pick):
     elif pick.confidence == "topk_margin":
         best, second = p.topk(2).values.unbind(-1)                      # 2 × (N,)
         conf = best - second                                            # (N,)
-    elif pick.confidence == "random":
+    else:
         u = to_device(torch.rand(len(p), generator=pick.generator), p.device)  # (N,)
         conf = u + 0 * p[:, 0]  # NaN if p is                             (N,)
-    else:
-        raise ValueError(f"unknown confidence {pick.confidence!r}")
     return x0, conf
 
 

@@ -87,6 +87,8 @@ class SoftMask(nn.Module):
         lam = self.strength(neg_entropy(logp))                                     # (N,)
         if self.k is None:
             return lam, None, logp.exp()                                           # π (N, V)
+        if self.k > logits.shape[1]:
+            raise ValueError(f"k = {self.k} for logits of {logits.shape[1]} tokens")
         top, ids = largest(logits, self.k)                                         # (N, k)
         return lam, ids, top.softmax(-1)             # π_i = p_i / Σ p, over the top k
 

@@ -133,6 +133,7 @@ def train(cfg, sm_class=None):
         ckpt = None
         start = 0      # updates made
         metrics = {}   # of the last evaluation
+        omega_from = ""
         if launch.resumes(cfg.out_dir, cfg.resume, "step-*.pt"):
             with launch.input_errors():
                 ckpt = mdlm.read_checkpoint(last, "mdlm")
@@ -143,7 +144,8 @@ def train(cfg, sm_class=None):
             start = ckpt["step"]
             metrics = ckpt["metrics"]
         elif cfg.init_from:
-            load_initial(model, cfg, special)
+            if load_initial(model, cfg, special):
+                omega_from = f", ω from {cfg.init_from}"
         model.to(machine.device)
         # The EMA: a second backbone. ω is not averaged [code], so the EMA shares the model's. In a
         # continuation, it starts from the file's weights [ours]. The authors start it from random.
@@ -166,7 +168,7 @@ def train(cfg, sm_class=None):
             if start >= cfg.steps:
                 note = ": all are made"
             print(f"{sum(p.numel() for p in model.parameters()):,} parameters, "
-                  f"{model.sm or 'no feedback'}; {machine.device} × {machine.world}, "
+                  f"{model.sm or 'no feedback'}{omega_from}; {machine.device} × {machine.world}, "
                   f"{machine.dtype or 'float32'}; "
                   f"{data.n_rows(tokens, cfg.length):,} rows of {cfg.length} from {cfg.data}; "
                   f"updates {start:,} to {cfg.steps:,}{note}")
@@ -249,7 +251,7 @@ def train(cfg, sm_class=None):
                 break
 
     command = ["python", "sample.py", f"--checkpoint={last}", "--show"]
-    launch.end_run(machine, log, command, cfg.code, made, stopped)
+    launch.end_run(machine, log, cfg.vocab_size, command, cfg.code, made, stopped)
     return model, ema
 
 
@@ -281,7 +283,7 @@ def update_ema(ema, model, step, decay):
 
 
 def load_initial(model, cfg, tokenizer):
-    """Load θ from --init_from, and ω if the file has one.
+    """Load θ from --init_from, and ω if the file has one. Returns whether ω was loaded.
 
     θ is the raw weights [code], or their average if the file is a step-N.pt, without raw ones.
     """
@@ -303,6 +305,7 @@ def load_initial(model, cfg, tokenizer):
     else:
         model.net.load_state_dict({name.removeprefix("net."): p for name, p in
                                    ckpt["model"].items() if name.startswith("net.")})
+    return takes_omega
 
 
 # ---- held-out text -------------------------------------------------------------------------------

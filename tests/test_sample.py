@@ -161,8 +161,9 @@ def test_what_decode_cannot_do(error, message, rows, order):
     model = model_of(6, 0.3)
     if order == "random":
         model.net.output_layer.linear.bias.data[5] = torch.nan
-    with pytest.raises(error, match=message):
-        decode(model, rows, shares_of([1] * 6), Pick(order))
+    for threshold in [None] if "equally" in message else [None, 0.5]:
+        with pytest.raises(error, match=message):
+            decode(model, rows, shares_of([1] * 6), Pick(order, threshold=threshold))
 
 
 def test_shares_reveal_the_counts_exactly():

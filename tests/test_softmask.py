@@ -66,7 +66,7 @@ def test_what_would_be_silently_wrong_is_refused():
     for message, given, changes in (
             ("omega_s = 1.0", logits, dict(omega_s=1.0)), ("tau = 0", logits, dict(tau=0.0)),
             ("omega_a = 0", logits, dict(omega_a=0.0)), ("k = 0", logits, dict(k=0)),
-            ("omega_b = nan", logits, dict(omega_b=math.nan)),
+            ("omega_b = nan", logits, dict(omega_b=math.nan)), ("k = 99", logits, dict(k=99)),
             ("mask_id = None", logits, dict(mask_id=None)),
             ("logits of 10 tokens for a table of", logits[..., :-1], {}),
             ("1 rows of logits for", logits[x == MASK][:1], {})):
