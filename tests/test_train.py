@@ -237,6 +237,7 @@ def test_a_continuation_starts_from_weights_and_their_omega_or_a_fresh_one(tiny,
     assert "--omega_b=-2.1" in launch.warning({"lam": 0.0, "ce_per_mask": 9.0}, 8)  # −ln 8
     trained, more = MDLM.load(file(cfg)).sm, replace(cfg, init_from=file(cfg), steps=1, omega_s=0.3)
     torch.testing.assert_close(train(beside(more, "more"))[0].sm.omega, trained.omega)
+    assert f", ω from {file(cfg)}" in capsys.readouterr().out
     omega = train(beside(more, "new", new_omega=True, k=5))[0].sm.omega
     torch.testing.assert_close(torch.stack(omega), torch.tensor((0.3, 1.0, -4.0)))
     ckpt = torch.load(file(cfg))
