@@ -116,8 +116,7 @@ class Dream(nn.Module):
         positions = torch.arange(emb.shape[1], device=emb.device) + start  # (L,)
         # Computed in every pass, in fp32 [ours]. A buffer would be cast to bf16 with the model, and
         # far positions would get wrong angles, as in the authors' evaluation of finetuned models.
-        cos_sin = rotation(positions, self.cfg.head_dim, self.cfg.rope_theta)
-        cos, sin = (x.to(emb.dtype) for x in cos_sin)                   # 2 × (L, 1, d)
+        cos, sin = rotation(positions, self.cfg.head_dim, self.cfg.rope_theta)  # 2 × (L, 1, d)
         h = emb
         kv = []
         for i, layer in enumerate(self.model["layers"]):

@@ -54,7 +54,7 @@ class Config:
     n_train: Size = 300_000     # before filtering, which leaves 270k
     n_val: Count = 500          # held out; at most a tenth of a .jsonl
     max_length: int = 2048      # tokens of prompt and answer; longer ones are dropped: App. B.2
-    min_response: int = 5       # tokens, App. B.2; with the two that end the turn [code]
+    min_response: int = 5       # tokens, App. B.2, counting the two that end the turn [code]
     # optimisation
     epochs: Positive = 1.0      # 33.5k updates of 8 dialogues in the paper
     steps: Count = 0            # updates (default: computed from epochs)
@@ -99,7 +99,7 @@ IDENTITY = "seed batch_size r alpha loss k b_l b_h omega_s omega_a omega_b".spli
 def finetune(cfg):
     """Alg. 1 on dialogues, or the rest of it. Returns the TwoPassDream."""
     # ---- the machine
-    machine = launch.machine(cfg.device, cfg.dtype)
+    machine = launch.machine(cfg.device)
     launch.join(machine)
     master = machine.rank == 0
     if cfg.code and not cfg.p_sm:
@@ -118,7 +118,8 @@ def finetune(cfg):
     with launch.lock(cfg.out, master), launch.Stop() as stop:
         # ---- the data
         last = f"{cfg.out}/last.pt"
-        resuming = launch.resumes(cfg.out, cfg.resume, "best", "last")  # now: reading takes minutes
+        # Before the dialogues, which take minutes to read
+        resuming = launch.resumes(cfg.out, cfg.resume, "best", "last")
         dialogues, val, left_out = load_dialogues(cfg, Tokenizer(cfg.model), mask_id)
         steps = cfg.steps or max(1, int(cfg.epochs * len(dialogues) / M))
 
@@ -165,8 +166,9 @@ def finetune(cfg):
         # ---- Alg. 1
         stopped = stop()
         for step in range(start, steps):                                       #          l.1, l.10
-            # Every rank tosses all M coins, so that each knows whether any dialogue has feedback.
-            # If none has, ω must not move.
+            # Every rank tosses all M coins (equal ones, unless --coin=dialogue), so that each knows
+            # whether any dialogue has feedback. If none has, ω must not move.
+            model.train()  # evaluate() puts it into eval mode
             keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
             softs = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() < cfg.p_sm
                      for key in keys]                                          #               §3.2
@@ -213,11 +215,10 @@ def finetune(cfg):
                     # best/ has the lowest loss with feedback in all dialogues [ours]. The authors
                     # toss a coin for each [code].
                     loss = losses["val_soft" if model.sm else "val_plain"]
-                    best = min(loss, metrics.get("best", loss))
-                    metrics = {"step": made, **losses, "best": best}
+                    metrics = {"step": made, **losses, "best": min(loss, metrics.get("best", loss))}
                     line |= metrics
                 log.write(line)
-            if evaluating and loss == best and master:
+            if evaluating and loss == metrics["best"] and master:
                 save_adapter(f"{cfg.out}/best", model.net, model.sm, cfg)
             if saving and master:
                 save_adapter(f"{cfg.out}/last", model.net, model.sm, cfg)
@@ -280,13 +281,13 @@ def lr_at(step, steps, warmup):
     warm = math.ceil(warmup * steps)
     if step < warm:
         return step / warm
-    return 0.5 * (1 + math.cos(math.pi * (step - warm) / max(1, steps - warm)))
+    return 0.5 * (1 + math.cos(math.pi * (step - warm) / (steps - warm)))
 
 
 def load_dialogues(cfg, tok, mask_id):
     """train and val, [(ids, prompt length)], and a line that says what was dropped or not read"""
-    counts = Counter()
-    unread = set()
+    counts = Counter()  # of dropped dialogues, by reason
+    unread = set()      # names of fields. The readers below add to both
     if not cfg.data:
         raise Refused(f"--data is needed: a .jsonl of dialogues, or {' or '.join(HUB)}")
     parts = read_hub(cfg, counts) if cfg.data in HUB else read_file(cfg, unread)
@@ -295,7 +296,7 @@ def load_dialogues(cfg, tok, mask_id):
     n_read = len(train)
     train = [(ids, n) for ids, n in train if ids.tobytes() not in held_out]
     counts["also held out"] = n_read - len(train)
-    left_out = [f"dropped: {why} ({n:,})" for why, n in (+counts).items()]  # + drops zeros
+    left_out = [f"dropped: {why} ({n:,})" for why, n in counts.items() if n]
     if unread:
         left_out.append(f"not read: {', '.join(sorted(unread))}")
     left_out = "; ".join(left_out) or "none dropped"
@@ -317,7 +318,8 @@ def messages_in(path, unread):
     """Yields the messages of each line. `unread` gets the names of fields that are not read."""
     for record in data.json_lines(path):
         yield as_messages(record)
-        unread |= record.keys() - ({"messages"} if "messages" in record else {"prompt", "response"})
+        read = {"messages"} if "messages" in record else {"prompt", "response"}
+        unread |= record.keys() - read
 
 
 def as_messages(record):
@@ -408,7 +410,7 @@ def digest_of(dialogues):
 
 def model_of(cfg, machine, sm_class=None):
     """A frozen Dream with a new DoRA and, if p_sm > 0, a soft mask                      App. B.2"""
-    dtype = None if cfg.dtype == "auto" else machine.dtype or torch.float32
+    dtype = None if cfg.dtype == "auto" else getattr(torch, cfg.dtype)  # None: as stored
     dream = Dream.load(cfg.model, machine.device, dtype)
     dream.checkpointing = cfg.checkpointing
     dora.attach(dream, TARGETS, cfg.r, cfg.alpha, rng(cfg.seed, "adapter"))
@@ -429,6 +431,7 @@ def trained(model):
 @torch.no_grad()
 def evaluate(model, val, cfg, machine):
     """{name: mean loss over the held-out dialogues}, with feedback and without."""
+    model.eval()
     losses = {}
     pad_id = model.net.cfg.pad_token_id
     mask_id = model.mask_id
@@ -454,9 +457,9 @@ def save_adapter(folder, dream, sm, cfg):
                  peft_type="LORA", task_type="CAUSAL_LM", base_model_name_or_path=cfg.model,
                  r=cfg.r, lora_alpha=cfg.alpha, lora_dropout=0.0, bias="none", use_dora=True,
                  target_modules=TARGETS, inference_mode=True),
-             # Written without SM, too. Only softmask.pt can hold a soft mask of another class.
+             # Only softmask.pt can hold a soft mask of another class.
              "transparency_config.json": {"transparency_alg": own_class(sm) or "none"}}
-    if sm and not own_class(sm):
+    if sm and not own_class(sm):  # ours
         s, a, b = (w.item() for w in sm.omega)
         files["transparency_config.json"] = dict(
             transparency_alg="mixinputs_with_topk" if sm.k else "mixinputs_with_temp",

@@ -9,7 +9,7 @@
 
 This file needs only torch and softmask.py: copy both. TwoPass uses three members of a backbone. SM
 sits between the first two: at the masks, it mixes what `head` predicted into the embeddings.
-(`compile_parts` also needs a `trunk`.)
+(`compile_parts` also needs `trunk`: all layers between the embeddings and `head`.)
 
     table                     (V, D)                              the embeddings
     hidden(emb, masks, t)     (B, L, D), 2 × (N,), (B,) → (N, D)  hidden states that predict the
@@ -145,7 +145,8 @@ class MDLM(TwoPass):
     """
 
     def __init__(self, cfg, net=None, sm_class=None):
-        if min(cfg.n_layer, cfg.n_head, cfg.n_cond, cfg.length - 2) < 1 or not 0 <= cfg.dropout < 1:
+        if (min(cfg.n_layer, cfg.n_head, cfg.n_cond) < 1 or cfg.length < 3
+                or not 0 <= cfg.dropout < 1):
             raise ValueError("an MDLM needs n_layer, n_head and n_cond >= 1, length >= 3, and a "
                              "dropout from 0 to below 1")
         if cfg.n_embd < 1 or cfg.n_embd % (2 * cfg.n_head):  # the rotation pairs entries of a head
@@ -214,7 +215,7 @@ class LayerNorm(nn.Module):
         x = x.float()                                                          # (B, L, D)
         shift = shift.float()                                                  # (B or 1, 1, D)
         gain = self.weight * (1 + scale)                                       # (B or 1, 1, D)
-        if len(gain) == 1:  # the same for all sequences: layer_norm applies it, one kernel fewer
+        if len(gain) == 1:  # B = 1, or no time conditioning: layer_norm applies it, a kernel fewer
             return F.layer_norm(x, x.shape[-1:], gain[0, 0], shift[0, 0])
         return F.layer_norm(x, x.shape[-1:]) * gain + shift                    # (B, L, D)
 
@@ -239,7 +240,8 @@ def rotation(l, d, base=10000):
 def rotate(x, cos, sin):
     """Rotary embedding of queries or keys. It pairs i and i + d/2, not neighbours [code]."""
     x1, x2 = x.chunk(2, dim=-1)                                                # 2 × (B, L, H, d/2)
-    return torch.addcmul(x * cos, torch.cat((-x2, x1), dim=-1), sin)           # (B, L, H, d)
+    turned = torch.cat((-x2, x1), dim=-1)                                      # (B, L, H, d)
+    return torch.addcmul(x * cos, turned, sin).to(x.dtype)  # cos, sin: fp32     (B, L, H, d)
 
 
 class Block(nn.Module):
@@ -249,7 +251,7 @@ class Block(nn.Module):
         super().__init__()
         D = cfg.n_embd
         self.n_head = cfg.n_head
-        self.dropout = cfg.dropout
+        self.dropout = nn.Dropout(cfg.dropout)
         self.norm1 = LayerNorm(D)
         self.attn_qkv = nn.Linear(D, 3 * D, bias=False)
         self.attn_out = nn.Linear(D, D, bias=False)
@@ -270,9 +272,9 @@ class Block(nn.Module):
         y = F.scaled_dot_product_attention(q, k, v)                            # (B, H, L, d)
         y = self.attn_out(y.transpose(1, 2).flatten(2))                        # (B, L, D)
         # Dropout before the gate [code]
-        x = x + gate1 * F.dropout(y, self.dropout, self.training)              # (B, L, D)
+        x = x + gate1 * self.dropout(y)                                        # (B, L, D)
         y = self.mlp(self.norm2(x, shift2, scale2))                            # (B, L, D)
-        return x + gate2 * F.dropout(y, self.dropout, self.training)           # (B, L, D)
+        return x + gate2 * self.dropout(y)                                     # (B, L, D)
 
 
 class DiT(nn.Module):
@@ -288,7 +290,8 @@ class DiT(nn.Module):
         D = cfg.n_embd
         cond = cfg.n_cond
         self.vocab_embed = nn.ParameterDict({"embedding": torch.empty(V, D)})  # not tied [code]
-        nn.init.kaiming_uniform_(self.table, a=math.sqrt(5))
+        nn.init.kaiming_uniform_(self.table, a=math.sqrt(5))  # uniform in ±1/√D [code]
+        # 256: cos and sin at 128 frequencies, see time_embedding
         mlp = nn.Sequential(nn.Linear(256, cond), nn.SiLU(), nn.Linear(cond, cond))
         self.sigma_map = nn.ModuleDict({"mlp": mlp})
         self.blocks = nn.ModuleList(Block(cfg) for _ in range(cfg.n_layer))
@@ -308,15 +311,10 @@ class DiT(nn.Module):
 
     def trunk(self, emb, t):
         """emb (B, L, D) → last hidden states (B, L, D), both fp32 even under autocast [code]"""
-        dtype = emb.dtype
-        kind = emb.device.type
         L = emb.shape[1]
-        if torch.is_autocast_enabled(kind):
-            dtype = torch.get_autocast_dtype(kind)  # that of queries and keys
-        cos, sin = (x[:L].to(dtype) for x in (self.cos, self.sin))  # 2 × (L, 1, d)
         c = self.time_embedding(t)                                             # (B or 1, cond)
         for block in self.blocks:
-            emb = block(emb, c, cos, sin)                                      # (B, L, D)
+            emb = block(emb, c, self.cos[:L], self.sin[:L])                    # (B, L, D)
         modulation = self.output_layer.adaLN_modulation(c)[:, None]            # (B or 1, 1, 2D)
         shift, scale = modulation.chunk(2, dim=-1)                             # 2 × (B or 1, 1, D)
         return self.output_layer.norm_final(emb, shift, scale)                 # (B, L, D)
@@ -402,7 +400,7 @@ def read_checkpoint(path, kind):
     except IsADirectoryError:
         raise ValueError(f"{path} is a folder: give a file, such as {path}/last.pt. (Folders of "
                          "Dream's models and adapters are for sample_dream.py)")
-    except OSError:
+    except OSError:  # such as a bad disk: its own message is better
         raise
     except Exception as e:
         raise ValueError(f"{path} is not a whole checkpoint of this project ({type(e).__name__}). "

@@ -16,9 +16,9 @@
     torchrun --nproc_per_node=8 sample.py --checkpoint=mdlm.pt --count=5000 --compile \
         --out=samples.jsonl
 
-The last command makes samples as for "Standard, Binary, 1M, 1/1" in Tables 1 and 2, one by one.
-Each rank has its own file, samples.RANK.jsonl. If the command is stopped, run it again to make the
-rest, even with another number of ranks.
+The last command makes the samples of the row "Standard, Binary, 1M, 1/1" of Tables 1 and 2, one at
+a time. Each rank has its own file, samples.rankN.jsonl. If the command is stopped, run it again to
+make the rest, even with another number of ranks.
 """
 
 import glob
@@ -75,8 +75,8 @@ def step_probs(t, s, sampler):
     """
     eta = SAMPLERS[sampler]
     sigma = 0.0
-    share_t = t  # of masks, 1 − α, before the step
-    share_s = s  # and after it
+    share_t = t  # the share of masks, 1 − α, before the step
+    share_s = s  # and after the step
     if sampler == "remdm-cap":
         sigma = min(eta, s / max(1 - t, 1e-9))
     elif sampler == "remdm-loop" and t > T_ON:
@@ -146,11 +146,10 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every_s
         vanish = free & ~masked & (coin < p_remask)                            # (L,)            l.5
         stay = masked & ~appear                                                # (L,)
         renew = i == steps - 1 and masked.any()  # feedback for the extra pass
-        if not ((appear | vanish).any() or renew or every_step and not extra):
+        if not ((appear | vanish).any() or renew or (every_step and not extra)):
             continue
         masked = stay | vanish                                                 # (L,)
-        # Indices are found on the CPU: on a GPU, nonzero() would be a host sync.
-        revealed, staying, remasked = (to_device(where.nonzero()[:, 0], device)
+        revealed, staying, remasked = (indices(where, device)[0]
                                        for where in (appear, stay, vanish))    # (m,), (s,), (r,)
         l = torch.cat((revealed, staying))                                     # (N,)
         masks = torch.zeros_like(l), l                                         # 2 × (N,)
@@ -160,14 +159,14 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every_s
         lost = x[remasked]                                                     # (r,)
         x = x.index_put((revealed,), x0).index_fill(0, remasked, model.mask_id)  # (L,)  x^      l.5
         emb = F.embedding(x, net.table)                                        # (L, D)          l.6
-        predicted = sm and model.predict_sm(h[len(revealed):])        # (s,), 2 × (s, k)   l.3, l.6
+        predicted = model.predict_sm(h[len(revealed):]) if sm else None  # (s,), 2 × (s, k)      l.6
         emb, lam = feed_back(sm, net.table, emb, x, (staying,), predicted)     # (L, D), (L,)    l.6
         if sm and len(remasked):
             # A token that was just re-masked was visible at l.3. So its p is one-hot [code].
-            strength = sm.strength(torch.zeros(len(remasked), device=device))  # (r,)
-            certain = strength, lost[:, None], torch.ones_like(lost[:, None])  # (r,), 2 × (r, 1)
-            emb, more = feed_back(sm, net.table, emb, x, (remasked,), certain)  # (L, D), (L,)   l.6
-            lam = lam + more                                                   # (L,)
+            lam_1 = sm.strength(torch.zeros(len(remasked), device=device))     # (r,)
+            certain = lam_1, lost[:, None], torch.ones_like(lost[:, None])     # (r,), 2 × (r, 1)
+            emb, lam_lost = feed_back(sm, net.table, emb, x, (remasked,), certain)  #            l.6
+            lam = lam + lam_lost                                               # (L,)
         on_step(x[None], lam[None], masks, h, x[l] != model.mask_id)
     return x.cpu()
 
@@ -228,7 +227,7 @@ def decode(model, x, shares, pick, gain=lambda left: 1.0, on_step=lambda *_: Non
         x = reveal(x, masks, x0, conf, share, pick.threshold)           # (n, L)                l.5
         masked = masks_left(x, conf, model.mask_id)                     # (n, L)  on the CPU
         left = masked.sum().item() / n_masks
-        predicted = sm and sm(logits)                                   # (N,), 2 × (N, k)      l.6
+        predicted = sm(logits) if sm else None                          # (N,), 2 × (N, k)      l.6
         emb, lam = feed_back(sm, net.table, emb, x, masks, predicted, gain(left))  #            l.6
         on_step(x, lam, masks, h, x[masks] != model.mask_id)
     return x.cpu()
@@ -305,10 +304,10 @@ def reveal(x, masks, x0, conf, share, threshold):
 
 def masks_left(x, conf, mask_id):
     """Where x (n, L) is [MASK], on the CPU. Raises Refused if conf is NaN."""
-    both = torch.cat((x.flatten(), conf.isnan().any()[None])).cpu()     # (n·L + 1,)  a host sync
-    if both[-1]:
+    packed = torch.cat((x.flatten(), conf.isnan().any()[None])).cpu()   # (n·L + 1,)  a host sync
+    if packed[-1]:
         raise Refused("the logits or the confidence are not finite: try float32, or other weights")
-    return both[:-1].view(x.shape) == mask_id                           # (n, L)
+    return packed[:-1].view(x.shape) == mask_id                         # (n, L)
 
 
 # ---- which token ---------------------------------------------------------------------------------
@@ -337,12 +336,12 @@ def likeliest(probs, p):
     would be slow, so m starts small and grows until this holds.
     """
     V = probs.shape[1]
-    sizes = (min(1024, V), min(8192, V), V)
+    sizes = (1024, 8192, V)
     if probs.is_cuda and probs.numel() < 1e6:
         sizes = (V,)  # a small sort costs less than a host sync; 1e6 is a guess
     for m in sizes:
-        top, ids = probs.topk(m)                                               # 2 × (n, m)
-        if m == V or (top.cumsum(-1)[:, -1] > p).all():  # a host sync
+        top, ids = probs.topk(min(m, V))                                       # 2 × (n, m)
+        if m >= V or (top.cumsum(-1)[:, -1] > p).all():  # a host sync
             return top, ids
 
 
@@ -403,7 +402,7 @@ def starting_ids(prompt, L, tok, special):
         width = math.ceil(room / (len(parts) - i))
         room -= width
         ids += width * [mask] + part
-    ids += end or room * [mask]
+    ids += end if parts else room * [mask]
     if len(ids) != L or mask not in ids:
         raise Refused(f"the text fills all {L} positions and leaves no masks: shorten it")
     return torch.tensor(ids)
@@ -464,13 +463,13 @@ def sample(model, x, cfg, generator, on_step):
 
 
 def read_samples(path):
-    """All samples of a run: the lines of NAME.jsonl, and of each rank's NAME.RANK.jsonl"""
-    ranks = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".[0-9]*.jsonl")
+    """All samples of a run: the lines of NAME.jsonl, and of each rank's NAME.rankN.jsonl"""
+    ranks = glob.glob(glob.escape(path.removesuffix(".jsonl")) + ".rank[0-9]*.jsonl")
     return [line for file in (path, *sorted(ranks)) for line in read_jsonl(file)]
 
 
 def text_of_sample(tok, ids, special, given):
-    """The text of a sample, without BOS and EOS. It ends at the first one after `given` ids."""
+    """The text of a sample, without BOS and EOS. It ends at the first one after place `given`."""
     ends = special["bos"], special["eos"]
     stop = next((i for i in range(max(1, given), len(ids)) if ids[i] in ends), len(ids))
     return text_of(tok, [i for i in ids[:stop] if i not in ends])
@@ -509,7 +508,7 @@ def main(cfg):
     todo = [i for i in range(machine.rank, cfg.count, machine.world) if i not in indices_made]
     path = cfg.out
     if machine.world > 1:
-        path = f"{cfg.out.removesuffix('.jsonl')}.{machine.rank}.jsonl"
+        path = f"{cfg.out.removesuffix('.jsonl')}.rank{machine.rank}.jsonl"
 
     # ---- make them
     if path and todo:
@@ -519,7 +518,7 @@ def main(cfg):
     watching = cfg.show and sys.stdout.isatty() and machine.rank == 0
     watch = show(tok, model) if watching else lambda *_: None
     text = (x != model.mask_id) & (x != model.info["tokenizer"]["eos"])        # (L,)
-    given = text.cumsum(0).argmax().item()  # the last of these, 0 if there are none
+    given = max(text.nonzero()[:, 0].tolist(), default=0)  # the last of these
     for i in todo:
         nfe = 0
 

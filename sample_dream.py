@@ -118,7 +118,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
                   on_step=lambda *_: None):
     """Fill the last gen_len positions, block by block                 Alg. 2, App. B.2, Fast-dLLM
 
-    model: in eval mode.   x: (1, L), from `pad_prompt`, without masks in the prompt.
+    model: TwoPass, see `sample.decode`.   x: (1, L), from `pad_prompt`; its prompt has no masks.
     shares: one for each pass over a block; with a threshold, 1 for each token of a block. If there
         are several, the first is not used: that pass reveals one token, see below.
     Other arguments, and the result: see `sample.decode`.
@@ -139,6 +139,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
     The authors' SM with Fast-dLLM is not released. Here, each mask keeps the feedback from the last
     pass that predicted it, also across blocks [ours].
     """
+    model.eval()
     net = model.net
     sm = model.sm
     L = x.shape[1]
@@ -169,7 +170,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
             x = reveal(x, (b[:n], l[:n]), x0, conf, share, pick.threshold)  # (1, L)            l.5
             masked = masks_left(x, conf, model.mask_id)                 # (1, L)  on the CPU
             left = masked.sum().item() / n_masks
-            predicted = sm and sm(logits)                               # (N,), 2 × (N, k)      l.6
+            predicted = sm(logits) if sm else None                      # (N,), 2 × (N, k)      l.6
             emb, lam = feed_back(sm, net.table, emb, x, (b, l), predicted, gain(left))  #       l.6
             on_step(x, lam, (b, l), h, x[b, l] != model.mask_id)
     return x.cpu()
@@ -183,8 +184,8 @@ def check_blocks(gen_len, steps, block, threshold):
 def load_for_decoding(cfg):
     """The model that cfg names: Dream, Tokenizer, and SoftMask or None."""
     check_blocks(cfg.gen_len, cfg.steps or cfg.gen_len, cfg.block, cfg.threshold)
-    *_, device, dtype = machine(cfg.device, cfg.dtype)
-    dtype = None if cfg.dtype == "auto" else dtype or torch.float32  # None: as stored
+    device = machine(cfg.device).device
+    dtype = None if cfg.dtype == "auto" else getattr(torch, cfg.dtype)  # None: as stored
     tok = Tokenizer(cfg.model)
     model = Dream.load(cfg.model, device, dtype)
     own = launch.soft_mask_class(cfg.code)

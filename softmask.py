@@ -45,14 +45,14 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """sm_ω(x̂, p) of §3.1. Your own model calls `embed`. This project calls its two halves, on the
-    masks only: `forward` returns λ, the likeliest tokens and their shares π, and `mix` mixes them.
+    """sm_ω(x̂, p) of §3.1. Your own model calls `embed`. This project calls the halves of it, for
+    the masks only: `forward` returns λ, the likeliest tokens and their shares π. `mix` mixes them.
 
     mask_id: the id of [MASK]. Its row of the table is m.
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
     omega_s in [0, 1): amplitude. 0 becomes EPS, because raw_s = −∞ could not learn.
     omega_a > 0: steepness, per nat.   omega_b < 0: offset, in nats.
-    Defaults: k from §4.1, ω_a and ω_b from App. B.2, ω_s from the authors' code [code].
+    Defaults: k from §4.1, ω_a and ω_b from App. B.2, ω_s [code].
     Parameters: raw_s, raw_a, raw_b; raw_tau for k = |V|. See `omega` and `tau`.
     """
 
@@ -60,8 +60,7 @@ class SoftMask(nn.Module):
         super().__init__()
         if not (0 <= omega_s < 1 and omega_a > 0 and omega_b < 0 and tau > 0):
             raise ValueError(f"omega_s = {omega_s}, omega_a = {omega_a}, omega_b = {omega_b}, "
-                             f"tau = {tau}: 0 <= omega_s < 1, omega_a > 0 > omega_b, tau > 0 must "
-                             "hold")
+                             f"tau = {tau}: give 0 <= omega_s < 1, omega_a > 0 > omega_b, tau > 0")
         if mask_id is None or k is not None and k < 1:
             raise ValueError(f"mask_id = {mask_id}, k = {k}: SoftMask needs an id, and k > 0")
         self.mask_id = mask_id
@@ -113,7 +112,7 @@ class SoftMask(nn.Module):
             # a (V, D) gradient of the table, so a second one would cost as much as the first.
             mask_ids = torch.full_like(ids[:, :1], self.mask_id)                   # (N, 1)
             vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)            # (N, k+1, D)
-            weights = torch.cat((lam * pi, 1 - lam), 1)                            # (N, k+1)  fp32
+            weights = torch.cat((lam * pi, 1 - lam), 1)  # of v_i, then of m       # (N, k+1)  fp32
             return (weights[..., None] * vectors).sum(1).to(table.dtype)           # (N, D)
         # Autocast would round this product, and so the gradient of ω, to bf16.
         with torch.autocast(table.device.type, enabled=False):
@@ -137,7 +136,7 @@ class SoftMask(nn.Module):
             logits = logits.masked_fill(~masked[..., None], 0)                     # (B, L, V)
             mixed = self.mix(table, *self(logits.flatten(0, 1)))                   # (B·L, D)
             return torch.where(masked[..., None], mixed.view_as(plain), plain)     # (B, L, D)
-        masks = masked.nonzero(as_tuple=True)                                      # 2 × (N,)
+        masks = masked.nonzero(as_tuple=True)  # (b, l)                              2 × (N,)
         if len(logits) != len(masks[0]):  # a single row would silently broadcast to all masks
             raise ValueError(f"{len(logits)} rows of logits for {len(masks[0])} [MASK]s in x")
         return plain.index_put(masks, self.mix(table, *self(logits)))              # (B, L, D)
@@ -188,7 +187,7 @@ def feed_back(sm, table, emb, x, masks, predicted, gain=1.0):
     gain: a factor on λ, App. C.9.
     Returns emb (…, D), and λ (…): gain · λ where feedback was mixed in, 0 elsewhere.
     """
-    new = F.embedding(x[masks], table)                                         # (N, D)
+    new = F.embedding(x[masks], table)  # plain, so far                          (N, D)
     lam_map = torch.zeros(x.shape, device=x.device)                            # (…)
     if sm:
         lam, ids, pi = predicted

@@ -97,8 +97,8 @@ def train(cfg, sm_class=None):
     master = machine.rank == 0
     launch.first_rank(machine, lambda: data.prepare_preset(cfg.data))
     tokens, meta = data.open_split(cfg.data, "train")
-    special = tokens.tokenizer
-    cfg = replace(cfg, vocab_size=special["vocab_size"], mask_id=special["mask_id"],
+    tokenizer = tokens.tokenizer
+    cfg = replace(cfg, vocab_size=tokenizer["vocab_size"], mask_id=tokenizer["mask_id"],
                   soft_mask=cfg.p_sm > 0)
     M = cfg.batch_size // cfg.micro_batch     # micro-batches of an update, over all ranks
     n_tokens = cfg.batch_size * cfg.length    # masked or not
@@ -122,10 +122,10 @@ def train(cfg, sm_class=None):
     # Hashes of the text as it was prepared: train.bin is too long to hash at every start.
     source = {"path": cfg.data, "sha256": meta["train"]["sha256"], "val": meta["val"]["sha256"]}
     identity = {name: getattr(cfg, name) for name in IDENTITY} | classes | {
-        "tokenizer": special, "keys": data.KEYS,
+        "tokenizer": tokenizer, "keys": data.KEYS,
         "train": source["sha256"][:12], "val": source["val"][:12]}
-    about = dict(kind="mdlm", config=asdict(cfg), identity=identity, tokenizer=special, data=source,
-                 **classes)
+    about = dict(kind="mdlm", config=asdict(cfg), identity=identity, tokenizer=tokenizer,
+                 data=source, **classes)
 
     with launch.lock(cfg.out_dir, master), launch.Stop() as stop:
         # ---- what to start from
@@ -144,17 +144,17 @@ def train(cfg, sm_class=None):
             start = ckpt["step"]
             metrics = ckpt["metrics"]
         elif cfg.init_from:
-            if load_initial(model, cfg, special):
+            if load_initial(model, cfg, tokenizer):
                 omega_from = f", ω from {cfg.init_from}"
         model.to(machine.device)
         # The EMA: a second backbone. ω is not averaged [code], so the EMA shares the model's. In a
-        # continuation, it starts from the file's weights [ours]. The authors start it from random.
+        # continuation, it starts from the file's weights [ours]. The authors' starts from random.
         ema = copy.deepcopy(model).eval().requires_grad_(False)
         ema.sm = model.sm
-        groups = [{"params": model.net.parameters()}]                          # θ
-        if model.sm:
-            groups.append({"params": model.sm.parameters()})                   # ω       App. B.1
-        optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.999), weight_decay=0.0,  # [code]
+        omega = model.sm.parameters() if model.sm else []
+        optimizer = torch.optim.AdamW([{"params": model.net.parameters()},     # θ
+                                       {"params": omega}],                     # ω       App. B.1
+                                      betas=(0.9, 0.999), weight_decay=0.0,  # [code]
                                       fused=machine.device.type in ("cuda", "cpu"))
         if ckpt:
             ema.net.load_state_dict(ckpt["ema"])
@@ -176,7 +176,7 @@ def train(cfg, sm_class=None):
         log = launch.Log(f"{cfg.out_dir}/log.jsonl", start, cfg.steps, master)
         made = start
 
-        def save_last():
+        def save_last():  # with `made` and `metrics` of the time of the call
             if master:
                 launch.save(last, **about, step=made, metrics=metrics, model=model.state_dict(),
                             ema=ema.net.state_dict(), optimizer=optimizer.state_dict())
@@ -194,7 +194,7 @@ def train(cfg, sm_class=None):
             # One coin per update, the same on every rank [ours]. The authors draw one per
             # micro-batch.
             soft = torch.rand((), generator=rng(cfg.seed, "p_sm", step)).item() < cfg.p_sm  #  §3.2
-            model.train()  # an evaluation leaves the soft mask, which the EMA shares, in eval mode
+            model.train()  # evaluate() puts the soft mask into eval mode: the EMA shares it
             times = sample_times(cfg.batch_size, rng(cfg.seed, "t", step), cfg.b_l, cfg.b_h)  # l.3
             for j in range(machine.rank, M, machine.world):
                 x0 = batch(tokens, cfg, step, j, M)                            # (B, L)         l.2
@@ -265,7 +265,7 @@ def batch(tokens, cfg, step, j, M):
     """
     n = data.n_rows(tokens, cfg.length)
     numbers = range(step * cfg.batch_size + j, (step + 1) * cfg.batch_size, M)
-    index = [data.order(n, i // n, cfg.seed)[i % n] for i in numbers]
+    index = [data.order(n, i // n, cfg.seed)[i % n] for i in numbers]  # epoch i // n, place i % n
     return data.rows(tokens, index, cfg.length)                                # (B, L)
 
 
@@ -290,6 +290,7 @@ def load_initial(model, cfg, tokenizer):
     with launch.input_errors():
         ckpt = mdlm.read_checkpoint(cfg.init_from, "mdlm")
         mdlm.check_finite(ckpt["model"], cfg.init_from)
+    # `net` and `SoftMask` are names of classes, in the file itself. The others are in its config.
     before = ckpt | ckpt["config"] | {"tokenizer": ckpt["tokenizer"]["name"]}
     now = asdict(cfg) | {"tokenizer": tokenizer["name"], "net": own_class(model.net),
                          "SoftMask": own_class(model.sm)}
@@ -333,12 +334,12 @@ def corrupted_batches(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, wo
                       floor=ALPHA_FLOOR):
     """Yields (index (b,), x0 (b, L), x_t (b, L), t (b,)): every row, at `repeats` draws of t.
 
-    Arguments: see `bound`. Masks are keyed by row and repeat, not by batch or rank. [floor, 1] is
-    cut into `repeats` equal slices, each with n ascending times. Each row gets one time from each
-    slice. One permutation, the same in all slices, says which.
+    Arguments: see `bound`. Masks are keyed by row and repeat, not by batch or rank. Each row gets a
+    time from each of `repeats` equal slices of [floor, 1]. A slice has n ascending times, and
+    `deal` says which of them a row gets.
     """
     n = len(rows)
-    times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))
+    times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))  # not 0
     deal = torch.randperm(n, generator=rng("deal", seed))
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]

@@ -32,7 +32,7 @@ from launch import Count, Refused, Size, machine, progress, run
 
 @dataclass
 class Config:
-    samples: str = "samples.jsonl"  # from sample.py; NAME.jsonl includes all NAME.RANK.jsonl
+    samples: str = "samples.jsonl"  # from sample.py; NAME.jsonl includes all NAME.rankN.jsonl
     data: str = "data/owt"          # MAUVE compares samples with its held-out rows ("": no MAUVE)
     rows: Count = 0                 # how many held-out rows, if --samples= is empty (0: half)
     length: Size = 1024             # tokens in such a row
@@ -51,7 +51,7 @@ def read_samples(path):
         raise Refused(f"no samples in {path}: make some with sample.py, or correct --samples")
     settings = lines[0]["settings"]
     if any(line["settings"] != settings for line in lines):  # seeds, too
-        raise Refused(f"{path} and NAME.RANK.jsonl beside it mix settings or seeds: give each run "
+        raise Refused(f"{path} and NAME.rankN.jsonl beside it mix settings or seeds: give each run "
                       "a name of its own")
     if settings.get("prompt"):
         raise Refused(f"{path} has samples of a prompt, which would be measured, too: make some "

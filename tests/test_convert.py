@@ -100,7 +100,7 @@ def test_three_omegas_replace_a_soft_mask_with_its_k():
         assert with_omega(sm, None, 5, Config(**omega)).k == k
         assert with_omega(sm, None, 5, Config()) is sm
     for wrong in {"omega_a": None}, {"omega_b": 1.0}:
-        refused("give all three|must hold", with_omega, None, None, 5, Config(**omega | wrong))
+        refused("give all three|give 0 <=", with_omega, None, None, 5, Config(**omega | wrong))
 
 
 def test_safetensors_round_trip_with_every_dtype():

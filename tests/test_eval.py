@@ -131,11 +131,12 @@ def world(tmp_path, monkeypatch):
 
 
 def test_samples_of_all_ranks_count_once(world):
-    for name, texts, first in ("s", "ab", 0), ("s.0", "cd", 2), ("s.1", "bc", 1), ("s.x", "e", 4):
+    for name, texts, first in (("s", "ab", 0), ("s.rank0", "cd", 2), ("s.rank1", "bc", 1),
+                               ("s.4", "e", 4)):
         samples_file(f"{name}.jsonl", texts, first)
     samples, _ = eval_samples.read_samples("s.jsonl")
     assert [sample["ids"] for sample in samples] == [[i] for i in b"abcd"]
-    samples_file("s.2.jsonl", "e", 4, seed=2)
+    samples_file("s.rank2.jsonl", "e", 4, seed=2)
     samples_file("prompt.jsonl", "e", prompt="Once")
     for name in "s", "prompt":
         refused("mix settings or seeds|a prompt", eval_samples.read_samples, f"{name}.jsonl")

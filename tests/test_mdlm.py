@@ -101,7 +101,7 @@ def test_dropout_is_on_in_training(monkeypatch):
     model, calls = recorded_model(dropout=0.3), spy(monkeypatch, F, "dropout")
     nll, other, fixed, same = (model.train(training)(*example(model), soft=True)
                                for training in (True, True, False, False))
-    assert [call[1:] for call in calls] == [(0.3, True)] * 16 + [(0.3, False)] * 16
+    assert [call[1:3] for call in calls] == [(0.3, True)] * 16 + [(0.3, False)] * 16
     assert torch.equal(fixed, same) and not torch.equal(nll, other)
 
 

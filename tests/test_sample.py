@@ -239,6 +239,7 @@ def test_the_same_command_goes_on_where_it_was_on_any_number_of_ranks(run, tmp_p
             run(checkpoint=whole[0]["settings"]["checkpoint"], count=5, show=True)
         return sorted(sample.read_samples(str(file)), key=lambda line: line["index"])
     whole, file = run("whole", count=5), tmp_path / "samples.jsonl"
+    (tmp_path / "samples.2.jsonl").write_text("another run's")
     assert [line["text"] for line in whole] == [BYTES.decode(line["ids"]) for line in whole]
     lines = (tmp_path / "whole" / "samples.jsonl").read_bytes().splitlines(True)
     for cut in lines[0] + lines[1][:-20], lines[0][:40]:  # killed in the middle of a line
@@ -246,7 +247,7 @@ def test_the_same_command_goes_on_where_it_was_on_any_number_of_ranks(run, tmp_p
         assert ranks(1) == whole == ranks(1)  # the second time nothing is left to do
     file.write_bytes(cut)
     assert ranks(3) == whole
-    (tmp_path / "samples.1.jsonl").unlink()
+    (tmp_path / "samples.rank1.jsonl").unlink()
     assert ranks(2) == whole == ranks(1)
 
 
