@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: MIT
-"""The paper's figures and markdown tables, from logs and results.    Tables 1-12, Fig. 3-5, 8-9
+"""The paper's figures and markdown tables, from logs and results.      Tables 1-12, Fig. 3-5, 8
 
     python lab/plot.py --table="out/*/*.json"                   # results of eval.py, as in Table 1
     python lab/plot.py --runs="out/*/log.jsonl" --out=fig3.png  # loss and bounds, as in Fig. 3
@@ -28,7 +28,7 @@ from launch import Refused, atomic, check_same, read_json, read_jsonl, readable,
 @dataclass
 class Config:
     """Give one source. Where it is a pattern, several may be given with commas between them."""
-    table: str = ""          # results of eval.py and eval_samples.py: Tables 1, 2, 4-7, Fig. 5, 9
+    table: str = ""          # results of eval.py and eval_samples.py: Tables 1, 2, 4-7, Fig. 5
     benchmarks: str = ""     # folder of eval_dream.py's results: Tables 3, 8-12
     runs: str = ""           # pattern of train.py's logs: Fig. 3
     throughput: str = ""     # folder of results of eval_dream.py --blocks=16,32,48: Fig. 4

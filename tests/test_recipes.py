@@ -138,7 +138,7 @@ def test_check_prints_what_is_wrong(name, ahead, capsys):
     norm = torch.lerp(m, mean, lam[:, None]).norm(dim=1).mean() / m.norm()
     angle = torch.acos(F.cosine_similarity(mean, m, dim=-1)).rad2deg().mean()
     assert lines == [
-        f"2. mean λ {lam.mean():.3f} of ω_s = 0.900, mean entropy {entropy:.2f}",
+        f"2. mean λ: {lam.mean() / 0.9:.0%} of ω_s, mean entropy: {entropy:.2f}",
         f"4. loss {plain:.3f} without feedback, with it {soft - plain:+.1e}",
         f"6. norm of the mix {norm:.2f} of [MASK]'s, angle of Σ π v {angle:.0f}°"]
     assert sm.raw_s.item() == soft_mask().raw_s.item()
