@@ -74,7 +74,7 @@ PRESETS = {  # the first word of a command
         n_layer=4, n_head=4, n_embd=128, n_cond=64, length=128, dropout=0.0,
         omega_s=0.5, omega_a=1.0, omega_b=-2.8,
         steps=2000, batch_size=16, micro_batch=16, eta_bb=2e-3, warmup=100, ema=0.995,
-        log_every=50, eval_every=2000, eval_rows=256, save_every=500, keep_every=0),
+        log_every=50, eval_every=500, eval_rows=256, save_every=500, keep_every=0),
     "owt": {},
     # mdlm.pt: the checkpoint that MDLM's authors released (lab/convert.py), App. B.1
     "continue": dict(steps=100_000, out_dir="out/continue", init_from="mdlm.pt"),
