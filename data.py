@@ -25,7 +25,7 @@ import itertools
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -51,23 +51,23 @@ class Tokens:
     name: str        # its path, for error messages
 
 
-def open_split(dir, split):
+def open_split(folder, split):
     """(Tokens, meta): the "train" or "val" split, memory-mapped, and the content of meta.json."""
-    if not os.path.exists(f"{dir}/meta.json"):
+    if not os.path.exists(f"{folder}/meta.json"):
         presets = {preset["out"]: name for name, preset in PRESETS.items()}
-        words = presets.get(dir, f"yours.jsonl --tokenizer=bytes --out={dir}")
-        if os.path.isfile(dir):
-            words = f"{dir} --tokenizer=bytes --out=data/yours"
-        raise Refused(f"there is no {dir}/meta.json: give the folder of a corpus as --data, or "
+        words = presets.get(folder, f"yours.jsonl --tokenizer=bytes --out={folder}")
+        if os.path.isfile(folder):
+            words = f"{folder} --tokenizer=bytes --out=data/yours"
+        raise Refused(f"there is no {folder}/meta.json: give the folder of a corpus as --data, or "
                       f"make one: `python data.py {words}`")
-    meta = read_json(f"{dir}/meta.json")
-    path = f"{dir}/{split}.bin"
-    with readable(f"{dir}/meta.json"):
+    meta = read_json(f"{folder}/meta.json")
+    path = f"{folder}/{split}.bin"
+    with readable(f"{folder}/meta.json"):
         dtype = np.dtype(meta.get("dtype", "uint16"))
         special = {name: meta["tokenizer"][name] for name in TOKENIZER}
         size = dtype.itemsize * meta[split]["tokens"]
     if os.path.getsize(path) != size:
-        raise Refused(f"{path} is incomplete: `rm -r {dir}`, and prepare it again with data.py")
+        raise Refused(f"{path} is incomplete: `rm -r {folder}`, and prepare it again with data.py")
     # A file without tokens cannot be mapped.
     ids = np.memmap(path, dtype, "r") if size else np.empty(0, dtype)
     return Tokens(ids, special, path), meta
@@ -101,7 +101,7 @@ def evenly(n, m):
 
 
 # ---- draws ---------------------------------------------------------------------------------------
-KEYS = 1  # version of rng's keys: a run that began with another version cannot be resumed
+KEYS = 1  # a version: a run that began with other keys of `rng` cannot be resumed
 
 
 def rng(*key):
@@ -196,11 +196,11 @@ def prepare(docs, out, tok, val_docs=None, source=""):
         meta = {"tokenizer": special, "dtype": dtype, "source": source, "documents": len(sizes)}
         for split, ids in ("train", train_ids), ("val", val_ids):
             meta[split] = {"tokens": len(ids), "sha256": hashlib.sha256(ids).hexdigest()}
-        # EOS is not text. Every other id here has bytes.
+        # Counted by id, to save memory. EOS is not text. Every other id here has bytes.
         meta["val"]["bytes"] = sum(count * len(tok.decode_single_token_bytes(i))
                                    for i, count in enumerate(np.bincount(val_ids).tolist())
                                    if count and i != special["eos"])
-        val_ids.tofile(val)
+        Path(val).write_bytes(val_ids)
         os.truncate(train, train_ids.nbytes)
         Path(meta_path).write_text(json.dumps(meta, indent=2) + "\n")
     return meta
@@ -270,8 +270,9 @@ SUFFIXES = ".txt", ".jsonl", ".parquet"
 def find_files(sources):
     """All files of the paths, each once. Hidden ones and other formats in a folder are skipped."""
     paths = {}
-    for source in map(Path, sources):
-        source.stat()  # is it there?
+    for name in sources:
+        os.stat(name)  # is it there?
+        source = Path(name)
         names = glob.glob("**", root_dir=source, recursive=True)  # without hidden ones
         inside = sorted(path for path in map(source.joinpath, names) if path.is_file())
         files = [path for path in inside or [source] if path.suffix.lower() in SUFFIXES]
@@ -297,7 +298,7 @@ def stdlib_files():
 # ---- the command ---------------------------------------------------------------------------------
 @dataclass
 class Config:
-    source: list = field(default_factory=lambda: ["yours.jsonl"])  # stdlib, openwebtext, PATH …
+    source: list = ("yours.jsonl",)  # stdlib, openwebtext, PATH …
     out: str = ""                # folder to write (default: data/NAME of the first path)
     tokenizer: str = "gpt2"      # the paper's; bytes; or another name that tiktoken knows
     field: str = "text"          # name of the text field in a .jsonl or .parquet
@@ -316,6 +317,7 @@ def main(cfg):
     out = cfg.out or f"data/{Path(cfg.source[0]).resolve().stem}"
     if cfg.source[0] in PRESETS and cfg.val_docs is None:
         raise Refused(f"{cfg.source[0]} is a preset: make it the first word, or give --val_docs")
+    tok = tokenizer(cfg.tokenizer)  # before OpenWebText, which takes hours to download
     if cfg.source == ["openwebtext"]:
         from datasets import load_dataset  # resumes a broken download
         corpus = load_dataset("Skylion007/openwebtext", split="train")
@@ -324,7 +326,7 @@ def main(cfg):
         paths = stdlib_files() if cfg.source == ["stdlib"] else find_files(cfg.source)
         docs = documents(paths, cfg.field)
     docs = progress(docs, desc="tokenizing", unit=" documents")
-    meta = prepare(docs, out, tokenizer(cfg.tokenizer), cfg.val_docs, " ".join(cfg.source))
+    meta = prepare(docs, out, tok, cfg.val_docs, " ".join(cfg.source))
     print(f"{out}/meta.json: {json.dumps(meta, indent=2)}")
 
 

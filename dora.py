@@ -34,11 +34,11 @@ class DoRALinear(nn.Module):
         super().__init__()
         self.base = linear.requires_grad_(False)
         self.s = alpha / r
-        fp32 = dict(dtype=torch.float32, device=linear.weight.device)
+        options = dict(dtype=torch.float32, device=linear.weight.device)
         # Uniform in ±1/√in, as in peft
         A = 2 * torch.rand(r, linear.in_features, generator=generator) - 1       # (r, in)
-        self.lora_A = nn.Parameter(A.to(**fp32) / linear.in_features ** 0.5)     # (r, in)
-        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **fp32))  # (out, r)
+        self.lora_A = nn.Parameter(A.to(**options) / linear.in_features ** 0.5)     # (r, in)
+        self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **options))  # (out, r)
         # W is frozen, so |W|² of each row is computed once. The other terms of n are cheap.
         square = linear.weight.float().pow(2).sum(1)                             # (out,)
         self.register_buffer("square", square, persistent=False)

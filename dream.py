@@ -223,9 +223,9 @@ class DreamConfig:
         with readable(path):
             raw |= raw.get("rope_parameters", {})  # transformers 5 nests rope_theta
             ends = raw.get("eos_token_id")
-            ends = raw["eos_token_id"] = ends if isinstance(ends, list) else [ends]
-            raw.setdefault("pad_token_id", ends[0])
-            raw.setdefault("tie_word_embeddings", False)
+            ends = ends if isinstance(ends, list) else [ends]
+            raw = {"pad_token_id": ends[0], "tie_word_embeddings": False, **raw,
+                   "eos_token_id": ends}
             for name, kind in cls.__annotations__.items():
                 if type(raw.get(name)) not in (kind, int):  # isinstance takes true for an int
                     raise ValueError(f"{name} is {raw.get(name)!r}, not of type {kind.__name__}. "
@@ -301,14 +301,12 @@ def read_safetensors(path):
     with readable(path), open(path, "rb") as f:
         header = json.loads(f.read(int.from_bytes(f.read(8), "little")))
         header.pop("__metadata__", None)
-        # torch wants writable memory. Mode "c" is copy-on-write, so the file never changes.
-        data = torch.from_numpy(np.memmap(path, np.uint8, mode="c", offset=f.tell()))
+        begin = f.tell()
         for name, entry in header.items():
-            dtype = DTYPES[entry["dtype"]]
             start, end = entry["data_offsets"]
-            # view() needs an aligned address.
-            part = data[start:end].clone() if start % dtype.itemsize else data[start:end]
-            tensors[name] = part.view(dtype).view(entry["shape"])
+            # torch wants writable memory. Mode "c" is copy-on-write, so the file never changes.
+            part = torch.from_numpy(np.memmap(path, np.uint8, "c", begin + start, end - start))
+            tensors[name] = part.view(DTYPES[entry["dtype"]]).view(entry["shape"])
     return tensors
 
 

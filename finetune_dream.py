@@ -230,7 +230,7 @@ def finetune(cfg):
     adapter = f"{cfg.out}/{'best' if metrics else 'last'}"  # no evaluation, no best/
     command = ["python", "sample_dream.py", f"--model={cfg.model}", f"--adapter={adapter}",
                "--chat"]
-    launch.end_run(machine, log, len(model.net.table), command, cfg.code, made, stopped)
+    launch.end_run(machine, log, command, cfg.code, made, stopped)
     return model
 
 

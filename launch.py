@@ -44,7 +44,8 @@ DType = typing.Literal["auto", "float32", "bfloat16"]  # float16 would need a Gr
 NAMES = {int: "a whole number", float: "a number", bool: "true or false", type(None): "none"}
 OPTIONAL = {"datasets": "datasets", "lm_eval": "lm-eval", "matplotlib": "matplotlib",
             "mauve": "mauve-text", "pyarrow": "pyarrow", "transformers": "transformers"}
-FULL_OR_CLOSED = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE  # a disk, a pipe
+# A full disk or a closed pipe is no bug of ours: no traceback
+FULL_OR_CLOSED = errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EPIPE
 REFUSED = Refused, argparse.ArgumentError, ConnectionError
 
 
@@ -53,8 +54,9 @@ def run(main, Config, presets=(), ranks=False):
 
     presets: see `from_cli`.   ranks: whether the script shares its work among torchrun's ranks.
     """
-    for stream in filter(None, (sys.stdin, sys.stdout, sys.stderr)):
-        stream.reconfigure(errors="replace", line_buffering=True)  # some terminals have no ω
+    for stream in sys.stdin, sys.stdout, sys.stderr:
+        if hasattr(stream, "reconfigure"):  # not in a notebook, nor if it is closed
+            stream.reconfigure(errors="replace", line_buffering=True)  # some terminals have no ω
     try:
         if {"-h", "--help"} & {*sys.argv}:
             return print_help(Config, presets)
@@ -66,7 +68,6 @@ def run(main, Config, presets=(), ranks=False):
     except Exception as e:
         if os.environ.get("LOCAL_RANK", "0") != "0":
             # Rank 0 usually prints the same line: wait until torchrun ends this rank by SIGTERM.
-            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             time.sleep(5)
         if isinstance(e, ModuleNotFoundError) and e.name in OPTIONAL:
             message = f"{e}: pip install {OPTIONAL[e.name]}"
@@ -112,11 +113,11 @@ def from_cli(Config, argv, presets=()):
             names.append(name)
     known, unknown = parser.parse_known_args(argv)
     if unknown:
-        raise Refused(what_is_meant(unknown[0], names, presets))
+        raise Refused(unknown_word(unknown[0], names, presets))
     return Config(**values | vars(known))
 
 
-def what_is_meant(word, names, presets):
+def unknown_word(word, names, presets):
     """The error message for an unknown word on the command line."""
     if not word.startswith("-"):
         return f"unknown word {word!r}: presets are {', '.join(presets) or 'none'}; see --help"
@@ -204,11 +205,10 @@ def ddp(model, machine):
     return model
 
 
-def end_run(machine, log, V, command, code, step, stopped):
+def end_run(machine, log, command, code, step, stopped):
     """End a run, on every rank. Rank 0 prints what is next. After a signal (stopped), exit.
 
-    log: Log.   V: size of the vocabulary.   command: the words to run next.   code: see
-    `soft_mask_class`.   step: updates made.
+    log: Log.   command: the words to run next.   code: see `soft_mask_class`.   step: updates made.
     """
     log.bar.close()
     if machine.world > 1:
@@ -217,7 +217,7 @@ def end_run(machine, log, V, command, code, step, stopped):
         dist.destroy_process_group()
     if code:
         command = [*command, f"--code={code}"]
-    message = warning(log.newest, V) + shlex.join(command)
+    message = warning(log.newest) + shlex.join(command)
     if stopped:
         message = (f"stopped after update {step:,}, which is saved: to continue, run the same "
                    f"command with --resume")
@@ -325,10 +325,9 @@ def lock(folder, master=True):
         except (ImportError, OSError):
             pass  # Windows and some network disks have no locks: do without
         else:
-            halves = [half for name in ("*.pt", "*.bin", "*/*.safetensors")
-                      for half in Path(folder).glob(f"{name}.[0-9]*.tmp")]
-            for half in halves if master else ():  # large files of processes that were killed
-                half.unlink()
+            for name in ("*.pt", "*.bin", "*/*.safetensors") if master else ():
+                for half in Path(folder).glob(f"{name}.[0-9]*.tmp"):
+                    half.unlink()  # a large file of a process that was killed
         yield
 
 
@@ -417,14 +416,13 @@ class Log:
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def warning(line, V):
-    """A line for the user if λ is near 0 in a line of the log, else "".   V: vocabulary"""
+def warning(line):
+    """A line for the user if λ is near 0 in a line of the log, else ""."""
     if line.get("lam", 1.0) >= 1e-3:  # 1.0: if no update had feedback
         return ""
     # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
-    H = min(max(0.01, line["ce_per_mask"]), math.log(V))
     return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
-            f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}\n")
+            f"--omega_s=0.5 --omega_a=1 --omega_b={-max(0.01, line['ce_per_mask']):.2g}\n")
 
 
 # ---- files ---------------------------------------------------------------------------------------
@@ -482,8 +480,10 @@ def save(path, **parts):
     try:
         with atomic(path) as tmp, open(tmp, "wb") as f:
             torch.save({"git": git_version(), "versions": versions, **parts}, f)
-    except (OSError, RuntimeError) as e:  # torch.save may hide the disk's error behind its own
-        raise OSError(*(e if isinstance(e, OSError) else e.__context__ or e).args, path)
+    except (OSError, RuntimeError) as e:
+        if isinstance(e, RuntimeError):  # torch.save may hide the disk's error behind its own
+            e = e.__context__ or e
+        raise OSError(*e.args, path)
 
 
 def git_version():

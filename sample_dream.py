@@ -114,9 +114,9 @@ def time_gain(t, schedule, switch):
 
 
 @torch.no_grad()
-def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda left: 1.0,
+def decode_blocks(model, x, shares, block, cache, pick, gain=lambda left: 1.0,
                   on_step=lambda *_: None):
-    """Fill the last gen_len positions, block by block                 Alg. 2, App. B.2, Fast-dLLM
+    """Fill the masks at the end of x, block by block                  Alg. 2, App. B.2, Fast-dLLM
 
     model: TwoPass, see `sample.decode`.   x: (1, L), from `pad_prompt`; its prompt has no masks.
     shares: one for each pass over a block; with a threshold, 1 for each token of a block. If there
@@ -148,7 +148,7 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
     x = to_device(x, net.table.device)                                  # (1, L)
     emb = F.embedding(x, net.table)                                     # (1, L, D)             l.1
     kv = None
-    for first in range(L - gen_len, L, block):                          #                 Fast-dLLM
+    for first in range(L - n_masks, L, block):                          #                 Fast-dLLM
         end = first + block
         later = {"none": (0, L), "prefix": (first, L), "dual": (first, end)}[cache]
         for i, share in enumerate(shares):                              #                l.2, l.7-8
@@ -157,7 +157,8 @@ def decode_blocks(model, x, gen_len, shares, block, cache, pick, gain=lambda lef
             if n == 0:
                 break
             if i == 0 and len(shares) > 1:
-                n = share = 1  # only the block's first mask: see the docstring         l.5
+                n = 1  # only the block's first mask: see the docstring                 l.5
+                share = 1
             lo, hi = later if i else (0, L)                             # what the pass computes
             # Masks of later blocks are predicted only for their feedback.
             stop = hi if sm else end
@@ -229,8 +230,7 @@ def answer(model, tok, sm, ids, cfg, until=(), on_step=lambda *_: None):
     if cfg.threshold is None:
         shares = reveal_shares((cfg.steps or n_masks) * n // n_masks)
     if cfg.block:
-        x = decode_blocks(two_pass, x, cfg.gen_len, shares, cfg.block, cfg.cache, pick, gain,
-                          count)
+        x = decode_blocks(two_pass, x, shares, cfg.block, cfg.cache, pick, gain, count)
     else:
         x = decode(two_pass, x, shares, pick, gain, count)
     new = x[masked].tolist()
@@ -248,13 +248,15 @@ def main(cfg):
         raise Refused("give one of --prompt=TEXT, --chat and --infill=TEXT")
     if cfg.threshold is not None and cfg.steps:
         raise Refused("--threshold decides how many steps there are: leave --steps out")
+    if cfg.infill and cfg.block:
+        raise Refused("blocks fill a response only: use --block=0 to infill")
     model, tok, sm = load_for_decoding(cfg)
     mask_id = model.cfg.mask_token_id
     text = (cfg.infill or cfg.prompt).replace("\\n", "\n")
 
     def ask(ids, cfg, until):
         """The answer to the ids of a prompt. What it cost is printed on stderr."""
-        total = None if cfg.threshold else cfg.steps or ids.count(mask_id) + cfg.gen_len
+        total = cfg.steps or ids.count(mask_id) + cfg.gen_len
         with progress(total=total, unit="pass", leave=False) as bar:
             text, stats = answer(model, tok, sm, ids, cfg, until, lambda *_: bar.update())
         print("{tokens} tokens ({kept} before the end) in {nfe} passes and {seconds:.1f} s, "
@@ -270,8 +272,6 @@ def main(cfg):
         return ids
 
     if cfg.infill:
-        if cfg.block:
-            raise Refused("blocks fill a response only: use --block=0 to infill")
         before, *rest = re.split("_{3,}", text, maxsplit=1)
         after = "".join(rest)
         ids = encode(before) + cfg.gen_len * [mask_id] + encode(after)

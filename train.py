@@ -137,9 +137,9 @@ def train(cfg, sm_class=None):
         if launch.resumes(cfg.out_dir, cfg.resume, "step-*.pt"):
             with launch.input_errors():
                 ckpt = mdlm.read_checkpoint(last, "mdlm")
-            launch.check_run(last, ckpt, identity, asdict(cfg))
-            if "optimizer" not in ckpt:  # a renamed step-N.pt
+            if "optimizer" not in ckpt:  # a renamed step-N.pt, or a converted file
                 raise Refused(f"{last} has only weights: start from them with --init_from")
+            launch.check_run(last, ckpt, identity, asdict(cfg))
             model.load_state_dict(ckpt["model"])
             start = ckpt["step"]
             metrics = ckpt["metrics"]
@@ -251,7 +251,7 @@ def train(cfg, sm_class=None):
                 break
 
     command = ["python", "sample.py", f"--checkpoint={last}", "--show"]
-    launch.end_run(machine, log, cfg.vocab_size, command, cfg.code, made, stopped)
+    launch.end_run(machine, log, command, cfg.code, made, stopped)
     return model, ema
 
 

@@ -143,13 +143,14 @@ def prepare(cfg):
 
 def train_model(cfg, sm_class=None):
     """Write the grids, then run train.py. With --data, use the grids of that folder."""
+    here = launch.machine(cfg.device, cfg.dtype)
     if cfg.data == SETTINGS["data"] and not os.path.exists(f"{cfg.data}/meta.json"):
-        here = launch.machine(cfg.device, cfg.dtype)
         launch.join(here)
         launch.first_rank(here, lambda: prepare(Data()))
     train(cfg, sm_class)
-    if launch.machine(cfg.device, cfg.dtype).rank == 0:
-        print(f"Try it: python examples/sudoku.py --checkpoint={cfg.out_dir}/last.pt")
+    if here.rank == 0:
+        code = f" --code={cfg.code}" if cfg.code else ""
+        print(f"Try it: python examples/sudoku.py --checkpoint={cfg.out_dir}/last.pt{code}")
 
 
 # ---- the demonstration ---------------------------------------------------------------------------
@@ -170,12 +171,12 @@ def sides_of(model):
 
 
 def fill(model, x, way):
-    """Fill puzzles x (n, 39) with 24 empty cells with the likeliest digits: {title: n texts}."""
-    found = {}
+    """Fill puzzles x (n, 39) with 24 empty cells with the likeliest digits: n texts a side."""
+    found = []
     for title, side in sides_of(model).items():
         parts = progress(x.split(100), desc=f"{way}, {title}", leave=False)
         ids = [decode(side, part, shares_of(WAYS[way]), Pick()) for part in parts]
-        found[title] = cells_of(torch.cat(ids), model.mask_id)
+        found.append(cells_of(torch.cat(ids), model.mask_id))
     return found
 
 
@@ -243,17 +244,17 @@ def compare(sides):
         columns = [picture(title, *state) for title, state in zip(sides, states)]
         lines = ["     ".join(parts) for parts in zip(*columns)]
         if number:
+            time.sleep(0.4)
             print(f"\x1b[{len(lines)}F\x1b[J", end="")  # over the picture before
         print("\n".join(lines), flush=True)
-        time.sleep(0.4 if sys.stdout.isatty() else 0)
 
 
 def print_bound(model):
     """Print the bound on held-out grids in nats per grid, and their entropy.               Eq. 2"""
     rows = ids_of(texts(HELD_OUT, rng("sudoku", "val")), model.mask_id)              # (n, 39)
     bounds = []
-    for title, soft in sides_of(model).items():
-        nats, *_ = bound(model, rows, soft, seed=1, batch_size=100, floor=0.0)
+    for title, side in sides_of(model).items():
+        nats, *_ = bound(model, rows, bool(side.sm), seed=1, batch_size=100, floor=0.0)
         bounds.append(f"{nats.mean():.1f} {title}")
     print(f"Bound on {HELD_OUT:,} held-out grids, in nats per grid: {', '.join(bounds)}\n"
           f"(their entropy is {NATS:.1f})\n")
@@ -306,8 +307,7 @@ def demonstrate(model, count=400):
     title = f"% of {count} puzzles solved, 12 of 36 cells given"
     print(f"{title:46}" + "".join(f"{side:>16}" for side in sides_of(model)))
     for way in WAYS:
-        filled = fill(model, x, way).values()
-        solved = [[not mistake(cells) for cells in side] for side in filled]
+        solved = [[not mistake(cells) for cells in side] for side in fill(model, x, way)]
         print_row(way, solved)
         if way == SHOWN:
             shown = solved
@@ -350,5 +350,6 @@ COMMANDS = {"train": (train_model, TrainConfig, {"train": SETTINGS}),
             "data": (prepare, Data, {"data": {}})}
 
 if __name__ == "__main__":
+    word = "".join(sys.argv[1:2])  # "" if there is none
     shown = main, Config, {"train": SETTINGS, "data": {}}  # presets for --help and its messages
-    run(*COMMANDS.get("".join(sys.argv[1:2]), shown), ranks=sys.argv[1:2] == ["train"])
+    run(*COMMANDS.get(word, shown), ranks=word == "train")

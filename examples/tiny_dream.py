@@ -53,8 +53,7 @@ def make(model, data):
         state[name] = torch.ones(t.shape) if "norm" in name else noise
     write_safetensors(f"{model}/model.safetensors", state)
     write_text(f"{model}/config.json", json.dumps(cfg))
-    bytes_alone = {character: i for i, character in enumerate(byte_characters())}
-    write_text(f"{model}/vocab.json", json.dumps(bytes_alone))
+    write_text(f"{model}/vocab.json", json.dumps(byte_characters()))
     write_text(f"{model}/added_tokens.json", json.dumps(special))
     lines = [json.dumps({"messages": [{"role": "user", "content": f"{a} + {b} = ?"},
                                       {"role": "assistant", "content": f"It is {a + b}."}]})

@@ -246,7 +246,7 @@ def decoding_rows(cfg, device, dtype, compiling):
             passes[name] += 1
         if cache:
             shares = reveal_shares(block // 2)
-            decode_blocks(model, x, n, shares, block, cache, pick, on_step=on_step)
+            decode_blocks(model, x, shares, block, cache, pick, on_step=on_step)
         else:
             decode(model, x, reveal_shares(n // 2), pick, on_step=on_step)
     ways = {"at once": "", "prefix cache": "prefix", "dual cache": "dual"}

@@ -152,6 +152,8 @@ def test_every_format_gives_the_same_tokens(tmp_path, pyarrow):
         refused(f"{name} is no .txt, .jsonl, .parquet file", find, "a.jsonl", name)
     (tmp_path / "b" / "x.txt").touch()
     refused("empty: .*b/x.txt$", find, "b")
+    with pytest.raises(FileNotFoundError):
+        data.find_files([""])  # Path("") is this folder
 
 
 @pytest.mark.parametrize("name, bad", [

@@ -129,7 +129,7 @@ def test_cuda_or_cpu_answers_in_bf16_and_as_asked(tiny, drawn, blocks):
     pick = Pick("topk_margin", 0.7, 0.6, cfg.threshold, oracles.rng(5, [1, 2]))
     gain = lambda left: float(left > 0.3)
     if blocks:
-        x = sample_dream.decode_blocks(two, x, 8, 4 * [1], 4, "dual", pick, gain)
+        x = sample_dream.decode_blocks(two, x, 4 * [1], 4, "dual", pick, gain)
     else:
         x = decode(two, x, sample_dream.reveal_shares(6), pick, gain)
     new = x[0, 2:].tolist()

@@ -105,7 +105,9 @@ def test_a_copy_goes_on_with_other_settings_and_is_never_overwritten(run, tmp_pa
     refused("holds a run", main, cfg)  # there is still its log
     refused("no last.pt", main, replace(cfg, resume=True))
     if script == "train":
-        shutil.copy(copy / "step-5.pt", copy / "last.pt")
+        weights = torch.load(copy / "step-5.pt")
+        del weights["identity"]  # which a file of lab/convert.py lacks, too
+        torch.save(weights, copy / "last.pt")
         refused("last.pt has only weights", main, replace(cfg, resume=True))
     shutil.rmtree(copy)
     copy.mkdir()

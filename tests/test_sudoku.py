@@ -11,6 +11,8 @@ import data
 import sudoku
 import trajectory
 from data import rng
+from mdlm import MDLM
+from sudoku import NATS
 from test_readme import page
 
 
@@ -38,6 +40,17 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
     sudoku.main(sudoku.Config(given=given))
     drawn = capsys.readouterr().out
     assert out.endswith("\n\n" + drawn) and "│ 2  4! 4!  \n" in drawn
+
+
+def test_the_bound_is_told_with_feedback_and_without(monkeypatch, capsys):
+    monkeypatch.setattr(sudoku, "HELD_OUT", 100)
+    model = MDLM.load(sudoku.SHIPPED)
+    sudoku.print_bound(model)
+    with_it, without = re.findall(r"(\d+\.\d) with", capsys.readouterr().out)
+    assert NATS < float(with_it) < float(without) - 1
+    model.sm = None
+    sudoku.print_bound(model)
+    assert f"grid: {without} without\n" in capsys.readouterr().out
 
 
 def brute_force(cells):
