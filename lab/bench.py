@@ -65,7 +65,6 @@ PRESETS = {
                   dream_masks=20, dream_answer=16),
 }
 
-TITLES = {"tokens/call": "tokens/pass", "calls/s": "passes/s"}  # on the screen
 SHARPNESS = 3.5  # standard deviation of the random logits, about that of a trained model
 
 
@@ -97,7 +96,8 @@ def interleaved(cases, repeats, device, tokens):
     """{name: {column: median, "turns": [seconds]}} of functions that take turns, after a warm-up"""
     turns = [{name: timed(fn, device) for name, fn in cases.items()}
              for _ in launch.progress(range(repeats + 1), f"turns of {len(cases)}", leave=False)]
-    first, found = next(iter(cases)), {}
+    first = next(iter(cases))
+    found = {}
     for name in cases:
         columns = {key: [turn[name][key] for turn in turns[1:]] for key in turns[0][name]}
         for ratio, key in ("ratio", "seconds"), ("cpu ratio", "cpu"):
@@ -112,7 +112,7 @@ def interleaved(cases, repeats, device, tokens):
 
 def print_table(title, rows):
     columns = [column for column in next(iter(rows.values())) if column != "turns"]
-    print(f"\n{title:32}" + "".join(f"{TITLES.get(column, column):>12}" for column in columns))
+    print(f"\n{title:32}" + "".join(f"{column:>12}" for column in columns))
     for name, row in rows.items():
         cells = [f"{row[column]:12,.3g}" if column in row else 12 * " " for column in columns]
         print(f"{name:32}" + "".join(cells), flush=True)
@@ -163,8 +163,8 @@ def train_rows(cfg, device, dtype):
 def per_pass(rows, tokens, passes):
     """Add tokens per pass and passes per second to each row.   passes: {name: how many}"""
     for name, row in rows.items():
-        row["tokens/call"] = tokens / passes[name]
-        row["calls/s"] = passes[name] / row["seconds"]
+        row["tokens/pass"] = tokens / passes[name]
+        row["passes/s"] = passes[name] / row["seconds"]
     return rows
 
 
@@ -250,13 +250,17 @@ def decoding_rows(cfg, device, dtype, compiling):
         else:
             decode(model, x, reveal_shares(n // 2), pick, on_step=on_step)
     ways = {"at once": "", "prefix cache": "prefix", "dual cache": "dual"}
-    cases = {f"{name}, {way}": partial(run, f"{name}, {way}", feedback, cache)
-             for way, cache in ways.items() for name, feedback in (("binary", None), ("SM", sm))}
+    cases = {}
+    for way, cache in ways.items():
+        for side, feedback in ("binary", None), ("SM", sm):
+            name = f"{side}, {way}"
+            cases[name] = partial(run, name, feedback, cache)
     return per_pass(interleaved(cases, min(3, cfg.repeats), device, n), n, passes)
 
 
 def main(cfg):
-    began, (*_, device, dtype) = time.perf_counter(), launch.machine(cfg.device)
+    began = time.perf_counter()
+    *_, device, dtype = launch.machine(cfg.device)
     cuda = device.type == "cuda"
     cfg = replace(cfg, compile=cuda if cfg.compile is None else cfg.compile)
     found = {"machine": {"device": torch.cuda.get_device_name(device) if cuda else "CPU",
@@ -264,8 +268,9 @@ def main(cfg):
                          "dtype": str(dtype or torch.float32), **launch.git_version()},
              "settings": asdict(replace(cfg, parts="", json="", seconds=None))}
     if os.path.exists(cfg.json):
-        here, found = found, launch.read_json(cfg.json)
-        if not here.items() <= found.items():
+        now = found
+        found = launch.read_json(cfg.json)
+        if not now.items() <= found.items():
             raise Refused(f"{cfg.json} is of another machine, commit or setting: give another name")
     print("  ".join(f"{key} {value}" for key, value in found["machine"].items()))
 

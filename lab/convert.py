@@ -78,8 +78,8 @@ def from_mdlm_family(file, path):
             raise Refused(f"{path}: inv_freq is not that of base 10000 with n_heads = {n_head}")
     if not n_head:
         raise Refused(f"{path}: give n_heads, its number of heads, in a config.json beside it")
-    k = {"mixinputs_with_topk": settings.get("mixinputs_k", 3),
-         "mixinputs_with_temp": None}[settings.get("transparency_alg", "mixinputs_with_topk")]
+    alg = settings.get("transparency_alg", "mixinputs_with_topk")
+    k = {"mixinputs_with_topk": settings.get("mixinputs_k", 3), "mixinputs_with_temp": None}[alg]
     if k:  # top-k has a temperature, too, but ignores it [code]
         model.pop("sm.raw_tau", None)
     blocks = {name.split(".")[2] for name in model if name.startswith("net.blocks.")}

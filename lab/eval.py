@@ -52,7 +52,7 @@ class Config:
 
 
 def mean_and_se(total, count):
-    """Σ total / Σ count, both (n,), and its standard error over n sequences: NaN if n is 1."""
+    """Σ total / Σ count, both (n,), and its standard error over n independent sequences (or NaN)"""
     total = np.asarray(total, np.float64)
     count = np.asarray(count, np.float64)
     n = len(total)
@@ -97,11 +97,8 @@ def result_path(cfg, source, metric, settings):
         result = read_json(path)
         free = "out", "label", "batch_size", "device", "dtype"  # settings have the dtype used
         asked = {name: value for name, value in asdict(cfg).items() if name not in free}
-        other = {name for part, now in (("settings", settings), ("evaluation", asked))
-                 for name in now if result[part].get(name) != now[name]}
-        if other:
-            raise Refused(f"{path} has other settings ({', '.join(sorted(other))}): give another "
-                          "--out, or remove it")
+        for part, now in ("settings", settings), ("evaluation", asked):
+            launch.check_same(path, result[part], now, now, ": give another --out, or remove it")
     return path
 
 
@@ -143,6 +140,7 @@ def main(cfg):
             found = bound(model, rows, name == "soft", cfg.seed, cfg.repeats, cfg.batch_size,
                           here.rank, here.world, cfg.floor)                          # (3, n)
         bounds[name], ce, masked = launch.over_ranks(found)                          # (n,) each
+        # The rows' times are stratified, so the true error is smaller than this.
         nats, se = mean_and_se(bounds[name], tokens)
         values[name] = {"nats_per_token": nats, "nats_per_token_se": se,
                         "ppl": math.exp(nats), "ppl_se": math.exp(nats) * se,

@@ -11,7 +11,6 @@ The paper's tasks, their prompts and lengths are in tasks/. REPRODUCE.md downloa
 import itertools
 import json
 import logging
-import math
 import os
 import re
 import sys
@@ -69,7 +68,11 @@ def cells(cfg, length):
     grid = []
     L = cfg.gen_len or length
     blocks = (cfg.blocks or str(cfg.block)).split(",")
-    for budget, block in itertools.product(map(Fraction, cfg.nfe.split(",")), blocks):
+    for share, block in itertools.product(cfg.nfe.split(","), blocks):
+        if not re.fullmatch(r"\d+/[1-9]\d*", share) or not block.isdecimal():
+            raise Refused(f"--nfe={share}, a block of {block}: give shares such as 1/4,1/2, and "
+                          "lengths such as 16,32")
+        budget = Fraction(share)
         steps = budget * L
         if steps < 1 or steps.denominator > 1:
             raise Refused(f"--nfe={budget} of {L} tokens is not a number of steps")
@@ -159,8 +162,10 @@ def group(cfg, budget, feedback, made):
         shared |= {"FT": "yes", "FT run": run, "adapter": name}
         path = os.path.join(cfg.adapter, "finetune.json")
         if os.path.exists(path):  # adapters from other trainers have none
-            run = launch.read_json(path)
-            shared["FT"] = f"{run['steps']} updates" if run["steps"] else f"{run['epochs']} epochs"
+            made_by = launch.read_json(path)
+            shared["FT"] = f"{made_by['epochs']} epochs"
+            if made_by["steps"]:
+                shared["FT"] = f"{made_by['steps']} updates"
     return shared
 
 
@@ -187,9 +192,7 @@ def evaluate(cfg):
     for budget, cell in grid:
         lm = DreamInHarness(model, tok, sm, cell, here)
         found = ask(lm, loaded, cfg.limit, scored).get("results", {}).get(cfg.task, {})
-        found = {name: None if isinstance(value, float) and not math.isfinite(value) else value
-                 for name, value in found.items()}
-        scores = [100 * value for value in found.values() if isinstance(value, float)]
+        [score] = [100 * value for value in found.values() if isinstance(value, float)] or [None]
         lines = launch.read_jsonl(lm.path)
         made = {name: lines[-1][name] for name in here}  # an earlier run may have answered
         result = made | {
@@ -197,7 +200,7 @@ def evaluate(cfg):
             "column": task.eval_docs[0]["scoring"]["column"], "budget": budget,
             "feedback": feedback, "settings": asdict(cell), "prompt": lines[0]["prompt"],
             "group": group(replace(cfg, block=cell.block), budget, feedback, made),
-            "score": scores[-1] if scores else None, "harness": found}
+            "score": score, "harness": found}
         for name in "nfe", "tokens", "kept", "seconds":
             result[name] = sum(line[name] for line in lines)
         result["tokens_per_pass"] = result["tokens"] / result["nfe"]

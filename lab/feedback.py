@@ -38,6 +38,8 @@ class Config(EvalConfig):
     width: Size = 6         # tokens in a span
     passes: str = "6,3,2"   # passes to fill a span in; the result has a line for each number
 
+    NO_FLAGS = "label",
+
 
 def means(**values):
     """{name: mean, name_se: its standard error} for values (n,)"""
@@ -74,7 +76,7 @@ def bound_by_t(model, rows, cfg):
         draws.append(torch.stack((t, plain, model(x0, xt, t, True) if model.sm else plain)))
     draws = torch.cat(draws, dim=1).cpu().double()                                   # (3, m)
     n = max(1, min(10, draws.shape[1] // 2))  # a single draw has no standard error
-    for t, plain, soft in draws[:, draws[0].argsort()].chunk(n, dim=1):              # (m/n,) each
+    for t, plain, soft in draws[:, draws[0].argsort()].tensor_split(n, dim=1):       # (m/n,) each
         # The errors assume independent draws. They are too small for many --repeats of few rows.
         title = f"nats per token, t from {t[0]:.2f} to {t[-1]:.2f}"
         gain = {"gain": (plain - soft) / L} if model.sm else {}
@@ -83,10 +85,10 @@ def bound_by_t(model, rows, cfg):
 
 
 def main(cfg):
-    device, dtype = machine(cfg.device, cfg.dtype)[2:]
+    here = machine(cfg.device, cfg.dtype)
     own = launch.soft_mask_class(cfg.code)
     with launch.input_errors():
-        model = MDLM.load(cfg.checkpoint, cfg.ema, own).to(device)
+        model = MDLM.load(cfg.checkpoint, cfg.ema, own).to(here.device)
     L = model.cfg.length
     passes = [int(n) if n.isdecimal() else 0 for n in cfg.passes.split(",")]
     if not 1 <= min(passes) <= max(passes) <= cfg.width <= L - 2:
@@ -95,10 +97,10 @@ def main(cfg):
     rows, text = held_out_rows(cfg, model.info, L)                                   # (n, L)
     cfg = replace(cfg, data=text["path"])
     settings = {"step": model.info["step"], "L": L, "n": len(rows), "data": text["path"],
-                "text": text, "dtype": str(dtype or torch.float32).removeprefix("torch.")}
+                "text": text, "dtype": str(here.dtype or torch.float32).removeprefix("torch.")}
     path = result_path(cfg, cfg.checkpoint, "feedback", settings)
     span, values = spans(len(rows), L, cfg.width, cfg.seed), {}                      # (n, L)
-    with torch.autocast(device.type, dtype, enabled=dtype is not None):
+    with here.autocast():
         for n in passes:
             found = {"plain": right(model, rows, span, n, False, cfg.batch_size)}    # (n,)
             if model.sm:

@@ -40,8 +40,8 @@ run() {  # show a command, and run it
 
 tests() {  # all tests that need CUDA. Without it most of them are skipped, and say so
     [ ! -e "$out/gpu-tests.txt" ] || return 0
-    run -m pytest -q -rs -k "cuda or gpu or compiled" tests | tee "$work/tests.txt"
-    mv "$work/tests.txt" "$out/gpu-tests.txt"
+    run -m pytest -q -rs -k "cuda or gpu or compiled" tests | tee "$work/tests.txt" &&
+        mv "$work/tests.txt" "$out/gpu-tests.txt"
 }
 
 noise() {  # random data with GPT-2's vocabulary
@@ -101,8 +101,7 @@ PY
     done
     # All runs must make the same updates, up to bf16 rounding. After a few updates it shows in the
     # gradient norm, so that is compared for fewer of them.
-    local status=0
-    "$python" - "$work" > "$work/ddp.json" <<'PY' || status=$?
+    "$python" - "$work" > "$work/ddp.json" <<'PY' && mv "$work/ddp.json" "$out/gpu-ddp.json"
 import json, statistics, sys
 from launch import read_jsonl
 names = "alone", "ddp-off", "ddp-on"
@@ -116,8 +115,6 @@ speed = {name: statistics.median(line["tokens_per_s"] for line in lines[5:])
 print(json.dumps({"largest relative difference": worst, "tokens/s": speed, "runs": runs}, indent=1))
 sys.exit(any(len(lines) != 20 for lines in runs.values()) or max(worst.values()) > 0.02)
 PY
-    mv "$work/ddp.json" "$out/gpu-ddp.json"
-    return $status
 }
 
 train() {
@@ -127,10 +124,14 @@ train() {
 first() {  # in order of worth. After 540 seconds it starts nothing more
     local part status=0
     for part in train dream sample; do
-        [ "$SECONDS" -ge 540 ] || run lab/bench.py $bench --parts=$part --repeats=3 \
-            --seconds=$((540 - SECONDS)) --json="$out/first-$part.json" || status=1
+        if [ "$SECONDS" -lt 540 ]; then
+            run lab/bench.py $bench --parts=$part --repeats=3 --seconds=$((540 - SECONDS)) \
+                --json="$out/first-$part.json" || status=1
+        fi
     done
-    [ "$SECONDS" -ge 540 ] || tests || status=1
+    if [ "$SECONDS" -lt 540 ]; then
+        tests || status=1
+    fi
     return $status
 }
 

@@ -56,7 +56,7 @@ def markdown(rows, columns):
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
-# What eval.py measures, and the order of the columns
+# What eval.py and eval_samples.py measure, and the order of the columns
 METRICS = {"mauve": ("MAUVE ↑", ".3f"), "gen_ppl": ("gen. PPL ↓", ".2f"),
            "entropy": ("entropy ↑", ".3f"), "ppl": ("PPL ↓", ".3f")}
 # What may differ between results that are averaged
@@ -130,10 +130,11 @@ def p_value(x):
 
 def holm(gaps):
     """{name: p} of the means of gaps {name: [difference]}, corrected by Holm for their number"""
+    p = {name: p_value(gap) for name, gap in gaps.items()}
     found = {}
     worst = 0.0
-    for rank, name in enumerate(sorted(gaps, key=lambda name: p_value(gaps[name]))):
-        worst = max(worst, min(1.0, (len(gaps) - rank) * p_value(gaps[name])))
+    for rank, name in enumerate(sorted(p, key=p.get)):
+        worst = max(worst, min(1.0, (len(p) - rank) * p[name]))
         found[name] = worst
     return found
 
@@ -161,10 +162,10 @@ def against(pairs, seeds):
     """
     gaps = {name: [a - b for a, b in zip(x, y)] for name, (x, y) in pairs.items()}
     cells = {name: f"{mean(gap):+.1f}" for name, gap in gaps.items()}
-    for name, gap in gaps.items():
-        if len(gap) == seeds:
-            p = f"p = {holm(gaps)[name]:.2g}"
-            cells[name] += f" ({p}, clear from {clear_from(gap, len(gaps)):.1f})"
+    if all(len(gap) == seeds for gap in gaps.values()):
+        for name, p in holm(gaps).items():
+            limit = clear_from(gaps[name], len(gaps))
+            cells[name] += f" (p = {p:.2g}, clear from {limit:.1f})"
     return cells
 
 

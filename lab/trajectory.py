@@ -38,6 +38,8 @@ class Config(sample.Config):
     note: str = ""   # a sentence at the top of the page
     out: str = "trajectory.html"
 
+    NO_FLAGS = "count", "show", "compile"
+
 
 def trace(tok, model, steps):
     """An `on_step` (sample.generate) that appends the cells of one sequence to `steps`.
@@ -145,7 +147,7 @@ def page(found, columns, note=""):
         {"name": name, "steps": steps} for name, steps in found.items()]})
     template = Path(__file__).with_name("trajectory_template.html").read_text("utf-8").strip()
     # A token may be </script>: without any <, it cannot end the element that holds it.
-    return template.replace(">TRACES<", f">{values.replace('<', chr(92) + 'u003c')}<")
+    return template.replace("TRACES<", values.replace("<", r"\u003c") + "<")
 
 
 def main(cfg):

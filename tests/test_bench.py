@@ -1,5 +1,6 @@
 """bench.py: every case runs, and its report is right. No test depends on a clock."""
 
+import collections
 import os
 import re
 import subprocess
@@ -8,8 +9,9 @@ from dataclasses import replace
 import pytest
 
 import bench
-from conftest import ROOT, configure, dying, refused
+from conftest import ROOT, configure, dying, refused, spy
 from launch import read_json
+from softmask import SoftMask
 
 
 def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch):
@@ -22,9 +24,45 @@ def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch
     assert before.items() <= found.items() == read_json(cfg.json).items()
     binary, soft, expected = found["train"].values()
     assert expected["seconds"] == pytest.approx(0.2 * binary["seconds"] + 0.8 * soft["seconds"])
-    assert all(32 / 9 <= row["tokens/call"] <= 32 for row in found["sample"].values())
-    assert found["dream, decoding"]["SM, at once"]["tokens/call"] == 2  # half as many steps
+    assert all(32 / 9 <= row["tokens/pass"] <= 32 for row in found["sample"].values())
+    assert found["dream, decoding"]["SM, at once"]["tokens/pass"] == 2  # half as many steps
     refused("another machine", bench.main, replace(cfg, batch=3))
+
+
+def test_reports_are_medians_of_turns_and_only_sm_has_feedback(monkeypatch):
+    """Pretends that a call with feedback takes 2, 3 and 7 seconds, one without a sixth of that."""
+    mixes, turns = spy(monkeypatch, SoftMask, "mix"), collections.Counter()
+
+    def timed(fn, device):
+        mixes.clear()
+        fn()
+        turns[fn] += 1
+        seconds = (0, 99, 2, 3, 7)[turns[fn]] / (1 if mixes else 6)
+        return {"seconds": seconds, "cpu": 2 * seconds}
+    monkeypatch.setattr(bench, "timed", timed)
+    cfg = bench.Config(**bench.PRESETS["quick"] | {"repeats": 3}, device="cpu", compile=False)
+    found = bench.main(cfg)
+    tokens = {"train": 2 * 32, "sample": 32, "dream, finetuning": 32, "dream, decoding": 16}
+    for part, rows in found.items():
+        for name, row in rows.items() if part in tokens else ():
+            seconds = 2.5 if "expected" in name else 3 if name[:2] == "SM" else 0.5
+            assert row["seconds"] == pytest.approx(seconds), (part, name)
+            assert row["ratio"] == row["cpu ratio"] == pytest.approx(seconds / 0.5)
+            assert row["tokens/s"] == pytest.approx(tokens[part] / seconds)
+            if "passes/s" in row:
+                assert row["passes/s"] * row["tokens/pass"] == pytest.approx(row["tokens/s"])
+
+
+def test_a_comparison_that_fails_is_not_kept(tmp_path):
+    """A stand-in for Python that fails with the tests, and in the comparison of DDP"""
+    stand_in, out = tmp_path / "python", tmp_path / "out"
+    stand_in.write_text('#!/bin/sh\ncase "$*" in *pytest*|"- $WORK") exit 1;; esac\n')
+    stand_in.chmod(0o755)
+    env = os.environ | {"PYTHON": stand_in, "WORK": tmp_path / "work", "OUT": out, "SIZE": "toy"}
+    for block in "first", "ddp", "tests":
+        done = subprocess.run(["bash", f"{ROOT}/lab/gpu.sh", block], capture_output=True, env=env)
+        assert done.returncode == 1, block
+    assert os.listdir(out) == ["gpu.log"]
 
 
 def test_gpu_sh_gives_flags_that_exist(tmp_path):

@@ -182,7 +182,7 @@ def test_ppl_of_a_checkpoint(world):
         "nats_per_token": gain.mean().item(), "nats_per_token_se": gain.std().item() / 5**0.5})
     for other in "ema=False", "seed=2", "floor=0", "repeats=1", "dtype=bfloat16":
         other = *ppl, f"--{other}"
-        refused(r"^last.pt.ppl.json has other settings \(", start, "eval", *other)
+        refused("^last.pt.ppl.json has other settings: ", start, "eval", *other)
         assert result(*other)["values"] != found["values"]
     binary = result("--checkpoint=binary.pt", "--data=data", "--rows=1")["values"]
     nll = bound(MDLM.load("binary.pt"), data.rows(tokens, [0], 16), False, 1)[0]
@@ -205,9 +205,17 @@ def test_a_result_is_not_lost_on_a_full_disk(world, monkeypatch, capsys):
     assert "with feedback: nats_per_token " in capsys.readouterr().out
 
 
-def test_the_mean_of_the_bound_by_t_is_the_bound(world):
+def test_feedback_tells_shares_of_spans_and_the_bound_by_t(world, monkeypatch):
+    def right(model, rows, span, passes, soft, batch_size):
+        assert (span.sum(1) == 4).all()
+        return (torch.arange(len(rows)) % passes < 1 + soft).double()
+    monkeypatch.setattr(feedback, "right", right)
     words = "--checkpoint=last.pt", "--data=data", "--rows=20"
     found = result(*words, "--width=4", "--passes=4,2", script="feedback")["values"]
+    for n, plain, soft in (4, 5, 10), (2, 10, 20):  # of 20
+        shares = {"plain": plain / 20, "soft": soft / 20, "gain": (soft - plain) / 20}
+        errors = {f"{name}_se": math.sqrt(p * (1 - p) / 19) for name, p in shares.items()}
+        assert found[f"spans right in {n} passes"] == pytest.approx(shares | errors)
     ppl = result(*words, "--floor=0")
     tenths = [row for title, row in found.items() if title.startswith("nats")]
     assert len(tenths) == 10

@@ -141,10 +141,24 @@ def test_a_model_at_several_nfe_budgets_and_blocks(config, tiny, monkeypatch):
     assert CHAT.format("Q: <|mask|>?\nA:", "").endswith(Tokenizer(tiny[0]).decode(asked[0][3]))
 
 
-def test_seeds_of_one_run_are_averaged():
-    def group(adapter):
-        return E.group(E.Config(adapter=adapter), "1/1", "binary", made)
+def test_seeds_of_one_run_are_averaged_and_nothing_else(tmp_path):
+    def group(adapter, **flags):
+        return E.group(E.Config(adapter=adapter, **flags), "1/1", "binary", made)
     made = {"machine": "CPU", "compiled": False}
+    settings = dict(model="m", limit=3, gen_len=4, block=8, cache="dual", threshold=0.5, top_p=0.5,
+                    algorithm="random", temperature=0.3, merge=False, dtype="float32")
+    answers = settings | dict(adapter="a", seed=2, schedule="linear", switch=0.2, omega_s=0.3,
+                              omega_a=1.0, omega_b=-3.0, soft=False, code="mine.py", compile=True)
+    for name, value in settings.items():
+        assert group("run/best", **{name: value}) != group("run/best"), name
+    for name, value in answers.items():
+        assert E.cell_path(E.Config(**{name: value})) != E.cell_path(E.Config()), name
+    for steps, words in (0, "2.0 epochs"), (5, "5 updates"):
+        (tmp_path / "finetune.json").write_text(json.dumps({"steps": steps, "epochs": 2.0}))
+        assert group(str(tmp_path))["FT"] == words
+    for nfe in "a", "1/0", "1/4,":
+        refused("give shares such as", E.cells, E.Config(nfe=nfe), 8)
+    refused("give shares such as", E.cells, E.Config(blocks="-8"), 8)
     assert group("out/sm-1/best") == group("./out/sm-2/best/")
     for other in "out/sm-1/last", "out/k3-1/best", "there/sm-1/best":
         assert group("out/sm-1/best") != group(other)
@@ -175,9 +189,11 @@ def test_a_killed_run_resumes_and_no_answer_is_run_unasked(config, tmp_path, mon
     monkeypatch.setattr(E.launch, "git_version", lambda: "later")
     again, new = E.evaluate(replace(cfg, nfe="1/1,1/2"))
     assert again["git"] == scored["git"] and new["git"] == "later"  # that of the answers
-    own = replace(cfg, code=mine, omega_s=0.3, omega_a=1.0, omega_b=-3.0)
+    own = replace(cfg, code=mine, omega_s=0.3, omega_a=1.0, omega_b=-3.0, schedule="linear",
+                  switch=0.2)
     [coded] = E.evaluate(own)
-    assert coded["feedback"].startswith(f"SM k=3, code={mine}, omega_s=0.3")
+    assert coded["feedback"] == (f"SM k=3, code={mine}, omega_s=0.3, omega_a=1.0, omega_b=-3.0, "
+                                 "schedule=linear, switch=0.2")
     os.utime(mine, (3e9, 3e9))
     refused("holds answers to other", E.evaluate, own)
     refused("holds answers to other", E.evaluate, config("mbpp_instruct", rows[::-1]))
