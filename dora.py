@@ -37,7 +37,7 @@ class DoRALinear(nn.Module):
         options = dict(dtype=torch.float32, device=linear.weight.device)
         # Uniform in ±1/√in, as in peft
         A = 2 * torch.rand(r, linear.in_features, generator=generator) - 1       # (r, in)
-        self.lora_A = nn.Parameter(A.to(**options) / linear.in_features ** 0.5)     # (r, in)
+        self.lora_A = nn.Parameter(A.to(**options) / linear.in_features ** 0.5)  # (r, in)
         self.lora_B = nn.Parameter(torch.zeros(linear.out_features, r, **options))  # (out, r)
         # W is frozen, so |W|² of each row is computed once. The other terms of n are cheap.
         square = linear.weight.float().pow(2).sum(1)                             # (out,)

@@ -166,9 +166,9 @@ def finetune(cfg):
         # ---- Alg. 1
         stopped = stop()
         for step in range(start, steps):                                       #          l.1, l.10
+            model.train()  # evaluate() puts it into eval mode
             # Every rank tosses all M coins (equal ones, unless --coin=dialogue), so that each knows
             # whether any dialogue has feedback. If none has, ω must not move.
-            model.train()  # evaluate() puts it into eval mode
             keys = [(step, j) if cfg.coin == "dialogue" else (step,) for j in range(M)]
             softs = [torch.rand((), generator=rng(cfg.seed, "p_sm", *key)).item() < cfg.p_sm
                      for key in keys]                                          #               §3.2

@@ -421,8 +421,9 @@ def warning(line):
     if line.get("lam", 1.0) >= 1e-3:  # 1.0: if no update had feedback
         return ""
     # The cross-entropy per mask estimates the mean H. With ω_b = −H, λ is ω_s / 2 there.
+    H = max(0.01, line["ce_per_mask"])
     return (f"feedback is off: λ is {line['lam']:.1g} on average. Train longer, or start with "
-            f"--omega_s=0.5 --omega_a=1 --omega_b={-max(0.01, line['ce_per_mask']):.2g}\n")
+            f"--omega_s=0.5 --omega_a=1 --omega_b={-H:.2g}\n")
 
 
 # ---- files ---------------------------------------------------------------------------------------

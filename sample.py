@@ -165,8 +165,8 @@ def generate(model, x, steps, sampler="mdlm", top_p=0.9, generator=None, every_s
             # A token that was just re-masked was visible at l.3. So its p is one-hot [code].
             lam_1 = sm.strength(torch.zeros(len(remasked), device=device))     # (r,)
             certain = lam_1, lost[:, None], torch.ones_like(lost[:, None])     # (r,), 2 × (r, 1)
-            emb, lam_lost = feed_back(sm, net.table, emb, x, (remasked,), certain)  #            l.6
-            lam = lam + lam_lost                                               # (L,)
+            emb, lam_r = feed_back(sm, net.table, emb, x, (remasked,), certain)  # (L, D), (L,)  l.6
+            lam = lam + lam_r                                                  # (L,)
         on_step(x[None], lam[None], masks, h, x[l] != model.mask_id)
     return x.cpu()
 

@@ -45,8 +45,9 @@ EPS = 1e-6  # keeps raw_s finite, and ω_a, ω_b and τ away from 0 [code]
 
 
 class SoftMask(nn.Module):
-    """sm_ω(x̂, p) of §3.1. Your own model calls `embed`. This project calls the halves of it, for
-    the masks only: `forward` returns λ, the likeliest tokens and their shares π. `mix` mixes them.
+    """sm_ω(x̂, p) of §3.1. Your own model calls `embed`, which is made of two methods. This project
+    calls these for the masks only: `forward` returns λ, the likeliest tokens and their shares π,
+    and `mix` mixes them.
 
     mask_id: the id of [MASK]. Its row of the table is m.
     k: tokens in the mix. None: all of V, with a learned temperature that starts at tau (App. C.3).
@@ -112,7 +113,7 @@ class SoftMask(nn.Module):
             # a (V, D) gradient of the table, so a second one would cost as much as the first.
             mask_ids = torch.full_like(ids[:, :1], self.mask_id)                   # (N, 1)
             vectors = F.embedding(torch.cat((ids, mask_ids), 1), table)            # (N, k+1, D)
-            weights = torch.cat((lam * pi, 1 - lam), 1)  # of v_i, then of m       # (N, k+1)  fp32
+            weights = torch.cat((lam * pi, 1 - lam), 1)  # of v_i, then of m         (N, k+1)  fp32
             return (weights[..., None] * vectors).sum(1).to(table.dtype)           # (N, D)
         # Autocast would round this product, and so the gradient of ω, to bf16.
         with torch.autocast(table.device.type, enabled=False):

@@ -148,7 +148,7 @@ def train(cfg, sm_class=None):
                 omega_from = f", ω from {cfg.init_from}"
         model.to(machine.device)
         # The EMA: a second backbone. ω is not averaged [code], so the EMA shares the model's. In a
-        # continuation, it starts from the file's weights [ours]. The authors' starts from random.
+        # continuation, it starts from the file's weights [ours]. Theirs starts from random ones.
         ema = copy.deepcopy(model).eval().requires_grad_(False)
         ema.sm = model.sm
         omega = model.sm.parameters() if model.sm else []
@@ -176,7 +176,7 @@ def train(cfg, sm_class=None):
         log = launch.Log(f"{cfg.out_dir}/log.jsonl", start, cfg.steps, master)
         made = start
 
-        def save_last():  # with `made` and `metrics` of the time of the call
+        def save_last():  # uses `made` and `metrics` as they are when it is called
             if master:
                 launch.save(last, **about, step=made, metrics=metrics, model=model.state_dict(),
                             ema=ema.net.state_dict(), optimizer=optimizer.state_dict())
@@ -339,7 +339,7 @@ def corrupted_batches(rows, mask_id, seed=0, repeats=1, batch_size=8, rank=0, wo
     `deal` says which of them a row gets.
     """
     n = len(rows)
-    times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))  # not 0
+    times = sample_times(n * repeats, rng("times", seed), b_l=max(floor, 1e-6))  # t > 0
     deal = torch.randperm(n, generator=rng("deal", seed))
     times = times.view(repeats, n)[:, deal]                                          # (repeats, n)
     mine = torch.arange(n).split(batch_size)[rank::world]

@@ -52,7 +52,7 @@ class Config:
 
 
 def mean_and_se(total, count):
-    """Σ total / Σ count, both (n,), and its standard error over n independent sequences (or NaN)"""
+    """Σ total / Σ count, both (n,), and its standard error for independent rows (n = 1: NaN)"""
     total = np.asarray(total, np.float64)
     count = np.asarray(count, np.float64)
     n = len(total)

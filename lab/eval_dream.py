@@ -192,6 +192,7 @@ def evaluate(cfg):
     for budget, cell in grid:
         lm = DreamInHarness(model, tok, sm, cell, here)
         found = ask(lm, loaded, cfg.limit, scored).get("results", {}).get(cfg.task, {})
+        # One metric, or none if the answers are not scored
         [score] = [100 * value for value in found.values() if isinstance(value, float)] or [None]
         lines = launch.read_jsonl(lm.path)
         made = {name: lines[-1][name] for name in here}  # an earlier run may have answered

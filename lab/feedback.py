@@ -32,13 +32,13 @@ from train import corrupted_batches
 
 @dataclass
 class Config(EvalConfig):
-    """The flags of lab/eval.py, two of them with other defaults, and two more."""
+    """The flags of lab/eval.py but --label, two of them with other defaults, and two more."""
     rows: Count = 1000      # how many held-out rows, evenly spaced (0: all)
     floor: Annotated[float, 0, 0.01] = 0.0  # Eq. 2 itself
     width: Size = 6         # tokens in a span
     passes: str = "6,3,2"   # passes to fill a span in; the result has a line for each number
 
-    NO_FLAGS = "label",
+    NO_FLAGS = ("label",)
 
 
 def means(**values):

@@ -112,6 +112,7 @@ worst = {key: max(abs(a[key] / b[key] - 1) for name in names[1:]
          for key, n in compared.items()}
 speed = {name: statistics.median(line["tokens_per_s"] for line in lines[5:])
          for name, lines in runs.items()}
+print("largest relative difference:", worst, file=sys.stderr)
 print(json.dumps({"largest relative difference": worst, "tokens/s": speed, "runs": runs}, indent=1))
 sys.exit(any(len(lines) != 20 for lines in runs.values()) or max(worst.values()) > 0.02)
 PY
