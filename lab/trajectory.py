@@ -21,11 +21,13 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(1, str(Path(sys.path[0], "examples")))
 import launch
 import sample
 from data import rng
 from launch import Refused, write_text
 from softmask import neg_entropy
+from sudoku import broken
 
 
 @dataclass
@@ -104,9 +106,9 @@ def traces(cfg):
     return found
 
 
-def drawn_cell(x, y, width, text, lam, *_):
-    """A cell: a token in bold (lam None), or a guess, greener with λ."""
-    fill, color, weight = "#fff", "#000", "bold"
+def drawn_cell(x, y, width, text, lam, marked=False):
+    """A cell: a token in bold (lam None), red if marked, or a guess, darker green for larger λ."""
+    fill, color, weight = "#f99" if marked else "#fff", "#000", "bold"
     if lam is not None:
         pale = int(220 * (1 - lam))
         fill, weight = f"rgb({pale},{100 + pale * 2 // 3},{pale})", "normal"
@@ -117,7 +119,7 @@ def drawn_cell(x, y, width, text, lam, *_):
 
 
 def grids(found):
-    """An SVG of 6×6 grids that fill, a frame for each pass, and a legend for λ."""
+    """An SVG of 6×6 grids: a frame for each pass, red cells that break a rule, λ's legend."""
     names = [f'<text x="{120 + 232 * column}" y="26">{name.replace("-", " ")}</text>'
              for column, name in enumerate(found)]
     legend = [drawn_cell(44 + 50 * i, 258, 48, f"{lam:g}", lam)
@@ -125,10 +127,14 @@ def grids(found):
     passes, width, frames = max(map(len, found.values())), 8 + 232 * len(found), []
     seconds = 0.7 * passes + 4  # the last frame stays for four more
     for i in range(passes):
-        cells = [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
-                            36 + 34 * (j // 6) + 6 * (j // 12), 32, *cell)
-                 for column, steps in enumerate(found.values())
-                 for j, cell in enumerate(steps[min(i, len(steps) - 1)][1:37])]
+        cells = []
+        for column, steps in enumerate(found.values()):
+            grid = steps[min(i, len(steps) - 1)][1:37]
+            digits = [text if lam is None else "." for text, lam, *_ in grid]
+            marked = set().union(*broken(digits).values())
+            cells += [drawn_cell(16 + 232 * column + 34 * (j % 6) + 6 * (j % 6 // 3),
+                                 36 + 34 * (j // 6) + 6 * (j // 12), 32, text, lam, j in marked)
+                      for j, (text, lam, *_) in enumerate(grid)]
         # Each frame covers those before it. Viewers without animation show the one in the middle.
         frames.append(f'<g visibility="{"visible" if i <= passes // 2 else "hidden"}">'
                       f'<animate attributeName="visibility" calcMode="discrete" '

@@ -22,8 +22,8 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
     .ci/run has run all of the demonstration. Otherwise, only README's first numbers are tested.
     """
     claims = {sudoku.SHOWN: r"(\d+)% of 400 puzzles with feedback and (\d+)% with its",
-              "1 per pass": r"One cell per pass: (\d+) against (\d+)%",
-              "2 per pass: 1, 2, …, 2, 1": r"first and last pass, else two: (\d+) against (\d+)%"}
+              "1 per pass": r"One cell per pass: (\d+) and (\d+)%",
+              "2 per pass: 1, 2, …, 2, 1": r"1, 2, …, 2, 1 cells: (\d+) and (\d+)%"}
     if "DEMONSTRATION" in os.environ:
         out = Path(os.environ["DEMONSTRATION"]).read_text("utf-8")
     else:

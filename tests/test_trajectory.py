@@ -53,7 +53,10 @@ def test_the_page_and_the_picture_of_the_sudoku_are_those_that_it_makes(tmp_path
         page = (folder / "trajectory.html").read_text("utf-8")
         pages.append(json.loads(re.search(r'application/json">(.*?)</script>', page)[1]))
         picture = ElementTree.parse(folder / "figures/sudoku.svg")
-        pictures.append([text.text for text in picture.iter("{http://www.w3.org/2000/svg}text")])
+        svg = "{http://www.w3.org/2000/svg}"
+        pictures.append([text.text for text in picture.iter(svg + "text")])
+        red = [len(frame.findall(svg + "rect[@fill='#f99']")) for frame in picture.iter(svg + "g")]
+        assert red == 10 * [0] + [2, 4]  # the last two passes without feedback break a rule
     assert pictures[0] == pictures[1]
     for a, b in zip(*(page["traces"] for page in pages), strict=True):
         assert a["name"] == b["name"] and len(a["steps"]) == len(b["steps"]) == 12
