@@ -15,6 +15,7 @@ import torch
 
 import data
 import eval_samples
+import feedback
 import oracles
 import sample
 import sample_dream
@@ -43,6 +44,7 @@ TABLE = {
     "an answer of Dream": "seed, prompt",  # its ids
     "a sample": "sample, seed, i",
     "references for MAUVE": "reference, seed",
+    "spans": "spans, seed",                # masked by lab/feedback.py
     "grids": "sudoku, train; sudoku, val",
     "puzzles": "sudoku, val; puzzle, i",
     "tiny Dream": "tiny, name",            # of a weight
@@ -76,7 +78,8 @@ def corpus(tmp_path_factory):
 
 def test_the_table_has_every_draw():
     words = set(re.split("[;,] ", "; ".join(TABLE.values())))
-    for path in *Path(ROOT).glob("*.py"), Path(ROOT, "lab", "eval_samples.py"):
+    labs = [Path(ROOT, "lab", f"{name}.py") for name in ("eval_samples", "feedback", "trajectory")]
+    for path in *Path(ROOT).glob("*.py"), *labs:
         for key in re.findall(r"\b(?:rng|seed_of|data\.order)\(([^()]*)", path.read_text("utf-8")):
             assert words.issuperset(re.findall('"(.*?)"', key)), (path, key)
 
@@ -146,6 +149,14 @@ def test_references(corpus, drawn):
         found, _ = eval_samples.held_out_samples(cfg, 22, n)  # without n, the row "Data"
         assert [(row["ids"], row["text"]) for row in found] == [(r, decoded(r)) for r in expected]
     assert drawn == keys("references for MAUVE", seed=[5])
+
+
+def test_spans(drawn):
+    masked = feedback.spans(50, 22, 6, seed=5)
+    first = torch.randint(1, 16, (50, 1), generator=oracles.rng("spans", 5))
+    assert drawn == keys("spans", seed=[5])
+    assert [row.nonzero()[:, 0].tolist() for row in masked] == [
+        list(range(i, i + 6)) for i in first[:, 0].tolist()]
 
 
 def test_the_examples(tmp_path, drawn, monkeypatch):
