@@ -10,8 +10,9 @@ import pytest
 
 import bench
 from conftest import ROOT, configure, dying, refused, spy
-from launch import read_json
+from launch import read_json, read_jsonl
 from softmask import SoftMask
+from test_readme import page
 
 
 def test_every_case_lands_in_the_json_and_is_measured_once(tmp_path, monkeypatch):
@@ -78,3 +79,32 @@ def test_gpu_sh_gives_flags_that_exist(tmp_path):
     for name, words in scripts:
         configure({"ddp": "train"}.get(name, name), words.split())
     assert len(scripts) == 62
+
+
+def test_the_pages_have_the_recorded_times():
+    folder = os.path.join(ROOT, "results", "bench")
+    h100, cpu, dream = (read_json(f"{folder}/{name}.json")
+                        for name in ("h100-112e5e7", "cpu", "dream"))
+    updates = []
+    for code in "bench", "authors":
+        for side in "binary", "SM, p_sm = 1":
+            updates.append(f"{1000 * h100['training'][code][side]['seconds']:.0f}")
+    assert "| {} ms | {} ms | {} ms | {} ms |\n".format(*updates) in page("README.md")
+
+    cells = ["{} | {}".format(*updates[:2]), "{} | {}".format(*updates[2:])]
+    for step in [*h100["sampling, ms a step"].values()][:3]:
+        cells.append(f"{round(step['binary'], 2)} | {round(step['SM'], 2)}")
+    [decoding] = [h100[name] for name in h100 if name.startswith("Dream, decoding")]
+    for rate in decoding.values():
+        cells.append(f"{rate['binary']} | {rate['SM']}")
+    for table, digits, names in (
+            (cpu["train"], 2, ("binary", "SM, p_sm = 0.8 (expected)")),
+            (dream["dream"]["finetuning"], 3, ("binary, all kept", "SM, all kept")),
+            (dream["dream"]["decoding"], 2, ("binary, at once", "SM, at once")),
+            (dream["dream"]["decoding"], 2, ("binary, blocks, dual", "SM, blocks, dual"))):
+        cells.append(" | ".join(f"{table[name]['cpu']:.{digits}f}" for name in names))
+    for name in "arena2", "arena_text":
+        first = read_jsonl(f"{folder}/../{name}.jsonl")[0]
+        cells.append(f"{first['seconds']['binary']:.3f} | {first['seconds']['sm']:.3f}")
+    assert len(cells) == 14
+    assert all(f" | {pair} |" in page("results/bench/README.md") for pair in cells)
