@@ -50,8 +50,9 @@ class DoRALinear(nn.Module):
         A = self.lora_A
         B = self.lora_B
         s = self.s
-        cross = (self.base.weight.float() @ A.T * B).sum(1)                      # (out,)
-        update = (B @ (A @ A.T) * B).sum(1)                                      # (out,)
+        with torch.autocast(A.device.type, enabled=False):  # it would round these products
+            cross = (self.base.weight.float() @ A.T * B).sum(1)                  # (out,)
+            update = (B @ (A @ A.T) * B).sum(1)                                  # (out,)
         return (self.square + 2 * s * cross + s * s * update).sqrt()
 
     def forward(self, x):

@@ -45,6 +45,16 @@ def test_fresh_adapter_is_exactly_the_layer(dtype):
     assert layer.lora_B.grad.any()
 
 
+def test_autocast_does_not_round_the_norm():
+    layer = DoRALinear(nn.Linear(64, 48), generator=gen())
+    layer.lora_B.data = torch.randn(48, 16, generator=gen(1))
+    n = layer.norm()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert torch.equal(layer.norm(), n)
+        layer(torch.ones(7, 64)).sum().backward()
+    assert layer.lora_B.grad.any()
+
+
 def test_a_misspelt_layer_is_refused():
     with pytest.raises(ValueError, match="no linear layer called qproj"):
         attach(nn.ModuleDict({"q_proj": nn.Linear(2, 2)}), ["q_proj", "qproj"])
