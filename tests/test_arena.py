@@ -163,14 +163,34 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
     rows = [f" | {' | '.join(cells(*side))} |\n" for side in sides]
     assert all(row in Path("README.md").read_text("utf-8") for row in rows)
 
-    def solved(name, way, group):
-        return f"{arena.mean(arena.values(runs['sm'], name, way, group)):.0f}%"
-    text = arena.complete(arena_text.PATH, [*arena_text.ARMS])["binary"]
+    def score(arm, name, way, group="all"):
+        return arena.mean(arena.values(runs[arm], name, way, group))
+
+    def solved(arm, name, way, group="all"):
+        return f"{score(arm, name, way, group):.0f}%"
+    ahead = [f"{score('sm', 'updates', way) - score('sm', 'off', way):.0f}"
+             for way in ("2, odd", "2, even")]
+    sm, off, deep = (solved(*side, "random order") for side in sides[:1] + sides[2:4])
+    quick = [solved(*side, "p ≥ 0.9") for side in sides[:1] + sides[2:]]
+    passes = [f"{score(*side, 'passes'):.1f}" for side in sides[:1] + sides[2:]]
+    text = arena.complete(arena_text.PATH, [*arena_text.ARMS])
 
     def right(way):
-        return f"{arena.mean(arena_text.values(text, 'updates', way)):.1f}%"
+        return f"{arena.mean(arena_text.values(text['binary'], 'updates', way)):.1f}%"
+
+    def change(arm, base):
+        found = arena.mean(one["time"]["bound"] - other["time"]["bound"]
+                           for one, other in zip(text[arm], text[base], strict=True))
+        return f"{found:+.3f}".replace("-", "−")
+    changes = f"by {change('continue-sm', 'continue-binary')} and {change('sm', 'binary')} (1.1M"
+    assert changes in " ".join(Path("README.md").read_text("utf-8").split())
     for words in (  # numbers in sentences that are in no table
-            f"({solved('updates', '3', '1')}, *off* {solved('off', '3', '1')})",
+            f"({solved('sm', 'updates', '3', '1')}, *off* {solved('sm', 'off', '3', '1')}), and "
+            f"deep more so ({solved('deep', 'updates', '3', '1')})",
+            f"({sm}, *off* {off}, deep {deep})",
+            f"{ahead[0]} points behind sm, not {ahead[1]}",
+            "sm solves {} in {} passes, *off* {} in {}, deep {} in {}, and binary {} in {}".format(
+                *sum(zip(quick, passes), ())),
             f"{right('random, 1')} right at one per pass, and {right('random, 24')} at 24",
             f"it gets {right('span, 1')} and {right('span, 24')}"):
         assert words in " ".join(page.split())
