@@ -67,6 +67,18 @@ def arguments():
     return Hub(), soft_mask(), x, x0, t, fixed
 
 
+def test_all_together_runs(capsys):
+    [block] = re.findall(r"```text\n(sm = SoftMask.*?)```", page("RECIPES.md"), re.S)
+    model, _, *batch = arguments()
+    batch = dict(zip(("x", "x0", "t", "fixed"), batch))
+    before = model.head.weight.clone()
+    exec(block, vars(RECIPES) | dict(model=model, batch=batch, batches=3 * [batch], mask_id=MASK,
+                                     x=torch.full((1, 8), MASK)))
+    assert not torch.equal(model.head.weight, before)
+    *checks, on, off = capsys.readouterr().out.splitlines()
+    assert len(checks) == 6 and all("tensor" in x and f" {MASK}" not in x for x in (on, off))
+
+
 def test_corrupt_masks_with_probability_t_and_never_what_is_fixed():
     x0, fixed = torch.randint(MASK, (2000, 9), generator=gen()), torch.arange(9) % 4 == 0
     torch.manual_seed(0)
