@@ -229,9 +229,9 @@ def values(lines, name, what, group="all"):
     return [100 * sum(line[name][what][part]) / sum(line["puzzles"][part]) for line in lines]
 
 
-def row(title, columns):
+def row(title, columns, form=".1f"):
     """The row of a table: mean ± standard deviation over seeds.   columns: {heading: [number]}"""
-    return with_gain({"": title}, columns, {}, dict.fromkeys(columns, ".1f"))[0]
+    return with_gain({"": title}, columns, {}, dict.fromkeys(columns, form))[0]
 
 
 def by_solutions(runs):
@@ -262,12 +262,12 @@ def secondary(runs):
 
 
 def primary(runs):
-    """Each arm at two cells per pass, and its difference from sm"""
+    """Each arm at two cells per pass, and how far sm is ahead of it"""
     rows = {arm: {} for arm in runs}
     for title, name in {"equal updates": "updates", "equal time": "time"}.items():
-        gap = f"{title}: difference from sm"
+        gap = f"{title}: sm ahead by"
         found = {arm: values(lines, name, "2") for arm, lines in runs.items()}
-        gaps = against({arm: (found[arm], found["sm"]) for arm in runs if arm != "sm"}, len(SEEDS))
+        gaps = against({arm: (found["sm"], found[arm]) for arm in runs if arm != "sm"}, len(SEEDS))
         for arm, x in found.items():
             rows[arm] |= row(arm, {title: x}) | {gap: gaps.get(arm, "")}
     return markdown(rows.values(), [*rows["sm"]])

@@ -161,11 +161,12 @@ def against(pairs, seeds):
     There is no p before all planned seeds are in.
     """
     gaps = {name: [a - b for a, b in zip(x, y)] for name, (x, y) in pairs.items()}
-    cells = {name: f"{mean(gap):+.1f}" for name, gap in gaps.items()}
+    cells = {name: f"{round(mean(gap), 1) + 0.0:+.1f}" for name, gap in gaps.items()}  # no -0.0
     if all(len(gap) == seeds for gap in gaps.values()):
         for name, p in holm(gaps).items():
             limit = clear_from(gaps[name], len(gaps))
-            cells[name] += f" (p = {p:.2g}, clear from {limit:.1f})"
+            words = "p < 0.001" if p < 0.001 else f"p = {p:.2g}"
+            cells[name] += f" ({words}, clear from {limit:.1f})"
     return cells
 
 

@@ -75,7 +75,7 @@ def test_two_arms_in_ten_updates(short, monkeypatch, capsys):
     for row in ("| all | 10 | 60 | 0 | 60 | 50 | 80 | 0 |",
                 "| 7+ | 4 | 25 | 0 | 25 | 50 | 50 | 0 |",
                 "| sm in 12 − binary in 24 | -20.0 |", "| sm | 45.0 |  |",
-                "| slerp | 45.0 | +0.0 |"):
+                "| slerp | 45.0 | +0.0 |", "| deep | 40.0 | +5.0 |"):
         assert row in printed
 
 
@@ -102,12 +102,16 @@ def test_text_in_ten_updates(short, monkeypatch, capsys):
     assert found["span, 1"] == [3 * 4 + 3 * 2, 3] == found["random, 4"]
     for arm in arena_text.ARMS:
         ways = line["updates"] | {"letters": "ececec" if arm == "sm" else 6 * "e"}
+        ways |= {"span, 4": [6, 0], "random, 4": [12, 0]}
+        bound = line["time"]["bound"] + (0.5 if arm == "sm" else 0)
         append_jsonl(arena_text.PATH, line | {
-            "arm": arm, "updates": ways | {"span, 4": [6, 0]}, "off": {"random, 4": [12, 0]}})
+            "arm": arm, "updates": ways, "time": ways | {"bound": bound}})
     arena_text.main(arena_text.Config(table=True))
     printed = capsys.readouterr().out
-    assert f" | 50.0 | 25.0 | {line['time']['bound']:.3f} |" in printed
-    assert f"rows ± {50 * (0.25 / 5) ** 0.5:.1f}" in printed  # 50 points in every other row
+    bound = line["time"]["bound"]
+    assert f"| sm | 50.0 |  | 50.0 |  | 25.0 | {bound + 0.5:.3f} |  |" in printed
+    assert f" | 25.0 | {bound:.3f} | 0.500 |" in printed
+    assert f"at most {50 * (0.25 / 5) ** 0.5:.2f}" in printed  # 50 points in every other row
 
 
 # Student's t of printed tables, two-sided: {degrees of freedom: {p: t}}
@@ -152,7 +156,7 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
         tables += capsys.readouterr().out.strip().split("\n\n")
     page = Path("results/README.md").read_text("utf-8")
     del tables[4]  # all measures of the other rules: there is no room on the page
-    assert len(tables) == 5 and all(table in page for table in tables)
+    assert len(tables) == 6 and all(table in page for table in tables)
     runs = arena.complete(arena.PATH, arena.ARMS)
 
     def cells(arm, name):
@@ -171,12 +175,20 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
     ahead = [f"{score('sm', 'updates', way) - score('sm', 'off', way):.0f}"
              for way in ("2, odd", "2, even")]
     sm, off, deep = (solved(*side, "random order") for side in sides[:1] + sides[2:4])
-    quick = [solved(*side, "p ≥ 0.9") for side in sides[:1] + sides[2:]]
+    quick = [solved(*side, "p ≥ 0.9") for side in sides[:1] + sides[2:] + sides[1:2]]
     passes = [f"{score(*side, 'passes'):.1f}" for side in sides[:1] + sides[2:]]
     text = arena.complete(arena_text.PATH, [*arena_text.ARMS])
 
     def right(way):
         return f"{arena.mean(arena_text.values(text['binary'], 'updates', way)):.1f}%"
+
+    def by_feedback(arm, way):
+        on, off = (arena_text.values(text[arm], name, way) for name in ("updates", "off"))
+        return f"{arena.mean(on) - arena.mean(off):.1f}"
+    costs = [by_feedback(arm, way) for arm in ("sm", "continue-sm")
+             for way in ("random, 4", "random, 1")]
+    gaps = [x - y for x, y in zip(*(arena_text.values(text[arm], "time", "random, 4")
+                                    for arm in ("sm", "binary")), strict=True)]
 
     def change(arm, base):
         found = arena.mean(one["time"]["bound"] - other["time"]["bound"]
@@ -185,12 +197,15 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
     changes = f"by {change('continue-sm', 'continue-binary')} and {change('sm', 'binary')} (1.1M"
     assert changes in " ".join(Path("README.md").read_text("utf-8").split())
     for words in (  # numbers in sentences that are in no table
-            f"({solved('sm', 'updates', '3', '1')}, *off* {solved('sm', 'off', '3', '1')}), and "
-            f"deep more so ({solved('deep', 'updates', '3', '1')})",
-            f"({sm}, *off* {off}, deep {deep})",
+            "sm solves {}, *off* {}, deep {}".format(
+                *(solved(*side, "3", "1") for side in sides[:1] + sides[2:4])),
+            f"sm {sm}, *off* {off}, deep {deep}",
             f"{ahead[0]} points behind sm, not {ahead[1]}",
-            "sm solves {} in {} passes, *off* {} in {}, deep {} in {}, and binary {} in {}".format(
-                *sum(zip(quick, passes), ())),
-            f"{right('random, 1')} right at one per pass, and {right('random, 24')} at 24",
-            f"it gets {right('span, 1')} and {right('span, 24')}"):
+            f"sm solves {quick[0]} in {passes[0]} passes ({quick[4]} in equal time), *off* "
+            f"{quick[1]} in {passes[1]}, deep {quick[2]} in {passes[2]}, and binary {quick[3]} in "
+            f"{passes[3]}",
+            f"{right('random, 1')} right at one per pass, {right('random, 24')} at 24",
+            "costs sm {} points at four bytes per pass, and {} at one (continue-sm: {} and "
+            "{})".format(*costs),
+            f"sm is ahead by {min(gaps):.1f} to {max(gaps):+.1f}"):
         assert words in " ".join(page.split())
