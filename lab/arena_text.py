@@ -161,8 +161,8 @@ def table(runs):
     for arm, base in BASES.items():
         gap = [x - y for x, y in zip(bounds[base], bounds[arm])]
         rows[arm] |= row(arm, {"sm higher by": gap}, ".3f")
-    return (f"{markdown(rows.values(), [*rows['binary']])}\n\n"
-            f"Standard error over rows: at most {max(errors):.2f}")
+    note = f"Standard error of the table's differences over rows: at most {max(errors):.2f} points"
+    return markdown(rows.values(), [*rows["binary"]]) + "\n\n" + note
 
 
 def main(cfg):

@@ -190,11 +190,16 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
     gaps = [x - y for x, y in zip(*(arena_text.values(text[arm], "time", "random, 4")
                                     for arm in ("sm", "binary")), strict=True)]
 
+    ends = [arena.mean(arena_text.values(text[arm], "updates", "span, 4"))
+            for arm in ("continue-sm", "continue-binary")]
+    spans = ends[0] - ends[1]
+
     def change(arm, base):
         found = arena.mean(one["time"]["bound"] - other["time"]["bound"]
                            for one, other in zip(text[arm], text[base], strict=True))
         return f"{found:+.3f}".replace("-", "−")
-    changes = f"by {change('continue-sm', 'continue-binary')} and {change('sm', 'binary')} (1.1M"
+    changes = (f"by {change('continue-sm', 'continue-binary')} nats per byte, and by "
+               f"{change('sm', 'binary')} from scratch")
     assert changes in " ".join(Path("README.md").read_text("utf-8").split())
     for words in (  # numbers in sentences that are in no table
             "sm solves {}, *off* {}, deep {}".format(
@@ -207,5 +212,6 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
             f"{right('random, 1')} right at one per pass, {right('random, 24')} at 24",
             "costs sm {} points at four bytes per pass, and {} at one (continue-sm: {} and "
             "{})".format(*costs),
-            f"sm is ahead by {min(gaps):.1f} to {max(gaps):+.1f}"):
+            f"sm is ahead by {min(gaps):.1f} to {max(gaps):+.1f} points".replace("-", "−"),
+            f"(in spans, {spans:.1f})"):
         assert words in " ".join(page.split())
