@@ -161,7 +161,9 @@ def against(pairs, seeds):
     There is no p before all planned seeds are in.
     """
     gaps = {name: [a - b for a, b in zip(x, y)] for name, (x, y) in pairs.items()}
-    cells = {name: f"{round(mean(gap), 1) + 0.0:+.1f}" for name, gap in gaps.items()}  # no -0.0
+    means = {name: mean(gap) for name, gap in gaps.items()}
+    # What rounds to 0 has no sign.
+    cells = {name: f"{x:+.1f}" if abs(x) >= 0.05 else "0.0" for name, x in means.items()}
     if all(len(gap) == seeds for gap in gaps.values()):
         for name, p in holm(gaps).items():
             limit = clear_from(gaps[name], len(gaps))

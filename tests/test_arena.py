@@ -75,7 +75,7 @@ def test_two_arms_in_ten_updates(short, monkeypatch, capsys):
     for row in ("| all | 10 | 60 | 0 | 60 | 50 | 80 | 0 |",
                 "| 7+ | 4 | 25 | 0 | 25 | 50 | 50 | 0 |",
                 "| sm in 12 − binary in 24 | -20.0 |", "| sm | 45.0 |  |",
-                "| slerp | 45.0 | +0.0 |", "| deep | 40.0 | +5.0 |"):
+                "| slerp | 45.0 | 0.0 |", "| deep | 40.0 | +5.0 |"):
         assert row in printed
 
 
