@@ -174,6 +174,8 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
         return f"{score(arm, name, way, group):.0f}%"
     ahead = [f"{score('sm', 'updates', way) - score('sm', 'off', way):.0f}"
              for way in ("2, odd", "2, even")]
+    tested = [f"{score(*side, '2'):.0f}%" for side in (*sides[:2], sides[4])]
+    assert f"{tested[1]} against {tested[2]} in equal" in Path("README.md").read_text("utf-8")
     sm, off, deep = (solved(*side, "random order") for side in sides[:1] + sides[2:4])
     quick = [solved(*side, "p ≥ 0.9") for side in sides[:1] + sides[2:] + sides[1:2]]
     passes = [f"{score(*side, 'passes'):.1f}" for side in sides[:1] + sides[2:]]
@@ -205,6 +207,8 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
             "sm solves {}, *off* {}, deep {}".format(
                 *(solved(*side, "3", "1") for side in sides[:1] + sides[2:4])),
             f"sm {sm}, *off* {off}, deep {deep}",
+            "solves {} of the Sudokus, {} in equal training time, and one trained without it {} "
+            "(both".format(*tested),
             f"{ahead[0]} points behind sm, not {ahead[1]}",
             f"sm solves {quick[0]} in {passes[0]} passes ({quick[4]} in equal time), *off* "
             f"{quick[1]} in {passes[1]}, deep {quick[2]} in {passes[2]}, and binary {quick[3]} in "
