@@ -207,8 +207,8 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
             "sm solves {}, *off* {}, deep {}".format(
                 *(solved(*side, "3", "1") for side in sides[:1] + sides[2:4])),
             f"sm {sm}, *off* {off}, deep {deep}",
-            "solves {} of the Sudokus, {} in equal training time, and one trained without it {} "
-            "(both".format(*tested),
+            "solves {} of the Sudokus in equal updates, {} in equal time, and one trained without "
+            "it {} (both".format(*tested),
             f"{ahead[0]} points behind sm, not {ahead[1]}",
             f"sm solves {quick[0]} in {passes[0]} passes ({quick[4]} in equal time), *off* "
             f"{quick[1]} in {passes[1]}, deep {quick[2]} in {passes[2]}, and binary {quick[3]} in "
