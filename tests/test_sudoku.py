@@ -21,7 +21,7 @@ def test_readme_shows_what_the_demonstration_prints(monkeypatch, capsys):
 
     .ci/run has run all of the demonstration. Otherwise, only README's first numbers are tested.
     """
-    claims = {sudoku.SHOWN: r"(\d+)% of 400 puzzles with feedback and (\d+)% with its",
+    claims = {sudoku.SHOWN: r"(\d+)% of 400 puzzles, and (\d+)% with its",
               "1 per pass": r"One cell per pass: (\d+) and (\d+)%",
               "2 per pass: 1, 2, …, 2, 1": r"1, 2, …, 2, 1 cells: (\d+) and (\d+)%"}
     if "DEMONSTRATION" in os.environ:
