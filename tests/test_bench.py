@@ -91,16 +91,18 @@ def test_the_pages_have_the_recorded_times():
             updates.append(f"{1000 * h100['training'][code][side]['seconds']:.0f}")
     assert "| {} ms | {} ms | {} ms | {} ms |\n".format(*updates) in page("README.md")
 
-    cells = ["{} | {}".format(*updates[:2]), "{} | {}".format(*updates[2:])]
+    cells = [f"{a} | {b} | {int(b) / int(a):.1f}" for a, b in (updates[:2], updates[2:])]
     for name, step in h100["sampling, ms a step"].items():
         if name != "16 sequences, authors, for each":  # there is no room on the page
-            cells.append(f"{round(step['binary'], 2)} | {round(step['SM'], 2)}")
+            ratio = step["SM"] / step["binary"]
+            cells.append(f"{round(step['binary'], 2)} | {round(step['SM'], 2)} | {ratio:.1f}")
     for batch, digits in (1, 3), (8, 2):
         calls = [cpu["sample"][f"{side}, batch {batch}"]["cpu"] for side in ("binary", "SM")]
         cells.append(" | ".join(f"{call / cpu['settings']['steps']:.{digits}f}" for call in calls))
     [decoding] = [h100[name] for name in h100 if name.startswith("Dream, decoding")]
     for rate in decoding.values():
-        cells.append(f"{rate['binary']} | {rate['SM']}")
+        ratio = rate["binary"] / rate["SM"]
+        cells.append(f"{rate['binary']} | {rate['SM']} | {ratio:.1f}")
     for table, digits, names in (
             (cpu["train"], 2, ("binary", "SM, p_sm = 0.8 (expected)")),
             (dream["dream"]["finetuning"], 3, ("binary, all kept", "SM, all kept")),
