@@ -22,6 +22,9 @@ The plan, committed before any run:
   The table has the standard error over rows, too, from the same 2,048 pairs.
 - **Reading.** As in lab/arena.py: clear is p < 0.05, no p before all seeds are in, and all else is
   described, not tested. The pilot saw about one point at random masks, and nothing in spans.
+
+Since the runs: the largest standard error over rows stands below the table, and the table has the
+differences of the bound, too (not planned).
 """
 
 import functools

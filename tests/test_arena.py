@@ -176,6 +176,12 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
              for way in ("2, odd", "2, even")]
     tested = [f"{score(*side, '2'):.0f}%" for side in (*sides[:2], sides[4])]
     assert f"{tested[1]} against {tested[2]} in equal" in Path("README.md").read_text("utf-8")
+    grown = {way: [] for way in ("2, even", "2, odd")}  # feedback's gain, with 1, 2–6, 7+ solutions
+    for way, gains in grown.items():
+        for group in ("1", "2–6", "7+"):
+            more, less = ([score("sm", side, which, group) for side in ("updates", "off")]
+                          for which in (way, "1"))
+            gains.append(f"{more[0] - more[1] - less[0] + less[1]:.0f}")
     sm, off, deep = (solved(*side, "random order") for side in sides[:1] + sides[2:4])
     quick = [solved(*side, "p ≥ 0.9") for side in sides[:1] + sides[2:] + sides[1:2]]
     passes = [f"{score(*side, 'passes'):.1f}" for side in sides[:1] + sides[2:]]
@@ -195,18 +201,24 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
     ends = [arena.mean(arena_text.values(text[arm], "updates", "span, 4"))
             for arm in ("continue-sm", "continue-binary")]
     spans = ends[0] - ends[1]
+    ends = [arena.mean(arena_text.values(text[arm], "time", "random, 24"))
+            for arm in ("continue-sm", "continue-binary")]
+    behind = ends[1] - ends[0]
 
     def change(arm, base):
         found = arena.mean(one["time"]["bound"] - other["time"]["bound"]
                            for one, other in zip(text[arm], text[base], strict=True))
-        return f"{found:+.3f}".replace("-", "−")
-    changes = (f"by {change('continue-sm', 'continue-binary')} nats per byte, and by "
-               f"{change('sm', 'binary')} from scratch")
+        return found
+    changes = (f"lower by {-change('continue-sm', 'continue-binary'):.3f} nats per byte, and "
+               f"higher by {change('sm', 'binary'):.3f} from scratch")
     assert changes in " ".join(Path("README.md").read_text("utf-8").split())
     for words in (  # numbers in sentences that are in no table
             "sm solves {}, *off* {}, deep {}".format(
                 *(solved(*side, "3", "1") for side in sides[:1] + sides[2:4])),
             f"sm {sm}, *off* {off}, deep {deep}",
+            "grows {1} to {2} points with several solutions, {0} with one. (To 1, 2, …, 2, 1: "
+            "{4} to {5}, {3})".format(*sum(grown.values(), [])),
+            f"and is {behind:.1f} points behind in equal time",
             "solves {} of the Sudokus in equal updates, {} in equal time, and one trained without "
             "it {} (both".format(*tested),
             f"{ahead[0]} points behind sm, not {ahead[1]}",
@@ -214,7 +226,7 @@ def test_the_pages_have_the_tables_that_the_command_prints(capsys, monkeypatch):
             f"{quick[1]} in {passes[1]}, deep {quick[2]} in {passes[2]}, and binary {quick[3]} in "
             f"{passes[3]}",
             f"{right('random, 1')} right at one per pass, {right('random, 24')} at 24",
-            "costs sm {} points at four bytes per pass, and {} at one (continue-sm: {} and "
+            "costs sm {} points at four bytes per pass, {} at one (continue-sm: {}, "
             "{})".format(*costs),
             f"sm is ahead by {min(gaps):.1f} to {max(gaps):+.1f} points".replace("-", "−"),
             f"(in spans, {spans:.1f})"):
